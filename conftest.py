@@ -64,10 +64,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     from tests.helpers.hostload import await_quiet, disturbance, watched
 
-    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    arguments = {
+        name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames
+    }
     failed, found = 0, None
     marker = pyfuncitem.get_closest_marker("timeout")
-    until = pyfuncitem.stash[_BEGAN] + float(marker.args[0] if marker else pyfuncitem.config.getini("timeout"))
+    until = pyfuncitem.stash[_BEGAN] + float(
+        marker.args[0] if marker else pyfuncitem.config.getini("timeout")
+    )
     for _ in range(ATTEMPTS):
         began = time.monotonic()
         failure, seen = watched(lambda: pyfuncitem.obj(**arguments))
@@ -88,16 +92,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say in one line what was not proved, and why; count the tests of time for ``tests/run``."""
     counts = os.environ.get("TESTBED_TIMED_COUNTS")
     if counts and not hasattr(terminalreporter.config, "workerinput"):
-        ended = [each for group in ("passed", "failed", "skipped") for each in terminalreporter.stats.get(group, ())]
-        timed = [each for each in ended if "timed" in each.keywords and (each.when == "call" or each.skipped)]
-        skipped = sum(each.skipped and NOT_MEASURED in str(each.longrepr) for each in timed)
+        ended = [
+            each
+            for group in ("passed", "failed", "skipped")
+            for each in terminalreporter.stats.get(group, ())
+        ]
+        timed = [
+            each
+            for each in ended
+            if "timed" in each.keywords and (each.when == "call" or each.skipped)
+        ]
+        skipped = sum(
+            each.skipped and NOT_MEASURED in str(each.longrepr) for each in timed
+        )
         with Path(counts).open("a") as file:
             file.write(f"{len(timed)} {skipped}\n")
     reasons = Counter(
-        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
     )
     if reasons:
-        found = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        found = "; ".join(
+            f"{count} x {reason}" for reason, count in reasons.most_common()
+        )
         terminalreporter.write_line(f"not proved here: {found}", yellow=True)
 
 

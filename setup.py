@@ -4,7 +4,10 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-BESIDE = {"testbed.scenario.shipped": "scenarios", "testbed_controller.lab.recipes": "images"}
+BESIDE = {
+    "testbed.scenario.shipped": "scenarios",
+    "testbed_controller.lab.recipes": "images",
+}
 """Folders of the shipped scenarios, and of the images' recipes."""
 
 FOLDERS = {

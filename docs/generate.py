@@ -35,10 +35,21 @@ def generated() -> Iterator[tuple[Path, str]]:
         page = DOCS / "commands" / f"{name}.md"
         command = testbed.get_command(click.Context(testbed), name)
         assert command is not None
-        before = page.read_text() if page.exists() else f"# testbed {name}\n\n<!-- help -->\n<!-- /help -->\n"
-        yield page, _replace(before, "help", "\n\n".join(_helps(command, f"testbed {name}")))
+        before = (
+            page.read_text()
+            if page.exists()
+            else f"# testbed {name}\n\n<!-- help -->\n<!-- /help -->\n"
+        )
+        yield (
+            page,
+            _replace(before, "help", "\n\n".join(_helps(command, f"testbed {name}"))),
+        )
     page = DOCS / "scenario.md"
-    tables = {"keys": _keys_table(), "figures": _figures_table(), "events": _events_table()}
+    tables = {
+        "keys": _keys_table(),
+        "figures": _figures_table(),
+        "events": _events_table(),
+    }
     text = page.read_text()
     for mark, table in tables.items():
         text = _replace(text, mark, table)
@@ -58,7 +69,12 @@ def _replace(text: str, mark: str, content: str) -> str:
 
 def _helps(command: click.Command, name: str) -> Iterator[str]:
     """Yield the help of a command and of each of its subcommands, as blocks."""
-    context = click.Context(command, info_name=name, terminal_width=WIDTH, help_option_names=["-h", "--help"])
+    context = click.Context(
+        command,
+        info_name=name,
+        terminal_width=WIDTH,
+        help_option_names=["-h", "--help"],
+    )
     yield f"```text\n$ {name} --help\n{command.get_help(context)}\n```"
     if isinstance(command, click.Group):
         for inner in command.list_commands(context):
@@ -70,17 +86,27 @@ def _helps(command: click.Command, name: str) -> Iterator[str]:
 def _figures_table() -> str:
     rows = _declared(COMMON.values(), lambda declared: declared.figures, _figure_row)
     rows += [
-        f"| `devices.<device>.{name}` | {kind} | of one device | every method |" for name, kind in OF_DEVICES.items()
+        f"| `devices.<device>.{name}` | {kind} | of one device | every method |"
+        for name, kind in OF_DEVICES.items()
     ]
     return "\n".join(["| figure | in | what it is | of |", "|---|---|---|---|", *rows])
 
 
 def _events_table() -> str:
-    head = ["| event | what it says | can be matched | fields | of |", "|---|---|---|---|---|"]
-    return "\n".join(head + _declared(EVENTS, lambda declared: declared.events, _event_row))
+    head = [
+        "| event | what it says | can be matched | fields | of |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join(
+        head + _declared(EVENTS, lambda declared: declared.events, _event_row)
+    )
 
 
-def _declared(common: Iterable[T], of: Callable[[MetricsSpec], Iterable[T]], row: Callable[[T, str], str]) -> list[str]:
+def _declared(
+    common: Iterable[T],
+    of: Callable[[MetricsSpec], Iterable[T]],
+    row: Callable[[T, str], str],
+) -> list[str]:
     """Return a row for each thing that every method declares, and for each that some do, with their names."""
     users: dict[T, list[str]] = {each: ["every method"] for each in common}
     for method in METHODS.values():
@@ -108,7 +134,9 @@ def _keys_table() -> str:
     return "\n".join(lines)
 
 
-def _keys(schema: Mapping[str, Any], root: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, bool]]:
+def _keys(
+    schema: Mapping[str, Any], root: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, Any, bool]]:
     """Yield (dotted key, its schema, whether it is required), depth first."""
     for name, value in schema.get("properties", {}).items():
         key = f"{prefix}{name}"
@@ -122,7 +150,9 @@ def _keys(schema: Mapping[str, Any], root: Mapping[str, Any], prefix: str) -> It
                     yield from _keys(inner, root, f"{key}.<name>.")
 
 
-def _alternatives(value: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _alternatives(
+    value: Mapping[str, Any], root: Mapping[str, Any]
+) -> Iterator[Mapping[str, Any]]:
     if "$ref" in value:
         yield from _alternatives(root["$defs"][value["$ref"].rpartition("/")[2]], root)
     elif ("anyOf" in value or "oneOf" in value) and "examples" not in value:
@@ -134,13 +164,23 @@ def _alternatives(value: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator
 
 def _kind(value: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     """Say in a word or two what a key takes."""
-    names = {"integer": "whole number", "number": "number", "string": "text", "array": "list", "object": "keys"}
+    names = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "array": "list",
+        "object": "keys",
+    }
     kinds = []
     for part in _alternatives(value, root):
         if "examples" in part:
             kinds.append(f"like `{part['examples'][0]}`")
         elif "enum" in part or "const" in part:
-            kinds.append(", ".join(f"`{choice}`" for choice in part.get("enum", [part.get("const")])))
+            kinds.append(
+                ", ".join(
+                    f"`{choice}`" for choice in part.get("enum", [part.get("const")])
+                )
+            )
         elif part.get("type") != "null":
             kinds.append(names.get(part.get("type", ""), "any"))
     return " or ".join(dict.fromkeys(kinds))
@@ -148,12 +188,20 @@ def _kind(value: Mapping[str, Any], root: Mapping[str, Any]) -> str:
 
 def _default(value: Mapping[str, Any]) -> str:
     default = value.get("default")
-    return "" if default in (None, [], {}, "") or isinstance(default, dict) else f"`{default}`"
+    return (
+        ""
+        if default in (None, [], {}, "") or isinstance(default, dict)
+        else f"`{default}`"
+    )
 
 
 def main(check: bool) -> int:
     """Write the files that are out of date, or with ``check`` only name them; return the exit status."""
-    stale = {path: text for path, text in generated() if not path.exists() or path.read_text() != text}
+    stale = {
+        path: text
+        for path, text in generated()
+        if not path.exists() or path.read_text() != text
+    }
     for path, text in stale.items():
         if check:
             print(path.relative_to(DOCS.parent))

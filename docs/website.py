@@ -105,8 +105,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a table, or nothing without rows."""
     if not rows:
         return ""
-    cells = [[str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *cells]) + "\n\n"
+    cells = [
+        [
+            str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+            for cell in row
+        ]
+        for row in rows
+    ]
+    return (
+        "\n".join(
+            "| " + " | ".join(row) + " |"
+            for row in [header, ["---"] * len(header), *cells]
+        )
+        + "\n\n"
+    )
 
 
 def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
@@ -115,15 +127,30 @@ def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
     text += inspect.cleandoc(type(method).__doc__ or "") + "\n\n"
     if method.name in PAPER_OF:
         text += f"[What its paper prints, and ours](../papers/{PAPER_OF[method.name]}/README.md).\n\n"
-    rows = [(f"`{each['name']}`", _default(each), each["description"]) for each in options(method.Options)]
+    rows = [
+        (f"`{each['name']}`", _default(each), each["description"])
+        for each in options(method.Options)
+    ]
     text += "## Options\n\nKeys beside `name` in `workload.method`.\n\n" if rows else ""
     text += table(("option", "default", "meaning"), rows)
-    stand = [(f"`baseline: {name}`", f"`{json.dumps(given)}`") for name, given in method.Options.baselines.items()]
+    stand = [
+        (f"`baseline: {name}`", f"`{json.dumps(given)}`")
+        for name, given in method.Options.baselines.items()
+    ]
     text += table(("baseline", "stands for"), stand)
-    figures = [(f"`{each.name}`", each.kind, each.meaning) for each in method.declared.figures]
-    text += "## Figures\n\nBeside [those of every method](../docs/scenario.md#expectations).\n\n" if figures else ""
+    figures = [
+        (f"`{each.name}`", each.kind, each.meaning) for each in method.declared.figures
+    ]
+    text += (
+        "## Figures\n\nBeside [those of every method](../docs/scenario.md#expectations).\n\n"
+        if figures
+        else ""
+    )
     text += table(("figure", "in", "what it is"), figures)
-    events = [(f"`{each.name}`", each.meaning, ", ".join(each.fields)) for each in method.declared.events]
+    events = [
+        (f"`{each.name}`", each.meaning, ", ".join(each.fields))
+        for each in method.declared.events
+    ]
     text += "## Events\n\n" if events else ""
     text += table(("event", "what it says", "fields"), events)
     of_it = []
@@ -135,13 +162,20 @@ def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
 
 
 def _default(option: Mapping[str, Any]) -> str:
-    default = "required" if option["required"] else f"`{json.dumps(option['default'])}`".replace("`null`", "")
+    default = (
+        "required"
+        if option["required"]
+        else f"`{json.dumps(option['default'])}`".replace("`null`", "")
+    )
     choices = ", ".join(f"`{each}`" for each in option["choices"])
     return f"{default} (one of {choices})" if choices else default
 
 
 def _scenario_table(scenarios: Sequence[Shipped]) -> str:
-    rows = [(f"[{each.name}](../{each.file})", each.scenario.description, each.runs) for each in scenarios]
+    rows = [
+        (f"[{each.name}](../{each.file})", each.scenario.description, each.runs)
+        for each in scenarios
+    ]
     return table(("scenario", "what it is", "runs"), rows)
 
 
@@ -156,8 +190,14 @@ def paper_pages() -> Iterator[tuple[str, str]]:
 def pages(scenarios: Sequence[Shipped]) -> dict[str, str]:
     """Return the text of every page by its place, links as they are in the repository."""
     found = {place: (ROOT / place).read_text() for place in places(grouped())}
-    found |= {f"docs/commands/{name}.md": (ROOT / f"docs/commands/{name}.md").read_text() for name in COMMANDS}
-    found |= {f"methods/{name}.md": method_page(method, scenarios) for name, method in METHODS.items()}
+    found |= {
+        f"docs/commands/{name}.md": (ROOT / f"docs/commands/{name}.md").read_text()
+        for name in COMMANDS
+    }
+    found |= {
+        f"methods/{name}.md": method_page(method, scenarios)
+        for name, method in METHODS.items()
+    }
     return found | dict(paper_pages())
 
 
@@ -181,12 +221,18 @@ def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
             shutil.copyfile(ROOT / path, site / path)
         return f"[{words}]({os.path.relpath(path, folder)}{anchor})"
 
-    return re.sub(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", lead, re.sub(r"<!-- /?\w+ -->", "", text))
+    return re.sub(
+        r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)",
+        lead,
+        re.sub(r"<!-- /?\w+ -->", "", text),
+    )
 
 
 def navigation() -> Navigation:
     """Return mkdocs' navigation: titles with their pages, or with a list of such."""
-    families = [{title: f"papers/{family}/README.md"} for family, title in PAPERS.items()]
+    families = [
+        {title: f"papers/{family}/README.md"} for family, title in PAPERS.items()
+    ]
     return [
         *grouped(),
         {"Methods": [{name: f"methods/{name}.md"} for name in METHODS]},
@@ -205,9 +251,13 @@ def main(folder: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(linked(place, text, found, site))
     colours = " ".join(f"--{name}: {colour};" for name, colour in COLOURS.items())
-    (site / "tables.css").write_text(f":root {{ {colours} }}\n" + (ROOT / "docs/tables.css").read_text())
+    (site / "tables.css").write_text(
+        f":root {{ {colours} }}\n" + (ROOT / "docs/tables.css").read_text()
+    )
     # JSON is YAML.
-    (folder / "mkdocs.yml").write_text(json.dumps({**SETTINGS, "nav": navigation()}, indent=2))
+    (folder / "mkdocs.yml").write_text(
+        json.dumps({**SETTINGS, "nav": navigation()}, indent=2)
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ __version__ = VERSION
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'testbed' has no attribute '{name}'; available: {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'testbed' has no attribute '{name}'; available: {', '.join(__all__)}"
+        )
     return getattr(importlib.import_module("testbed_controller.api"), name)
 
 

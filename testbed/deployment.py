@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, SerializeAsAny, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializeAsAny,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from testbed import methods
@@ -92,15 +99,25 @@ class Deployment(BaseModel):
             method = methods.get(workload.method.name, workload.task)
         else:
             shared = self.work_code.sources if self.work_code is not None else {}
-            method = from_code(code.model_copy(update={"sources": {**shared, **code.sources}}))
+            method = from_code(
+                code.model_copy(update={"sources": {**shared, **code.sources}})
+            )
         given: Problem = Problem(
-            devices=tuple(replace(self.specs[kind], name=name) for name, kind in self.devices.items()),
-            links={(source, destination): self.kinds[kind] for source, destination, kind in self.links},
+            devices=tuple(
+                replace(self.specs[kind], name=name)
+                for name, kind in self.devices.items()
+            ),
+            links={
+                (source, destination): self.kinds[kind]
+                for source, destination, kind in self.links
+            },
             workload=workload,
             options=method.Options.model_validate(workload.method.options()),
             seed=self.seed,
         )
-        return method, kind_of(workload).posed(given, method, {**self.facts, **self.own_facts})
+        return method, kind_of(workload).posed(
+            given, method, {**self.facts, **self.own_facts}
+        )
 
 
 def read(body: bytes | bytearray) -> Deployment:
@@ -113,7 +130,9 @@ def read(body: bytes | bytearray) -> Deployment:
                 f"this device reads version {VERSION} of the schema, not {version}: build the images again from the "
                 "same code with 'testbed setup images'"
             )
-        if document.get("work_code") is not None:  # before the keys are read that it defines
+        if (
+            document.get("work_code") is not None
+        ):  # before the keys are read that it defines
             register_work(Code.model_validate(document["work_code"]))
         return Deployment.model_validate(document)
     except ValidationError as error:
@@ -125,7 +144,11 @@ def read(body: bytes | bytearray) -> Deployment:
 def first_problem(error: ValidationError) -> str:
     """Return the first validation problem as ``location: message``."""
     first = error.errors()[0]
-    return ": ".join(each for each in (".".join(str(part) for part in first["loc"]), first["msg"]) if each)
+    return ": ".join(
+        each
+        for each in (".".join(str(part) for part in first["loc"]), first["msg"])
+        if each
+    )
 
 
 @dataclass(frozen=True)
@@ -148,14 +171,20 @@ class Deployments:
         """Return the deployment of a device as JSON."""
         problem, plan = self.method.facts(self.problem, self.plan, device)
         numbers: dict[Link, int] = {}
-        known: dict[int, int] = {}  # by identity, since pairs share links and it takes long to compare two
+        known: dict[
+            int, int
+        ] = {}  # by identity, since pairs share links and it takes long to compare two
         links = []
         for pair, link in problem.links.items():
             if id(link) not in known:
                 known[id(link)] = numbers.setdefault(link, len(numbers))
             links.append((*pair, known[id(link)]))
         pairs = {(source, destination) for source, destination, _ in links}
-        peers = [name for source, name, _ in links if source == device and (name, device) in pairs]
+        peers = [
+            name
+            for source, name, _ in links
+            if source == device and (name, device) in pairs
+        ]
         own = {
             "device": device,
             "kinds": [link.to_json() for link in numbers],
@@ -167,7 +196,10 @@ class Deployments:
         return f'{self._common_fields[:-1]},"plan":{plan_text},{_to_json_text(own)[1:]}'.encode()
 
     def _peer_entry(self, device: str, peer: str) -> dict[str, str]:
-        sent, received = data_token(self.token, device, peer), data_token(self.token, peer, device)
+        sent, received = (
+            data_token(self.token, device, peer),
+            data_token(self.token, peer, device),
+        )
         return {"address": self.addresses[peer], "sent": sent, "received": received}
 
     @cached_property
@@ -182,8 +214,12 @@ class Deployments:
         specs: list[object] = []
         devices: dict[str, int] = {}
         for spec in problem.devices:
-            nameless = _type_adapter(DeviceSpec).dump_python(replace(spec, name=""), mode="json")
-            number = devices[spec.name] = numbers.setdefault(_to_json_text(nameless), len(numbers))
+            nameless = _type_adapter(DeviceSpec).dump_python(
+                replace(spec, name=""), mode="json"
+            )
+            number = devices[spec.name] = numbers.setdefault(
+                _to_json_text(nameless), len(numbers)
+            )
             if number == len(specs):
                 specs.append(nameless)
         return _to_json_text(
@@ -191,12 +227,15 @@ class Deployments:
                 "version": VERSION,
                 "run": self.run,
                 "seed": problem.seed,
-                "workload": problem.workload.on_containers().model_dump(mode="json", by_alias=True, exclude_none=True),
+                "workload": problem.workload.on_containers().model_dump(
+                    mode="json", by_alias=True, exclude_none=True
+                ),
                 "facts": kind_of(problem.workload).facts(problem),
                 "specs": specs,
                 "devices": devices,
                 "work_code": self.work_code and self.work_code.model_dump(mode="json"),
-                "method_code": self.method_code and self.method_code.model_dump(mode="json"),
+                "method_code": self.method_code
+                and self.method_code.model_dump(mode="json"),
                 "broadcast": self.broadcast,
             }
         )
@@ -213,7 +252,11 @@ def _to_json_text(document: object) -> str:
 
 
 def deployments(
-    prepared: Prepared, run: str, token: str, addresses: Mapping[str, str], broadcast: str | None
+    prepared: Prepared,
+    run: str,
+    token: str,
+    addresses: Mapping[str, str],
+    broadcast: str | None,
 ) -> Deployments:
     """Build the deployments of a prepared run. Raises `InputError` for a user's file that is not text.
 
@@ -221,7 +264,20 @@ def deployments(
     """
     method_code, work_code = code_of(prepared.method), code_of(prepared.workload)
     if method_code is not None and work_code is not None:
-        own = {module: text for module, text in method_code.sources.items() if module not in work_code.sources}
+        own = {
+            module: text
+            for module, text in method_code.sources.items()
+            if module not in work_code.sources
+        }
         method_code = method_code.model_copy(update={"sources": own})
     codes = method_code, work_code
-    return Deployments(prepared.method, prepared.problem, prepared.plan, run, token, addresses, broadcast, *codes)
+    return Deployments(
+        prepared.method,
+        prepared.problem,
+        prepared.plan,
+        run,
+        token,
+        addresses,
+        broadcast,
+        *codes,
+    )

@@ -18,7 +18,16 @@ from testbed.wire.message import Message
 T = TypeVar("T")
 
 
-Kind = Literal["convolution", "pointwise", "depthwise", "linear", "normalisation", "activation", "pooling", "other"]
+Kind = Literal[
+    "convolution",
+    "pointwise",
+    "depthwise",
+    "linear",
+    "normalisation",
+    "activation",
+    "pooling",
+    "other",
+]
 """Kind of a layer, each with its own speed on a device. ``pointwise`` is a 1x1 convolution, ``depthwise`` a grouped
 one; ``other`` is work outside layers: updates, copies, averages."""
 
@@ -50,35 +59,55 @@ class Cost:
     _amounts: tuple[float, ...]
     """The work of each of `KINDS`, one after the other."""
 
-    def __init__(self, flops: float = 0.0, accessed: float = 0.0, weights: float = 0.0, kind: Kind = "other") -> None:
+    def __init__(
+        self,
+        flops: float = 0.0,
+        accessed: float = 0.0,
+        weights: float = 0.0,
+        kind: Kind = "other",
+    ) -> None:
         """Work of one kind; costs add up to work of several."""
         before = _EACH * KINDS.index(kind)
         after = _EACH * (len(KINDS) - 1) - before
-        self._set_amounts((*repeat(0.0, before), flops, accessed, weights, *repeat(0.0, after)))
+        self._set_amounts(
+            (*repeat(0.0, before), flops, accessed, weights, *repeat(0.0, after))
+        )
 
     def _set_amounts(self, amounts: tuple[float, ...]) -> Cost:
         object.__setattr__(self, "_amounts", amounts)
         return self
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost.__new__(Cost)._set_amounts(tuple(map(add, self._amounts, other._amounts)))
+        return Cost.__new__(Cost)._set_amounts(
+            tuple(map(add, self._amounts, other._amounts))
+        )
 
     def __sub__(self, other: Cost) -> Cost:
-        return Cost.__new__(Cost)._set_amounts(tuple(map(sub, self._amounts, other._amounts)))
+        return Cost.__new__(Cost)._set_amounts(
+            tuple(map(sub, self._amounts, other._amounts))
+        )
 
     def __mul__(self, times: float) -> Cost:
         return self.scaled(times, times, times)
 
     def scaled(self, flops: float, accessed: float, weights: float) -> Cost:
         """Return the cost with FLOPs, activation bytes and weight bytes multiplied by separate factors."""
-        return Cost.__new__(Cost)._set_amounts(tuple(map(mul, self._amounts, cycle((flops, accessed, weights)))))
+        return Cost.__new__(Cost)._set_amounts(
+            tuple(map(mul, self._amounts, cycle((flops, accessed, weights))))
+        )
 
     def of(self, kinds: Collection[Kind] = KINDS) -> Work:
         """Return the work of some kinds together."""
         amounts = self._amounts
         if len(kinds) < len(KINDS):
-            amounts = tuple(amounts[_EACH * KINDS.index(kind) + field] for kind in kinds for field in range(_EACH))
-        return Work(sum(amounts[0::_EACH]), sum(amounts[1::_EACH]), sum(amounts[2::_EACH]))
+            amounts = tuple(
+                amounts[_EACH * KINDS.index(kind) + field]
+                for kind in kinds
+                for field in range(_EACH)
+            )
+        return Work(
+            sum(amounts[0::_EACH]), sum(amounts[1::_EACH]), sum(amounts[2::_EACH])
+        )
 
 
 @dataclass(frozen=True)
@@ -168,7 +197,9 @@ class Device(Protocol):
     def record(self, event: str, **fields: Any) -> None:
         """Write an event to the run's log; see ``testbed.trace.events`` for the ones with a meaning."""
 
-    def expose(self, weights: Callable[[], Mapping[str, Any]], part: bool = False) -> None:
+    def expose(
+        self, weights: Callable[[], Mapping[str, Any]], part: bool = False
+    ) -> None:
         """Register the function that returns the current weights; the runtime calls the function on request.
 
         Those of the lead are the run's. A ``part`` is the device's own part of the model: a run that fails before the

@@ -45,17 +45,31 @@ class Experiment:
         """Return the devices with the speed left to each while all devices on its machine compute."""
         shares: dict[str, float] = {}
         for machine in self.machines:
-            wanted = sum(device.processors for device in self.devices if device.name in machine.devices)
+            wanted = sum(
+                device.processors
+                for device in self.devices
+                if device.name in machine.devices
+            )
             shares |= dict.fromkeys(machine.devices, min(1.0, machine.cores / wanted))
         return tuple(
-            device.with_share(shares[device.name]) if shares.get(device.name, 1) < 1 else device
+            device.with_share(shares[device.name])
+            if shares.get(device.name, 1) < 1
+            else device
             for device in self.devices
         )
 
     def bounded_links(self) -> dict[Pair, Link]:
         """Return the links with their rates limited by the access rates of both ends and by the cell."""
-        uplinks = {device.name: device.uplink for device in self.devices if device.uplink is not None}
-        downlinks = {device.name: device.downlink for device in self.devices if device.downlink is not None}
+        uplinks = {
+            device.name: device.uplink
+            for device in self.devices
+            if device.uplink is not None
+        }
+        downlinks = {
+            device.name: device.downlink
+            for device in self.devices
+            if device.downlink is not None
+        }
         if not (uplinks or downlinks or self.cells):
             return self.links
         found = {}
@@ -63,6 +77,9 @@ class Experiment:
             cell = cell_of(pair, self.cells)
             shared = None if cell is None else cell.rate
             found[pair] = replace(
-                link, rate=least_rate(link.rate, uplinks.get(pair[0]), downlinks.get(pair[1]), shared)
+                link,
+                rate=least_rate(
+                    link.rate, uplinks.get(pair[0]), downlinks.get(pair[1]), shared
+                ),
             )
         return found

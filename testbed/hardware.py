@@ -77,10 +77,17 @@ class DeviceSpec:
             return None if rate is None else rate * share
 
         kinds = {
-            kind: Rates(less(each.speed), less(each.memory_rate), less(each.weight_rate))
+            kind: Rates(
+                less(each.speed), less(each.memory_rate), less(each.weight_rate)
+            )
             for kind, each in self.kinds.items()
         }
-        return replace(self, speed=self.speed * share, memory_rate=less(self.memory_rate), kinds=kinds)
+        return replace(
+            self,
+            speed=self.speed * share,
+            memory_rate=less(self.memory_rate),
+            kinds=kinds,
+        )
 
     def joules(self, up: float, computing: float) -> float | None:
         """Return the energy of ``up`` seconds with ``computing`` busy seconds: idle * up + (busy - idle) *
@@ -105,14 +112,19 @@ class DeviceSpec:
         if self.precision != "f32":
             plain = replace(self, precision="f32").rates
             layers = tuple(
-                (tuple(kind for kind in kinds if kind != "other"), self._scale_to_precision(each))
+                (
+                    tuple(kind for kind in kinds if kind != "other"),
+                    self._scale_to_precision(each),
+                )
                 for kinds, each in plain
             )
             return *(pair for pair in layers if pair[0]), *(
                 (("other",), each) for kinds, each in plain if "other" in kinds
             )
         others = tuple(kind for kind in KINDS if kind not in self.kinds)
-        return (others, Rates(self.speed, self.memory_rate)), *(((kind,), each) for kind, each in self.kinds.items())
+        return (others, Rates(self.speed, self.memory_rate)), *(
+            ((kind,), each) for kind, each in self.kinds.items()
+        )
 
     def _scale_to_precision(self, rates: Rates) -> Rates:
         """Scale layer rates to the precision. Work outside layers, such as updates, stays in float32."""

@@ -37,20 +37,28 @@ class Options(ConfigModel):
     @classmethod
     def _of_baseline(cls, value: Any) -> Any:
         """Fill in the option values of the named baseline."""
-        name = value.get("baseline") if cls.baselines and isinstance(value, dict) else None
+        name = (
+            value.get("baseline") if cls.baselines and isinstance(value, dict) else None
+        )
         if name is None:
             return value
         if not isinstance(name, str) or name not in cls.baselines:
-            raise ValueError(f"unknown baseline '{name}': {nearest(str(name), cls.baselines)}")
+            raise ValueError(
+                f"unknown baseline '{name}': {nearest(str(name), cls.baselines)}"
+            )
         for key, fixed in cls.baselines[name].items():
             if value.get(key, fixed) != fixed:
-                raise ValueError(f"the baseline '{name}' implies {key}: {json.dumps(fixed)}: remove '{key}'")
+                raise ValueError(
+                    f"the baseline '{name}' implies {key}: {json.dumps(fixed)}: remove '{key}'"
+                )
         return {**value, **cls.baselines[name]}
 
 
 MethodOptions = TypeVar("MethodOptions", bound=Options, default=Options)
 """A method's options."""
-ProblemOptions = TypeVar("ProblemOptions", bound=Options, default=Options, covariant=True)
+ProblemOptions = TypeVar(
+    "ProblemOptions", bound=Options, default=Options, covariant=True
+)
 """Covariant type variable for read-only options."""
 MethodDetails = TypeVar("MethodDetails", bound=Details, default=Details)
 """Type of the method-specific details of a plan."""
@@ -107,7 +115,10 @@ class Problem(Generic[ProblemOptions]):
 
     def with_links_of(self, device: str) -> Self:
         """Return the same with the links from and to a device alone."""
-        return replace(self, links=_LinksOf(self.links, device, self._pairs_by_device.get(device, ())))
+        return replace(
+            self,
+            links=_LinksOf(self.links, device, self._pairs_by_device.get(device, ())),
+        )
 
     @cached_property
     def _pairs_by_device(self) -> Mapping[str, Sequence[Pair]]:
@@ -122,7 +133,9 @@ class Problem(Generic[ProblemOptions]):
 class _LinksOf(Mapping[Pair, Link]):
     """View of the links of one device without a copy: a mesh of 1,000 devices has a million links."""
 
-    def __init__(self, links: Mapping[Pair, Link], device: str, pairs: Sequence[Pair]) -> None:
+    def __init__(
+        self, links: Mapping[Pair, Link], device: str, pairs: Sequence[Pair]
+    ) -> None:
         self._links = links
         self._device = device
         self._pairs_by_device = pairs
@@ -150,8 +163,11 @@ class Job(Generic[ProblemOptions, PlanDetails]):
 
 
 StepsOrTime = Annotated[
-    Annotated[int, Field(ge=1, le=MOST_STEPS), Tag("[steps]")] | Annotated[Duration, Field(gt=0), Tag("[time]")],
-    Discriminator(lambda value: "[time]" if isinstance(value, str | float) else "[steps]"),
+    Annotated[int, Field(ge=1, le=MOST_STEPS), Tag("[steps]")]
+    | Annotated[Duration, Field(gt=0), Tag("[time]")],
+    Discriminator(
+        lambda value: "[time]" if isinstance(value, str | float) else "[steps]"
+    ),
 ]
 """An interval in steps or rounds, or as a duration such as 30s."""
 
@@ -228,7 +244,9 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         """Reject class attributes without effect."""
         super().__init_subclass__(**keywords)
         for name in _FORMER.keys() & vars(cls).keys():
-            raise TypeError(f"{cls.__name__}.{name} has no effect: write '{_FORMER[name]}' in `supports` instead")
+            raise TypeError(
+                f"{cls.__name__}.{name} has no effect: write '{_FORMER[name]}' in `supports` instead"
+            )
 
     @abstractmethod
     def plan(self, problem: Any) -> Plan[MethodDetails]:
@@ -238,20 +256,26 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     async def program(self, device: Device, job: Any) -> None:
         """Run one device, in the role assigned by the plan. Runs again from the start after a restart."""
 
-    def facts(self, problem: Any, plan: Plan[MethodDetails], device: str) -> tuple[Any, Plan[MethodDetails]]:
+    def facts(
+        self, problem: Any, plan: Plan[MethodDetails], device: str
+    ) -> tuple[Any, Plan[MethodDetails]]:
         """Return the facts of problem and plan for a device's program. Pure.
 
         The program sees nothing else on either clock. By default, a device gets its own links (all links with the
         capability `all_links`) and its own part of the plan; the lead gets the whole plan.
         """
         everything = "all_links" in self.supports and device == plan.lead
-        return problem if everything else problem.with_links_of(device), plan.part_of(device)
+        return problem if everything else problem.with_links_of(device), plan.part_of(
+            device
+        )
 
     def simulation_state(self, problem: Any) -> Any:
         """Return an object through which the devices of a simulation compute together; None where each is alone."""
         return None
 
-    def largest_messages(self, problem: Any, plan: Plan[MethodDetails]) -> Iterable[PlannedMessage]:
+    def largest_messages(
+        self, problem: Any, plan: Plan[MethodDetails]
+    ) -> Iterable[PlannedMessage]:
         """Return the largest messages of a run without faults. Pure.
 
         The plan is rejected if a device cannot hold one of these messages. Empty by default.

@@ -87,7 +87,9 @@ class Plan(BaseModel, Generic[PlanDetails]):
         """Return the part of the plan relevant to a device: the whole plan on the lead, its own pieces elsewhere."""
         if device == self.lead:
             return self
-        return self.model_copy(update={"pieces": self.of(device), "details": self.details.part_of(device)})
+        return self.model_copy(
+            update={"pieces": self.of(device), "details": self.details.part_of(device)}
+        )
 
     def memory(self, device: str) -> float:
         """Return the predicted peak bytes of all pieces of a device."""

@@ -26,7 +26,14 @@ from testbed.validation import find_method, reporting
 from testbed.wire.message import ENVELOPE
 from testbed.workload import Prepared, kind_of
 
-__all__ = ["Prepared", "batches", "build_problem", "prepare", "prepare_all", "raise_refused"]
+__all__ = [
+    "Prepared",
+    "batches",
+    "build_problem",
+    "prepare",
+    "prepare_all",
+    "raise_refused",
+]
 
 
 def prepare(trial: Trial) -> Prepared:
@@ -47,7 +54,10 @@ def prepare(trial: Trial) -> Prepared:
             located = replace(located, text=f"{located.text}; {hint}")
         raise scenario.source.error([located]) from None
     problems = [
-        *(_memory_problems(trial, plan) or _message_problems(trial, method, problem, plan)),
+        *(
+            _memory_problems(trial, plan)
+            or _message_problems(trial, method, problem, plan)
+        ),
         *_fault_problems(trial, method, plan),
     ]
     if problems:
@@ -68,7 +78,9 @@ def prepare_all(runs: Sequence[Trial]) -> tuple[dict[int, Prepared], list[str]]:
             prepared[number] = prepare(trial)
         except InputError as error:
             again = [f"repetition={trial.repetition + 1}"] if trial.repetition else []
-            named = ", ".join([*point_parts(trial.point), *again, f"seed {trial.scenario.seed}"])
+            named = ", ".join(
+                [*point_parts(trial.point), *again, f"seed {trial.scenario.seed}"]
+            )
             reasons.append(error)
             refused.append(f"{named}: {error}")
     if not prepared:
@@ -114,7 +126,11 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
 def batches(scenario: Scenario, plan: Plan) -> int | None:
     """Return the number of batches of a run; None if the number depends on data files or on the division of
     the data."""
-    known = [count for count in (kind_of(scenario.workload).total(scenario), plan.steps) if count is not None]
+    known = [
+        count
+        for count in (kind_of(scenario.workload).total(scenario), plan.steps)
+        if count is not None
+    ]
     return min(known, default=None)
 
 
@@ -132,7 +148,9 @@ def _memory_problems(trial: Trial, plan: Plan) -> list[Diagnostic]:
     return problems
 
 
-def _message_problems(trial: Trial, method: Method, problem: Problem, plan: Plan) -> list[Diagnostic]:
+def _message_problems(
+    trial: Trial, method: Method, problem: Problem, plan: Plan
+) -> list[Diagnostic]:
     """Report the first planned message that a device would reject during the run, with the same text."""
     devices = {device.name: device for device in problem.devices}
     for sender, receiver, size in method.largest_messages(problem, plan):
@@ -150,10 +168,17 @@ def _message_problems(trial: Trial, method: Method, problem: Problem, plan: Plan
 def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic]:
     experiment = trial.experiment
     links = experiment.links
-    traced = [(pair, link) for _, pair, link in traced_links(links, experiment.changes, experiment.devices[0].name)]
+    traced = [
+        (pair, link)
+        for _, pair, link in traced_links(
+            links, experiment.changes, experiment.devices[0].name
+        )
+    ]
     problems = fault_parts.problems(
         experiment.faults,
-        FaultContext(experiment.devices, links, traced, experiment.time_limit, experiment.radio),
+        FaultContext(
+            experiment.devices, links, traced, experiment.time_limit, experiment.radio
+        ),
         lambda device: method.spans(plan, device),
         events_of(reporting(method, trial.scenario.workload)),
         batches(trial.scenario, plan),
@@ -163,10 +188,17 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
         if not isinstance(action, Retire):
             continue
         if "retirement" not in method.supports:
-            text = f"method '{method.name}' does not support graceful shutdown: use kill"
+            text = (
+                f"method '{method.name}' does not support graceful shutdown: use kill"
+            )
             problems.append(Diagnostic(("faults", index, "retire"), text))
         elif action.target == plan.lead:
-            problems.append(Diagnostic(("faults", index, "retire"), f"'{plan.lead}' leads the run, which would end"))
+            problems.append(
+                Diagnostic(
+                    ("faults", index, "retire"),
+                    f"'{plan.lead}' leads the run, which would end",
+                )
+            )
     return problems
 
 

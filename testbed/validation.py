@@ -45,7 +45,10 @@ def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     else:
         if workload.task not in method.tasks:
             can = " and ".join(method.tasks)
-            yield Diagnostic((*key, "task"), f"the method '{method.name}' cannot {workload.task}: it can {can}")
+            yield Diagnostic(
+                (*key, "task"),
+                f"the method '{method.name}' cannot {workload.task}: it can {can}",
+            )
         try:
             method.Options.model_validate(workload.method.options())
         except ValidationError as error:
@@ -53,8 +56,12 @@ def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
             named: Key = (*key, "method", "name")
             if scenario.source.where(named).startswith("--set"):
                 text = "keeps the other options as they were; to replace them as well, write "
-                yield Diagnostic(named, f"{text}--set 'workload.method={{name: {method.name}}}'")
-    yield from kind_of(workload).problems(scenario, None if isinstance(method, Diagnostic) else method)
+                yield Diagnostic(
+                    named, f"{text}--set 'workload.method={{name: {method.name}}}'"
+                )
+    yield from kind_of(workload).problems(
+        scenario, None if isinstance(method, Diagnostic) else method
+    )
 
 
 def _method_or_problem(scenario: Scenario) -> Method | Diagnostic:
@@ -79,21 +86,30 @@ def _available_metrics(scenario: Scenario) -> dict[str, Metric]:
     method = _method_or_problem(scenario)
     known = methods.METHODS.values() if isinstance(method, Diagnostic) else [method]
     declared = [reporting(each, scenario.workload) for each in known]
-    return {name: figure for each in declared for name, figure in figures_of(each).items()}
+    return {
+        name: figure for each in declared for name, figure in figures_of(each).items()
+    }
 
 
 def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
     names = [device.name for device in trial.experiment.devices]
     for name in sorted({*RESERVED_NAMES} & {*names}):
-        yield Diagnostic(("devices", name), "this name is reserved for the testbed or its containers: use another one")
+        yield Diagnostic(
+            ("devices", name),
+            "this name is reserved for the testbed or its containers: use another one",
+        )
     if not has_room(IPv4Network(trial.scenario.network.subnet), len(names)):
-        yield Diagnostic(("network", "subnet"), no_room(trial.scenario.network.subnet, len(names)))
+        yield Diagnostic(
+            ("network", "subnet"), no_room(trial.scenario.network.subnet, len(names))
+        )
     for index, part in enumerate(trial.scenario.faults):
         for key, text in no_such_devices(devices_named(part), trial.scenario, names):
             yield Diagnostic(("faults", index, *key), text)
 
 
-def _expect_problems(trial: Trial, figures: Mapping[str, Metric]) -> Iterator[Diagnostic]:
+def _expect_problems(
+    trial: Trial, figures: Mapping[str, Metric]
+) -> Iterator[Diagnostic]:
     names = [device.name for device in trial.experiment.devices]
     for figure, text in trial.scenario.expect.items():
         key: Key = ("expect", figure)
@@ -105,7 +121,14 @@ def _expect_problems(trial: Trial, figures: Mapping[str, Metric]) -> Iterator[Di
         try:
             parse_condition(text, kind_of_figure(figure, figures))
         except KeyError:
-            what, known = ("figure of a device", [*OF_DEVICES]) if of_device else ("figure", [*figures])
-            yield Diagnostic(key, f"unknown {what} '{parts[-1] if of_device else figure}': {nearest(parts[-1], known)}")
+            what, known = (
+                ("figure of a device", [*OF_DEVICES])
+                if of_device
+                else ("figure", [*figures])
+            )
+            yield Diagnostic(
+                key,
+                f"unknown {what} '{parts[-1] if of_device else figure}': {nearest(parts[-1], known)}",
+            )
         except ValueError as error:
             yield Diagnostic(key, str(error))

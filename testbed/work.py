@@ -38,7 +38,9 @@ class MethodPart(ConfigModel):
     """A method by name, with its options (see `testbed show methods`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = Field(description="one of `testbed show methods`, or of `file`; further keys are its options")
+    name: str = Field(
+        description="one of `testbed show methods`, or of `file`; further keys are its options"
+    )
     file: str | None = Field(
         None,
         description="Python file that defines the method, relative to the scenario file; it is sent to the devices",
@@ -125,7 +127,12 @@ class WorkloadPart(ConfigModel):
             return read(value)
         if task not in tasks():
             expected = {"expected": ", ".join(map(repr, tasks()))}
-            error = {"type": "literal_error", "loc": ("task",), "input": task, "ctx": expected}
+            error = {
+                "type": "literal_error",
+                "loc": ("task",),
+                "input": task,
+                "ctx": expected,
+            }
             raise ValidationError.from_exception_data(cls.__name__, [error])  # type: ignore[list-item]
         try:
             part: type[Self] = kind(task).Part
@@ -134,12 +141,16 @@ class WorkloadPart(ConfigModel):
         return part.model_validate(value)
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         if cls is not WorkloadPart:
             return super().__get_pydantic_json_schema__(core_schema, handler)
         parts: dict[type[WorkloadPart], None] = {}
         for task in tasks():
-            with suppress(InputError):  # a package that cannot be imported; it is reported where a scenario names it
+            with suppress(
+                InputError
+            ):  # a package that cannot be imported; it is reported where a scenario names it
                 parts[kind(task).Part] = None
         for part in parts:
             part.model_rebuild()
@@ -168,5 +179,7 @@ def _load_kind(task: str) -> Any:
         return getattr(importlib.import_module(module), name)()
     workload = plugins.find(GROUP, task, ("task",))
     if workload is None:
-        raise InputError(f"'{task}' is not possible here: {nearest(task, tasks())}", ("task",))
+        raise InputError(
+            f"'{task}' is not possible here: {nearest(task, tasks())}", ("task",)
+        )
     return workload()

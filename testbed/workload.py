@@ -56,7 +56,14 @@ class Inputs:
     begins_with_weights: bool = False
     """Whether the lead's program has to load initial weights."""
 
-    def job(self, device: str, problem: Problem, plan: Plan, on_weights: Callable[[], None], shared: Any = None) -> Job:
+    def job(
+        self,
+        device: str,
+        problem: Problem,
+        plan: Plan,
+        on_weights: Callable[[], None],
+        shared: Any = None,
+    ) -> Job:
         """Return the input of a device's program in a simulation."""
         return Job(problem, plan, shared)
 
@@ -85,7 +92,9 @@ class Workload(ABC):
     declared: ClassVar[MetricsSpec] = NOTHING
     """Metrics, events, rows, tables and charts of every run of this workload, besides those of the method."""
 
-    def problems(self, scenario: Scenario, method: Method | None) -> Iterator[Diagnostic]:
+    def problems(
+        self, scenario: Scenario, method: Method | None
+    ) -> Iterator[Diagnostic]:
         """Yield all problems of the workload's keys and files; ``method`` is None for an unknown method."""
         return iter(())
 
@@ -96,7 +105,9 @@ class Workload(ABC):
         """
         return given
 
-    def divide(self, scenario: Scenario, method: Method, problem: Problem) -> tuple[Problem, Any]:
+    def divide(
+        self, scenario: Scenario, method: Method, problem: Problem
+    ) -> tuple[Problem, Any]:
         """Return the problem for the planner, and the value of `Prepared.division`.
 
         May read data, for example to decide who owns which samples. Raises `InputError`.
@@ -123,7 +134,9 @@ class Workload(ABC):
         """Return the facts of one device's problem (`Method.facts`), as JSON values."""
         return {}
 
-    def posed(self, given: Problem, method: Method, facts: Mapping[str, Any]) -> Problem:
+    def posed(
+        self, given: Problem, method: Method, facts: Mapping[str, Any]
+    ) -> Problem:
         """Rebuild the problem on a device from the generic problem and the facts. Raises `InputError`."""
         return given
 
@@ -135,7 +148,9 @@ class Workload(ABC):
         """Read the data of a run, for `inputs`; raises `InputError`."""
         return None
 
-    def inputs(self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None) -> Inputs:
+    def inputs(
+        self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None
+    ) -> Inputs:
         """Return the inputs of the devices; ``weights`` is an optional initial state."""
         return Inputs()
 

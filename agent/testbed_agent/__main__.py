@@ -29,7 +29,9 @@ def main() -> None:
         signal.signal(number, lambda *_: switched_off.set())
     lease = Lease(os.environ, switched_off.set)
     runner = Runner(settings, DataServer(settings))
-    server = PatientServer(settings.control, HealthFirst(runner, lease.renew), CONTROL_THREADS)
+    server = PatientServer(
+        settings.control, HealthFirst(runner, lease.renew), CONTROL_THREADS
+    )
     threading.Thread(target=server.serve, name="serve", daemon=True).start()
     _LOG.info("device %s of run %s is on", settings.device, settings.run)
     switched_off.wait()

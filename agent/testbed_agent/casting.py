@@ -76,12 +76,21 @@ class _Partial:
 class Caster:
     """Sender and receiver of broadcasts; a thread of its own receives."""
 
-    def __init__(self, form: CastForm, addresses: Addresses, run: str, limit: int, receive_filter: Hears) -> None:
+    def __init__(
+        self,
+        form: CastForm,
+        addresses: Addresses,
+        run: str,
+        limit: int,
+        receive_filter: Hears,
+    ) -> None:
         self._form = form
         self._receive_filter = receive_filter
         self._broadcast = addresses.broadcast
         self._sources = addresses.sources
-        self._from = _PACKET_INFORMATION.pack(0, socket.inet_aton(addresses.own), bytes(4))
+        self._from = _PACKET_INFORMATION.pack(
+            0, socket.inet_aton(addresses.own), bytes(4)
+        )
         self._mark = mark(run)
         self._limit = limit
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -94,12 +103,16 @@ class Caster:
 
     def start(self, inbox: Inbox) -> None:
         """Deliver received broadcasts to the inbox from now on."""
-        threading.Thread(target=self._listen, args=(inbox,), name="cast", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(inbox,), name="cast", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Stop receiving."""
         self._closed = True
-        with contextlib.suppress(OSError):  # raises for an unconnected socket, but wakes up its reader
+        with contextlib.suppress(
+            OSError
+        ):  # raises for an unconnected socket, but wakes up its reader
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, whole: bytes, incarnation: int, number: int) -> tuple[int, float]:
@@ -121,7 +134,10 @@ class Caster:
         for index in range(count):
             prefix = _PREFIX.pack(self._mark, incarnation, number, index, count)
             chunk = view[index * CAST_CHUNK : (index + 1) * CAST_CHUNK]
-            notes = [(socket.IPPROTO_IP, _IP_PKTINFO, self._from), *(_NOTE if index == count - 1 else ())]
+            notes = [
+                (socket.IPPROTO_IP, _IP_PKTINFO, self._from),
+                *(_NOTE if index == count - 1 else ()),
+            ]
             self._socket.sendmsg([prefix, chunk], notes, 0, self._broadcast)
         return len(whole), self._wait_until_sent()
 
@@ -134,7 +150,9 @@ class Caster:
             departure = self._read_departure()
             if departure is not None:
                 return departure
-            queued = fcntl.ioctl(self._socket, termios.TIOCOUTQ, b"\0\0\0\0")  # number of bytes not yet sent
+            queued = fcntl.ioctl(
+                self._socket, termios.TIOCOUTQ, b"\0\0\0\0"
+            )  # number of bytes not yet sent
             if not any(queued):
                 break  # dropped, or the kernel does not report departures
         return time.monotonic()
@@ -144,7 +162,9 @@ class Caster:
         departure = None
         with contextlib.suppress(BlockingIOError):
             while True:
-                _, notes, _, _ = self._socket.recvmsg(0, 256, socket.MSG_ERRQUEUE | socket.MSG_DONTWAIT)
+                _, notes, _, _ = self._socket.recvmsg(
+                    0, 256, socket.MSG_ERRQUEUE | socket.MSG_DONTWAIT
+                )
                 for level, kind, data in notes:
                     if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPING):
                         seconds, nanoseconds = _STAMP.unpack_from(data)
@@ -165,7 +185,11 @@ class Caster:
         if len(datagram) < _PREFIX.size:
             return
         run, incarnation, number, index, count = _PREFIX.unpack_from(datagram)
-        if run != self._mark or index >= count or count * CAST_CHUNK > self._limit + CAST_CHUNK:
+        if (
+            run != self._mark
+            or index >= count
+            or count * CAST_CHUNK > self._limit + CAST_CHUNK
+        ):
             return
         # Datagrams of other runs on the same network, or with lengths beyond the limit, are ignored.
         key = (source, incarnation, number)
@@ -178,9 +202,13 @@ class Caster:
                 self._partial.popitem(last=False)
             return
         del self._partial[key]
-        self._complete(b"".join(partial.chunks[part] for part in range(count)), key, partial, inbox)
+        self._complete(
+            b"".join(partial.chunks[part] for part in range(count)), key, partial, inbox
+        )
 
-    def _complete(self, whole: bytes, key: tuple[str, int, int], partial: _Partial, inbox: Inbox) -> None:
+    def _complete(
+        self, whole: bytes, key: tuple[str, int, int], partial: _Partial, inbox: Inbox
+    ) -> None:
         source, *numbers = key
         arrived = time.monotonic()
         try:
@@ -189,13 +217,26 @@ class Caster:
             return
         if read is None or self._sources.get(read[0].sender) != source:
             return
-        message, size, start = self._receive_filter(*read, numbers[1]), len(whole), partial.start
+        message, size, start = (
+            self._receive_filter(*read, numbers[1]),
+            len(whole),
+            partial.start,
+        )
         if message is None or not inbox.reserve(size):
             return
         new = False
         try:
             envelope = Envelope(message, *numbers)
-            new = inbox.put(Arrival(envelope, size, start, arrived - start, time.monotonic() - arrived, cast=True))
+            new = inbox.put(
+                Arrival(
+                    envelope,
+                    size,
+                    start,
+                    arrived - start,
+                    time.monotonic() - arrived,
+                    cast=True,
+                )
+            )
         finally:
             if not new:
                 inbox.release(size)

@@ -45,8 +45,12 @@ def application(runner: Runner, renew: Callable[[], None] = lambda: None) -> Fla
 @routes.before_app_request
 def authorise() -> Any:
     """Refuse every request without the device's token, except for its health."""
-    if request.path != "/health" and not authorised(request.environ, _runner().settings.token):
-        return {"error": "send the device's token as 'Authorization: Bearer <token>'"}, 401
+    if request.path != "/health" and not authorised(
+        request.environ, _runner().settings.token
+    ):
+        return {
+            "error": "send the device's token as 'Authorization: Bearer <token>'"
+        }, 401
     return None
 
 
@@ -157,7 +161,9 @@ def get_events() -> Response:
 @routes.get("/weights")
 def get_weights() -> Response:
     """Return the weights that the program ended with, or of its part alone."""
-    return Response(_runner().weights("part" in request.args), mimetype="application/octet-stream")
+    return Response(
+        _runner().weights("part" in request.args), mimetype="application/octet-stream"
+    )
 
 
 @routes.get("/metrics")
@@ -168,7 +174,9 @@ def get_metrics() -> Response:
 
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
+    return int(
+        Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    ) * os.sysconf("SC_PAGESIZE")
 
 
 def memory_limit() -> int | None:
@@ -195,7 +203,10 @@ def _state() -> dict[str, Any]:
 
 
 def _read_body(limit: int) -> bytearray:
-    length, encoding = request.headers.get("Content-Length", ""), request.headers.get("Transfer-Encoding", "")
+    length, encoding = (
+        request.headers.get("Content-Length", ""),
+        request.headers.get("Transfer-Encoding", ""),
+    )
     return read_body(request.environ, announced_length(length, encoding, limit))
 
 
@@ -204,10 +215,21 @@ def _read_number(key: str, minimum: float, maximum: float) -> float:
     try:
         document = json.loads(bytes(_read_body(_SMALL)))
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f'the body must be JSON such as {{"{key}": 12.5}}') from error
-    value = document.get(key) if isinstance(document, dict) and len(document) == 1 else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
-        raise Refused(400, f"the body must have the single key '{key}', a number from {minimum:g} to {maximum:g}")
+        raise Refused(
+            400, f'the body must be JSON such as {{"{key}": 12.5}}'
+        ) from error
+    value = (
+        document.get(key) if isinstance(document, dict) and len(document) == 1 else None
+    )
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not minimum <= value <= maximum
+    ):
+        raise Refused(
+            400,
+            f"the body must have the single key '{key}', a number from {minimum:g} to {maximum:g}",
+        )
     return float(value)
 
 
@@ -217,7 +239,9 @@ def _refused(error: Refused) -> Any:
 
 
 def _unknown(error: HTTPException) -> Any:
-    return {"error": refusal(f"{request.method} {request.path}: {error.name}")}, error.code or 500
+    return {
+        "error": refusal(f"{request.method} {request.path}: {error.name}")
+    }, error.code or 500
 
 
 def _failed(error: Exception) -> Any:

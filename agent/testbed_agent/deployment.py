@@ -54,19 +54,32 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
             text = f"this is device '{name}' of run '{settings.run}', not '{document.device}' of '{document.run}'"
             raise Refused(400, text)
         if name not in document.devices:
-            raise InputError(f"device: unknown name '{name}'; the deployment has {', '.join(document.devices)}")
+            raise InputError(
+                f"device: unknown name '{name}'; the deployment has {', '.join(document.devices)}"
+            )
         work = kind_of(document.workload)
         work.begin(document.workload)  # must precede the import of scenario files
         method, problem = document.problem()
         peers = {}
         for peer, entry in document.peers.items():
-            ways = [pair for pair in ((name, peer), (peer, name)) if pair in problem.links]
+            ways = [
+                pair for pair in ((name, peer), (peer, name)) if pair in problem.links
+            ]
             if len(ways) < 2:
                 raise InputError(f"peers: '{peer}' needs links in both directions")
             links = [problem.links[pair] for pair in ways]
-            peers[peer] = Peer(address(entry.address, DATA_PORT), slowness(*links), entry.sent, entry.received)
+            peers[peer] = Peer(
+                address(entry.address, DATA_PORT),
+                slowness(*links),
+                entry.sent,
+                entry.received,
+            )
         message_loss = {peer: problem.links[peer, name].message_loss for peer in peers}
-        broadcast = None if document.broadcast is None else address(document.broadcast, CAST_PORT)
+        broadcast = (
+            None
+            if document.broadcast is None
+            else address(document.broadcast, CAST_PORT)
+        )
         plan = document.plan.with_details(method.Details)
     except ValidationError as error:
         raise Refused(400, f"deployment: {deployment.first_problem(error)}") from error

@@ -20,7 +20,15 @@ from testbed.wire.message import Message, encode
 from testbed_agent.casting import Addresses, Caster, Hears
 from testbed_agent.disk import Disk
 from testbed_agent.events import EventLog
-from testbed_agent.pacing import Charge, DeviceTime, Pace, Processors, WorkTimes, fixed, slowed
+from testbed_agent.pacing import (
+    Charge,
+    DeviceTime,
+    Pace,
+    Processors,
+    WorkTimes,
+    fixed,
+    slowed,
+)
 from testbed_agent.receiving import Arrival, Inbox
 from testbed_agent.sending import STALL_SECONDS, Lane
 from testbed_agent.settings import Settings
@@ -62,9 +70,13 @@ class RealDevice:
         self._loop = asyncio.get_running_loop()
         self._spec = spec
         self._peers = peers
-        self._slowness = {name: peer.slowness for name, peer in peers.items()} | dict(slowness or {})
+        self._slowness = {name: peer.slowness for name, peer in peers.items()} | dict(
+            slowness or {}
+        )
         self._computes = deployment.problem.workload.is_computed
-        self._specs = {device_spec.name: device_spec for device_spec in deployment.problem.devices}
+        self._specs = {
+            device_spec.name: device_spec for device_spec in deployment.problem.devices
+        }
         self._origin = origin
         self._time = DeviceTime(max(origin, time.monotonic()))
         self._log = log
@@ -76,9 +88,13 @@ class RealDevice:
         self._writing = asyncio.Lock()
         self._casts = asyncio.Lock()
         self._cast_number = count()
-        self._form = CastForm(self.name, (device_spec.name for device_spec in deployment.problem.devices))
+        self._form = CastForm(
+            self.name, (device_spec.name for device_spec in deployment.problem.devices)
+        )
         sources = {name: peer.address[0] for name, peer in peers.items()}
-        addresses = Addresses(settings.cast, deployment.broadcast, settings.data[0], sources)
+        addresses = Addresses(
+            settings.cast, deployment.broadcast, settings.data[0], sources
+        )
         self._caster = Caster(self._form, addresses, settings.run, largest, hears)
         self._caster.start(self.inbox)
         self._closed = False
@@ -111,9 +127,13 @@ class RealDevice:
         self._record_at(self._time.now(), event, **fields)
 
     def _record_at(self, instant: float, event: str, **fields: Any) -> None:
-        self._log.append(Event(instant - self._origin, self.name, event, fields).to_json())
+        self._log.append(
+            Event(instant - self._origin, self.name, event, fields).to_json()
+        )
 
-    def expose(self, weights: Callable[[], Mapping[str, Any]], part: bool = False) -> None:
+    def expose(
+        self, weights: Callable[[], Mapping[str, Any]], part: bool = False
+    ) -> None:
         """Register the function for requests of the weights."""
         self.exposed[part] = weights
 
@@ -183,7 +203,11 @@ class RealDevice:
         self._time.advance_to(instant)
 
     def _settle_future(
-        self, future: asyncio.Future[T], result: T, failure: BaseException | None, instant: float
+        self,
+        future: asyncio.Future[T],
+        result: T,
+        failure: BaseException | None,
+        instant: float,
     ) -> None:
         if future.done():
             return
@@ -206,7 +230,9 @@ class RealDevice:
         check_message(len(body), self._spec, self._specs[peer])
         if peer not in self.lanes:
             known = self._peers[peer]
-            self.lanes[peer] = Lane(peer, known.address, known.sent, self._slowness[peer])
+            self.lanes[peer] = Lane(
+                peer, known.address, known.sent, self._slowness[peer]
+            )
         delivery = await self.lanes[peer].deliver(body, not_before=called)
         self._time.advance_to(delivery.ended)
         self.totals.count_message("sent", len(body))
@@ -233,7 +259,9 @@ class RealDevice:
         async with self._casts:
             await asyncio.sleep(called - time.monotonic())
             start = time.monotonic()
-            size, left = await asyncio.to_thread(self._caster.send, body, self._incarnation, number)
+            size, left = await asyncio.to_thread(
+                self._caster.send, body, self._incarnation, number
+            )
         self._time.advance_to(left)
         self.totals.count_message("sent", size)
         self._record_at(
@@ -305,7 +333,10 @@ class RealDevice:
         return self._arrivals.qsize()
 
 
-_LEARNING_METRICS = {"step": {"loss": "loss"}, "evaluate": {"accuracy": "accuracy", "loss": "test_loss"}}
+_LEARNING_METRICS = {
+    "step": {"loss": "loss"},
+    "evaluate": {"accuracy": "accuracy", "loss": "test_loss"},
+}
 """Metrics of the learning progress, by event and field."""
 
 

@@ -41,7 +41,9 @@ class Disk:
         usage = disk_usage(self._root)
         if usage > self._limit:
             limit = format_size(self._limit)
-            raise HostError(f"{self._root} of {self._device} holds {format_size(usage)}, above its quota of {limit}")
+            raise HostError(
+                f"{self._root} of {self._device} holds {format_size(usage)}, above its quota of {limit}"
+            )
 
     def save(self, name: str, message: Message) -> None:
         """Write a message atomically: after an error, an earlier message of the name remains.

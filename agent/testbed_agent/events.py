@@ -76,7 +76,10 @@ class EventLog:
         if after < self._dropped:
             raise self._refuse_position(after)
         if after > self.count:
-            raise Refused(409, f"event {after} does not exist: {self.count} were recorded since the boot")
+            raise Refused(
+                409,
+                f"event {after} does not exist: {self.count} were recorded since the boot",
+            )
         return self._follow(after)
 
     def _follow(self, position: int) -> Iterator[bytes]:
@@ -111,7 +114,10 @@ class EventLog:
         raise AssertionError("every line is dropped, sealed or recent")
 
     def _refuse_position(self, position: int) -> Refused:
-        return Refused(409, f"event {position} was dropped, the oldest is {self._dropped}: read faster")
+        return Refused(
+            409,
+            f"event {position} was dropped, the oldest is {self._dropped}: read faster",
+        )
 
     def _compress_oldest(self) -> None:
         """Compress the older half of the recent lines; drop the oldest blocks beyond the limit."""

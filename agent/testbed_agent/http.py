@@ -23,7 +23,9 @@ def announced_length(text: str, encoding: str, limit: int) -> int:
     if "chunked" in encoding.lower() or not text.isdecimal():
         raise Refused(411, "send a Content-Length")
     if len(text) > 18 or int(text) > limit:
-        raise Refused(413, f"the body of {text[:18]} bytes exceeds the limit of {limit}")
+        raise Refused(
+            413, f"the body of {text[:18]} bytes exceeds the limit of {limit}"
+        )
     return int(text)
 
 

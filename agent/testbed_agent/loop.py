@@ -19,7 +19,9 @@ _Arguments = TypeVarTuple("_Arguments")
 class _Selector(selectors.EpollSelector):
     """A selector with the resolution of kernel timers; epoll rounds time-outs up to a millisecond."""
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+    def select(
+        self, timeout: float | None = None
+    ) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for registered files, at most ``timeout`` seconds."""
         if timeout is None or timeout > 0:
             select.select([self], [], [], timeout)
@@ -40,11 +42,17 @@ class Loop(asyncio.SelectorEventLoop):
         sys.setswitchinterval(0.0005)
         asyncio.set_event_loop(self)
         while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by a program, and reported by its task
+            with contextlib.suppress(
+                SystemExit, KeyboardInterrupt
+            ):  # raised by a program, and reported by its task
                 self.run_forever()
 
     def call_at(
-        self, when: float, callback: Callable[[*_Arguments], object], *args: *_Arguments, context: Context | None = None
+        self,
+        when: float,
+        callback: Callable[[*_Arguments], object],
+        *args: *_Arguments,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """Schedule a callback at a monotonic instant, and report the timer when it fires."""
 

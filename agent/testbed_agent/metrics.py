@@ -35,7 +35,11 @@ def exposition(runner: Runner, resident: int) -> bytes:
     lines = [
         *_family("state", "gauge", "1 for the state the device is in.", states),
         *_gauge("resident_bytes", "Memory the agent holds.", resident),
-        *_gauge("speed_factor", "Current speed of the processor as a share of its own speed.", runner.pace.factor),
+        *_gauge(
+            "speed_factor",
+            "Current speed of the processor as a share of its own speed.",
+            runner.pace.factor,
+        ),
         *_counter("events", "Events recorded.", runner.log.count),
     ]
     if runner.device is not None:
@@ -49,18 +53,35 @@ def _program_metrics(device: RealDevice) -> Iterator[str]:
         yield from _counter(name, text, totals.counts.get(name, 0.0))
     for name, value in list(totals.learned.items()):
         yield from _gauge(name, _LEARNED[name], value)
-    yield from _gauge("inbox_messages", "Messages that wait for the program.", device.waiting)
-    yield from _gauge("inbox_bytes", "Memory of messages that wait or arrive.", device.inbox.bytes)
-    yield from _gauge("compute_queue", "Tasks that wait for the processor.", device.processors.waiting)
-    queues = {f'{{peer="{peer}"}}': float(lane.waiting) for peer, lane in list(device.lanes.items())}
-    yield from _family("send_queue", "gauge", "Unacknowledged messages to each peer.", queues)
+    yield from _gauge(
+        "inbox_messages", "Messages that wait for the program.", device.waiting
+    )
+    yield from _gauge(
+        "inbox_bytes", "Memory of messages that wait or arrive.", device.inbox.bytes
+    )
+    yield from _gauge(
+        "compute_queue", "Tasks that wait for the processor.", device.processors.waiting
+    )
+    queues = {
+        f'{{peer="{peer}"}}': float(lane.waiting)
+        for peer, lane in list(device.lanes.items())
+    }
+    yield from _family(
+        "send_queue", "gauge", "Unacknowledged messages to each peer.", queues
+    )
 
 
 def _family(name: str, kind: str, text: str, samples: Mapping[str, float]) -> list[str]:
     """Return the lines of a metric family; label values are device and state names, which need no escaping."""
     full = f"testbed_{name}"
     lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
-    return [*lines, *(f"{full}{labels} {_format_number(value)}" for labels, value in samples.items())]
+    return [
+        *lines,
+        *(
+            f"{full}{labels} {_format_number(value)}"
+            for labels, value in samples.items()
+        ),
+    ]
 
 
 def _format_number(value: float) -> str:

@@ -77,7 +77,9 @@ class Pace:
     def set(self, factor: float) -> None:
         """Compute at a positive share of the processors' own speed from now on; raises ValueError otherwise."""
         if not 0 < factor < math.inf:
-            raise ValueError(f"the speed factor must be positive and finite, not {factor}")
+            raise ValueError(
+                f"the speed factor must be positive and finite, not {factor}"
+            )
         with self._lock:
             self._steps.append((time.monotonic(), factor))
             for changed in self._watchers:
@@ -89,7 +91,9 @@ class Pace:
         The result holds as long as the speed does not change again.
         """
         with self._lock:
-            steps = self._steps[max(0, bisect_right(self._steps, (origin, math.inf)) - 1) :]
+            steps = self._steps[
+                max(0, bisect_right(self._steps, (origin, math.inf)) - 1) :
+            ]
         # Integrate the piecewise constant speed until the charge is used up.
         instant, left = origin, charge
         for (_, factor), (until, _) in pairwise([*steps, (math.inf, 0.0)]):
@@ -159,7 +163,9 @@ class Processors:
         self._stop = threading.Event()
         self._changed = [self._pace.watch() for _ in range(count)]
         self._threads = [
-            threading.Thread(target=self._run_tasks, args=(changed,), name="compute", daemon=True)
+            threading.Thread(
+                target=self._run_tasks, args=(changed,), name="compute", daemon=True
+            )
             for changed in self._changed
         ]
         for thread in self._threads:
@@ -178,7 +184,11 @@ class Processors:
         ``begin`` gets the start instant on the device and returns False to skip the work; ``end`` gets the result or
         exception ``LEAD_SECONDS`` before the time has passed. Both run in the processor's thread.
         """
-        self._queue.put(_PacedWork(work, charge, begin, end, time.monotonic() if ready is None else ready))
+        self._queue.put(
+            _PacedWork(
+                work, charge, begin, end, time.monotonic() if ready is None else ready
+            )
+        )
 
     def between_works(self, call: Callable[[], T]) -> T:
         """Call a function in a processor's thread, or directly after the processors have closed.
@@ -189,14 +199,24 @@ class Processors:
             for thread in self._threads:
                 thread.join()
             return call()
-        outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-        self.put(call, fixed(0.0), lambda _: True, lambda result, failure, _: outcome.put((result, failure)))
+        outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = (
+            queue.SimpleQueue()
+        )
+        self.put(
+            call,
+            fixed(0.0),
+            lambda _: True,
+            lambda result, failure, _: outcome.put((result, failure)),
+        )
         # Poll, since the threads may end before they reach the call.
         while True:
             try:
                 result, failure = outcome.get(timeout=0.1)
             except queue.Empty:
-                if not any(thread.is_alive() for thread in self._threads) and outcome.empty():
+                if (
+                    not any(thread.is_alive() for thread in self._threads)
+                    and outcome.empty()
+                ):
                     return call()
                 continue
             if failure is not None:
@@ -206,7 +226,9 @@ class Processors:
     @property
     def threads(self) -> list[int]:
         """The kernel's IDs of the computing threads."""
-        return [thread.native_id for thread in self._threads if thread.native_id is not None]
+        return [
+            thread.native_id for thread in self._threads if thread.native_id is not None
+        ]
 
     @property
     def waiting(self) -> int:
@@ -234,7 +256,12 @@ class Processors:
         self._pace.forget(changed)
 
     def _perform(
-        self, item: _PacedWork, start: float, origin: float, lateness: float, changed: threading.Event
+        self,
+        item: _PacedWork,
+        start: float,
+        origin: float,
+        lateness: float,
+        changed: threading.Event,
     ) -> float:
         """Execute a task; return the instant at which the processor is free again."""
         result, failure = None, None
@@ -255,10 +282,18 @@ class Processors:
         if not self._stop.is_set():
             duration = max(free, time.monotonic()) - origin
             lateness += max(0.0, origin + duration - due)
-            item.end(result, None, WorkTimes(origin, duration, busy, max(0.0, busy - (due - origin)), lateness))
+            item.end(
+                result,
+                None,
+                WorkTimes(
+                    origin, duration, busy, max(0.0, busy - (due - origin)), lateness
+                ),
+            )
         return free
 
-    def _wait_until_due(self, origin: float, charge: float, busy_until: float, changed: threading.Event) -> float:
+    def _wait_until_due(
+        self, origin: float, charge: float, busy_until: float, changed: threading.Event
+    ) -> float:
         """Wait until ``LEAD_SECONDS`` before the end of the task on the device; return the instant of its end."""
         while True:
             changed.clear()
@@ -273,7 +308,9 @@ def precise_sleep() -> None:
     """Ask the kernel for punctual wake-ups of the calling thread, instead of up to 50 us later to save power."""
     import ctypes
 
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(
+        _PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0
+    )
 
 
 def _wait_for_event(event: threading.Event, seconds: float) -> None:
@@ -292,7 +329,10 @@ class WaitingTime:
     def since_last(self) -> float:
         """Return the waiting time in seconds since the last call, summed over threads; 0 without kernel statistics."""
         now = self._read_counters()
-        waited = sum(nanoseconds - self._known.get(thread, 0) for thread, nanoseconds in now.items())
+        waited = sum(
+            nanoseconds - self._known.get(thread, 0)
+            for thread, nanoseconds in now.items()
+        )
         self._known = now
         return waited * 1e-9
 
@@ -301,7 +341,12 @@ class WaitingTime:
         for task in _TASKS.iterdir():
             if task.name not in self._without:
                 try:
-                    counters[task.name] = int((task / "schedstat").read_text().split()[1])
-                except (OSError, IndexError):  # the thread has ended, or the kernel has no statistics
+                    counters[task.name] = int(
+                        (task / "schedstat").read_text().split()[1]
+                    )
+                except (
+                    OSError,
+                    IndexError,
+                ):  # the thread has ended, or the kernel has no statistics
                     continue
         return counters

@@ -54,7 +54,11 @@ class Inbox:
     """A bounded buffer of received messages without duplicates, delivered in order."""
 
     def __init__(
-        self, peers: Mapping[str, str], limit: int, deliver: Callable[[Arrival], None], largest: int = 1 << 30
+        self,
+        peers: Mapping[str, str],
+        limit: int,
+        deliver: Callable[[Arrival], None],
+        largest: int = 1 << 30,
     ) -> None:
         """``peers`` maps each peer to a token for messages; ``largest`` is the maximum message size in bytes."""
         self.largest = largest
@@ -63,7 +67,9 @@ class Inbox:
         self._senders = {f"Bearer {token}": name for name, token in peers.items()}
         self._limit = limit
         self._deliver = deliver
-        self._lock = threading.RLock()  # reentrant: the receiver may release the message at once
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: the receiver may release the message at once
         self._latest: dict[tuple[str, bool], tuple[int, int]] = {}
         self.bytes = 0
         """Number of bytes reserved by arriving and waiting messages."""
@@ -74,7 +80,9 @@ class Inbox:
         try:
             return self._senders[authorization]
         except KeyError:
-            raise Refused(401, "send the token of this link as 'Authorization: Bearer <token>'") from None
+            raise Refused(
+                401, "send the token of this link as 'Authorization: Bearer <token>'"
+            ) from None
 
     def reserve(self, size: int) -> bool:
         """Reserve room for a message before reading its body; a single message always fits into an empty inbox."""
@@ -181,7 +189,9 @@ class DataServer:
 class _Connection:
     """A connection of a peer, or of an unauthenticated client, with one request after the other."""
 
-    def __init__(self, server: DataServer, link: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, server: DataServer, link: socket.socket, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._server = server
         self._link = link
         self._loop = loop
@@ -282,7 +292,9 @@ class _Connection:
                         except BlockingIOError:  # resumed by `check_stall` without data
                             continue
                         if not count:
-                            raise Refused(400, f"the body ended after {done} of {size} bytes")
+                            raise Refused(
+                                400, f"the body ended after {done} of {size} bytes"
+                            )
                         self._heard = inbox.arriving[sender] = time.monotonic()
                         done += count
                 self._reading = False
@@ -310,7 +322,11 @@ class _Connection:
             raise Refused(503, "no program is running")
         sender = inbox.authenticate(headers.get("authorization", ""))
         self._server.recognise(self, sender)
-        size = announced_length(headers.get("content-length", ""), headers.get("transfer-encoding", ""), inbox.largest)
+        size = announced_length(
+            headers.get("content-length", ""),
+            headers.get("transfer-encoding", ""),
+            inbox.largest,
+        )
         return inbox, sender, size
 
 
@@ -322,4 +338,6 @@ def _deliver(body: bytearray, start: float, inbox: Inbox, sender: str) -> bool:
         raise Refused(400, str(error)) from error
     if envelope.message.sender != sender:
         raise Refused(403, f"'{sender}' must not send as '{envelope.message.sender}'")
-    return inbox.put(Arrival(envelope, len(body), start, arrived - start, time.monotonic() - arrived))
+    return inbox.put(
+        Arrival(envelope, len(body), start, arrived - start, time.monotonic() - arrived)
+    )

@@ -75,7 +75,12 @@ class Runner:
     def health(self) -> dict[str, Any]:
         """Return the device's state, with the traceback of a failed program."""
         run, device = self.settings.run, self.settings.device
-        document = {"run": run, "device": device, "state": self.state, "events": self.log.count}
+        document = {
+            "run": run,
+            "device": device,
+            "state": self.state,
+            "events": self.log.count,
+        }
         return document if self.error is None else {**document, "error": self.error}
 
     def _start_loop(self) -> Loop:
@@ -86,7 +91,9 @@ class Runner:
 
                 self._begun = Loop()
                 self._begun.call_soon(self._data.serve)
-                threading.Thread(target=self._begun.live, name="program", daemon=True).start()
+                threading.Thread(
+                    target=self._begun.live, name="program", daemon=True
+                ).start()
             return self._begun
 
     def _await_peer(self) -> None:
@@ -101,21 +108,32 @@ class Runner:
         """
         with self._lock:
             if self.state == "running":
-                raise Refused(409, "cannot deploy while a program is running: stop the program first")
+                raise Refused(
+                    409,
+                    "cannot deploy while a program is running: stop the program first",
+                )
             from testbed_agent import deployment
 
             self._deployment = deployment.read(body, self.settings)
             arrays.choose(self._deployment.work.arrays)
             if self._deployment.method.needs_torch:
-                self.computing = self._deployment.work.prepare_device(self._deployment.problem)
+                self.computing = self._deployment.work.prepare_device(
+                    self._deployment.problem
+                )
             self._message_loss = dict(self._deployment.message_loss)
             self._slowness = {}
-            self._follow_links({name: peer.slowness for name, peer in self._deployment.peers.items()})
+            self._follow_links(
+                {name: peer.slowness for name, peer in self._deployment.peers.items()}
+            )
             self._input = self._weights = self.error = None
             self.device = self._data.inbox = None
             self.log.reopen()
             self.state = "ready"
-            _LOG.info("deployed: %s, peers %s", self._deployment.method.name, ", ".join(self._deployment.peers))
+            _LOG.info(
+                "deployed: %s, peers %s",
+                self._deployment.method.name,
+                ", ".join(self._deployment.peers),
+            )
 
     def put_data(self, body: bytearray) -> None:
         """Store the data set for the program of the coordinator; raises `Refused` for invalid data."""
@@ -174,11 +192,22 @@ class Runner:
 
         problem, name = deployment.problem, self.settings.device
 
-        def filter_message(message: Message, header: int, number: int) -> Message | None:
+        def filter_message(
+            message: Message, header: int, number: int
+        ) -> Message | None:
             sender = message.sender
             link = problem.links.get((sender, name))
-            chance = partial(heard, problem.seed, sender, name, number, self._message_loss.get(sender, 0.0))
-            return received(message, header, None if link is None else link.frame, chance)
+            chance = partial(
+                heard,
+                problem.seed,
+                sender,
+                name,
+                number,
+                self._message_loss.get(sender, 0.0),
+            )
+            return received(
+                message, header, None if link is None else link.frame, chance
+            )
 
         return filter_message
 
@@ -203,14 +232,21 @@ class Runner:
             assert self._deployment is not None
             self.state = "running"
             self._over.clear()
-            _LOG.info("the program starts %.3f s after the origin of the run", time.monotonic() - origin)
-            self._start_loop().call_soon_threadsafe(self._start_program, self._deployment, origin)
+            _LOG.info(
+                "the program starts %.3f s after the origin of the run",
+                time.monotonic() - origin,
+            )
+            self._start_loop().call_soon_threadsafe(
+                self._start_program, self._deployment, origin
+            )
 
     def stop(self) -> None:
         """Cancel the program and wait for its end; raises `Refused` if none is running or the program ignores it."""
         with self._lock:
             if self.state in ("idle", "ready"):
-                raise Refused(409, f"no program is running: this device is {self.state}")
+                raise Refused(
+                    409, f"no program is running: this device is {self.state}"
+                )
             _LOG.info("asked to stop, while the program is %s", self.state)
             self._start_loop().call_soon_threadsafe(self._cancel_program)
         if not self._over.wait(STOP_SECONDS):
@@ -226,7 +262,10 @@ class Runner:
     def require_ready(self, request: str) -> None:
         """Raise `Refused` unless the device is deployed and not started; ``what`` names the request."""
         if self.state != "ready":
-            raise Refused(409, f"{request} is accepted only between deployment and start; this device is {self.state}")
+            raise Refused(
+                409,
+                f"{request} is accepted only between deployment and start; this device is {self.state}",
+            )
 
     @property
     def body_limit(self) -> int:
@@ -235,7 +274,9 @@ class Runner:
         return int(self._deployment.problem.device(self.settings.device).memory)
 
     def _start_program(self, deployment: Deployment, origin: float) -> None:
-        self._task = self._start_loop().create_task(self._run_program(deployment, origin))
+        self._task = self._start_loop().create_task(
+            self._run_program(deployment, origin)
+        )
         self._ending = self._start_loop().create_task(self._finish(self._task, origin))
 
     def _cancel_program(self) -> None:
@@ -267,7 +308,12 @@ class Runner:
         # On the device's clock, since the last result may be due a moment from now.
         now = time.monotonic() - origin if self.device is None else self.device.now()
         self._record(origin + now, origin, state, error)
-        _LOG.log(logging.ERROR if failure else logging.INFO, "the program is %s", state, exc_info=failure)
+        _LOG.log(
+            logging.ERROR if failure else logging.INFO,
+            "the program is %s",
+            state,
+            exc_info=failure,
+        )
         with self._lock:
             self.state, self.error, self._task = state, error, None
         self.log.close()
@@ -278,11 +324,22 @@ class Runner:
 
         settings, problem = self.settings, deployment.problem
         device = RealDevice(
-            settings, deployment, origin, self.log, self.pace, self._receive_filter(deployment), self._slowness
+            settings,
+            deployment,
+            origin,
+            self.log,
+            self.pace,
+            self._receive_filter(deployment),
+            self._slowness,
         )
         self._start_loop().on_timer = device.on_timer
         job = deployment.work.job(
-            settings.device, problem, deployment.plan, self._input, self._weights, lambda: device.record("weights")
+            settings.device,
+            problem,
+            deployment.plan,
+            self._input,
+            self._weights,
+            lambda: device.record("weights"),
         )
         with self._lock:
             self.device = device
@@ -309,9 +366,15 @@ class Runner:
             # After a normal end, the device still acknowledges messages, as a machine that is on would.
             device.close()
 
-    def _record(self, instant: float, origin: float, state: str, error: str | None = None) -> None:
-        fields: dict[str, Any] = {"state": state} if error is None else {"state": state, "error": error}
-        self.log.append(Event(instant - origin, self.settings.device, "state", fields).to_json())
+    def _record(
+        self, instant: float, origin: float, state: str, error: str | None = None
+    ) -> None:
+        fields: dict[str, Any] = (
+            {"state": state} if error is None else {"state": state, "error": error}
+        )
+        self.log.append(
+            Event(instant - origin, self.settings.device, "state", fields).to_json()
+        )
 
 
 async def _record_host_load(device: RealDevice) -> None:
@@ -326,8 +389,16 @@ async def _record_host_load(device: RealDevice) -> None:
     def record() -> None:
         nonlocal last
         before, last = last, read_times()
-        interval, processor, computing = (now - then for now, then in zip(last, before, strict=True))
-        device.record("host", waited=waiting.since_last(), interval=interval, processor=processor, computing=computing)
+        interval, processor, computing = (
+            now - then for now, then in zip(last, before, strict=True)
+        )
+        device.record(
+            "host",
+            waited=waiting.since_last(),
+            interval=interval,
+            processor=processor,
+            computing=computing,
+        )
 
     try:
         while True:
@@ -337,7 +408,9 @@ async def _record_host_load(device: RealDevice) -> None:
         record()
 
 
-async def _enforce_disk_quota(device: RealDevice, program: asyncio.Task[None] | None) -> None:
+async def _enforce_disk_quota(
+    device: RealDevice, program: asyncio.Task[None] | None
+) -> None:
     """Cancel the program if the disk usage exceeds the quota; raises `HostError` then."""
     while True:
         await asyncio.sleep(DISK_SECONDS)
@@ -349,18 +422,27 @@ async def _enforce_disk_quota(device: RealDevice, program: asyncio.Task[None] | 
             raise
 
 
-_LINK_CHANGES = {"message_loss": (1.0, "fraction from 0 to 1"), "slowness": (MOST_SLOWNESS, "number of seconds")}
+_LINK_CHANGES = {
+    "message_loss": (1.0, "fraction from 0 to 1"),
+    "slowness": (MOST_SLOWNESS, "number of seconds"),
+}
 """Keys of ``PUT /links``, with their maximum and the description of a value."""
 
 
-def _parse_link_changes(body: bytearray, peers: Collection[str]) -> dict[str, dict[str, float]]:
+def _parse_link_changes(
+    body: bytearray, peers: Collection[str]
+) -> dict[str, dict[str, float]]:
     """Return the values of `_LINK_CHANGES` by peer; keys are optional. Raises `Refused`."""
     try:
         document = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
-        raise Refused(400, 'the body must be JSON such as {"message_loss": {"device": 0.2}}') from error
+        raise Refused(
+            400, 'the body must be JSON such as {"message_loss": {"device": 0.2}}'
+        ) from error
     if not isinstance(document, dict) or not document.keys() <= _LINK_CHANGES.keys():
-        raise Refused(400, f"the body must be an object with the keys {', '.join(_LINK_CHANGES)}")
+        raise Refused(
+            400, f"the body must be an object with the keys {', '.join(_LINK_CHANGES)}"
+        )
     changes: dict[str, dict[str, float]] = {}
     for key, (maximum, kind) in _LINK_CHANGES.items():
         values = document.get(key, {})
@@ -368,8 +450,15 @@ def _parse_link_changes(body: bytearray, peers: Collection[str]) -> dict[str, di
             raise Refused(400, f"'{key}' must be a mapping from device to {kind}")
         for peer, value in values.items():
             if peer not in peers:
-                raise Refused(400, f"unknown peer '{peer}'; the peers are {', '.join(sorted(peers))}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= maximum:
+                raise Refused(
+                    400,
+                    f"unknown peer '{peer}'; the peers are {', '.join(sorted(peers))}",
+                )
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 <= value <= maximum
+            ):
                 raise Refused(400, f"the {key} of '{peer}' must be a {kind}")
         changes[key] = {peer: float(value) for peer, value in values.items()}
     return changes

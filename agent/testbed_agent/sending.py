@@ -62,7 +62,9 @@ class ConnectionLost(Exception):  # noqa: N818 - a state of the link
 class Connection:
     """An HTTP connection to one address. Requests without a response when it breaks must be written again."""
 
-    def __init__(self, address: Address, path: str, token: str, slowness: float = 0.0) -> None:
+    def __init__(
+        self, address: Address, path: str, token: str, slowness: float = 0.0
+    ) -> None:
         """``slowness`` is the current round-trip time of a few packets on the link, in seconds."""
         self._address = address
         self._head = f"POST {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nAuthorization: Bearer {token}\r\n"
@@ -95,7 +97,11 @@ class Connection:
                 self._limit_stall(self._socket)
 
     def _limit_stall(self, link: socket.socket) -> None:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self._stall_seconds * 1000))
+        link.setsockopt(
+            socket.IPPROTO_TCP,
+            socket.TCP_USER_TIMEOUT,
+            round(self._stall_seconds * 1000),
+        )
 
     async def open(self) -> None:
         """Connect, or check that the peer has kept the existing connection.
@@ -126,7 +132,11 @@ class Connection:
         assert self._socket is not None
         loop, link = asyncio.get_running_loop(), self._socket
         self._ready = loop.create_future()
-        timer = None if writing or self._keepalive else loop.call_later(QUIET_SECONDS, self._resume_waiting, False)
+        timer = (
+            None
+            if writing or self._keepalive
+            else loop.call_later(QUIET_SECONDS, self._resume_waiting, False)
+        )
         if writing:
             loop.add_writer(link, self._resume_waiting, True)
         try:
@@ -163,7 +173,9 @@ class Connection:
             with contextlib.suppress(BlockingIOError):
                 piece = link.recv(_ANSWER_LIMIT)
                 if not piece:
-                    raise ConnectionResetError("the peer closed the connection instead of answering")
+                    raise ConnectionResetError(
+                        "the peer closed the connection instead of answering"
+                    )
                 self._received += piece
             while (parsed := _parse_response(self._received)) is not None:
                 answer, self._received = parsed
@@ -186,7 +198,9 @@ class Connection:
     def abort(self) -> None:
         """Reset the connection: the kernel drops unsent data and notifies the peer."""
         if self._socket is not None:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self._socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
         self.close()
 
     @contextlib.contextmanager
@@ -198,8 +212,12 @@ class Connection:
         except OSError as error:
             self.close()
             if isinstance(error, TimeoutError):
-                self._stall_seconds = min(2 * self._stall_seconds, STALL_SECONDS_MOST + self._slowness)
-            raise ConnectionLost(f"lost the connection: {error!r}", stale=self._used) from error
+                self._stall_seconds = min(
+                    2 * self._stall_seconds, STALL_SECONDS_MOST + self._slowness
+                )
+            raise ConnectionLost(
+                f"lost the connection: {error!r}", stale=self._used
+            ) from error
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
@@ -207,7 +225,11 @@ class Connection:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._limit_stall(link)
-        for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+        for option, value in (
+            (socket.TCP_KEEPIDLE, 1),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_KEEPCNT, 3),
+        ):
             link.setsockopt(socket.IPPROTO_TCP, option, value)
         try:
             async with asyncio.timeout(self._connect_seconds):
@@ -215,7 +237,9 @@ class Connection:
         except OSError as error:
             link.close()
             if isinstance(error, TimeoutError):
-                self._connect_seconds = min(2 * self._connect_seconds, CONNECT_SECONDS_MOST + self._slowness)
+                self._connect_seconds = min(
+                    2 * self._connect_seconds, CONNECT_SECONDS_MOST + self._slowness
+                )
             raise ConnectionLost(f"cannot connect: {error!r}") from error
         except BaseException:
             link.close()
@@ -228,7 +252,9 @@ class Connection:
     def _set_keepalive(self, enabled: bool) -> None:
         """Let the kernel probe the peer while no other data is in transit."""
         if enabled != self._keepalive and self._socket is not None:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(enabled))
+            self._socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(enabled)
+            )
             self._keepalive = enabled
 
 
@@ -246,7 +272,10 @@ def _parse_response(received: bytes) -> tuple[Answer, bytes] | None:
         name, _, value = line.partition(b":")
         headers[name.strip().lower()] = value.strip()
     try:
-        length, number = int(headers.get(b"content-length", b"0")), int(status.split()[1])
+        length, number = (
+            int(headers.get(b"content-length", b"0")),
+            int(status.split()[1]),
+        )
     except (ValueError, IndexError):
         raise ConnectionResetError("the peer's response is not HTTP") from None
     if len(text) < length:
@@ -273,7 +302,9 @@ class _Outgoing:
     head: bytes
     body: bytes
     not_before: float
-    delivered: asyncio.Future[Delivery] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    delivered: asyncio.Future[Delivery] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     begun: float = 0.0
     """Monotonic instant of the first byte, or 0 before."""
 
@@ -292,7 +323,9 @@ class Lane:
         delivery = await lane.deliver(body)
     """
 
-    def __init__(self, peer: str, address: Address, token: str, slowness: float = 0.0) -> None:
+    def __init__(
+        self, peer: str, address: Address, token: str, slowness: float = 0.0
+    ) -> None:
         self.peer = peer
         self._connection = Connection(address, "/messages", token, slowness)
         self._messages: deque[_Outgoing] = deque()
@@ -359,7 +392,9 @@ class Lane:
 
     def _start_over(self) -> None:
         """Reset the state of the connection, and drop withdrawn messages."""
-        self._messages = deque(message for message in self._messages if not message.delivered.done())
+        self._messages = deque(
+            message for message in self._messages if not message.delivered.done()
+        )
         self._written = self._offset = self._unacknowledged = 0
         self._broken_off = False
 
@@ -394,7 +429,9 @@ class Lane:
         loop = asyncio.get_running_loop()
         while self._messages:
             writing, early = self._write_due()
-            timer = None if early is None else loop.call_at(early, self._connection.wake)
+            timer = (
+                None if early is None else loop.call_at(early, self._connection.wake)
+            )
             try:
                 await self._connection.wait(writing)
             finally:
@@ -402,7 +439,9 @@ class Lane:
                     timer.cancel()
             if self._broken_off:
                 self._connection.abort()
-                raise ConnectionLost("a partially sent message was withdrawn", stale=True)
+                raise ConnectionLost(
+                    "a partially sent message was withdrawn", stale=True
+                )
             for answer in self._connection.read():
                 self._handle_answer(answer)
 
@@ -422,7 +461,12 @@ class Lane:
 
     def _collect_due(self) -> tuple[list[bytes | memoryview], float | None]:
         """Return the due pieces for one call, or the later instant of the next message."""
-        now, offset, room, total = time.monotonic(), self._offset, WINDOW - self._unacknowledged, 0
+        now, offset, room, total = (
+            time.monotonic(),
+            self._offset,
+            WINDOW - self._unacknowledged,
+            0,
+        )
         pieces: list[bytes | memoryview] = []
         for index in range(self._written, len(self._messages)):
             outgoing = self._messages[index]
@@ -462,14 +506,20 @@ class Lane:
         status, text = answer
         if status >= 300 and self._messages and status != _RETRY_LATER:
             rejected = self._messages.popleft()
-            _LOG.warning("%s refused a message: %s", self.peer, _explain_refusal(status, text))
+            _LOG.warning(
+                "%s refused a message: %s", self.peer, _explain_refusal(status, text)
+            )
             if not rejected.delivered.done():
                 rejected.delivered.set_exception(
-                    Rejected(f"{self.peer} refused a message: {_explain_refusal(status, text)}")
+                    Rejected(
+                        f"{self.peer} refused a message: {_explain_refusal(status, text)}"
+                    )
                 )
         if status >= 300 or not self._written:
             self._connection.abort()
-            raise ConnectionLost("the peer refused a message", stale=status != _RETRY_LATER)
+            raise ConnectionLost(
+                "the peer refused a message", stale=status != _RETRY_LATER
+            )
         acknowledged = self._messages.popleft()
         self._written -= 1
         self._unacknowledged -= len(acknowledged.body)
@@ -480,7 +530,9 @@ class Lane:
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug("%s: acknowledged %d bytes", self.peer, len(acknowledged.body))
         if not acknowledged.delivered.done():
-            acknowledged.delivered.set_result(Delivery(acknowledged.begun, time.monotonic()))
+            acknowledged.delivered.set_result(
+                Delivery(acknowledged.begun, time.monotonic())
+            )
 
 
 def _explain_refusal(status: int, text: bytes) -> str:

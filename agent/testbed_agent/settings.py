@@ -37,18 +37,30 @@ class Settings:
 
         Raises SystemExit with the name of a missing or invalid variable.
         """
-        missing = [name for name in ("TESTBED_RUN", "TESTBED_DEVICE", "TESTBED_TOKEN") if not environment.get(name)]
+        missing = [
+            name
+            for name in ("TESTBED_RUN", "TESTBED_DEVICE", "TESTBED_TOKEN")
+            if not environment.get(name)
+        ]
         if missing:
             raise SystemExit(f"agent: set {', '.join(missing)} in the environment")
-        parsers: Mapping[Any, Callable[[str], Any]] = {"str": str, "int": _parse_bytes, "Address": address}
+        parsers: Mapping[Any, Callable[[str], Any]] = {
+            "str": str,
+            "int": _parse_bytes,
+            "Address": address,
+        }
         values = {}
         for field in fields(Settings):
-            name = f"TESTBED_{field.name.upper()}" + ("_ADDRESS" if field.type == "Address" else "")
+            name = f"TESTBED_{field.name.upper()}" + (
+                "_ADDRESS" if field.type == "Address" else ""
+            )
             if name in environment:
                 try:
                     values[field.name] = parsers[field.type](environment[name])
                 except ValueError as error:
-                    raise SystemExit(f"agent: {name}{':' * (field.type == 'Address')} {error}") from error
+                    raise SystemExit(
+                        f"agent: {name}{':' * (field.type == 'Address')} {error}"
+                    ) from error
         return Settings(**values)
 
 

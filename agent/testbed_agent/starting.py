@@ -24,12 +24,20 @@ class HealthFirst:
         self._renew = renew
         self._application: Flask | None = None
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(
+        self, environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
         """Answer one request."""
         if self._application is None:
             if environ["PATH_INFO"] == "/health":
                 body = json.dumps(self._runner.health()).encode()
-                start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+                start_response(
+                    "200 OK",
+                    [
+                        ("Content-Type", "application/json"),
+                        ("Content-Length", str(len(body))),
+                    ],
+                )
                 return [body]
             from testbed_agent.control import application
 

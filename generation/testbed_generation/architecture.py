@@ -79,12 +79,20 @@ class Architecture:
     @property
     def layer_values(self) -> int:
         """Values of all matrices of a layer; the two normalisations have 2 * width more."""
-        return self.attention_values + max(1, self.experts) * self.expert_values + self.router_values
+        return (
+            self.attention_values
+            + max(1, self.experts) * self.expert_values
+            + self.router_values
+        )
 
     @property
     def read_values(self) -> int:
         """Values of a layer's matrices that one decoded token reads: of a mixture only the chosen experts."""
-        return self.attention_values + max(1, self.active_experts) * self.expert_values + self.router_values
+        return (
+            self.attention_values
+            + max(1, self.active_experts) * self.expert_values
+            + self.router_values
+        )
 
     @property
     def embedding_values(self) -> int:
@@ -96,15 +104,21 @@ class Architecture:
         """All values of the network; a tied output matrix counts once."""
         matrices = 1 if self.tied else 2
         norms = (2 * self.layers + 1) * self.width
-        return matrices * self.embedding_values + self.layers * self.layer_values + norms
+        return (
+            matrices * self.embedding_values + self.layers * self.layer_values + norms
+        )
 
     def layer_bytes(self, storage: Format) -> int:
         """Return the bytes of a layer's weights as stored."""
-        return stored_bytes(self.layer_values, storage) + stored_bytes(2 * self.width, "f32")
+        return stored_bytes(self.layer_values, storage) + stored_bytes(
+            2 * self.width, "f32"
+        )
 
     def read_bytes(self, storage: Format) -> int:
         """Return the bytes of a layer's weights that one decoded token reads."""
-        return stored_bytes(self.read_values, storage) + stored_bytes(2 * self.width, "f32")
+        return stored_bytes(self.read_values, storage) + stored_bytes(
+            2 * self.width, "f32"
+        )
 
     def embedding_bytes(self, storage: Format) -> int:
         """Return the bytes of the token embedding as stored."""
@@ -112,7 +126,9 @@ class Architecture:
 
     def output_bytes(self, storage: Format) -> int:
         """Return the bytes of the last normalisation and the output matrix as stored."""
-        return stored_bytes(self.embedding_values, storage) + stored_bytes(self.width, "f32")
+        return stored_bytes(self.embedding_values, storage) + stored_bytes(
+            self.width, "f32"
+        )
 
     def cache_bytes(self, value_bytes: int = CACHE_BYTES) -> int:
         """Return the bytes that one token adds to the KV cache of one layer: its key and its value."""
@@ -134,11 +150,17 @@ class Architecture:
 
 PRESETS: dict[str, Architecture] = {
     "tinystories-260k": Architecture(5, 64, 8, 4, 172, 512, 512, tied=True),
-    "smollm2-135m": Architecture(30, 576, 9, 3, 1536, 49_152, 8192, rope_base=100_000.0, tied=True),
+    "smollm2-135m": Architecture(
+        30, 576, 9, 3, 1536, 49_152, 8192, rope_base=100_000.0, tied=True
+    ),
     "tinyllama-1.1b": Architecture(22, 2048, 32, 4, 5632, 32_000, 2048),
     "llama-2-7b": Architecture(32, 4096, 32, 32, 11_008, 32_000, 4096),
-    "llama-3-8b": Architecture(32, 4096, 32, 8, 14_336, 128_256, 8192, rope_base=500_000.0),
-    "llama-3-70b": Architecture(80, 8192, 64, 8, 28_672, 128_256, 8192, rope_base=500_000.0),
+    "llama-3-8b": Architecture(
+        32, 4096, 32, 8, 14_336, 128_256, 8192, rope_base=500_000.0
+    ),
+    "llama-3-70b": Architecture(
+        80, 8192, 64, 8, 28_672, 128_256, 8192, rope_base=500_000.0
+    ),
     "qwen3-30b-a3b": Architecture(
         48,
         2048,
@@ -160,5 +182,8 @@ PRESETS: dict[str, Architecture] = {
 def preset(name: str) -> Architecture:
     """Return a published architecture; raises `InputError` for a name that is not known."""
     if name not in PRESETS:
-        raise InputError(f"unknown preset '{name}': {nearest(name, PRESETS)}", ("workload", "model", "preset"))
+        raise InputError(
+            f"unknown preset '{name}': {nearest(name, PRESETS)}",
+            ("workload", "model", "preset"),
+        )
     return PRESETS[name]

@@ -32,7 +32,9 @@ class Part(Typed, kind="part", key=("sender", "operation", "step")):
 class AllReduce(Protocol):
     """Adds up values over all devices."""
 
-    async def reduce(self, operation: int, values: Tensor | None, size: int) -> Tensor | None:
+    async def reduce(
+        self, operation: int, values: Tensor | None, size: int
+    ) -> Tensor | None:
         """Return the sum of all devices' values; without numerics None, and ``size`` bytes are sent for them."""
 
 
@@ -44,11 +46,15 @@ class Star:
         self._mailbox = mailbox
         self._centre, *self._others = names
 
-    async def reduce(self, operation: int, values: Tensor | None, size: int) -> Tensor | None:
+    async def reduce(
+        self, operation: int, values: Tensor | None, size: int
+    ) -> Tensor | None:
         """Return the sum of all devices' values."""
         padding = size if values is None else 0
         if self._mailbox.device.name != self._centre:
-            self._mailbox.post(self._centre, Part(operation, 0, values, padding=padding))
+            self._mailbox.post(
+                self._centre, Part(operation, 0, values, padding=padding)
+            )
             return (await self._mailbox.take(Part, (self._centre, operation, 1))).values
         for name in self._others:
             part = await self._mailbox.take(Part, (name, operation, 0))
@@ -68,7 +74,9 @@ class Ring:
         self._names = names
         self._place = names.index(mailbox.device.name)
 
-    async def reduce(self, operation: int, values: Tensor | None, size: int) -> Tensor | None:
+    async def reduce(
+        self, operation: int, values: Tensor | None, size: int
+    ) -> Tensor | None:
         """Return the sum of all devices' values."""
         number = len(self._names)
         following = self._names[(self._place + 1) % number]
@@ -82,11 +90,15 @@ class Ring:
             taken = (sent - 1) % number
             outgoing = None if chunks is None else chunks[sent]
             padding = size // number if chunks is None else 0
-            self._mailbox.post(following, Part(operation, step, outgoing, padding=padding))
+            self._mailbox.post(
+                following, Part(operation, step, outgoing, padding=padding)
+            )
             part = await self._mailbox.take(Part, (before, operation, step))
             if chunks is None or part.values is None:
                 continue
-            chunks[taken] = chunks[taken] + part.values if step < number - 1 else part.values
+            chunks[taken] = (
+                chunks[taken] + part.values if step < number - 1 else part.values
+            )
         if chunks is None or values is None:
             return None
         return torch.cat(chunks).view(values.shape)

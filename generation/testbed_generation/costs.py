@@ -48,7 +48,9 @@ class CostModel:
             # The tokens of a prompt choose different experts: together they read all of them, or nearly so.
             weights = architecture.layer_bytes(self.storage)
         flops = architecture.layer_flops(tokens, past)
-        return Cost(count * flops, count * (activations + cached), count * weights, "linear")
+        return Cost(
+            count * flops, count * (activations + cached), count * weights, "linear"
+        )
 
     def shard_part(self, shard: Shard, tokens: int, past: int, attention: bool) -> Cost:
         """Return the cost of a device's heads, or of its hidden columns, of one layer."""
@@ -56,14 +58,25 @@ class CostModel:
         activations = 2 * VALUE_BYTES * architecture.width * tokens
         if attention:
             share = shard.heads / architecture.kv_heads
-            cached = architecture.cache_bytes(self.cache_value_bytes) * (past + tokens) * share
+            cached = (
+                architecture.cache_bytes(self.cache_value_bytes)
+                * (past + tokens)
+                * share
+            )
             values = architecture.attention_values * share
             pairs = tokens * past + tokens * (tokens + 1) / 2
-            flops = 2.0 * tokens * values + 4.0 * architecture.query_values * share * pairs
+            flops = (
+                2.0 * tokens * values + 4.0 * architecture.query_values * share * pairs
+            )
         else:
             cached = 0.0
             experts = max(1, architecture.active_experts)
-            values = experts * architecture.expert_values * shard.columns / architecture.hidden
+            values = (
+                experts
+                * architecture.expert_values
+                * shard.columns
+                / architecture.hidden
+            )
             values += architecture.router_values
             flops = 2.0 * tokens * values
         weights = stored_bytes(round(values), self.storage)
@@ -89,13 +102,21 @@ class CostModel:
 
     def output(self, tokens: int) -> Cost:
         """Return the cost of the last normalisation and the output matrix for tokens."""
-        values = VALUE_BYTES * (self.architecture.width + self.architecture.vocabulary) * tokens
+        values = (
+            VALUE_BYTES
+            * (self.architecture.width + self.architecture.vocabulary)
+            * tokens
+        )
         weights = self.architecture.output_bytes(self.storage)
         return Cost(self.architecture.output_flops(tokens), values, weights, "linear")
 
     def layer_memory(self) -> float:
         """Return the bytes of one layer: its weights, and the caches of all sequences at their longest."""
-        cache = self.architecture.cache_bytes(self.cache_value_bytes) * self.longest * self.sequences
+        cache = (
+            self.architecture.cache_bytes(self.cache_value_bytes)
+            * self.longest
+            * self.sequences
+        )
         return self.architecture.layer_bytes(self.storage) + cache
 
     def end_memory(self, first: bool, last: bool) -> float:
@@ -111,11 +132,16 @@ class CostModel:
 
     def whole_memory(self) -> float:
         """Return the bytes of the whole network on one device."""
-        return self.architecture.layers * self.layer_memory() + self.end_memory(first=True, last=True)
+        return self.architecture.layers * self.layer_memory() + self.end_memory(
+            first=True, last=True
+        )
 
     def buffer_memory(self) -> float:
         """Return the bytes of activations while the longest prompt passes a layer."""
-        values = max(2 * self.architecture.hidden, self.architecture.vocabulary) + 4 * self.architecture.width
+        values = (
+            max(2 * self.architecture.hidden, self.architecture.vocabulary)
+            + 4 * self.architecture.width
+        )
         return VALUE_BYTES * values * min(self.longest, 512)
 
     def layer_seconds(self, device: DeviceSpec, past: int) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -30,7 +31,14 @@ class _Progress:
 class Draft:
     """The draft model on the source."""
 
-    def __init__(self, device: Device, model: CostModel, tokens: int, sampling: Sampling, source: Source) -> None:
+    def __init__(
+        self,
+        device: Device,
+        model: CostModel,
+        tokens: int,
+        sampling: Sampling,
+        source: Source,
+    ) -> None:
         """Propose up to so many ``tokens``; ``sampling`` is that of the stages."""
         architecture = model.architecture
         self._device = device
@@ -39,22 +47,31 @@ class Draft:
         self._sampling = sampling
         self._layers = []
         for layer in range(architecture.layers):
-            self._layers.append(LayerShard(architecture, read_layer(source, architecture, layer)))
+            self._layers.append(
+                LayerShard(architecture, read_layer(source, architecture, layer))
+            )
         self._embedding = source.read(EMBEDDING)
         self._norm = source.read(NORM)
         self._output = source.read(EMBEDDING if architecture.tied else OUTPUT)
         self._requests: dict[int, _Progress] = {}
 
-    async def propose(self, request: Request, known: Sequence[int], limit: int) -> list[int]:
+    async def propose(
+        self, request: Request, known: Sequence[int], limit: int
+    ) -> list[int]:
         """Return the tokens that the draft model chooses after the known ones, at most ``limit``."""
-        progress = self._requests.setdefault(request.number, _Progress([], [Cache() for _ in self._layers]))
+        progress = self._requests.setdefault(
+            request.number, _Progress([], [Cache() for _ in self._layers])
+        )
         self._keep_common(progress, known)
         new, proposed = list(known[len(progress.tokens) :]), list[int]()
         while len(proposed) < min(self._tokens, limit):
             past = len(progress.tokens)
-            cost = self._model.layers(len(self._layers), len(new), past) + self._model.output(1)
+            cost = self._model.layers(
+                len(self._layers), len(new), past
+            ) + self._model.output(1)
             span = Span("draft", batch=request.number, micro=past + len(new) - 1)
-            token = await self._device.compute(lambda: self._next(progress, new, request.number), cost, span)  # noqa: B023
+            propose = partial(self._next, progress, new, request.number)
+            token = await self._device.compute(propose, cost, span)
             progress.tokens += new
             proposed.append(token)
             new = [token]
@@ -81,5 +98,7 @@ class Draft:
             values = embed(torch.tensor(new), self._embedding)
             for layer, cache in zip(self._layers, progress.caches, strict=True):
                 values = layer.forward(values, cache)
-            logits = score(values[-1:], self._norm, self._output, self._model.architecture.epsilon)[0]
+            logits = score(
+                values[-1:], self._norm, self._output, self._model.architecture.epsilon
+            )[0]
         return self._sampling.choose(logits, request, len(progress.tokens) + len(new))

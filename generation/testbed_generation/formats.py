@@ -16,7 +16,12 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 BLOCK = 32
 """Values in a block of the quantised formats."""
 
-_BLOCK_BYTES: dict[Format, int] = {"f32": 4 * BLOCK, "f16": 2 * BLOCK, "q8_0": 2 + BLOCK, "q4_0": 2 + BLOCK // 2}
+_BLOCK_BYTES: dict[Format, int] = {
+    "f32": 4 * BLOCK,
+    "f16": 2 * BLOCK,
+    "q8_0": 2 + BLOCK,
+    "q4_0": 2 + BLOCK // 2,
+}
 
 
 def stored_bytes(values: int, storage: Format) -> int:

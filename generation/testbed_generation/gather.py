@@ -60,7 +60,14 @@ KINDS: tuple[type[Typed], ...] = (Inputs, Outputs)
 class Rows:
     """A device's rows of all matrices."""
 
-    def __init__(self, model: CostModel, part: int, parts: int, transport: Transport, source: Source | None) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        part: int,
+        parts: int,
+        transport: Transport,
+        source: Source | None,
+    ) -> None:
         """Hold ``part`` of ``parts``; without a source only time passes."""
         self.model = model
         self.parts = parts
@@ -74,7 +81,11 @@ class Rows:
             own = {}
             for names in PRODUCTS.values():
                 for name in names:
-                    own[name] = source.read(full_name(layer, name)).chunk(parts)[part].contiguous()
+                    own[name] = (
+                        source.read(full_name(layer, name))
+                        .chunk(parts)[part]
+                        .contiguous()
+                    )
             self._weights.append(own)
 
     def outputs(self, product: str) -> tuple[int, ...]:
@@ -92,14 +103,23 @@ class Rows:
             if values is None:
                 return None
             with torch.inference_mode():
-                made = [functional.linear(values, self._weights[inputs.layer][name]) for name in PRODUCTS[product]]
-                return (functional.silu(made[0]) * made[1],) if product == "hidden" else tuple(made)
+                made = [
+                    functional.linear(values, self._weights[inputs.layer][name])
+                    for name in PRODUCTS[product]
+                ]
+                return (
+                    (functional.silu(made[0]) * made[1],)
+                    if product == "hidden"
+                    else tuple(made)
+                )
 
         size = 0
         for name in PRODUCTS[product]:
             rows, columns = self._shapes[name]
             size += rows // self.parts * columns
-        cost = self.model.product(size, inputs.tokens, integers=self.transport.storage == "q8_0")
+        cost = self.model.product(
+            size, inputs.tokens, integers=self.transport.storage == "q8_0"
+        )
         span = Span(product, batch=inputs.forward, micro=inputs.layer)
         return await mailbox.device.compute(work, cost, span)
 
@@ -117,14 +137,29 @@ async def serve_rows(mailbox: Mailbox, source: str, rows: Rows) -> None:
         if inputs.product == "hidden" and made is not None:
             own = transport.rounded(made[0])
         tensors = {} if made is None else transport.pack(torch.cat(made, dim=1))
-        padding = transport.size(inputs.tokens * sum(rows.outputs(inputs.product))) if made is None else 0
-        mailbox.post(source, Outputs(inputs.forward, inputs.layer, inputs.product, tensors, padding=padding))
+        padding = (
+            transport.size(inputs.tokens * sum(rows.outputs(inputs.product)))
+            if made is None
+            else 0
+        )
+        mailbox.post(
+            source,
+            Outputs(
+                inputs.forward, inputs.layer, inputs.product, tensors, padding=padding
+            ),
+        )
 
 
 class GatherSource:
     """The source's part: `compute` is that of `testbed_generation.tensor_parallel.ShardHolder`."""
 
-    def __init__(self, mailbox: Mailbox, workers: Sequence[str], rows: Rows, source: Source | None) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        workers: Sequence[str],
+        rows: Rows,
+        source: Source | None,
+    ) -> None:
         """``rows`` are the source's own; the first."""
         self._mailbox = mailbox
         self._workers = workers
@@ -144,22 +179,32 @@ class GatherSource:
     async def compute(self, forward: Forward) -> Tensor | None:
         """Return the values of tokens after all layers."""
         architecture = self._rows.model.architecture
-        caches = self._caches.setdefault(forward.request, [Cache() for _ in range(architecture.layers)])
+        caches = self._caches.setdefault(
+            forward.request, [Cache() for _ in range(architecture.layers)]
+        )
         values = forward.values
         sent = received = 0
         for layer in range(architecture.layers):
             first, second = self._norms[layer] if self._norms else (None, None)
-            queries, keys, own = await self._product(forward, layer, "qkv", self._normal(values, first))
+            queries, keys, own = await self._product(
+                forward, layer, "qkv", self._normal(values, first)
+            )
             attended = await self._attend(forward, queries, keys, own, caches[layer])
             (added,) = await self._product(forward, layer, "output", attended)
             values = None if values is None or added is None else values + added
-            (hidden,) = await self._product(forward, layer, "hidden", self._normal(values, second))
+            (hidden,) = await self._product(
+                forward, layer, "hidden", self._normal(values, second)
+            )
             (added,) = await self._product(forward, layer, "down", hidden)
             values = None if values is None or added is None else values + added
             for product in PRODUCTS:
                 sent += len(self._workers) * self._input_bytes(product, forward.tokens)
-                received += len(self._workers) * self._output_bytes(product, forward.tokens)
-        self._mailbox.device.record("transfer", request=forward.request, sent=sent, received=received)
+                received += len(self._workers) * self._output_bytes(
+                    product, forward.tokens
+                )
+        self._mailbox.device.record(
+            "transfer", request=forward.request, sent=sent, received=received
+        )
         return values
 
     def _input_bytes(self, product: str, tokens: int) -> int:
@@ -178,7 +223,12 @@ class GatherSource:
         return normalise(values, scale, self._rows.model.architecture.epsilon)
 
     async def _attend(
-        self, forward: Forward, queries: Tensor | None, keys: Tensor | None, own: Tensor | None, cache: Cache
+        self,
+        forward: Forward,
+        queries: Tensor | None,
+        keys: Tensor | None,
+        own: Tensor | None,
+        cache: Cache,
     ) -> Tensor | None:
         """Return the weighted values of all heads."""
         model = self._rows.model
@@ -189,8 +239,14 @@ class GatherSource:
             with torch.inference_mode():
                 return attend_to(model.architecture, queries, keys, own, cache)
 
-        span = Span("attention", batch=forward.request, micro=forward.position + forward.tokens - 1)
-        return await self._mailbox.device.compute(work, model.attention(forward.tokens, forward.position), span)
+        span = Span(
+            "attention",
+            batch=forward.request,
+            micro=forward.position + forward.tokens - 1,
+        )
+        return await self._mailbox.device.compute(
+            work, model.attention(forward.tokens, forward.position), span
+        )
 
     async def _product(
         self, forward: Forward, layer: int, product: str, values: Tensor | None
@@ -203,14 +259,30 @@ class GatherSource:
             if product == "down" and values is not None:
                 chunks = list(values.chunk(rows.parts, dim=1))
                 sent = torch.cat(chunks[:part] + chunks[part + 1 :], dim=1)
-            padding = self._input_bytes(product, forward.tokens) if values is None else 0
-            inputs = Inputs(forward.number, layer, product, forward.tokens, transport.pack(sent), padding=padding)
+            padding = (
+                self._input_bytes(product, forward.tokens) if values is None else 0
+            )
+            inputs = Inputs(
+                forward.number,
+                layer,
+                product,
+                forward.tokens,
+                transport.pack(sent),
+                padding=padding,
+            )
             self._mailbox.post(name, inputs)
-        own = await rows.compute(self._mailbox, product, values, Inputs(forward.number, layer, product, forward.tokens))
+        own = await rows.compute(
+            self._mailbox,
+            product,
+            values,
+            Inputs(forward.number, layer, product, forward.tokens),
+        )
         widths = rows.outputs(product)
         parts = [] if own is None else [own]
         for name in self._workers:
-            outputs = await self._mailbox.take(Outputs, (name, forward.number, layer, product))
+            outputs = await self._mailbox.take(
+                Outputs, (name, forward.number, layer, product)
+            )
             made = transport.unpack(outputs.tensors, (forward.tokens, sum(widths)))
             if made is not None:
                 parts.append(torch.split(made, list(widths), dim=1))

@@ -55,7 +55,9 @@ class Step(Typed, kind="step"):
 
 
 @dataclass(frozen=True)
-class Result(Typed, kind="result", key=("request", "attempt", "position", "assignment")):
+class Result(
+    Typed, kind="result", key=("request", "attempt", "position", "assignment")
+):
     """To the source: the result of the last stage for a step."""
 
     request: int
@@ -120,4 +122,13 @@ class Forward(Typed, kind="forward"):
     """Shape (tokens, width); None without numerics."""
 
 
-KINDS: tuple[type[Typed], ...] = (Assign, Assigned, Step, Result, Release, Copy, Ping, Pong)
+KINDS: tuple[type[Typed], ...] = (
+    Assign,
+    Assigned,
+    Step,
+    Result,
+    Release,
+    Copy,
+    Ping,
+    Pong,
+)

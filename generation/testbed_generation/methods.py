@@ -17,7 +17,14 @@ from testbed.method import Method, Options, PlannedMessage
 from testbed.plan import Details, Piece, Plan
 from testbed_generation.formats import BLOCK
 from testbed_generation.placement import Layers
-from testbed_generation.planning import CHOICES, first_devices, pieces_of, room, row_over, shards_of
+from testbed_generation.planning import (
+    CHOICES,
+    first_devices,
+    pieces_of,
+    room,
+    row_over,
+    shards_of,
+)
 from testbed_generation.sharding import check_rows
 from testbed_generation.workload import GenerateJob, GenerateProblem
 
@@ -31,15 +38,23 @@ class StagesOptions(Options):
         "devices, order and layers with the least time of a token; throughput: those with the most tokens a second "
         "for many requests in flight. The last two may leave devices unused",
     )
-    spares: tuple[str, ...] = Field((), description="devices without layers, which take those of a lost stage")
+    spares: tuple[str, ...] = Field(
+        (), description="devices without layers, which take those of a lost stage"
+    )
     recovery: Literal["restart", "replay", "replicate"] = Field(
         "restart",
         description="what happens when a stage is lost. restart: layers are assigned anew, and requests in flight "
         "begin at their prompts; replay: a replacement is sent again what the stage was sent (petals); replicate: each "
         "stage copies its KV caches to the next one, which takes over",
     )
-    heartbeat: Duration = Field(0.25, gt=0, description="time between two questions whether the stages are there")
-    failure_timeout: Duration = Field(0.5, gt=0, description="time without an answer after which a stage is lost")
+    heartbeat: Duration = Field(
+        0.25,
+        gt=0,
+        description="time between two questions whether the stages are there",
+    )
+    failure_timeout: Duration = Field(
+        0.5, gt=0, description="time without an answer after which a stage is lost"
+    )
 
 
 class StagesDetails(Details):
@@ -56,7 +71,9 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     """Each device holds a range of layers with their KV caches; values pass from one to the next."""
 
     name = "sequential"
-    summary = "generation: ranges of layers on devices in a row, several requests in flight"
+    summary = (
+        "generation: ranges of layers on devices in a row, several requests in flight"
+    )
     tasks = ("generate",)
     Options = StagesOptions
     Details = StagesDetails
@@ -74,7 +91,9 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                 ("workload", "method", "recovery"),
             )
         if self.through_source or problem.options.recovery == "replicate":
-            refuse_draft(problem, "use the method 'sequential' with 'recovery: restart'")
+            refuse_draft(
+                problem, "use the method 'sequential' with 'recovery: restart'"
+            )
         row = row_over(problem, first_devices(problem, problem.options.spares))
         layers = CHOICES[problem.options.partition](row)
         return Plan(
@@ -82,20 +101,26 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             lead=problem.devices[0].name,
             pieces=pieces_of(problem, layers),
             step_time=row.latency(layers) * problem.workload.tokens,
-            details=StagesDetails(token_time=row.latency(layers), bottleneck=row.bottleneck(layers)),
+            details=StagesDetails(
+                token_time=row.latency(layers), bottleneck=row.bottleneck(layers)
+            ),
         )
 
     def largest_messages(
         self, problem: GenerateProblem[StagesOptions], plan: Plan[StagesDetails]
     ) -> Iterator[PlannedMessage]:
         """Return the values of the longest prompt between stages."""
-        size = problem.model.message_bytes(max(len(request.prompt) for request in problem.requests))
+        size = problem.model.message_bytes(
+            max(len(request.prompt) for request in problem.requests)
+        )
         names = [plan.lead, *plan.devices]
         for sender, receiver in pairwise(names):
             if sender != receiver:
                 yield sender, receiver, size
 
-    async def program(self, device: Device, job: GenerateJob[StagesOptions, StagesDetails]) -> None:
+    async def program(
+        self, device: Device, job: GenerateJob[StagesOptions, StagesDetails]
+    ) -> None:
         """Hold layers; on the source, serve the requests."""
         from testbed_generation.messages import KINDS
         from testbed_generation.programs import (
@@ -107,7 +132,14 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             weights_of,
         )
         from testbed_generation.row import Row, RowOptions
-        from testbed_generation.source import AlongRow, Drive, Embedder, StageCalls, ThroughSource, serve_requests
+        from testbed_generation.source import (
+            AlongRow,
+            Drive,
+            Embedder,
+            StageCalls,
+            ThroughSource,
+            serve_requests,
+        )
         from testbed_generation.stage import Holder
         from testbed_generation.weights import Given, assigned_weights
 
@@ -128,7 +160,11 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             mailbox.start(holder.serve())
 
             def plan_over(there: Collection[str]) -> Layers:
-                names = [name for name in first_devices(problem, options.spares) if name in there]
+                names = [
+                    name
+                    for name in first_devices(problem, options.spares)
+                    if name in there
+                ]
                 spares = [name for name in options.spares if name in there]
                 while True:
                     try:
@@ -140,7 +176,11 @@ class Sequential(Method[StagesOptions, StagesDetails]):
 
             def sent_weights(name: str, assign: Any) -> Mapping[str, Any]:
                 placed = [(piece.first, piece.last) for piece in job.plan.of(name)]
-                if job.weights is None or name == lead or (assign.first, assign.last) in placed:
+                if (
+                    job.weights is None
+                    or name == lead
+                    or (assign.first, assign.last) in placed
+                ):
                     return {}
                 return assigned_weights(job.weights, model.architecture, assign)
 
@@ -149,7 +189,9 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                 [device.name for device in problem.devices],
                 plan_over,
                 lambda name: room(problem, problem.device(name)),
-                RowOptions(options.recovery, options.heartbeat, options.failure_timeout),
+                RowOptions(
+                    options.recovery, options.heartbeat, options.failure_timeout
+                ),
                 sent_weights,
             )
             await row.begin()
@@ -201,7 +243,10 @@ class Petals(Sequential):
 def refuse_draft(problem: GenerateProblem[Any], remedy: str) -> None:
     """Raise `InputError` where the scenario has a draft model, which a method cannot use."""
     if problem.draft is not None:
-        raise InputError(f"tokens are generated one by one here: leave it out, or {remedy}", ("workload", "draft"))
+        raise InputError(
+            f"tokens are generated one by one here: leave it out, or {remedy}",
+            ("workload", "draft"),
+        )
 
 
 def check_memory(device: DeviceSpec, memory: float) -> None:
@@ -218,10 +263,12 @@ class ShardsOptions(Options):
     """Options of `TensorParallel`."""
 
     reduce: Literal["star", "ring"] = Field(
-        "star", description="star: parts are added up on the source; ring: in pieces round a ring of all devices"
+        "star",
+        description="star: parts are added up on the source; ring: in pieces round a ring of all devices",
     )
     shares: tuple[float, ...] | None = Field(
-        None, description="how much of a layer each device holds; default: in proportion to its rate for decoding"
+        None,
+        description="how much of a layer each device holds; default: in proportion to its rate for decoding",
     )
     dataflow: Literal["all-reduce", "gather"] = Field(
         "all-reduce",
@@ -234,7 +281,9 @@ class ShardsOptions(Options):
         description="values on the wire with gather. q8_0: 34 bytes for 32 values; layers then multiply 8-bit "
         "integers, whose time is that of reading the weights",
     )
-    power_of_two: bool = Field(False, description="refuse other numbers of devices, as distributed-llama does")
+    power_of_two: bool = Field(
+        False, description="refuse other numbers of devices, as distributed-llama does"
+    )
 
 
 class TensorParallel(Method[ShardsOptions]):
@@ -244,7 +293,18 @@ class TensorParallel(Method[ShardsOptions]):
     summary = "generation: heads and hidden columns of every layer on every device, with all-reduce"
     tasks = ("generate",)
     Options = ShardsOptions
-    begins = frozenset({"embed", "attention", "feed_forward", "qkv", "output", "hidden", "down", "choose"})
+    begins = frozenset(
+        {
+            "embed",
+            "attention",
+            "feed_forward",
+            "qkv",
+            "output",
+            "hidden",
+            "down",
+            "choose",
+        }
+    )
 
     def plan(self, problem: GenerateProblem[ShardsOptions]) -> Plan:
         """Divide the layers; raises `InputError` for devices that the heads do not divide over, or that lack memory."""
@@ -264,42 +324,89 @@ class TensorParallel(Method[ShardsOptions]):
                 "sums travel in f32: leave 'transport' out, or use 'dataflow: gather'",
                 ("workload", "method", "transport"),
             )
-        for device, shard in zip(problem.devices, shards_of(problem, problem.options.shares), strict=True):
+        for device, shard in zip(
+            problem.devices, shards_of(problem, problem.options.shares), strict=True
+        ):
             share = shard.heads / architecture.kv_heads
-            memory = model.layer_memory() * architecture.layers * share + model.buffer_memory()
-            memory += model.end_memory(device is problem.devices[0], device is problem.devices[0])
+            memory = (
+                model.layer_memory() * architecture.layers * share
+                + model.buffer_memory()
+            )
+            memory += model.end_memory(
+                device is problem.devices[0], device is problem.devices[0]
+            )
             check_memory(device, memory)
             part = f"heads {shard.first_head} to {shard.last_head - 1}"
-            pieces.append(Piece(device=device.name, first=0, last=architecture.layers, memory=memory, part=part))
-        return Plan(method=self.name, lead=problem.devices[0].name, pieces=tuple(pieces))
+            pieces.append(
+                Piece(
+                    device=device.name,
+                    first=0,
+                    last=architecture.layers,
+                    memory=memory,
+                    part=part,
+                )
+            )
+        return Plan(
+            method=self.name, lead=problem.devices[0].name, pieces=tuple(pieces)
+        )
 
     def _plan_gather(self, problem: GenerateProblem[ShardsOptions]) -> Plan:
         """Give all devices equal rows of each matrix, and the source all caches."""
-        model, architecture, number = problem.model, problem.model.architecture, len(problem.devices)
+        model, architecture, number = (
+            problem.model,
+            problem.model.architecture,
+            len(problem.devices),
+        )
         if problem.options.shares is not None:
             raise InputError(
                 "with 'dataflow: gather' all devices hold equal parts: leave 'shares' out",
                 ("workload", "method", "shares"),
             )
-        check_rows(architecture, number, BLOCK if problem.options.transport == "q8_0" else 1)
+        check_rows(
+            architecture, number, BLOCK if problem.options.transport == "q8_0" else 1
+        )
         pieces: list[Piece] = []
         for device in problem.devices:
-            memory = architecture.layers * architecture.layer_bytes(model.storage) / number + model.buffer_memory()
+            memory = (
+                architecture.layers * architecture.layer_bytes(model.storage) / number
+                + model.buffer_memory()
+            )
             if device is problem.devices[0]:
                 caches = model.layer_memory() - architecture.layer_bytes(model.storage)
-                memory += architecture.layers * caches + model.end_memory(first=True, last=True)
+                memory += architecture.layers * caches + model.end_memory(
+                    first=True, last=True
+                )
             check_memory(device, memory)
             part = f"rows {len(pieces) + 1} of {number}"
-            pieces.append(Piece(device=device.name, first=0, last=architecture.layers, memory=memory, part=part))
-        return Plan(method=self.name, lead=problem.devices[0].name, pieces=tuple(pieces))
+            pieces.append(
+                Piece(
+                    device=device.name,
+                    first=0,
+                    last=architecture.layers,
+                    memory=memory,
+                    part=part,
+                )
+            )
+        return Plan(
+            method=self.name, lead=problem.devices[0].name, pieces=tuple(pieces)
+        )
 
     async def program(self, device: Device, job: GenerateJob[ShardsOptions]) -> None:
         """Hold a shard; on the source, serve the requests."""
         from testbed_generation import gather
         from testbed_generation.collectives import Ring, Star
-        from testbed_generation.programs import embedding_of, sampling_of, service_of, weights_of
+        from testbed_generation.programs import (
+            embedding_of,
+            sampling_of,
+            service_of,
+            weights_of,
+        )
         from testbed_generation.source import Embedder, serve_requests
-        from testbed_generation.tensor_parallel import KINDS, ShardHolder, TensorParallelSource
+        from testbed_generation.tensor_parallel import (
+            KINDS,
+            ShardHolder,
+            TensorParallelSource,
+        )
         from testbed_generation.transport import Transport
 
         problem = job.problem
@@ -308,22 +415,44 @@ class TensorParallel(Method[ShardsOptions]):
         if problem.options.dataflow == "gather":
             async with Mailbox(device, problem.links, gather.KINDS) as mailbox:
                 transport = Transport(problem.options.transport)
-                rows = gather.Rows(problem.model, names.index(device.name), len(names), transport, source)
+                rows = gather.Rows(
+                    problem.model,
+                    names.index(device.name),
+                    len(names),
+                    transport,
+                    source,
+                )
                 if device.name != job.plan.lead:
                     await gather.serve_rows(mailbox, job.plan.lead, rows)
                 own = gather.GatherSource(mailbox, names[1:], rows, source)
                 embedder = Embedder(mailbox, problem.model, embedding_of(source))
                 drive = TensorParallelSource(
-                    mailbox, problem.model, names[:1], own, embedder, sampling_of(problem), source
+                    mailbox,
+                    problem.model,
+                    names[:1],
+                    own,
+                    embedder,
+                    sampling_of(problem),
+                    source,
                 )
                 await serve_requests(device, drive, service_of(device, job))
             return
         async with Mailbox(device, problem.links, KINDS) as mailbox:
-            reduce = (Star if problem.options.reduce == "star" else Ring)(mailbox, names)
+            reduce = (Star if problem.options.reduce == "star" else Ring)(
+                mailbox, names
+            )
             shard = shards_of(problem, problem.options.shares)[names.index(device.name)]
             holder = ShardHolder(mailbox, problem.model, shard, source, reduce)
             if device.name != job.plan.lead:
                 await holder.serve()
             embedder = Embedder(mailbox, problem.model, embedding_of(source))
-            drive = TensorParallelSource(mailbox, problem.model, names, holder, embedder, sampling_of(problem), source)
+            drive = TensorParallelSource(
+                mailbox,
+                problem.model,
+                names,
+                holder,
+                embedder,
+                sampling_of(problem),
+                source,
+            )
             await serve_requests(device, drive, service_of(device, job))

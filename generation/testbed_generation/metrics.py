@@ -12,7 +12,14 @@ from statistics import median
 from typing import Any
 
 from testbed.trace.events import EventType
-from testbed.trace.metrics_spec import Column, Metric, MetricsSpec, Row, Table, TimeSeries
+from testbed.trace.metrics_spec import (
+    Column,
+    Metric,
+    MetricsSpec,
+    Row,
+    Table,
+    TimeSeries,
+)
 from testbed.trace.record import RunView
 
 
@@ -35,7 +42,10 @@ class RequestTimes:
     @property
     def between(self) -> list[float]:
         """Seconds between tokens."""
-        return [later - earlier for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)]
+        return [
+            later - earlier
+            for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)
+        ]
 
 
 def request_times(record: RunView) -> list[RequestTimes]:
@@ -44,7 +54,9 @@ def request_times(record: RunView) -> list[RequestTimes]:
     for event in record.events:
         fields = event.fields
         if event.event == "arrival":
-            times[fields["request"]] = RequestTimes(fields["request"], event.time, fields["tokens"])
+            times[fields["request"]] = RequestTimes(
+                fields["request"], event.time, fields["tokens"]
+            )
         elif event.event == "token":
             times[fields["request"]].tokens.append(event.time)
         elif event.event == "request" and fields["request"] in times:
@@ -82,7 +94,9 @@ def _rate(record: RunView) -> float | None:
     times = [each for each in request_times(record) if each.tokens]
     if not times:
         return None
-    seconds = max(each.tokens[-1] for each in times) - min(each.arrival for each in times)
+    seconds = max(each.tokens[-1] for each in times) - min(
+        each.arrival for each in times
+    )
     return _number(record) / seconds if seconds > 0 else None
 
 
@@ -102,11 +116,15 @@ def _bytes_per_token(record: RunView) -> float | None:
     number = _number(record)
     if not number:
         return None
-    sent: float = sum(event.fields["bytes"] for event in record.events if event.event == "send")
+    sent: float = sum(
+        event.fields["bytes"] for event in record.events if event.event == "send"
+    )
     return sent / number
 
 
-def _share(pick: Callable[[RunView, str], float]) -> Callable[[RunView], dict[str, float]]:
+def _share(
+    pick: Callable[[RunView, str], float],
+) -> Callable[[RunView], dict[str, float]]:
     """Return a metric for each device: seconds of something a token."""
 
     def compute(record: RunView) -> dict[str, float]:
@@ -133,7 +151,11 @@ def _values(field_name: str) -> Callable[[RunView], float | None]:
     """Return the metric of the values of the last token, which was decoded; None with other dataflows."""
 
     def compute(record: RunView) -> float | None:
-        transfers = [event.fields[field_name] for event in record.events if event.event == "transfer"]
+        transfers = [
+            event.fields[field_name]
+            for event in record.events
+            if event.event == "transfer"
+        ]
         return float(transfers[-1]) if transfers else None
 
     return compute
@@ -166,7 +188,9 @@ def requests_list(record: RunView) -> list[dict[str, Any]]:
 def tokens_list(record: RunView) -> list[dict[str, Any]]:
     """Return how many tokens were there, at the time of each."""
     times = sorted(time for each in request_times(record) for time in each.tokens)
-    return [{"time": time, "tokens": number} for number, time in enumerate(times, start=1)]
+    return [
+        {"time": time, "tokens": number} for number, time in enumerate(times, start=1)
+    ]
 
 
 def texts_list(record: RunView) -> list[dict[str, Any]]:
@@ -180,19 +204,76 @@ def texts_list(record: RunView) -> list[dict[str, Any]]:
 
 GENERATION = MetricsSpec(
     figures=(
-        Metric("tokens", "number", "generated tokens", _number, brief=True, compared=True),
-        Metric("ttft", "seconds", "median time from a request's arrival to its first token", _first_token, True, True),
-        Metric("tpot", "seconds", "median time between two tokens of a request", _median_between, True, True),
-        Metric("tpot_p99", "seconds", "99th percentile of that time", lambda record: _quantile(_between(record), 0.99)),
-        Metric("longest_pause", "seconds", "longest time between two tokens of a request", _longest_pause),
-        Metric("token_rate", "number", "generated tokens a second, of all requests together", _rate, True, True),
-        Metric("request_token_rate", "number", "median of the tokens a second of each request", _rate_of_a_request),
-        Metric("token_bytes", "bytes", "bytes that all devices send for a token", _bytes_per_token, compared=True),
         Metric(
-            "sent_per_token", "bytes", "values that the source sends for a decoded token, with gather", _values("sent")
+            "tokens", "number", "generated tokens", _number, brief=True, compared=True
         ),
-        Metric("draft_accepted", "share", "share of the draft's tokens that the stages chose as well", _accepted),
-        Metric("received_per_token", "bytes", "values that it receives", _values("received")),
+        Metric(
+            "ttft",
+            "seconds",
+            "median time from a request's arrival to its first token",
+            _first_token,
+            True,
+            True,
+        ),
+        Metric(
+            "tpot",
+            "seconds",
+            "median time between two tokens of a request",
+            _median_between,
+            True,
+            True,
+        ),
+        Metric(
+            "tpot_p99",
+            "seconds",
+            "99th percentile of that time",
+            lambda record: _quantile(_between(record), 0.99),
+        ),
+        Metric(
+            "longest_pause",
+            "seconds",
+            "longest time between two tokens of a request",
+            _longest_pause,
+        ),
+        Metric(
+            "token_rate",
+            "number",
+            "generated tokens a second, of all requests together",
+            _rate,
+            True,
+            True,
+        ),
+        Metric(
+            "request_token_rate",
+            "number",
+            "median of the tokens a second of each request",
+            _rate_of_a_request,
+        ),
+        Metric(
+            "token_bytes",
+            "bytes",
+            "bytes that all devices send for a token",
+            _bytes_per_token,
+            compared=True,
+        ),
+        Metric(
+            "sent_per_token",
+            "bytes",
+            "values that the source sends for a decoded token, with gather",
+            _values("sent"),
+        ),
+        Metric(
+            "draft_accepted",
+            "share",
+            "share of the draft's tokens that the stages chose as well",
+            _accepted,
+        ),
+        Metric(
+            "received_per_token",
+            "bytes",
+            "values that it receives",
+            _values("received"),
+        ),
         Metric(
             "compute_per_token.<device>",
             "seconds",
@@ -200,15 +281,32 @@ GENERATION = MetricsSpec(
             _share(_seconds_of("compute")),
         ),
         Metric(
-            "send_per_token.<device>", "seconds", "time that a device sends for a token", _share(_seconds_of("send"))
+            "send_per_token.<device>",
+            "seconds",
+            "time that a device sends for a token",
+            _share(_seconds_of("send")),
         ),
     ),
-    lists={"generation_list": requests_list, "token_list": tokens_list, "text_list": texts_list},
+    lists={
+        "generation_list": requests_list,
+        "token_list": tokens_list,
+        "text_list": texts_list,
+    },
     events=(
-        EventType("arrival", "a request arrived at the source", (), ("request", "tokens")),
-        EventType("token", "a token was chosen", ("batch", "micro"), ("request", "micro", "token", "text")),
         EventType(
-            "transfer", "all values of a token were sent and gathered", ("batch",), ("request", "sent", "received")
+            "arrival", "a request arrived at the source", (), ("request", "tokens")
+        ),
+        EventType(
+            "token",
+            "a token was chosen",
+            ("batch", "micro"),
+            ("request", "micro", "token", "text"),
+        ),
+        EventType(
+            "transfer",
+            "all values of a token were sent and gathered",
+            ("batch",),
+            ("request", "sent", "received"),
         ),
         EventType(
             "draft",
@@ -216,12 +314,18 @@ GENERATION = MetricsSpec(
             ("batch",),
             ("request", "proposed", "accepted"),
         ),
-        EventType("text", "the text of a request is complete", ("batch",), ("request", "text")),
+        EventType(
+            "text", "the text of a request is complete", ("batch",), ("request", "text")
+        ),
     ),
     rows=(
         Row("First token", "{ttft}", "after the arrival of a request, median"),
         Row("Time per token", "{tpot}", "median; 99th percentile {tpot_p99}"),
-        Row("Tokens", "{token_rate}", "{tokens} tokens, {token_bytes} on the network for each"),
+        Row(
+            "Tokens",
+            "{token_rate}",
+            "{tokens} tokens, {token_bytes} on the network for each",
+        ),
     ),
     tables=(
         Table(
@@ -238,8 +342,17 @@ GENERATION = MetricsSpec(
                 Column("latency", "seconds", "latency"),
             ),
         ),
-        Table("Text", "", "text_list", (Column("request", "number", "request"), Column("text", "text", "text"))),
+        Table(
+            "Text",
+            "",
+            "text_list",
+            (Column("request", "number", "request"), Column("text", "text", "text")),
+        ),
     ),
-    curves=(TimeSeries("Tokens", "generated tokens over time", "token_list", "tokens", "number"),),
+    curves=(
+        TimeSeries(
+            "Tokens", "generated tokens over time", "token_list", "tokens", "number"
+        ),
+    ),
 )
 """Metrics, events and tables of all runs of the workload."""

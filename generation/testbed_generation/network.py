@@ -66,22 +66,34 @@ def rotate(values: Tensor, first: int, base: float) -> Tensor:
     return torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1)
 
 
-def attend_to(architecture: Architecture, queries: Tensor, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
+def attend_to(
+    architecture: Architecture,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cache: Cache,
+) -> Tensor:
     """Return the weighted values for the queries of the next tokens, each of shape (tokens, values of all its heads).
 
     Rotates queries and keys, and appends keys and values to the cache.
     """
 
     def heads(projected: Tensor) -> Tensor:
-        return projected.view(len(projected), -1, architecture.values_per_head).transpose(0, 1)
+        return projected.view(
+            len(projected), -1, architecture.values_per_head
+        ).transpose(0, 1)
 
     first, tokens = cache.length, len(queries)
     rotated = rotate(heads(queries), first, architecture.rope_base)
-    keys, values = cache.extend(rotate(heads(keys), first, architecture.rope_base), heads(values))
+    keys, values = cache.extend(
+        rotate(heads(keys), first, architecture.rope_base), heads(values)
+    )
     mask = None
     if tokens > 1:
         mask = torch.ones(tokens, keys.shape[1], dtype=torch.bool).tril(diagonal=first)
-    attended = functional.scaled_dot_product_attention(rotated, keys, values, attn_mask=mask, enable_gqa=True)
+    attended = functional.scaled_dot_product_attention(
+        rotated, keys, values, attn_mask=mask, enable_gqa=True
+    )
     return attended.transpose(0, 1).reshape(tokens, -1)
 
 
@@ -95,15 +107,22 @@ class LayerShard:
     def attend(self, values: Tensor, cache: Cache) -> Tensor:
         """Return the attention output of the heads for tokens of shape (tokens, width); appends to the cache."""
         architecture = self.architecture
-        normal = normalise(values, self.weights["input_layernorm"], architecture.epsilon)
+        normal = normalise(
+            values, self.weights["input_layernorm"], architecture.epsilon
+        )
         names = ("q_proj", "k_proj", "v_proj")
-        queries, keys, own = (functional.linear(normal, self.weights[f"self_attn.{name}"]) for name in names)
+        queries, keys, own = (
+            functional.linear(normal, self.weights[f"self_attn.{name}"])
+            for name in names
+        )
         attended = attend_to(architecture, queries, keys, own, cache)
         return functional.linear(attended, self.weights["self_attn.o_proj"])
 
     def feed_forward(self, values: Tensor) -> Tensor:
         """Return the output of the hidden columns for tokens of shape (tokens, width): SwiGLU (Shazeer, 2020)."""
-        normal = normalise(values, self.weights["post_attention_layernorm"], self.architecture.epsilon)
+        normal = normalise(
+            values, self.weights["post_attention_layernorm"], self.architecture.epsilon
+        )
         gate = functional.silu(functional.linear(normal, self.weights["mlp.gate_proj"]))
         up = functional.linear(normal, self.weights["mlp.up_proj"])
         return functional.linear(gate * up, self.weights["mlp.down_proj"])

@@ -25,7 +25,9 @@ from testbed_generation.sharding import apportion
 Layers = tuple[tuple[str, int], ...]
 """Devices in the order of the row, each with its number of layers."""
 
-REMEDY = "add memory or devices, shorten the sequences, or store the weights in fewer bits"
+REMEDY = (
+    "add memory or devices, shorten the sequences, or store the weights in fewer bits"
+)
 MOST_DEVICES = 16
 """Devices among which an exact choice is made; time and memory double with each one."""
 
@@ -88,7 +90,9 @@ def _given_row(row: Row, shares: Sequence[float]) -> Layers:
     layers = tuple(zip(row.devices, counts, strict=True))
     for name, count in layers:
         if count > row.capacity[name]:
-            raise InputError(f"{name} has room for {row.capacity[name]} of {count} layers: {REMEDY}")
+            raise InputError(
+                f"{name} has room for {row.capacity[name]} of {count} layers: {REMEDY}"
+            )
     return layers
 
 
@@ -167,7 +171,9 @@ def _shortest_rows(row: Row) -> list[tuple[tuple[str, ...], float]]:
     _check_number(row)
     source, number = row.devices[0], len(row.devices)
     ways: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(1, 0): (0.0, (0,))}
-    rows: list[tuple[tuple[str, ...], float]] = [((source,), row.output_seconds(source))]
+    rows: list[tuple[tuple[str, ...], float]] = [
+        ((source,), row.output_seconds(source))
+    ]
     for size in range(2, number + 1):
         longer: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
         for (members, last), (seconds, way) in ways.items():
@@ -195,7 +201,10 @@ def _closed_rows(
         total = seconds + row.answer(name, row.devices[0]) + row.output_seconds(name)
         if total < best.get(members, (math.inf, ()))[0]:
             best[members] = (total, way)
-    return [(tuple(row.devices[index] for index in way), seconds) for seconds, way in best.values()]
+    return [
+        (tuple(row.devices[index] for index in way), seconds)
+        for seconds, way in best.values()
+    ]
 
 
 def _possible_bottlenecks(row: Row) -> set[float]:
@@ -215,9 +224,15 @@ def _row_within(row: Row, limit: float) -> Layers | None:
     """Return a row whose stages and links all take at most ``limit`` seconds a token; None where there is none."""
     _check_number(row)
     number, slack = len(row.devices), limit * (1 + 1e-12)
-    most = [min(row.capacity[name], int(slack / row.seconds[name])) for name in row.devices]
+    most = [
+        min(row.capacity[name], int(slack / row.seconds[name])) for name in row.devices
+    ]
     at_end = [
-        min(row.capacity[name], int((slack - row.output_seconds(name)) / row.seconds[name])) for name in row.devices
+        min(
+            row.capacity[name],
+            int((slack - row.output_seconds(name)) / row.seconds[name]),
+        )
+        for name in row.devices
     ]
     if most[0] < 1:
         return None
@@ -226,14 +241,20 @@ def _row_within(row: Row, limit: float) -> Layers | None:
         longer: dict[tuple[int, int], tuple[int, ...]] = {}
         for (members, last), way in reached.items():
             room = sum(most[index] for index in way[:-1]) + at_end[last]
-            closes = len(way) == 1 or row.answer(row.devices[last], row.devices[0]) <= slack
+            closes = (
+                len(way) == 1 or row.answer(row.devices[last], row.devices[0]) <= slack
+            )
             if at_end[last] >= 1 and closes and room >= row.layers >= len(way):
-                return _spread(row, way, [most[index] for index in way[:-1]] + [at_end[last]])
+                return _spread(
+                    row, way, [most[index] for index in way[:-1]] + [at_end[last]]
+                )
             for following in range(1, number):
                 if members >> following & 1 or most[following] < 1:
                     continue
                 if row.send(row.devices[last], row.devices[following]) <= slack:
-                    longer.setdefault((members | 1 << following, following), (*way, following))
+                    longer.setdefault(
+                        (members | 1 << following, following), (*way, following)
+                    )
         reached = longer
     return None
 

@@ -38,8 +38,15 @@ def room(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
     """
     model = problem.model
     is_source = device.name == problem.devices[0].name
-    draft = problem.draft.whole_memory() if is_source and problem.draft is not None else 0.0
-    free = device.memory - draft - model.buffer_memory() - model.end_memory(is_source, last=True)
+    draft = (
+        problem.draft.whole_memory() if is_source and problem.draft is not None else 0.0
+    )
+    free = (
+        device.memory
+        - draft
+        - model.buffer_memory()
+        - model.end_memory(is_source, last=True)
+    )
     return max(0, math.floor(free / model.layer_memory()))
 
 
@@ -61,11 +68,15 @@ def row_over(problem: GenerateProblem[Any], names: Sequence[str]) -> Row:
     return Row(
         devices=tuple(names),
         layers=model.architecture.layers,
-        seconds={device.name: model.layer_seconds(device, position) for device in devices},
+        seconds={
+            device.name: model.layer_seconds(device, position) for device in devices
+        },
         capacity={device.name: room(problem, device) for device in devices},
         send=seconds(model.message_bytes(1)),
         answer=seconds(CHOSEN_BYTES),
-        last_seconds={device.name: device.seconds(model.output(1)) for device in devices},
+        last_seconds={
+            device.name: device.seconds(model.output(1)) for device in devices
+        },
     )
 
 
@@ -84,13 +95,22 @@ def pieces_of(problem: GenerateProblem[Any], layers: Layers) -> tuple[Piece, ...
             memory += problem.draft.whole_memory()
         parameters = count * model.architecture.layer_values
         flops = model.architecture.layer_flops(1, middle_position(problem)) * count
-        piece = Piece(device=name, first=first, last=first + count, memory=memory, parameters=parameters, flops=flops)
+        piece = Piece(
+            device=name,
+            first=first,
+            last=first + count,
+            memory=memory,
+            parameters=parameters,
+            flops=flops,
+        )
         pieces.append(piece)
         first += count
     return tuple(pieces)
 
 
-def shards_of(problem: GenerateProblem[Any], shares: Sequence[float] | None) -> tuple[Shard, ...]:
+def shards_of(
+    problem: GenerateProblem[Any], shares: Sequence[float] | None
+) -> tuple[Shard, ...]:
     """Return the shard of each device: by the shares, else in proportion to how fast each decodes a layer."""
     if shares is None:
         position = middle_position(problem)

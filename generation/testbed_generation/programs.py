@@ -45,14 +45,32 @@ def draft_of(device: Device, job: GenerateJob[Any, Any]) -> Draft | None:
         return None
     source: Source = Seeded(problem.draft.architecture, problem.seed)
     if problem.workload.draft.weights is not None and job.weights is not None:
-        source = Given({name.removeprefix(DRAFT): job.weights[name] for name in job.weights if name.startswith(DRAFT)})
-    return Draft(device, problem.draft, problem.workload.draft.proposed, sampling_of(problem), source)
+        source = Given(
+            {
+                name.removeprefix(DRAFT): job.weights[name]
+                for name in job.weights
+                if name.startswith(DRAFT)
+            }
+        )
+    return Draft(
+        device,
+        problem.draft,
+        problem.workload.draft.proposed,
+        sampling_of(problem),
+        source,
+    )
 
 
 def load_seconds(problem: GenerateProblem[Any], layers: int) -> float:
     """Return the seconds that a device reads so many layers from its disk."""
     rate = problem.workload.load_rate
-    return 0.0 if rate is None else layers * problem.model.architecture.layer_bytes(problem.model.storage) / rate
+    return (
+        0.0
+        if rate is None
+        else layers
+        * problem.model.architecture.layer_bytes(problem.model.storage)
+        / rate
+    )
 
 
 def service_of(device: Device, job: GenerateJob[Any, Any]) -> Service:
@@ -68,4 +86,10 @@ def service_of(device: Device, job: GenerateJob[Any, Any]) -> Service:
         return text_of([token], job.pieces)
 
     is_computed = problem.workload.is_computed
-    return Service(problem.requests, problem.workload.concurrency, problem.end, complete, text if is_computed else None)
+    return Service(
+        problem.requests,
+        problem.workload.concurrency,
+        problem.end,
+        complete,
+        text if is_computed else None,
+    )

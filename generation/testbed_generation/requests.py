@@ -21,7 +21,9 @@ class Request:
     """Tokens to generate at most."""
 
 
-def arrivals(count: int, interval: float, poisson: bool, seed: int) -> tuple[float, ...]:
+def arrivals(
+    count: int, interval: float, poisson: bool, seed: int
+) -> tuple[float, ...]:
     """Return when requests arrive: every ``interval`` seconds, or at random with that mean; 0: all at once.
 
     Example:
@@ -37,7 +39,9 @@ def arrivals(count: int, interval: float, poisson: bool, seed: int) -> tuple[flo
     return tuple(times[:count])
 
 
-def random_prompt(length: int, vocabulary: int, seed: int, number: int) -> tuple[int, ...]:
+def random_prompt(
+    length: int, vocabulary: int, seed: int, number: int
+) -> tuple[int, ...]:
     """Return a prompt of so many random tokens."""
     draw = random.Random(derive(seed, "prompt", number))
     return tuple(draw.randrange(min(vocabulary, 256)) for _ in range(length))

@@ -84,7 +84,10 @@ class Watch:
         for name in lost:
             pings[name].cancel()
         for name, pong in self._answers.items():
-            if self._incarnations.setdefault(name, pong.incarnation) != pong.incarnation:
+            if (
+                self._incarnations.setdefault(name, pong.incarnation)
+                != pong.incarnation
+            ):
                 lost.add(name)
         return lost
 
@@ -145,11 +148,15 @@ class Row:
             try:
                 planned = self._plan(self._there)
             except InputError as error:
-                raise TestbedError(f"too few devices are left for the network: {error}") from error
+                raise TestbedError(
+                    f"too few devices are left for the network: {error}"
+                ) from error
             first = 0
             stages = []
             for name, layers in planned:
-                stages.append(Stage(name, next(self._numbers), first, first + layers, self._loss))
+                stages.append(
+                    Stage(name, next(self._numbers), first, first + layers, self._loss)
+                )
                 first += layers
             lost = await self._assign(stages, stages)
             if not lost:
@@ -162,12 +169,23 @@ class Row:
         for stage in wanted:
             self._watch.renew(stage.device)
             final = stage.last == row[-1].last
-            assign = Assign(stage.assignment, stage.first, stage.last, final, self._replica(stage, row))
-            self._mailbox.post(stage.device, replace(assign, weights=self._weights(stage.device, assign)))
+            assign = Assign(
+                stage.assignment,
+                stage.first,
+                stage.last,
+                final,
+                self._replica(stage, row),
+            )
+            self._mailbox.post(
+                stage.device,
+                replace(assign, weights=self._weights(stage.device, assign)),
+            )
             waiting[stage.assignment] = stage
         self.stages = row
         while waiting:
-            done = await self._mailbox.take(Assigned, deadline=self._device.now() + self._options.heartbeat)
+            done = await self._mailbox.take(
+                Assigned, deadline=self._device.now() + self._options.heartbeat
+            )
             if done is None:
                 lost = await self._ask({stage.device for stage in waiting.values()})
                 if lost:
@@ -224,7 +242,9 @@ class Row:
         for index, stage in enumerate(row):
             if stage.device not in self._there:
                 name = self._substitute_for(stage, row)
-                row[index] = Stage(name, next(self._numbers), stage.first, stage.last, self._loss)
+                row[index] = Stage(
+                    name, next(self._numbers), stage.first, stage.last, self._loss
+                )
                 gaps.append(row[index])
         return await self._assign(gaps, row)
 
@@ -233,7 +253,9 @@ class Row:
         layers = lost.last - lost.first
 
         def room(name: str) -> int:
-            return self._room(name) - sum(stage.last - stage.first for stage in row if stage.device == name)
+            return self._room(name) - sum(
+                stage.last - stage.first for stage in row if stage.device == name
+            )
 
         replica = self._replica(lost, row)
         if replica in self._there and room(replica) >= layers:

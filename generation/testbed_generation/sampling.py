@@ -32,5 +32,7 @@ class Sampling:
         ordered, tokens = probabilities.sort(descending=True)
         before = ordered.cumsum(dim=-1) - ordered
         ordered = torch.where(before < self.top_p, ordered, 0.0)
-        generator = torch.Generator().manual_seed(derive(self.seed, "token", request, position))
+        generator = torch.Generator().manual_seed(
+            derive(self.seed, "token", request, position)
+        )
         return int(tokens[torch.multinomial(ordered, 1, generator=generator)])

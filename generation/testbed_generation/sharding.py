@@ -52,7 +52,9 @@ class Shard:
         return self.last_column - self.first_column
 
 
-def divide_layer(architecture: Architecture, shares: Sequence[float]) -> tuple[Shard, ...]:
+def divide_layer(
+    architecture: Architecture, shares: Sequence[float]
+) -> tuple[Shard, ...]:
     """Divide a layer over devices in proportion to their shares; each gets at least one key-value head.
 
     Raises `InputError` where there are more devices than key-value heads.
@@ -76,14 +78,21 @@ def apportion(total: int, shares: Sequence[float], what: str) -> tuple[int, ...]
         (2, 2, 4)
     """
     if len(shares) > total:
-        raise InputError(f"{total} {what} do not divide over {len(shares)} devices: use at most {total} devices")
+        raise InputError(
+            f"{total} {what} do not divide over {len(shares)} devices: use at most {total} devices"
+        )
     exact = [max(1.0, total * share / sum(shares)) for share in shares]
     parts = [int(part) for part in exact]
     while sum(parts) < total:
         furthest = max(range(len(parts)), key=lambda index: exact[index] - parts[index])
         parts[furthest] += 1
     while sum(parts) > total:
-        largest = max(range(len(parts)), key=lambda index: parts[index] - exact[index] if parts[index] > 1 else -total)
+        largest = max(
+            range(len(parts)),
+            key=lambda index: (
+                parts[index] - exact[index] if parts[index] > 1 else -total
+            ),
+        )
         parts[largest] -= 1
     return tuple(parts)
 

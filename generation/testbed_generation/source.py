@@ -61,17 +61,25 @@ class Drive(Protocol):
 class Embedder:
     """Makes values of tokens on the source."""
 
-    def __init__(self, mailbox: Mailbox, model: CostModel, table: Tensor | None) -> None:
+    def __init__(
+        self, mailbox: Mailbox, model: CostModel, table: Tensor | None
+    ) -> None:
         """``table`` is the token embedding; None: without numerics."""
         self._device = mailbox.device
         self._model = model
         self._table = table
 
-    async def embed(self, progress: Progress, position: int, drafts: Sequence[int] = ()) -> Tensor | None:
+    async def embed(
+        self, progress: Progress, position: int, drafts: Sequence[int] = ()
+    ) -> Tensor | None:
         """Return the values of a request's tokens from a position on, and of drafts; None without numerics."""
         tokens = [*progress.all_tokens[position:], *drafts]
-        span = Span("embed", batch=progress.request.number, micro=position + len(tokens) - 1)
-        return await self._device.compute(lambda: self._look_up(tokens), self._model.embedding(len(tokens)), span)
+        span = Span(
+            "embed", batch=progress.request.number, micro=position + len(tokens) - 1
+        )
+        return await self._device.compute(
+            lambda: self._look_up(tokens), self._model.embedding(len(tokens)), span
+        )
 
     def _look_up(self, tokens: list[int]) -> Tensor | None:
         return None if self._table is None else embed(torch.tensor(tokens), self._table)
@@ -86,7 +94,9 @@ class StageCalls:
         self._model = model
         self._heartbeat = heartbeat
 
-    async def call(self, device: str, step: Step, is_current: Callable[[], bool]) -> Result | None:
+    async def call(
+        self, device: str, step: Step, is_current: Callable[[], bool]
+    ) -> Result | None:
         """Send a step, and return the result of the last stage of its way; None once it is not current any more.
 
         Without numerics, the message has as many bytes as the values would take.
@@ -96,7 +106,9 @@ class StageCalls:
         last = step.way[-1][1] if step.way else step.assignment
         key = (step.request, step.attempt, step.position + step.tokens, last)
         while is_current():
-            result = await self._mailbox.take(Result, key, deadline=self._mailbox.device.now() + self._heartbeat)
+            result = await self._mailbox.take(
+                Result, key, deadline=self._mailbox.device.now() + self._heartbeat
+            )
             if result is not None:
                 return result
         return None
@@ -110,7 +122,12 @@ class AlongRow:
     """
 
     def __init__(
-        self, device: Device, calls: StageCalls, row: Row, embedder: Embedder, draft: Draft | None = None
+        self,
+        device: Device,
+        calls: StageCalls,
+        row: Row,
+        embedder: Embedder,
+        draft: Draft | None = None,
     ) -> None:
         self._device = device
         self._calls = calls
@@ -126,14 +143,18 @@ class AlongRow:
         """Return the next tokens of a request: one, and those of the draft that the stages chose as well."""
         drafts: list[int] = []
         if self._draft is not None and progress.tokens:
-            drafts = await self._draft.propose(progress.request, progress.all_tokens, progress.left - 1)
+            drafts = await self._draft.propose(
+                progress.request, progress.all_tokens, progress.left - 1
+            )
         chosen = await self._choose(progress, drafts)
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == chosen[accepted]:
             accepted += 1
         number = progress.request.number
         if drafts:
-            self._device.record("draft", request=number, proposed=len(drafts), accepted=accepted)
+            self._device.record(
+                "draft", request=number, proposed=len(drafts), accepted=accepted
+            )
         if accepted < len(drafts):
             # A higher attempt makes the stages drop the rejected tokens from their caches.
             self._rejections[number] = self._rejections.get(number, 0) + 1
@@ -153,8 +174,19 @@ class AlongRow:
             way = [(stage.device, stage.assignment) for stage in self._row.stages]
             (device, assignment), *others = way
             attempt = losses + self._rejections.get(number, 0)
-            step = Step(assignment, number, attempt, position, tokens, others, values, len(drafts) + 1)
-            result = await self._calls.call(device, step, partial(self._is_unchanged, losses))
+            step = Step(
+                assignment,
+                number,
+                attempt,
+                position,
+                tokens,
+                others,
+                values,
+                len(drafts) + 1,
+            )
+            result = await self._calls.call(
+                device, step, partial(self._is_unchanged, losses)
+            )
             if result is not None:
                 return list(result.chosen)
 
@@ -168,7 +200,11 @@ class AlongRow:
         if self._sent.get(number, losses) == losses:
             return newest if progress.tokens else 0
         before = self._sent[number]
-        held = [stage.held.get(str(number), 0) for stage in self._row.stages if stage.since > before]
+        held = [
+            stage.held.get(str(number), 0)
+            for stage in self._row.stages
+            if stage.since > before
+        ]
         return min([*held, newest])
 
     def forget(self, number: int) -> None:
@@ -214,7 +250,9 @@ class ThroughSource:
             del self._holders[key]
         self._row.release(number)
 
-    async def _call(self, number: int, first: int, position: int, tokens: int) -> Result:
+    async def _call(
+        self, number: int, first: int, position: int, tokens: int
+    ) -> Result:
         """Return a stage's result for the newest tokens; a new stage computes all tokens before them as well."""
         key = (number, first)
         while True:
@@ -224,9 +262,23 @@ class ThroughSource:
             self._holders[key] = stage.assignment
             inputs = self._inputs[key] if new else self._inputs[key][-1:]
             begin = 0 if new else position
-            values = None if inputs[0] is None else torch.cat([part for part in inputs if part is not None])
-            step = Step(stage.assignment, number, losses, begin, position + tokens - begin, [], values)
-            result = await self._calls.call(stage.device, step, partial(self._is_held, stage))
+            values = (
+                None
+                if inputs[0] is None
+                else torch.cat([part for part in inputs if part is not None])
+            )
+            step = Step(
+                stage.assignment,
+                number,
+                losses,
+                begin,
+                position + tokens - begin,
+                [],
+                values,
+            )
+            result = await self._calls.call(
+                stage.device, step, partial(self._is_held, stage)
+            )
             if result is not None:
                 return result if result.values is None else keep_last(result, tokens)
 
@@ -271,10 +323,20 @@ async def serve_requests(device: Device, drive: Drive, service: Service) -> None
                         break
                     progress.tokens.append(token)
                     text = {} if service.text is None else {"text": service.text(token)}
-                    device.record("token", request=request.number, micro=len(progress.tokens) - 1, token=token, **text)
+                    device.record(
+                        "token",
+                        request=request.number,
+                        micro=len(progress.tokens) - 1,
+                        token=token,
+                        **text,
+                    )
             drive.forget(request.number)
             service.complete(request.number, progress.tokens)
-            device.record("request", request=request.number, latency=device.now() - request.arrival)
+            device.record(
+                "request",
+                request=request.number,
+                latency=device.now() - request.arrival,
+            )
 
     async with asyncio.TaskGroup() as group:
         for request in service.requests:

@@ -11,7 +11,16 @@ from torch import Tensor
 from testbed.device import Cost, Device, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed_generation.costs import CostModel
-from testbed_generation.messages import Assign, Assigned, Copy, Ping, Pong, Release, Result, Step
+from testbed_generation.messages import (
+    Assign,
+    Assigned,
+    Copy,
+    Ping,
+    Pong,
+    Release,
+    Result,
+    Step,
+)
 from testbed_generation.network import Cache, LayerShard, score
 from testbed_generation.sampling import Sampling
 from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, read_layer
@@ -42,7 +51,9 @@ class LayerRange:
             return
         architecture = model.architecture
         for layer in range(assign.first, assign.last):
-            self._layers.append(LayerShard(architecture, read_layer(source, architecture, layer)))
+            self._layers.append(
+                LayerShard(architecture, read_layer(source, architecture, layer))
+            )
         if assign.final:
             self._output = source.read(EMBEDDING if architecture.tied else OUTPUT)
             self._norm = source.read(NORM)
@@ -88,28 +99,49 @@ class LayerRange:
                 values = layer.forward(values, cache)
             if self._output is None or self._norm is None:
                 return values
-            return score(values[-step.scored :], self._norm, self._output, self.model.architecture.epsilon)
+            return score(
+                values[-step.scored :],
+                self._norm,
+                self._output,
+                self.model.architecture.epsilon,
+            )
 
     def added(self, step: Step) -> tuple[Tensor, Tensor] | None:
         """Return the keys and values that a step added, each of shape (layers, heads, tokens, values of a head)."""
         caches = self.sequences[step.request].caches
         if step.values is None or not caches:
             return None
-        keys = torch.stack([cache.keys[:, step.position :] for cache in caches if cache.keys is not None])
-        values = torch.stack([cache.values[:, step.position :] for cache in caches if cache.values is not None])
+        keys = torch.stack(
+            [
+                cache.keys[:, step.position :]
+                for cache in caches
+                if cache.keys is not None
+            ]
+        )
+        values = torch.stack(
+            [
+                cache.values[:, step.position :]
+                for cache in caches
+                if cache.values is not None
+            ]
+        )
         return keys, values
 
     def adopt(self, copies: list[Copy]) -> None:
         """Fill the caches of a request from copies, in the order of their positions, as far as there is no gap."""
         for copy in sorted(copies, key=lambda copy: (copy.attempt, copy.position)):
-            sequence = self.sequences.setdefault(copy.request, self._empty(copy.attempt))
+            sequence = self.sequences.setdefault(
+                copy.request, self._empty(copy.attempt)
+            )
             if copy.position > sequence.position:
                 return
             sequence.attempt = copy.attempt
             sequence.position = copy.position + copy.tokens
             if copy.keys is None or copy.values is None:
                 continue
-            for cache, keys, values in zip(sequence.caches, copy.keys, copy.values, strict=True):
+            for cache, keys, values in zip(
+                sequence.caches, copy.keys, copy.values, strict=True
+            ):
                 cache.truncate(copy.position)
                 cache.extend(keys, values)
 
@@ -174,20 +206,29 @@ class Holder:
             if first == assign.first:
                 held.adopt(copies)
         self.ranges[assign.assignment] = held
-        positions = {str(request): sequence.position for request, sequence in held.sequences.items()}
+        positions = {
+            str(request): sequence.position
+            for request, sequence in held.sequences.items()
+        }
         self._mailbox.post(self._source, Assigned(assign.assignment, positions))
 
     async def _compute(self, held: LayerRange, step: Step) -> None:
         name = "prefill" if step.tokens > 1 else "decode"
         span = Span(name, batch=step.request, micro=step.position + step.tokens - 1)
-        values = await self._device.compute(lambda: held.compute(step), held.cost(step), span)
+        values = await self._device.compute(
+            lambda: held.compute(step), held.cost(step), span
+        )
         if held.assign.replica is not None:
             self._copy(held, step, held.assign.replica)
         end = step.position + step.tokens
         if step.way:
             (following, assignment), *way = step.way
-            padding = 0 if values is not None else self._model.message_bytes(step.tokens)
-            later = replace(step, assignment=assignment, way=way, values=values, padding=padding)
+            padding = (
+                0 if values is not None else self._model.message_bytes(step.tokens)
+            )
+            later = replace(
+                step, assignment=assignment, way=way, values=values, padding=padding
+            )
             self._mailbox.post(following, later)
             return
         chosen = []
@@ -195,16 +236,32 @@ class Holder:
         if held.assign.final:
             for place in range(step.scored):
                 position = end - step.scored + 1 + place
-                chosen.append(0 if values is None else self._sampling.choose(values[place], step.request, position))
+                chosen.append(
+                    0
+                    if values is None
+                    else self._sampling.choose(values[place], step.request, position)
+                )
             values = None
         elif values is None:
             padding = self._model.message_bytes(step.tokens)
-        result = Result(step.request, step.attempt, end, step.assignment, chosen, values, padding=padding)
+        result = Result(
+            step.request,
+            step.attempt,
+            end,
+            step.assignment,
+            chosen,
+            values,
+            padding=padding,
+        )
         self._mailbox.post(self._source, result)
 
     def _copy(self, held: LayerRange, step: Step, neighbour: str) -> None:
         added = held.added(step)
-        size = self._model.architecture.cache_bytes(self._model.cache_value_bytes) * held.layers * step.tokens
+        size = (
+            self._model.architecture.cache_bytes(self._model.cache_value_bytes)
+            * held.layers
+            * step.tokens
+        )
         keys, values = added if added is not None else (None, None)
         copy = Copy(
             held.assign.first,

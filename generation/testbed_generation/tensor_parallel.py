@@ -32,7 +32,12 @@ class ShardHolder:
     """A device's shard of all layers, with the KV caches of its heads."""
 
     def __init__(
-        self, mailbox: Mailbox, model: CostModel, shard: Shard, source: Source | None, reduce: AllReduce
+        self,
+        mailbox: Mailbox,
+        model: CostModel,
+        shard: Shard,
+        source: Source | None,
+        reduce: AllReduce,
     ) -> None:
         """Read the shard's weights; without a source only time passes."""
         self._mailbox = mailbox
@@ -62,20 +67,31 @@ class ShardHolder:
         """Return the values of tokens after all layers; equal on all devices."""
         architecture = self._model.architecture
         size = self._model.message_bytes(forward.tokens)
-        caches = self._caches.setdefault(forward.request, [Cache() for _ in range(architecture.layers)])
+        caches = self._caches.setdefault(
+            forward.request, [Cache() for _ in range(architecture.layers)]
+        )
         values = forward.values
         operation = 2 * architecture.layers * forward.number
         for layer in range(architecture.layers):
-            added = await self._part(layer, forward, values, caches[layer], attention=True)
+            added = await self._part(
+                layer, forward, values, caches[layer], attention=True
+            )
             total = await self._reduce.reduce(operation + 2 * layer, added, size)
             values = values if values is None or total is None else values + total
-            added = await self._part(layer, forward, values, caches[layer], attention=False)
+            added = await self._part(
+                layer, forward, values, caches[layer], attention=False
+            )
             total = await self._reduce.reduce(operation + 2 * layer + 1, added, size)
             values = values if values is None or total is None else values + total
         return values
 
     async def _part(
-        self, layer: int, forward: Forward, values: Tensor | None, cache: Cache, attention: bool
+        self,
+        layer: int,
+        forward: Forward,
+        values: Tensor | None,
+        cache: Cache,
+        attention: bool,
     ) -> Tensor | None:
         """Return the output of the shard's heads, or of its hidden columns."""
 
@@ -84,11 +100,19 @@ class ShardHolder:
                 return None
             with torch.inference_mode():
                 shard = self._layers[layer]
-                return shard.attend(values, cache) if attention else shard.feed_forward(values)
+                return (
+                    shard.attend(values, cache)
+                    if attention
+                    else shard.feed_forward(values)
+                )
 
-        cost = self._model.shard_part(self._shard, forward.tokens, forward.position, attention)
+        cost = self._model.shard_part(
+            self._shard, forward.tokens, forward.position, attention
+        )
         name = "attention" if attention else "feed_forward"
-        span = Span(name, batch=forward.request, micro=forward.position + forward.tokens - 1)
+        span = Span(
+            name, batch=forward.request, micro=forward.position + forward.tokens - 1
+        )
         return await self._device.compute(work, cost, span)
 
 
@@ -141,7 +165,9 @@ class TensorParallelSource:
         values = await self._embedder.embed(progress, position)
         number, self._number = self._number, self._number + 1
         padding = self._model.message_bytes(tokens) if values is None else 0
-        forward = Forward(number, progress.request.number, position, tokens, values, padding=padding)
+        forward = Forward(
+            number, progress.request.number, position, tokens, values, padding=padding
+        )
         for name in self._others:
             self._mailbox.post(name, forward)
         values = await self._own.compute(forward)
@@ -152,10 +178,17 @@ class TensorParallelSource:
             if values is None or self._norm is None or self._output is None:
                 return 0
             with torch.inference_mode():
-                logits = score(values[-1:], self._norm, self._output, self._model.architecture.epsilon)[0]
+                logits = score(
+                    values[-1:],
+                    self._norm,
+                    self._output,
+                    self._model.architecture.epsilon,
+                )[0]
             return self._sampling.choose(logits, request, end)
 
-        return await self._device.compute(work, self._model.output(1), Span("choose", batch=request, micro=end - 1))
+        return await self._device.compute(
+            work, self._model.output(1), Span("choose", batch=request, micro=end - 1)
+        )
 
     def forget(self, number: int) -> None:
         """Drop the caches of a request on all devices."""

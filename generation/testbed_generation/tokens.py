@@ -56,7 +56,9 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self.end = end
         number = tokenizer.get_vocab_size()
-        self.pieces: Sequence[bytes] = [_piece(tokenizer.id_to_token(token)) for token in range(number)]
+        self.pieces: Sequence[bytes] = [
+            _piece(tokenizer.id_to_token(token)) for token in range(number)
+        ]
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -65,7 +67,11 @@ class Vocabulary:
 
 def _byte_letters() -> dict[str, int]:
     """Return the letters that stand for bytes in byte-level vocabularies, as GPT-2 assigns them."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [value for value in range(256) if value not in printable]
     letters = {chr(value): value for value in printable}
     return letters | {chr(256 + place): value for place, value in enumerate(others)}
@@ -91,7 +97,9 @@ def _tokenizers(path: Path) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise InputError(f"{path}: its tokenizer needs a package: pip install tokenizers", KEY) from None
+        raise InputError(
+            f"{path}: its tokenizer needs a package: pip install tokenizers", KEY
+        ) from None
     return tokenizers
 
 
@@ -105,9 +113,15 @@ def open_tokens(path: Path | None) -> Tokens:
 def _from_checkpoint(path: Path) -> Tokens:
     file = (path if path.is_dir() else path.parent) / "tokenizer.json"
     if not file.is_file():
-        raise InputError(f"{file}: no such file: put the model's tokenizer.json beside its weights", KEY)
+        raise InputError(
+            f"{file}: no such file: put the model's tokenizer.json beside its weights",
+            KEY,
+        )
     tokenizer = _tokenizers(path).Tokenizer.from_file(str(file))
-    ends = [tokenizer.token_to_id(text) for text in ("</s>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>")]
+    ends = [
+        tokenizer.token_to_id(text)
+        for text in ("</s>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>")
+    ]
     return Vocabulary(tokenizer, next((end for end in ends if end is not None), None))
 
 
@@ -117,12 +131,21 @@ def _from_gguf(path: Path) -> Tokens:
     file = open_weights(path)
     assert isinstance(file, Gguf)
     if file.text("tokenizer.ggml.model") != "gpt2":
-        raise InputError(f"{path}: only byte-pair tokenizers are read: name a folder with tokenizer.json", KEY)
+        raise InputError(
+            f"{path}: only byte-pair tokenizers are read: name a folder with tokenizer.json",
+            KEY,
+        )
     texts = file.strings("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in file.strings("tokenizer.ggml.merges")]
-    model = tokenizers.models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=merges)
+    merges = [
+        tuple(merge.split(" ", 1)) for merge in file.strings("tokenizer.ggml.merges")
+    ]
+    model = tokenizers.models.BPE(
+        vocab={text: index for index, text in enumerate(texts)}, merges=merges
+    )
     tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     special = [text for text in texts if text.startswith("<|") and text.endswith("|>")]
     tokenizer.add_special_tokens(special)

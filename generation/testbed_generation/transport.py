@@ -35,9 +35,15 @@ class Transport:
 
     def rounded(self, values: Tensor | None) -> Tensor | None:
         """Return values as they arrive."""
-        return None if values is None else self.unpack(self.pack(values), tuple(values.shape))
+        return (
+            None
+            if values is None
+            else self.unpack(self.pack(values), tuple(values.shape))
+        )
 
-    def unpack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor | None:
+    def unpack(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]
+    ) -> Tensor | None:
         """Return the values that `pack` made tensors of; None where there are none."""
         if not tensors:
             return None

@@ -47,7 +47,9 @@ def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight of the network by its name in a checkpoint."""
-    every: dict[str, tuple[int, ...]] = {EMBEDDING: (architecture.vocabulary, architecture.width)}
+    every: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (architecture.vocabulary, architecture.width)
+    }
     for layer in range(architecture.layers):
         for name, shape in layer_shapes(architecture).items():
             every[full_name(layer, name)] = shape
@@ -87,7 +89,9 @@ class Seeded:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape)
-        generator = torch.Generator().manual_seed(derive(self._seed, "generation", name))
+        generator = torch.Generator().manual_seed(
+            derive(self._seed, "generation", name)
+        )
         deviation = 1 / math.sqrt(shape[1])
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             deviation /= math.sqrt(2 * self._architecture.layers)
@@ -130,7 +134,8 @@ class Checkpoint:
         with safe_open(file, framework="pt") as checkpoint:
             if name not in checkpoint.keys():  # noqa: SIM118 - a safetensors file is no mapping
                 raise InputError(
-                    f"{file}: has no weight {name}: name a file in the Llama layout", ("workload", "model", "weights")
+                    f"{file}: has no weight {name}: name a file in the Llama layout",
+                    ("workload", "model", "weights"),
                 )
             yield checkpoint
 
@@ -162,7 +167,10 @@ class Gguf:
                 ("workload", "model", "weights"),
             ) from None
         if not path.is_file():
-            raise InputError(f"{path}: no such file: name a .gguf file", ("workload", "model", "weights"))
+            raise InputError(
+                f"{path}: no such file: name a .gguf file",
+                ("workload", "model", "weights"),
+            )
         self._dequantise = gguf.quants.dequantize
         self._reader = gguf.GGUFReader(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
@@ -189,8 +197,12 @@ class Gguf:
         def number(key: str, default: float | None = None) -> float:
             found = self.number(f"llama.{key}")
             if found is None and default is None:
-                raise InputError(f"the GGUF file has no llama.{key}: only models of the Llama family are read")
-            return default if found is None and default is not None else float(found or 0)
+                raise InputError(
+                    f"the GGUF file has no llama.{key}: only models of the Llama family are read"
+                )
+            return (
+                default if found is None and default is not None else float(found or 0)
+            )
 
         heads = int(number("attention.head_count"))
         return Architecture(
@@ -222,14 +234,20 @@ class Gguf:
     def read(self, name: str) -> Tensor:
         """Return a weight in float32 by its name in Hugging Face's layout."""
         tensor, inner = self._tensor(name), _gguf_name(name)
-        weight = torch.tensor(self._dequantise(tensor.data, tensor.tensor_type), dtype=torch.float32)
+        weight = torch.tensor(
+            self._dequantise(tensor.data, tensor.tensor_type), dtype=torch.float32
+        )
         if inner.endswith(("attn_q.weight", "attn_k.weight")):
             return _unpermute(weight, self.architecture, inner)
         return weight
 
 
 def _gguf_name(name: str) -> str:
-    outer = {EMBEDDING: "token_embd.weight", NORM: "output_norm.weight", OUTPUT: "output.weight"}
+    outer = {
+        EMBEDDING: "token_embd.weight",
+        NORM: "output_norm.weight",
+        OUTPUT: "output.weight",
+    }
     if name in outer:
         return outer[name]
     _, _, layer, short = name.removesuffix(".weight").split(".", 3)
@@ -243,7 +261,11 @@ def _unpermute(weight: Tensor, architecture: Architecture, name: str) -> Tensor:
     """
     heads = architecture.heads if "attn_q" in name else architecture.kv_heads
     half = weight.shape[0] // heads // 2
-    return weight.view(heads, half, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return (
+        weight.view(heads, half, 2, weight.shape[1])
+        .transpose(1, 2)
+        .reshape(weight.shape)
+    )
 
 
 def open_weights(path: Path) -> Checkpoint | Gguf:
@@ -272,7 +294,9 @@ def check_shapes(source: Checkpoint | Gguf, architecture: Architecture) -> None:
             )
 
 
-def read_layer(source: Source, architecture: Architecture, layer: int, shard: Shard | None = None) -> dict[str, Tensor]:
+def read_layer(
+    source: Source, architecture: Architecture, layer: int, shard: Shard | None = None
+) -> dict[str, Tensor]:
     """Return the weights of a layer, or of a shard of it, by their short names."""
     weights = {}
     for name in layer_shapes(architecture):
@@ -320,6 +344,11 @@ def names_of_pieces(architecture: Architecture, pieces: Sequence[Piece]) -> list
     return list(names)
 
 
-def assigned_weights(weights: Mapping[str, Tensor], architecture: Architecture, assign: Assign) -> dict[str, Tensor]:
+def assigned_weights(
+    weights: Mapping[str, Tensor], architecture: Architecture, assign: Assign
+) -> dict[str, Tensor]:
     """Return the weights that an assignment needs."""
-    return {name: weights[name] for name in names_of_layers(architecture, assign.first, assign.last)}
+    return {
+        name: weights[name]
+        for name in names_of_layers(architecture, assign.first, assign.last)
+    }

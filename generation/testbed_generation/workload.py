@@ -34,17 +34,43 @@ if TYPE_CHECKING:
 class LanguageModelPart(ConfigModel):
     """A decoder-only transformer of the Llama family: a preset, or its shape."""
 
-    preset: str | None = Field(None, description=f"a published shape: {', '.join(PRESETS)}")
+    preset: str | None = Field(
+        None, description=f"a published shape: {', '.join(PRESETS)}"
+    )
     layers: int | None = Field(None, ge=1, description="default: the preset's")
-    width: int | None = Field(None, ge=2, description="values of a token between layers; default: the preset's")
-    heads: int | None = Field(None, ge=1, description="query heads; default: the preset's")
-    kv_heads: int | None = Field(None, ge=1, description="key and value heads; default: the preset's, or as many")
-    hidden: int | None = Field(None, ge=1, description="values within the feed-forward network; default: the preset's")
-    vocabulary: int | None = Field(None, ge=256, description="tokens that there are; default: the preset's")
-    context: int | None = Field(None, ge=1, description="tokens of the longest sequence; default: the preset's")
-    rope_base: float | None = Field(None, gt=1, description="base of the rotary positions; default: the preset's")
-    tied: bool | None = Field(None, description="whether the output matrix is the embedding; default: the preset's")
-    storage: Format = Field("f32", description="how weights are stored, which decides bytes and time, not the values")
+    width: int | None = Field(
+        None,
+        ge=2,
+        description="values of a token between layers; default: the preset's",
+    )
+    heads: int | None = Field(
+        None, ge=1, description="query heads; default: the preset's"
+    )
+    kv_heads: int | None = Field(
+        None, ge=1, description="key and value heads; default: the preset's, or as many"
+    )
+    hidden: int | None = Field(
+        None,
+        ge=1,
+        description="values within the feed-forward network; default: the preset's",
+    )
+    vocabulary: int | None = Field(
+        None, ge=256, description="tokens that there are; default: the preset's"
+    )
+    context: int | None = Field(
+        None, ge=1, description="tokens of the longest sequence; default: the preset's"
+    )
+    rope_base: float | None = Field(
+        None, gt=1, description="base of the rotary positions; default: the preset's"
+    )
+    tied: bool | None = Field(
+        None,
+        description="whether the output matrix is the embedding; default: the preset's",
+    )
+    storage: Format = Field(
+        "f32",
+        description="how weights are stored, which decides bytes and time, not the values",
+    )
     weights: str | None = Field(
         None,
         description="file to read them from, relative to the scenario file: .gguf, .safetensors, or a folder of a "
@@ -55,7 +81,17 @@ class LanguageModelPart(ConfigModel):
         """Return the network's shape; raises `InputError` for a key that is missing or numbers that do not fit."""
         given = {
             name: value
-            for name in ("layers", "width", "heads", "kv_heads", "hidden", "vocabulary", "context", "rope_base", "tied")
+            for name in (
+                "layers",
+                "width",
+                "heads",
+                "kv_heads",
+                "hidden",
+                "vocabulary",
+                "context",
+                "rope_base",
+                "tied",
+            )
             if (value := getattr(self, name)) is not None
         }
         if self.preset is not None:
@@ -64,7 +100,10 @@ class LanguageModelPart(ConfigModel):
             base = {"kv_heads": given.get("heads"), "context": 2048}
             for name in ("layers", "width", "heads", "hidden", "vocabulary"):
                 if name not in given:
-                    raise InputError(f"name a 'preset', or give '{name}'", ("workload", "model", name))
+                    raise InputError(
+                        f"name a 'preset', or give '{name}'",
+                        ("workload", "model", name),
+                    )
         architecture = Architecture(**{**base, **given})
         if architecture.heads % architecture.kv_heads:
             raise InputError(
@@ -72,7 +111,9 @@ class LanguageModelPart(ConfigModel):
                 "that divides them",
                 ("workload", "model", "kv_heads"),
             )
-        if not architecture.head_width and architecture.width % (2 * architecture.heads):
+        if not architecture.head_width and architecture.width % (
+            2 * architecture.heads
+        ):
             raise InputError(
                 f"a width of {architecture.width} does not divide over {architecture.heads} heads of an even number of "
                 f"values: give a multiple of {2 * architecture.heads}",
@@ -84,29 +125,49 @@ class LanguageModelPart(ConfigModel):
 class DraftPart(LanguageModelPart):
     """A small model at the source, which proposes tokens that the devices verify together."""
 
-    proposed: int = Field(4, ge=1, le=64, description="tokens that it proposes at once, at most")
+    proposed: int = Field(
+        4, ge=1, le=64, description="tokens that it proposes at once, at most"
+    )
 
 
 class PromptsPart(ConfigModel):
     """Texts of a file, one a line, or random tokens."""
 
-    file: str | None = Field(None, description="text file with a prompt a line, relative to the scenario file")
-    count: int = Field(1, ge=1, le=100_000, description="without a file: number of prompts")
-    length: int = Field(32, ge=1, description="without a file: random tokens of each prompt")
+    file: str | None = Field(
+        None,
+        description="text file with a prompt a line, relative to the scenario file",
+    )
+    count: int = Field(
+        1, ge=1, le=100_000, description="without a file: number of prompts"
+    )
+    length: int = Field(
+        32, ge=1, description="without a file: random tokens of each prompt"
+    )
 
 
 class ArrivalsPart(ConfigModel):
     """When requests arrive at the source."""
 
-    every: Duration = Field(0.0, ge=0, description="seconds between two requests; 0: all at once")
-    poisson: bool = Field(False, description="whether the times are random with that mean")
+    every: Duration = Field(
+        0.0, ge=0, description="seconds between two requests; 0: all at once"
+    )
+    poisson: bool = Field(
+        False, description="whether the times are random with that mean"
+    )
 
 
 class SamplingPart(ConfigModel):
     """How the next token is chosen."""
 
-    temperature: float = Field(0.0, ge=0, description="0: always the most probable token")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw from the most probable tokens of this probability together")
+    temperature: float = Field(
+        0.0, ge=0, description="0: always the most probable token"
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="draw from the most probable tokens of this probability together",
+    )
 
 
 class GeneratePart(WorkloadPart):
@@ -115,16 +176,25 @@ class GeneratePart(WorkloadPart):
     task: Literal["generate"] = Field("generate", description="kind of work")
     model: LanguageModelPart = Field(description="the language model")
     draft: DraftPart | None = Field(
-        None, description="a small model with the same tokens, for speculative decoding by the method sequential"
+        None,
+        description="a small model with the same tokens, for speculative decoding by the method sequential",
     )
-    prompts: tuple[str, ...] | PromptsPart = Field(PromptsPart(), description="texts, or where they come from")
-    tokens: int = Field(32, ge=1, description="tokens to generate for each prompt, at most")
+    prompts: tuple[str, ...] | PromptsPart = Field(
+        PromptsPart(), description="texts, or where they come from"
+    )
+    tokens: int = Field(
+        32, ge=1, description="tokens to generate for each prompt, at most"
+    )
     arrivals: ArrivalsPart = Field(ArrivalsPart(), description="when requests arrive")
     concurrency: int = Field(1, ge=1, description="requests in flight at once")
     sampling: SamplingPart = Field(SamplingPart(), description="how tokens are chosen")
-    numerics: Literal["full", "none"] = Field("full", description="none: times and bytes alone, without torch")
+    numerics: Literal["full", "none"] = Field(
+        "full", description="none: times and bytes alone, without torch"
+    )
     load_rate: ByteRate | None = Field(
-        None, gt=0, description="bytes a second at which a device reads weights from its disk; default: no time"
+        None,
+        gt=0,
+        description="bytes a second at which a device reads weights from its disk; default: no time",
     )
 
     progress: ClassVar[str] = "request"
@@ -135,11 +205,21 @@ class GeneratePart(WorkloadPart):
         if not isinstance(self.prompts, PromptsPart) and not self.prompts:
             raise ValueError("names no prompt: give at least one text")
         if self.numerics == "none" and self.model.weights is not None:
-            raise ValueError("has weights and 'numerics: none', which computes nothing: leave one of them out")
+            raise ValueError(
+                "has weights and 'numerics: none', which computes nothing: leave one of them out"
+            )
         if self.draft is not None and self.numerics == "none":
-            raise ValueError("has a draft, whose tokens are accepted by their values: leave out 'numerics: none'")
-        if self.draft is not None and self.draft.weights is not None and self.model.weights is None:
-            raise ValueError("has weights for the draft alone: give 'model.weights' as well")
+            raise ValueError(
+                "has a draft, whose tokens are accepted by their values: leave out 'numerics: none'"
+            )
+        if (
+            self.draft is not None
+            and self.draft.weights is not None
+            and self.model.weights is None
+        ):
+            raise ValueError(
+                "has weights for the draft alone: give 'model.weights' as well"
+            )
         return self
 
     @property
@@ -162,7 +242,11 @@ class GeneratePart(WorkloadPart):
 
     def title(self) -> str:
         """Return the title of the work in reports."""
-        model = self.model.preset or self.model.weights or f"{self.model.layers} layers of {self.model.width}"
+        model = (
+            self.model.preset
+            or self.model.weights
+            or f"{self.model.layers} layers of {self.model.width}"
+        )
         return f"{self.method.name}: generation by {model}"
 
 
@@ -201,7 +285,9 @@ class Generate(Workload):
     arrays = "torch"
     declared = GENERATION
 
-    def problems(self, scenario: Scenario, method: Method | None) -> Iterator[Diagnostic]:
+    def problems(
+        self, scenario: Scenario, method: Method | None
+    ) -> Iterator[Diagnostic]:
         """Yield errors in the model, the prompts and the files."""
         try:
             model, _, _ = self._described(scenario)
@@ -209,14 +295,22 @@ class Generate(Workload):
         except InputError as error:
             yield Diagnostic(error.key, error.text)
 
-    def problem(self, given: Problem, scenario: Scenario, method: Method) -> GenerateProblem:
+    def problem(
+        self, given: Problem, scenario: Scenario, method: Method
+    ) -> GenerateProblem:
         """Describe the network and read the prompts."""
         model, requests, end = self._described(scenario)
-        return _posed(given, model, requests, end, _draft(_part(scenario), scenario, model))
+        return _posed(
+            given, model, requests, end, _draft(_part(scenario), scenario, model)
+        )
 
-    def _described(self, scenario: Scenario) -> tuple[CostModel, tuple[Request, ...], int | None]:
+    def _described(
+        self, scenario: Scenario
+    ) -> tuple[CostModel, tuple[Request, ...], int | None]:
         part = _part(scenario)
-        weights = None if part.model.weights is None else _path(scenario, part.model.weights)
+        weights = (
+            None if part.model.weights is None else _path(scenario, part.model.weights)
+        )
         architecture = _architecture(part.model, weights)
         if architecture.experts and part.is_computed:
             raise InputError(
@@ -224,7 +318,9 @@ class Generate(Workload):
                 ("workload", "numerics"),
             )
         prompts, end = _prompts(part, scenario, architecture, weights)
-        times = arrivals(len(prompts), part.arrivals.every, part.arrivals.poisson, scenario.seed)
+        times = arrivals(
+            len(prompts), part.arrivals.every, part.arrivals.poisson, scenario.seed
+        )
         requests = []
         for number, (prompt, time) in enumerate(zip(prompts, times, strict=True)):
             requests.append(Request(number, tuple(prompt), time, part.tokens))
@@ -235,7 +331,11 @@ class Generate(Workload):
                 f"{architecture.context}: generate fewer, or shorten the prompt",
                 ("workload", "tokens"),
             )
-        return CostModel(architecture, part.model.storage, longest, part.concurrency), tuple(requests), end
+        return (
+            CostModel(architecture, part.model.storage, longest, part.concurrency),
+            tuple(requests),
+            end,
+        )
 
     def facts(self, problem: Problem) -> Mapping[str, Any]:
         """Return the network and the requests."""
@@ -247,14 +347,21 @@ class Generate(Workload):
             "end": problem.end,
         }
 
-    def posed(self, given: Problem, method: Method, facts: Mapping[str, Any]) -> GenerateProblem:
+    def posed(
+        self, given: Problem, method: Method, facts: Mapping[str, Any]
+    ) -> GenerateProblem:
         """Return the problem on a device."""
 
         def model_of(values: Mapping[str, Any]) -> CostModel:
-            return CostModel(**{**values, "architecture": Architecture(**values["architecture"])})
+            return CostModel(
+                **{**values, "architecture": Architecture(**values["architecture"])}
+            )
 
         draft = None if facts["draft"] is None else model_of(facts["draft"])
-        requests = tuple(Request(**{**each, "prompt": tuple(each["prompt"])}) for each in facts["requests"])
+        requests = tuple(
+            Request(**{**each, "prompt": tuple(each["prompt"])})
+            for each in facts["requests"]
+        )
         return _posed(given, model_of(facts["model"]), requests, facts["end"], draft)
 
     def load(self, prepared: Prepared) -> Loaded:
@@ -269,13 +376,19 @@ class Generate(Workload):
         is_random = isinstance(part.prompts, PromptsPart) and part.prompts.file is None
         tokens = tokens_of(None if is_random else path)
         weights = read_all(open_weights(path), problem.model.architecture)
-        if part.draft is not None and part.draft.weights is not None and problem.draft is not None:
+        if (
+            part.draft is not None
+            and part.draft.weights is not None
+            and problem.draft is not None
+        ):
             draft = open_weights(_path(prepared.scenario, part.draft.weights))
             for name, weight in read_all(draft, problem.draft.architecture).items():
                 weights[f"{DRAFT}{name}"] = weight
         return Loaded(tokens.pieces, weights)
 
-    def inputs(self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None) -> Inputs:
+    def inputs(
+        self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None
+    ) -> Inputs:
         """Return the weights by device: all on the source, elsewhere those of the device's pieces."""
         return GenerateInputs(prepared, data)
 
@@ -303,7 +416,9 @@ class Generate(Workload):
     ) -> GenerateJob:
         """Return the job with the weights of the device."""
         assert isinstance(problem, GenerateProblem)
-        return GenerateJob(problem, plan, weights=weights, on_weights=on_weights, pieces=data or ())
+        return GenerateJob(
+            problem, plan, weights=weights, on_weights=on_weights, pieces=data or ()
+        )
 
     def computing(self, problem: Problem) -> AbstractContextManager[None]:
         """Keep torch on one thread."""
@@ -346,7 +461,12 @@ class GenerateInputs(Inputs):
         return {name: self._weights[name] for name in names}
 
     def job(
-        self, device: str, problem: Problem, plan: Plan, on_weights: Callable[[], None], shared: Any = None
+        self,
+        device: str,
+        problem: Problem,
+        plan: Plan,
+        on_weights: Callable[[], None],
+        shared: Any = None,
     ) -> GenerateJob:
         """Return the job of a device in the process of a simulation."""
         assert isinstance(problem, GenerateProblem)
@@ -379,7 +499,11 @@ def _path(scenario: Scenario, name: str) -> Path:
 
 
 def _posed(
-    given: Problem, model: CostModel, requests: tuple[Request, ...], end: int | None, draft: CostModel | None
+    given: Problem,
+    model: CostModel,
+    requests: tuple[Request, ...],
+    end: int | None,
+    draft: CostModel | None,
 ) -> GenerateProblem:
     assert isinstance(given.workload, GeneratePart)
     return GenerateProblem(
@@ -409,11 +533,15 @@ def _architecture(part: LanguageModelPart, weights: Path | None) -> Architecture
     return architecture
 
 
-def _draft(part: GeneratePart, scenario: Scenario, model: CostModel) -> CostModel | None:
+def _draft(
+    part: GeneratePart, scenario: Scenario, model: CostModel
+) -> CostModel | None:
     """Return the draft model; raises `InputError` for one with other tokens."""
     if part.draft is None:
         return None
-    weights = None if part.draft.weights is None else _path(scenario, part.draft.weights)
+    weights = (
+        None if part.draft.weights is None else _path(scenario, part.draft.weights)
+    )
     architecture = _architecture(part.draft, weights)
     for name in ("vocabulary", "context"):
         own, needed = getattr(architecture, name), getattr(model.architecture, name)
@@ -426,21 +554,33 @@ def _draft(part: GeneratePart, scenario: Scenario, model: CostModel) -> CostMode
 
 
 def _prompts(
-    part: GeneratePart, scenario: Scenario, architecture: Architecture, weights: Path | None
+    part: GeneratePart,
+    scenario: Scenario,
+    architecture: Architecture,
+    weights: Path | None,
 ) -> tuple[Sequence[Sequence[int]], int | None]:
     """Return the tokens of all prompts, and the token that ends a text."""
     prompts = part.prompts
     if isinstance(prompts, PromptsPart) and prompts.file is None:
         numbers = range(prompts.count)
-        return [random_prompt(prompts.length, architecture.vocabulary, scenario.seed, each) for each in numbers], None
+        return [
+            random_prompt(prompts.length, architecture.vocabulary, scenario.seed, each)
+            for each in numbers
+        ], None
     texts: Sequence[str]
     if isinstance(prompts, PromptsPart):
         assert prompts.file is not None
         file = _path(scenario, prompts.file)
         try:
-            texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+            texts = [
+                line
+                for line in file.read_text(encoding="utf-8").splitlines()
+                if line.strip()
+            ]
         except OSError as error:
-            raise InputError(f"{file}: {error.strerror or error}", ("workload", "prompts", "file")) from None
+            raise InputError(
+                f"{file}: {error.strerror or error}", ("workload", "prompts", "file")
+            ) from None
     else:
         texts = prompts
     tokens = tokens_of(weights)

@@ -19,21 +19,31 @@ from testbed_generation.weights import EMBEDDING, Seeded
 from tests.helpers.worlds import events, world
 
 
-def serve(names: str, transport: Transport, numerics: bool = True) -> tuple[Any, dict[int, list[int]]]:
+def serve(
+    names: str, transport: Transport, numerics: bool = True
+) -> tuple[Any, dict[int, list[int]]]:
     texts: dict[int, list[int]] = {}
     source = Seeded(TINY, 1) if numerics else None
 
     def program(name: str) -> Any:
         async def run(device: Any) -> None:
-            links = {(one, other): LINK for one in names for other in names if one != other}
+            links = {
+                (one, other): LINK for one in names for other in names if one != other
+            }
             async with Mailbox(device, links, KINDS) as mailbox:
                 rows = Rows(MODEL, names.index(name), len(names), transport, source)
                 if name != names[0]:
                     await serve_rows(mailbox, names[0], rows)
                 own = GatherSource(mailbox, names[1:], rows, source)
-                embedder = Embedder(mailbox, MODEL, None if source is None else source.read(EMBEDDING))
-                drive = TensorParallelSource(mailbox, MODEL, names[:1], own, embedder, GREEDY, source)
-                await serve_requests(device, drive, Service(REQUESTS, 1, None, texts.__setitem__))
+                embedder = Embedder(
+                    mailbox, MODEL, None if source is None else source.read(EMBEDDING)
+                )
+                drive = TensorParallelSource(
+                    mailbox, MODEL, names[:1], own, embedder, GREEDY, source
+                )
+                await serve_requests(
+                    device, drive, Service(REQUESTS, 1, None, texts.__setitem__)
+                )
 
         return run
 
@@ -52,16 +62,22 @@ def test_bytes_without_numerics_are_those_with_them() -> None:
     transfers = []
     for numerics in (True, False):
         made, texts = serve("ab", Transport("f32"), numerics)
-        transfers.append([(event["sent"], event["received"]) for event in events(made, "transfer")])
+        transfers.append(
+            [(event["sent"], event["received"]) for event in events(made, "transfer")]
+        )
         assert {number: len(tokens) for number, tokens in texts.items()} == {0: 6, 1: 5}
     assert transfers[0] == transfers[1]
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:
     check_rows(TINY, 4, 1)
-    with pytest.raises(InputError, match="32 query rows do not divide over 2 devices in blocks of 32"):
+    with pytest.raises(
+        InputError, match="32 query rows do not divide over 2 devices in blocks of 32"
+    ):
         check_rows(TINY, 2, 32)
-    with pytest.raises(InputError, match="32 query rows do not divide over 3 devices in blocks of 1"):
+    with pytest.raises(
+        InputError, match="32 query rows do not divide over 3 devices in blocks of 1"
+    ):
         check_rows(TINY, 3, 1)
 
 
@@ -72,7 +88,13 @@ PUBLISHED = {1: (1307.94, 0), 2: (739.00, 1112), 4: (458.81, 2830), 8: (296.69, 
 @pytest.mark.parametrize("devices", PUBLISHED)
 def test_distributed_llama(devices: int) -> None:
     changes = {"workload.tokens": 2, "sweep": {"devices.pi.count": [devices]}}
-    figures = testbed.simulate(testbed.load("generation/distributed-llama", changes)).run.metrics
+    figures = testbed.simulate(
+        testbed.load("generation/distributed-llama", changes)
+    ).run.metrics
     milliseconds, kilobytes = PUBLISHED[devices]
-    assert 1000 * figures["compute_per_token"]["pi1"] == pytest.approx(milliseconds, rel=0.05)
-    assert (figures["sent_per_token"] + figures["received_per_token"]) / 1024 == pytest.approx(kilobytes, rel=0.02)
+    assert 1000 * figures["compute_per_token"]["pi1"] == pytest.approx(
+        milliseconds, rel=0.05
+    )
+    assert (
+        figures["sent_per_token"] + figures["received_per_token"]
+    ) / 1024 == pytest.approx(kilobytes, rel=0.02)

@@ -10,7 +10,15 @@ from testbed_generation.architecture import PRESETS, Architecture, preset
 from testbed_generation.formats import stored_bytes
 from testbed_generation.network import Cache, LayerShard, embed, score
 from testbed_generation.sharding import apportion, divide_layer
-from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Seeded, full_name, read_layer, shapes
+from testbed_generation.weights import (
+    EMBEDDING,
+    NORM,
+    OUTPUT,
+    Seeded,
+    full_name,
+    read_layer,
+    shapes,
+)
 
 TINY = Architecture(3, 32, 4, 2, 48, 64, 128)
 
@@ -21,7 +29,13 @@ def logits(architecture: Architecture, tokens: torch.Tensor) -> torch.Tensor:
     width = architecture.values_per_head
 
     def norm(values: torch.Tensor, name: str) -> torch.Tensor:
-        return values / torch.sqrt((values * values).mean(-1, keepdim=True) + architecture.epsilon) * source.read(name)
+        return (
+            values
+            / torch.sqrt(
+                (values * values).mean(-1, keepdim=True) + architecture.epsilon
+            )
+            * source.read(name)
+        )
 
     def turned(values: torch.Tensor) -> torch.Tensor:
         half = width // 2
@@ -35,7 +49,10 @@ def logits(architecture: Architecture, tokens: torch.Tensor) -> torch.Tensor:
     values = source.read(EMBEDDING)[tokens]
     for layer in range(architecture.layers):
         normal = norm(values, full_name(layer, "input_layernorm"))
-        query, key, value = (normal @ source.read(full_name(layer, f"self_attn.{n}_proj")).T for n in "qkv")
+        query, key, value = (
+            normal @ source.read(full_name(layer, f"self_attn.{n}_proj")).T
+            for n in "qkv"
+        )
         outputs = []
         for head in range(architecture.heads):
             shared = head // (architecture.heads // architecture.kv_heads)
@@ -45,21 +62,34 @@ def logits(architecture: Architecture, tokens: torch.Tensor) -> torch.Tensor:
             weights = q @ k.T / math.sqrt(width)
             weights = weights + torch.full_like(weights, -torch.inf).triu(1)
             outputs.append(weights.softmax(-1) @ v)
-        values = values + torch.cat(outputs, -1) @ source.read(full_name(layer, "self_attn.o_proj")).T
+        values = (
+            values
+            + torch.cat(outputs, -1)
+            @ source.read(full_name(layer, "self_attn.o_proj")).T
+        )
         normal = norm(values, full_name(layer, "post_attention_layernorm"))
         gate = normal @ source.read(full_name(layer, "mlp.gate_proj")).T
         up = normal @ source.read(full_name(layer, "mlp.up_proj")).T
-        values = values + (gate * gate.sigmoid() * up) @ source.read(full_name(layer, "mlp.down_proj")).T
+        values = (
+            values
+            + (gate * gate.sigmoid() * up)
+            @ source.read(full_name(layer, "mlp.down_proj")).T
+        )
     output = EMBEDDING if architecture.tied else OUTPUT
     return norm(values, NORM) @ source.read(output).T
 
 
-def run(architecture: Architecture, tokens: torch.Tensor, steps: list[int], parts: int = 1) -> torch.Tensor:
+def run(
+    architecture: Architecture, tokens: torch.Tensor, steps: list[int], parts: int = 1
+) -> torch.Tensor:
     """Return the logits of tokens that go through the network in steps, each layer in a number of shards."""
     source = Seeded(architecture, 7)
     shards = divide_layer(architecture, [1.0] * parts)
     layers = [
-        [LayerShard(architecture, read_layer(source, architecture, layer, shard)) for shard in shards]
+        [
+            LayerShard(architecture, read_layer(source, architecture, layer, shard))
+            for shard in shards
+        ]
         for layer in range(architecture.layers)
     ]
     caches = [[Cache() for _ in shards] for _ in layers]
@@ -68,7 +98,10 @@ def run(architecture: Architecture, tokens: torch.Tensor, steps: list[int], part
     for part in tokens.split(steps):
         values = embed(part, source.read(EMBEDDING))
         for layer, own in zip(layers, caches, strict=True):
-            values = values + sum(shard.attend(values, cache) for shard, cache in zip(layer, own, strict=True))
+            values = values + sum(
+                shard.attend(values, cache)
+                for shard, cache in zip(layer, own, strict=True)
+            )
             values = values + sum(shard.feed_forward(values) for shard in layer)
         results.append(score(values, source.read(NORM), output, architecture.epsilon))
     return torch.cat(results)
@@ -78,14 +111,23 @@ def run(architecture: Architecture, tokens: torch.Tensor, steps: list[int], part
 def test_network_equals_an_independent_implementation(tied: bool) -> None:
     architecture = Architecture(3, 32, 4, 2, 48, 64, 128, tied=tied)
     tokens = torch.randint(0, 64, (20,), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(run(architecture, tokens, [20]), logits(architecture, tokens), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        run(architecture, tokens, [20]),
+        logits(architecture, tokens),
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("steps", [[20], [5, 15], [12] + [1] * 8, [1] * 20])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_cache_and_shards_do_not_change_the_logits(steps: list[int], parts: int) -> None:
+def test_cache_and_shards_do_not_change_the_logits(
+    steps: list[int], parts: int
+) -> None:
     tokens = torch.randint(0, 64, (20,), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(run(TINY, tokens, steps, parts), run(TINY, tokens, [20]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        run(TINY, tokens, steps, parts), run(TINY, tokens, [20]), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_truncated_cache_continues_as_if_the_tokens_had_not_been_there() -> None:
@@ -128,7 +170,9 @@ def test_network_equals_hugging_faces() -> None:
         ("llama-3-70b", 70_553_706_496),
     ],
 )
-def test_presets_have_the_published_numbers_of_parameters(name: str, parameters: int) -> None:
+def test_presets_have_the_published_numbers_of_parameters(
+    name: str, parameters: int
+) -> None:
     assert preset(name).parameters == parameters
 
 
@@ -151,13 +195,19 @@ def test_layer_flops_are_those_that_torch_counts() -> None:
     assert TINY.layer_flops(1, past=5) == matrices + 4 * 32 * 6
 
 
-@pytest.mark.parametrize(("storage", "expected"), [("f32", 4096), ("f16", 2048), ("q8_0", 1088), ("q4_0", 576)])
+@pytest.mark.parametrize(
+    ("storage", "expected"),
+    [("f32", 4096), ("f16", 2048), ("q8_0", 1088), ("q4_0", 576)],
+)
 def test_formats_store_blocks_as_ggml_does(storage: str, expected: int) -> None:
     assert stored_bytes(1024, storage) == expected  # type: ignore[arg-type]
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(InputError, match="2 key-value heads do not divide over 3 devices: use at most 2 devices"):
+    with pytest.raises(
+        InputError,
+        match="2 key-value heads do not divide over 3 devices: use at most 2 devices",
+    ):
         divide_layer(TINY, [1, 1, 1])
 
 

@@ -8,13 +8,23 @@ import time
 import pytest
 
 from testbed.common.errors import InputError
-from testbed_generation.placement import Layers, Row, by_memory, even, least_bottleneck, least_latency
+from testbed_generation.placement import (
+    Layers,
+    Row,
+    by_memory,
+    even,
+    least_bottleneck,
+    least_latency,
+)
 
 
 def random_row(seed: int) -> Row:
     draw = random.Random(seed)
     names = tuple("abcd"[: draw.randint(1, 4)])
-    links = {pair: draw.choice((0.1, 1.0, 5.0, math.inf)) for pair in itertools.permutations(names, 2)}
+    links = {
+        pair: draw.choice((0.1, 1.0, 5.0, math.inf))
+        for pair in itertools.permutations(names, 2)
+    }
     back = {pair: seconds / 2 for pair, seconds in links.items()}
     return Row(
         devices=names,
@@ -33,7 +43,9 @@ def every_choice(row: Row) -> list[Layers]:
     for size in range(len(row.devices)):
         for others in itertools.permutations(row.devices[1:], size):
             names = (row.devices[0], *others)
-            for counts in itertools.product(*(range(1, row.capacity[name] + 1) for name in names)):
+            for counts in itertools.product(
+                *(range(1, row.capacity[name] + 1) for name in names)
+            ):
                 if sum(counts) == row.layers:
                     choices.append(tuple(zip(names, counts, strict=True)))
     return choices
@@ -62,7 +74,9 @@ def test_choice_equals_brute_force_in_a_thousand_cases(goal: str) -> None:
 def test_80_layers_over_12_devices_take_less_than_a_second_each() -> None:
     draw = random.Random(3)
     names = tuple(f"device{number}" for number in range(12))
-    links = {pair: draw.uniform(0.001, 0.02) for pair in itertools.permutations(names, 2)}
+    links = {
+        pair: draw.uniform(0.001, 0.02) for pair in itertools.permutations(names, 2)
+    }
     row = Row(
         devices=names,
         layers=80,
@@ -77,7 +91,15 @@ def test_80_layers_over_12_devices_take_less_than_a_second_each() -> None:
 
 
 def test_given_rows_keep_the_order_and_follow_their_rule() -> None:
-    row = Row(("a", "b", "c"), 8, dict.fromkeys("abc", 1.0), {"a": 8, "b": 2, "c": 6}, lambda one, other: 0.0)
+    row = Row(
+        ("a", "b", "c"),
+        8,
+        dict.fromkeys("abc", 1.0),
+        {"a": 8, "b": 2, "c": 6},
+        lambda one, other: 0.0,
+    )
     assert by_memory(row) == (("a", 4), ("b", 1), ("c", 3))
-    with pytest.raises(InputError, match="b has room for 2 of 3 layers: add memory or devices"):
+    with pytest.raises(
+        InputError, match="b has room for 2 of 3 layers: add memory or devices"
+    ):
         even(row)

@@ -17,7 +17,15 @@ from testbed_generation.network import Cache, LayerShard, embed, score
 from testbed_generation.requests import Request
 from testbed_generation.row import Row, RowOptions
 from testbed_generation.sampling import Sampling
-from testbed_generation.source import AlongRow, Drive, Embedder, Service, StageCalls, ThroughSource, serve_requests
+from testbed_generation.source import (
+    AlongRow,
+    Drive,
+    Embedder,
+    Service,
+    StageCalls,
+    ThroughSource,
+    serve_requests,
+)
 from testbed_generation.stage import Holder
 from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Seeded, read_layer
 from tests.helpers.worlds import events, world
@@ -34,14 +42,19 @@ SPEED = 2e6
 def alone(request: Request, sampling: Sampling) -> list[int]:
     """Return the text of a request from one process with a plain loop."""
     source = Seeded(TINY, 1)
-    layers = [LayerShard(TINY, read_layer(source, TINY, layer)) for layer in range(TINY.layers)]
+    layers = [
+        LayerShard(TINY, read_layer(source, TINY, layer))
+        for layer in range(TINY.layers)
+    ]
     caches = [Cache() for _ in layers]
     done, fed = list(request.prompt), list(request.prompt)
     for _ in range(request.limit):
         values = embed(torch.tensor(fed), source.read(EMBEDDING))
         for layer, cache in zip(layers, caches, strict=True):
             values = layer.forward(values, cache)
-        logits = score(values[-1:], source.read(NORM), source.read(OUTPUT), TINY.epsilon)[0]
+        logits = score(
+            values[-1:], source.read(NORM), source.read(OUTPUT), TINY.epsilon
+        )[0]
         fed = [sampling.choose(logits, request.number, len(done))]
         done += fed
     return done[len(request.prompt) :]
@@ -59,28 +72,53 @@ def serve(
     seeded = Seeded(TINY, 1) if numerics else None
 
     def row_over(there: Any) -> Any:
-        names = [name for name in "abc" if name in there] + (["d"] if len(there) < 4 else [])
+        names = [name for name in "abc" if name in there] + (
+            ["d"] if len(there) < 4 else []
+        )
         layers = [TINY.layers // len(names)] * len(names)
         layers[-1] += TINY.layers - sum(layers)
         return tuple(zip(names, layers, strict=True))
 
     def program(name: str) -> Any:
         async def run(device: Any) -> None:
-            links = {(one, other): LINK for one in "abcd" for other in "abcd" if one != other}
+            links = {
+                (one, other): LINK for one in "abcd" for other in "abcd" if one != other
+            }
             async with Mailbox(device, links, KINDS) as mailbox:
-                holder = Holder(mailbox, "a", MODEL, sampling, lambda assign: seeded, lambda assign: 0.0)
+                holder = Holder(
+                    mailbox,
+                    "a",
+                    MODEL,
+                    sampling,
+                    lambda assign: seeded,
+                    lambda assign: 0.0,
+                )
                 if name != "a":
                     await holder.serve()
                 mailbox.start(holder.serve())
                 options = RowOptions(recovery, heartbeat=0.2, patience=0.3)  # type: ignore[arg-type]
-                row = Row(mailbox, "abcd", row_over, lambda name: 4, options, lambda name, assign: {})
+                row = Row(
+                    mailbox,
+                    "abcd",
+                    row_over,
+                    lambda name: 4,
+                    options,
+                    lambda name, assign: {},
+                )
                 await row.begin()
                 table = None if seeded is None else seeded.read(EMBEDDING)
-                calls, embedder = StageCalls(mailbox, MODEL, 0.1), Embedder(mailbox, MODEL, table)
+                calls, embedder = (
+                    StageCalls(mailbox, MODEL, 0.1),
+                    Embedder(mailbox, MODEL, table),
+                )
                 drive: Drive = AlongRow(device, calls, row, embedder)
                 if recovery == "replay":
                     drive = ThroughSource(calls, row, embedder)
-                await serve_requests(device, drive, Service(REQUESTS, concurrency, None, texts.__setitem__))
+                await serve_requests(
+                    device,
+                    drive,
+                    Service(REQUESTS, concurrency, None, texts.__setitem__),
+                )
 
         return run
 
@@ -93,7 +131,9 @@ RECOVERIES = ("restart", "replay", "replicate")
 
 
 @pytest.mark.parametrize("recovery", RECOVERIES)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)]
+)
 def test_texts_are_those_of_one_process(recovery: str, sampling: Sampling) -> None:
     _, texts = serve(recovery, [], sampling=sampling)
     assert texts == {request.number: alone(request, sampling) for request in REQUESTS}
@@ -102,7 +142,9 @@ def test_texts_are_those_of_one_process(recovery: str, sampling: Sampling) -> No
 def deaths() -> Iterator[tuple[str, int, int]]:
     for stage in "bc":
         for request in REQUESTS:
-            for token in range(len(request.prompt) - 1, len(request.prompt) + request.limit - 1):
+            for token in range(
+                len(request.prompt) - 1, len(request.prompt) + request.limit - 1
+            ):
                 yield stage, request.number, token
 
 
@@ -112,12 +154,27 @@ def test_texts_survive_the_death_of_each_stage_at_each_token(
     recovery: str, stage: str, request_number: int, token: int
 ) -> None:
     name = "prefill" if token == len(REQUESTS[request_number].prompt) - 1 else "decode"
-    kill = {"kill": stage, "when": {"device": stage, "begins": name, "batch": request_number, "micro": token}}
+    kill = {
+        "kill": stage,
+        "when": {
+            "device": stage,
+            "begins": name,
+            "batch": request_number,
+            "micro": token,
+        },
+    }
     made, texts = serve(recovery, [kill])
     assert texts == {request.number: alone(request, Sampling()) for request in REQUESTS}
-    assert [event["phase"] for event in events(made, "recovery")] == ["detected", "resumed"]
+    assert [event["phase"] for event in events(made, "recovery")] == [
+        "detected",
+        "resumed",
+    ]
     recorded = [(event["request"], event["micro"]) for event in events(made, "token")]
-    assert len(recorded) == len(set(recorded)) == sum(request.limit for request in REQUESTS)
+    assert (
+        len(recorded)
+        == len(set(recorded))
+        == sum(request.limit for request in REQUESTS)
+    )
 
 
 @pytest.mark.parametrize("recovery", RECOVERIES)
@@ -140,5 +197,7 @@ def test_without_numerics_times_are_nearly_those_with_them(recovery: str) -> Non
     full, _ = serve(recovery, [])
     timed, texts = serve(recovery, [], numerics=False)
     assert {number: len(tokens) for number, tokens in texts.items()} == {0: 6, 1: 5}
-    times = [[event["time"] for event in events(made, "token")] for made in (full, timed)]
+    times = [
+        [event["time"] for event in events(made, "token")] for made in (full, timed)
+    ]
     assert times[1] == pytest.approx(times[0], rel=0.02)

@@ -18,22 +18,34 @@ from testbed_generation.weights import EMBEDDING, Seeded
 from tests.helpers.worlds import events, world
 
 
-def serve(names: str, reduce: Any, model: CostModel = MODEL, numerics: bool = True) -> tuple[Any, dict[int, list[int]]]:
+def serve(
+    names: str, reduce: Any, model: CostModel = MODEL, numerics: bool = True
+) -> tuple[Any, dict[int, list[int]]]:
     texts: dict[int, list[int]] = {}
     source = Seeded(model.architecture, 1) if numerics else None
     shards = divide_layer(model.architecture, [1.0] * len(names))
 
     def program(name: str) -> Any:
         async def run(device: Any) -> None:
-            links = {(one, other): LINK for one in names for other in names if one != other}
+            links = {
+                (one, other): LINK for one in names for other in names if one != other
+            }
             async with Mailbox(device, links, KINDS) as mailbox:
                 shard = shards[names.index(name)]
-                holder = ShardHolder(mailbox, model, shard, source, reduce(mailbox, names))
+                holder = ShardHolder(
+                    mailbox, model, shard, source, reduce(mailbox, names)
+                )
                 if name != names[0]:
                     await holder.serve()
-                embedder = Embedder(mailbox, model, None if source is None else source.read(EMBEDDING))
-                drive = TensorParallelSource(mailbox, model, names, holder, embedder, GREEDY, source)
-                await serve_requests(device, drive, Service(REQUESTS, 1, None, texts.__setitem__))
+                embedder = Embedder(
+                    mailbox, model, None if source is None else source.read(EMBEDDING)
+                )
+                drive = TensorParallelSource(
+                    mailbox, model, names, holder, embedder, GREEDY, source
+                )
+                await serve_requests(
+                    device, drive, Service(REQUESTS, 1, None, texts.__setitem__)
+                )
 
         return run
 
@@ -63,12 +75,18 @@ def test_a_ring_takes_more_messages_and_fewer_bytes_on_each_link() -> None:
     sent = {}
     for reduce in (Star, Ring):
         made, _ = serve("abcd", reduce, model, numerics=False)
-        parts = [event for event in events(made, "send", "a") if event["message"] == "part"]
+        parts = [
+            event for event in events(made, "send", "a") if event["message"] == "part"
+        ]
         sent[reduce] = (len(parts), sum(event["bytes"] for event in parts))
     assert sent[Ring][0] > sent[Star][0]
 
 
 def test_costs_of_all_shards_are_those_of_the_layers() -> None:
     shards = divide_layer(TINY, [1.0, 1.0])
-    flops = sum(MODEL.shard_part(shard, 1, 5, attention).of().flops for shard in shards for attention in (True, False))
+    flops = sum(
+        MODEL.shard_part(shard, 1, 5, attention).of().flops
+        for shard in shards
+        for attention in (True, False)
+    )
     assert flops == pytest.approx(MODEL.layers(1, 1, 5).of().flops)

@@ -36,7 +36,9 @@ TINY = "tinystories-260k"
 def file(tmp_path: Path) -> Path:
     """Return a scenario file, with the weights of seed 7 beside it."""
     architecture = preset(TINY)
-    safetensors.torch.save_file(read_all(Seeded(architecture, 7), architecture), tmp_path / "model.safetensors")
+    safetensors.torch.save_file(
+        read_all(Seeded(architecture, 7), architecture), tmp_path / "model.safetensors"
+    )
     scenario = tmp_path / "files.yaml"
     scenario.write_text(json.dumps(SCENARIO))
     return scenario
@@ -44,21 +46,35 @@ def file(tmp_path: Path) -> Path:
 
 def texts(file: Path, changes: dict[str, Any]) -> list[int]:
     """Return the generated tokens of a simulated run."""
-    run = testbed.simulate(testbed.load(file, changes), out=file.parent / f"results-{len(changes)}").run
-    return [event.fields["token"] for event in run.outcome.events if event.event == "token"]
+    run = testbed.simulate(
+        testbed.load(file, changes), out=file.parent / f"results-{len(changes)}"
+    ).run
+    return [
+        event.fields["token"] for event in run.outcome.events if event.event == "token"
+    ]
 
 
 @pytest.mark.parametrize("method", ["sequential", "tensor-parallel", "petals"])
-def test_weights_of_a_file_give_the_texts_of_equal_weights_from_the_seed(file: Path, method: str) -> None:
+def test_weights_of_a_file_give_the_texts_of_equal_weights_from_the_seed(
+    file: Path, method: str
+) -> None:
     same = {"seed": 7, "workload.method": {"name": method}}
     tokens = texts(file, same)
     assert len(tokens) == 6
-    assert texts(file, {"workload.model.weights": "model.safetensors", **same}) == tokens
+    assert (
+        texts(file, {"workload.model.weights": "model.safetensors", **same}) == tokens
+    )
 
 
 @pytest.mark.parametrize("recovery", ["restart", "replicate", "replay"])
-def test_a_device_that_replaces_another_gets_weights_of_the_file(file: Path, recovery: str) -> None:
-    method = {"name": "petals" if recovery == "replay" else "sequential", "partition": "even", "recovery": recovery}
+def test_a_device_that_replaces_another_gets_weights_of_the_file(
+    file: Path, recovery: str
+) -> None:
+    method = {
+        "name": "petals" if recovery == "replay" else "sequential",
+        "partition": "even",
+        "recovery": recovery,
+    }
     same = {"seed": 7, "workload.method": method}
     kill = {"kill": "pi2", "when": {"device": "pi2", "begins": "decode", "micro": 10}}
     given = {"workload.model.weights": "model.safetensors", "faults": [kill]}
@@ -67,22 +83,30 @@ def test_a_device_that_replaces_another_gets_weights_of_the_file(file: Path, rec
 
 def generate(file: Path, changes: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
     run = testbed.simulate(testbed.load(file, changes)).run
-    return [event.fields["token"] for event in run.outcome.events if event.event == "token"], run.metrics
+    return [
+        event.fields["token"] for event in run.outcome.events if event.event == "token"
+    ], run.metrics
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("draft", [{}, {"layers": 3}, {"width": 32}])
-def test_a_draft_changes_no_text(file: Path, temperature: float, draft: dict[str, Any]) -> None:
+def test_a_draft_changes_no_text(
+    file: Path, temperature: float, draft: dict[str, Any]
+) -> None:
     same = {"workload.tokens": 30, "workload.sampling.temperature": temperature}
     tokens, _ = generate(file, same)
-    drafted, metrics = generate(file, {**same, "workload.draft": {"preset": TINY, **draft}})
+    drafted, metrics = generate(
+        file, {**same, "workload.draft": {"preset": TINY, **draft}}
+    )
     assert drafted == tokens
     assert (metrics["draft_accepted"] == 1.0) == (draft == {})
 
 
 def test_a_draft_that_is_right_saves_time(file: Path) -> None:
     _, alone = generate(file, {"workload.tokens": 30})
-    _, drafted = generate(file, {"workload.tokens": 30, "workload.draft": {"preset": TINY}})
+    _, drafted = generate(
+        file, {"workload.tokens": 30, "workload.draft": {"preset": TINY}}
+    )
     assert drafted["duration"] < 0.4 * alone["duration"]
 
 
@@ -148,12 +172,17 @@ PROBLEMS = {
         },
         "devices: pi1 needs",
     ),
-    "preset": ({"workload.model.preset": "llama-9"}, "workload.model.preset: unknown preset 'llama-9'"),
+    "preset": (
+        {"workload.model.preset": "llama-9"},
+        "workload.model.preset: unknown preset 'llama-9'",
+    ),
 }
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_bad_input_is_refused_in_a_line_with_key_and_remedy(file: Path, problem: str) -> None:
+def test_bad_input_is_refused_in_a_line_with_key_and_remedy(
+    file: Path, problem: str
+) -> None:
     changes, text = PROBLEMS[problem]
     overrides = []
     for key, value in changes.items():

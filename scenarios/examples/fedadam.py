@@ -12,8 +12,12 @@ def adam(state, trained, memory):
     new = dict(mean(state, trained, memory))
     for name in (name for name, values in state.items() if values.is_floating_point()):
         change = new[name] - state[name]
-        m = memory[f"m:{name}"] = BETA1 * memory.get(f"m:{name}", 0) + (1 - BETA1) * change
-        v = memory[f"v:{name}"] = BETA2 * memory.get(f"v:{name}", TAU**2) + (1 - BETA2) * change**2
+        m = memory[f"m:{name}"] = (
+            BETA1 * memory.get(f"m:{name}", 0) + (1 - BETA1) * change
+        )
+        v = memory[f"v:{name}"] = (
+            BETA2 * memory.get(f"v:{name}", TAU**2) + (1 - BETA2) * change**2
+        )
         new[name] = state[name] + RATE * m / (v.sqrt() + TAU)
     return new
 

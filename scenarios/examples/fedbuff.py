@@ -19,7 +19,10 @@ class FedBuffOptions(TransferOptions):
 
 def add_mean(state, trained, memory):
     """Return the weights with the mean of the changes added."""
-    return {name: change + state[name] for name, change in mean(state, trained, memory).items()}
+    return {
+        name: change + state[name]
+        for name, change in mean(state, trained, memory).items()
+    }
 
 
 class FedBuff(RoundMethod[FedBuffOptions]):
@@ -42,7 +45,10 @@ class FedBuff(RoundMethod[FedBuffOptions]):
             versions[name], given[name] = model.rounds, given.get(name, -1) + 1
             mailbox.post(name, Begin(mailbox.configuration, given[name], model.state))
 
-        mailbox.on(Hello, lambda hello: begin(hello.sender) if hello.incarnation > start else None)
+        mailbox.on(
+            Hello,
+            lambda hello: begin(hello.sender) if hello.incarnation > start else None,
+        )
         mailbox.on(Begun, lambda _: None)
         start, buffer = device.now(), []
         for name in job.plan.details.portions:

@@ -14,7 +14,12 @@ class FedProxOptions(GroupOptions):
 
 async def train_near(local: LocalRound, mu: float) -> float:
     """Train with mu/2 times the squared distance from the weights that the round began with added to the loss."""
-    return await train_whole(local, lambda name, weight, gradient: gradient.add_(weight - local.start[name], alpha=mu))
+    return await train_whole(
+        local,
+        lambda name, weight, gradient: gradient.add_(
+            weight - local.start[name], alpha=mu
+        ),
+    )
 
 
 class FedProx(RoundMethod[FedProxOptions]):
@@ -26,4 +31,8 @@ class FedProx(RoundMethod[FedProxOptions]):
 
     def hooks(self, options: FedProxOptions) -> Hooks:
         """Change how devices train."""
-        return Hooks(options.choose, lambda local: train_near(local, options.mu), min_updates=options.min_devices)
+        return Hooks(
+            options.choose,
+            lambda local: train_near(local, options.mu),
+            min_updates=options.min_devices,
+        )

@@ -21,11 +21,17 @@ class Timed(flwr.server.strategy.FedAvg):
 
     def aggregate_fit(self, server_round, results, failures):
         """Average what the clients sent."""
-        averaged, now = super().aggregate_fit(server_round, results, failures), time.perf_counter()
+        averaged, now = (
+            super().aggregate_fit(server_round, results, failures),
+            time.perf_counter(),
+        )
         samples = sum(result.num_examples for _, result in results)
         if self.last is not None:  # the first round waits for clients
             taken = {"start": 0.0, "duration": now - self.last, "samples": samples}
-            print(json.dumps({"event": "round", "round": server_round, **taken}), flush=True)
+            print(
+                json.dumps({"event": "round", "round": server_round, **taken}),
+                flush=True,
+            )
         self.last = now
         return averaged
 
@@ -36,7 +42,9 @@ class Client(flwr.client.NumPyClient):
     def __init__(self):
         torch.manual_seed(0)
         sizes = (64, 512, 512, 10)
-        layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+        layers = [
+            layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())
+        ]
         self.model = nn.Sequential(*layers[:-1])
         self.samples, self.labels = torch.randn(320, 64), torch.randint(10, (320,))
 
@@ -52,7 +60,9 @@ class Client(flwr.client.NumPyClient):
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         for chosen in torch.randperm(len(self.samples)).split(BATCH)[:STEPS]:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(self.model(self.samples[chosen]), self.labels[chosen]).backward()
+            nn.functional.cross_entropy(
+                self.model(self.samples[chosen]), self.labels[chosen]
+            ).backward()
             optimizer.step()
         return self.get_parameters(config), STEPS * BATCH, {}
 
@@ -67,9 +77,13 @@ def wait_for_server():
 
 
 if sys.argv[1] == "server":
-    strategy = Timed(fraction_evaluate=0.0, min_fit_clients=CLIENTS, min_available_clients=CLIENTS)
+    strategy = Timed(
+        fraction_evaluate=0.0, min_fit_clients=CLIENTS, min_available_clients=CLIENTS
+    )
     config = flwr.server.ServerConfig(num_rounds=int(sys.argv[2]))
-    flwr.server.start_server(server_address="0.0.0.0:8080", config=config, strategy=strategy)
+    flwr.server.start_server(
+        server_address="0.0.0.0:8080", config=config, strategy=strategy
+    )
 else:
     wait_for_server()
     flwr.client.start_client(server_address="server:8080", client=Client().to_client())

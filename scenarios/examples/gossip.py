@@ -51,20 +51,33 @@ class Gossip(RoundMethod[GossipOptions]):
 
     async def program(self, device, job):
         """Train a round, send, average with what has come; let the first device score everyone's weights."""
-        problem, draw = job.problem, random.Random(derive(job.problem.seed, "gossip", device.name))
+        problem, draw = (
+            job.problem,
+            random.Random(derive(job.problem.seed, "gossip", device.name)),
+        )
         neighbours = [to for one, to in problem.links if one == device.name]
         codecs = problem.options.codecs(problem.codes)
-        async with Mailbox(device, problem.links, (Weights, Snapshot), codecs=codecs) as mailbox:
-            training, consensus = local_training(device, job), Consensus(mailbox, job, problem.options.patience)
+        async with Mailbox(
+            device, problem.links, (Weights, Snapshot), codecs=codecs
+        ) as mailbox:
+            training, consensus = (
+                local_training(device, job),
+                Consensus(mailbox, job, problem.options.patience),
+            )
             state = training.layers.weights()
             for number in range(training.length.rounds):
                 loss, state = await training.train(number, state)
-                device.record("step", step=number, samples=training.samples(number), loss=loss)
+                device.record(
+                    "step", step=number, samples=training.samples(number), loss=loss
+                )
                 mailbox.post(draw.choice(neighbours), Weights(state))
                 heard = iter(lambda: mailbox.pop(Weights), None)
                 models = [state, *(weights.state for weights in heard)]
                 state = average(models, [1] * len(models))
-                if (number + 1) % problem.options.evaluate_every == 0 or number + 1 == training.length.rounds:
+                if (
+                    (number + 1) % problem.options.evaluate_every == 0
+                    or number + 1 == training.length.rounds
+                ):
                     await consensus.report(number + 1, state)
             device.expose(lambda: state)
             await consensus.finish()

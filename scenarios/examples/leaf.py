@@ -37,11 +37,14 @@ def written(writers=40):
     who = draws.choice(writers, len(images), p=draws.dirichlet(np.full(writers, 2.0)))
     for writer in range(writers):
         mine = who == writer
-        images[mine] = np.roll(images[mine], draws.integers(-1, 2, 2), (1, 2)) ** draws.uniform(0.5, 2)
+        images[mine] = np.roll(
+            images[mine], draws.integers(-1, 2, 2), (1, 2)
+        ) ** draws.uniform(0.5, 2)
         images[mine] *= draws.uniform(0.5, 1)
     test = np.arange(len(images)) % 10 == 0
     samples = {"image": images[:, None], "writer": who}
     parts = [
-        ({name: each[chosen] for name, each in samples.items()}, digits.target[chosen]) for chosen in (~test, test)
+        ({name: each[chosen] for name, each in samples.items()}, digits.target[chosen])
+        for chosen in (~test, test)
     ]
     return tuple(parts)

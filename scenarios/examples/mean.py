@@ -69,7 +69,9 @@ class Mean(Method[MeanOptions]):
         while True:
             ask = await mailbox.take(Ask)
             span = Span("measure", batch=ask.round)
-            value = await mailbox.device.compute(lambda: float(len(mailbox.device.name)), Cost(flops=1e8), span)
+            value = await mailbox.device.compute(
+                lambda: float(len(mailbox.device.name)), Cost(flops=1e8), span
+            )
             mailbox.post(coordinator, Reply(ask.round, value))
 
     async def coordinate(self, mailbox: Mailbox, job: Job[MeanOptions]) -> None:
@@ -81,9 +83,14 @@ class Mean(Method[MeanOptions]):
             for name in others:
                 mailbox.post(name, Ask(number))
             deadline = began + job.problem.options.deadline
-            replies = [await mailbox.take(Reply, (number, name), deadline=deadline) for name in others]
+            replies = [
+                await mailbox.take(Reply, (number, name), deadline=deadline)
+                for name in others
+            ]
             values = [reply.value for reply in replies if reply is not None]
             mailbox.discard_before(Reply, (number + 1, ""))
             mean = sum(values) / len(values) if values else None
-            device.record("mean", batch=number, value=mean, late=len(replies) - len(values))
+            device.record(
+                "mean", batch=number, value=mean, late=len(replies) - len(values)
+            )
             device.record("request", request=number, latency=device.now() - began)

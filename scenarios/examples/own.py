@@ -31,7 +31,9 @@ def build(shape, classes, width=8, blocks=3):
 
 def load():
     """Return training and test samples: arrays or tensors of samples and labels, or torch data sets."""
-    from sklearn.datasets import load_digits  # here, since devices read this file for its network and have no sklearn
+    from sklearn.datasets import (
+        load_digits,
+    )  # here, since devices read this file for its network and have no sklearn
 
     digits = load_digits()
     images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)

@@ -15,7 +15,9 @@ BATCH, WIDTH, CLASSES, STEPS = 64, 64, 10, 20
 distributed.init_process_group("gloo")
 torch.manual_seed(RANK)
 stage = PipelineStage(
-    nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES if LAST else WIDTH)),
+    nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES if LAST else WIDTH)
+    ),
     RANK,
     WORLD,
     torch.device("cpu"),
@@ -27,11 +29,18 @@ samples, labels = torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))
 for step in range(STEPS):
     began, losses = time.perf_counter(), []
     optimizer.zero_grad()
-    schedule.step(*([samples] if RANK == 0 else []), target=labels if LAST else None, losses=losses)
+    schedule.step(
+        *([samples] if RANK == 0 else []),
+        target=labels if LAST else None,
+        losses=losses,
+    )
     optimizer.step()
     if LAST:
         loss = sum(float(each) for each in losses) / len(losses)
-        print(json.dumps({"event": "step", "step": step, "loss": loss, "samples": BATCH}), flush=True)
+        print(
+            json.dumps({"event": "step", "step": step, "loss": loss, "samples": BATCH}),
+            flush=True,
+        )
     if RANK == 0:
         print(f"step {step}: {time.perf_counter() - began:.4f} s", flush=True)
 

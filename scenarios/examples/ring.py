@@ -26,9 +26,26 @@ class Ring(Method[RingOptions]):
     needs_torch = False
     Options = RingOptions
     declared = MetricsSpec(
-        figures=(Metric("tokens_lost", "number", "tokens that did not come back", lambda run: len(run.of("lost"))),),
-        events=(EventType("lost", "the token of this round did not come back in time", ("batch",)),),
-        rows=(Row("Lost", "{tokens_lost}", "tokens that did not come back and were replaced"),),
+        figures=(
+            Metric(
+                "tokens_lost",
+                "number",
+                "tokens that did not come back",
+                lambda run: len(run.of("lost")),
+            ),
+        ),
+        events=(
+            EventType(
+                "lost", "the token of this round did not come back in time", ("batch",)
+            ),
+        ),
+        rows=(
+            Row(
+                "Lost",
+                "{tokens_lost}",
+                "tokens that did not come back and were replaced",
+            ),
+        ),
     )
 
     def plan(self, problem: Problem[RingOptions]) -> Plan:
@@ -41,15 +58,21 @@ class Ring(Method[RingOptions]):
         following = names[(names.index(device.name) + 1) % len(names)]
         while device.name != job.plan.lead:
             token = await device.receive()
-            await device.compute(lambda: None, Cost(flops=1e9), Span("hold", batch=token["round"]))
+            await device.compute(
+                lambda: None, Cost(flops=1e9), Span("hold", batch=token["round"])
+            )
             await device.send(following, token)
         for number in range(job.problem.workload.requests or 1):
             began = device.now()
-            while not await self.goes_round(device, following, number, job.problem.options.patience):
+            while not await self.goes_round(
+                device, following, number, job.problem.options.patience
+            ):
                 device.record("lost", step=number)
             device.record("request", request=number, latency=device.now() - began)
 
-    async def goes_round(self, device: Device, following: str, number: int, patience: float) -> bool:
+    async def goes_round(
+        self, device: Device, following: str, number: int, patience: float
+    ) -> bool:
         """Send a token and say whether it came back in time."""
         try:
             async with asyncio.timeout(patience):

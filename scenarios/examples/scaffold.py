@@ -10,9 +10,13 @@ async def train(local: LocalRound) -> float:
     """Train along corrected gradients, g - c_i + c; then renew the device's variate c_i and send its change."""
     shared, own = local.extra, local.own
     corrections = {name: variate - own.get(name, 0) for name, variate in shared.items()}
-    loss = await train_whole(local, lambda name, _, gradient: gradient.add_(corrections.get(name, 0)))
+    loss = await train_whole(
+        local, lambda name, _, gradient: gradient.add_(corrections.get(name, 0))
+    )
     for name, trained in local.layers.weights().items():
-        change = (local.start[name] - trained) / (len(local.steps) * local.rate) - shared.get(name, 0)
+        change = (local.start[name] - trained) / (
+            len(local.steps) * local.rate
+        ) - shared.get(name, 0)
         own[name] = own.get(name, 0) + change
         local.sends[name] = change / local.devices
     return loss
@@ -34,4 +38,10 @@ class Scaffold(RoundMethod):
 
     def hooks(self, options: GroupOptions) -> Hooks:
         """Send the server's variate, which is its memory, beside the weights."""
-        return Hooks(options.choose, train, merge=merge, extra=dict, min_updates=options.min_devices)
+        return Hooks(
+            options.choose,
+            train,
+            merge=merge,
+            extra=dict,
+            min_updates=options.min_devices,
+        )

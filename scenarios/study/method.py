@@ -7,7 +7,10 @@ from testbed.ml.rounds.method import Hooks, RoundMethod
 
 def median(state, trained, memory):
     """Return the new weights: of each value the median of what the devices have sent."""
-    return {name: torch.stack([each.state[name] for each in trained]).quantile(0.5, dim=0) for name in state}
+    return {
+        name: torch.stack([each.state[name] for each in trained]).quantile(0.5, dim=0)
+        for name in state
+    }
 
 
 class Median(RoundMethod):

@@ -9,7 +9,9 @@ STUDY = Path(__file__).parent / "study.yaml"
 
 def test_the_devices_learn_together(tmp_path):
     """A hundred steps are enough for half of the digits."""
-    run = testbed.simulate(testbed.load(STUDY, {"workload.steps": 100}), tmp_path / "run")
+    run = testbed.simulate(
+        testbed.load(STUDY, {"workload.steps": 100}), tmp_path / "run"
+    )
     assert run.figures["accuracy"] > 0.5
 
 

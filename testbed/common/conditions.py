@@ -41,8 +41,14 @@ class Condition:
     def holds(self, value: object) -> bool:
         """Return whether a value fulfils the condition; false for a missing value or text."""
         if isinstance(self.target, str | bool):
-            return type(value) is type(self.target) and _COMPARE[self.operator](value, self.target)
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            return type(value) is type(self.target) and _COMPARE[self.operator](
+                value, self.target
+            )
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or math.isnan(value)
+        ):
             return False
         if self.operator == "within":
             return abs(value - self.target) <= self.tolerance * abs(self.target)
@@ -53,13 +59,21 @@ def parse_condition(text: str, kind: MetricKind) -> Condition:
     """Parse a condition for a metric of the given kind. Raises ValueError with a suggestion."""
     if match := _TOLERANCE.fullmatch(text.strip()):
         if kind in ("bool", "text"):
-            raise ValueError(f"'{text}' asks for a tolerance, which this figure cannot have: write '== ...'")
-        return Condition("within", parse_target(match[2], kind), parse_fraction(match[1]))
+            raise ValueError(
+                f"'{text}' asks for a tolerance, which this figure cannot have: write '== ...'"
+            )
+        return Condition(
+            "within", parse_target(match[2], kind), parse_fraction(match[1])
+        )
     match = _COMPARISON.fullmatch(text.strip())
     if not match:
-        raise ValueError(f"'{text}' is not a condition: write one such as '>= 0.9', '== 1', or 'within 10% of 0.25s'")
+        raise ValueError(
+            f"'{text}' is not a condition: write one such as '>= 0.9', '== 1', or 'within 10% of 0.25s'"
+        )
     if kind in ("bool", "text") and match[1] not in ("==", "!="):
-        raise ValueError(f"'{text}' uses an order comparison for a value without an order: write '== ...'")
+        raise ValueError(
+            f"'{text}' uses an order comparison for a value without an order: write '== ...'"
+        )
     return Condition(match[1], parse_target(match[2], kind))
 
 

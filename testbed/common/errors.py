@@ -24,7 +24,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Suggest the closest known word, or list all of them."""
     words = list(known)
     close = closest(word, words)
-    return f"did you mean '{close[0]}'?" if close else "choose one of " + ", ".join(words)
+    return (
+        f"did you mean '{close[0]}'?" if close else "choose one of " + ", ".join(words)
+    )
 
 
 def closest(word: str, known: Iterable[str]) -> list[str]:

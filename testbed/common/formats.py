@@ -21,7 +21,12 @@ _BYTES: _Steps = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 def unit(kind: MetricKind, highest: float) -> tuple[float, str]:
     """Return size and name of the unit suited to a maximum value; the name is empty for plain numbers."""
-    units = {"seconds": _SECONDS, "bytes": _BYTES, "joules": _JOULES, "share": ((0.01, "%"),)}
+    units = {
+        "seconds": _SECONDS,
+        "bytes": _BYTES,
+        "joules": _JOULES,
+        "share": ((0.01, "%"),),
+    }
     steps = units.get(kind, ((1.0, ""),))
     return next((step for step in steps if highest >= step[0]), steps[-1])
 
@@ -40,7 +45,11 @@ class Scale:
     @classmethod
     def of(cls, kind: MetricKind, values: Iterable[float | bool | str | None]) -> Scale:
         """Return the scale whose unit suits the largest of the values."""
-        sizes = [abs(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+        sizes = [
+            abs(value)
+            for value in values
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        ]
         return cls(kind, *unit(kind, max(sizes, default=0.0)))
 
     def title(self, name: str) -> str:
@@ -71,19 +80,31 @@ def _format_digits(number: float) -> str:
     rounded = float(f"{number:.3g}")
     if 1e-3 <= abs(rounded) < 1e6:
         places = max(0, 2 - int(f"{rounded:e}".partition("e")[2]))
-        return f"{rounded:.{places}f}".rstrip("0").rstrip(".") if places else f"{rounded:.0f}"
+        return (
+            f"{rounded:.{places}f}".rstrip("0").rstrip(".")
+            if places
+            else f"{rounded:.0f}"
+        )
     return f"{number:.3g}"
 
 
 def is_visible(character: str) -> bool:
     """Return whether a terminal can print a character. Python classifies spaces such as U+00A0 as not printable."""
-    return character in "\n\t" or character.isprintable() or unicodedata.category(character) == "Zs"
+    return (
+        character in "\n\t"
+        or character.isprintable()
+        or unicodedata.category(character) == "Zs"
+    )
 
 
 def visible(text: str, most: int = 2000) -> str:
     """Escape control characters and truncate long text for output on a terminal."""
     shown = "".join(each if is_visible(each) else repr(each)[1:-1] for each in text)
-    return shown if len(shown) <= most else f"{shown[:most]}... ({len(shown) - most} more characters)"
+    return (
+        shown
+        if len(shown) <= most
+        else f"{shown[:most]}... ({len(shown) - most} more characters)"
+    )
 
 
 def number(value: float | None) -> str:
@@ -95,7 +116,9 @@ def number(value: float | None) -> str:
 
 def count(value: float) -> str:
     """Write a large count with a decimal prefix."""
-    return _format_scaled(value, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))).rstrip()
+    return _format_scaled(
+        value, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+    ).rstrip()
 
 
 def seconds(value: float | None) -> str:
@@ -132,13 +155,22 @@ def rate(value: float | None) -> str:
     """Format bit/s; None is ``unlimited``."""
     if value is None:
         return "unlimited"
-    return _format_scaled(value, ((1e9, "gbit"), (1e6, "mbit"), (1e3, "kbit"), (1.0, "bit")))
+    return _format_scaled(
+        value, ((1e9, "gbit"), (1e6, "mbit"), (1e3, "kbit"), (1.0, "bit"))
+    )
 
 
 def speed(value: float) -> str:
     """Write FLOP/s."""
     return _format_scaled(
-        value, ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1e3, "kFLOP/s"), (1.0, "FLOP/s"))
+        value,
+        (
+            (1e12, "TFLOP/s"),
+            (1e9, "GFLOP/s"),
+            (1e6, "MFLOP/s"),
+            (1e3, "kFLOP/s"),
+            (1.0, "FLOP/s"),
+        ),
     )
 
 
@@ -174,4 +206,8 @@ def ratio(value: float | None) -> str:
     if value is None:
         return NONE
     # Two places of a tiny one would be nothing.
-    return f"{_format_digits(float(f'{value:.2g}'))}×" if 1e-6 < abs(value) < 0.1 else f"{value:.2f}×"
+    return (
+        f"{_format_digits(float(f'{value:.2g}'))}×"
+        if 1e-6 < abs(value) < 0.1
+        else f"{value:.2f}×"
+    )

@@ -40,4 +40,7 @@ def need(module: str, extra: str, what: str, key: Key = ()) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         missing = module.partition(".")[0]
-        raise InputError(f"{what} needs {missing}: pip install 'edge-testbed[{extra}]' ({error})", key) from None
+        raise InputError(
+            f"{what} needs {missing}: pip install 'edge-testbed[{extra}]' ({error})",
+            key,
+        ) from None

@@ -23,10 +23,18 @@ class ConfigModel(BaseModel):
     ``true`` and text such as ``1_000``, which pydantic would read as numbers, are refused where a number belongs.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        allow_inf_nan=False,
+        defer_build=True,
+    )
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         """Restrict all numbers of the part's fields."""
         schema: Any = handler(source)
         fields = schema
@@ -63,8 +71,12 @@ def _restrict_numbers(schema: Any) -> Any:
     if kind in _PLAIN:
         upper = {} if {"le", "lt"} & schema.keys() else {"le": MOST}
         lower = {} if {"ge", "gt"} & schema.keys() else {"ge": -MOST}
-        return no_info_before_validator_function(_PLAIN[kind], {**schema, **upper, **lower})
-    return schema | {key: _restricted_parts(schema[key]) for key in _INNER if key in schema}
+        return no_info_before_validator_function(
+            _PLAIN[kind], {**schema, **upper, **lower}
+        )
+    return schema | {
+        key: _restricted_parts(schema[key]) for key in _INNER if key in schema
+    }
 
 
 def _restricted_parts(parts: Any) -> Any:

@@ -48,7 +48,13 @@ class Registry(Generic[Loaded]):
     imported when it is first needed; ``convert`` raises an error for one that does not suit the extension point.
     """
 
-    def __init__(self, group: str, own: Mapping[str, str], noun: str, convert: Callable[[Any], Loaded]) -> None:
+    def __init__(
+        self,
+        group: str,
+        own: Mapping[str, str],
+        noun: str,
+        convert: Callable[[Any], Loaded],
+    ) -> None:
         self.group = group
         self.own = dict(own)
         self._noun = noun
@@ -66,7 +72,9 @@ class Registry(Generic[Loaded]):
             module, _, attribute = self.own[name].partition(":")
             return self._convert(getattr(importlib.import_module(module), attribute))
         if name not in self:
-            raise InputError(f"unknown {self._noun} '{name}': {nearest(name, self)}", key)
+            raise InputError(
+                f"unknown {self._noun} '{name}': {nearest(name, self)}", key
+            )
         return load(installed(self.group)[name], key, self._convert)
 
 
@@ -75,7 +83,9 @@ def subclass_of(base: type[Loaded]) -> Callable[[Any], type[Loaded]]:
 
     def convert(candidate: Any) -> type[Loaded]:
         if not (isinstance(candidate, type) and issubclass(candidate, base)):
-            raise TypeError(f"{candidate!r} must be a subclass of {base.__module__}.{base.__qualname__}")
+            raise TypeError(
+                f"{candidate!r} must be a subclass of {base.__module__}.{base.__qualname__}"
+            )
         return candidate
 
     return convert

@@ -15,16 +15,32 @@ from typing import Annotated, Any
 from annotated_types import Le
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
-_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\s\d].*)?\s*\Z")
+_NUMBER = re.compile(
+    r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\s\d].*)?\s*\Z"
+)
 
 LARGEST = 1e18
 """Largest value of any quantity, in SI units."""
 
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-SIZE_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+SIZE_UNITS = {
+    "B": 1.0,
+    "kB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "KiB": 2.0**10,
+    "MiB": 2.0**20,
+    "GiB": 2.0**30,
+}
 BYTE_RATE_UNITS = {f"{unit}/s": factor for unit, factor in SIZE_UNITS.items()}
-SPEED_UNITS = {"flops": 1.0, "kflops": 1e3, "mflops": 1e6, "gflops": 1e9, "tflops": 1e12}
+SPEED_UNITS = {
+    "flops": 1.0,
+    "kflops": 1e3,
+    "mflops": 1e6,
+    "gflops": 1e9,
+    "tflops": 1e12,
+}
 FRACTION_UNITS = {"%": 0.01}
 
 
@@ -32,13 +48,28 @@ _BYTE_RATE = re.compile(r"([kKMG]?)(?:Bps|B/s)")
 _TC_BYTE_RATE = re.compile(r"([kKMG]?)bps")
 _BIT_RATE = re.compile(r"(?i)([kmg]?)(?:bit/s|bits|bits/s|b/s|bit|b)")
 _MEANT = {
-    "duration": {"sec": "s", "second": "s", "seconds": "s", "m": "min", "minutes": "min", "usec": "us", "msec": "ms"},
-    "size": {"K": "kB' or 'KiB", "k": "kB' or 'KiB", "M": "MB' or 'MiB", "G": "GB' or 'GiB"},
+    "duration": {
+        "sec": "s",
+        "second": "s",
+        "seconds": "s",
+        "m": "min",
+        "minutes": "min",
+        "usec": "us",
+        "msec": "ms",
+    },
+    "size": {
+        "K": "kB' or 'KiB",
+        "k": "kB' or 'KiB",
+        "M": "MB' or 'MiB",
+        "G": "GB' or 'GiB",
+    },
     "speed": {"flop/s": "flops", "GFLOP/s": "gflops"},
 }
 
 
-def _suggest_unit(kind: str, number: float, unit: str, units: Mapping[str, float]) -> str:
+def _suggest_unit(
+    kind: str, number: float, unit: str, units: Mapping[str, float]
+) -> str:
     """Suggest the intended unit for an unknown one."""
     if kind == "rate":
         if match := _TC_BYTE_RATE.fullmatch(unit):
@@ -55,13 +86,17 @@ def _suggest_unit(kind: str, number: float, unit: str, units: Mapping[str, float
     return f"a {kind} is in " + ", ".join(units)
 
 
-def _parse_quantity(kind: str, value: object, units: Mapping[str, float], example: str) -> float:
+def _parse_quantity(
+    kind: str, value: object, units: Mapping[str, float], example: str
+) -> float:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"a {kind} is text with a unit, such as '{example}'")
     text = " ".join(str(value).split())
     match = _NUMBER.match(text)
     if not match:
-        raise ValueError(f"'{text}' is not a {kind}: write a number and a unit, such as '{example}'")
+        raise ValueError(
+            f"'{text}' is not a {kind}: write a number and a unit, such as '{example}'"
+        )
     number, unit = float(match[1]), (match[2] or "").strip()
     if number < 0:
         raise ValueError(f"'{text}' is negative, which no {kind} can be")
@@ -74,10 +109,14 @@ def _parse_quantity(kind: str, value: object, units: Mapping[str, float], exampl
             + (f", so write '{likely}'" if likely != example else "")
         )
     if unit not in units:
-        raise ValueError(f"'{unit}' is not a unit of {kind}: {_suggest_unit(kind, number, unit, units)}")
+        raise ValueError(
+            f"'{unit}' is not a unit of {kind}: {_suggest_unit(kind, number, unit, units)}"
+        )
     quantity = number * units[unit]
     if not quantity <= LARGEST:
-        raise ValueError(f"'{text}' is too large for a {kind}: it is at most {LARGEST:g} {next(iter(units))}")
+        raise ValueError(
+            f"'{text}' is too large for a {kind}: it is at most {LARGEST:g} {next(iter(units))}"
+        )
     return quantity
 
 
@@ -86,25 +125,46 @@ def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
 
     None where they are not all numbers, or not all of one kind.
     """
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+    if all(
+        isinstance(value, int | float) and not isinstance(value, bool)
+        for value in values
+    ):
         return [float(str(value)) for value in values], ""
     matches = [_NUMBER.match(str(value)) for value in values]
-    for units in (RATE_UNITS, DURATION_UNITS, FRACTION_UNITS, SIZE_UNITS, SPEED_UNITS, BYTE_RATE_UNITS):
+    for units in (
+        RATE_UNITS,
+        DURATION_UNITS,
+        FRACTION_UNITS,
+        SIZE_UNITS,
+        SPEED_UNITS,
+        BYTE_RATE_UNITS,
+    ):
         written = [(float(match[1]), match[2] or "") for match in matches if match]
-        known = [unit for number, unit in written if unit in units or (not unit and number == 0)]
+        known = [
+            unit
+            for number, unit in written
+            if unit in units or (not unit and number == 0)
+        ]
         if values and len(known) == len(values):
             largest = max(filter(None, known), key=units.__getitem__)
-            return [number * units.get(unit, 1.0) / units[largest] for number, unit in written], largest
+            return [
+                number * units.get(unit, 1.0) / units[largest]
+                for number, unit in written
+            ], largest
     return None
 
 
 parse_rate = partial(_parse_quantity, "rate", units=RATE_UNITS, example="50mbit")
 """Return bit/s from text like ``50mbit``; raise ValueError with a hint for ``50Mbps``."""
-parse_duration = partial(_parse_quantity, "duration", units=DURATION_UNITS, example="5ms")
+parse_duration = partial(
+    _parse_quantity, "duration", units=DURATION_UNITS, example="5ms"
+)
 """Return seconds from text like ``5ms``."""
 parse_speed = partial(_parse_quantity, "speed", units=SPEED_UNITS, example="3.6gflops")
 """Return FLOP/s (a multiply and an add are two) from text like ``3.6gflops``."""
-parse_byte_rate = partial(_parse_quantity, "byte rate", units=BYTE_RATE_UNITS, example="4.4GB/s")
+parse_byte_rate = partial(
+    _parse_quantity, "byte rate", units=BYTE_RATE_UNITS, example="4.4GB/s"
+)
 """Return bytes/s, of memory, from text like ``4.4GB/s``."""
 
 
@@ -128,7 +188,11 @@ def _format_quantity(value: float, units: Mapping[str, float]) -> str:
     texts = {
         (len(text), value < factor, text)
         for unit, factor in units.items()
-        for text in (f"{value / factor:g}{unit}", f"{value / factor:.15g}{unit}", f"{value / factor!r}{unit}")
+        for text in (
+            f"{value / factor:g}{unit}",
+            f"{value / factor:.15g}{unit}",
+            f"{value / factor!r}{unit}",
+        )
         if float(text.removesuffix(unit)) * factor == value
     }
     base = min(units, key=lambda unit: abs(units[unit] - 1))
@@ -149,15 +213,24 @@ format_fraction = partial(_format_quantity, units=FRACTION_UNITS)
 """Write a fraction of one as per cent."""
 
 
-def _annotated_type(parse: Callable[[object], float], write: Callable[[float], str], example: str) -> Any:
+def _annotated_type(
+    parse: Callable[[object], float], write: Callable[[float], str], example: str
+) -> Any:
     """Tie parser, writer and JSON schema of one kind of quantity into a pydantic annotation."""
     schema = {"anyOf": [{"type": "string"}, {"const": 0}], "examples": [example]}
-    return (Le(LARGEST), BeforeValidator(parse), PlainSerializer(write), WithJsonSchema(schema))
+    return (
+        Le(LARGEST),
+        BeforeValidator(parse),
+        PlainSerializer(write),
+        WithJsonSchema(schema),
+    )
 
 
 Rate = Annotated[float, *_annotated_type(parse_rate, format_rate, "50mbit")]
 Duration = Annotated[float, *_annotated_type(parse_duration, format_duration, "5ms")]
 Fraction = Annotated[float, *_annotated_type(parse_fraction, format_fraction, "1%")]
 Size = Annotated[float, *_annotated_type(parse_size, format_size, "1GiB")]
-ByteRate = Annotated[float, *_annotated_type(parse_byte_rate, format_byte_rate, "4.4GB/s")]
+ByteRate = Annotated[
+    float, *_annotated_type(parse_byte_rate, format_byte_rate, "4.4GB/s")
+]
 Speed = Annotated[float, *_annotated_type(parse_speed, format_speed, "3.6gflops")]

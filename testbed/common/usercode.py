@@ -72,18 +72,25 @@ class _TextImporter(MetaPathFinder, InspectLoader):
         """Register the modules of a code object."""
         for module, file in code.files.items():
             if self.files.get(module, file) != file:
-                sys.modules.pop(module, None)  # compiled under another file's name, which errors would be looked for in
+                sys.modules.pop(
+                    module, None
+                )  # compiled under another file's name, which errors would be looked for in
         self.sources |= code.sources
         self.files |= code.files
         self.imports |= code.imports
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if fullname not in self.sources:
             return None
         file = self.files.get(fullname)
-        spec = importlib.util.spec_from_loader(fullname, self, origin=file and str(Path(file).absolute()))
+        spec = importlib.util.spec_from_loader(
+            fullname, self, origin=file and str(Path(file).absolute())
+        )
         if spec is not None:
             spec.has_location = file is not None
         return spec
@@ -95,7 +102,9 @@ class _TextImporter(MetaPathFinder, InspectLoader):
         return self.sources[fullname]
 
     def get_code(self, fullname: str) -> CodeType:
-        return compile(self.sources[fullname], shown(fullname), "exec", dont_inherit=True)
+        return compile(
+            self.sources[fullname], shown(fullname), "exec", dont_inherit=True
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         own = self.imports.get(_root_package(module.__name__))
@@ -113,7 +122,9 @@ def _root_package(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _import_module(own: Mapping[str, str], name: str, *arguments: Any, **keywords: Any) -> ModuleType:
+def _import_module(
+    own: Mapping[str, str], name: str, *arguments: Any, **keywords: Any
+) -> ModuleType:
     """Resolve an import statement; ``own`` maps names of user modules to their unique names."""
     relative = arguments[3] if len(arguments) > 3 else keywords.get("level", 0)
     first, dot, rest = name.partition(".")
@@ -128,7 +139,9 @@ def read(file: Path, name: str, key: Key) -> Code:
     A process reads a file once: what runs, what it declares and what is kept with the results is the same text. Raises
     `InputError` naming the key, also where a file beside it has the name of another module that can be imported.
     """
-    return _gather_code(file.resolve(), str(file), key).model_copy(update={"name": name})
+    return _gather_code(file.resolve(), str(file), key).model_copy(
+        update={"name": name}
+    )
 
 
 @dataclass
@@ -150,7 +163,10 @@ def _gather_code(file: Path, named: str, key: Key) -> Code:
     """Collect a file and all its imports from the same folder."""
     main = _Source(file, {"": file}, {"": _read_text(file, named, key)}, {})
     sources = _with_imports(main, Path(named).parent, key)
-    if sum(len(text) for source in sources for text in source.texts.values()) > MOST_CHARACTERS:
+    if (
+        sum(len(text) for source in sources for text in source.texts.values())
+        > MOST_CHARACTERS
+    ):
         text = f"{named} and the files that it imports have more than {MOST_CHARACTERS:,} characters: import less"
         raise InputError(text, key)
     for source in sources:
@@ -158,11 +174,15 @@ def _gather_code(file: Path, named: str, key: Key) -> Code:
     code = Code(name="", module=main.module, sources={}, files={}, imports={})
     for source in sources:
         if source.imported:
-            code.imports[source.module] = {name: each.module for name, each in source.imported.items()}
+            code.imports[source.module] = {
+                name: each.module for name, each in source.imported.items()
+            }
         for name, text in source.texts.items():
             module = f"{source.module}.{name}" if name else source.module
             code.sources[module] = text
-            code.files[module] = str(Path(named).parent / source.files[name].relative_to(file.parent))
+            code.files[module] = str(
+                Path(named).parent / source.files[name].relative_to(file.parent)
+            )
     # Errors that are found before it is loaded are located in it as well.
     _IMPORTER.add(code)
     return code
@@ -201,7 +221,8 @@ def _read_text(file: Path, named: str, key: Key) -> str:
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(
-            f"{named} cannot be read ({reason}): name a Python file, relative to the scenario", key
+            f"{named} cannot be read ({reason}): name a Python file, relative to the scenario",
+            key,
         ) from None
 
 
@@ -230,7 +251,10 @@ def _open_source(path: Path, key: Key) -> _Source:
             for depth in range(1, len(parts)):  # folders without a file of their own
                 inner = parts[:depth]
                 files.setdefault(".".join(inner), path.joinpath(*inner, "__init__.py"))
-    texts = {name: _read_text(file, str(file), key) if file.is_file() else "" for name, file in files.items()}
+    texts = {
+        name: _read_text(file, str(file), key) if file.is_file() else ""
+        for name, file in files.items()
+    }
     return _Source(path, files, texts, {})
 
 
@@ -259,7 +283,9 @@ def _other_origin(name: str, path: Path) -> str | None:
         return None
     if spec is None:
         return None
-    places = [spec.origin] if spec.origin else [*(spec.submodule_search_locations or ())]
+    places = (
+        [spec.origin] if spec.origin else [*(spec.submodule_search_locations or ())]
+    )
     # The current folder may be searched for modules; so is a checkout, whose other folders are nobody's modules.
     own = [path, path / "__init__.py"]
     if name not in _PACKAGES and (_HOME / "pyproject.toml").is_file():
@@ -281,7 +307,9 @@ def _source_digest(source: _Source, folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(sources):
         for name, text in sources[path].texts.items():
-            digest.update(f"{path.relative_to(folder).as_posix()}\0{name}\0{text}\0".encode())
+            digest.update(
+                f"{path.relative_to(folder).as_posix()}\0{name}\0{text}\0".encode()
+            )
     return digest.hexdigest()[:12]
 
 
@@ -296,9 +324,15 @@ def code_of_module(name: str, module: str) -> Code | None:
         if root not in roots:
             roots.append(root)
             waiting.extend(_IMPORTER.imports.get(root, {}).values())
-    sources = {each: text for each, text in _IMPORTER.sources.items() if _root_package(each) in roots}
+    sources = {
+        each: text
+        for each, text in _IMPORTER.sources.items()
+        if _root_package(each) in roots
+    }
     files = {each: _IMPORTER.files[each] for each in sources}
-    imports = {root: _IMPORTER.imports[root] for root in roots if root in _IMPORTER.imports}
+    imports = {
+        root: _IMPORTER.imports[root] for root in roots if root in _IMPORTER.imports
+    }
     return Code(name=name, module=module, sources=sources, files=files, imports=imports)
 
 
@@ -307,7 +341,10 @@ def code_of_package(name: str, module: str, key: Key) -> Code:
 
     Raises `InputError` for a package without source text or above the size limit.
     """
-    sources = {each: _installed_text(each, key) for each in _package_modules(_root_package(module))}
+    sources = {
+        each: _installed_text(each, key)
+        for each in _package_modules(_root_package(module))
+    }
     if sum(map(len, sources.values())) > MOST_CHARACTERS:
         text = f"the package of '{name}' has more than {MOST_CHARACTERS:,} characters: move '{name}' to a smaller one"
         raise InputError(text, key)
@@ -327,7 +364,10 @@ def _installed_text(module: str, key: Key) -> str:
     loader = spec.loader if spec else None
     text = loader.get_source(module) if isinstance(loader, InspectLoader) else None
     if text is None:
-        raise InputError(f"{module} has no source text to send to the devices: install the package from source", key)
+        raise InputError(
+            f"{module} has no source text to send to the devices: install the package from source",
+            key,
+        )
     return text
 
 
@@ -344,9 +384,13 @@ def load(code: Code, key: Key) -> ModuleType:
     try:
         return importlib.import_module(code.module)
     except SyntaxError as error:
-        raise InputError(f"{error.filename}:{error.lineno}: is not Python: {error.msg}", key) from None
+        raise InputError(
+            f"{error.filename}:{error.lineno}: is not Python: {error.msg}", key
+        ) from None
     except (Exception, SystemExit) as error:
-        raise InputError(f"{line_of(error, code)}: {type(error).__name__}: {error}", key) from error
+        raise InputError(
+            f"{line_of(error, code)}: {type(error).__name__}: {error}", key
+        ) from error
 
 
 def call(code: Code, key: Key, **arguments: Any) -> Any:
@@ -357,7 +401,9 @@ def call(code: Code, key: Key, **arguments: Any) -> Any:
     except InputError:
         raise
     except (Exception, SystemExit) as error:
-        raise InputError(f"{line_of(error, code)}: {type(error).__name__}: {error}", key) from error
+        raise InputError(
+            f"{line_of(error, code)}: {type(error).__name__}: {error}", key
+        ) from error
 
 
 def function(code: Code, key: Key) -> Callable[..., Any]:
@@ -365,7 +411,11 @@ def function(code: Code, key: Key) -> Callable[..., Any]:
     module = load(code, key)
     value: Any = vars(module).get(code.name)
     if not callable(value):
-        own = [name for name, each in vars(module).items() if getattr(each, "__module__", None) == code.module]
+        own = [
+            name
+            for name, each in vars(module).items()
+            if getattr(each, "__module__", None) == code.module
+        ]
         wrong = f"defines no function '{code.name}': " if code.name else "is a file: "
         text = f"{shown(code.module)} {wrong}name a function of it (there: {', '.join(own) or 'none'})"
         raise InputError(text, (key[0], "name"))
@@ -376,7 +426,9 @@ def function(code: Code, key: Key) -> Callable[..., Any]:
 def line_of(error: BaseException, code: Code) -> str:
     """Return the innermost line of the code in an exception's traceback; its file without such a line."""
     frames = _user_frames(error, {shown(name) for name in code.sources})
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else shown(code.module)
+    return (
+        f"{frames[-1].filename}:{frames[-1].lineno}" if frames else shown(code.module)
+    )
 
 
 def located(error: BaseException) -> str | None:
@@ -385,14 +437,20 @@ def located(error: BaseException) -> str | None:
     The first line has the last of those lines and the error, as ``ring.py:42: KeyError: 'round'``.
     """
     if isinstance(error, BaseExceptionGroup):
-        return next((text for each in error.exceptions if (text := located(each)) is not None), None)
+        return next(
+            (text for each in error.exceptions if (text := located(each)) is not None),
+            None,
+        )
     frames = _user_frames(error, _IMPORTER.files.values())
     if not frames:
         return None if error.__cause__ is None else located(error.__cause__)
     last = frames[-1]
     lines = [f"{last.filename}:{last.lineno}: {type(error).__name__}: {error}"]
     if len(frames) > 1:
-        lines += [f"  {each.filename}:{each.lineno}, in {each.name}: {each.line}" for each in frames]
+        lines += [
+            f"  {each.filename}:{each.lineno}, in {each.name}: {each.line}"
+            for each in frames
+        ]
     text = "\n".join(lines)
     for module in _IMPORTER.files:
         if "." not in module:
@@ -403,13 +461,25 @@ def located(error: BaseException) -> str | None:
 def texts_of(code: Code) -> dict[str, str]:
     """Return the texts of a code by their files, relative to the folder of the named file, which is the first."""
     folder = Path(code.files[code.module]).parent
-    modules = [code.module, *(module for module in code.sources if module != code.module)]
-    return {Path(code.files[each]).relative_to(folder).as_posix(): code.sources[each] for each in modules}
+    modules = [
+        code.module,
+        *(module for module in code.sources if module != code.module),
+    ]
+    return {
+        Path(code.files[each]).relative_to(folder).as_posix(): code.sources[each]
+        for each in modules
+    }
 
 
-def _user_frames(error: BaseException, files: Iterable[str]) -> list[traceback.FrameSummary]:
+def _user_frames(
+    error: BaseException, files: Iterable[str]
+) -> list[traceback.FrameSummary]:
     known = set(files)
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in known]
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename in known
+    ]
 
 
 def shown(module: str) -> str:

@@ -50,7 +50,9 @@ class _Writer(CSafeDumper):
 
 for _name, (_pattern, _first) in _TAGS.items():
     for _class in (_Reader, _Writer):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})\\Z"), _first)
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})\\Z"), _first
+        )
 
 
 def nodes(text: str) -> yaml.Node | None:
@@ -78,6 +80,11 @@ def written(plain: Any, width: int = 110, lines: bool = True) -> str:
     """
     flow = False if lines else None
     text: str = yaml.dump(
-        plain, Dumper=_Writer, default_flow_style=flow, width=width, sort_keys=False, allow_unicode=True
+        plain,
+        Dumper=_Writer,
+        default_flow_style=flow,
+        width=width,
+        sort_keys=False,
+        allow_unicode=True,
     )
     return text

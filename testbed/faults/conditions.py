@@ -95,20 +95,32 @@ class FaultAction(Generic[V]):
     @property
     def takes_no_for(self) -> str | None:
         """Reason why the action cannot have a duration; None if it can."""
-        return f"'{self.name}' is a repair and has no duration: remove 'for'" if self.undoes else None
+        return (
+            f"'{self.name}' is a repair and has no duration: remove 'for'"
+            if self.undoes
+            else None
+        )
 
     def mends(self, kind: type[FaultAction[Any]], target: str) -> bool:
         """Return whether this action undoes an action of the given class and target."""
-        return (kind.name in self.undoes or self.name in kind.undone_by) and self.target in (ALL, target)
+        return (
+            kind.name in self.undoes or self.name in kind.undone_by
+        ) and self.target in (ALL, target)
 
-    def turns(self, began: float, ends: float) -> Iterator[tuple[FaultPhase, float]] | None:
+    def turns(
+        self, began: float, ends: float
+    ) -> Iterator[tuple[FaultPhase, float]] | None:
         """Yield phases and times of a repeating action; None for other actions."""
         return None
 
     def apply(self, now: SystemState, handle: str) -> SystemState:
         """Return the state after the action. Raises ValueError for a handle in use."""
         if self.undoes:
-            return now.without(key for key, each in now.in_force.items() if self.mends(type(each), each.target))
+            return now.without(
+                key
+                for key, each in now.in_force.items()
+                if self.mends(type(each), each.target)
+            )
         return now.put(self, handle)
 
     def undo(self, now: SystemState, handle: str) -> SystemState:
@@ -167,12 +179,18 @@ class SystemState:
     """The radio by which the devices hear each other."""
 
     @staticmethod
-    def of(devices: Iterable[DeviceSpec], links: Mapping[Pair, Link], radio: Radio | None = None) -> SystemState:
+    def of(
+        devices: Iterable[DeviceSpec],
+        links: Mapping[Pair, Link],
+        radio: Radio | None = None,
+    ) -> SystemState:
         """Return conditions in which nothing has happened yet."""
         speeds = {device.name: device.speed for device in devices}
         return SystemState(dict.fromkeys(speeds, "up"), links, speeds, radio=radio)
 
-    def switch(self, device: str, states: Mapping[DeviceState, DeviceState]) -> SystemState:
+    def switch(
+        self, device: str, states: Mapping[DeviceState, DeviceState]
+    ) -> SystemState:
         """Move a device to the next state given by ``states``; unchanged if its state has no entry."""
         state = self.devices[device]
         if state not in states:
@@ -182,13 +200,20 @@ class SystemState:
     def put(self, action: FaultAction[Any], handle: str) -> SystemState:
         """Put an action in force; raise ValueError when the handle is in use."""
         if handle in self.in_force:
-            raise ValueError(f"'{handle}' is in force already: undo it first, or choose another handle")
+            raise ValueError(
+                f"'{handle}' is in force already: undo it first, or choose another handle"
+            )
         return replace(self, in_force={**self.in_force, handle: action})
 
     def without(self, handles: Iterable[str]) -> SystemState:
         """Remove the actions with the given handles; unknown handles are ignored."""
         gone = set(handles)
-        return replace(self, in_force={key: each for key, each in self.in_force.items() if key not in gone})
+        return replace(
+            self,
+            in_force={
+                key: each for key, each in self.in_force.items() if key not in gone
+            },
+        )
 
     def set_figures(self, links: Mapping[Pair, Link]) -> SystemState:
         """Give links other figures of their own."""
@@ -235,25 +260,42 @@ class SystemState:
             if other.in_force.get(handle) is not action
         ]
         reset = _differing_keys(self.set_speeds, since.set_speeds)
-        links = {pair: (self.link(pair), since.link(pair)) for pair in self._suspect_links(since, differing)}
+        links = {
+            pair: (self.link(pair), since.link(pair))
+            for pair in self._suspect_links(since, differing)
+        }
         speeds = {
             name: (self.factor(name), since.factor(name))
             for name in self.speeds
             if name in reset or any(action.slows(name) for action in differing)
         }
         return StateDiff(
-            {name: state for name, state in self.devices.items() if state != since.devices[name]},
+            {
+                name: state
+                for name, state in self.devices.items()
+                if state != since.devices[name]
+            },
             {pair: link for pair, (link, before) in links.items() if link != before},
-            {name: factor for name, (factor, before) in speeds.items() if factor != before},
+            {
+                name: factor
+                for name, (factor, before) in speeds.items()
+                if factor != before
+            },
         )
 
-    def _suspect_links(self, since: SystemState, differing: Collection[FaultAction[Any]]) -> Iterable[Pair]:
+    def _suspect_links(
+        self, since: SystemState, differing: Collection[FaultAction[Any]]
+    ) -> Iterable[Pair]:
         """Return the links that may differ, in order. A network may have a million links, and most changes
         touch one."""
         reset = _differing_keys(self.set_links, since.set_links)
         if not differing:
             return sorted(reset)
-        return [pair for pair in self.links if pair in reset or any(action.touches(pair) for action in differing)]
+        return [
+            pair
+            for pair in self.links
+            if pair in reset or any(action.touches(pair) for action in differing)
+        ]
 
 
 K = TypeVar("K")
@@ -263,7 +305,9 @@ def _differing_keys(one: Mapping[K, object], other: Mapping[K, object]) -> set[K
     """Return the keys whose values are not the same objects."""
     if one is other:
         return set()
-    return {key for key in one.keys() | other.keys() if one.get(key) is not other.get(key)}
+    return {
+        key for key in one.keys() | other.keys() if one.get(key) is not other.get(key)
+    }
 
 
 class RecordedStep(Protocol):
@@ -329,7 +373,9 @@ def apply_step(step: RecordedStep, machines: FaultTarget) -> StateDiff:
     return changed
 
 
-def _switch_device(machines: FaultTarget, device: str, before: DeviceState, after: DeviceState) -> None:
+def _switch_device(
+    machines: FaultTarget, device: str, before: DeviceState, after: DeviceState
+) -> None:
     if after == "down":
         machines.kill(device)
     elif after == "retired":

@@ -10,7 +10,12 @@ from pydantic import Field, model_validator
 from testbed.common.errors import Key
 from testbed.common.part import ConfigModel, Name
 from testbed.common.quantities import Speed, format_speed
-from testbed.faults.conditions import DeviceState, FaultAction, FaultContext, SystemState
+from testbed.faults.conditions import (
+    DeviceState,
+    FaultAction,
+    FaultContext,
+    SystemState,
+)
 
 States = Mapping[DeviceState, DeviceState]
 """Transitions between device states; states without an entry stay unchanged."""
@@ -96,7 +101,9 @@ class ThrottlePart(ConfigModel):
 
     device: Name = Field(description="which one")
     speed: Speed | None = Field(None, gt=0, description="compute at this speed")
-    slowdown: float | None = Field(None, ge=1, le=1e6, description="factor by which work takes longer")
+    slowdown: float | None = Field(
+        None, ge=1, le=1e6, description="factor by which work takes longer"
+    )
 
     @model_validator(mode="after")
     def _one_figure(self) -> Self:
@@ -107,7 +114,11 @@ class ThrottlePart(ConfigModel):
     def slowed(self, factor: float, own: float) -> float:
         """Return the remaining share of full speed ``own`` (FLOP/s): a speed replaces the share, a slowdown
         divides it."""
-        return self.speed / own if self.speed is not None else factor / (self.slowdown or 1.0)
+        return (
+            self.speed / own
+            if self.speed is not None
+            else factor / (self.slowdown or 1.0)
+        )
 
 
 class Throttle(FaultAction[ThrottlePart]):
@@ -130,10 +141,17 @@ class Throttle(FaultAction[ThrottlePart]):
         """Yield an error for a speed below the minimum."""
         if self.value.speed is None:
             return
-        own = next(device.speed for device in setting.devices if device.name == self.value.device)
+        own = next(
+            device.speed
+            for device in setting.devices
+            if device.name == self.value.device
+        )
         if self.value.speed < own * MIN_FACTOR:
             lowest = format_speed(own * MIN_FACTOR)
-            yield ("speed",), f"is less than a millionth of the device's own speed: use at least {lowest}"
+            yield (
+                ("speed",),
+                f"is less than a millionth of the device's own speed: use at least {lowest}",
+            )
 
     def slows(self, device: str) -> bool:
         """Return whether the device is the target."""

@@ -22,16 +22,26 @@ from testbed.network.parts import FIGURES, PRESETS, LinkPart, given, overlay
 class LinkSetPart(ConfigModel):
     """One link, both directions between two devices, or all links of a device."""
 
-    between: tuple[Name, Name] | None = Field(None, description="both directions between two devices")
-    from_: Name | None = Field(None, alias="from", description="sender, of one direction")
+    between: tuple[Name, Name] | None = Field(
+        None, description="both directions between two devices"
+    )
+    from_: Name | None = Field(
+        None, alias="from", description="sender, of one direction"
+    )
     to: Name | None = Field(None, description="receiver, of one direction")
     device: Name | None = Field(None, description="every link from and to this device")
 
     @model_validator(mode="after")
     def _one_target(self) -> Self:
-        named = [self.between is not None, self.from_ is not None and self.to is not None, self.device is not None]
+        named = [
+            self.between is not None,
+            self.from_ is not None and self.to is not None,
+            self.device is not None,
+        ]
         if sum(named) != 1 or (self.from_ is None) != (self.to is None):
-            raise ValueError("name the links with one of 'between', 'from' and 'to', or 'device'")
+            raise ValueError(
+                "name the links with one of 'between', 'from' and 'to', or 'device'"
+            )
         return self
 
     def touches(self, pair: Pair) -> bool:
@@ -52,8 +62,16 @@ class LinkSetPart(ConfigModel):
     def named(self) -> list[tuple[Key, str]]:
         """Return every named device with its key."""
         single = (("from", self.from_), ("to", self.to), ("device", self.device))
-        named: list[tuple[Key, str]] = [((key,), name) for key, name in single if name is not None]
-        return [*named, *((("between", place), name) for place, name in enumerate(self.between or ()))]
+        named: list[tuple[Key, str]] = [
+            ((key,), name) for key, name in single if name is not None
+        ]
+        return [
+            *named,
+            *(
+                (("between", place), name)
+                for place, name in enumerate(self.between or ())
+            ),
+        ]
 
     def absent(self, links: Collection[Pair]) -> Iterator[str]:
         """Yield the description of each named link missing from the network."""
@@ -106,11 +124,16 @@ class Degrade(LinkFault[DegradePart]):
         if part.preset is None and not given(part):
             yield (), f"has no effect: set at least one of preset, {', '.join(FIGURES)}"
         if part.preset is not None and part.preset not in PRESETS:
-            yield ("preset",), f"unknown preset '{part.preset}': use one of {', '.join(PRESETS)}"
+            yield (
+                ("preset",),
+                f"unknown preset '{part.preset}': use one of {', '.join(PRESETS)}",
+            )
             return
         states = chain(setting.links.items(), setting.traced)
         # By identity: a mesh of a thousand devices has a million links, but few values.
-        for link in {id(link): link for pair, link in states if part.touches(pair)}.values():
+        for link in {
+            id(link): link for pair, link in states if part.touches(pair)
+        }.values():
             # Which direction a preset has is of no matter here: presets state nothing that could clash.
             for figure, text in checks.problems(overlay(link, part, from_first=True)):
                 key = figure.partition(".")[0]
@@ -125,7 +148,8 @@ class ObstructPart(LinkSetPart):
     """Radio links whose signal fades faster with distance."""
 
     path_loss_exponent: float = Field(
-        gt=0, description="of these links, above the radio's own; 6 is a long-lasting failure"
+        gt=0,
+        description="of these links, above the radio's own; 6 is a long-lasting failure",
     )
 
 
@@ -143,9 +167,17 @@ class Obstruct(LinkFault[ObstructPart]):
         """Yield errors for missing links and for an exponent without effect."""
         yield from super().problems(setting)
         if setting.radio is None:
-            yield (), "requires `network.radio`: define a radio, or degrade the links' message_loss"
-        elif self.value.path_loss_exponent <= (own := setting.radio.propagation.path_loss_exponent):
-            yield ("path_loss_exponent",), f"must be above the radio's own exponent, {own:g}: use a higher one"
+            yield (
+                (),
+                "requires `network.radio`: define a radio, or degrade the links' message_loss",
+            )
+        elif self.value.path_loss_exponent <= (
+            own := setting.radio.propagation.path_loss_exponent
+        ):
+            yield (
+                ("path_loss_exponent",),
+                f"must be above the radio's own exponent, {own:g}: use a higher one",
+            )
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Raise the loss to the share of packets received below the sensitivity."""
@@ -159,7 +191,12 @@ class FlapPart(LinkSetPart):
 
     down: Duration = Field(gt=0, description="how long they drop everything each time")
     up: Duration = Field(gt=0, description="how long they work in between")
-    times: int | None = Field(None, ge=1, le=100_000, description="how often; default: until `for`, or the end")
+    times: int | None = Field(
+        None,
+        ge=1,
+        le=100_000,
+        description="how often; default: until `for`, or the end",
+    )
 
 
 class Flap(LinkFault[FlapPart]):
@@ -172,7 +209,11 @@ class Flap(LinkFault[FlapPart]):
     @property
     def takes_no_for(self) -> str | None:
         """Reason why the action has no duration: its schedule already has an end."""
-        return None if self.value.times is None else "a flap ends after 'times' or after 'for': give one of the two"
+        return (
+            None
+            if self.value.times is None
+            else "a flap ends after 'times' or after 'for': give one of the two"
+        )
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Drop everything."""
@@ -193,7 +234,9 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
     """Restrict communication to groups of devices; unnamed devices form one further group."""
 
     name = "partition"
-    summary = "groups that cannot reach each other; devices not named form one more group"
+    summary = (
+        "groups that cannot reach each other; devices not named form one more group"
+    )
     schema = tuple[tuple[Name, ...], ...]
 
     @property
@@ -203,24 +246,37 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
 
     def named(self) -> list[tuple[Key, str]]:
         """Return the members of all groups."""
-        return [((number, place), name) for number, group in enumerate(self.value) for place, name in enumerate(group)]
+        return [
+            ((number, place), name)
+            for number, group in enumerate(self.value)
+            for place, name in enumerate(group)
+        ]
 
     def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield errors for devices named twice and for groups without effect."""
         listed = [name for group in self.value for name in group]
         for name in sorted({name for name in listed if listed.count(name) > 1}):
             yield (), f"'{name}' is named twice: a device is in one group"
-        kept = len([group for group in self.value if group]) + (len(set(listed)) < len(setting.devices))
+        kept = len([group for group in self.value if group]) + (
+            len(set(listed)) < len(setting.devices)
+        )
         if kept < 2:
-            yield (), "has no effect: name at least two groups, or remove devices from the only one"
+            yield (
+                (),
+                "has no effect: name at least two groups, or remove devices from the only one",
+            )
 
     @cached_property
     def _group_of_device(self) -> dict[str, int]:
-        return {name: number for number, names in enumerate(self.value) for name in names}
+        return {
+            name: number for number, names in enumerate(self.value) for name in names
+        }
 
     def touches(self, pair: Pair) -> bool:
         """Return whether the two devices are in different groups."""
-        return self._group_of_device.get(pair[0], -1) != self._group_of_device.get(pair[1], -1)
+        return self._group_of_device.get(pair[0], -1) != self._group_of_device.get(
+            pair[1], -1
+        )
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Drop everything."""

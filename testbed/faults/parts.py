@@ -41,7 +41,11 @@ def _action_of(name: str) -> type[FaultAction[Any]]:
     try:
         return FAULTS.find(name)
     except InputError as error:
-        return type(name, (FaultAction,), {"schema": _reject_value(error.text), "summary": error.text})
+        return type(
+            name,
+            (FaultAction,),
+            {"schema": _reject_value(error.text), "summary": error.text},
+        )
 
 
 def _reject_value(text: str) -> Any:
@@ -54,7 +58,8 @@ def _reject_value(text: str) -> Any:
 ACTIONS = {name: _action_of(name) for name in FAULTS}
 """By the keys in a scenario."""
 _FIELDS: dict[str, Any] = {
-    name: (kind.schema | None, Field(None, description=kind.summary)) for name, kind in ACTIONS.items()
+    name: (kind.schema | None, Field(None, description=kind.summary))
+    for name, kind in ACTIONS.items()
 }
 _Keys: Any = create_model("_Keys", __base__=ConfigModel, **_FIELDS)
 
@@ -69,10 +74,20 @@ class TriggerPart(ConfigModel):
     """A moment of the training: 'when worker1 begins backward of batch 205'."""
 
     device: Name = Field(description="whose moment it is")
-    begins: str | None = Field(None, description="name of a span, e.g. forward, backward, update")
-    event: str | None = Field(None, description="name of a recorded event, e.g. recovery")
-    batch: int | None = Field(None, ge=0, description="of this batch, counted from 0; default: the first to come")
-    micro: int | None = Field(None, ge=0, description="of this micro-batch, counted from 0 in its batch")
+    begins: str | None = Field(
+        None, description="name of a span, e.g. forward, backward, update"
+    )
+    event: str | None = Field(
+        None, description="name of a recorded event, e.g. recovery"
+    )
+    batch: int | None = Field(
+        None,
+        ge=0,
+        description="of this batch, counted from 0; default: the first to come",
+    )
+    micro: int | None = Field(
+        None, ge=0, description="of this micro-batch, counted from 0 in its batch"
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -97,7 +112,11 @@ class ActionPart(_Keys):
     @property
     def action(self) -> FaultAction[Any]:
         """The one action given."""
-        return next(kind(value) for name, kind in ACTIONS.items() if (value := getattr(self, name)) is not None)
+        return next(
+            kind(value)
+            for name, kind in ACTIONS.items()
+            if (value := getattr(self, name)) is not None
+        )
 
     @model_validator(mode="after")
     def _one_action(self) -> Self:
@@ -113,15 +132,23 @@ class FaultPart(ActionPart):
     ``after`` (seconds after the fault before it in the file).
     """
 
-    at: Duration | None = Field(None, description="time since the start of the workload")
+    at: Duration | None = Field(
+        None, description="time since the start of the workload"
+    )
     when: TriggerPart | None = Field(None, description="a moment of the training")
-    after: Duration | None = Field(None, description="time since the fault before it in the file struck")
-    for_: Duration | None = Field(None, alias="for", description="undone after this time")
+    after: Duration | None = Field(
+        None, description="time since the fault before it in the file struck"
+    )
+    for_: Duration | None = Field(
+        None, alias="for", description="undone after this time"
+    )
 
     @model_validator(mode="after")
     def _one_time(self) -> Self:
         if sum(value is not None for value in (self.at, self.when, self.after)) != 1:
-            raise ValueError("a fault strikes at exactly one of 'at', 'when' and 'after'")
+            raise ValueError(
+                "a fault strikes at exactly one of 'at', 'when' and 'after'"
+            )
         if self.for_ is not None and (why_not := self.action.takes_no_for) is not None:
             raise ValueError(why_not)
         return self
@@ -130,8 +157,14 @@ class FaultPart(ActionPart):
 def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
     """Return every device named by a fault, with its key."""
     action = part.action
-    named: list[tuple[Key, str]] = [((action.name, *key), name) for key, name in action.named()]
-    return [*named, (("when", "device"), part.when.device)] if part.when is not None else named
+    named: list[tuple[Key, str]] = [
+        ((action.name, *key), name) for key, name in action.named()
+    ]
+    return (
+        [*named, (("when", "device"), part.when.device)]
+        if part.when is not None
+        else named
+    )
 
 
 def problems(
@@ -159,8 +192,12 @@ def problems(
             *_mending_problems(part, faults),
         ]
         if part.when is not None:
-            wrong += _trigger_problems(part.when, spans(part.when.device), batches, events)
-        diagnostics += [Diagnostic(("faults", index, *key), text) for key, text in wrong]
+            wrong += _trigger_problems(
+                part.when, spans(part.when.device), batches, events
+            )
+        diagnostics += [
+            Diagnostic(("faults", index, *key), text) for key, text in wrong
+        ]
     return diagnostics
 
 
@@ -171,27 +208,52 @@ def _time_problems(index: int, part: FaultPart, time_limit: float) -> Wrong:
     if part.after is not None and index == 0:
         yield ("after",), "the first fault has no predecessor: use 'at' or 'when'"
     if part.at is not None and part.at >= time_limit:
-        yield ("at",), f"the run is over at its time_limit of {time_limit:g}s: strike earlier or raise the limit"
+        yield (
+            ("at",),
+            f"the run is over at its time_limit of {time_limit:g}s: strike earlier or raise the limit",
+        )
 
 
 def _mending_problems(part: FaultPart, parts: Sequence[FaultPart]) -> Wrong:
     action = part.action
     if not action.undoes or action.target == ALL:
         return
-    breaking = [other for other in parts if action.mends(type(other.action), other.action.target)]
+    breaking = [
+        other
+        for other in parts
+        if action.mends(type(other.action), other.action.target)
+    ]
     breaks = " or ".join(f"{name}s" for name in action.undoes)
     if not breaking:
-        yield (action.name,), f"no fault of this scenario {breaks} '{action.target}': nothing to {action.name}"
-    elif part.at is not None and all(other.at is not None and other.at >= part.at for other in breaking):
-        yield ("at",), f"nothing {breaks} '{action.target}' before that: {action.name} it later"
+        yield (
+            (action.name,),
+            f"no fault of this scenario {breaks} '{action.target}': nothing to {action.name}",
+        )
+    elif part.at is not None and all(
+        other.at is not None and other.at >= part.at for other in breaking
+    ):
+        yield (
+            ("at",),
+            f"nothing {breaks} '{action.target}' before that: {action.name} it later",
+        )
 
 
 def _trigger_problems(
-    trigger: TriggerPart, spans: Collection[str] | None, batches: int | None, events: Mapping[str, Collection[str]]
+    trigger: TriggerPart,
+    spans: Collection[str] | None,
+    batches: int | None,
+    events: Mapping[str, Collection[str]],
 ) -> Wrong:
     if trigger.begins is not None and spans is not None and trigger.begins not in spans:
-        begun = f"it begins {', '.join(sorted(spans))}" if spans else "it has no part in this plan"
-        yield ("when", "begins"), f"'{trigger.device}' never begins '{trigger.begins}': {begun}"
+        begun = (
+            f"it begins {', '.join(sorted(spans))}"
+            if spans
+            else "it has no part in this plan"
+        )
+        yield (
+            ("when", "begins"),
+            f"'{trigger.device}' never begins '{trigger.begins}': {begun}",
+        )
         return
     if trigger.event is not None:
         if trigger.event not in events:
@@ -200,6 +262,17 @@ def _trigger_problems(
             return
         for key in ("batch", "micro"):
             if getattr(trigger, key) is not None and key not in events[trigger.event]:
-                yield ("when", key), f"the event '{trigger.event}' has no {key}: remove the key"
-    if trigger.batch is not None and batches is not None and trigger.event != "evaluate" and trigger.batch >= batches:
-        yield ("when", "batch"), f"out of range: batches are counted from 0 to {batches - 1}"
+                yield (
+                    ("when", key),
+                    f"the event '{trigger.event}' has no {key}: remove the key",
+                )
+    if (
+        trigger.batch is not None
+        and batches is not None
+        and trigger.event != "evaluate"
+        and trigger.batch >= batches
+    ):
+        yield (
+            ("when", "batch"),
+            f"out of range: batches are counted from 0 to {batches - 1}",
+        )

@@ -52,12 +52,25 @@ class FaultOperation:
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the ``fault`` event of the operation."""
-        fields = {"action": self.action.name, "target": self.action.target, "phase": self.phase}
-        return [("fault", fields if self.intended is None else {**fields, "intended": self.intended})]
+        fields = {
+            "action": self.action.name,
+            "target": self.action.target,
+            "phase": self.phase,
+        }
+        return [
+            (
+                "fault",
+                fields
+                if self.intended is None
+                else {**fields, "intended": self.intended},
+            )
+        ]
 
 
 def _matches_event(trigger: TriggerPart, event: str, fields: Mapping[str, Any]) -> bool:
-    if event != trigger.recorded or (trigger.begins is not None and fields.get("span") != trigger.begins):
+    if event != trigger.recorded or (
+        trigger.begins is not None and fields.get("span") != trigger.begins
+    ):
         return False
     if trigger.batch is not None and trigger.batch != _batch_of_event(fields):
         return False
@@ -66,7 +79,9 @@ def _matches_event(trigger: TriggerPart, event: str, fields: Mapping[str, Any]) 
 
 def _batch_of_event(fields: Mapping[str, Any]) -> Any:
     """Return the value matched by ``batch``: the batch, else the training step or the request."""
-    return next((fields[key] for key in ("batch", "step", "request") if key in fields), None)
+    return next(
+        (fields[key] for key in ("batch", "step", "request") if key in fields), None
+    )
 
 
 class FaultScript:
@@ -110,7 +125,9 @@ class FaultScript:
         """Names of events with pending triggers."""
         return frozenset(trigger.recorded for trigger in self._triggers.values())
 
-    def observe(self, time: float, device: str, event: str, fields: Mapping[str, Any]) -> list[FaultOperation]:
+    def observe(
+        self, time: float, device: str, event: str, fields: Mapping[str, Any]
+    ) -> list[FaultOperation]:
         """Return the operations triggered by an event. Each trigger fires once."""
         if not self._triggers:
             return []
@@ -134,7 +151,9 @@ class FaultScript:
                 if part.for_ is not None:
                     coming.append(self._make_operation(index, "undo", math.inf))
         down = SystemState({device: "down"}, {}, {})
-        mine = (each for each in coming if each.switches and each.action.target == device)
+        mine = (
+            each for each in coming if each.switches and each.action.target == device
+        )
         return any(each.apply(down).devices[device] != "down" for each in mine)
 
     def done(self, operation: FaultOperation, actual: float) -> None:
@@ -151,18 +170,30 @@ class FaultScript:
             return
         self._struck.add(index)
         self._end_turns(action)
-        if index + 1 < len(self._faults) and (wait := self._faults[index + 1][0].after) is not None:
+        if (
+            index + 1 < len(self._faults)
+            and (wait := self._faults[index + 1][0].after) is not None
+        ):
             self._schedule_operation(index + 1, "strike", actual + wait)
 
-    def _make_operation(self, index: int, phase: FaultPhase, when: float) -> FaultOperation:
+    def _make_operation(
+        self, index: int, phase: FaultPhase, when: float
+    ) -> FaultOperation:
         return FaultOperation(self._faults[index][1], _handle_of(index), phase, when)
 
     def _schedule_operation(self, index: int, phase: FaultPhase, when: float) -> None:
-        heapq.heappush(self._deadlines, (when, index, phase == "undo", self._make_operation(index, phase, when)))
+        heapq.heappush(
+            self._deadlines,
+            (when, index, phase == "undo", self._make_operation(index, phase, when)),
+        )
 
     def _end_turns(self, action: FaultAction[Any]) -> None:
         """Cancel the remaining turns of repeating actions undone by this action."""
-        ended = {index for index in self._turns if action.mends(type(broken := self._faults[index][1]), broken.target)}
+        ended = {
+            index
+            for index in self._turns
+            if action.mends(type(broken := self._faults[index][1]), broken.target)
+        }
         if ended:
             self._turns |= dict.fromkeys(ended, iter(()))
             self._deadlines = [each for each in self._deadlines if each[1] not in ended]
@@ -172,12 +203,16 @@ class FaultScript:
         """Schedule the next turn of a repeating action."""
         if index not in self._turns:
             part, action = self._faults[index]
-            turns = action.turns(actual, math.inf if part.for_ is None else actual + part.for_)
+            turns = action.turns(
+                actual, math.inf if part.for_ is None else actual + part.for_
+            )
             assert turns is not None
             self._turns[index] = turns
             next(turns, None)
         # An action that struck while another one ended it is undone at once.
-        following = next(self._turns[index], ("undo", actual) if phase == "strike" else None)
+        following = next(
+            self._turns[index], ("undo", actual) if phase == "strike" else None
+        )
         if following is not None:
             self._schedule_operation(index, *following)
 
@@ -206,7 +241,12 @@ class Change:
         """Return the state after the change."""
         if self.link is not None:
             part = self.link
-            now = now.set_figures({p: overlay(now.own_link(p), part, now.from_first(p)) for p in self.pairs})
+            now = now.set_figures(
+                {
+                    p: overlay(now.own_link(p), part, now.from_first(p))
+                    for p in self.pairs
+                }
+            )
         if self.speed is not None:
             device = self.speed.device
             now = now.set_speed(device, self.speed.slowed(1.0, now.speeds[device]))
@@ -239,7 +279,10 @@ class Changes:
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return a ``trace`` event for each."""
-        return [("trace", {"what": each.what, "value": each.value, "intended": each.time}) for each in self.changes]
+        return [
+            ("trace", {"what": each.what, "value": each.value, "intended": each.time})
+            for each in self.changes
+        ]
 
 
 class TraceScript:
@@ -251,7 +294,9 @@ class TraceScript:
 
     def next_deadline(self) -> float | None:
         """Return the next instant at which something changes."""
-        return self._changes[self._next].time if self._next < len(self._changes) else None
+        return (
+            self._changes[self._next].time if self._next < len(self._changes) else None
+        )
 
     def due(self, now: float) -> Changes:
         """Remove and return due changes in the order of the trace."""
@@ -261,11 +306,17 @@ class TraceScript:
         return Changes(self._changes[first : self._next])
 
 
-def traced_links(links: Mapping[Pair, Link], changes: Iterable[Change], first: str) -> Iterator[tuple[int, Pair, Link]]:
+def traced_links(
+    links: Mapping[Pair, Link], changes: Iterable[Change], first: str
+) -> Iterator[tuple[int, Pair, Link]]:
     """Yield (index, pair, link) after each change; ``first`` is the first device of the scenario."""
     now: dict[Pair, Link] = {}
     for index, change in enumerate(changes):
         for pair in change.pairs:
             if pair in links and change.link is not None:
-                now[pair] = overlay(now.get(pair) or links[pair], change.link, from_first=pair[0] == first)
+                now[pair] = overlay(
+                    now.get(pair) or links[pair],
+                    change.link,
+                    from_first=pair[0] == first,
+                )
                 yield index, pair, now[pair]

@@ -36,7 +36,9 @@ class _Send:
 class Sends:
     """Messages sent in the background, in the order of the calls, until acknowledged."""
 
-    def __init__(self, device: Device, links: Mapping[Pair, Link], tasks: Tasks, limit: int) -> None:
+    def __init__(
+        self, device: Device, links: Mapping[Pair, Link], tasks: Tasks, limit: int
+    ) -> None:
         """``limit`` is the maximum number of unacknowledged messages to one peer."""
         self._device = device
         self._links = links
@@ -46,7 +48,9 @@ class Sends:
         """All unacknowledged messages, in the order of the calls; a server may have thousands of peers."""
         self._to: dict[str, dict[_Send, None]] = defaultdict(dict)
         """Unacknowledged messages by peer."""
-        self.acknowledged: Callable[[str, float, float], None] = lambda peer, wire_bytes, posted: None
+        self.acknowledged: Callable[[str, float, float], None] = (
+            lambda peer, wire_bytes, posted: None
+        )
         """Callback for each acknowledged message: peer, size on the wire in bytes, and the instant of posting."""
 
     def post(self, peer: str, message: Message) -> asyncio.Task[None]:
@@ -55,7 +59,9 @@ class Sends:
         The returned task ends with the acknowledgement and may be ignored. Raises `MailboxFullError`.
         """
         if len(self._to[peer]) >= self._limit:
-            raise MailboxFullError(f"{self._limit} messages to {peer} are unacknowledged: cannot send '{message.kind}'")
+            raise MailboxFullError(
+                f"{self._limit} messages to {peer} are unacknowledged: cannot send '{message.kind}'"
+            )
         posted, wire_bytes = self._device.now(), size(message, self._device.name)
         transfer = transfer_time(self._links, self._device.name, peer, wire_bytes)
         # The link carries one message after the other, so time starts when the earlier ones are through.
@@ -95,7 +101,9 @@ class Sends:
         return late
 
 
-def transfer_time(links: Mapping[Pair, Link], source: str, target: str, wire_bytes: float) -> float:
+def transfer_time(
+    links: Mapping[Pair, Link], source: str, target: str, wire_bytes: float
+) -> float:
     """Return the predicted seconds until ``wire_bytes`` are acknowledged; 0 if no link exists."""
     outward, return_link = links.get((source, target)), links.get((target, source))
     if outward is None or return_link is None:
@@ -131,7 +139,10 @@ class Tasks:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         # Cancelling before the group's exit keeps a program that has ended from waiting for endless tasks.
         for task in list(self._running):
@@ -225,7 +236,10 @@ class Mailbox:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._tasks.__aexit__(kind, error, trace)
 
@@ -236,9 +250,13 @@ class Mailbox:
         # An unknown kind is an error of the method, not of the network, so it must not pass silently.
         kind = self._kinds.get(message.kind)
         if kind is None:
-            raise WireError(f"unknown message kind '{message.kind}' from {message.sender}: the method must register it")
+            raise WireError(
+                f"unknown message kind '{message.kind}' from {message.sender}: the method must register it"
+            )
         codec = self._codecs.get(message.kind)
-        self._dispatch_message(decode(kind, message if codec is None else codec.unpack(message)))
+        self._dispatch_message(
+            decode(kind, message if codec is None else codec.unpack(message))
+        )
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a background task whose failure fails the program; the end of the program cancels the task."""
@@ -281,7 +299,9 @@ class Mailbox:
         # A message to oneself never uses the network and is acknowledged at once.
         if peer != self.device.name:
             codec = self._codecs.get(message.kind)
-            return self.sends.post(peer, encode(message) if codec is None else codec.pack(encode(message)))
+            return self.sends.post(
+                peer, encode(message) if codec is None else codec.pack(encode(message))
+            )
         self._dispatch_message(replace(message, sender=peer))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
@@ -295,9 +315,13 @@ class Mailbox:
     async def take(self, kinds: Kinds[K], key: Hashable = ANY) -> K: ...
 
     @overload
-    async def take(self, kinds: Kinds[K], key: Hashable = ANY, *, deadline: float) -> K | None: ...
+    async def take(
+        self, kinds: Kinds[K], key: Hashable = ANY, *, deadline: float
+    ) -> K | None: ...
 
-    async def take(self, kinds: Kinds[K], key: Hashable = ANY, *, deadline: float | None = None) -> K | None:
+    async def take(
+        self, kinds: Kinds[K], key: Hashable = ANY, *, deadline: float | None = None
+    ) -> K | None:
         """Wait for a message of the given kinds and key and remove it (oldest first).
 
         Returns None if no such message arrives by ``deadline``, an instant on the device's clock, in seconds.
@@ -308,7 +332,9 @@ class Mailbox:
         stored = self.pop(kinds, key)
         if stored is not None:
             return stored
-        waiter = _Waiter(_kind_names(kinds), key, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(
+            _kind_names(kinds), key, asyncio.get_running_loop().create_future()
+        )
         self._waiters.append(waiter)
         timeout = None if deadline is None else deadline - self.device.now()
         try:
@@ -384,14 +410,19 @@ class Mailbox:
         self.arrived += configuration == self.configuration
         if configuration is not None and configuration != self.configuration:
             return configuration > self.configuration and message.opens
-        return message.kind not in self._expired or message.identity >= self._expired[message.kind]
+        return (
+            message.kind not in self._expired
+            or message.identity >= self._expired[message.kind]
+        )
 
     def _store_message(self, message: Typed) -> None:
         stored = self._kept.setdefault(message.kind, {})
         # A number keeps messages without a key apart; of two messages with one key, the first is kept.
         key = message.identity if message.key else next(self._numbers)
         if len(stored) >= self._limit:
-            raise MailboxFullError(f"{self._limit} messages '{message.kind}' wait to be taken: the limit is reached")
+            raise MailboxFullError(
+                f"{self._limit} messages '{message.kind}' wait to be taken: the limit is reached"
+            )
         stored.setdefault(key, message)
 
 

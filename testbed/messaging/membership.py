@@ -76,7 +76,9 @@ class Status:
 class Presence:
     """The replies of a device to the coordinator's probes."""
 
-    def __init__(self, mailbox: Mailbox, coordinator: str, status: Callable[[], Status]) -> None:
+    def __init__(
+        self, mailbox: Mailbox, coordinator: str, status: Callable[[], Status]
+    ) -> None:
         self.incarnation = mailbox.device.now()
         self._mailbox = mailbox
         self._coordinator = coordinator
@@ -95,11 +97,22 @@ class Presence:
         status = self._status()
         # The status is taken before a newer configuration ends the role.
         self._mailbox.open(probe.configuration)
-        self._mailbox.post(self._coordinator, self._compose_reply(status, probe.configuration, probe.question))
+        self._mailbox.post(
+            self._coordinator,
+            self._compose_reply(status, probe.configuration, probe.question),
+        )
 
-    def _compose_reply(self, status: Status, configuration: int, question: int) -> Alive:
+    def _compose_reply(
+        self, status: Status, configuration: int, question: int
+    ) -> Alive:
         overdue = self._mailbox.sends.overdue()
-        return Alive(configuration, question, incarnation=self.incarnation, overdue=overdue, **vars(status))
+        return Alive(
+            configuration,
+            question,
+            incarnation=self.incarnation,
+            overdue=overdue,
+            **vars(status),
+        )
 
 
 class Membership:
@@ -133,7 +146,9 @@ class Membership:
         self._probes: dict[str, asyncio.Future[None]] = {}
         self._question = 0
         mailbox.on_open(self._reset_presence)
-        mailbox.on(Hello, lambda hello: self._note_presence(hello.sender, hello.incarnation))
+        mailbox.on(
+            Hello, lambda hello: self._note_presence(hello.sender, hello.incarnation)
+        )
         mailbox.on(Alive, self._handle_answer)
         mailbox.on(Configured, self._handle_ready)
 
@@ -151,7 +166,8 @@ class Membership:
         """Ban devices from roles for good, although they reply: the other devices make no progress."""
         for name in sorted({*names} - self.excluded):
             self._device.record(
-                "log", text=f"{name} is excluded: it replies, but the other devices make no progress with it"
+                "log",
+                text=f"{name} is excluded: it replies, but the other devices make no progress with it",
             )
         self.excluded |= {*names}
 
@@ -163,7 +179,9 @@ class Membership:
             # A cancelled probe leaves room on a slow link for the new one.
             if name in self._probes:
                 self._probes[name].cancel()
-            self._probes[name] = self._mailbox.post(name, Probe(self._mailbox.configuration, self._question))
+            self._probes[name] = self._mailbox.post(
+                name, Probe(self._mailbox.configuration, self._question)
+            )
 
     async def ping_all(
         self,
@@ -195,14 +213,20 @@ class Membership:
                 break
         return set()
 
-    async def gather(self, deadlines: Mapping[str, float], greeted: bool = False) -> None:
+    async def gather(
+        self, deadlines: Mapping[str, float], greeted: bool = False
+    ) -> None:
         """Probe all other devices and wait for the ``deadlines`` of the named ones.
 
         With ``greeted``, a `Hello` in this configuration counts as a reply.
         """
         self.ask(self.others)
         heard: Collection[str] = self.present if greeted else self.answers
-        awaited = {name: until for name, until in deadlines.items() if name != self._device.name}
+        awaited = {
+            name: until
+            for name, until in deadlines.items()
+            if name != self._device.name
+        }
         while True:
             now = self._device.now()
             left = []
@@ -265,11 +289,16 @@ class RoleHolder:
     """
 
     def __init__(
-        self, mailbox: Mailbox, coordinator: str, status: Callable[[Status], Status] = lambda status: status
+        self,
+        mailbox: Mailbox,
+        coordinator: str,
+        status: Callable[[Status], Status] = lambda status: status,
     ) -> None:
         """``status`` may extend the device's report when the coordinator probes the device."""
         self.role: Role | None = None
-        self.presence = Presence(mailbox, coordinator, lambda: status(self._report_status()))
+        self.presence = Presence(
+            mailbox, coordinator, lambda: status(self._report_status())
+        )
         self._mailbox = mailbox
         self._coordinator = coordinator
         mailbox.on_open(self._drop_role)

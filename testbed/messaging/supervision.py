@@ -43,7 +43,12 @@ MAX_PATIENCE_FACTOR = 8.0
 class Lost(Exception):  # noqa: N818 - a state of the devices, which a recovery deals with
     """The current configuration cannot continue because of lost devices."""
 
-    def __init__(self, missing: Collection[str], cut: Collection[str] = (), back: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        missing: Collection[str],
+        cut: Collection[str] = (),
+        back: Collection[str] = (),
+    ) -> None:
         super().__init__(", ".join(sorted(missing)) or "no progress")
         self.missing = sorted(missing)
         """Devices that are silent, have restarted, or cannot reach a neighbour."""
@@ -132,7 +137,10 @@ class Supervisor:
             if restarted := self.membership.restarted & self.membership.assigned:
                 raise Lost(restarted, back=restarted)
             heard = self._count_news()
-            if not await self.mailbox.changed(self.patience) and self._count_news() == heard:
+            if (
+                not await self.mailbox.changed(self.patience)
+                and self._count_news() == heard
+            ):
                 await self._probe_devices()
 
     async def ready(self) -> None:
@@ -150,7 +158,9 @@ class Supervisor:
         is no evidence, since a very slow link may not have delivered its role.
         """
         present, answers = self.membership.present, self.membership.answers
-        answering = [name for name in lost.missing if name in answers and name not in lost.cut]
+        answering = [
+            name for name in lost.missing if name in answers and name not in lost.cut
+        ]
         # A changed incarnation means a restart, not slowness.
         if any(known.get(name) == present[name] for name in answering):
             most = max(self.patience, MAX_PATIENCE_FACTOR * self.timeouts.patience)
@@ -167,12 +177,19 @@ class Supervisor:
         members, before = self.membership, self._count_news()
 
         def has_news() -> bool:
-            return self._count_news() != before or bool(members.restarted & members.assigned)
+            return self._count_news() != before or bool(
+                members.restarted & members.assigned
+            )
 
         others = [part for part in self.layout if part.device != self.device.name]
-        transfers = {part.device: SLACK * self._transfer_seconds(part) for part in others}
+        transfers = {
+            part.device: SLACK * self._transfer_seconds(part) for part in others
+        }
         allowed = {name: seconds + self.patience for name, seconds in transfers.items()}
-        arriving = {name: MOST_ARRIVING * seconds + self.patience for name, seconds in transfers.items()}
+        arriving = {
+            name: MOST_ARRIVING * seconds + self.patience
+            for name, seconds in transfers.items()
+        }
         # A device has its patience after everything queued on its link has arrived.
         silent = await members.ping_all(allowed, has_news, arriving)
         if silent:
@@ -189,7 +206,12 @@ class Supervisor:
 
     def _transfer_seconds(self, part: Piece) -> float:
         """Return the predicted transfer time of everything queued by a device before its reply."""
-        return transfer_time(self.mailbox.links, part.device, self.device.name, size_around(self._backlog(part)))
+        return transfer_time(
+            self.mailbox.links,
+            part.device,
+            self.device.name,
+            size_around(self._backlog(part)),
+        )
 
     def _check_movement(self) -> None:
         """Raise `Lost` if all devices reply but none has made progress for too long.
@@ -250,7 +272,10 @@ class RecoveryPolicy(Protocol):
 
 
 async def run_with_recovery(
-    work: ResumableWork, recovery: RecoveryPolicy, supervisor: Supervisor, recovering: bool = False
+    work: ResumableWork,
+    recovery: RecoveryPolicy,
+    supervisor: Supervisor,
+    recovering: bool = False,
 ) -> None:
     """Run the work to the end, and recover from each loss of devices.
 
@@ -268,8 +293,15 @@ async def run_with_recovery(
         try:
             await recovery.establish()
             if recovering:
-                _LOG.info("recovered: resuming at %d with %s", work.start, supervisor.stages)
-                record("recovery", phase="resumed", step=work.start, partition=supervisor.stages)
+                _LOG.info(
+                    "recovered: resuming at %d with %s", work.start, supervisor.stages
+                )
+                record(
+                    "recovery",
+                    phase="resumed",
+                    step=work.start,
+                    partition=supervisor.stages,
+                )
                 recovering = False
             await work.run()
             return

@@ -6,7 +6,16 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from testbed.wire import arrays
 from testbed.wire.message import Message, WireError
@@ -47,9 +56,15 @@ class Typed:
     missing: Mapping[str, Any] = field(default_factory=dict)
     """Masks of lost values, as in `testbed.wire.message.Message`."""
 
-    def __init_subclass__(cls, kind: str = "", key: tuple[str, ...] = (), opens: bool = False) -> None:
+    def __init_subclass__(
+        cls, kind: str = "", key: tuple[str, ...] = (), opens: bool = False
+    ) -> None:
         super().__init_subclass__()
-        cls.kind, cls.key, cls.opens = kind or cls.kind, key or cls.key, opens or cls.opens
+        cls.kind, cls.key, cls.opens = (
+            kind or cls.kind,
+            key or cls.key,
+            opens or cls.opens,
+        )
 
     @property
     def identity(self) -> Hashable:
@@ -98,7 +113,9 @@ def _classify_fields(kind: type[Typed]) -> _Form:
     try:
         hints = get_type_hints(kind, localns={"torch": _Torch()}, include_extras=True)
     except NameError as error:
-        raise TypeError(f"{kind.__qualname__}: cannot resolve the annotation of a field: {error}") from None
+        raise TypeError(
+            f"{kind.__qualname__}: cannot resolve the annotation of a field: {error}"
+        ) from None
     values: list[tuple[str, bool]] = []
     tensors: list[str] = []
     fixed: list[str] = []
@@ -133,7 +150,12 @@ def _is_tensor(hint: Any) -> bool:
 def _is_state(hint: Any) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
     is_mapping = isinstance(origin, type) and issubclass(origin, Mapping)
-    return is_mapping and len(arguments) == 2 and arguments[0] is str and _is_tensor(arguments[1])
+    return (
+        is_mapping
+        and len(arguments) == 2
+        and arguments[0] is str
+        and _is_tensor(arguments[1])
+    )
 
 
 def encode(message: Typed) -> Message:
@@ -170,12 +192,23 @@ def decode(kind: type[K], message: Message) -> K:
         if name in message.tensors:
             arguments[name] = message.tensors[name]
     if form.state is not None:
-        state = {name: value for name, value in message.tensors.items() if name not in form.tensors}
+        state = {
+            name: value
+            for name, value in message.tensors.items()
+            if name not in form.tensors
+        }
         arguments[form.state] = state
     try:
         for name in form.fixed:
             if arguments.get(name) is not None:
                 arguments[name] = float(arguments[name])
-        return kind(**arguments, sender=message.sender, padding=message.padding, missing=message.missing)
+        return kind(
+            **arguments,
+            sender=message.sender,
+            padding=message.padding,
+            missing=message.missing,
+        )
     except (TypeError, ValueError) as error:
-        raise WireError(f"message '{message.kind}' of {message.sender}: {error}") from error
+        raise WireError(
+            f"message '{message.kind}' of {message.sender}: {error}"
+        ) from error

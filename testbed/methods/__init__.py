@@ -73,11 +73,17 @@ def get(name: str, task: str = "") -> Method:
     for key in (f"{task}.{name}", name):
         if key in METHODS:
             return METHODS[key]
-    raise InputError(f"unknown method '{name}': {nearest(name, METHODS)}", ("method", "name"))
+    raise InputError(
+        f"unknown method '{name}': {nearest(name, METHODS)}", ("method", "name")
+    )
 
 
 def find(workload: WorkloadPart, folder: Path) -> Method:
     """Return the method of a scenario, loaded from a file relative to ``folder`` if given. Raises `InputError` as `get`
     does."""
     part = workload.method
-    return get(part.name, workload.task) if part.file is None else external.from_file(folder / part.file, part.name)
+    return (
+        get(part.name, workload.task)
+        if part.file is None
+        else external.from_file(folder / part.file, part.name)
+    )

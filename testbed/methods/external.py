@@ -36,14 +36,26 @@ def from_code(code: Code) -> Method:
 def register_work(code: Code) -> None:
     """Import and register a workload from source text. Raises `InputError` describing the problem."""
     for candidate in vars(usercode.load(code, ("task",))).values():
-        if inspect.isclass(candidate) and issubclass(candidate, Workload) and vars(candidate).get("name") == code.name:
+        if (
+            inspect.isclass(candidate)
+            and issubclass(candidate, Workload)
+            and vars(candidate).get("name") == code.name
+        ):
             register(code.name, candidate())
 
 
 def _method_classes(module: ModuleType, code: Code) -> dict[str, type[Method]]:
     """Return the methods defined by a module, by name."""
-    own = (each for each in vars(module).values() if inspect.isclass(each) and each.__module__ in code.sources)
-    return {each.name: each for each in own if issubclass(each, Method) and isinstance(vars(each).get("name"), str)}
+    own = (
+        each
+        for each in vars(module).values()
+        if inspect.isclass(each) and each.__module__ in code.sources
+    )
+    return {
+        each.name: each
+        for each in own
+        if issubclass(each, Method) and isinstance(vars(each).get("name"), str)
+    }
 
 
 def _make_instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
@@ -57,11 +69,15 @@ def _make_instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
         )
     method_class = classes[code.name]
     if missing := sorted(method_class.__abstractmethods__):
-        raise InputError(f"{file}: {method_class.__name__} lacks {' and '.join(missing)}", FILE_KEY)
+        raise InputError(
+            f"{file}: {method_class.__name__} lacks {' and '.join(missing)}", FILE_KEY
+        )
     try:
         figures_of(method_class.declared)
     except ValueError as error:
-        raise InputError(f"{file}: {method_class.__name__}: {error}", FILE_KEY) from None
+        raise InputError(
+            f"{file}: {method_class.__name__}: {error}", FILE_KEY
+        ) from None
     return make(method_class)
 
 

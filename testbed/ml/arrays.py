@@ -20,7 +20,11 @@ def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
         dtype = type_of(name, tensor)
         # A tensor without numbers weighs as much as one with them. Not `zeros_like`, nor arithmetic or `cat` of them:
         # there torch imports sympy, which takes every device a second or more.
-        real = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().to("cpu")
+        real = (
+            torch.zeros(tensor.shape, dtype=tensor.dtype)
+            if tensor.is_meta
+            else tensor.detach().to("cpu")
+        )
         flat = real.contiguous().reshape(-1).view(torch.uint8)
         result.append(Raw(name, dtype, tuple(tensor.shape), flat.numpy().data))
     return result
@@ -35,7 +39,9 @@ def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
             try:
                 result[raw.name] = torch.empty(raw.shape, dtype=dtype)
             except RuntimeError as error:  # strides beyond 64 bits
-                raise TensorError(f"tensor '{raw.name}': its shape is too large") from error
+                raise TensorError(
+                    f"tensor '{raw.name}': its shape is too large"
+                ) from error
             continue
         data = bytearray(raw.data) if raw.data.readonly else raw.data
         result[raw.name] = torch.frombuffer(data, dtype=dtype).reshape(raw.shape)
@@ -47,7 +53,9 @@ def copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def mask(tensor: torch.Tensor, gaps: npt.NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
+def mask(
+    tensor: torch.Tensor, gaps: npt.NDArray[np.bool_]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a tensor with its gaps set to zero, and the mask of the gaps, of the same shape."""
     missing = torch.from_numpy(gaps)
     return (tensor if tensor.is_meta else tensor.masked_fill(missing, 0)), missing

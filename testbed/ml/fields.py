@@ -61,22 +61,34 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], Fiel
     ``arrays`` are (samples, ...) each, of float32, int64 or bool. Raises `InputError` for integers that float32 cannot
     represent exactly beside float inputs.
     """
-    fields = tuple(Field(name, each.shape[1:], each.dtype.name) for name, each in arrays.items())  # type: ignore[arg-type]
+    fields = tuple(
+        Field(name, each.shape[1:], each.dtype.name)  # type: ignore[arg-type]
+        for name, each in arrays.items()
+    )
     whole = all_whole(fields)
     for name, each in arrays.items():
         if each.dtype.kind == "i" and not whole and abs(each).max(initial=0) > EXACT:
             text = f"input '{name}' has whole numbers above {EXACT}, inexact in float32: renumber the values"
             raise InputError(text, ("data",))
-    rows = [each.reshape(len(each), -1).astype(np.int64 if whole else np.float32) for each in arrays.values()]
+    rows = [
+        each.reshape(len(each), -1).astype(np.int64 if whole else np.float32)
+        for each in arrays.values()
+    ]
     return np.concatenate(rows, axis=1), fields
 
 
-def entry(samples: torch.Tensor, begin: int, end: int, shape: tuple[int, ...], kind: str) -> torch.Tensor:
+def entry(
+    samples: torch.Tensor, begin: int, end: int, shape: tuple[int, ...], kind: str
+) -> torch.Tensor:
     """Extract one input of a batch, (samples, *shape), from rows, (samples, values)."""
-    return samples[:, begin:end].reshape(samples.shape[0], *shape).to(getattr(torch, kind))
+    return (
+        samples[:, begin:end].reshape(samples.shape[0], *shape).to(getattr(torch, kind))
+    )
 
 
-def entries(fields: Sequence[Field]) -> dict[str, tuple[int, int, tuple[int, ...], str]]:
+def entries(
+    fields: Sequence[Field],
+) -> dict[str, tuple[int, int, tuple[int, ...], str]]:
     """Return by input name the arguments of `entry` besides the rows."""
     slices: dict[str, tuple[int, int, tuple[int, ...], str]] = {}
     begin = 0
@@ -87,15 +99,27 @@ def entries(fields: Sequence[Field]) -> dict[str, tuple[int, int, tuple[int, ...
     return slices
 
 
-def arguments(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def arguments(
+    forward: Callable[..., Any], inputs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """Return how ``forward`` accepts inputs: by position, by keyword, or as one mapping; raises `InputError`."""
-    parameters = [each for each in inspect.signature(forward).parameters.values() if each.name != "self"]
+    parameters = [
+        each
+        for each in inspect.signature(forward).parameters.values()
+        if each.name != "self"
+    ]
     if all(name.isdecimal() for name in inputs):
         return list(inputs.values()), {}
     names = {each.name for each in parameters}
-    if inputs.keys() <= names or any(each.kind is each.VAR_KEYWORD for each in parameters):
+    if inputs.keys() <= names or any(
+        each.kind is each.VAR_KEYWORD for each in parameters
+    ):
         return [], dict(inputs)
-    required = [each for each in parameters if each.default is each.empty and each.kind is not each.VAR_POSITIONAL]
+    required = [
+        each
+        for each in parameters
+        if each.default is each.empty and each.kind is not each.VAR_POSITIONAL
+    ]
     if len(required) == 1 and not names & inputs.keys():
         return [dict(inputs)], {}
     taken = ", ".join(each.name for each in parameters)

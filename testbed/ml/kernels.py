@@ -31,7 +31,10 @@ def fix() -> None:
         return
     if "torch" in sys.modules:
         variables = " ".join(f"{name}={value}" for name, value in FIXED.items())
-        raise InputError(f"torch has chosen its kernels already: start this process with {variables}", _KEY)
+        raise InputError(
+            f"torch has chosen its kernels already: start this process with {variables}",
+            _KEY,
+        )
     os.environ.update(FIXED)
 
 
@@ -88,7 +91,10 @@ def computing() -> dict[str, Any] | None:
 
 def named(kinds: Sequence[Mapping[str, Any]]) -> str:
     """Format the processors of a run as text."""
-    return " and ".join(f"{each['processor']} ({each['instruction_set']}, torch {each['torch']})" for each in kinds)
+    return " and ".join(
+        f"{each['processor']} ({each['instruction_set']}, torch {each['torch']})"
+        for each in kinds
+    )
 
 
 @cache

@@ -65,11 +65,15 @@ class Learning(Workload):
     Part = LearningPart
     arrays = "torch"
 
-    def problems(self, scenario: Scenario, method: core.Method | None) -> Iterator[Diagnostic]:
+    def problems(
+        self, scenario: Scenario, method: core.Method | None
+    ) -> Iterator[Diagnostic]:
         """Yield problems of numerics, model, data and folders."""
         return preparation.problems(scenario, method)
 
-    def problem(self, given: core.Problem, scenario: Scenario, method: core.Method) -> Problem:
+    def problem(
+        self, given: core.Problem, scenario: Scenario, method: core.Method
+    ) -> Problem:
         """Describe the data and create the model, without weights."""
         workload = preparation.part_of(scenario)
         codes = preparation.codes_of(scenario, given.options)
@@ -95,7 +99,11 @@ class Learning(Workload):
     def hint(self, problem: core.Problem, error: InputError) -> str:
         """Return the line of the user's network at which no unit can begin, if a model has too few units."""
         assert isinstance(problem, Problem)
-        return problem.model.held[0] if error.key[-1:] == ("stages",) and problem.model.held else ""
+        return (
+            problem.model.held[0]
+            if error.key[-1:] == ("stages",) and problem.model.held
+            else ""
+        )
 
     def total(self, scenario: Scenario) -> int | None:
         """Return the number of steps or requests; None if the number depends on the data files or on the split."""
@@ -111,17 +119,25 @@ class Learning(Workload):
             "integers": model.integers,
             "fields": TypeAdapter(Fields).dump_python(model.fields, mode="json"),
             "samples": dict(problem.samples),
-            "model_code": problem.model_code and problem.model_code.model_dump(mode="json"),
-            "codes": {name: code.model_dump(mode="json") for name, code in problem.codes.items()},
+            "model_code": problem.model_code
+            and problem.model_code.model_dump(mode="json"),
+            "codes": {
+                name: code.model_dump(mode="json")
+                for name, code in problem.codes.items()
+            },
         }
 
-    def posed(self, given: core.Problem, method: core.Method, facts: Mapping[str, Any]) -> Problem:
+    def posed(
+        self, given: core.Problem, method: core.Method, facts: Mapping[str, Any]
+    ) -> Problem:
         """Create the model on a device."""
         known = Facts.model_validate(facts)
         assert isinstance(given.workload, LearningPart)
         entering = InputSpec(known.shape, known.integers, known.fields)
         model = model_of(given.workload, known.model_code, known.classes, entering)
-        return _pose_problem(given, method, model, known.samples, known.codes, known.model_code)
+        return _pose_problem(
+            given, method, model, known.samples, known.codes, known.model_code
+        )
 
     def begin(self, workload: WorkloadPart) -> None:
         """Fix torch's kernels if the scenario asks for them: torch reads the variables at import."""
@@ -132,7 +148,9 @@ class Learning(Workload):
         """Read the samples; raises `InputError` if a batch exceeds the data set."""
         return preparation.load_data(prepared)
 
-    def inputs(self, prepared: Prepared, data: Any, weights: Weights | None) -> LearningInputs:
+    def inputs(
+        self, prepared: Prepared, data: Any, weights: Weights | None
+    ) -> LearningInputs:
         """Return samples and weights by device."""
         return LearningInputs(prepared, data, weights)
 
@@ -160,12 +178,24 @@ class Learning(Workload):
     ) -> Job:
         """Return the job with the device's samples; frozen weights become part of the model."""
         assert isinstance(problem, Problem)
-        return _make_job(device, problem, plan, data, weights, frozen_part(problem, weights), on_weights)
+        return _make_job(
+            device,
+            problem,
+            plan,
+            data,
+            weights,
+            frozen_part(problem, weights),
+            on_weights,
+        )
 
     @contextmanager
     def _fixed_computation(self, problem: Problem) -> Iterator[None]:
         reproducible = problem.workload.reproducible
-        with kernels.one_thread(), torch.random.fork_rng(devices=[]), kernels.chosen(reproducible):
+        with (
+            kernels.one_thread(),
+            torch.random.fork_rng(devices=[]),
+            kernels.chosen(reproducible),
+        ):
             torch.manual_seed(derive(problem.seed, "torch"))
             yield
 
@@ -206,7 +236,9 @@ class Inference(Learning):
 class LearningInputs(Inputs):
     """Samples by owner, initial weights on the coordinator, and frozen weights on every device."""
 
-    def __init__(self, prepared: Prepared, dataset: Dataset | None, weights: Weights | None) -> None:
+    def __init__(
+        self, prepared: Prepared, dataset: Dataset | None, weights: Weights | None
+    ) -> None:
         assert isinstance(prepared.problem, Problem)
         self._prepared = prepared
         self._problem: Problem = prepared.problem
@@ -217,20 +249,41 @@ class LearningInputs(Inputs):
         self.begins_with_weights = weights is not None
 
     def job(
-        self, device: str, problem: core.Problem, plan: Plan, on_weights: Callable[[], None], shared: Any = None
+        self,
+        device: str,
+        problem: core.Problem,
+        plan: Plan,
+        on_weights: Callable[[], None],
+        shared: Any = None,
     ) -> Job:
         """Return the job with the samples a device owns."""
         assert isinstance(problem, Problem)
         lead = device == self._prepared.plan.lead
-        own = None if self._dataset is None else preparation.share(self._prepared, self._dataset, device)
-        job = _make_job(device, problem, plan, own, self._weights if lead else None, self._frozen, on_weights)
+        own = (
+            None
+            if self._dataset is None
+            else preparation.share(self._prepared, self._dataset, device)
+        )
+        job = _make_job(
+            device,
+            problem,
+            plan,
+            own,
+            self._weights if lead else None,
+            self._frozen,
+            on_weights,
+        )
         return replace(job, shared=shared)
 
     def data(self, device: str) -> bytes | None:
         """Return the samples a device owns; augmented ones for all epochs."""
         from testbed.ml.data.dataset import pack
 
-        own = None if self._dataset is None else preparation.share(self._prepared, self._dataset, device)
+        own = (
+            None
+            if self._dataset is None
+            else preparation.share(self._prepared, self._dataset, device)
+        )
         return None if own is None else pack(own)
 
     def weights(self, device: str) -> bytes | None:
@@ -284,7 +337,9 @@ def _make_job(
     if device == plan.lead and weights is not None:
         given = {name: tensor for name, tensor in weights.items() if name not in frozen}
     posed = with_frozen(problem, frozen)
-    return Job(problem=posed, plan=plan, dataset=dataset, given=given, on_weights=on_weights)
+    return Job(
+        problem=posed, plan=plan, dataset=dataset, given=given, on_weights=on_weights
+    )
 
 
 def frozen_part(problem: Problem, weights: Weights | None) -> dict[str, torch.Tensor]:
@@ -301,7 +356,11 @@ def frozen_part(problem: Problem, weights: Weights | None) -> dict[str, torch.Te
 
 def with_frozen(problem: Problem, frozen: Weights) -> Problem:
     """Return a problem whose model builds frozen weights with these values instead of the seed's."""
-    return replace(problem, model=replace(problem.model, given=frozen)) if frozen else problem
+    return (
+        replace(problem, model=replace(problem.model, given=frozen))
+        if frozen
+        else problem
+    )
 
 
 def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
@@ -314,19 +373,21 @@ def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
     placed = with_frozen(problem, frozen_part(problem, given)).model
     module = placed.build(0, len(model.units), problem.seed)
     whole, frozen = arrays.unpack(bytearray(trained)), frozen_names(module)
-    whole |= {name: tensor for name, tensor in module.state_dict().items() if name in frozen}
+    whole |= {
+        name: tensor for name, tensor in module.state_dict().items() if name in frozen
+    }
     return arrays.pack(whole)
 
 
-def model_of(workload: LearningPart, code: Code | None, classes: int, entering: InputSpec) -> Model:
+def model_of(
+    workload: LearningPart, code: Code | None, classes: int, entering: InputSpec
+) -> Model:
     """Return a workload's model for the given data; ``code`` is the text of a user's network. Raises `InputError`."""
     part = workload.model
     lora = workload.training.lora
     if code is None:
         if lora is not None:
-            text = (
-                f"'{part.title}' is built from layer descriptions, but adapters need a network from a 'file': name one"
-            )
+            text = f"'{part.title}' is built from layer descriptions, but adapters need a network from a 'file'"
             raise InputError(text, ("training", "lora"))
         return create(part.name, part.options(), entering.shape, classes).initialised(
             workload.initialisation or "lecun"
@@ -335,7 +396,9 @@ def model_of(workload: LearningPart, code: Code | None, classes: int, entering: 
         text = f"'{part.title}' initialises its own weights: remove the key, and initialise the weights in its file"
         raise InputError(text, ("initialisation",))
     shape, whole, fields = entering.shape, entering.integers, entering.fields
-    return create_own(code, part.options(), shape, classes, part.units, whole, fields, lora)
+    return create_own(
+        code, part.options(), shape, classes, part.units, whole, fields, lora
+    )
 
 
 @cache

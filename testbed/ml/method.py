@@ -31,7 +31,16 @@ if TYPE_CHECKING:
     from testbed.ml.data.dataset import Dataset
     from testbed.ml.models.chain import Model
 
-__all__ = ["Alternative", "Baselines", "Job", "Method", "Options", "PlannedMessage", "Problem", "StepsOrTime"]
+__all__ = [
+    "Alternative",
+    "Baselines",
+    "Job",
+    "Method",
+    "Options",
+    "PlannedMessage",
+    "Problem",
+    "StepsOrTime",
+]
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,9 @@ class Problem(core.Problem[ProblemOptions]):
         workload = self.workload
         given = workload.model.weights is not None and not self.frozen_placed
         travels = given or workload.training.exchange == "all"
-        return TrainingConfig(workload.training, self.codes, workload.steps, self.model.classes, travels)
+        return TrainingConfig(
+            workload.training, self.codes, workload.steps, self.model.classes, travels
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,9 @@ class Method(core.Method[MethodOptions, MethodDetails]):
         """Assign the work to devices; pure. Raises `InputError` with a remedy if no plan fits."""
 
     @abstractmethod
-    async def program(self, device: Device, job: Job[MethodOptions, MethodDetails]) -> None:
+    async def program(
+        self, device: Device, job: Job[MethodOptions, MethodDetails]
+    ) -> None:
         """Run on one device in the role given by the plan. A restarted device runs this again without its memory."""
 
     def facts(
@@ -119,7 +132,9 @@ class Method(core.Method[MethodOptions, MethodDetails]):
         """Return an object shared by the devices of a simulation for joint computation; None if each computes alone."""
         return None
 
-    def largest_messages(self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]) -> Iterable[PlannedMessage]:
+    def largest_messages(
+        self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]
+    ) -> Iterable[PlannedMessage]:
         """Return the largest messages of a run without faults; pure."""
         return ()
 
@@ -127,6 +142,8 @@ class Method(core.Method[MethodOptions, MethodDetails]):
         """Return the alternatives shown by `testbed plan`; pure. None if a method has a single variant."""
         return ()
 
-    def advice(self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]) -> tuple[str, ...]:
+    def advice(
+        self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]
+    ) -> tuple[str, ...]:
         """Return probable mistakes with remedies, for `testbed plan` and `validate`; pure."""
         return ()

@@ -72,7 +72,11 @@ def weights_file(scenario: Scenario) -> Path | None:
 
 def pretraining_of(prepared: Prepared) -> Prepared | None:
     """Return the run producing the initial weights; None unless they come from a scenario."""
-    return prepared.division.pretraining if isinstance(prepared.division, Division) else None
+    return (
+        prepared.division.pretraining
+        if isinstance(prepared.division, Division)
+        else None
+    )
 
 
 def shares_of(prepared: Prepared) -> Mapping[str, Indices]:
@@ -111,8 +115,12 @@ def owned(prepared: Prepared) -> dict[str, dict[int, int]]:
     shares = shares_of(prepared)
     if not shares:
         return {}
-    labels = data.train_labels(part_of(prepared.scenario).data, data_folder(prepared.scenario))
-    return class_counts(labels if is_class(labels) else np.zeros(len(labels), np.int64), shares)
+    labels = data.train_labels(
+        part_of(prepared.scenario).data, data_folder(prepared.scenario)
+    )
+    return class_counts(
+        labels if is_class(labels) else np.zeros(len(labels), np.int64), shares
+    )
 
 
 def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
@@ -121,7 +129,10 @@ def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
     file = weights_file(prepared.scenario)
     if file is not None:
         return weights.facts(file, prepared.problem.model)
-    text, drawn = "random, drawn from the seed", prepared.problem.workload.initialisation
+    text, drawn = (
+        "random, drawn from the seed",
+        prepared.problem.workload.initialisation,
+    )
     return text if drawn is None else f"{text} as of {drawn}"
 
 
@@ -134,10 +145,14 @@ def exported(prepared: Prepared, outcome: Outcome) -> Outcome:
     parts = {}
     for device, part in outcome.parts.items():
         held = arrays.unpack(bytearray(part))
-        parts[device] = arrays.pack({weights.plain_name(name): tensor for name, tensor in held.items()})
+        parts[device] = arrays.pack(
+            {weights.plain_name(name): tensor for name, tensor in held.items()}
+        )
     whole = None
     if outcome.weights is not None:
-        whole = arrays.pack(weights.exported(outcome.weights, problem.model, problem.seed))
+        whole = arrays.pack(
+            weights.exported(outcome.weights, problem.model, problem.seed)
+        )
     return replace(outcome, weights_file=whole, parts=parts)
 
 
@@ -145,29 +160,42 @@ def load_data(prepared: Prepared) -> Dataset:
     """Return the samples of an experiment; raises `InputError` if a batch exceeds the data set."""
     scenario, workload = prepared.scenario, part_of(prepared.scenario)
     assert isinstance(prepared.problem, Problem)
-    dataset = data.load(workload.data, data_folder(scenario), blank=workload.numerics == "none")
+    dataset = data.load(
+        workload.data, data_folder(scenario), blank=workload.numerics == "none"
+    )
     if wrong := list(batch_problems(workload, len(dataset.train_labels))):
         # Of data in files nobody has counted the samples before.
         raise scenario.source.error(wrong)
     if workload.data.augment is not None and workload.numerics != "none":
         from testbed.ml.data.augment import drawing
 
-        drawn = workload, prepared.problem.seed, dataset.shape, len(dataset.train_labels)
+        drawn = (
+            workload,
+            prepared.problem.seed,
+            dataset.shape,
+            len(dataset.train_labels),
+        )
         try:
             dataset = replace(dataset, drawing=drawing(*drawn))
         except InputError as error:
-            raise scenario.source.error([Diagnostic(("workload", *error.key), error.text)]) from None
+            raise scenario.source.error(
+                [Diagnostic(("workload", *error.key), error.text)]
+            ) from None
     return dataset if prepared.problem.model.integers else dataset.floats()
 
 
 def _numerics_problems(workload: LearningPart, method: Method) -> Iterator[Diagnostic]:
     key: Key = ("workload", "numerics")
     if workload.numerics == "none" and "timing_only" not in method.supports:
-        can = ", ".join(each.name for each in _learning_methods() if "timing_only" in each.supports)
+        can = ", ".join(
+            each.name for each in _learning_methods() if "timing_only" in each.supports
+        )
         text = f"the method '{method.name}' does not support timing-only runs: use full, or one of {can}"
         yield Diagnostic(key, text)
     if workload.numerics == "stacked" and "stacked" not in method.supports:
-        can = ", ".join(each.name for each in _learning_methods() if "stacked" in each.supports)
+        can = ", ".join(
+            each.name for each in _learning_methods() if "stacked" in each.supports
+        )
         yield Diagnostic(key, f"'stacked' is for methods such as {can}: use full")
 
 
@@ -185,7 +213,8 @@ def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
         return
     if part.units is not None:
         yield Diagnostic(
-            (*key, "units"), "applies to your own model, given by `file`; catalogue models have fixed units"
+            (*key, "units"),
+            "applies to your own model, given by `file`; catalogue models have fixed units",
         )
     try:
         options = models.find(part.name).Options
@@ -211,14 +240,19 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         return
     if not kind.classes and part_of(scenario).task == "train":
         yield Diagnostic(
-            (*key, "name"), f"{name} has no labels for training: use the task infer, or data such as digits"
+            (*key, "name"),
+            f"{name} has no labels for training: use the task infer, or data such as digits",
         )
     path = part_of(scenario).data.path
     if data.is_own(part_of(scenario).data):
         try:
             labels = data.train_labels(part_of(scenario).data, data_folder(scenario))
             yield from batch_problems(part_of(scenario), len(labels))
-            if labels.ndim == 1 and labels.dtype.kind == "f" and part_of(scenario).training.loss.plain:
+            if (
+                labels.ndim == 1
+                and labels.dtype.kind == "f"
+                and part_of(scenario).training.loss.plain
+            ):
                 text = "the labels are numbers, but cross-entropy needs classes: use a loss such as mse"
                 yield Diagnostic(("workload", "training", "loss"), text)
         except InputError as error:
@@ -228,10 +262,15 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     if there is not None:
         yield from batch_problems(part_of(scenario), there)
     if kind.from_path and path is None:
-        yield Diagnostic(key, f"{name} is your own image: give its file with `path`, or use photos")
-    elif not kind.from_path and (path is not None or part_of(scenario).data.file is not None):
         yield Diagnostic(
-            (*key, "path"), f"{name} is not read from a single file: use the data set image, or remove `path`"
+            key, f"{name} is your own image: give its file with `path`, or use photos"
+        )
+    elif not kind.from_path and (
+        path is not None or part_of(scenario).data.file is not None
+    ):
+        yield Diagnostic(
+            (*key, "path"),
+            f"{name} is not read from a single file: use the data set image, or remove `path`",
         )
 
 
@@ -246,7 +285,9 @@ def batch_problems(workload: LearningPart, there: int) -> Iterator[Diagnostic]:
 def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     """Check the data files. `build_problem` omits this check: devices receive their data and lack the folder."""
     part = part_of(scenario).data
-    with suppress(InputError):  # `_data_problems` reports unknown names and broken packages
+    with suppress(
+        InputError
+    ):  # `_data_problems` reports unknown names and broken packages
         if data.is_own(part):
             return
         for key, text in data.problems(part, data_folder(scenario)):
@@ -266,14 +307,18 @@ def problems(scenario: Scenario, method: core.Method | None) -> Iterator[Diagnos
     yield from _folder_problems(scenario)
 
 
-def divide(scenario: Scenario, method: Method, problem: Problem) -> tuple[Problem, Division]:
+def divide(
+    scenario: Scenario, method: Method, problem: Problem
+) -> tuple[Problem, Division]:
     """Divide the samples among the devices with data, and check everything independent of a plan; raises
     `InputError`.
     """
     _check_training(method, problem)
     _check_precision(method, problem)
     shares = _divide_samples(scenario, method, problem)
-    problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
+    problem = replace(
+        problem, samples={name: len(share) for name, share in shares.items()}
+    )
     _check_last_batch(method, problem)
     _check_normalisation(method, problem)
     try:
@@ -302,11 +347,16 @@ def total(scenario: Scenario) -> int | None:
     samples = data.known_samples(workload.data)
     if samples is None or workload.epochs is None:
         return None
-    return workload.epochs * steps_per_epoch(samples, workload.batch_size, workload.drop_last)
+    return workload.epochs * steps_per_epoch(
+        samples, workload.batch_size, workload.drop_last
+    )
 
 
 def _check_training(method: Method, problem: Problem) -> None:
-    if problem.workload.model.weights is not None and "initial_weights" not in method.supports:
+    if (
+        problem.workload.model.weights is not None
+        and "initial_weights" not in method.supports
+    ):
         text = f"'{method.name}' does not support initial weights: remove the key"
         raise InputError(text, ("model", "weights"))
     if problem.workload.task != "train":
@@ -319,7 +369,9 @@ def _check_training(method: Method, problem: Problem) -> None:
     if part.judged and getattr(problem.options, "evaluate_every", None) is None:
         text = "'until', 'patience' and 'best' require periodic evaluations: set evaluate_every"
         raise InputError(text, ("method",))
-    if part.judged and isinstance(getattr(problem.options, "evaluate_every", None), float):
+    if part.judged and isinstance(
+        getattr(problem.options, "evaluate_every", None), float
+    ):
         text = "'until', 'patience' and 'best' require evaluations at steps or rounds: set evaluate_every to an integer"
         raise InputError(text, ("method", "evaluate_every"))
     given = part.given()
@@ -375,7 +427,9 @@ def _check_last_batch(method: Method, problem: Problem) -> None:
     if workload.drop_last or workload.task != "train":
         return
     if "smaller_batches" not in method.supports:
-        raise InputError(f"'{method.name}' requires batches of equal size: remove the key", key)
+        raise InputError(
+            f"'{method.name}' requires batches of equal size: remove the key", key
+        )
     known = data.known_samples(workload.data)
     counts = [*problem.samples.values()] or ([known] if known else [])
     parts = workload.batch_size // method.samples_at_once(problem)
@@ -397,8 +451,15 @@ def model_code(scenario: Scenario) -> Code | None:
 
 def training_codes(scenario: Scenario) -> dict[str, Code]:
     """Return the texts of files named by the training, by title. Raises `InputError`."""
-    named = [(("training", key, "file"), part) for key, part in part_of(scenario).training.parts()]
-    return {part.title: _read_code(scenario, part, key) for key, part in named if part.file is not None}
+    named = [
+        (("training", key, "file"), part)
+        for key, part in part_of(scenario).training.parts()
+    ]
+    return {
+        part.title: _read_code(scenario, part, key)
+        for key, part in named
+        if part.file is not None
+    }
 
 
 def _option_codes(scenario: Scenario, options: BaseModel) -> dict[str, Code]:
@@ -415,7 +476,9 @@ def _read_code(scenario: Scenario, part: NamedPart, key: Key) -> Code:
     return usercode.read(scenario.source.folder / str(part.file), part.name, key)
 
 
-def _divide_samples(scenario: Scenario, method: Method, problem: Problem) -> dict[str, Indices]:
+def _divide_samples(
+    scenario: Scenario, method: Method, problem: Problem
+) -> dict[str, Indices]:
     """Return the owners of training samples; empty if all are at the coordinator. Raises `InputError`.
 
     Labels are read for split data only. `build_problem` omits this step: devices receive their samples.
@@ -428,11 +491,20 @@ def _divide_samples(scenario: Scenario, method: Method, problem: Problem) -> dic
             raise InputError(text, key)
         return {}
     if not owners or problem.workload.task == "infer":
-        reason = "an inference does not train" if owners else f"'{method.name}' keeps all samples on its coordinator"
-        raise InputError(f"distributes training samples among devices, but {reason}: remove the key", key)
+        reason = (
+            "an inference does not train"
+            if owners
+            else f"'{method.name}' keeps all samples on its coordinator"
+        )
+        raise InputError(
+            f"distributes training samples among devices, but {reason}: remove the key",
+            key,
+        )
     labels = data.train_labels(part, data_folder(scenario))
     groups = data.train_groups(part, data_folder(scenario))
-    return shared(labels, problem.model.classes, owners, part.split, problem.seed, groups)
+    return shared(
+        labels, problem.model.classes, owners, part.split, problem.seed, groups
+    )
 
 
 def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
@@ -449,11 +521,17 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
     runs = trials(load(str(file), []))
     first = runs[0].scenario
     if len(runs) > 1:
-        raise InputError(f"{file}: has {len(runs)} runs: name a scenario of one, without sweep and repetitions")
+        raise InputError(
+            f"{file}: has {len(runs)} runs: name a scenario of one, without sweep and repetitions"
+        )
     if not isinstance(first.workload, LearningPart) or first.workload.task != "train":
         raise InputError(f"{file}: does not train: name a scenario whose task is train")
-    if first.workload.model.weights is not None and weights.is_scenario(Path(first.workload.model.weights)):
-        raise InputError(f"{file}: takes its own initial weights from a scenario: name one with another origin")
+    if first.workload.model.weights is not None and weights.is_scenario(
+        Path(first.workload.model.weights)
+    ):
+        raise InputError(
+            f"{file}: takes its own initial weights from a scenario: name one with another origin"
+        )
     run = prepare(runs[0])
     assert isinstance(run.problem, Problem)
     other = run.problem.model

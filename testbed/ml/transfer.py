@@ -44,7 +44,9 @@ class OwnPart(NamedPart):
     """The encoding by a class in a file; further keys are its constructor's arguments."""
 
     name: str = Field(description="of a class with `pack(tensor)` and `unpack(parts)`")
-    share: Fraction = Field(1.0, gt=0, description="encoded bytes per byte of a tensor, assumed by plans")
+    share: Fraction = Field(
+        1.0, gt=0, description="encoded bytes per byte of a tensor, assumed by plans"
+    )
 
     @model_validator(mode="after")
     def _of_a_file(self) -> Self:
@@ -120,7 +122,11 @@ class _Int8:
             scale = tensor.reshape(channels, -1).abs().amax(1) / 127
             if channels > 1:
                 scale = scale.reshape(-1, *[1] * (tensor.ndim - 1))
-        values = (tensor / torch.where(scale > 0, scale, torch.ones_like(scale))).round().clamp(-127, 127)
+        values = (
+            (tensor / torch.where(scale > 0, scale, torch.ones_like(scale)))
+            .round()
+            .clamp(-127, 127)
+        )
         return {"": values.to(torch.int8), _SCALE: scale}
 
     def unpack(self, parts: Parts) -> torch.Tensor:
@@ -137,8 +143,14 @@ class _Largest:
 
     def pack(self, tensor: torch.Tensor) -> Parts:
         flat = tensor.reshape(-1)
-        index = torch.topk(flat.abs(), math.ceil(self.part * len(flat)), sorted=False).indices
-        return {"": flat[index], _INDEX: index.int(), _SHAPE: torch.tensor(tensor.shape, dtype=torch.int64)}
+        index = torch.topk(
+            flat.abs(), math.ceil(self.part * len(flat)), sorted=False
+        ).indices
+        return {
+            "": flat[index],
+            _INDEX: index.int(),
+            _SHAPE: torch.tensor(tensor.shape, dtype=torch.int64),
+        }
 
     def unpack(self, parts: Parts) -> torch.Tensor:
         shape = tuple(parts[_SHAPE].tolist())
@@ -159,11 +171,15 @@ class _Own:
 
     def unpack(self, parts: Parts) -> torch.Tensor:
         given = {name.removeprefix(_OWN): part for name, part in parts.items()}
-        tensor: torch.Tensor = self.made.unpack(given[""] if list(given) == [""] else given)
+        tensor: torch.Tensor = self.made.unpack(
+            given[""] if list(given) == [""] else given
+        )
         return tensor
 
 
-def codec(how: Way | LargestPart, codes: Mapping[str, Code] = _NO_CODES) -> Codec | None:
+def codec(
+    how: Way | LargestPart, codes: Mapping[str, Code] = _NO_CODES
+) -> Codec | None:
     """Return the codec of an encoding; None for plain float32.
 
     ``codes`` has the text of files by `NamedPart.title`. Raises `InputError` for a file without such a class.
@@ -171,7 +187,10 @@ def codec(how: Way | LargestPart, codes: Mapping[str, Code] = _NO_CODES) -> Code
     if isinstance(how, LargestPart):
         return _Largest(how.top_k)
     if isinstance(how, OwnPart):
-        return _Own(make(usercode.function(codes[how.title], KEY), how, KEY, **how.options()), how.share)
+        return _Own(
+            make(usercode.function(codes[how.title], KEY), how, KEY, **how.options()),
+            how.share,
+        )
     casts: dict[str, Codec] = {
         "f16": _Cast("float16"),
         "bf16": _Cast("bfloat16"),
@@ -204,10 +223,14 @@ class TensorCodec:
         return unpacked(message, self.by)
 
 
-def codecs(codes: Mapping[str, Code], **kinds: Way | LargestPart) -> dict[str, TensorCodec]:
+def codecs(
+    codes: Mapping[str, Code], **kinds: Way | LargestPart
+) -> dict[str, TensorCodec]:
     """Return the codecs of messages by kind, omitting unencoded kinds."""
     by_kind = {kind: codec(how, codes) for kind, how in kinds.items()}
-    return {kind: TensorCodec(each) for kind, each in by_kind.items() if each is not None}
+    return {
+        kind: TensorCodec(each) for kind, each in by_kind.items() if each is not None
+    }
 
 
 def packed(message: Message, by: Codec) -> Message:
@@ -216,7 +239,9 @@ def packed(message: Message, by: Codec) -> Message:
     for name, tensor in message.tensors.items():
         parts = by.pack(tensor) if tensor.dtype == torch.float32 else {"": tensor}
         tensors |= {name + ending: part for ending, part in parts.items()}
-    return Message(message.kind, message.fields, tensors, message.sender, message.padding)
+    return Message(
+        message.kind, message.fields, tensors, message.sender, message.padding
+    )
 
 
 def unpacked(message: Message, by: Codec) -> Message:
@@ -226,7 +251,11 @@ def unpacked(message: Message, by: Codec) -> Message:
         name, stroke, ending = key.partition("~")
         whole.setdefault(name, {})[stroke + ending] = tensor
     tensors = {
-        name: by.unpack(parts) if "" not in parts or len(parts) > 1 or parts[""].is_floating_point() else parts[""]
+        name: by.unpack(parts)
+        if "" not in parts or len(parts) > 1 or parts[""].is_floating_point()
+        else parts[""]
         for name, parts in whole.items()
     }
-    return Message(message.kind, message.fields, tensors, message.sender, message.padding)
+    return Message(
+        message.kind, message.fields, tensors, message.sender, message.padding
+    )

@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from testbed.common.part import ConfigModel
 from testbed.ml.training.schema import TrainingPart
@@ -58,7 +65,9 @@ class SplitPart(ConfigModel):
     """The distribution of training samples among the devices with data."""
 
     sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
-        None, min_length=1, description="number of samples of each device with data, in device order, drawn at random"
+        None,
+        min_length=1,
+        description="number of samples of each device with data, in device order, drawn at random",
     )
     dirichlet: float | None = Field(
         None,
@@ -67,7 +76,9 @@ class SplitPart(ConfigModel):
         "0.1 gives a device few classes, 100 nearly its share of each",
     )
     shards: int | None = Field(
-        None, ge=1, description="classes a device: each has samples of as many classes, and devices share a class"
+        None,
+        ge=1,
+        description="classes a device: each has samples of as many classes, and devices share a class",
     )
 
     quantity: float | None = Field(
@@ -100,16 +111,27 @@ class SplitPart(ConfigModel):
     def _one_way(self) -> Self:
         ways = ("sizes", "dirichlet", "shards", "quantity", "noise", "column")
         if sum(getattr(self, key) is not None for key in ways) != 1:
-            raise ValueError(f"takes exactly one of {', '.join(map(repr, ways[:-1]))} and '{ways[-1]}'")
-        if self.min_samples is not None and self.dirichlet is None and self.quantity is None:
-            raise ValueError("'min_samples' requires 'dirichlet' or 'quantity', whose shares are random")
+            raise ValueError(
+                f"takes exactly one of {', '.join(map(repr, ways[:-1]))} and '{ways[-1]}'"
+            )
+        if (
+            self.min_samples is not None
+            and self.dirichlet is None
+            and self.quantity is None
+        ):
+            raise ValueError(
+                "'min_samples' requires 'dirichlet' or 'quantity', whose shares are random"
+            )
         return self
 
 
 Split = Annotated[
-    Annotated[Literal["lead", "iid"], Tag("[name]")] | Annotated[SplitPart, Tag("[keys]")],
+    Annotated[Literal["lead", "iid"], Tag("[name]")]
+    | Annotated[SplitPart, Tag("[keys]")],
     # Which of the two is meant shows, so that an error is about that one alone.
-    Discriminator(lambda value: "[keys]" if isinstance(value, dict | SplitPart) else "[name]"),
+    Discriminator(
+        lambda value: "[keys]" if isinstance(value, dict | SplitPart) else "[name]"
+    ),
 ]
 
 
@@ -137,7 +159,8 @@ class DataPart(ConfigModel):
     """A data set by name (see `testbed show data`), or the user's own, by `file` or `path`."""
 
     name: str = Field(
-        "digits", description="one of `testbed show data`, or a function of `file`; default with `path`: the file name"
+        "digits",
+        description="one of `testbed show data`, or a function of `file`; default with `path`: the file name",
     )
     file: str | None = Field(
         None,
@@ -153,7 +176,10 @@ class DataPart(ConfigModel):
         description="your own samples, relative to the scenario file: arrays as .npz or .safetensors, a table as .csv "
         "or .parquet, or a folder with one of images for each class; for `image`: the picture's file",
     )
-    label: str | None = Field(None, description="of a table: the column of the labels, classes or numbers to learn")
+    label: str | None = Field(
+        None,
+        description="of a table: the column of the labels, classes or numbers to learn",
+    )
     columns: tuple[str, ...] | dict[str, tuple[str, ...]] | None = Field(
         None,
         min_length=1,
@@ -165,17 +191,24 @@ class DataPart(ConfigModel):
         json_schema_extra={"pattern": _SIZE},
         description="for a folder of images: HEIGHTxWIDTH, into which all are fitted; default: their common size",
     )
-    train: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="use only the first N training samples")
-    augment: AugmentPart | None = Field(None, description="of pictures: changes at random, by the seed")
+    train: int | None = Field(
+        None, ge=1, le=MOST_SAMPLES, description="use only the first N training samples"
+    )
+    augment: AugmentPart | None = Field(
+        None, description="of pictures: changes at random, by the seed"
+    )
     shuffle: bool = Field(
-        True, description="whether training samples come in another order in each epoch, by the seed; else in their own"
+        True,
+        description="whether training samples come in another order in each epoch, by the seed; else in their own",
     )
     split: Split = Field(
         "lead",
         description="who owns training samples. lead: the lead all of them; iid: each device as many, drawn at random; "
         "keys: as they say",
     )
-    test: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="use only the first N test samples")
+    test: int | None = Field(
+        None, ge=1, le=MOST_SAMPLES, description="use only the first N test samples"
+    )
 
     @property
     def title(self) -> str:
@@ -192,7 +225,11 @@ class DataPart(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _named_by_its_path(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("path"), str) and "name" not in value:
+        if (
+            isinstance(value, dict)
+            and isinstance(value.get("path"), str)
+            and "name" not in value
+        ):
             path = PurePath(value["path"])
             # Unlike any name of the list: those have neither a suffix nor a stroke.
             return {**value, "name": path.name if path.suffix else f"{path.name}/"}
@@ -203,7 +240,9 @@ class DataPart(ConfigModel):
         if self.file is not None and self.path is not None:
             raise ValueError("takes one of 'file' and 'path'")
         if self.file is not None and "name" not in self.model_fields_set:
-            raise ValueError("needs 'name', the function of 'file' that returns the data")
+            raise ValueError(
+                "needs 'name', the function of 'file' that returns the data"
+            )
         return self
 
 
@@ -218,8 +257,13 @@ class LearningPart(WorkloadPart):
         "inputs and g outputs: lecun within sqrt(3/f) of zero, he sqrt(6/f), glorot sqrt(6/(f+g)), torch sqrt(1/f), "
         "biases too, which are zero otherwise; default: lecun",
     )
-    data: DataPart = Field(default_factory=lambda: DataPart(), description="data set for training or inference")
-    training: TrainingPart = Field(default_factory=lambda: TrainingPart(), description="how the model is trained")
+    data: DataPart = Field(
+        default_factory=lambda: DataPart(),
+        description="data set for training or inference",
+    )
+    training: TrainingPart = Field(
+        default_factory=lambda: TrainingPart(), description="how the model is trained"
+    )
     numerics: Literal["full", "stacked", "none"] = Field(
         "full",
         description="none: timing only. The same messages, sizes and faults, but no tensor is computed: there are no "
@@ -231,14 +275,29 @@ class LearningPart(WorkloadPart):
         description="compute with the kernels that every processor has, so that losses and weights do not depend on "
         "the instruction set; slower",
     )
-    batch_size: int = Field(32, ge=1, le=MOST_SAMPLES, description="samples of a training step or of a request")
+    batch_size: int = Field(
+        32,
+        ge=1,
+        le=MOST_SAMPLES,
+        description="samples of a training step or of a request",
+    )
     drop_last: bool = Field(
         True,
         description="training: samples that make no whole batch sit out an epoch, another order of the next one brings "
         "them back; false: they make a smaller last batch",
     )
-    epochs: int | None = Field(None, ge=1, le=MOST_STEPS, description="training: how often every sample is seen")
-    steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="training: number of steps, instead of epochs")
+    epochs: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_STEPS,
+        description="training: how often every sample is seen",
+    )
+    steps: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_STEPS,
+        description="training: number of steps, instead of epochs",
+    )
     requests: int | None = Field(
         None,
         ge=1,
@@ -250,20 +309,34 @@ class LearningPart(WorkloadPart):
     @classmethod
     def _moved_optimizer(cls, value: Any) -> Any:
         if isinstance(value, dict) and "optimizer" in value:
-            raise ValueError("'optimizer' is a key of 'training' now: write training: {optimizer: {...}}")
-        if isinstance(value, dict) and value.get("programs") == {}:  # results of version 1.0 have it
+            raise ValueError(
+                "'optimizer' is a key of 'training' now: write training: {optimizer: {...}}"
+            )
+        if (
+            isinstance(value, dict) and value.get("programs") == {}
+        ):  # results of version 1.0 have it
             value = {key: each for key, each in value.items() if key != "programs"}
         return value
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if self.initialisation is not None and self.model.weights is not None:
-            raise ValueError("weights read from a file exclude 'initialisation': remove one of the two")
-        given = [key for key in ("epochs", "steps", "requests") if getattr(self, key) is not None]
+            raise ValueError(
+                "weights read from a file exclude 'initialisation': remove one of the two"
+            )
+        given = [
+            key
+            for key in ("epochs", "steps", "requests")
+            if getattr(self, key) is not None
+        ]
         if self.task == "infer" and given not in ([], ["requests"]):
-            raise ValueError("the length of an inference workload is given by 'requests'")
+            raise ValueError(
+                "the length of an inference workload is given by 'requests'"
+            )
         if self.task == "train" and (len(given) != 1 or given == ["requests"]):
-            raise ValueError("a training workload needs exactly one of 'epochs' and 'steps'")
+            raise ValueError(
+                "a training workload needs exactly one of 'epochs' and 'steps'"
+            )
         return self
 
     @property
@@ -278,7 +351,11 @@ class LearningPart(WorkloadPart):
 
     def on_containers(self) -> Self:
         """Return the keys without stacked numerics: a container computes for one device only."""
-        return self.model_copy(update={"numerics": "full"}) if self.numerics == "stacked" else self
+        return (
+            self.model_copy(update={"numerics": "full"})
+            if self.numerics == "stacked"
+            else self
+        )
 
     @property
     def is_computed(self) -> bool:
@@ -311,7 +388,9 @@ class LearningPart(WorkloadPart):
 
     def files(self) -> Iterator[str]:
         """Yield the Python files named by the training."""
-        yield from (part.file for _, part in self.training.parts() if part.file is not None)
+        yield from (
+            part.file for _, part in self.training.parts() if part.file is not None
+        )
 
     def title(self) -> str:
         """Return the name of the work in reports."""
@@ -324,4 +403,6 @@ class LearningPart(WorkloadPart):
 
     @property
     def _progress_verb(self) -> str:
-        return f"{self.method.name} {'training' if self.task == 'train' else 'inference'}"
+        return (
+            f"{self.method.name} {'training' if self.task == 'train' else 'inference'}"
+        )

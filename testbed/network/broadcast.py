@@ -27,7 +27,14 @@ def broadcast_rate(links: Iterable[Link], *limits: float | None) -> float | None
     return least_rate(*(link.rate for link in links), *limits)
 
 
-def heard(seed: int, sender: str, receiver: str, number: int, message_loss: float, frame: int | None = None) -> bool:
+def heard(
+    seed: int,
+    sender: str,
+    receiver: str,
+    number: int,
+    message_loss: float,
+    frame: int | None = None,
+) -> bool:
     """Return whether a receiver gets a broadcast, or one of its frames; ``number`` counts broadcasts since the sender's
     boot.
 
@@ -35,14 +42,30 @@ def heard(seed: int, sender: str, receiver: str, number: int, message_loss: floa
     """
     if message_loss <= 0:
         return True
-    drawn = _seeded_draws(seed, sender, receiver)(number if frame is None else f"{number}/{frame}")
+    drawn = _seeded_draws(seed, sender, receiver)(
+        number if frame is None else f"{number}/{frame}"
+    )
     return drawn / _DRAWS >= message_loss
 
 
-def received(message: Message, header: int, frame: int | None, heard: Callable[[int | None], bool]) -> Message | None:
+def received(
+    message: Message,
+    header: int,
+    frame: int | None,
+    heard: Callable[[int | None], bool],
+) -> Message | None:
     """Return the received part of a broadcast of ``header`` bytes and values, sent in frames of ``frame`` bytes or
     whole."""
     if frame is None:
         return message if heard(None) else None
-    size = header + sum(tensor.nbytes for tensor in message.tensors.values()) + message.padding
-    return with_gaps(message, header, frame, [each for each in range(-(-size // frame)) if not heard(each)])
+    size = (
+        header
+        + sum(tensor.nbytes for tensor in message.tensors.values())
+        + message.padding
+    )
+    return with_gaps(
+        message,
+        header,
+        frame,
+        [each for each in range(-(-size // frame)) if not heard(each)],
+    )

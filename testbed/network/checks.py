@@ -44,7 +44,10 @@ def problems(link: Link) -> list[Impossible]:
     for name in ("delay", "jitter"):
         if not 0 <= getattr(link, name) < math.inf:
             impossible.append(
-                Impossible(name, f"a {name} of {_in_milliseconds(getattr(link, name))} cannot be: use 0 or more")
+                Impossible(
+                    name,
+                    f"a {name} of {_in_milliseconds(getattr(link, name))} cannot be: use 0 or more",
+                )
             )
     if link.rate is not None and (wrong := rate_problem(link.rate)):
         impossible.append(Impossible("rate", wrong))
@@ -53,7 +56,12 @@ def problems(link: Link) -> list[Impossible]:
     for name in ("jitter_correlation", "loss_correlation"):
         impossible += _correlation_problems(name, getattr(link, name))
     if link.limit is not None and link.limit < 1:
-        impossible.append(Impossible("limit", f"a queue of {link.limit} packets blocks all traffic: use at least 1"))
+        impossible.append(
+            Impossible(
+                "limit",
+                f"a queue of {link.limit} packets blocks all traffic: use at least 1",
+            )
+        )
     if not impossible:
         impossible += _combination_problems(link)
     return impossible
@@ -88,12 +96,16 @@ def rate_problem(rate: float) -> str | None:
 
 def no_jitter(distribution: str) -> str:
     """Return the error text for a jitter distribution without jitter."""
-    return f"'{distribution}' requires a jitter: set `jitter`, or remove the distribution"
+    return (
+        f"'{distribution}' requires a jitter: set `jitter`, or remove the distribution"
+    )
 
 
 def _fraction_problems(name: str, value: float) -> list[Impossible]:
     if value > 1:
-        return [Impossible(name, f"{100 * value:g}% is more than 100%: use at most 100%")]
+        return [
+            Impossible(name, f"{100 * value:g}% is more than 100%: use at most 100%")
+        ]
     if not value >= 0:
         return [Impossible(name, f"{100 * value:g}% is not a fraction: use 0 to 100%")]
     return []
@@ -101,7 +113,12 @@ def _fraction_problems(name: str, value: float) -> list[Impossible]:
 
 def _correlation_problems(name: str, value: float) -> list[Impossible]:
     if value == 1:
-        return [Impossible(name, "100% would repeat the first packet's fate for ever: use at most 99%")]
+        return [
+            Impossible(
+                name,
+                "100% would repeat the first packet's fate for ever: use at most 99%",
+            )
+        ]
     return _fraction_problems(name, value)
 
 
@@ -138,7 +155,10 @@ def _of_loss(link: Link) -> Iterator[Impossible]:
     wrong = _burst_problems(link.bursts)
     if link.loss > 0:
         average = "" if wrong else f"; these bursts lose {100 * link.bursts.loss:.3g}%"
-        yield Impossible("loss", f"'loss' and 'bursts' exclude each other: remove one of them{average}")
+        yield Impossible(
+            "loss",
+            f"'loss' and 'bursts' exclude each other: remove one of them{average}",
+        )
     yield from wrong
 
 
@@ -146,10 +166,16 @@ def _burst_problems(bursts: GilbertElliott) -> list[Impossible]:
     impossible = []
     for name in ("p", "r", "bad_loss", "good_loss"):
         impossible += [
-            Impossible(f"bursts.{each.figure}", each.text) for each in _fraction_problems(name, getattr(bursts, name))
+            Impossible(f"bursts.{each.figure}", each.text)
+            for each in _fraction_problems(name, getattr(bursts, name))
         ]
     if not impossible and bursts.p + bursts.r == 0:
-        impossible.append(Impossible("bursts.r", "with p and r both 0 the link never changes its state: use r above 0"))
+        impossible.append(
+            Impossible(
+                "bursts.r",
+                "with p and r both 0 the link never changes its state: use r above 0",
+            )
+        )
     return impossible
 
 

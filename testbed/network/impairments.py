@@ -31,7 +31,9 @@ def quantiles(distribution: Distribution) -> tuple[float, ...]:
         case "uniform":
             raw = at
         case "pareto":
-            raw = [min((1 - probability) ** (-1 / 3), _PARETO_CUT) for probability in at]
+            raw = [
+                min((1 - probability) ** (-1 / 3), _PARETO_CUT) for probability in at
+            ]
     mean, deviation = fmean(raw), pstdev(raw)
     return tuple((value - mean) / deviation for value in raw)
 
@@ -91,7 +93,10 @@ def delays(link: Link, seed: str) -> Callable[[], float] | None:
 
 def _jittered_delays(link: Link, seed: str) -> Callable[[], float]:
     source = Random(seed)
-    table = [max(0.0, link.delay + link.jitter * value) for value in quantiles(link.distribution)]
+    table = [
+        max(0.0, link.delay + link.jitter * value)
+        for value in quantiles(link.distribution)
+    ]
     if not link.jitter_correlation:
         random = source.random
         return lambda: table[int(random() * QUANTILES)]
@@ -103,7 +108,12 @@ def _jittered_delays(link: Link, seed: str) -> Callable[[], float]:
     def delay() -> float:
         nonlocal state
         state = keep * state + fresh * gauss(0, 1)
-        return table[min(QUANTILES - 1, int((1 + math.erf(state * math.sqrt(0.5))) / 2 * QUANTILES))]
+        return table[
+            min(
+                QUANTILES - 1,
+                int((1 + math.erf(state * math.sqrt(0.5))) / 2 * QUANTILES),
+            )
+        ]
 
     return delay
 
@@ -133,7 +143,12 @@ def memory(link: Link) -> float:
     turning = states.p + states.r
     bad = states.p / turning
     # Of a chain's fates the correlation falls with distance as (1 - p - r) ** distance.
-    shared = bad * (1 - bad) * (states.bad_loss - states.good_loss) ** 2 / (states.loss * (1 - states.loss))
+    shared = (
+        bad
+        * (1 - bad)
+        * (states.bad_loss - states.good_loss) ** 2
+        / (states.loss * (1 - states.loss))
+    )
     return 1 + 2 * shared * (1 - turning) / turning
 
 
@@ -142,7 +157,11 @@ def median_delay(link: Link) -> float:
     if link.reorder >= 0.5:
         return 0.0
     at = int((0.5 - link.reorder) / (1 - link.reorder) * QUANTILES)
-    return max(0.0, link.delay + link.jitter * quantiles(link.distribution)[at]) if link.jitter else link.delay
+    return (
+        max(0.0, link.delay + link.jitter * quantiles(link.distribution)[at])
+        if link.jitter
+        else link.delay
+    )
 
 
 def longest_delay(link: Link) -> float:

@@ -99,7 +99,12 @@ class Link:
     def from_json(figures: Mapping[str, Any]) -> Link:
         """Parse the output of `to_json`. Raises TypeError for an unknown field."""
         bursts = figures.get("bursts")
-        return Link(**{**figures, "bursts": None if bursts is None else GilbertElliott(**bursts)})
+        return Link(
+            **{
+                **figures,
+                "bursts": None if bursts is None else GilbertElliott(**bursts),
+            }
+        )
 
 
 _FEW_PACKETS = 8 * 1514
@@ -110,12 +115,18 @@ _DEVIATIONS = 3
 
 def slowness(there: Link, back: Link) -> float:
     """Return an upper bound in seconds for the round trip of a few full packets, for use in time-outs."""
-    return sum(link.delay + _DEVIATIONS * link.jitter + link.transmission_time(_FEW_PACKETS) for link in (there, back))
+    return sum(
+        link.delay + _DEVIATIONS * link.jitter + link.transmission_time(_FEW_PACKETS)
+        for link in (there, back)
+    )
 
 
 def links_to_json(links: Mapping[Pair, Link]) -> list[dict[str, Any]]:
     """Return directed links as plain values: source, destination and the figures of each."""
-    return [{"source": pair[0], "destination": pair[1], **link.to_json()} for pair, link in links.items()]
+    return [
+        {"source": pair[0], "destination": pair[1], **link.to_json()}
+        for pair, link in links.items()
+    ]
 
 
 def links_from_json(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
@@ -162,7 +173,13 @@ def directed_pairs(topology: Topology, names: Sequence[str]) -> list[Pair]:
     if topology == "mesh":
         return list(permutations(names, 2))
     if topology == "star":
-        return [pair for leaf in names[1:] for pair in ((names[0], leaf), (leaf, names[0]))]
+        return [
+            pair for leaf in names[1:] for pair in ((names[0], leaf), (leaf, names[0]))
+        ]
     if topology == "line":
-        return [pair for left, right in pairwise(names) for pair in ((left, right), (right, left))]
+        return [
+            pair
+            for left, right in pairwise(names)
+            for pair in ((left, right), (right, left))
+        ]
     return []

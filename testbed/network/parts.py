@@ -22,8 +22,14 @@ class BurstsPart(ConfigModel):
     """Loss in bursts after Gilbert and Elliott: a link is in a good or a bad state, and moves before each packet."""
 
     p: Fraction = Field(description="probability of going from good to bad")
-    r: Fraction = Field(description="probability of going from bad to good; 1/r is the mean length of a burst")
-    bad_loss: Fraction = Field(1.0, description="lost in the bad state (1-h)", json_schema_extra={"default": "100%"})
+    r: Fraction = Field(
+        description="probability of going from bad to good; 1/r is the mean length of a burst"
+    )
+    bad_loss: Fraction = Field(
+        1.0,
+        description="lost in the bad state (1-h)",
+        json_schema_extra={"default": "100%"},
+    )
     good_loss: Fraction = Field(0.0, description="lost in the good state (1-k)")
 
 
@@ -33,43 +39,69 @@ _THIS_HOST = IPv4Network("0.0.0.0/8")
 class LinkPart(ConfigModel):
     """Properties of one direction of a link. Missing properties are inherited."""
 
-    preset: str | None = Field(None, description="a named set of figures, e.g. 4g; other keys override it")
-    rate: Rate | None = Field(None, description="on the wire, Ethernet frames; default: as fast as the host")
+    preset: str | None = Field(
+        None, description="a named set of figures, e.g. 4g; other keys override it"
+    )
+    rate: Rate | None = Field(
+        None, description="on the wire, Ethernet frames; default: as fast as the host"
+    )
     delay: Duration | None = Field(None, description="one-way")
     jitter: Duration | None = Field(None, description="standard deviation of the delay")
-    distribution: Distribution | None = Field(None, description="of the jitter; default: normal")
-    jitter_correlation: Fraction | None = Field(None, description="of successive packets' delays")
+    distribution: Distribution | None = Field(
+        None, description="of the jitter; default: normal"
+    )
+    jitter_correlation: Fraction | None = Field(
+        None, description="of successive packets' delays"
+    )
     loss: Fraction | None = Field(None, description="each packet independently")
-    loss_correlation: Fraction | None = Field(None, description="of successive packets' fates")
-    bursts: BurstsPart | None = Field(None, description="loss in bursts, instead of `loss`")
+    loss_correlation: Fraction | None = Field(
+        None, description="of successive packets' fates"
+    )
+    bursts: BurstsPart | None = Field(
+        None, description="loss in bursts, instead of `loss`"
+    )
     message_loss: Fraction | None = Field(
-        None, description="of broadcast messages, each lost whole, by each receiver for itself"
+        None,
+        description="of broadcast messages, each lost whole, by each receiver for itself",
     )
     duplicate: Fraction | None = Field(None, description="packets that arrive twice")
-    reorder: Fraction | None = Field(None, description="packets that skip the delay, and so overtake others")
-    corrupt: Fraction | None = Field(None, description="packets in which one bit is wrong")
+    reorder: Fraction | None = Field(
+        None, description="packets that skip the delay, and so overtake others"
+    )
+    corrupt: Fraction | None = Field(
+        None, description="packets in which one bit is wrong"
+    )
     limit: int | None = Field(
-        None, description="capacity in packets of the queue before the rate limit; default: from rate times delay"
+        None,
+        description="capacity in packets of the queue before the rate limit; default: from rate times delay",
     )
 
 
 class PairLinkPart(LinkPart):
     """A link with properties of its own: ``from``/``to`` for one direction, ``between`` for both."""
 
-    from_: Name | None = Field(None, alias="from", description="sender, of one direction")
+    from_: Name | None = Field(
+        None, alias="from", description="sender, of one direction"
+    )
     to: Name | None = Field(None, description="receiver, of one direction")
-    between: tuple[Name, Name] | None = Field(None, description="both directions between two devices")
+    between: tuple[Name, Name] | None = Field(
+        None, description="both directions between two devices"
+    )
 
     @model_validator(mode="after")
     def _one_way_of_naming(self) -> Self:
         if (self.between is None) == (self.from_ is None or self.to is None):
-            raise ValueError("name the link either with 'from' and 'to' or with 'between: [a, b]'")
+            raise ValueError(
+                "name the link either with 'from' and 'to' or with 'between: [a, b]'"
+            )
         return self
 
     def ends(self) -> list[tuple[Key, str]]:
         """Return each named device with its key."""
         if self.between is not None:
-            return [(("between", index), name) for index, name in enumerate(self.between)]
+            return [
+                (("between", index), name) for index, name in enumerate(self.between)
+            ]
         return [(("from",), str(self.from_)), (("to",), str(self.to))]
 
     def directions(self) -> list[tuple[str, str]]:
@@ -83,9 +115,12 @@ class CellPart(ConfigModel):
     """A radio cell: all transmissions between its devices share one channel."""
 
     devices: tuple[Name, ...] = Field(
-        (), description="member devices; a name with a `count` means all of its devices; default: every device"
+        (),
+        description="member devices; a name with a `count` means all of its devices; default: every device",
     )
-    rate: Rate = Field(description="of the channel: of all transmissions in the cell together")
+    rate: Rate = Field(
+        description="of the channel: of all transmissions in the cell together"
+    )
 
 
 class RadioPart(ConfigModel):
@@ -95,15 +130,26 @@ class RadioPart(ConfigModel):
         description="width and height in metres; devices without a `position` are put anywhere in it, by the seed"
     )
     preset: str = Field(
-        "802.11a", description="transmit power and sensitivity of one of the radios of `testbed show profiles`"
+        "802.11a",
+        description="transmit power and sensitivity of one of the radios of `testbed show profiles`",
     )
-    transmit_power: float | None = Field(None, description="in dBm; default: the preset's")
-    sensitivity: float | None = Field(None, description="in dBm: the weakest that is received; default: the preset's")
-    path_loss_exponent: float = Field(3.1, gt=0, description="of the distance; 2 in free space, more indoors")
+    transmit_power: float | None = Field(
+        None, description="in dBm; default: the preset's"
+    )
+    sensitivity: float | None = Field(
+        None, description="in dBm: the weakest that is received; default: the preset's"
+    )
+    path_loss_exponent: float = Field(
+        3.1, gt=0, description="of the distance; 2 in free space, more indoors"
+    )
     reference_loss: float = Field(
-        46.68, gt=0, description="in dB at 1 m; the default is that of free space at 5.15 GHz"
+        46.68,
+        gt=0,
+        description="in dB at 1 m; the default is that of free space at 5.15 GHz",
     )
-    shadowing: float = Field(8.0, ge=0, description="standard deviation in dB, drawn for each transmission")
+    shadowing: float = Field(
+        8.0, ge=0, description="standard deviation in dB, drawn for each transmission"
+    )
     mean_reception: Fraction | None = Field(
         None,
         gt=0,
@@ -126,11 +172,18 @@ class NetworkPart(ConfigModel):
         description="mesh: all to all; star: all to the first device; line: neighbours in the order of the file; "
         "explicit: the pairs in `links`. Devices without a link cannot communicate; messages are never forwarded",
     )
-    link: LinkPart = Field(default_factory=lambda: LinkPart(), description="every link, unless overridden")
-    links: tuple[PairLinkPart, ...] = Field((), description="links that differ; later ones win")
-    cells: tuple[CellPart, ...] = Field((), description="radio cells: devices that share one channel")
+    link: LinkPart = Field(
+        default_factory=lambda: LinkPart(), description="every link, unless overridden"
+    )
+    links: tuple[PairLinkPart, ...] = Field(
+        (), description="links that differ; later ones win"
+    )
+    cells: tuple[CellPart, ...] = Field(
+        (), description="radio cells: devices that share one channel"
+    )
     radio: RadioPart | None = Field(
-        None, description="derives each link's `message_loss` from the distance; `links` can override single links"
+        None,
+        description="derives each link's `message_loss` from the distance; `links` can override single links",
     )
     frame: Size | None = Field(
         None,
@@ -138,7 +191,10 @@ class NetworkPart(ConfigModel):
         description="casts are lost by frames of this many bytes, of which `message_loss` then is the fraction, and "
         "arrive in part; default: each is lost whole",
     )
-    subnet: str = Field("198.18.0.0/15", description="range from which the data network takes its addresses")
+    subnet: str = Field(
+        "198.18.0.0/15",
+        description="range from which the data network takes its addresses",
+    )
 
     control_subnet: str | None = Field(
         None,
@@ -157,21 +213,34 @@ class NetworkPart(ConfigModel):
             raise ValueError(
                 f"'{value}' is not a range of addresses ({error}): write one such as 10.20.0.0/16"
             ) from None
-        others = (network.is_global, network.is_loopback, network.is_link_local, network.is_multicast)
+        others = (
+            network.is_global,
+            network.is_loopback,
+            network.is_link_local,
+            network.is_multicast,
+        )
         if any(others) or network.overlaps(_THIS_HOST):
-            raise ValueError(f"'{value}' belongs to others: write a private range such as 10.20.0.0/16")
+            raise ValueError(
+                f"'{value}' belongs to others: write a private range such as 10.20.0.0/16"
+            )
         return str(network)
 
 
-FIGURES = tuple(field.name for field in fields(Link) if field.name not in ("up", "frame"))
+FIGURES = tuple(
+    field.name for field in fields(Link) if field.name not in ("up", "frame")
+)
 """The keys with which a part of a scenario describes a link, beside ``preset``."""
 
 
 def given(part: LinkPart) -> dict[str, Any]:
     """Return the explicitly set properties by field of `Link`."""
-    properties = {name: value for name in FIGURES if (value := getattr(part, name)) is not None}
+    properties = {
+        name: value for name in FIGURES if (value := getattr(part, name)) is not None
+    }
     if part.bursts is not None:
-        properties["bursts"] = GilbertElliott(part.bursts.p, part.bursts.r, part.bursts.bad_loss, part.bursts.good_loss)
+        properties["bursts"] = GilbertElliott(
+            part.bursts.p, part.bursts.r, part.bursts.bad_loss, part.bursts.good_loss
+        )
     return properties
 
 
@@ -185,12 +254,18 @@ def overlay(link: Link, part: LinkPart, from_first: bool) -> Link:
     figures = given(part)
     if part.preset is not None:
         preset = PRESETS[part.preset]
-        stated = {"rate": preset.rate(from_first)} | ({} if preset.delay is None else {"delay": preset.delay})
+        stated = {"rate": preset.rate(from_first)} | (
+            {} if preset.delay is None else {"delay": preset.delay}
+        )
         figures = stated | figures
     if "bursts" in figures:
         figures = {"loss": 0.0, "loss_correlation": 0.0} | figures
     elif "loss" in figures:
-        figures = {"bursts": None} | ({"loss_correlation": 0.0} if figures["loss"] == 0 else {}) | figures
+        figures = (
+            {"bursts": None}
+            | ({"loss_correlation": 0.0} if figures["loss"] == 0 else {})
+            | figures
+        )
     if figures.get("jitter") == 0:
         figures = {"distribution": "normal", "jitter_correlation": 0.0} | figures
     return replace(link, **figures)
@@ -234,9 +309,15 @@ _PRESETS = (
         frame=127,
     ),
     LinkPreset(
-        "802.11a", 6e6, 6e6, "IEEE 802.11a-1999, the lowest rate, which reaches farthest; longest MSDU", frame=2304
+        "802.11a",
+        6e6,
+        6e6,
+        "IEEE 802.11a-1999, the lowest rate, which reaches farthest; longest MSDU",
+        frame=2304,
     ),
-    LinkPreset("lan", 1e9, 1e9, "assumption: gigabit Ethernet through one switch", delay=0.1e-3),
+    LinkPreset(
+        "lan", 1e9, 1e9, "assumption: gigabit Ethernet through one switch", delay=0.1e-3
+    ),
 )
 
 PRESETS = {preset.name: preset for preset in _PRESETS}

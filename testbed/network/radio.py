@@ -83,18 +83,26 @@ class Propagation:
         return NormalDist(0, self.shadowing).cdf(margin)
 
 
-def with_mean_reception(propagation: Propagation, positions: Iterable[Position], mean: float) -> Propagation:
+def with_mean_reception(
+    propagation: Propagation, positions: Iterable[Position], mean: float
+) -> Propagation:
     """Adjust the transmit power to reach a mean reception ratio over all pairs.
 
     ``mean`` is above 0 and below 1. Raises ValueError without shadowing, or for fewer than two positions.
     """
     distances = [math.dist(one, other) for one, other in combinations(positions, 2)]
     if propagation.shadowing == 0 or not distances:
-        raise ValueError("without shadowing, or for one device alone, no power gives every mean")
+        raise ValueError(
+            "without shadowing, or for one device alone, no power gives every mean"
+        )
 
     def excess(power: float) -> float:
         there = replace(propagation, transmit_power=power)
-        return sum(there.reception_ratio(distance) for distance in distances) / len(distances) - mean
+        return (
+            sum(there.reception_ratio(distance) for distance in distances)
+            / len(distances)
+            - mean
+        )
 
     weak, strong = -500.0, 500.0
     while strong - weak > 1e-9:
@@ -104,13 +112,19 @@ def with_mean_reception(propagation: Propagation, positions: Iterable[Position],
 
 
 def draw_positions(
-    names: Iterable[str], given: Mapping[str, Position], area: tuple[float, float], seed: int
+    names: Iterable[str],
+    given: Mapping[str, Position],
+    area: tuple[float, float],
+    seed: int,
 ) -> dict[str, Position]:
     """Return where each device is: as given, else anywhere in the area (metres) with equal probability.
 
     What is drawn for a device depends on its name and the seed alone, not on which others there are.
     """
-    return {name: given.get(name) or _random_position(area, derive(seed, "position", name)) for name in names}
+    return {
+        name: given.get(name) or _random_position(area, derive(seed, "position", name))
+        for name in names
+    }
 
 
 def _random_position(area: tuple[float, float], seed: int) -> Position:
@@ -136,9 +150,15 @@ class Radio:
         counted. Without, it is the probability itself, which is the same both ways. ``exponent``: with another path
         loss exponent and the same draws, so that what was lost with a lower one is lost with a higher one as well.
         """
-        propagation = self.propagation if exponent is None else replace(self.propagation, path_loss_exponent=exponent)
+        propagation = (
+            self.propagation
+            if exponent is None
+            else replace(self.propagation, path_loss_exponent=exponent)
+        )
         source, destination = pair
-        ratio = propagation.reception_ratio(math.dist(self.positions[source], self.positions[destination]))
+        ratio = propagation.reception_ratio(
+            math.dist(self.positions[source], self.positions[destination])
+        )
         if self.packets is None:
             return ratio
         draws = random.Random(derive(self.seed, "prr", source, destination))

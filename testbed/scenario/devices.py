@@ -25,10 +25,14 @@ def with_profiles(scenario: Scenario) -> Scenario:
     for name, part in scenario.devices.items():
         if isinstance(part.profile, str) and part.profile.endswith((".yaml", ".yml")):
             try:
-                profile = _read_profile(scenario.source.folder / part.profile, part.profile)
+                profile = _read_profile(
+                    scenario.source.folder / part.profile, part.profile
+                )
                 part = part.model_copy(update={"profile": profile})
             except InputError as error:
-                raise scenario.source.error([Diagnostic(("devices", name, "profile"), str(error))]) from None
+                raise scenario.source.error(
+                    [Diagnostic(("devices", name, "profile"), str(error))]
+                ) from None
         devices[name] = part
     return scenario.model_copy(update={"devices": devices})
 
@@ -40,12 +44,19 @@ def profiled(file: Path) -> DeviceSpec:
 
 def device_names(name: str, part: DevicePart) -> list[str]:
     """Return the device names of one entry of the `devices` section."""
-    return [name] if part.count is None else [f"{name}{number}" for number in range(1, part.count + 1)]
+    return (
+        [name]
+        if part.count is None
+        else [f"{name}{number}" for number in range(1, part.count + 1)]
+    )
 
 
 def expand_devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
     """Return every device, in the order of the scenario; raises `InputError`."""
-    problems = list(_count_problems(scenario)) or [*_device_problems(scenario), *_name_problems(scenario)]
+    problems = list(_count_problems(scenario)) or [
+        *_device_problems(scenario),
+        *_name_problems(scenario),
+    ]
     if problems:
         raise scenario.source.error(problems)
     devices = []
@@ -77,7 +88,10 @@ def _load_profile(part: ProfilePart) -> Profile:
         source=part.name,
         processors=part.processors,
         memory_rate=part.memory_rate,
-        kinds={kind: Rates(each.speed, each.memory_rate, each.weight_rate) for kind, each in part.kinds.items()},
+        kinds={
+            kind: Rates(each.speed, each.memory_rate, each.weight_rate)
+            for kind, each in part.kinds.items()
+        },
         watts=None if part.watts is None else part.watts.pair,
         precisions=part.precisions,
     )
@@ -85,7 +99,11 @@ def _load_profile(part: ProfilePart) -> Profile:
 
 def _profile_of(part: DevicePart) -> Profile | None:
     """Return the profile of a device; None for an unknown one."""
-    return PROFILES.get(part.profile) if isinstance(part.profile, str) else _load_profile(part.profile)
+    return (
+        PROFILES.get(part.profile)
+        if isinstance(part.profile, str)
+        else _load_profile(part.profile)
+    )
 
 
 _OWN_FIGURES = (
@@ -116,7 +134,9 @@ def _with_own_figures(device: DeviceSpec, part: DevicePart) -> DeviceSpec:
         # The profile's rates by kinds of layers belong to the speed that it states.
         device = replace(device, kinds={})
     own = {name: getattr(part, name) for name in _OWN_FIGURES}
-    return replace(device, **{name: value for name, value in own.items() if value is not None})
+    return replace(
+        device, **{name: value for name, value in own.items() if value is not None}
+    )
 
 
 def _count_problems(scenario: Scenario) -> Iterator[Diagnostic]:
@@ -125,7 +145,9 @@ def _count_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         text = f"are {total:,}, more than {MAX_LINKS:,} links, as in a mesh of 1,400: use fewer, or the topology star"
         yield Diagnostic(("devices",), text)
     elif total > MAX_DEVICES:
-        yield Diagnostic(("devices",), f"are {total:,}, more than {MAX_DEVICES:,}: use fewer")
+        yield Diagnostic(
+            ("devices",), f"are {total:,}, more than {MAX_DEVICES:,}: use fewer"
+        )
 
 
 def _name_problems(scenario: Scenario) -> Iterator[Diagnostic]:
@@ -134,10 +156,15 @@ def _name_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         key: Key = ("devices", name)
         names = device_names(name, part)
         if len(names[-1]) > _MAX_NAME:
-            yield Diagnostic(key, f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name")
+            yield Diagnostic(
+                key,
+                f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name",
+            )
         for each in names:
             if each in known:
-                yield Diagnostic(key, f"makes a second device called '{each}': rename one of the two")
+                yield Diagnostic(
+                    key, f"makes a second device called '{each}': rename one of the two"
+                )
             known.add(each)
 
 
@@ -151,10 +178,9 @@ def _device_problems(scenario: Scenario) -> Iterator[Diagnostic]:
             if rate is not None and (wrong := rate_problem(rate)):
                 yield Diagnostic((*key, access), wrong)
         if part.gpu and not scenario.workload.uses_gpu:
-            text = (
-                "is for programs of one's own: methods compute on processors, at the rates of the profile, which may "
-            )
-            yield Diagnostic((*key, "gpu"), text + "be those of a GPU by kinds of layers: remove the key")
+            text = "applies to user programs only: methods compute on processors, at the rates of the profile "
+            text += "(which may be those of a GPU, by kind of layer); remove the key"
+            yield Diagnostic((*key, "gpu"), text)
         if part.slowdown is not None and part.speed is None:
             text = "the host's own speed is not known when plans are made: give the speed to reckon with as well"
             yield Diagnostic((*key, "slowdown"), text)
@@ -163,8 +189,14 @@ def _device_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 def _profile_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
     profile = _profile_of(part)
     if profile is None:
-        text = f"unknown profile '{part.profile}': {nearest(str(part.profile), PROFILES)}"
+        text = (
+            f"unknown profile '{part.profile}': {nearest(str(part.profile), PROFILES)}"
+        )
         yield Diagnostic((*key, "profile"), text)
-    elif part.speed is None and part.precision not in ("f32", "int8", *profile.precisions):
+    elif part.speed is None and part.precision not in (
+        "f32",
+        "int8",
+        *profile.precisions,
+    ):
         text = f"no speed in {part.precision} is known of {profile.name}: give `speed`, measured in that precision"
         yield Diagnostic((*key, "precision"), text)

@@ -17,7 +17,12 @@ from testbed.network.checks import rate_problem
 from testbed.network.link import Cell, Link, Pair, directed_pairs
 from testbed.network.parts import LinkPart, NetworkPart, overlay
 from testbed.network.radio import Radio
-from testbed.scenario.devices import device_names, expand_devices, preset_problems, with_profiles
+from testbed.scenario.devices import (
+    device_names,
+    expand_devices,
+    preset_problems,
+    with_profiles,
+)
 from testbed.scenario.loading import put, validate
 from testbed.scenario.points import LABEL, plain_value
 from testbed.scenario.radio import radio
@@ -42,7 +47,9 @@ def trials(scenario: Scenario) -> list[Trial]:
 
 def _expand_points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
     source = scenario.source
-    plain = scenario.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"sweep", "points"})
+    plain = scenario.model_dump(
+        mode="json", by_alias=True, exclude_none=True, exclude={"sweep", "points"}
+    )
     for written, point in swept(scenario):
         if not point:
             yield scenario, {}
@@ -63,10 +70,16 @@ def _make_trial(scenario: Scenario, point: dict[str, object], repetition: int) -
     scenario = with_profiles(scenario)
     devices = expand_devices(scenario)
     names = [device.name for device in devices]
-    seed = scenario.seed if repetition == 0 else derive(scenario.seed, "repetition", repetition)
+    seed = (
+        scenario.seed
+        if repetition == 0
+        else derive(scenario.seed, "repetition", repetition)
+    )
     air = radio(scenario, names, seed)
     links = _expand_links(scenario, names, air)
-    single = scenario.model_copy(update={"sweep": {}, "points": (), "repetitions": 1, "seed": seed})
+    single = scenario.model_copy(
+        update={"sweep": {}, "points": (), "repetitions": 1, "seed": seed}
+    )
     experiment = Experiment(
         name=scenario.name,
         seed=seed,
@@ -83,30 +96,43 @@ def _make_trial(scenario: Scenario, point: dict[str, object], repetition: int) -
     return Trial(single, experiment, point, repetition)
 
 
-def _expand_links(scenario: Scenario, names: list[str], air: Radio | None) -> dict[Pair, Link]:
+def _expand_links(
+    scenario: Scenario, names: list[str], air: Radio | None
+) -> dict[Pair, Link]:
     network = scenario.network
     pairs = dict.fromkeys(directed_pairs(network.topology, names))
     problems = preset_problems(network.link.preset, ("network", "link", "preset"))
     for index, part in enumerate(network.links):
         key: Key = ("network", "links", index)
-        found = [Diagnostic((*key, *end), text) for end, text in no_such_devices(part.ends(), scenario, names)]
+        found = [
+            Diagnostic((*key, *end), text)
+            for end, text in no_such_devices(part.ends(), scenario, names)
+        ]
         problems += preset_problems(part.preset, (*key, "preset")) + found
         sender, receiver = part.directions()[0]
         if found:
             continue
         if sender == receiver:
-            problems.append(Diagnostic(key, f"links '{sender}' to itself: name two devices"))
+            problems.append(
+                Diagnostic(key, f"links '{sender}' to itself: name two devices")
+            )
         elif network.topology == "explicit":
             pairs |= dict.fromkeys([(sender, receiver), (receiver, sender)])
         elif (sender, receiver) not in pairs:
             text = f"a {network.topology} has no link between '{sender}' and '{receiver}': "
-            problems.append(Diagnostic(key, text + "use the topology mesh, or explicit and list every link"))
+            problems.append(
+                Diagnostic(
+                    key, text + "use the topology mesh, or explicit and list every link"
+                )
+            )
     if problems:
         raise scenario.source.error(problems)
     return _with_figures(pairs, names[0], scenario, air)
 
 
-def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Radio | None) -> dict[Pair, Link]:
+def _with_figures(
+    pairs: Iterable[Pair], first: str, scenario: Scenario, air: Radio | None
+) -> dict[Pair, Link]:
     """Return the link of each pair, combining the defaults, the radio and the individual links."""
     network = scenario.network
     # Two values shared by all pairs: a mesh of a thousand devices has a million of them.
@@ -124,7 +150,9 @@ def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Ra
             links[pair] = overlay(links[pair], part, pair[0] == first)
             differing[pair] = index
     for pair, index in differing.items():
-        problems += located_problems(links[pair], network.links[index], ("network", "links", index))
+        problems += located_problems(
+            links[pair], network.links[index], ("network", "links", index)
+        )
     if problems:
         raise scenario.source.error(problems)
     return links
@@ -133,21 +161,32 @@ def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Ra
 def _default_links(network: NetworkPart) -> dict[bool, Link]:
     """Return the default link by direction: away from the first device, or not."""
     plain = Link(frame=None if network.frame is None else int(network.frame))
-    return {from_first: overlay(plain, network.link, from_first) for from_first in (True, False)}
+    return {
+        from_first: overlay(plain, network.link, from_first)
+        for from_first in (True, False)
+    }
 
 
 def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnostic]:
     """Yield the unsupported properties of a link, at the part of the scenario that set each last."""
     impossible = checks.problems(link)
     if part.distribution is not None and link.jitter == 0 and not impossible:
-        impossible.append(checks.Impossible("distribution", checks.no_jitter(part.distribution)))
+        impossible.append(
+            checks.Impossible("distribution", checks.no_jitter(part.distribution))
+        )
     for figure, text in impossible:
         inner = parse_key(figure)
-        yield Diagnostic((*key, *inner) if getattr(part, str(inner[0])) is not None else key, text)
+        yield Diagnostic(
+            (*key, *inner) if getattr(part, str(inner[0])) is not None else key, text
+        )
 
 
 def _named_devices(
-    scenario: Scenario, given: Sequence[str], names: list[str], key: Key, problems: list[Diagnostic]
+    scenario: Scenario,
+    given: Sequence[str],
+    names: list[str],
+    key: Key,
+    problems: list[Diagnostic],
 ) -> list[str]:
     """Return the devices of a list of names (all for an empty list); report invalid names."""
     members: list[str] = []
@@ -157,7 +196,9 @@ def _named_devices(
         elif name in names:
             members.append(name)
         else:
-            text = f"unknown device '{name}': {nearest(name, [*scenario.devices, *names])}"
+            text = (
+                f"unknown device '{name}': {nearest(name, [*scenario.devices, *names])}"
+            )
             problems.append(Diagnostic((*key, "devices", place), text))
     return list(dict.fromkeys(members if given else names))
 
@@ -166,8 +207,12 @@ def _expand_machines(scenario: Scenario, names: list[str]) -> tuple[Machine, ...
     machines: list[Machine] = []
     problems: list[Diagnostic] = []
     for index, part in enumerate(scenario.machines):
-        members = _named_devices(scenario, part.devices, names, ("machines", index), problems)
-        for name in sorted({name for machine in machines for name in machine.devices} & set(members)):
+        members = _named_devices(
+            scenario, part.devices, names, ("machines", index), problems
+        )
+        for name in sorted(
+            {name for machine in machines for name in machine.devices} & set(members)
+        ):
             text = f"'{name}' is on another machine already: name each device once"
             problems.append(Diagnostic(("machines", index, "devices"), text))
         machines.append(Machine(tuple(members), part.cores))
@@ -183,27 +228,41 @@ def _expand_cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
         key: Key = ("network", "cells", index)
         members = _named_devices(scenario, part.devices, names, key, problems)
         if len(members) < 2 and not problems:
-            problems.append(Diagnostic((*key, "devices"), "a cell requires at least two devices"))
+            problems.append(
+                Diagnostic((*key, "devices"), "a cell requires at least two devices")
+            )
         if wrong := rate_problem(part.rate):
             problems.append(Diagnostic((*key, "rate"), wrong))
         for other, cell in enumerate(cells):
             shared = [name for name in members if name in cell.devices]
             if len(shared) > 1:
                 text = f"'{shared[0]}' and '{shared[1]}' are both in cell {other} as well: a pair has one channel"
-                problems.append(Diagnostic((*key, "devices"), text + ", remove one of them from a cell"))
+                problems.append(
+                    Diagnostic(
+                        (*key, "devices"), text + ", remove one of them from a cell"
+                    )
+                )
         cells.append(Cell(tuple(members), part.rate))
     if problems:
         raise scenario.source.error(problems)
     return tuple(cells)
 
 
-def _expand_changes(scenario: Scenario, devices: Sequence[DeviceSpec], links: dict[Pair, Link]) -> tuple[Change, ...]:
+def _expand_changes(
+    scenario: Scenario, devices: Sequence[DeviceSpec], links: dict[Pair, Link]
+) -> tuple[Change, ...]:
     names = {device.name: None for device in devices}
 
     def wrong(name: str) -> str | None:
-        return None if name in names else next(no_such_devices([((), name)], scenario, names))[1]
+        return (
+            None
+            if name in names
+            else next(no_such_devices([((), name)], scenario, names))[1]
+        )
 
-    assert not isinstance(scenario.trace, str), "loading has put the file's lines in its place"
+    assert not isinstance(scenario.trace, str), (
+        "loading has put the file's lines in its place"
+    )
     expanded, problems = changes(scenario.trace, devices, links, wrong)
     if problems:
         raise scenario.source.error(problems)
@@ -220,6 +279,9 @@ def no_such_devices(
         part = scenario.devices.get(name)
         if part is not None and part.count is not None:
             last = f" to {name}{part.count}" if part.count > 1 else ""
-            yield key, f"'{name}' is a group of devices, {name}1{last}: name one of them"
+            yield (
+                key,
+                f"'{name}' is a group of devices, {name}1{last}: name one of them",
+            )
         else:
             yield key, f"unknown device '{name}': {nearest(name, names)}"

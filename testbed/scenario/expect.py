@@ -27,14 +27,20 @@ def look_up(tree: object, dotted: str) -> Any:
     for part in dotted.split("."):
         if isinstance(tree, Mapping):
             tree = tree.get(part)
-        elif isinstance(tree, list | tuple) and part.isdecimal() and int(part) < len(tree):
+        elif (
+            isinstance(tree, list | tuple)
+            and part.isdecimal()
+            and int(part) < len(tree)
+        ):
             tree = tree[int(part)]
         else:
             return None
     return tree
 
 
-def evaluate(expect: Mapping[str, str], metrics: Metrics, figures: Mapping[str, Metric]) -> list[Expectation]:
+def evaluate(
+    expect: Mapping[str, str], metrics: Metrics, figures: Mapping[str, Metric]
+) -> list[Expectation]:
     """Check all conditions in order. Raises KeyError for an unknown metric."""
     results = []
     for key, text in expect.items():

@@ -14,12 +14,22 @@ from testbed.common.errors import Diagnostic, Key, closest, nearest
 from testbed.scenario.schema import Scenario
 
 
-def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) -> list[Diagnostic]:
+def explain(
+    error: ValidationError, model: type[BaseModel], prefix: Key = ()
+) -> list[Diagnostic]:
     """Convert the errors of the scenario section at ``prefix`` to diagnostics."""
     details = error.errors(include_url=False)
     # A key that is merely misspelt is not missing as well.
-    misspelt = {_closest_key(detail["loc"], model) for detail in details if detail["type"] == "extra_forbidden"}
-    wrong = [detail for detail in details if detail["type"] != "missing" or detail["loc"] not in misspelt]
+    misspelt = {
+        _closest_key(detail["loc"], model)
+        for detail in details
+        if detail["type"] == "extra_forbidden"
+    }
+    wrong = [
+        detail
+        for detail in details
+        if detail["type"] != "missing" or detail["loc"] not in misspelt
+    ]
     problems = [_to_diagnostic(detail, model) for detail in wrong]
     return [Diagnostic(prefix + problem.key, problem.text) for problem in problems]
 
@@ -32,8 +42,14 @@ def _closest_key(key: Key, model: type[BaseModel]) -> Key:
 
 def published_schema() -> dict[str, Any]:
     """Return the JSON schema of scenario files, as printed by `testbed show schema`."""
-    title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Edge testbed scenario"}
-    return {**title, **{key: value for key, value in _schema_of(Scenario).items() if key != "title"}}
+    title = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Edge testbed scenario",
+    }
+    return {
+        **title,
+        **{key: value for key, value in _schema_of(Scenario).items() if key != "title"},
+    }
 
 
 @cache
@@ -41,13 +57,19 @@ def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
     return model.model_json_schema()
 
 
-def _schema_alternatives(schema: Mapping[str, Any], model: type[BaseModel]) -> list[Mapping[str, Any]]:
+def _schema_alternatives(
+    schema: Mapping[str, Any], model: type[BaseModel]
+) -> list[Mapping[str, Any]]:
     """Return the alternatives of one value's schema, references followed."""
     if "$ref" in schema:
-        return _schema_alternatives(_schema_of(model)["$defs"][schema["$ref"].rpartition("/")[2]], model)
+        return _schema_alternatives(
+            _schema_of(model)["$defs"][schema["$ref"].rpartition("/")[2]], model
+        )
     choices = schema.get("anyOf") or schema.get("oneOf")
     if choices:
-        return [part for choice in choices for part in _schema_alternatives(choice, model)]
+        return [
+            part for choice in choices for part in _schema_alternatives(choice, model)
+        ]
     return [schema]
 
 
@@ -56,12 +78,17 @@ def _describe_key(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
     schemas: list[Mapping[str, Any]] = [_schema_of(model)]
     for part in key:
         inner: list[Mapping[str, Any]] = []
-        for schema in (choice for outer in schemas for choice in _schema_alternatives(outer, model)):
+        for schema in (
+            choice for outer in schemas for choice in _schema_alternatives(outer, model)
+        ):
             if isinstance(part, int):
                 prefix: Sequence[Mapping[str, Any]] = schema.get("prefixItems", ())
                 item = prefix[part] if part < len(prefix) else schema.get("items")
             else:
-                named = next(iter(schema.get("patternProperties", {}).values()), schema.get("additionalProperties"))
+                named = next(
+                    iter(schema.get("patternProperties", {}).values()),
+                    schema.get("additionalProperties"),
+                )
                 item = schema.get("properties", {}).get(part, named)
             if isinstance(item, Mapping):
                 inner.append(item)
@@ -71,7 +98,9 @@ def _describe_key(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
 
 def _known_keys(key: Key, model: type[BaseModel]) -> list[str]:
     return [
-        name for part in _schema_alternatives(_describe_key(key, model), model) for name in part.get("properties", {})
+        name
+        for part in _schema_alternatives(_describe_key(key, model), model)
+        for name in part.get("properties", {})
     ]
 
 
@@ -81,7 +110,9 @@ _NO_KEYS = frozenset({"[key]", "[keys]", "[name]"})
 
 def _key_of_error(detail: ErrorDetails) -> Key:
     *before, last = detail["loc"] or ("[key]",)
-    if detail["type"] == "extra_forbidden":  # one that there is not may be called anything
+    if (
+        detail["type"] == "extra_forbidden"
+    ):  # one that there is not may be called anything
         return (*(part for part in before if part not in _NO_KEYS), last)
     return tuple(part for part in (*before, last) if part not in _NO_KEYS)
 
@@ -93,7 +124,9 @@ Formatter = Callable[[ErrorDetails, Key, type[BaseModel]], str]
 def _of_value(text: str) -> Formatter:
     """Return the formatter of a text about the value, which begins with the value."""
 
-    def formatted(detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]) -> str:
+    def formatted(
+        detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]
+    ) -> str:
         value = detail["input"]
         shown = str(value).lower() if isinstance(value, bool) else value
         return f"'{shown}' " + text.format_map(detail.get("ctx", {}))
@@ -118,14 +151,20 @@ def _explain_missing(_detail: ErrorDetails, key: Key, model: type[BaseModel]) ->
     return f"is missing: {about}" if about else "is missing"
 
 
-def _explain_raised(detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]) -> str:
+def _explain_raised(
+    detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]
+) -> str:
     """Return the message of a ValueError raised by one of our validators."""
     return str(detail.get("ctx", {}).get("error", detail["msg"]))
 
 
-def _not_among(detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]) -> str:
+def _not_among(
+    detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]
+) -> str:
     expected = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
-    return f"invalid value '{detail['input']}': {nearest(str(detail['input']), expected)}"
+    return (
+        f"invalid value '{detail['input']}': {nearest(str(detail['input']), expected)}"
+    )
 
 
 def _no_text(detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
@@ -137,10 +176,14 @@ def _no_text(detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
 
 
 def _no_part(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
-    return "must be a mapping, with keys such as " + ", ".join(_known_keys(key, model)[:6])
+    return "must be a mapping, with keys such as " + ", ".join(
+        _known_keys(key, model)[:6]
+    )
 
 
-_WHOLE, _NUMBER, _BOOLEAN = map(_of_value, ("must be a whole number", "must be a number", "must be true or false"))
+_WHOLE, _NUMBER, _BOOLEAN = map(
+    _of_value, ("must be a whole number", "must be a number", "must be true or false")
+)
 _FORMATTERS: Mapping[str, Formatter] = {
     "extra_forbidden": _unknown_key,
     "missing": _explain_missing,
@@ -154,8 +197,12 @@ _FORMATTERS: Mapping[str, Formatter] = {
     "model_attributes_type": _no_part,
     "dict_type": _of_structure("must be a mapping of keys to values"),
     "tuple_type": _of_structure("must be a list: write [ ... ]"),
-    "too_short": _of_structure("is too short: at least {min_length} are needed, not {actual_length}"),
-    "too_long": _of_structure("is too long: at most {max_length} are possible, not {actual_length}"),
+    "too_short": _of_structure(
+        "is too short: at least {min_length} are needed, not {actual_length}"
+    ),
+    "too_long": _of_structure(
+        "is too long: at most {max_length} are possible, not {actual_length}"
+    ),
     "greater_than": _of_value("must be more than {gt:g}"),
     "greater_than_equal": _of_value("must be at least {ge:g}"),
     "less_than": _of_value("must be less than {lt:g}"),

@@ -26,7 +26,9 @@ def find(path: str | Path) -> Path:
         return given
     file = given if given.suffix in (".yaml", ".yml") else Path(f"{given}.yaml")
     # Packages come last and are searched only if they are reached: the scan takes about 20 ms.
-    for candidate in chain((SCENARIOS / file, file, SHIPPED / file), _in_packages(file)):
+    for candidate in chain(
+        (SCENARIOS / file, file, SHIPPED / file), _in_packages(file)
+    ):
         if candidate.exists():
             return candidate
     raise InputError(f"{given}: no such scenario: {_suggest_file(file)}")
@@ -68,7 +70,10 @@ def _suggest_file(file: Path) -> str:
     beside = [str(each) for each in file.parent.glob("*.yaml")]
     names = [*named(SCENARIOS), *named()]
     name = file.with_suffix("").as_posix().removeprefix(f"{SCENARIOS}/")
-    near = [*difflib.get_close_matches(str(file), beside, n=1), *difflib.get_close_matches(name, names, n=1)]
+    near = [
+        *difflib.get_close_matches(str(file), beside, n=1),
+        *difflib.get_close_matches(name, names, n=1),
+    ]
     near += [each for each in names if Path(each).name == file.stem]
     if near:
         return f"did you mean '{near[0]}'?"

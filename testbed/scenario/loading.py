@@ -64,7 +64,9 @@ def _with_trace(scenario: Scenario, source: Source) -> Scenario:
     if isinstance(scenario.trace, str):
         file = source.folder / scenario.trace
         lines = _trace_lines(file, source.where(("trace",)))
-        places: dict[Key, str] = {("trace", index): f"{file}:{number}" for index, number in enumerate(lines)}
+        places: dict[Key, str] = {
+            ("trace", index): f"{file}:{number}" for index, number in enumerate(lines)
+        }
         scenario = scenario.model_copy(update={"trace": tuple(lines.values())})
         source = source.override(places)
     if len(scenario.trace) > MAX_CHANGES:
@@ -76,16 +78,22 @@ def _with_trace(scenario: Scenario, source: Source) -> Scenario:
 def _trace_lines(file: Path, named: str) -> dict[int, str]:
     """Return the non-empty lines of a CSV file by line number; ``named`` is the place where the file is named."""
     try:
-        text = _read_text(file, f"a trace has at most {MAX_CHANGES} entries", "a trace is a CSV file")
+        text = _read_text(
+            file, f"a trace has at most {MAX_CHANGES} entries", "a trace is a CSV file"
+        )
     except (OSError, ValueError) as error:
-        raise InputError(f"{named}: trace: {file} cannot be read: {_error_reason(error)}") from None
+        raise InputError(
+            f"{named}: trace: {file} cannot be read: {_error_reason(error)}"
+        ) from None
     lines = _csv_lines(text)
     example = "lines such as 12.5,link a->b rate,10mbit"
     if not lines:
         raise InputError(f"{file}: holds no entries: write {example}")
     number, first = next(iter(lines.items()))
     if first.count(",") < 2:
-        raise InputError(f"{file}:{number}: '{first[:40]}' is not time,what,value: convert the trace to {example}")
+        raise InputError(
+            f"{file}:{number}: '{first[:40]}' is not time,what,value: convert the trace to {example}"
+        )
     return lines
 
 
@@ -94,7 +102,9 @@ def _csv_lines(text: str) -> dict[int, str]:
     entries: dict[int, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.strip()
-        is_header = not entries and [cell.strip().lower() for cell in entry.split(",")] == ["time", "what", "value"]
+        is_header = not entries and [
+            cell.strip().lower() for cell in entry.split(",")
+        ] == ["time", "what", "value"]
         if entry and not entry.startswith("#") and not is_header:
             entries[number] = entry
     return entries
@@ -112,7 +122,9 @@ def _read_scenario(file: Path) -> str:
     if file.is_dir():
         raise InputError(f"{file}: is a folder: name a scenario file in it")
     try:
-        return _read_text(file, "a scenario is a short text", "a scenario is a YAML file")
+        return _read_text(
+            file, "a scenario is a short text", "a scenario is a YAML file"
+        )
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read: {_error_reason(error)}") from None
 
@@ -124,7 +136,9 @@ def _read_text(file: Path, small: str, form: str) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{file}: is not text (byte {error.start} is not UTF-8): {form}") from None
+        raise InputError(
+            f"{file}: is not text (byte {error.start} is not UTF-8): {form}"
+        ) from None
 
 
 def _error_reason(error: Exception) -> object:
@@ -144,7 +158,9 @@ class _Reader:
     def read(self, text: str) -> tuple[dict[str, Any], Source]:
         if (signs := sum(map(text.count, "\n,[{"))) > _MAX_SIGNS:
             limit = f"{_MAX_SIGNS:,} lines, commas and opening brackets"
-            raise InputError(f"{self.file}: has {signs:,}, more than {limit}: a scenario is a short text")
+            raise InputError(
+                f"{self.file}: has {signs:,}, more than {limit}: a scenario is a short text"
+            )
         try:
             node = yamltext.nodes(text)
         except MarkedYAMLError as error:
@@ -153,11 +169,15 @@ class _Reader:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"{self.file}: is not YAML: {reason}") from None
         if node is None:
-            raise InputError(f"{self.file}: is empty: see scenarios/quickstart.yaml for an example")
+            raise InputError(
+                f"{self.file}: is empty: see scenarios/quickstart.yaml for an example"
+            )
         if not isinstance(node, MappingNode):
             kind = "a list" if isinstance(node, SequenceNode) else "a single value"
             line = node.start_mark.line + 1
-            raise InputError(f"{self.file}:{line}: is {kind}: a scenario is a mapping, 'name: ...' and so on")
+            raise InputError(
+                f"{self.file}:{line}: is {kind}: a scenario is a mapping, 'name: ...' and so on"
+            )
         tree = self._node_mapping(node, ())
         source = Source(self.file, {(): node.start_mark.line + 1, **self.lines})
         if self.problems:
@@ -167,7 +187,9 @@ class _Reader:
     def _describe_error(self, error: MarkedYAMLError, text: str) -> str:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        written = text.splitlines()[line - 1] if 0 < line <= len(text.splitlines()) else ""
+        written = (
+            text.splitlines()[line - 1] if 0 < line <= len(text.splitlines()) else ""
+        )
         reason = " ".join(str(error.problem or error.context).split())
         hint = ""
         if reason == "second occurrence":
@@ -184,7 +206,11 @@ class _Reader:
             text = f"unfolds to more than {_MAX_VALUES} values: write fewer, or use fewer aliases"
             raise InputError(f"{self.file}: {text}")
         if any(node is outer for outer in self.open):
-            self.problems.append(Diagnostic(key, "is an alias of something that contains it: write it out"))
+            self.problems.append(
+                Diagnostic(
+                    key, "is an alias of something that contains it: write it out"
+                )
+            )
             return None
         if isinstance(node, ScalarNode):
             return self._node_scalar(node, key)
@@ -216,7 +242,12 @@ class _Reader:
                 text = "merging with '<<' is not YAML 1.2: alias whole values (key: *name) or write the keys out"
                 self.problems.append(Diagnostic(inner, text))
             elif name in mapping:
-                self.problems.append(Diagnostic(inner, f"duplicate key, first defined in line {first}: remove one"))
+                self.problems.append(
+                    Diagnostic(
+                        inner,
+                        f"duplicate key, first defined in line {first}: remove one",
+                    )
+                )
             else:
                 mapping[name] = self._node_value(value_node, inner)
         self.open.pop()
@@ -226,7 +257,11 @@ class _Reader:
         kind = str(node.tag).removeprefix(_TAG)
         text: str = node.value
         if "\0" in text:
-            self.problems.append(Diagnostic(key, "contains a NUL character, which is invalid in names and paths"))
+            self.problems.append(
+                Diagnostic(
+                    key, "contains a NUL character, which is invalid in names and paths"
+                )
+            )
             return None
         try:
             if kind == "int":
@@ -243,14 +278,21 @@ class _Reader:
 
     def _refuse_tag(self, node: Node, key: Key) -> None:
         tag = str(node.tag).replace(_TAG, "!!")
-        self.problems.append(Diagnostic(key, f"has the tag '{tag}': a scenario needs no tags, write the plain value"))
+        self.problems.append(
+            Diagnostic(
+                key,
+                f"has the tag '{tag}': a scenario needs no tags, write the plain value",
+            )
+        )
 
 
 def _set_override(tree: dict[str, Any], override: str) -> Key:
     """Set one dotted key in the plain values; return the key."""
     dotted, sign, written = override.partition("=")
     if not sign or not dotted.strip():
-        raise InputError(f"--set {override}: is not of the form key=value, such as network.link.rate=10mbit")
+        raise InputError(
+            f"--set {override}: is not of the form key=value, such as network.link.rate=10mbit"
+        )
     key = parse_key(dotted.strip())
     try:
         value = _Reader(f"--set {dotted}").read("value: " + written)[0].get("value")
@@ -277,5 +319,11 @@ def put(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
             place = place[str(part)]
         else:
             here = format_key(key[:depth])
-            size = f"a list of {len(place)}: its items are {here}.0 and on" if isinstance(place, list) else "one value"
-            raise InputError(f"{where}: {format_key(key)}: unknown key: {here} is {size}")
+            size = (
+                f"a list of {len(place)}: its items are {here}.0 and on"
+                if isinstance(place, list)
+                else "one value"
+            )
+            raise InputError(
+                f"{where}: {format_key(key)}: unknown key: {here} is {size}"
+            )

@@ -31,7 +31,10 @@ def point_parts(point: Mapping[str, object]) -> list[str]:
         return [str(point[LABEL])]
     short = [key.rpartition(".")[2] for key in point]
     keys = short if len(set(short)) == len(short) else list(point)
-    return [f"{key}={value_text(value)}" for key, value in zip(keys, point.values(), strict=True)]
+    return [
+        f"{key}={value_text(value)}"
+        for key, value in zip(keys, point.values(), strict=True)
+    ]
 
 
 def value_text(value: object) -> str:
@@ -41,7 +44,8 @@ def value_text(value: object) -> str:
     if not isinstance(value, Mapping):
         return str(value)
     return " ".join(
-        value_text(inner) if key == "name" else f"{key} {value_text(inner)}" for key, inner in value.items()
+        value_text(inner) if key == "name" else f"{key} {value_text(inner)}"
+        for key, inner in value.items()
     )
 
 
@@ -66,7 +70,11 @@ def short_keys(keys: Sequence[str]) -> dict[str, str]:
     shortened = {}
     for key, own in parts.items():
         taken = 1
-        while any(other[-taken:] == own[-taken:] for each, other in parts.items() if each != key) and taken < len(own):
+        while any(
+            other[-taken:] == own[-taken:]
+            for each, other in parts.items()
+            if each != key
+        ) and taken < len(own):
             taken += 1
         shortened[key] = " ".join(own[-taken:]).replace("_", " ")
     return shortened

@@ -6,7 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from testbed.common.errors import Diagnostic, nearest
 from testbed.network.parts import RadioPart
-from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions, with_mean_reception
+from testbed.network.radio import (
+    TRANSCEIVERS,
+    Propagation,
+    Radio,
+    draw_positions,
+    with_mean_reception,
+)
 from testbed.scenario.schema import Scenario
 
 
@@ -18,7 +24,11 @@ def radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
     part = scenario.network.radio
     if part is None:
         return None
-    given = {name: device.position for name, device in scenario.devices.items() if device.position is not None}
+    given = {
+        name: device.position
+        for name, device in scenario.devices.items()
+        if device.position is not None
+    }
     positions = draw_positions(names, given, part.area, seed)
     preset = TRANSCEIVERS[part.preset]
     propagation = Propagation(
@@ -29,20 +39,29 @@ def radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
         part.shadowing,
     )
     if part.mean_reception is not None:
-        propagation = with_mean_reception(propagation, positions.values(), part.mean_reception)
+        propagation = with_mean_reception(
+            propagation, positions.values(), part.mean_reception
+        )
     return Radio(propagation, positions, part.packets, seed)
 
 
-def _position_problems(scenario: Scenario, part: RadioPart | None) -> Iterator[Diagnostic]:
+def _position_problems(
+    scenario: Scenario, part: RadioPart | None
+) -> Iterator[Diagnostic]:
     for name, device in scenario.devices.items():
         if device.position is None:
             continue
         key = ("devices", name, "position")
         x, y = device.position
         if part is None:
-            yield Diagnostic(key, "requires `network.radio`: add a radio, or remove this key")
+            yield Diagnostic(
+                key, "requires `network.radio`: add a radio, or remove this key"
+            )
         elif device.count is not None:
-            yield Diagnostic(key, f"would put {device.count} devices in one place: name them one by one")
+            yield Diagnostic(
+                key,
+                f"would put {device.count} devices in one place: name them one by one",
+            )
         elif not (0 <= x <= part.area[0] and 0 <= y <= part.area[1]):
             width, height = part.area
             text = f"[{x:g}, {y:g}] is outside of the area: use [0, 0] to [{width:g}, {height:g}], or widen "
@@ -67,6 +86,14 @@ def _radio_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 def _problems_of_mean(scenario: Scenario, part: RadioPart) -> Iterator[Diagnostic]:
     key = ("network", "radio", "mean_reception")
     if part.transmit_power is not None:
-        yield Diagnostic(key, "determines the transmit power: remove `transmit_power` or this key")
-    if part.shadowing == 0 or sum(each.count or 1 for each in scenario.devices.values()) < 2:
-        yield Diagnostic(key, "needs two devices at least and some shadowing: no power gives every mean without")
+        yield Diagnostic(
+            key, "determines the transmit power: remove `transmit_power` or this key"
+        )
+    if (
+        part.shadowing == 0
+        or sum(each.count or 1 for each in scenario.devices.values()) < 2
+    ):
+        yield Diagnostic(
+            key,
+            "needs two devices at least and some shadowing: no power gives every mean without",
+        )

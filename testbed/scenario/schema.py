@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PrivateAttr, SerializeAsAny, Tag, field_validator, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    PrivateAttr,
+    SerializeAsAny,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from testbed.common.errors import Diagnostic, InputError, Key
 from testbed.common.part import ConfigModel, Name
@@ -50,7 +58,8 @@ class Source:
     def _has_position(self, key: Key) -> bool:
         """Return whether the position of the key itself is known; false inside an overridden key."""
         return key in self.overrides or (
-            key in self.lines and not any(key[:end] in self.overrides for end in range(len(key)))
+            key in self.lines
+            and not any(key[:end] in self.overrides for end in range(len(key)))
         )
 
     def where(self, key: Key) -> str:
@@ -71,7 +80,10 @@ class Source:
             known = self._closest_position(problem.key)
             return self.lines.get(known, 0) if known is not None else 0
 
-        lines = [f"{self.where(problem.key)}: {problem}" for problem in sorted(problems, key=order)]
+        lines = [
+            f"{self.where(problem.key)}: {problem}"
+            for problem in sorted(problems, key=order)
+        ]
         return InputError("\n".join(dict.fromkeys(lines)))
 
 
@@ -97,9 +109,13 @@ class RatesPart(ConfigModel):
     """Processing rates of one kind of layer. The times of all parts add up; missing rates take no time."""
 
     speed: Speed | None = Field(None, gt=0, description="of their FLOPs")
-    memory_rate: ByteRate | None = Field(None, gt=0, description="of the values that they read and write")
+    memory_rate: ByteRate | None = Field(
+        None, gt=0, description="of the values that they read and write"
+    )
     weight_rate: ByteRate | None = Field(
-        None, gt=0, description="of their weights, which a batch of any size reads once, and of the weights' gradients"
+        None,
+        gt=0,
+        description="of their weights, which a batch of any size reads once, and of the weights' gradients",
     )
 
     @model_validator(mode="after")
@@ -114,22 +130,29 @@ class ProfilePart(ConfigModel):
 
     name: str = Field("own", description="display name")
     speed: Speed = Field(gt=0, description="of each processor")
-    memory_rate: ByteRate | None = Field(None, gt=0, description="what layers read and write a second")
+    memory_rate: ByteRate | None = Field(
+        None, gt=0, description="what layers read and write a second"
+    )
     kinds: dict[Kind, RatesPart] = Field(
         default_factory=dict,
         description="rates of layers by their kind; `speed` and `memory_rate` are those of all that is not named",
     )
     precisions: dict[Precision, Speed] = Field(
-        default_factory=dict, description="speed of layers in f16, bf16 or with weights of int8, where it is known"
+        default_factory=dict,
+        description="speed of layers in f16, bf16 or with weights of int8, where it is known",
     )
     memory: Size = Field(gt=0, description="the device's")
     processors: int = Field(1, ge=1, le=1000, description="that compute at once")
-    watts: WattsPart | None = Field(None, description="power consumption, for the metric `energy`")
+    watts: WattsPart | None = Field(
+        None, description="power consumption, for the metric `energy`"
+    )
 
 
 DeviceProfile = Annotated[
     Annotated[str, Tag("[name]")] | Annotated[ProfilePart, Tag("[keys]")],
-    Discriminator(lambda value: "[keys]" if isinstance(value, dict | ProfilePart) else "[name]"),
+    Discriminator(
+        lambda value: "[keys]" if isinstance(value, dict | ProfilePart) else "[name]"
+    ),
 ]
 
 
@@ -147,7 +170,9 @@ class DevicePart(ConfigModel):
         le=10_000,
         description="number of identical devices, named <name>1 to <name>N",
     )
-    speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed, and that of its `kinds`")
+    speed: Speed | None = Field(
+        None, gt=0, description="overrides the profile's speed, and that of its `kinds`"
+    )
     memory_rate: ByteRate | None = Field(
         None,
         gt=0,
@@ -168,13 +193,19 @@ class DevicePart(ConfigModel):
         "fast as f32 by default",
     )
     gpu: bool = Field(
-        False, description="for programs of one's own: the container is given the host's GPUs, as docker run --gpus all"
+        False,
+        description="for programs of one's own: the container is given the host's GPUs, as docker run --gpus all",
     )
-    memory: Size | None = Field(None, gt=0, description="overrides the profile's memory")
+    memory: Size | None = Field(
+        None, gt=0, description="overrides the profile's memory"
+    )
     watts: WattsPart | None = Field(
-        None, description="power consumption, for the metric `energy`; default: the profile's"
+        None,
+        description="power consumption, for the metric `energy`; default: the profile's",
     )
-    cpus: float | None = Field(None, gt=0, description="CFS quota, for workloads that do not pace themselves")
+    cpus: float | None = Field(
+        None, gt=0, description="CFS quota, for workloads that do not pace themselves"
+    )
     slowdown: float | None = Field(
         None,
         ge=1,
@@ -186,12 +217,17 @@ class DevicePart(ConfigModel):
         description="a link preset of `testbed show profiles`, e.g. 4g: how the device reaches all others; its rates "
         "up and down are the `uplink` and `downlink` that are not given",
     )
-    uplink: Rate | None = Field(None, description="limit on all that the device sends, in addition to its links' rates")
+    uplink: Rate | None = Field(
+        None,
+        description="limit on all that the device sends, in addition to its links' rates",
+    )
     downlink: Rate | None = Field(
-        None, description="limit on all that the device receives, in addition to its links' rates"
+        None,
+        description="limit on all that the device receives, in addition to its links' rates",
     )
     position: tuple[float, float] | None = Field(
-        None, description="metres from two sides of `network.radio.area`; default: drawn from the seed"
+        None,
+        description="metres from two sides of `network.radio.area`; default: drawn from the seed",
     )
 
 
@@ -199,7 +235,8 @@ class MachinePart(ConfigModel):
     """A computer whose processes or containers some devices are."""
 
     devices: tuple[Name, ...] = Field(
-        (), description="devices on this machine; a name with a `count` means all of its devices; default: every device"
+        (),
+        description="devices on this machine; a name with a `count` means all of its devices; default: every device",
     )
     cores: float = Field(
         gt=0,
@@ -228,20 +265,34 @@ class Scenario(ConfigModel):
 
     name: Name = Field(description="the runs are called after it")
     description: str = Field("", description="shown in the report")
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="everything random comes from it")
-    devices: dict[Name, DevicePart] = Field(min_length=1, description="by name; the first is the source")
-    network: NetworkPart = Field(default_factory=lambda: NetworkPart(), description="which devices are linked, and how")
-    machines: tuple[MachinePart, ...] = Field(
-        (), description="computers that several devices share, on the virtual clock; default: each device is its own"
+    seed: int = Field(
+        0, ge=0, le=2**63 - 1, description="everything random comes from it"
     )
-    workload: SerializeAsAny[WorkloadPart] = Field(description="the work of the devices, and its duration")
-    faults: tuple[FaultPart, ...] = Field((), description="faults and repairs, with their times or triggers")
+    devices: dict[Name, DevicePart] = Field(
+        min_length=1, description="by name; the first is the source"
+    )
+    network: NetworkPart = Field(
+        default_factory=lambda: NetworkPart(),
+        description="which devices are linked, and how",
+    )
+    machines: tuple[MachinePart, ...] = Field(
+        (),
+        description="computers that several devices share, on the virtual clock; default: each device is its own",
+    )
+    workload: SerializeAsAny[WorkloadPart] = Field(
+        description="the work of the devices, and its duration"
+    )
+    faults: tuple[FaultPart, ...] = Field(
+        (), description="faults and repairs, with their times or triggers"
+    )
     trace: str | tuple[str, ...] = Field(
         (),
         description="how links and speeds change over time: a CSV file, relative to the scenario file, or its lines, "
         "each `time,what,value`",
     )
-    repetitions: int = Field(1, ge=1, description="runs of each point, each with its own seed")
+    repetitions: int = Field(
+        1, ge=1, description="runs of each point, each with its own seed"
+    )
     sweep: SweepPart | tuple[SweepPart, ...] = Field(
         default_factory=dict,
         description="dotted key of this file -> values; all combinations run; the keys under `together` take their "
@@ -254,11 +305,17 @@ class Scenario(ConfigModel):
         "names the point in tables and plots",
     )
     expect: dict[str, str] = Field(
-        default_factory=dict, description="figure of metrics.json -> condition, e.g. accuracy: '>= 0.9'"
+        default_factory=dict,
+        description="figure of metrics.json -> condition, e.g. accuracy: '>= 0.9'",
     )
-    results: ResultsPart = Field(default_factory=lambda: ResultsPart(), description="further outputs of each run")
+    results: ResultsPart = Field(
+        default_factory=lambda: ResultsPart(), description="further outputs of each run"
+    )
     time_limit: Duration = Field(
-        600.0, gt=0, description="the run fails when it is not over by then", json_schema_extra={"default": "10min"}
+        600.0,
+        gt=0,
+        description="the run fails when it is not over by then",
+        json_schema_extra={"default": "10min"},
     )
 
     @field_validator("sweep", mode="before")
@@ -272,8 +329,12 @@ class Scenario(ConfigModel):
     @classmethod
     def _file_or_lines(cls, value: object) -> object:
         lines = [value] if isinstance(value, str) else value
-        if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
-            raise ValueError("is neither the name of a CSV file nor a list of its lines, each as text")
+        if not isinstance(lines, list | tuple) or not all(
+            isinstance(line, str) for line in lines
+        ):
+            raise ValueError(
+                "is neither the name of a CSV file nor a list of its lines, each as text"
+            )
         return value
 
     _source: Source = PrivateAttr(default_factory=lambda: Source("the scenario"))
@@ -293,10 +354,14 @@ class Scenario(ConfigModel):
 def _check_sweep(sweep: object) -> None:
     """Raise ValueError unless the sweep maps keys to lists of values."""
     if not isinstance(sweep, Mapping):
-        raise ValueError(f"takes dotted keys with lists of values, or a list of such sweeps, not {sweep}")
+        raise ValueError(
+            f"takes dotted keys with lists of values, or a list of such sweeps, not {sweep}"
+        )
     together = sweep.get(TOGETHER, {})
     if not isinstance(together, Mapping) or (TOGETHER in sweep and not together):
-        raise ValueError(f"takes dotted keys with lists of values under '{TOGETHER}', not {together}")
+        raise ValueError(
+            f"takes dotted keys with lists of values under '{TOGETHER}', not {together}"
+        )
     for key, values in [*sweep.items(), *together.items()]:
         if key != TOGETHER and not isinstance(values, list | tuple):
             raise ValueError(f"gives '{key}' no list of values: write {key}: [ ... ]")

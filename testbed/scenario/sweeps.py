@@ -30,7 +30,10 @@ class _Axis:
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the values of all keys, step by step."""
-        return [dict(zip(self.values, together, strict=True)) for together in zip(*self.values.values(), strict=True)]
+        return [
+            dict(zip(self.values, together, strict=True))
+            for together in zip(*self.values.values(), strict=True)
+        ]
 
 
 def check_points(scenario: Scenario) -> None:
@@ -63,7 +66,9 @@ def swept(scenario: Scenario) -> Iterator[tuple[dict[str, Key], dict[str, object
         yield {key: ("points", index, key) for key in point}, dict(point)
 
 
-def _axis_combinations(axes: Sequence[_Axis]) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
+def _axis_combinations(
+    axes: Sequence[_Axis],
+) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
     places = {key: (*axis.place, key) for axis in axes for key in axis.values}
     for chosen in itertools.product(*(axis.steps() for axis in axes)):
         point: dict[str, object] = {}
@@ -82,7 +87,9 @@ def _sweep_axes(scenario: Scenario) -> Iterator[list[_Axis]]:
         sweeps = {("sweep", index): sweep for index, sweep in enumerate(scenario.sweep)}
     for place, sweep in sweeps.items():
         yield [
-            _Axis((*place, key), values) if isinstance(values, Mapping) else _Axis(place, {key: values})
+            _Axis((*place, key), values)
+            if isinstance(values, Mapping)
+            else _Axis(place, {key: values})
             for key, values in sweep.items()
         ]
 

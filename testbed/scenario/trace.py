@@ -40,24 +40,41 @@ M = TypeVar("M", bound=BaseModel)
 def parse(line: str) -> Change:
     """Parse one line. Raises ValueError with the problem and a remedy."""
     try:
-        cells = [cell.strip() for cell in next(csv.reader([line], skipinitialspace=True), [])]
+        cells = [
+            cell.strip() for cell in next(csv.reader([line], skipinitialspace=True), [])
+        ]
     except csv.Error as error:
         raise ValueError(f"is not a line of CSV: {error}") from None
     if len(cells) != 3:
-        raise ValueError(f"has {len(cells)} values: a line must be time,what,value, as in 12.5,link a->b rate,10mbit")
+        raise ValueError(
+            f"has {len(cells)} values: a line must be time,what,value, as in 12.5,link a->b rate,10mbit"
+        )
     written, what, value = cells
     time = float(written) if _NUMBER.fullmatch(written) else parse_duration(written)
     if match := _LINK.fullmatch(what):
         source, arrow, target, key = match.groups()
         if key not in KEYS:
-            raise ValueError(f"a trace cannot change '{key}' of a link: {nearest(key, KEYS)}")
-        pairs = ((source, target),) if arrow == "->" else ((source, target), (target, source))
+            raise ValueError(
+                f"a trace cannot change '{key}' of a link: {nearest(key, KEYS)}"
+            )
+        pairs = (
+            ((source, target),)
+            if arrow == "->"
+            else ((source, target), (target, source))
+        )
         return Change(time, what, value, pairs, _validate_part(LinkPart, {key: value}))
     if match := _DEVICE.fullmatch(what):
         device, key = match.groups()
         if key not in _SPEEDS:
-            raise ValueError(f"a trace cannot change '{key}' of a device: {nearest(key, _SPEEDS)}")
-        return Change(time, what, value, speed=_validate_part(ThrottlePart, {"device": device, key: value}))
+            raise ValueError(
+                f"a trace cannot change '{key}' of a device: {nearest(key, _SPEEDS)}"
+            )
+        return Change(
+            time,
+            what,
+            value,
+            speed=_validate_part(ThrottlePart, {"device": device, key: value}),
+        )
     raise ValueError(
         f"'{what}' is neither a link nor a device: write 'link a->b rate' (or a<->b for both directions) "
         "or 'device a speed'"
@@ -103,21 +120,38 @@ def changes(
     if not problems:
         for index, pair, link in traced_links(links, parsed, next(iter(own))):
             for _, text in checks.problems(link):
-                wrong(index, f"makes a link from {pair[0]} to {pair[1]} with an impossible property: {text}")
+                wrong(
+                    index,
+                    f"makes a link from {pair[0]} to {pair[1]} with an impossible property: {text}",
+                )
     return tuple(parsed), _limit_problems(problems)
 
 
 def _unknown_names(
-    change: Change, own: Mapping[str, float], links: Collection[Pair], no_such_device: Callable[[str], str | None]
+    change: Change,
+    own: Mapping[str, float],
+    links: Collection[Pair],
+    no_such_device: Callable[[str], str | None],
 ) -> list[str]:
     """Return the error text for unknown names or an impossible speed in a change."""
-    names = {name for pair in change.pairs for name in pair} | ({change.speed.device} if change.speed else set())
-    texts = [text for name in sorted(names) if (text := no_such_device(name)) is not None]
+    names = {name for pair in change.pairs for name in pair} | (
+        {change.speed.device} if change.speed else set()
+    )
+    texts = [
+        text for name in sorted(names) if (text := no_such_device(name)) is not None
+    ]
     if texts:
         return texts
-    if change.speed is not None and change.speed.slowed(1.0, own[change.speed.device]) < MIN_FACTOR:
+    if (
+        change.speed is not None
+        and change.speed.slowed(1.0, own[change.speed.device]) < MIN_FACTOR
+    ):
         return ["is less than a millionth of the device's own speed: use more"]
-    return [f"there is no link from '{pair[0]}' to '{pair[1]}'" for pair in change.pairs if pair not in links][:1]
+    return [
+        f"there is no link from '{pair[0]}' to '{pair[1]}'"
+        for pair in change.pairs
+        if pair not in links
+    ][:1]
 
 
 def _limit_problems(problems: list[Diagnostic]) -> list[Diagnostic]:

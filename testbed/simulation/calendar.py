@@ -25,7 +25,12 @@ class Callback:
 
     __slots__ = ("args", "callback", "context")
 
-    def __init__(self, callback: Callable[..., object] | None, args: tuple[Any, ...], context: Context) -> None:
+    def __init__(
+        self,
+        callback: Callable[..., object] | None,
+        args: tuple[Any, ...],
+        context: Context,
+    ) -> None:
         self.callback = callback
         self.args = args
         self.context = context
@@ -44,7 +49,13 @@ class Timer(Callback):
 
     __slots__ = ("_when",)
 
-    def __init__(self, when: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context) -> None:
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        context: Context,
+    ) -> None:
         super().__init__(callback, args, context)
         self._when = when
 
@@ -59,7 +70,9 @@ class Calendar:
     ``failed`` has each callback that raised, and what it raised.
     """
 
-    def __init__(self, limit: float, failed: Callable[[Callback, BaseException], None]) -> None:
+    def __init__(
+        self, limit: float, failed: Callable[[Callback, BaseException], None]
+    ) -> None:
         self.limit = limit
         self.now: float = 0.0
         """Virtual time in seconds; set only by the calendar."""
@@ -76,13 +89,26 @@ class Calendar:
         self._ties = ties = self._ties + 1
         heapq.heappush(self._due, (when, ties, action, argument))
 
-    def timer(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Timer:
+    def timer(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> Timer:
         """Schedule a callback at a time; a past time means next."""
-        timer = Timer(when, callback, args, copy_context() if context is None else context)
+        timer = Timer(
+            when, callback, args, copy_context() if context is None else context
+        )
         self.at(max(when, self.now), self._ready.append, timer)
         return timer
 
-    def soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Callback:
+    def soon(
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
+    ) -> Callback:
         """Schedule a callback after all ready ones."""
         ready = Callback(callback, args, copy_context() if context is None else context)
         self._ready.append(ready)
@@ -103,7 +129,12 @@ class Calendar:
 
     def run(self) -> None:
         """Run until stopped. Raises Stillness for an empty calendar (deadlock), or TimeLimit."""
-        due, frozen, following, pop = self._due, self._frozen, self._ready.popleft, heapq.heappop
+        due, frozen, following, pop = (
+            self._due,
+            self._frozen,
+            self._ready.popleft,
+            heapq.heappop,
+        )
         while True:
             while self._ready:
                 handle = following()

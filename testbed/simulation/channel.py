@@ -21,7 +21,10 @@ from testbed.trace.log import Form
 from testbed.wire.framing import WINDOW, chunks, wire_bytes
 from testbed.wire.message import Message
 
-SEND: Form = ("send", ("peer", "message", "bytes", "start", "duration", "queued", "encode"))
+SEND: Form = (
+    "send",
+    ("peer", "message", "bytes", "start", "duration", "queued", "encode"),
+)
 """The event of an acknowledged message."""
 STALL_SECONDS = 2.0
 """Seconds without an answer after which the sender reconnects, as in the agent."""
@@ -44,7 +47,10 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
     if attempt >= now and attempt - since < STALL_SECONDS:
         return attempt
     reconnect = since + STALL_SECONDS
-    return reconnect + max(0, math.ceil((now - reconnect) / CONNECT_SECONDS)) * CONNECT_SECONDS
+    return (
+        reconnect
+        + max(0, math.ceil((now - reconnect) / CONNECT_SECONDS)) * CONNECT_SECONDS
+    )
 
 
 class Parcel:
@@ -117,7 +123,9 @@ class Channel:
     when TCP would.
     """
 
-    def __init__(self, calendar: Calendar, source: Host, target: Host, link: Link, seed: int) -> None:
+    def __init__(
+        self, calendar: Calendar, source: Host, target: Host, link: Link, seed: int
+    ) -> None:
         # The properties of the two links are copied here, since every message reads them.
         self._calendar = calendar
         self.target = target
@@ -128,7 +136,9 @@ class Channel:
         """When the last acknowledgement scheduled so far arrives."""
         self._unacknowledged = 0
         """Unacknowledged bytes of the current program at the source."""
-        self._waiting: list[Parcel] = []  # no deque, of which each takes 0.7 kB, also where nothing waits
+        self._waiting: list[
+            Parcel
+        ] = []  # no deque, of which each takes 0.7 kB, also where nothing waits
         """Messages still to arrive in the order of the calls; those in transit come first."""
         self._blocked_since: float | None = None
         """Since when something waits for the channel to open."""
@@ -171,8 +181,13 @@ class Channel:
         self._changes += 1
         self.crossing = None
         if has_chance(link):
-            self.crossing = crossing(link, f"{self._seed} {self.source.name} {self.target.name} {self._changes}")
-        self._chance = back._chance = self.crossing is not None or back.crossing is not None
+            self.crossing = crossing(
+                link,
+                f"{self._seed} {self.source.name} {self.target.name} {self._changes}",
+            )
+        self._chance = back._chance = (
+            self.crossing is not None or back.crossing is not None
+        )
         back._answered = passes(link)
 
     def _is_passable(self) -> bool:
@@ -183,13 +198,22 @@ class Channel:
 
     def waits(self, device: Guest) -> bool:
         """Return whether a message of this device is unacknowledged."""
-        parcels = (*self._waiting, *self._at_door, *(parcel for _, parcel in self._unanswered))
-        return any(parcel.sender is device and not parcel.future.done() for parcel in parcels)
+        parcels = (
+            *self._waiting,
+            *self._at_door,
+            *(parcel for _, parcel in self._unanswered),
+        )
+        return any(
+            parcel.sender is device and not parcel.future.done() for parcel in parcels
+        )
 
     def arrives(self) -> bool:
         """Return whether a message has arrived in part."""
         now = self._calendar.now
-        return any(parcel.due >= 0 and parcel.start + self.link.delay <= now for parcel in self._waiting)
+        return any(
+            parcel.due >= 0 and parcel.start + self.link.delay <= now
+            for parcel in self._waiting
+        )
 
     def enqueue(self, parcel: Parcel) -> None:
         """Queue a message behind the previous ones."""
@@ -247,7 +271,9 @@ class Channel:
                 self._window = Window()
             unheard = _always_heard if back is None else back.lost
             spacing = self.link.transmission_time(PACKET)
-            wire, least, lag = self.crossing.message(wire, spacing, self.round_trip, self._window, unheard)
+            wire, least, lag = self.crossing.message(
+                wire, spacing, self.round_trip, self._window, unheard
+            )
         if back is not None:
             answer = back.answer(self.round_trip)
         return wire, least, lag, answer
@@ -309,12 +335,26 @@ class Channel:
         parcel.future.set_result(None)
         now, called = self._calendar.now, parcel.called
         queued = parcel.begun - called
-        row = (now, source.name, self.target.name, parcel.message.kind, parcel.bytes, called, now - called, queued, 0.0)
-        parcel.sender.add(SEND, row)  # last, since a fault that waits for this event strikes within the call
+        row = (
+            now,
+            source.name,
+            self.target.name,
+            parcel.message.kind,
+            parcel.bytes,
+            called,
+            now - called,
+            queued,
+            0.0,
+        )
+        parcel.sender.add(
+            SEND, row
+        )  # last, since a fault that waits for this event strikes within the call
 
     def withdraw(self, parcel: Parcel) -> None:
         """Remove a message that has not left completely; later ones move up."""
-        if parcel not in self._waiting or (parcel.due >= 0 and parcel.end <= self._calendar.now):
+        if parcel not in self._waiting or (
+            parcel.due >= 0 and parcel.end <= self._calendar.now
+        ):
             return
         self._interrupt_sending()
         self._waiting.remove(parcel)
@@ -335,7 +375,11 @@ class Channel:
             self._forget_connection()
         self._open = self._is_passable()
         if not self._open:
-            if self._blocked_since is None and not self._is_reachable() and any(each.due < 0 for each in self._waiting):
+            if (
+                self._blocked_since is None
+                and not self._is_reachable()
+                and any(each.due < 0 for each in self._waiting)
+            ):
                 self._blocked_since = now
             return
         self._relaunch_parcels(now if was_open else self._reopens_at(now))
@@ -368,7 +412,9 @@ class Channel:
         self._at_door.clear()
         for parcel in (*arrived, *(each for each in self._waiting if each.due >= 0)):
             self._mark_for_relaunch(parcel)
-        self._waiting = [parcel for parcel in (*arrived, *self._waiting) if not parcel.future.done()]
+        self._waiting = [
+            parcel for parcel in (*arrived, *self._waiting) if not parcel.future.done()
+        ]
         for parcel in self._waiting:
             parcel.remaining = wire_bytes(parcel.bytes)
 
@@ -426,19 +472,38 @@ class Channel:
         device, link = self.target.device, self.link
         if device is None:
             return
-        draw = (self._seed, self.source.name, self.target.name, cast.number, link.message_loss)
+        draw = (
+            self._seed,
+            self.source.name,
+            self.target.name,
+            cast.number,
+            link.message_loss,
+        )
         message: Message | None = cast.message
         if link.frame is not None:
-            message = received(cast.message, cast.header, link.frame, partial(heard, *draw))
+            message = received(
+                cast.message, cast.header, link.frame, partial(heard, *draw)
+            )
         elif not heard(*draw):
             return
         if message is not None:
             # A copy for each, of which the values are copied as soon as one of them is changed.
-            copied = {name: tensor._lazy_clone() for name, tensor in message.tensors.items()}
+            copied = {
+                name: tensor._lazy_clone() for name, tensor in message.tensors.items()
+            }
             # Not `replace`, which takes longer than all else here.
-            own = Message(message.kind, message.fields, copied, message.sender, message.padding, message.missing)
+            own = Message(
+                message.kind,
+                message.fields,
+                copied,
+                message.sender,
+                message.padding,
+                message.missing,
+            )
             start = cast.start + delay
-            device.deliver(own, cast.bytes, start, self._calendar.now - start, cast.number)
+            device.deliver(
+                own, cast.bytes, start, self._calendar.now - start, cast.number
+            )
 
 
 def _always_heard() -> bool:

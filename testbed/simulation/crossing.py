@@ -11,7 +11,13 @@ import math
 
 from testbed.network import impairments
 from testbed.network.link import Link
-from testbed.simulation.reno import LONGEST_TIMEOUT, RETRANSMISSION_TIMEOUT, Chance, Transmission, Window
+from testbed.simulation.reno import (
+    LONGEST_TIMEOUT,
+    RETRANSMISSION_TIMEOUT,
+    Chance,
+    Transmission,
+    Window,
+)
 from testbed.wire.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS
 
 PACKET = SEGMENT + TCP_HEADERS + ETHERNET_HEADER
@@ -41,7 +47,12 @@ class Crossing:
         return self._delay if self._delays is None else self._delays()
 
     def message(
-        self, wire: float, spacing: float, round_trip: float, window: Window, unheard: Chance
+        self,
+        wire: float,
+        spacing: float,
+        round_trip: float,
+        window: Window,
+        unheard: Chance,
     ) -> tuple[float, float, float]:
         """Draw the transmission of a message of ``wire`` bytes, with ``spacing`` seconds per full packet.
 
@@ -53,10 +64,16 @@ class Crossing:
         if self._lost is None and self._corrupted is None:
             return wire, 0.0, self._latest_arrival(packets, spacing)
         size = wire / packets
-        course = Transmission(window, packets, spacing * size / PACKET, round_trip, self.lost, unheard)
+        course = Transmission(
+            window, packets, spacing * size / PACKET, round_trip, self.lost, unheard
+        )
         course.run()
         late = course.over - course.busy
-        return course.sent * size, course.busy, late + self._latest_arrival(course.last, spacing)
+        return (
+            course.sent * size,
+            course.busy,
+            late + self._latest_arrival(course.last, spacing),
+        )
 
     def answer(self, round_trip: float) -> float:
         """Draw by how much an answer, one packet of a connection's other direction, is later than the link's delay."""
@@ -73,7 +90,12 @@ class Crossing:
         if self._delays is None:
             return 0.0
         drawn = min(packets, _LATEST)
-        return max(self._delays() - (drawn - 1 - index) * spacing for index in range(drawn)) - self._delay
+        return (
+            max(
+                self._delays() - (drawn - 1 - index) * spacing for index in range(drawn)
+            )
+            - self._delay
+        )
 
 
 def has_chance(link: Link) -> bool:
@@ -88,4 +110,8 @@ def passes(link: Link) -> bool:
 
 def crossing(link: Link, seed: str) -> Crossing | None:
     """Return the random processes of a link; None for a deterministic link."""
-    return Crossing(link, seed) if has_chance(link) and impairments.expected_loss(link) < 1 else None
+    return (
+        Crossing(link, seed)
+        if has_chance(link) and impairments.expected_loss(link) < 1
+        else None
+    )

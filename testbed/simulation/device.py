@@ -38,7 +38,10 @@ CAST: Form = ("cast", ("peers", "message", "bytes", "start", "duration", "number
 @cache
 def _work_forms(span: tuple[str, ...]) -> tuple[Form, Form]:
     """Return the begin and end events of work, by the fields of its span."""
-    return ("begin", span), ("compute", (*span, "start", "duration", "flops", "busy", "deficit"))
+    return ("begin", span), (
+        "compute",
+        (*span, "start", "duration", "flops", "busy", "deficit"),
+    )
 
 
 def _wake_program(waiting: asyncio.Future[None]) -> None:
@@ -115,7 +118,9 @@ class SimulatedDevice:
         self._queue: list[_ChargedWork] = []
         """Work waiting for a processor."""
         self._under_way: list[_ChargedWork] = []
-        self._charged = lru_cache(256)(lambda cost: (host.spec.seconds(cost), cost.of().flops))
+        self._charged = lru_cache(256)(
+            lambda cost: (host.spec.seconds(cost), cost.of().flops)
+        )
         """Seconds and FLOPs of a cost; most are charged again and again."""
 
     def now(self) -> float:
@@ -136,7 +141,9 @@ class SimulatedDevice:
         if self.alive:
             self._recorder.add(form, row)
 
-    def expose(self, weights: Callable[[], Mapping[str, Any]], part: bool = False) -> None:
+    def expose(
+        self, weights: Callable[[], Mapping[str, Any]], part: bool = False
+    ) -> None:
         """Keep the callable for whoever asks for the weights."""
         self.exposed[part] = weights
 
@@ -190,20 +197,28 @@ class SimulatedDevice:
         """Transmit once for all; return when the last byte has left."""
         if not self.alive:
             self._stop_program()
-        channels = [self._channels.get(peer) or self._channel_to(peer) for peer in peers]
+        channels = [
+            self._channels.get(peer) or self._channel_to(peer) for peer in peers
+        ]
         sent, fields = as_cast(message, self.name)
         values = sum(tensor.nbytes for tensor in message.tensors.values())
         header = self._cast_form().header_size(message, peers, fields)
         size = header + values + message.padding
         for channel in channels:
             check_message(size, self.host.spec, channel.target.spec)
-        seconds = transmission_time(cast_wire_bytes(size), self._world.cast_rate(self.name))
+        seconds = transmission_time(
+            cast_wire_bytes(size), self._world.cast_rate(self.name)
+        )
         called = self._calendar.now
         start, end = occupy(self._world.cast_media(self.name), called, seconds)
         ready, self._cast_until = max(called, self._cast_until), end
         number = self._casts
         self._casts += 1
-        first = seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / cast_wire_bytes(size) if seconds else 0.0
+        first = (
+            seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / cast_wire_bytes(size)
+            if seconds
+            else 0.0
+        )
         cast = Cast(sent, header, size, number, start + first)
         self._calendar.at(end, self._propagate_cast, (channels, cast))
         await self.sleep(end - called)
@@ -223,11 +238,27 @@ class SimulatedDevice:
         for delay, together in arriving.items():
             self._calendar.at(self._calendar.now + delay, hear, (together, cast, delay))
 
-    def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
+    def deliver(
+        self,
+        message: Message,
+        size: int,
+        start: float,
+        duration: float,
+        cast: int | None = None,
+    ) -> None:
         """Put a message into the inbox; ``cast`` is the number of a broadcast."""
         if self._listener is None and not self._hand_to_waiter(message):
             self._inbox.append(message)
-        row = (self._calendar.now, self.name, message.sender, message.kind, size, start, duration, 0.0)
+        row = (
+            self._calendar.now,
+            self.name,
+            message.sender,
+            message.kind,
+            size,
+            start,
+            duration,
+            0.0,
+        )
         if cast is None:
             self.add(RECEIVE, row)
         else:
@@ -257,8 +288,12 @@ class SimulatedDevice:
         except asyncio.CancelledError:
             if receiver in self._receivers:
                 self._receivers.remove(receiver)
-            elif not receiver.cancelled() and not self._hand_to_waiter(receiver.result()):
-                self._inbox.appendleft(receiver.result())  # it came in the very instant of the cancellation
+            elif not receiver.cancelled() and not self._hand_to_waiter(
+                receiver.result()
+            ):
+                self._inbox.appendleft(
+                    receiver.result()
+                )  # it came in the very instant of the cancellation
             raise
 
     def receives(self, peer: str) -> bool:
@@ -323,7 +358,10 @@ class SimulatedDevice:
             return
         if self.host.cores is not None:
             work.share = SharedTransfer(
-                work.remaining, 1.0, ((self.host.cores, 1.0),), partial(self._finish_work, work)
+                work.remaining,
+                1.0,
+                ((self.host.cores, 1.0),),
+                partial(self._finish_work, work),
             )
             self._world.sharing.begin(work.share)
             return
@@ -351,7 +389,11 @@ class SimulatedDevice:
     def change_speed(self, factor: float) -> None:
         """Rescale the remaining work to ``factor`` times the previous speed."""
         for work in self._under_way:
-            if self.host.paused or work.share is not None or work.ends > self._calendar.now:  # it is not over
+            if (
+                self.host.paused
+                or work.share is not None
+                or work.ends > self._calendar.now
+            ):  # it is not over
                 self._halt_work(work)
                 work.remaining /= factor
                 self._go_on(work)
@@ -371,7 +413,10 @@ class SimulatedDevice:
         self._finish_work(work)
 
     def _finish_work(self, work: _ChargedWork) -> None:
-        work.ends, work.share = -1.0, None  # a pause of no length leaves two entries in the loop for this instant
+        work.ends, work.share = (
+            -1.0,
+            None,
+        )  # a pause of no length leaves two entries in the loop for this instant
         self._under_way.remove(work)
         keys, values = work.span.row()
         now, flops = self._calendar.now, self._charged(work.cost)[1]
@@ -387,13 +432,19 @@ class SimulatedDevice:
 
     def waits_for(self) -> str:
         """Describe the awaited event for a deadlock report."""
-        reasons = [f"{name} to acknowledge" for name, channel in self._channels.items() if channel.waits(self)]
+        reasons = [
+            f"{name} to acknowledge"
+            for name, channel in self._channels.items()
+            if channel.waits(self)
+        ]
         reasons += [f"its processor ({work.span.name})" for work in self._under_way]
         if any(not receiver.done() for receiver in self._receivers):
             reasons.append("a message")
         if not self.running:
             return "has finished"
-        return "waits for " + (" and ".join(reasons) or "an event unknown to the testbed")
+        return "waits for " + (
+            " and ".join(reasons) or "an event unknown to the testbed"
+        )
 
     def _stop_program(self) -> NoReturn:
         raise asyncio.CancelledError(f"{self.name} was killed")

@@ -53,7 +53,9 @@ class FaultExecution:
     def _observe_event(self, event: Event) -> None:
         if event.device not in self._watched:
             return
-        for operation in self._script.observe(event.time, event.device, event.event, event.fields):
+        for operation in self._script.observe(
+            event.time, event.device, event.event, event.fields
+        ):
             self._watched = self._script.watched
             self._apply_operation(operation)
 

@@ -25,7 +25,14 @@ class Guest(Protocol):
     exposed: dict[bool, Callable[[], Mapping[str, Any]]]
     """Functions that return the weights of the device."""
 
-    def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
+    def deliver(
+        self,
+        message: Message,
+        size: int,
+        start: float,
+        duration: float,
+        cast: int | None = None,
+    ) -> None:
         """Put an arrived message into the inbox."""
 
     def write(self, event: str, fields: dict[str, Any]) -> None:

@@ -50,10 +50,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self.calendar.now
 
     def call_later(  # type: ignore[override]
-        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: Context | None = None,
     ) -> Timer:
         """Schedule a callback some seconds from now."""
-        return self.calendar.timer(self.calendar.now + delay, callback, *args, context=context)
+        return self.calendar.timer(
+            self.calendar.now + delay, callback, *args, context=context
+        )
 
     # Tasks and futures
 
@@ -61,7 +67,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Return a new future."""
         return asyncio.Future(loop=self)
 
-    def create_task(self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
+    def create_task(
+        self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any
+    ) -> asyncio.Task[T]:
         """Schedule a coroutine; ``options`` are those of `asyncio.Task`."""
         if self._task_factory is None:
             return asyncio.Task(coro, loop=self, **options)
@@ -85,7 +93,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("another loop is running in this thread")
         hooks = sys.get_asyncgen_hooks()
-        sys.set_asyncgen_hooks(firstiter=self._generators.add, finalizer=self._close_generator)
+        sys.set_asyncgen_hooks(
+            firstiter=self._generators.add, finalizer=self._close_generator
+        )
         asyncio._set_running_loop(self)
         self._running = True
         try:
@@ -99,7 +109,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise error
         message = f"exception in callback {handle.callback!r}"
-        self.call_exception_handler({"message": message, "exception": error, "handle": handle})
+        self.call_exception_handler(
+            {"message": message, "exception": error, "handle": handle}
+        )
 
     def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
         """Run until a future is done and return its result. Raises RuntimeError for a loop stopped earlier."""
@@ -119,7 +131,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return awaited.result()
 
     def _stop_after(self, done: asyncio.Future[Any]) -> None:
-        if done.cancelled() or not isinstance(done.exception(), SystemExit | KeyboardInterrupt):
+        if done.cancelled() or not isinstance(
+            done.exception(), SystemExit | KeyboardInterrupt
+        ):
             self.stop()  # which those have done already, on their way out of `run_forever`
 
     def stop(self) -> None:
@@ -149,7 +163,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 await generator.aclose()
             except Exception as error:  # noqa: BLE001 - as asyncio's own loops do
                 message = f"exception when closing {generator!r}"
-                self.call_exception_handler({"message": message, "exception": error, "asyncgen": generator})
+                self.call_exception_handler(
+                    {"message": message, "exception": error, "asyncgen": generator}
+                )
 
     def _close_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
         self._generators.discard(generator)
@@ -176,4 +192,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         """Log an unawaited error."""
-        _LOG.error(context.get("message", "unhandled exception in the event loop"), exc_info=context.get("exception"))
+        _LOG.error(
+            context.get("message", "unhandled exception in the event loop"),
+            exc_info=context.get("exception"),
+        )

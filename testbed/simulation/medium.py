@@ -20,7 +20,9 @@ class Medium:
     """When the last transmission reserved so far ends."""
 
 
-def occupy(media: Collection[Medium], now: float, seconds: float) -> tuple[float, float]:
+def occupy(
+    media: Collection[Medium], now: float, seconds: float
+) -> tuple[float, float]:
     """Reserve the next time span in which all media are free; return its start and end.
 
     To be called at the very instant at which the sender is ready: reservations are served in the order of calls.

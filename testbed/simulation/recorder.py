@@ -13,7 +13,9 @@ Watch = Callable[[Event], None]
 class Recorder:
     """Event recorder; ``on_event`` sees each event after logging, or only those in ``names``."""
 
-    def __init__(self, on_event: Watch | None = None, names: Collection[str] | None = None) -> None:
+    def __init__(
+        self, on_event: Watch | None = None, names: Collection[str] | None = None
+    ) -> None:
         self.events = EventLog()
         self._append = self.events.add
         self._on_event = [] if on_event is None else [(on_event, names)]
@@ -26,7 +28,9 @@ class Recorder:
 
     def observe(self, watch: Watch | None, names: Collection[str] = ()) -> None:
         """Call ``watch`` with each event of the given names after logging; the observer may inject faults at once."""
-        self._watches = self._on_event if watch is None else [*self._on_event, (watch, names)]
+        self._watches = (
+            self._on_event if watch is None else [*self._on_event, (watch, names)]
+        )
         self._all = any(seen is None for _, seen in self._watches)
         self._seen = frozenset[str]().union(*(seen or () for _, seen in self._watches))
 
@@ -34,7 +38,9 @@ class Recorder:
         """Record an event by its form."""
         self._append(form, row)
         if self._all or form[0] in self._seen:
-            self._show_event(Event(row[0], row[1], form[0], dict(zip(form[1], row[2:], strict=True))))
+            self._show_event(
+                Event(row[0], row[1], form[0], dict(zip(form[1], row[2:], strict=True)))
+            )
 
     def write(self, event: Event) -> None:
         """Append an event."""

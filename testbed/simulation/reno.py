@@ -62,7 +62,9 @@ class Window:
     def restart(self) -> None:
         """Shrink to the least after a time-out, and grow fast up to half of the former size."""
         self.halve()
-        self.size = _LEAST_WINDOW  # the packet that was repeated is acknowledged by then
+        self.size = (
+            _LEAST_WINDOW  # the packet that was repeated is acknowledged by then
+        )
 
 
 class Transmission:
@@ -90,7 +92,13 @@ class Transmission:
     )
 
     def __init__(
-        self, window: Window, packets: int, spacing: float, round_trip: float, lost: Chance, unheard: Chance
+        self,
+        window: Window,
+        packets: int,
+        spacing: float,
+        round_trip: float,
+        lost: Chance,
+        unheard: Chance,
     ) -> None:
         """``spacing`` is the time of a packet on the link; ``lost`` and ``unheard`` draw the fates of a packet and of
         an acknowledgement."""
@@ -122,7 +130,9 @@ class Transmission:
         # What is beyond that waits in the sender's own socket.
         self._most = packets
         if spacing:
-            self._most = int(round_trip / spacing + _QUEUED_PACKETS + _QUEUED_SECONDS / spacing)
+            self._most = int(
+                round_trip / spacing + _QUEUED_PACKETS + _QUEUED_SECONDS / spacing
+            )
 
     def run(self) -> None:
         """Send until everything has arrived."""
@@ -131,7 +141,9 @@ class Transmission:
         self.over = max(self._now - self._round_trip, self.busy)
 
     def _send_round(self) -> None:
-        window = self._budget if self._recovering else min(self._window.size, self._most)
+        window = (
+            self._budget if self._recovering else min(self._window.size, self._most)
+        )
         repeated = min(self._missing, window)
         count = min(self._left, window - repeated)
         self._missing -= repeated
@@ -159,7 +171,9 @@ class Transmission:
         first = fates.index(True) if lost else count
         # Lost are the last ones only, so the receiver sees no gap and acknowledges every other packet.
         in_order = first == arrived
-        heard = self._is_heard(arrived // 2 if in_order and not self._recovering else arrived)
+        heard = self._is_heard(
+            arrived // 2 if in_order and not self._recovering else arrived
+        )
         ends = not self._left and not self._missing
         self._missing += lost
         if not heard or (lost and in_order and ends):
@@ -189,7 +203,9 @@ class Transmission:
         budget = self._window.size
         if behind < _SHOWN:
             timer = self._round_trip / 8 + _TICK
-            self._now += min(timer, self._round_trip + self._spacing) if self._left else timer
+            self._now += (
+                min(timer, self._round_trip + self._spacing) if self._left else timer
+            )
         if self._left:
             # Those acknowledged before the loss showed let as many new ones leave, of the others one for every two.
             budget = first + min(behind, _SHOWN - 1) + max(1, (behind - 1) // 2)
@@ -206,7 +222,9 @@ class Transmission:
     def _draw_failure(self) -> bool:
         """Draw the loss of a packet or of its acknowledgement."""
         self._attempts += 1
-        return self._attempts <= self._most_attempts and (self._lost() or self._unheard())
+        return self._attempts <= self._most_attempts and (
+            self._lost() or self._unheard()
+        )
 
     def _start_recovery(self, budget: int) -> None:
         """Send so many packets in the next round while lost ones are missing."""
@@ -228,7 +246,9 @@ class Transmission:
         self._now += self._round_trip
         self._missing = max(0, self._missing - 1)
 
-    def _await_timer(self, gone: float, count: int, arrived: int, heard: bool, in_order: bool) -> None:
+    def _await_timer(
+        self, gone: float, count: int, arrived: int, heard: bool, in_order: bool
+    ) -> None:
         """Wait for the timer that ends a silence: the time-out during recovery, else a tail loss probe."""
         since = gone + self._round_trip if heard else gone
         if self._recovering or not in_order:
@@ -238,7 +258,9 @@ class Transmission:
             self._send_probe(since, gone, count, arrived, heard)
             self._start_recovery(self._window.size if heard else 1)
 
-    def _send_probe(self, since: float, gone: float, count: int, arrived: int, heard: bool) -> None:
+    def _send_probe(
+        self, since: float, gone: float, count: int, arrived: int, heard: bool
+    ) -> None:
         """Send one packet more, unless a delayed acknowledgement lets new packets leave before."""
         lost = count - arrived
         due = since + self._probe_timer(lost + arrived % 2 if heard else count)
@@ -267,4 +289,6 @@ class Transmission:
     def _probe_timer(self, outstanding: int) -> float:
         """Return the seconds until TCP probes after the last acknowledgement, with so many packets unacknowledged."""
         timeout = self._round_trip + RETRANSMISSION_TIMEOUT
-        return timeout if outstanding == 1 else min(2 * self._round_trip + _TICK, timeout)
+        return (
+            timeout if outstanding == 1 else min(2 * self._round_trip + _TICK, timeout)
+        )

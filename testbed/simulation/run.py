@@ -44,7 +44,12 @@ def simulate(
     """
     if (why := prepared.scenario.workload.why_not_simulated) is not None:
         raise InputError(why)
-    experiment, method, problem, plan = prepared.experiment, prepared.method, prepared.problem, prepared.plan
+    experiment, method, problem, plan = (
+        prepared.experiment,
+        prepared.method,
+        prepared.problem,
+        prepared.plan,
+    )
     work = prepared.workload
     work.begin(problem.workload)
     inputs = work.inputs(prepared, data, weights)
@@ -54,7 +59,10 @@ def simulate(
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
         posed, own_plan = method.facts(problem, plan, device.name)
         return method.program(
-            device, inputs.job(device.name, posed, own_plan, lambda: device.record("weights"), shared)
+            device,
+            inputs.job(
+                device.name, posed, own_plan, lambda: device.record("weights"), shared
+            ),
         )
 
     recorder = Recorder(on_event, names)
@@ -77,9 +85,13 @@ def simulate(
     try:
         with work.computing(problem):
             given = inputs.begins_with_weights
-            status, error = ended(*_run_world(world, experiment), world.events, weights_given=given)
+            status, error = ended(
+                *_run_world(world, experiment), world.events, weights_given=given
+            )
             computed = problem.workload.is_computed
-            final = _exposed_weights(world.hosts[plan.lead].device) if computed else None
+            final = (
+                _exposed_weights(world.hosts[plan.lead].device) if computed else None
+            )
             final = final and inputs.complete(final)
             parts = _exposed_parts(world) if computed and status in UNGATHERED else {}
     finally:
@@ -113,18 +125,28 @@ def _run_world(world: World, experiment: Experiment) -> tuple[Status, str | None
     except Stillness:
         return "failed", world.why_ended() or "deadlock: " + world.why_still()
     except TimeLimit:
-        return "timed out", f"not over after {experiment.time_limit:g} s; " + world.why_still()
+        return (
+            "timed out",
+            f"not over after {experiment.time_limit:g} s; " + world.why_still(),
+        )
     return "finished", None
 
 
 def _exposed_weights(device: Guest | None, part: bool = False) -> bytes | None:
     """Return the weights exposed by a device as safetensors; None if unavailable."""
-    weights = device.exposed[part]() if device is not None and part in device.exposed else None
+    weights = (
+        device.exposed[part]()
+        if device is not None and part in device.exposed
+        else None
+    )
     return arrays.pack(weights) if weights else None
 
 
 def _exposed_parts(world: World) -> dict[str, bytes]:
-    parts = {name: _exposed_weights(host.device, part=True) for name, host in world.hosts.items()}
+    parts = {
+        name: _exposed_weights(host.device, part=True)
+        for name, host in world.hosts.items()
+    }
     return {name: weights for name, weights in parts.items() if weights is not None}
 
 

@@ -61,7 +61,11 @@ class SharedChannel(Channel):
 
     def _start_leaving(self, leaving: tuple[Parcel, float]) -> None:
         parcel, start = leaving
-        if parcel is not self._present or self._flow is not None or parcel.start != start:
+        if (
+            parcel is not self._present
+            or self._flow is not None
+            or parcel.start != start
+        ):
             return  # it was interrupted before it began
         wire, least, self._lag = parcel.remaining, 0.0, 0.0
         if self._chance:

@@ -133,14 +133,20 @@ class Sharing:
         flow.ended()
 
 
-def max_min_fair_rates(flows: Sequence[SharedTransfer], now: float) -> dict[SharedTransfer, float]:
+def max_min_fair_rates(
+    flows: Sequence[SharedTransfer], now: float
+) -> dict[SharedTransfer, float]:
     """Return the bit/s of each transmission, fair in the sense of max and min, by progressive filling.
 
     Three steps repeat until every transmission has a rate. Raise all others together until a link or something shared
     is full. Fix the rate of the transmissions that this stops. Subtract their part from everything that they share.
     See Bertsekas and Gallager, Data Networks, 2nd edition, section 6.5.2.
     """
-    left = {shared: 0.0 if now < shared.reserved_until else shared.rate for flow in flows for shared, _ in flow.uses}
+    left = {
+        shared: 0.0 if now < shared.reserved_until else shared.rate
+        for flow in flows
+        for shared, _ in flow.uses
+    }
     rates: dict[SharedTransfer, float] = {}
     rising = dict.fromkeys(flows)
     while rising:
@@ -153,7 +159,9 @@ def max_min_fair_rates(flows: Sequence[SharedTransfer], now: float) -> dict[Shar
     return rates
 
 
-def _raise_rates(rising: Iterable[SharedTransfer], left: Mapping[Shared, float]) -> tuple[float, set[Shared]]:
+def _raise_rates(
+    rising: Iterable[SharedTransfer], left: Mapping[Shared, float]
+) -> tuple[float, set[Shared]]:
     """Return the highest common rate of the rising transmissions and the media filled by this rate; none if a link is
     the limit."""
     weights: dict[Shared, float] = {}
@@ -164,4 +172,8 @@ def _raise_rates(rising: Iterable[SharedTransfer], left: Mapping[Shared, float])
     slowest = min(flow.cap for flow in rising)
     if slowest <= level:
         return slowest, set()
-    return level, {shared for shared, weight in weights.items() if left[shared] * _NEARLY <= level * weight}
+    return level, {
+        shared
+        for shared, weight in weights.items()
+        if left[shared] * _NEARLY <= level * weight
+    }

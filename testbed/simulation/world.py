@@ -49,7 +49,9 @@ class _Cell:
     def __init__(self, cell: Cell, sharing: Sharing) -> None:
         self.cell = cell
         self.shared = Shared(cell.rate)
-        self.medium = Medium(lambda start, end: sharing.reserve(self.shared, start, end))
+        self.medium = Medium(
+            lambda start, end: sharing.reserve(self.shared, start, end)
+        )
 
 
 class World:
@@ -76,8 +78,13 @@ class World:
         self.calendar = self.loop.calendar
         self.loop.set_task_factory(_make_owned)
         self.loop.set_exception_handler(self._lost_error)
-        self.hosts = {spec.name: Host(spec.name, spec, number) for number, spec in enumerate(devices)}
-        self.shown = SystemState.of((host.spec for host in self.hosts.values()), links, radio)
+        self.hosts = {
+            spec.name: Host(spec.name, spec, number)
+            for number, spec in enumerate(devices)
+        }
+        self.shown = SystemState.of(
+            (host.spec for host in self.hosts.values()), links, radio
+        )
         """Links and speeds in force; device states are those of the hosts."""
         self.recorder = recorder or Recorder()
         self.events = self.recorder.events
@@ -91,8 +98,16 @@ class World:
             for name in machine.devices:
                 self.hosts[name].cores = cores
         self._cells = [_Cell(cell, self.sharing) for cell in cells]
-        self._uplinks = {name: Shared(host.spec.uplink) for name, host in self.hosts.items() if host.spec.uplink}
-        self._downlinks = {name: Shared(host.spec.downlink) for name, host in self.hosts.items() if host.spec.downlink}
+        self._uplinks = {
+            name: Shared(host.spec.uplink)
+            for name, host in self.hosts.items()
+            if host.spec.uplink
+        }
+        self._downlinks = {
+            name: Shared(host.spec.downlink)
+            for name, host in self.hosts.items()
+            if host.spec.downlink
+        }
         self._cast_media: dict[str, list[Medium]] = {}
         self._cast_rates: dict[str, float | None] = {}
         self._end: asyncio.Future[None] = self.loop.create_future()
@@ -118,10 +133,18 @@ class World:
 
     def _make_channel(self, pair: Pair) -> Channel:
         source, target = pair
-        between = (self.calendar, self.hosts[source], self.hosts[target], self.shown.link(pair), self._seed)
+        between = (
+            self.calendar,
+            self.hosts[source],
+            self.hosts[target],
+            self.shown.link(pair),
+            self._seed,
+        )
         limits = (self._uplinks.get(source), self._downlinks.get(target))
         shareds = [shared for shared in limits if shared is not None]
-        cell = next((each.shared for each in self._cells if each.cell.carries(pair)), None)
+        cell = next(
+            (each.shared for each in self._cells if each.cell.carries(pair)), None
+        )
         if not shareds and cell is None:
             return Channel(*between)
         return SharedChannel(*between, self.sharing, shareds, cell)
@@ -129,15 +152,23 @@ class World:
     def cast_media(self, name: str) -> list[Medium]:
         """Return the media occupied by a device's broadcast: its cells' channels, or its own transmitter."""
         if name not in self._cast_media:
-            self._cast_media[name] = [each.medium for each in self._cells if name in each.cell.devices] or [Medium()]
+            self._cast_media[name] = [
+                each.medium for each in self._cells if name in each.cell.devices
+            ] or [Medium()]
         return self._cast_media[name]
 
     def cast_rate(self, name: str) -> float | None:
         """Return the bit/s at which a device casts, right now."""
         if name not in self._cast_rates:
-            links = [self.shown.link(pair) for pair in self.shown.links if pair[0] == name]
-            cells = [each.cell.rate for each in self._cells if name in each.cell.devices]
-            self._cast_rates[name] = broadcast_rate(links, self.hosts[name].spec.uplink, *cells)
+            links = [
+                self.shown.link(pair) for pair in self.shown.links if pair[0] == name
+            ]
+            cells = [
+                each.cell.rate for each in self._cells if name in each.cell.devices
+            ]
+            self._cast_rates[name] = broadcast_rate(
+                links, self.hosts[name].spec.uplink, *cells
+            )
         return self._cast_rates[name]
 
     def start(self) -> None:
@@ -195,7 +226,9 @@ class World:
         if host.device is None and host.booting is None:
             host.boots += 1
             host.booting = host.boots
-            self.calendar.at(self.calendar.now + BOOT_SECONDS, self._boot_device, (host, host.boots))
+            self.calendar.at(
+                self.calendar.now + BOOT_SECONDS, self._boot_device, (host, host.boots)
+            )
 
     def retire(self, name: str) -> None:
         """Ask a device to leave; the device stops when its program returns. No effect on a stopped device."""
@@ -221,7 +254,9 @@ class World:
         if not host.paused:
             return
         host.paused = False
-        while host.held and not host.paused:  # what arrives may make a fault pause it again, or kill it
+        while (
+            host.held and not host.paused
+        ):  # what arrives may make a fault pause it again, or kill it
             action, argument = host.held.popleft()
             action(argument)
         if host.device is not None and not host.paused:
@@ -271,8 +306,16 @@ class World:
     def why_still(self) -> str:
         """Describe the awaited event of each device."""
         conditions = [f"{host.name} {host.condition()}" for host in self.hosts.values()]
-        rest = f"; and {len(conditions) - DEVICES_NAMED} more" if len(conditions) > DEVICES_NAMED else ""
-        return f"at {self.calendar.now:.6g} s " + "; ".join(conditions[:DEVICES_NAMED]) + rest
+        rest = (
+            f"; and {len(conditions) - DEVICES_NAMED} more"
+            if len(conditions) > DEVICES_NAMED
+            else ""
+        )
+        return (
+            f"at {self.calendar.now:.6g} s "
+            + "; ".join(conditions[:DEVICES_NAMED])
+            + rest
+        )
 
     def _boot_device(self, boot: tuple[Host, int]) -> None:
         host, number = boot
@@ -305,7 +348,11 @@ class World:
         device.tasks.pop(task, None)
         if not device.alive:
             return
-        error = asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
+        error = (
+            asyncio.CancelledError("it cancelled itself")
+            if task.cancelled()
+            else task.exception()
+        )
         if error is not None:
             self._fail_run(device, error)
             return
@@ -320,9 +367,13 @@ class World:
             failure = ProgramError(f"the program of {device.name} failed")
             failure.__cause__ = error
             self._end.set_exception(failure)
-        device.write("state", {"state": "failed", "error": f"{type(error).__name__}: {error}"})
+        device.write(
+            "state", {"state": "failed", "error": f"{type(error).__name__}: {error}"}
+        )
 
-    def _lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _lost_error(
+        self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+    ) -> None:
         """Fail the run for an error in an unawaited task."""
         task, error = context.get("future"), context.get("exception")
         if isinstance(task, _OwnedTask) and task.owner.alive and error is not None:
@@ -348,7 +399,9 @@ class _OwnedTask(asyncio.Task[Any]):
     in the set that asyncio has of all tasks.
     """
 
-    def __init__(self, owner: SimulatedDevice, program: Coroutine[Any, Any, Any], **options: Any) -> None:
+    def __init__(
+        self, owner: SimulatedDevice, program: Coroutine[Any, Any, Any], **options: Any
+    ) -> None:
         self.owner = owner
         owner.started += 1
         self._number = owner.started + (owner.host.number << 16)
@@ -362,7 +415,9 @@ class _OwnedTask(asyncio.Task[Any]):
         return self._number
 
 
-def _make_owned(loop: VirtualLoop, program: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+def _make_owned(
+    loop: VirtualLoop, program: Coroutine[Any, Any, Any], **options: Any
+) -> asyncio.Task[Any]:
     """Create a task owned by the device whose code starts the task."""
     owner = OWNER.get()
     if isinstance(owner, SimulatedDevice):

@@ -27,7 +27,12 @@ FIGURES = (
         "whether the verdict has no objection",
         lambda record: bool(record.cached(verdict)["trusted"]),
     ),
-    Metric("status", "text", "finished, failed, timed out or interrupted", lambda record: record.outcome.status),
+    Metric(
+        "status",
+        "text",
+        "finished, failed, timed out or interrupted",
+        lambda record: record.outcome.status,
+    ),
 )
 
 ROWS = (Row("Duration", "{duration}", "of the workload, without setting up"),)

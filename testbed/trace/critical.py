@@ -44,7 +44,9 @@ class PathTime:
     """Seconds from the send call to the arrival; for the host: time beyond the link's own."""
 
     def __add__(self, other: PathTime) -> PathTime:
-        return PathTime(self.computing + other.computing, self.messaging + other.messaging)
+        return PathTime(
+            self.computing + other.computing, self.messaging + other.messaging
+        )
 
 
 class _Pieces:
@@ -56,7 +58,9 @@ class _Pieces:
         self.senders: list[str | None] = []
         """Where a message came from."""
 
-    def add(self, end: float, start: float, late: float, sender: str | None = None) -> None:
+    def add(
+        self, end: float, start: float, late: float, sender: str | None = None
+    ) -> None:
         self.ends.append(end)
         self.starts.append(start)
         self.late.append(late)
@@ -66,32 +70,64 @@ class _Pieces:
         order = np.argsort(self.ends, kind="stable")
         self.senders = [self.senders[place] for place in order]
         self.ends, self.starts, self.late = (
-            array("d", np.frombuffer(each)[order].tobytes()) for each in (self.ends, self.starts, self.late)
+            array("d", np.frombuffer(each)[order].tobytes())
+            for each in (self.ends, self.starts, self.late)
         )
 
 
 class CriticalPaths:
     """The pieces of a run's devices, in the order of their ends."""
 
-    def __init__(self, events: Sequence[Event], experiment: Experiment, packet_lateness: float = 0.0) -> None:
+    def __init__(
+        self,
+        events: Sequence[Event],
+        experiment: Experiment,
+        packet_lateness: float = 0.0,
+    ) -> None:
         """Build the paths; ``packet_lateness`` is the mean lateness of packets in seconds."""
         log = EventLog.made_of(events)
         pieces: dict[str, _Pieces] = defaultdict(_Pieces)
         links = _LinksInForce(log, experiment)
         sent = _index_departures(log, links)
-        fields = ("event", "device", "start", "duration", "late", "deficit", "peer", "message", "bytes")
-        for event, device, start, duration, late, deficit, peer, message, size in log.of("compute", "receive").rows(
-            *fields
-        ):
+        fields = (
+            "event",
+            "device",
+            "start",
+            "duration",
+            "late",
+            "deficit",
+            "peer",
+            "message",
+            "bytes",
+        )
+        for (
+            event,
+            device,
+            start,
+            duration,
+            late,
+            deficit,
+            peer,
+            message,
+            size,
+        ) in log.of("compute", "receive").rows(*fields):
             if event == "compute":
-                pieces[device].add(start + duration, start, late if late is not None else deficit or 0.0)
+                pieces[device].add(
+                    start + duration,
+                    start,
+                    late if late is not None else deficit or 0.0,
+                )
                 continue
             arrived = start + duration
             known = sent.get((peer, device, message))
             departure = None if known is None else known.take(arrived)
             if departure is None:
                 continue
-            took = None if departure.broadcast else links.time((peer, device), size or 0, departure.called)
+            took = (
+                None
+                if departure.broadcast
+                else links.time((peer, device), size or 0, departure.called)
+            )
             if took is None:
                 beyond = departure.late + packet_lateness
             else:
@@ -107,16 +143,28 @@ class CriticalPaths:
 
     def spent(self, device: str, window: Interval) -> PathTime:
         """Return computation and messaging time of the path that ends on a device at the end of a window."""
-        return self._sum_path(device, window, lambda own, index: own.ends[index] - max(own.starts[index], window[0]))
+        return self._sum_path(
+            device,
+            window,
+            lambda own, index: own.ends[index] - max(own.starts[index], window[0]),
+        )
 
-    def _sum_path(self, device: str, window: Interval, seconds: Callable[[_Pieces, int], float]) -> PathTime:
+    def _sum_path(
+        self, device: str, window: Interval, seconds: Callable[[_Pieces, int], float]
+    ) -> PathTime:
         total = PathTime()
         for own, index in self._walk_path(device, window):
             taken = seconds(own, index)
-            total += PathTime(taken) if own.senders[index] is None else PathTime(messaging=taken)
+            total += (
+                PathTime(taken)
+                if own.senders[index] is None
+                else PathTime(messaging=taken)
+            )
         return total
 
-    def _walk_path(self, device: str, window: Interval) -> Iterator[tuple[_Pieces, int]]:
+    def _walk_path(
+        self, device: str, window: Interval
+    ) -> Iterator[tuple[_Pieces, int]]:
         """Yield the segments of the path that ends on a device at the end of a window, backwards."""
         begun, instant = window
         # Each piece once: several that take no time would lead to one another for ever.
@@ -138,14 +186,22 @@ class _LinksInForce:
     """The links over time: the scenario's, as changed by faults and traces."""
 
     def __init__(self, log: EventLog, experiment: Experiment) -> None:
-        limited = {each.name for each in experiment.devices if each.uplink is not None or each.downlink is not None}
+        limited = {
+            each.name
+            for each in experiment.devices
+            if each.uplink is not None or each.downlink is not None
+        }
         shared = {name for cell in experiment.cells for name in cell.devices}
         self._crowded = limited | shared
         self._begun: dict[Pair, list[float]] = {}
-        self._links: dict[Pair, list[Link]] = {pair: [link] for pair, link in experiment.links.items()}
+        self._links: dict[Pair, list[Link]] = {
+            pair: [link] for pair, link in experiment.links.items()
+        }
         for event in log.of("link"):
             pair = (event.fields["source"], event.fields["destination"])
-            figures = {key: event.fields[key] for key in ("rate", "delay", "loss", "up")}
+            figures = {
+                key: event.fields[key] for key in ("rate", "delay", "loss", "up")
+            }
             others = any(event.fields.get(key) for key in _BLURRED)
             # Of what else there is to such a link it matters only that there is something.
             link = replace(Link(**figures), duplicate=1.0 if others else 0.0)
@@ -155,7 +211,11 @@ class _LinksInForce:
     def time(self, pair: Pair, content: float, instant: float) -> float | None:
         """Return the seconds for a message on an unshared deterministic link; None for other links."""
         link = self._unshared_link(pair, instant)
-        return None if link is None else link.delay + link.transmission_time(wire_bytes(content))
+        return (
+            None
+            if link is None
+            else link.delay + link.transmission_time(wire_bytes(content))
+        )
 
     def transmission(self, pair: Pair, content: float, instant: float) -> float | None:
         """Return the seconds that a message occupies an unshared deterministic link."""
@@ -167,7 +227,11 @@ class _LinksInForce:
         if pair not in self._links or self._crowded & set(pair):
             return None
         link = self._links[pair][bisect_right(self._begun.get(pair, []), instant)]
-        return None if not link.up or any(getattr(link, name) for name in _BLURRED) else link
+        return (
+            None
+            if not link.up or any(getattr(link, name) for name in _BLURRED)
+            else link
+        )
 
 
 _BLURRED = ("jitter", "loss", "bursts", "duplicate", "reorder", "corrupt")
@@ -208,7 +272,9 @@ class _Departures:
         """
         called, _, _, begun, acknowledged, broadcast = self._columns
         index = bisect_right(begun, instant) - 1
-        arrived = index < 0 or (self._next > index and acknowledged[index] < instant - _SAME)
+        arrived = index < 0 or (
+            self._next > index and acknowledged[index] < instant - _SAME
+        )
         if index + 1 < len(begun) and arrived and called[index + 1] <= instant:
             index += 1  # a busy host read its sender's clock after it had left
         if index < 0:
@@ -232,7 +298,9 @@ class _Outlet:
     def ready(self, called: float) -> float:
         """Return when a message could leave."""
         could = max(called, self._free)
-        unacknowledged = sum(size for instant, size in self._unacknowledged if instant > could)
+        unacknowledged = sum(
+            size for instant, size in self._unacknowledged if instant > could
+        )
         while unacknowledged >= WINDOW:
             instant, size = self._unacknowledged.popleft()
             if instant > could:
@@ -247,12 +315,38 @@ class _Outlet:
         self._unacknowledged.append((acknowledged, size))
 
 
-def _index_departures(log: EventLog, links: _LinksInForce) -> Mapping[tuple[str, str, str | None], _Departures]:
+def _index_departures(
+    log: EventLog, links: _LinksInForce
+) -> Mapping[tuple[str, str, str | None], _Departures]:
     """Return the messages by sender, receiver and kind."""
-    departures: dict[tuple[str, str, str | None], _Departures] = defaultdict(_Departures)
+    departures: dict[tuple[str, str, str | None], _Departures] = defaultdict(
+        _Departures
+    )
     outlets: dict[Pair, _Outlet] = defaultdict(_Outlet)
-    fields = ("event", "device", "start", "queued", "encode", "peers", "peer", "message", "bytes", "duration")
-    for event, device, called, queued, encode, peers, peer, message, size, duration in log.of("send", "cast").sorted_by(
+    fields = (
+        "event",
+        "device",
+        "start",
+        "queued",
+        "encode",
+        "peers",
+        "peer",
+        "message",
+        "bytes",
+        "duration",
+    )
+    for (
+        event,
+        device,
+        called,
+        queued,
+        encode,
+        peers,
+        peer,
+        message,
+        size,
+        duration,
+    ) in log.of("send", "cast").sorted_by(
         lambda row: row[2] + (row[3] or 0.0) + (row[4] or 0.0), *fields
     ):
         begun = float(called + (queued or 0.0) + (encode or 0.0))
@@ -264,8 +358,12 @@ def _index_departures(log: EventLog, links: _LinksInForce) -> Mapping[tuple[str,
         pair, content = (device, peer), size or 0
         could, acknowledged = outlets[pair].ready(called), called + duration
         late = max(0.0, begun - could)
-        departures[(*pair, message)].add(_Departure(called, could - called, late, begun, acknowledged))
+        departures[(*pair, message)].add(
+            _Departure(called, could - called, late, begun, acknowledged)
+        )
         # Where the link does not say how long it is busy, the acknowledgement does.
         busy = links.transmission(pair, content, called)
-        outlets[pair].occupy(acknowledged if busy is None else could + late + busy, acknowledged, content)
+        outlets[pair].occupy(
+            acknowledged if busy is None else could + late + busy, acknowledged, content
+        )
     return departures

@@ -22,14 +22,27 @@ from testbed.trace.metrics_spec import Metric
 from testbed.trace.record import RunView
 
 _SPENT = ("compute", "send", "receive", "communicate", "down", "idle")
-_COUNTED = ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "flops", "busy", "deficit")
+_COUNTED = (
+    "messages_sent",
+    "bytes_sent",
+    "messages_received",
+    "bytes_received",
+    "flops",
+    "busy",
+    "deficit",
+)
 _TOGETHER = 1 << 17
 """Approximate number of bars processed together: those of all devices of a long run would fill memory."""
 KINDS: tuple[BarKind, ...] = ("compute", "send", "receive", "down")
 OF_DEVICES: dict[str, MetricKind] = {
     **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
-    **dict.fromkeys([*(f"{name}_share" for name in _SPENT), "deficit_share", "waited_share"], "share"),
-    **dict.fromkeys(["bytes_sent", "bytes_received", "weights", "activations"], "bytes"),
+    **dict.fromkeys(
+        [*(f"{name}_share" for name in _SPENT), "deficit_share", "waited_share"],
+        "share",
+    ),
+    **dict.fromkeys(
+        ["bytes_sent", "bytes_received", "weights", "activations"], "bytes"
+    ),
     **dict.fromkeys(["messages_sent", "messages_received", "flops"], "number"),
     "energy": "joules",
 }
@@ -53,10 +66,14 @@ def devices(record: RunView) -> dict[str, dict[str, Any]]:
             row["units"] = [end for piece in held for end in (piece.first, piece.last)]
         row |= spent[spec.name]
         row |= done.get(spec.name, dict.fromkeys(_COUNTED, 0))
-        if (energy := spec.joules(record.end - row["down"], row["compute"])) is not None:
+        if (
+            energy := spec.joules(record.end - row["down"], row["compute"])
+        ) is not None:
             row["energy"] = energy
         # A processor that is late is so beside others that are not.
-        row["deficit_share"] = _share_of(late.get(spec.name, 0.0) / spec.processors, record.phase)
+        row["deficit_share"] = _share_of(
+            late.get(spec.name, 0.0) / spec.processors, record.phase
+        )
         row["waited_share"] = _share_of(waiting.get(spec.name, 0.0), record.phase)
         table[spec.name] = row
     return table
@@ -76,7 +93,9 @@ def _activity_by_device(record: RunView) -> dict[str, dict[str, float]]:
     return activity
 
 
-def _activity_of(charted: Mapping[str, Sequence[Intervals]], end: float) -> dict[str, dict[str, float]]:
+def _activity_of(
+    charted: Mapping[str, Sequence[Intervals]], end: float
+) -> dict[str, dict[str, float]]:
     """Return the same of some devices, of which the stretches of each of `KINDS` are given.
 
     They lie one behind the other on one axis, which counts the instants at which something begins or ends: thousands of
@@ -84,7 +103,9 @@ def _activity_of(charted: Mapping[str, Sequence[Intervals]], end: float) -> dict
     """
     kinds = list(zip(*charted.values(), strict=True))
     stretches = [np.concatenate(each).clip(0.0, end) for each in kinds]
-    instants = np.unique(np.concatenate([(0.0, end), *(each.ravel() for each in stretches)]))
+    instants = np.unique(
+        np.concatenate([(0.0, end), *(each.ravel() for each in stretches)])
+    )
     devices = np.arange(len(charted))[:, None] * len(instants)
 
     def on_axis(times: Intervals, owners: Any) -> Intervals:
@@ -104,30 +125,46 @@ def _activity_of(charted: Mapping[str, Sequence[Intervals]], end: float) -> dict
     compute, send, receive = (subtract(part, down) for part in (compute, send, receive))
     communicate = subtract(np.concatenate((send, receive)), compute)
     idle = subtract(whole, np.concatenate((compute, send, receive, down)))
-    spent = zip(*map(seconds, (compute, send, receive, communicate, down, idle)), strict=True)
+    spent = zip(
+        *map(seconds, (compute, send, receive, communicate, down, idle)), strict=True
+    )
     return {
-        name: _with_shares(dict(zip(_SPENT, each, strict=True)), end) for name, each in zip(charted, spent, strict=True)
+        name: _with_shares(dict(zip(_SPENT, each, strict=True)), end)
+        for name, each in zip(charted, spent, strict=True)
     }
 
 
 def _with_shares(seconds: dict[str, float], end: float) -> dict[str, float]:
-    return seconds | {f"{name}_share": value / end if end > 0 else 0.0 for name, value in seconds.items()}
+    return seconds | {
+        f"{name}_share": value / end if end > 0 else 0.0
+        for name, value in seconds.items()
+    }
 
 
 def _work_by_device(log: EventLog) -> dict[str, dict[str, Any]]:
     """Return, by device, sent and received bytes, computations, and peak memory in bytes."""
-    work: defaultdict[str, dict[str, Any]] = defaultdict(lambda: dict.fromkeys(_COUNTED, 0))
-    for event, (devices, sizes) in log.of("send", "cast", "receive").columns("device", "bytes"):
+    work: defaultdict[str, dict[str, Any]] = defaultdict(
+        lambda: dict.fromkeys(_COUNTED, 0)
+    )
+    for event, (devices, sizes) in log.of("send", "cast", "receive").columns(
+        "device", "bytes"
+    ):
         way = "received" if event == "receive" else "sent"
-        for (device, size), number in Counter(zip(devices, sizes, strict=False)).items():
+        for (device, size), number in Counter(
+            zip(devices, sizes, strict=False)
+        ).items():
             work[device][f"messages_{way}"] += number
             work[device][f"bytes_{way}"] += number * (size or 0)
-    for device, flops, busy, late, deficit in log.of("compute").rows("device", "flops", "busy", "late", "deficit"):
+    for device, flops, busy, late, deficit in log.of("compute").rows(
+        "device", "flops", "busy", "late", "deficit"
+    ):
         own = work[device]
         own["flops"] += flops or 0.0
         own["busy"] += busy or 0.0
         own["deficit"] += lateness(late, deficit)
-    for device, weights, activations in log.of("memory").rows("device", "weights", "activations"):
+    for device, weights, activations in log.of("memory").rows(
+        "device", "weights", "activations"
+    ):
         work[device] |= {"weights": weights, "activations": activations}
     return work
 
@@ -180,6 +217,9 @@ FIGURES = (
         "deficit_share",
         "share",
         "of the undisturbed steps' time, of the worst device",
-        lambda record: max((row["deficit_share"] for row in record.cached(devices).values()), default=0.0),
+        lambda record: max(
+            (row["deficit_share"] for row in record.cached(devices).values()),
+            default=0.0,
+        ),
     ),
 )

@@ -33,7 +33,9 @@ class Strike:
     def end(self) -> float | None:
         """Time when the disturbance ended: fault undone and, if detected by the method, recovered from. None
         if never."""
-        known = [moment for moment in (self.undone, self.recovered) if moment is not None]
+        known = [
+            moment for moment in (self.undone, self.recovered) if moment is not None
+        ]
         return max(known) if known else None
 
     def window(self, run_end: float) -> tuple[float, float]:
@@ -76,9 +78,14 @@ def _device_names(value: Any) -> tuple[str, ...]:
 
 def _is_undone_by(event: Event, action: str, target: str) -> bool:
     if event.fields.get("phase") == "undo":
-        return event.fields.get("action") == action and str(event.fields.get("target")) == target
+        return (
+            event.fields.get("action") == action
+            and str(event.fields.get("target")) == target
+        )
     mends = mending(str(event.fields.get("action")), str(event.fields.get("target")))
-    return mends is not None and action in ACTIONS and mends.mends(ACTIONS[action], target)
+    return (
+        mends is not None and action in ACTIONS and mends.mends(ACTIONS[action], target)
+    )
 
 
 def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
@@ -87,19 +94,43 @@ def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
     for index, event in enumerate(faults):
         if event.fields.get("phase") == "undo":
             continue
-        action, target = str(event.fields.get("action")), str(event.fields.get("target"))
-        undone = next((later.time for later in faults[index + 1 :] if _is_undone_by(later, action, target)), None)
+        action, target = (
+            str(event.fields.get("action")),
+            str(event.fields.get("target")),
+        )
+        undone = next(
+            (
+                later.time
+                for later in faults[index + 1 :]
+                if _is_undone_by(later, action, target)
+            ),
+            None,
+        )
         struck = float(event.fields.get("began", event.time))
-        strikes.append(Strike(action, target, float(event.fields.get("intended", struck)), struck, undone))
+        strikes.append(
+            Strike(
+                action,
+                target,
+                float(event.fields.get("intended", struck)),
+                struck,
+                undone,
+            )
+        )
     return strikes
 
 
-def _find_cause(strikes: Collection[Strike], detected: float, since: float, missing: Collection[str]) -> Strike | None:
+def _find_cause(
+    strikes: Collection[Strike], detected: float, since: float, missing: Collection[str]
+) -> Strike | None:
     """Return the most likely fault behind a detection: one on a missing device, else the first since ``since``."""
-    known = [strike for strike in strikes if not strike.mends and strike.struck <= detected]
+    known = [
+        strike for strike in strikes if not strike.mends and strike.struck <= detected
+    ]
     # A fault whose effect the method has already outlived explains nothing new, unless it lasts.
     recent = [strike for strike in known if strike.struck >= since]
-    lasting = [strike for strike in known if strike.undone is None or strike.undone > detected]
+    lasting = [
+        strike for strike in known if strike.undone is None or strike.undone > detected
+    ]
     on_missing = [strike for strike in (*recent, *lasting) if strike.target in missing]
     if on_missing:
         return max(on_missing, key=lambda strike: strike.struck)
@@ -107,7 +138,11 @@ def _find_cause(strikes: Collection[Strike], detected: float, since: float, miss
 
 
 def _find_causes(
-    strikes: Collection[Strike], cause: Strike | None, since: float, until: float, missing: Collection[str]
+    strikes: Collection[Strike],
+    cause: Strike | None,
+    since: float,
+    until: float,
+    missing: Collection[str],
 ) -> tuple[Strike, ...]:
     """Return all faults behind a recovery between ``since`` and ``until``."""
     return tuple(
@@ -144,12 +179,16 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
             step=(last or first).fields.get("step"),
             missing=missing,
             phases=phases,
-            causes=_find_causes(strikes, cause, since, last.time if last else math.inf, missing),
+            causes=_find_causes(
+                strikes, cause, since, last.time if last else math.inf, missing
+            ),
         )
 
     for event in EventLog.made_of(events).of("recovery"):
         phase = str(event.fields.get("phase"))
-        missing = tuple(dict.fromkeys((*missing, *_device_names(event.fields.get("missing")))))
+        missing = tuple(
+            dict.fromkeys((*missing, *_device_names(event.fields.get("missing"))))
+        )
         if phase == "detected":
             detected = detected or event
             phases = {}
@@ -159,7 +198,9 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
         elif detected is not None:
             phases[phase] = event
         elif detected_faults:
-            detected_faults[-1] = replace(detected_faults[-1], phases={**detected_faults[-1].phases, phase: event})
+            detected_faults[-1] = replace(
+                detected_faults[-1], phases={**detected_faults[-1].phases, phase: event}
+            )
     if detected is not None:
         detected_faults.append(recovery(detected, None))
     return detected_faults
@@ -169,6 +210,11 @@ def strikes(events: Sequence[Event]) -> list[Strike]:
     """Return all injected faults in order, with the times of their reversal and of the method's recovery."""
     outlived = recoveries(events)
     return [
-        replace(strike, recovered=next((item.resumed for item in outlived if strike in item.causes), None))
+        replace(
+            strike,
+            recovered=next(
+                (item.resumed for item in outlived if strike in item.causes), None
+            ),
+        )
         for strike in _bare_strikes(events)
     ]

@@ -44,12 +44,24 @@ class EventType:
 
 
 EVENTS = (
-    EventType("begin", "a computation starts", ("batch", "micro"), ("span", "batch", "micro")),
+    EventType(
+        "begin", "a computation starts", ("batch", "micro"), ("span", "batch", "micro")
+    ),
     EventType(
         "compute",
         "a computation has ended",
         ("batch", "micro"),
-        ("span", "batch", "micro", "start", "duration", "flops", "busy", "deficit", "late"),
+        (
+            "span",
+            "batch",
+            "micro",
+            "start",
+            "duration",
+            "flops",
+            "busy",
+            "deficit",
+            "late",
+        ),
     ),
     EventType(
         "send",
@@ -63,11 +75,33 @@ EVENTS = (
         (),
         ("peer", "message", "bytes", "start", "duration", "decode", "cast"),
     ),
-    EventType("cast", "a cast has left", (), ("peers", "message", "bytes", "start", "duration", "number")),
-    EventType("state", "the program is up, started, finished, failed or stopped", (), ("state", "error")),
-    EventType("step", "a training step is done", ("batch",), ("step", "loss", "samples")),
-    EventType("left_out", "training samples, of all, that make no whole batch of an epoch", None, ("samples", "of")),
-    EventType("evaluate", "the model was tried on the test data", ("batch",), ("step", "accuracy", "loss", "metrics")),
+    EventType(
+        "cast",
+        "a cast has left",
+        (),
+        ("peers", "message", "bytes", "start", "duration", "number"),
+    ),
+    EventType(
+        "state",
+        "the program is up, started, finished, failed or stopped",
+        (),
+        ("state", "error"),
+    ),
+    EventType(
+        "step", "a training step is done", ("batch",), ("step", "loss", "samples")
+    ),
+    EventType(
+        "left_out",
+        "training samples, of all, that make no whole batch of an epoch",
+        None,
+        ("samples", "of"),
+    ),
+    EventType(
+        "evaluate",
+        "the model was tried on the test data",
+        ("batch",),
+        ("step", "accuracy", "loss", "metrics"),
+    ),
     EventType(
         "diverged",
         "the loss or the weights that a device (`target`) sent are not finite numbers",
@@ -75,10 +109,19 @@ EVENTS = (
         ("step", "target"),
     ),
     EventType("request", "an inference is done", ("batch",), ("request", "latency")),
-    EventType("failed", "an inference was given up", ("batch",), ("request", "error", "after")),
-    EventType("objects", "objects were found in a sample", ("batch",), ("request", "sample", "boxes")),
+    EventType(
+        "failed", "an inference was given up", ("batch",), ("request", "error", "after")
+    ),
+    EventType(
+        "objects",
+        "objects were found in a sample",
+        ("batch",),
+        ("request", "sample", "boxes"),
+    ),
     EventType("weights", "the program has loaded its initial weights"),
-    EventType("memory", "new peak memory use, in bytes", (), ("weights", "activations")),
+    EventType(
+        "memory", "new peak memory use, in bytes", (), ("weights", "activations")
+    ),
     EventType(
         "recovery",
         "a fault was detected, or work resumed after it; a method may record further phases",
@@ -98,9 +141,18 @@ EVENTS = (
         None,
         ("action", "target", "phase", "intended", "began", "detail"),
     ),
-    EventType("link", "a link has other figures", None, ("source", "destination", "rate", "delay", "loss", "up")),
-    EventType("speed", "a device has another speed", None, ("target", "factor", "speed")),
-    EventType("trace", "a trace changed something", None, ("what", "value", "intended")),
+    EventType(
+        "link",
+        "a link has other figures",
+        None,
+        ("source", "destination", "rate", "delay", "loss", "up"),
+    ),
+    EventType(
+        "speed", "a device has another speed", None, ("target", "factor", "speed")
+    ),
+    EventType(
+        "trace", "a trace changed something", None, ("what", "value", "intended")
+    ),
 )
 """Event types with a meaning independent of the method. The last ones are the testbed's own."""
 
@@ -108,7 +160,11 @@ EVENTS = (
 def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:
     """Return the fields of a ``link`` event: the common properties, and others that differ from their defaults."""
     plain = {"rate": link.rate, "delay": link.delay, "loss": link.loss, "up": link.up}
-    others = {name: value for name, value in link.to_json().items() if value != getattr(Link, name)}
+    others = {
+        name: value
+        for name, value in link.to_json().items()
+        if value != getattr(Link, name)
+    }
     return {"source": source, "destination": destination, **plain, **others}
 
 
@@ -150,7 +206,9 @@ LINES = _LineEncoder(check_circular=False, allow_nan=False)
 _NONE: Mapping[str, Any] = {}
 
 
-class Event(NamedTuple):  # of which a long run has millions: made faster than a dataclass
+class Event(
+    NamedTuple
+):  # of which a long run has millions: made faster than a dataclass
     """One line of the run's log."""
 
     time: float
@@ -160,7 +218,12 @@ class Event(NamedTuple):  # of which a long run has millions: made faster than a
 
     def to_json(self) -> str:
         """Return the event as a line without a line end."""
-        written = {"time": round(self.time, DIGITS), "device": self.device, "event": self.event, **self.fields}
+        written = {
+            "time": round(self.time, DIGITS),
+            "device": self.device,
+            "event": self.event,
+            **self.fields,
+        }
         return LINES.encode(written)
 
     @staticmethod
@@ -175,4 +238,6 @@ class Event(NamedTuple):  # of which a long run has millions: made faster than a
         Raises KeyError, TypeError or AttributeError for invalid fields.
         """
         restore_loss(fields)
-        return Event(fields.pop("time"), fields.pop("device"), fields.pop("event"), fields)
+        return Event(
+            fields.pop("time"), fields.pop("device"), fields.pop("event"), fields
+        )

@@ -15,7 +15,12 @@ from testbed.trace.intervals import Interval, Intervals, intervals, lanes, overl
 from testbed.trace.log import EventLog
 
 BarKind = Literal["compute", "send", "receive", "down"]
-_KINDS: dict[str, BarKind] = {"compute": "compute", "send": "send", "receive": "receive", "cast": "send"}
+_KINDS: dict[str, BarKind] = {
+    "compute": "compute",
+    "send": "send",
+    "receive": "receive",
+    "cast": "send",
+}
 CHARTED = tuple(_KINDS)
 """Events drawn as bars."""
 Moments: TypeAlias = "npt.NDArray[np.float64]"
@@ -47,7 +52,11 @@ def run_end(events: Sequence[Event], lead: str) -> float:
     log = EventLog.made_of(events)
     for event in log.of("state"):
         # A lead that a fault struck down starts again: only the last word counts.
-        if event.device == lead and event.time > 0 and event.fields.get("state") == "finished":
+        if (
+            event.device == lead
+            and event.time > 0
+            and event.fields.get("state") == "finished"
+        ):
             return event.time
     return log.latest
 
@@ -56,7 +65,9 @@ def outages(events: Sequence[Event], end: float) -> list[Bar]:
     """Return the outages by device; a killed device is down until its program runs again."""
     bars = []
     came: defaultdict[str, list[float]] = defaultdict(list)
-    for device, time, state in EventLog.made_of(events).of("state").rows("device", "time", "state"):
+    for device, time, state in (
+        EventLog.made_of(events).of("state").rows("device", "time", "state")
+    ):
         if state == "started":
             came[device].append(time)
     for strike in strikes(events):
@@ -65,11 +76,21 @@ def outages(events: Sequence[Event], end: float) -> list[Bar]:
         # "Undone" is when the restart was ordered; booting and loading the model take their time after that.
         back = [time for time in came[strike.target] if time > strike.struck]
         returned = min(back) if back and strike.action == "kill" else strike.undone
-        bars.append(Bar(strike.target, "down", strike.struck, end if returned is None else returned, strike.action))
+        bars.append(
+            Bar(
+                strike.target,
+                "down",
+                strike.struck,
+                end if returned is None else returned,
+                strike.action,
+            )
+        )
     return bars
 
 
-def bars(events: Sequence[Event], end: float, near: Sequence[Interval] | None = None) -> Iterator[Bar]:
+def bars(
+    events: Sequence[Event], end: float, near: Sequence[Interval] | None = None
+) -> Iterator[Bar]:
     """Yield all bars, or those that overlap given intervals; ``end`` closes unfinished ones.
 
     They come in no order that holds throughout, those of some thousand events after those of the thousands before.
@@ -78,24 +99,36 @@ def bars(events: Sequence[Event], end: float, near: Sequence[Interval] | None = 
     fields = ("device", "span", "message", "peer", "peers", "batch", "micro", "bytes")
     for name, starts, stops, columns in _charted_columns(log, *fields):
         kind = _KINDS[name]
-        rows: Iterable[tuple[Any, ...]] = zip(starts.tolist(), stops.tolist(), *columns, strict=False)
+        rows: Iterable[tuple[Any, ...]] = zip(
+            starts.tolist(), stops.tolist(), *columns, strict=False
+        )
         if near is not None:
-            chosen = np.logical_or.reduce([(starts < to) & (since < stops) for since, to in near])
+            chosen = np.logical_or.reduce(
+                [(starts < to) & (since < stops) for since, to in near]
+            )
             rows = compress(rows, chosen) if chosen.any() else ()
         for start, stop, device, span, message, peer, peers, batch, micro, size in rows:
             if kind == "compute":
                 yield Bar(device, kind, start, stop, span or "", None, batch, micro)
             else:
-                other = ", ".join(map(str, peers or ())) if name == "cast" else str(peer)
-                yield Bar(device, kind, start, stop, message or "", other, size=int(size or 0))
+                other = (
+                    ", ".join(map(str, peers or ())) if name == "cast" else str(peer)
+                )
+                yield Bar(
+                    device, kind, start, stop, message or "", other, size=int(size or 0)
+                )
     for bar in _unrecorded_bars(log, end):
         if near is None or overlaps((bar.start, bar.end), near):
             yield bar
 
 
-def _charted_columns(log: EventLog, *fields: str) -> Iterator[tuple[str, Moments, Moments, Sequence[Iterable[Any]]]]:
+def _charted_columns(
+    log: EventLog, *fields: str
+) -> Iterator[tuple[str, Moments, Moments, Sequence[Iterable[Any]]]]:
     """Yield, for groups of similar events, their name, start and end times, ``(events,)``, and the requested fields."""
-    for name, columns in log.of(*CHARTED).columns("start", "duration", "queued", *fields):
+    for name, columns in log.of(*CHARTED).columns(
+        "start", "duration", "queued", *fields
+    ):
         start, duration, queued, *others = columns
         starts = np.fromiter(start, float)
         stops = starts + np.fromiter(duration, float, len(starts))
@@ -110,7 +143,9 @@ def _unrecorded_bars(log: EventLog, end: float) -> Iterator[Bar]:
     down = outages(log, end)
     yield from down
     if waiting := _begun_more_often_than_done(log):
-        for name, time, *rest in log.of("begin", "compute").rows("event", "time", "device", "span", "batch", "micro"):
+        for name, time, *rest in log.of("begin", "compute").rows(
+            "event", "time", "device", "span", "batch", "micro"
+        ):
             if (times := waiting.get(tuple(rest))) is None:
                 continue
             if name == "begin":
@@ -118,7 +153,10 @@ def _unrecorded_bars(log: EventLog, end: float) -> Iterator[Bar]:
             elif times:  # of several alike the last: what an earlier one began was lost in a restart
                 times.pop()
         yield from _interrupted_bars(
-            [(work, time) for work, times in waiting.items() for time in times], log, down, end
+            [(work, time) for work, times in waiting.items() for time in times],
+            log,
+            down,
+            end,
         )
 
 
@@ -126,7 +164,9 @@ def _begun_more_often_than_done(log: EventLog) -> dict[_Work, list[float]]:
     """Return candidates for interrupted work by counting, to keep only unfinished work in memory."""
     left: dict[_Work, int] = {}
     if log.of("begin"):
-        for name, columns in log.of("begin", "compute").columns("device", "span", "batch", "micro"):
+        for name, columns in log.of("begin", "compute").columns(
+            "device", "span", "batch", "micro"
+        ):
             one = 1 if name == "begin" else -1
             for work in zip(*columns, strict=False):
                 if more := left.pop(work, 0) + one:
@@ -139,22 +179,43 @@ def _interrupted_bars(
 ) -> Iterator[Bar]:
     """Yield unfinished work, until the device died or its processor started other work."""
     done: dict[str, list[Interval]] = {work[0]: [] for work, _ in lost}
-    for device, start, duration in log.of("compute").rows("device", "start", "duration"):
+    for device, start, duration in log.of("compute").rows(
+        "device", "start", "duration"
+    ):
         if device in done:
             done[device].append((start, start + duration))
     for (device, span, batch, micro), time in lost:
         own = intervals(sorted(done[device]))
         starts, ends = own[:, 0], np.sort(own[:, 1])
         processors = int(lanes(own).max(initial=-1)) + 1
-        later = np.sort([*starts[starts > time], *(at for work, at in lost if work[0] == device and at > time)])
-        running = np.searchsorted(starts, later, "right") - np.searchsorted(ends, later, "right")
+        later = np.sort(
+            [
+                *starts[starts > time],
+                *(at for work, at in lost if work[0] == device and at > time),
+            ]
+        )
+        running = np.searchsorted(starts, later, "right") - np.searchsorted(
+            ends, later, "right"
+        )
         needed = later[running >= processors]
         died = (bar.start for bar in down if bar.device == device and bar.start >= time)
         stop = min(float(needed[0]) if len(needed) else end, min(died, default=end))
-        yield Bar(device, "compute", time, stop, span or "", None, batch, micro, interrupted=True)
+        yield Bar(
+            device,
+            "compute",
+            time,
+            stop,
+            span or "",
+            None,
+            batch,
+            micro,
+            interrupted=True,
+        )
 
 
-def spans(events: Sequence[Event], end: float) -> dict[str, dict[BarKind, dict[str, Intervals]]]:
+def spans(
+    events: Sequence[Event], end: float
+) -> dict[str, dict[BarKind, dict[str, Intervals]]]:
     """Return the stretches of all bars by device, kind and label, each in the order of their starts.
 
     As `bars` has them, of columns instead of one by one: a long run has millions.
@@ -162,9 +223,16 @@ def spans(events: Sequence[Event], end: float) -> dict[str, dict[BarKind, dict[s
     log = EventLog.made_of(events)
     numbers: defaultdict[tuple[str, BarKind, str], int] = defaultdict(count().__next__)
     indices, began, ended = array("i"), array("d"), array("d")
-    for name, begin, stop, (device, span, message) in _charted_columns(log, "device", "span", "message"):
+    for name, begin, stop, (device, span, message) in _charted_columns(
+        log, "device", "span", "message"
+    ):
         called = (each or "" for each in (span if name == "compute" else message))
-        indices.extend(map(numbers.__getitem__, zip(device, repeat(_KINDS[name]), called, strict=False)))
+        indices.extend(
+            map(
+                numbers.__getitem__,
+                zip(device, repeat(_KINDS[name]), called, strict=False),
+            )
+        )
         began.frombytes(begin.tobytes())
         ended.frombytes(stop.tobytes())
     for bar in _unrecorded_bars(log, end):

@@ -27,7 +27,11 @@ class HostTime:
     @property
     def share(self) -> float:
         """Share of their time."""
-        return (self.computing + self.messaging) / self.seconds if self.seconds > 0 else 0.0
+        return (
+            (self.computing + self.messaging) / self.seconds
+            if self.seconds > 0
+            else 0.0
+        )
 
 
 def added(record: RunView) -> HostTime:
@@ -35,11 +39,15 @@ def added(record: RunView) -> HostTime:
     windows = [(step.device, step.window) for step in record.steady]
     windows += [(record.plan.lead, window) for window in record.served]
     seconds = sum(end - start for _, (start, end) in windows)
-    if record.outcome.runtime == "simulate":  # paths through a million events, and no host on any
+    if (
+        record.outcome.runtime == "simulate"
+    ):  # paths through a million events, and no host on any
         return HostTime(seconds, 0.0, 0.0)
     packets = record.outcome.fidelity.get("lateness", {}).get("mean", 0.0)
     paths = CriticalPaths(record.log, record.experiment, packets)
-    lateness = sum((paths.lateness(device, window) for device, window in windows), PathTime())
+    lateness = sum(
+        (paths.lateness(device, window) for device, window in windows), PathTime()
+    )
     return HostTime(seconds, lateness.computing, lateness.messaging)
 
 
@@ -51,11 +59,20 @@ def processor_time(record: RunView) -> dict[str, float] | None:
     """
     shaper = record.outcome.fidelity.get("processor_seconds")
     controller = record.outcome.fidelity.get("controller_seconds")
-    took = [pair for pair in record.log.of("host").rows("processor", "computing") if None not in pair]
+    took = [
+        pair
+        for pair in record.log.of("host").rows("processor", "computing")
+        if None not in pair
+    ]
     if shaper is None or controller is None or not took:
         return None
     processor, computing = (float(sum(column)) for column in zip(*took, strict=True))
-    return {"computing": computing, "agents": processor - computing, "shaper": shaper, "controller": controller}
+    return {
+        "computing": computing,
+        "agents": processor - computing,
+        "shaper": shaper,
+        "controller": controller,
+    }
 
 
 def _overhead_share(record: RunView) -> float | None:
@@ -111,9 +128,15 @@ def waited(log: EventLog, phase: Intervals) -> dict[str, float]:
     """Return the seconds that each device's threads waited for a processor in a phase, spread evenly over each
     interval."""
     waits: dict[str, float] = defaultdict(float)
-    for device, time, waited, span in log.of("host").rows("device", "time", "waited", "interval"):
+    for device, time, waited, span in log.of("host").rows(
+        "device", "time", "waited", "interval"
+    ):
         if span > 0:
-            near = phase[np.searchsorted(phase[:, 1], time - span) : np.searchsorted(phase[:, 0], time, "right")]
+            near = phase[
+                np.searchsorted(phase[:, 1], time - span) : np.searchsorted(
+                    phase[:, 0], time, "right"
+                )
+            ]
             waits[device] += waited * total(clip(near, time - span, time)) / span
     return waits
 
@@ -126,7 +149,9 @@ def deficits(log: EventLog, phase: Intervals) -> dict[str, float]:
     deficit_by_device: dict[str, float] = defaultdict(float)
     times: list[float] = []
     lates: list[tuple[str, float]] = []
-    for device, time, late, deficit in log.of("compute").rows("device", "time", "late", "deficit"):
+    for device, time, late, deficit in log.of("compute").rows(
+        "device", "time", "late", "deficit"
+    ):
         if (seconds := lateness(late, deficit)) != 0.0:
             times.append(time)
             lates.append((device, seconds))

@@ -19,7 +19,9 @@ Intervals: TypeAlias = "npt.NDArray[np.float64]"
 
 def intervals(values: Intervals | Iterable[Interval]) -> Intervals:
     """Return intervals as an array."""
-    return np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=float).reshape(-1, 2)
+    return np.asarray(
+        values if isinstance(values, np.ndarray) else list(values), dtype=float
+    ).reshape(-1, 2)
 
 
 def in_order(values: Intervals) -> Intervals:
@@ -45,26 +47,38 @@ def joined(values: Intervals, apart: Sequence[Interval], gap: float) -> Interval
     reached = np.maximum.accumulate(values[:, 1])
     ends, starts = reached[:-1], values[1:, 0]
     between = [(ends < end) & (start < starts) for start, end in apart]
-    begins = np.concatenate(([True], np.logical_or.reduce([starts - ends > gap, *between])))
+    begins = np.concatenate(
+        ([True], np.logical_or.reduce([starts - ends > gap, *between]))
+    )
     return np.stack((values[begins, 0], reached[np.append(begins[1:], True)]), axis=1)
 
 
 def clip(values: Intervals | Iterable[Interval], start: float, end: float) -> Intervals:
     """Restrict intervals to the range from ``start`` to ``end``."""
     made = intervals(values)
-    return _without_empty(np.stack((np.maximum(made[:, 0], start), np.minimum(made[:, 1], end)), axis=1))
+    return _without_empty(
+        np.stack((np.maximum(made[:, 0], start), np.minimum(made[:, 1], end)), axis=1)
+    )
 
 
-def subtract(values: Intervals | Iterable[Interval], holes: Intervals | Iterable[Interval]) -> Intervals:
+def subtract(
+    values: Intervals | Iterable[Interval], holes: Intervals | Iterable[Interval]
+) -> Intervals:
     """Return the points outside all holes, as disjoint ordered intervals."""
     made, gaps = union(values), union(holes)
     # Between the holes, and before and after them.
-    starts, ends = np.concatenate(([-np.inf], gaps[:, 1])), np.concatenate((gaps[:, 0], [np.inf]))
+    starts, ends = (
+        np.concatenate(([-np.inf], gaps[:, 1])),
+        np.concatenate((gaps[:, 0], [np.inf])),
+    )
     first = np.searchsorted(ends, made[:, 0], side="right")
     count = np.maximum(np.searchsorted(starts, made[:, 1], side="left") - first, 0)
     whole = np.repeat(np.arange(len(made)), count)
     between = np.arange(len(whole)) - np.repeat(np.cumsum(count) - count - first, count)
-    rest = (np.maximum(made[whole, 0], starts[between]), np.minimum(made[whole, 1], ends[between]))
+    rest = (
+        np.maximum(made[whole, 0], starts[between]),
+        np.minimum(made[whole, 1], ends[between]),
+    )
     return _without_empty(np.stack(rest, axis=1))
 
 
@@ -75,10 +89,14 @@ def total(values: Intervals | Iterable[Interval]) -> float:
 
 def length(values: Intervals) -> float:
     """Return the total length in seconds, counting overlaps repeatedly."""
-    return float(sum((values[:, 1] - values[:, 0]).tolist()))  # in order: numpy's own sum adds up in another
+    return float(
+        sum((values[:, 1] - values[:, 0]).tolist())
+    )  # in order: numpy's own sum adds up in another
 
 
-def within(values: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+def within(
+    values: Intervals, moments: npt.NDArray[np.float64]
+) -> npt.NDArray[np.bool_]:
     """Return, for each time, whether a disjoint ordered interval contains the time (start excluded, end included)."""
     place = np.searchsorted(values[:, 0], moments, side="left") - 1
     return (place >= 0) & (moments <= np.append(values[:, 1], -np.inf)[place])
@@ -94,7 +112,9 @@ def lanes(values: Intervals | Iterable[Interval]) -> npt.NDArray[np.int64]:
     made = intervals(values)
     rows = np.zeros(len(made), dtype=np.int64)
     free: list[tuple[float, int]] = []
-    for place, (start, end) in enumerate(zip(made[:, 0].tolist(), made[:, 1].tolist(), strict=True)):
+    for place, (start, end) in enumerate(
+        zip(made[:, 0].tolist(), made[:, 1].tolist(), strict=True)
+    ):
         rows[place] = heappop(free)[1] if free and free[0][0] <= start else len(free)
         heappush(free, (end, int(rows[place])))
     return rows

@@ -21,7 +21,10 @@ def _is_lost(loss: float | None) -> bool:
 
 def _has_diverged(record: RunView) -> bool | None:
     """Return True where the last training loss or test loss is not a finite number, None elsewhere."""
-    last = [_last_evaluation(record).get("loss"), record.steps[-1].loss if record.steps else None]
+    last = [
+        _last_evaluation(record).get("loss"),
+        record.steps[-1].loss if record.steps else None,
+    ]
     return True if any(map(_is_lost, last)) else None
 
 
@@ -30,8 +33,12 @@ def _describe_divergence(record: RunView) -> str | None:
     if not _has_diverged(record):
         return None
     lost = list(record.of("diverged").rows("time", "target", "step"))
-    reported = record.events.of("step", "evaluate").rows("time", "device", "step", "loss")
-    lost += [(time, device, step) for time, device, step, loss in reported if _is_lost(loss)]
+    reported = record.events.of("step", "evaluate").rows(
+        "time", "device", "step", "loss"
+    )
+    lost += [
+        (time, device, step) for time, device, step, loss in reported if _is_lost(loss)
+    ]
     _, device, step = min(lost, key=lambda each: each[0])
     return f"{device}, {'round' if record.of('round') else 'step'} {step}"
 
@@ -59,9 +66,17 @@ FIGURES = (
         lambda record: _last_evaluation(record).get("metrics"),
         compared=True,
     ),
-    Metric("diverged", "bool", "the training loss or the test loss is not a finite number at the end", _has_diverged),
     Metric(
-        "divergence", "text", "device and step, or round, of the first loss that is not finite", _describe_divergence
+        "diverged",
+        "bool",
+        "the training loss or the test loss is not a finite number at the end",
+        _has_diverged,
+    ),
+    Metric(
+        "divergence",
+        "text",
+        "device and step, or round, of the first loss that is not finite",
+        _describe_divergence,
     ),
     Metric(
         "loss",
@@ -81,12 +96,23 @@ FIGURES = (
 
 
 def _describe_metrics(metrics: Metrics) -> str:
-    return ", ".join(f"{name} {formats.number(value)}" for name, value in metrics["metrics"].items())
+    return ", ".join(
+        f"{name} {formats.number(value)}" for name, value in metrics["metrics"].items()
+    )
 
 
 ROWS = (
     Row("Accuracy", "{accuracy}", "on the test data"),
-    Row("Metrics", _describe_metrics, "on the test data", when=lambda metrics: metrics.get("metrics")),
-    Row("Diverged", "{divergence}", "the loss is not a finite number: try a smaller learning_rate"),
+    Row(
+        "Metrics",
+        _describe_metrics,
+        "on the test data",
+        when=lambda metrics: metrics.get("metrics"),
+    ),
+    Row(
+        "Diverged",
+        "{divergence}",
+        "the loss is not a finite number: try a smaller learning_rate",
+    ),
     Row("Loss", "{loss}", "at first {loss_first}"),
 )

@@ -103,15 +103,20 @@ class _Store:
         """Return the recent events as a chunk."""
         if self._last is None or self._last[0] != len(self._recent):
             grouped: dict[Form, tuple[list[int], list[Row]]] = {}
-            known: dict[int, tuple[list[int], list[Row]]] = {}  # by identity: to hash a form takes longer than all else
-            for place, (form, row) in enumerate(zip(self._forms, self._recent, strict=True)):
+            known: dict[
+                int, tuple[list[int], list[Row]]
+            ] = {}  # by identity: to hash a form takes longer than all else
+            for place, (form, row) in enumerate(
+                zip(self._forms, self._recent, strict=True)
+            ):
                 found = known.get(id(form))
                 if found is None:
                     found = known[id(form)] = grouped.setdefault(form, ([], []))
                 found[0].append(place)
                 found[1].append(row)
             parts: Any = {
-                form: (len(rows), [places, *zip(*rows, strict=True)]) for form, (places, rows) in grouped.items()
+                form: (len(rows), [places, *zip(*rows, strict=True)])
+                for form, (places, rows) in grouped.items()
             }
             times = [row[0] for row in self._recent]
             self._last = len(times), _Chunk(min(times), max(times), parts)
@@ -123,11 +128,22 @@ class _Store:
         for chunk in self.all():
             parts: dict[Form, tuple[int, Columns | tuple[int, int]]] = {}
             for form, (count, content) in chunk.parts.items():
-                packed = self._read_columns(*content) if isinstance(content, tuple) else [*map(_pack_column, content)]
+                packed = (
+                    self._read_columns(*content)
+                    if isinstance(content, tuple)
+                    else [*map(_pack_column, content)]
+                )
                 times = [round(time, DIGITS) for time in _unpack_column(*packed[1])]
                 # All other columns stay packed as they are.
-                parts[form] = count, store._write_columns([packed[0], _pack_column(times), *packed[2:]])
-            store.chunks.append(_Chunk(round(chunk.earliest, DIGITS), round(chunk.latest, DIGITS), parts))
+                parts[form] = (
+                    count,
+                    store._write_columns([packed[0], _pack_column(times), *packed[2:]]),
+                )
+            store.chunks.append(
+                _Chunk(
+                    round(chunk.earliest, DIGITS), round(chunk.latest, DIGITS), parts
+                )
+            )
         store._devices = self.devices()
         return store
 
@@ -148,9 +164,15 @@ class _Store:
 def _pack_column(column: Sequence[Any]) -> _Packed:
     """Compress a column quickly; stronger compression would dominate the run time."""
     kinds = set(map(type, column))
-    if not kinds <= _PLAIN:  # lists, numbers of numpy's: as a line of the events' file would have them
+    if (
+        not kinds <= _PLAIN
+    ):  # lists, numbers of numpy's: as a line of the events' file would have them
         return "list", json.loads(json.dumps(column))
-    if len(kinds) == 1 and column[0] == column[-1] and column.count(column[0]) == len(column):
+    if (
+        len(kinds) == 1
+        and column[0] == column[-1]
+        and column.count(column[0]) == len(column)
+    ):
         return "same", (column[0], len(column))
     if kinds == {float}:
         return "d", array("d", column)
@@ -189,7 +211,9 @@ class EventLog(Sequence[Event]):
 
         It is called once for `CHUNK` events, and may raise what it likes.
         """
-        self._store.complete = lambda chunk: write("".join(self._of_chunk(chunk, _make_lines)))
+        self._store.complete = lambda chunk: write(
+            "".join(self._of_chunk(chunk, _make_lines))
+        )
 
     def close(self) -> None:
         """Pass the latest lines to followers; no more events may follow."""
@@ -217,11 +241,20 @@ class EventLog(Sequence[Event]):
 
     def within(self, after: float, until: float) -> EventLog:
         """Return a view of the events in a time span in seconds."""
-        return self._make_view(self._names, max(after, self._after), min(until, self._until))
+        return self._make_view(
+            self._names, max(after, self._after), min(until, self._until)
+        )
 
-    def _make_view(self, names: frozenset[str] | None, after: float, until: float) -> EventLog:
+    def _make_view(
+        self, names: frozenset[str] | None, after: float, until: float
+    ) -> EventLog:
         view = EventLog.__new__(EventLog)
-        view._store, view._names, view._after, view._until = self._store, names, after, until
+        view._store, view._names, view._after, view._until = (
+            self._store,
+            names,
+            after,
+            until,
+        )
         return view
 
     @property
@@ -250,9 +283,13 @@ class EventLog(Sequence[Event]):
                 if self._names is None or name in self._names:
                     columns = self._unpack_columns(content)
                     if not self._is_inside(chunk):
-                        chosen = [self._after < time <= self._until for time in columns[1]]
+                        chosen = [
+                            self._after < time <= self._until for time in columns[1]
+                        ]
                         columns = [list(compress(column, chosen)) for column in columns]
-                    named = dict(zip(("time", "device", *keys), columns[1:], strict=True))
+                    named = dict(
+                        zip(("time", "device", *keys), columns[1:], strict=True)
+                    )
                     yield name, [named.get(field, repeat(None)) for field in fields]
 
     def _is_outside(self, chunk: _Chunk) -> bool:
@@ -280,8 +317,14 @@ class EventLog(Sequence[Event]):
         for form, (_, content) in chunk.parts.items():
             if self._names is None or form[0] in self._names:
                 columns = self._unpack_columns(content)
-                items_at.append(zip(columns[0], columns[1], items(form, columns), strict=False))
-        ordered = items_at[0] if len(items_at) == 1 else sorted(chain.from_iterable(items_at), key=itemgetter(0))
+                items_at.append(
+                    zip(columns[0], columns[1], items(form, columns), strict=False)
+                )
+        ordered = (
+            items_at[0]
+            if len(items_at) == 1
+            else sorted(chain.from_iterable(items_at), key=itemgetter(0))
+        )
         if self._is_inside(chunk):
             return (item for _, _, item in ordered)
         return (item for _, time, item in ordered if self._after < time <= self._until)
@@ -297,7 +340,11 @@ class EventLog(Sequence[Event]):
             return 0
         if self._is_inside(chunk):
             parts = chunk.parts.items()
-            return sum(count for (name, _), (count, _) in parts if self._names is None or name in self._names)
+            return sum(
+                count
+                for (name, _), (count, _) in parts
+                if self._names is None or name in self._names
+            )
         return sum(1 for _ in self._of_chunk(chunk, lambda _, columns: columns[1]))
 
     @overload
@@ -316,7 +363,11 @@ class EventLog(Sequence[Event]):
         raise IndexError(index)
 
     def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, EventLog | list) else NotImplemented
+        return (
+            list(self) == list(other)
+            if isinstance(other, EventLog | list)
+            else NotImplemented
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -325,15 +376,21 @@ class EventLog(Sequence[Event]):
         times = np.fromiter((time for (time,) in self.rows("time")), float)
         if bool((times[1:] >= times[:-1]).all()):
             return self
-        return EventLog(self._pick_items(np.argsort(times, kind="stable"), _make_events))
+        return EventLog(
+            self._pick_items(np.argsort(times, kind="stable"), _make_events)
+        )
 
-    def sorted_by(self, key: Callable[[tuple[Any, ...]], float], *fields: str) -> Iterator[tuple[Any, ...]]:
+    def sorted_by(
+        self, key: Callable[[tuple[Any, ...]], float], *fields: str
+    ) -> Iterator[tuple[Any, ...]]:
         """Yield `rows` sorted by a key; fast for an almost sorted log."""
         keys = np.fromiter((key(row) for row in self.rows(*fields)), float)
         return self._pick_items(np.argsort(keys, kind="stable"), _row_items(fields))
 
     def _pick_items(
-        self, places: npt.NDArray[np.int64], items: Callable[[Form, Columns], Iterable[Item]]
+        self,
+        places: npt.NDArray[np.int64],
+        items: Callable[[Form, Columns], Iterable[Item]],
     ) -> Iterator[Item]:
         """Yield the converted events at some positions of the log."""
         chunks = list(self._store.all())
@@ -349,9 +406,13 @@ class EventLog(Sequence[Event]):
             yield made[place - ends[number]]  # counted from the chunk's end
 
 
-def _row_items(fields: Sequence[str]) -> Callable[[Form, Columns], Iterator[tuple[Any, ...]]]:
+def _row_items(
+    fields: Sequence[str],
+) -> Callable[[Form, Columns], Iterator[tuple[Any, ...]]]:
     def rows(form: Form, columns: Columns) -> Iterator[tuple[Any, ...]]:
-        named = dict(zip(("time", "device", *form[1]), columns[1:], strict=True)) | {"event": repeat(form[0])}
+        named = dict(zip(("time", "device", *form[1]), columns[1:], strict=True)) | {
+            "event": repeat(form[0])
+        }
         return zip(*(named.get(field, repeat(None)) for field in fields), strict=False)
 
     return rows
@@ -371,9 +432,18 @@ def _make_lines(form: Form, columns: Columns) -> Iterator[str]:
     """Return events as the lines of a file, made a column after the other: one by one takes several times as long."""
     name, keys = form
     _, times, devices, *values = columns
-    texts = [_json_texts([round(time, DIGITS) for time in times]), _json_texts(devices), repeat(LINES.encode(name))]
-    template = ", ".join(LINES.encode(key).replace("%", "%%") + ": %s" for key in (*LEADING, *keys))
-    return map(f"{{{template}}}\n".__mod__, zip(*texts, *map(_json_texts, values), strict=False))
+    texts = [
+        _json_texts([round(time, DIGITS) for time in times]),
+        _json_texts(devices),
+        repeat(LINES.encode(name)),
+    ]
+    template = ", ".join(
+        LINES.encode(key).replace("%", "%%") + ": %s" for key in (*LEADING, *keys)
+    )
+    return map(
+        f"{{{template}}}\n".__mod__,
+        zip(*texts, *map(_json_texts, values), strict=False),
+    )
 
 
 def _json_texts(column: Sequence[Any]) -> Iterable[str]:

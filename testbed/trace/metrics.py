@@ -21,7 +21,12 @@ MOST_ROWS = 100_000
 Row = TypeVar("Row")
 
 
-def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: MetricsSpec = NOTHING) -> dict[str, Any]:
+def metrics(
+    outcome: Outcome,
+    experiment: Experiment,
+    plan: Plan,
+    declared: MetricsSpec = NOTHING,
+) -> dict[str, Any]:
     """Return the figures of a run as plain JSON values. Seconds, bytes, bit/s and fractions of one throughout.
 
     Figures by name, the ones that ``expect`` may use, are those of ``figures_of(declared)``; one that the run gives no
@@ -37,15 +42,25 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Metr
     fault, no recovery, no pause, and no evaluation unless that of most steps does.
     """
     record = RunView(outcome, experiment, plan, declared.events, declared.recovery)
-    values = {name: figure.compute(record) for name, figure in figures_of(declared).items()}
-    lists = ((name, compute(record)) for name, compute in (declared.lists or {}).items())
+    values = {
+        name: figure.compute(record) for name, figure in figures_of(declared).items()
+    }
+    lists = (
+        (name, compute(record)) for name, compute in (declared.lists or {}).items()
+    )
     result: dict[str, Any] = {
         "runtime": outcome.runtime,
         "error": outcome.error,
         "weights": experiment.workload.initial_weights,
-        **{name: value for name, value in values.items() if not isinstance(value, Mapping | None)},
+        **{
+            name: value
+            for name, value in values.items()
+            if not isinstance(value, Mapping | None)
+        },
         "series": _series_lists(record),
-        "devices": {name: dict(row) for name, row in record.cached(devices.devices).items()},
+        "devices": {
+            name: dict(row) for name, row in record.cached(devices.devices).items()
+        },
         "links": record.cached(traffic.links),
         "fault_list": recovery.faults(record),
         "recovery_list": record.cached(recovery.recovery_list),
@@ -58,7 +73,9 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Metr
             group, _, *last = name.split(".")
             for member, each in value.items():
                 result.setdefault(group, {})[member] = (
-                    each if not last else result.get(group, {}).get(member, {}) | {last[0]: each}
+                    each
+                    if not last
+                    else result.get(group, {}).get(member, {}) | {last[0]: each}
                 )
     clean: dict[str, Any] = finite(result)
     return clean
@@ -68,10 +85,16 @@ def _series_lists(record: RunView) -> dict[str, list[dict[str, Any]]]:
     several = len({step.device for step in record.steps}) > 1
 
     def timed(name: str) -> list[dict[str, Any]]:
-        return [{"time": event.time, **event.fields} for event in _thin_rows(record.of(name))]
+        return [
+            {"time": event.time, **event.fields}
+            for event in _thin_rows(record.of(name))
+        ]
 
     return {
-        "steps": [_step_row(step) | ({"device": step.device} if several else {}) for step in _thin_rows(record.steps)],
+        "steps": [
+            _step_row(step) | ({"device": step.device} if several else {})
+            for step in _thin_rows(record.steps)
+        ],
         "evaluations": timed("evaluate"),
         "requests": timed("request"),
         "objects": [dict(event.fields) for event in record.of("objects")],

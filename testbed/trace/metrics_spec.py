@@ -91,7 +91,11 @@ class Table:
 
     def listed(self, metrics: Metrics) -> Sequence[Item]:
         """Return the items of a run, a row each."""
-        return metrics.get(self.items, ()) if isinstance(self.items, str) else self.items(metrics)
+        return (
+            metrics.get(self.items, ())
+            if isinstance(self.items, str)
+            else self.items(metrics)
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,11 @@ NOTHING = MetricsSpec()
 
 def events_of(declared: MetricsSpec) -> dict[str, tuple[str, ...]]:
     """Return the event names that a fault can wait for, each with its matchable keys."""
-    return {each.name: each.keys for each in (*EVENTS, *declared.events) if each.keys is not None}
+    return {
+        each.name: each.keys
+        for each in (*EVENTS, *declared.events)
+        if each.keys is not None
+    }
 
 
 def by_name(figures: Iterable[Metric]) -> dict[str, Metric]:
@@ -155,6 +163,8 @@ def by_name(figures: Iterable[Metric]) -> dict[str, Metric]:
     named: dict[str, Metric] = {}
     for figure in figures:
         if figure.name in named:
-            raise ValueError(f"two figures are called '{figure.name}': rename one of them")
+            raise ValueError(
+                f"two figures are called '{figure.name}': rename one of them"
+            )
         named[figure.name] = figure
     return named

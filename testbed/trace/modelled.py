@@ -21,7 +21,9 @@ def left_out(experiment: Experiment) -> list[str]:
     # By identity: a mesh of a thousand devices has a million links, but few values.
     links = [*{id(link): link for link in experiment.links.values()}.values()]
     actions = [fault.action for fault in experiment.faults]
-    changes: list[LinkPart] = [action.value for action in actions if isinstance(action, Degrade)]
+    changes: list[LinkPart] = [
+        action.value for action in actions if isinstance(action, Degrade)
+    ]
     changes += [change.link for change in experiment.changes if change.link is not None]
     parts: list[Link | LinkPart] = [*links, *changes]
     texts = []
@@ -29,16 +31,22 @@ def left_out(experiment: Experiment) -> list[str]:
         texts.append("queue limits")
     if any(part.duplicate for part in parts):
         texts.append("packets that arrive twice")
-    if any(map(_loses_much, links)) or any((part.loss or 0.0) > MOST_LOSS for part in changes):
+    if any(map(_loses_much, links)) or any(
+        (part.loss or 0.0) > MOST_LOSS for part in changes
+    ):
         texts.append(
             f"TCP where more than {MOST_LOSS:.0%} of the packets are lost, "
             f"or any on links of less than {LEAST_DELAY * 1e3:g} ms"
         )
     if any(link.jitter > MOST_JITTER * link.delay for link in links):
-        texts.append(f"TCP where the jitter is more than {MOST_JITTER:.0%} of the delay")
+        texts.append(
+            f"TCP where the jitter is more than {MOST_JITTER:.0%} of the delay"
+        )
     return texts
 
 
 def _loses_much(link: Link) -> bool:
     most = MOST_LOSS if link.delay >= LEAST_DELAY else 0.0
-    return round(expected_loss(link), 9) > most  # 5 % is computed as 5.000000000000004 %
+    return (
+        round(expected_loss(link), 9) > most
+    )  # 5 % is computed as 5.000000000000004 %

@@ -29,7 +29,11 @@ def _step_seconds(record: RunView) -> list[float]:
 
 def _rate_before(record: RunView) -> float | None:
     struck = [item.struck for item in record.recoveries if item.struck is not None]
-    seconds = [step.seconds for step in record.steps if step.steady and struck and step.time <= min(struck)]
+    seconds = [
+        step.seconds
+        for step in record.steps
+        if step.steady and struck and step.time <= min(struck)
+    ]
     return median(seconds) if seconds else None
 
 
@@ -43,7 +47,8 @@ def _rate_during(record: RunView) -> float | None:
     seconds = [
         step.seconds
         for step in record.steps
-        if step.usual and any(start <= step.window[0] and step.time <= end for start, end in spans)
+        if step.usual
+        and any(start <= step.window[0] and step.time <= end for start, end in spans)
     ]
     return median(seconds) if seconds else None
 
@@ -61,15 +66,24 @@ def busiest_share(record: RunView) -> float | None:
     for spec in record.experiment.devices:
         computing = record.spans(spec.name, "compute")
         row = lanes(computing)
-        rows = [union(computing[row == number]) for number in range(row.max(initial=-1) + 1)]
-        busy.append(sum(total(row) - total(subtract(row, windows)) for row in rows) / spec.processors)
+        rows = [
+            union(computing[row == number]) for number in range(row.max(initial=-1) + 1)
+        ]
+        busy.append(
+            sum(total(row) - total(subtract(row, windows)) for row in rows)
+            / spec.processors
+        )
     carried: dict[Pair, float] = {}
     sent = record.of("send")
-    counted = within(windows, np.fromiter((time for (time,) in sent.rows("time")), float))
+    counted = within(
+        windows, np.fromiter((time for (time,) in sent.rows("time")), float)
+    )
     for device, peer, size in compress(sent.rows("device", "peer", "bytes"), counted):
         link = record.experiment.links.get((device, peer))
         if link is not None:
-            carried[device, peer] = carried.get((device, peer), 0.0) + link.transmission_time(wire_bytes(size))
+            carried[device, peer] = carried.get(
+                (device, peer), 0.0
+            ) + link.transmission_time(wire_bytes(size))
     return min(1.0, max([*busy, *carried.values()], default=0.0) / seconds)
 
 
@@ -92,19 +106,30 @@ FIGURES = (
         "training steps done again after a recovery",
         _of_steps(lambda record: len(record.steps) - len(record.cached(_final_steps))),
     ),
-    Metric("samples", "number", "training samples of the steps, each step counted once", _of_steps(_count_samples)),
+    Metric(
+        "samples",
+        "number",
+        "training samples of the steps, each step counted once",
+        _of_steps(_count_samples),
+    ),
     Metric(
         "samples_per_second",
         "number",
         "samples over duration",
-        _of_steps(lambda record: _count_samples(record) / record.end if record.end > 0 else 0.0),
+        _of_steps(
+            lambda record: (
+                _count_samples(record) / record.end if record.end > 0 else 0.0
+            )
+        ),
         compared=True,
     ),
     Metric(
         "left_out",
         "number",
         "training samples that sit out each epoch, since they make no whole batch",
-        lambda record: found[-1].fields["samples"] if (found := record.of("left_out")) else None,
+        lambda record: (
+            found[-1].fields["samples"] if (found := record.of("left_out")) else None
+        ),
     ),
     Metric(
         "step_time",
@@ -134,7 +159,12 @@ FIGURES = (
         "number of undisturbed steps; 0 if every step was disturbed and all were used",
         _of_steps(lambda record: sum(step.steady for step in record.steps)),
     ),
-    Metric("predicted_step_time", "seconds", "predicted by the planner", lambda record: record.plan.step_time),
+    Metric(
+        "predicted_step_time",
+        "seconds",
+        "predicted by the planner",
+        lambda record: record.plan.step_time,
+    ),
     Metric(
         "step_time_before",
         "seconds",
@@ -173,13 +203,23 @@ def _steps_note(metrics: Metrics) -> str:
 
 def _time_note(metrics: Metrics) -> str:
     note = (
-        "median of {steady_steps} undisturbed steps" if metrics["steady_steps"] else "median, no step was undisturbed"
+        "median of {steady_steps} undisturbed steps"
+        if metrics["steady_steps"]
+        else "median, no step was undisturbed"
     )
-    return note + ("; predicted {predicted_step_time}" if metrics.get("predicted_step_time") else "")
+    return note + (
+        "; predicted {predicted_step_time}"
+        if metrics.get("predicted_step_time")
+        else ""
+    )
 
 
 ROWS = (
     Row("Steps", "{steps}", _steps_note, when=lambda metrics: metrics["steps"]),
-    Row("Left out", "{left_out}", "training samples of each epoch, which make no whole batch (drop_last)"),
+    Row(
+        "Left out",
+        "{left_out}",
+        "training samples of each epoch, which make no whole batch (drop_last)",
+    ),
     Row("Step time", "{step_time}", _time_note),
 )

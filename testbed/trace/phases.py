@@ -34,7 +34,11 @@ class _Phase:
             return usual
         # A device that is out takes its samples along; a single step of another size is but the end of an epoch.
         size, number = Counter(step.samples for step in self.whole).most_common(1)[0]
-        return [step.seconds for step in self.whole if step.samples == size] if number > 1 else []
+        return (
+            [step.seconds for step in self.whole if step.samples == size]
+            if number > 1
+            else []
+        )
 
     def to_json(self) -> dict[str, Any]:
         steps = self._comparable_durations()
@@ -57,7 +61,13 @@ def phases(record: RunView) -> list[dict[str, Any]]:
     contains it entirely. First steps of devices are excluded, and steps of an unusual number of samples count only in
     phases without others, such as rounds without a device. ``step_time`` and ``latency`` are medians.
     """
-    cuts = sorted({0.0, record.end, *(moment for _, (a, b) in record.disturbances for moment in (a, b))})
+    cuts = sorted(
+        {
+            0.0,
+            record.end,
+            *(moment for _, (a, b) in record.disturbances for moment in (a, b)),
+        }
+    )
     cuts = [cut for cut in cuts if 0.0 <= cut <= record.end]
     if len(cuts) <= 2:
         return []
@@ -97,16 +107,22 @@ def _disturbance_names(record: RunView, cuts: Sequence[float]) -> list[str]:
 def _piece_index(window: Interval, cuts: Sequence[float]) -> int | None:
     """Return the index of the piece that contains a window; None for a window across a cut."""
     piece = bisect_right(cuts, window[0]) - 1
-    return piece if 0 <= piece < len(cuts) - 1 and window[1] <= cuts[piece + 1] else None
+    return (
+        piece if 0 <= piece < len(cuts) - 1 and window[1] <= cuts[piece + 1] else None
+    )
 
 
 def _timed_phases(metrics: Metrics) -> list[dict[str, Any]]:
-    return [phase for phase in metrics["phase_list"] if phase["steps"] or phase["requests"]]
+    return [
+        phase for phase in metrics["phase_list"] if phase["steps"] or phase["requests"]
+    ]
 
 
 def _phase_name(phase: Mapping[str, Any]) -> str:
     names = phase["name"].split(" + ")
-    return " + ".join(names if len(names) <= MOST_NAMED else [*names[:2], f"{len(names) - 2} more"])
+    return " + ".join(
+        names if len(names) <= MOST_NAMED else [*names[:2], f"{len(names) - 2} more"]
+    )
 
 
 TABLE = Table(
@@ -118,6 +134,10 @@ TABLE = Table(
         Column("From", "moment", "start"),
         Column("For", "seconds", "seconds"),
         Column("Number", "number", lambda phase: phase["steps"] or phase["requests"]),
-        Column("Each takes", "seconds", lambda phase: phase["step_time"] or phase["latency"]),
+        Column(
+            "Each takes",
+            "seconds",
+            lambda phase: phase["step_time"] or phase["latency"],
+        ),
     ),
 )

@@ -16,7 +16,14 @@ from testbed.plan import Plan
 from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes
 from testbed.trace.events import Event, EventType
 from testbed.trace.gantt import BarKind, run_end, spans
-from testbed.trace.intervals import Interval, Intervals, in_order, intervals, overlaps, union
+from testbed.trace.intervals import (
+    Interval,
+    Intervals,
+    in_order,
+    intervals,
+    overlaps,
+    union,
+)
 from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome
 
@@ -63,7 +70,10 @@ class Standstill:
 def pauses(events: Sequence[Event], kinds: Collection[EventType]) -> list[Standstill]:
     """Return the pauses reported by a method's events, in the order of their ends."""
     stood = EventLog.made_of(events).of(*(kind.name for kind in kinds if kind.pause))
-    return [Standstill(event.event, event.time - event.fields["seconds"], event.time) for event in stood]
+    return [
+        Standstill(event.event, event.time - event.fields["seconds"], event.time)
+        for event in stood
+    ]
 
 
 class RunView:
@@ -107,7 +117,9 @@ class RunView:
         return self.events.of(name)
 
     @cached_property
-    def _spans_by_device(self) -> Mapping[str, Mapping[BarKind, Mapping[str, Intervals]]]:
+    def _spans_by_device(
+        self,
+    ) -> Mapping[str, Mapping[BarKind, Mapping[str, Intervals]]]:
         return spans(self.log, self.end)
 
     def spans(self, device: str, kind: BarKind, label: str | None = None) -> Intervals:
@@ -142,9 +154,16 @@ class RunView:
     @cached_property
     def disturbances(self) -> list[tuple[str, Interval]]:
         """Time spans of disturbances: faults except repairs, recoveries, pauses."""
-        faults = [(f"{each.action} {each.target}", each.window(self.end)) for each in self.strikes if not each.mends]
+        faults = [
+            (f"{each.action} {each.target}", each.window(self.end))
+            for each in self.strikes
+            if not each.mends
+        ]
         recovering = [
-            ("recovery", (each.detected, self.end if each.resumed is None else each.resumed))
+            (
+                "recovery",
+                (each.detected, self.end if each.resumed is None else each.resumed),
+            )
             for each in self.recoveries
         ]
         standing = [(pause.name, (pause.start, pause.end)) for pause in self.pauses]
@@ -159,10 +178,14 @@ class RunView:
         counted = Counter(samples for *_, samples in done)
         most = counted.most_common(1)[0][0] if counted else None
         whole = [samples == most for *_, samples in done]
-        comparable = self._comparable_flags([device for device, *_ in done], windows, whole)
+        comparable = self._comparable_flags(
+            [device for device, *_ in done], windows, whole
+        )
         disturbed = [interval for _, interval in self.disturbances]
         steps = []
-        for row, window, is_comparable, is_whole in zip(done, windows, comparable, whole, strict=True):
+        for row, window, is_comparable, is_whole in zip(
+            done, windows, comparable, whole, strict=True
+        ):
             device, time, number, loss, samples = row
             usual = is_comparable and is_whole
             steps.append(
@@ -180,7 +203,9 @@ class RunView:
             )
         return steps
 
-    def _comparable_flags(self, names: Sequence[str], windows: Sequence[Interval], whole: Sequence[bool]) -> list[bool]:
+    def _comparable_flags(
+        self, names: Sequence[str], windows: Sequence[Interval], whole: Sequence[bool]
+    ) -> list[bool]:
         """Return, for each step of the given devices, the value of `Step.comparable`."""
         # The first step of a device has its start in it: weights are sent, caches are cold.
         met: set[str] = set()
@@ -190,12 +215,22 @@ class RunView:
             met.add(name)
         # Training stands still during an evaluation, so its step is longer than the others.
         evaluated = [event.time for event in self.of("evaluate")]
-        alone = [bisect_right(evaluated, start) == bisect_right(evaluated, end) for start, end in windows]
+        alone = [
+            bisect_right(evaluated, start) == bisect_right(evaluated, end)
+            for start, end in windows
+        ]
         # Where most steps have an evaluation in them, those without one are the exception and all are compared.
-        candidates = [is_alone for is_alone, *both in zip(alone, later, whole, strict=True) if all(both)]
+        candidates = [
+            is_alone
+            for is_alone, *both in zip(alone, later, whole, strict=True)
+            if all(both)
+        ]
         if 2 * sum(candidates) < len(candidates):
             return later
-        return [is_later and is_alone for is_later, is_alone in zip(later, alone, strict=True)]
+        return [
+            is_later and is_alone
+            for is_later, is_alone in zip(later, alone, strict=True)
+        ]
 
     @cached_property
     def steady(self) -> list[Step]:
@@ -205,7 +240,10 @@ class RunView:
     @cached_property
     def served(self) -> list[Interval]:
         """When each request was under way."""
-        return [(time - latency, time) for time, latency in self.of("request").rows("time", "latency")]
+        return [
+            (time - latency, time)
+            for time, latency in self.of("request").rows("time", "latency")
+        ]
 
     @cached_property
     def phase(self) -> Intervals:

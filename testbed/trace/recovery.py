@@ -45,7 +45,11 @@ FIGURES = (
         "seconds",
         "longest, from the strike to the detection",
         lambda record: _longest_span(
-            [item.detected - item.struck for item in record.recoveries if item.struck is not None]
+            [
+                item.detected - item.struck
+                for item in record.recoveries
+                if item.struck is not None
+            ]
         ),
         compared=True,
     ),
@@ -53,14 +57,21 @@ FIGURES = (
         "resume_time",
         "seconds",
         "longest, from the detection to the resumption",
-        lambda record: _longest_span([(item.resumed or 0.0) - item.detected for item in _completed_recoveries(record)]),
+        lambda record: _longest_span(
+            [
+                (item.resumed or 0.0) - item.detected
+                for item in _completed_recoveries(record)
+            ]
+        ),
         compared=True,
     ),
     Metric(
         "recovery_time",
         "seconds",
         "longest, from the strike to the resumption",
-        lambda record: _longest_span([item.duration or 0.0 for item in _completed_recoveries(record)]),
+        lambda record: _longest_span(
+            [item.duration or 0.0 for item in _completed_recoveries(record)]
+        ),
         brief=True,
         compared=True,
     ),
@@ -69,7 +80,10 @@ FIGURES = (
 
 def faults(record: RunView) -> list[dict[str, Any]]:
     """Return ``fault_list``: every injected fault."""
-    return [{**asdict(each), "late": each.struck - each.intended, "mends": each.mends} for each in record.strikes]
+    return [
+        {**asdict(each), "late": each.struck - each.intended, "mends": each.mends}
+        for each in record.strikes
+    ]
 
 
 def recovery_list(record: RunView) -> list[dict[str, Any]]:
@@ -79,7 +93,10 @@ def recovery_list(record: RunView) -> list[dict[str, Any]]:
     processors, the worst device's.
     """
     details = record.tell_recovery
-    return [_recovery_item(item, record) | (details(item, record) if details else {}) for item in record.recoveries]
+    return [
+        _recovery_item(item, record) | (details(item, record) if details else {})
+        for item in record.recoveries
+    ]
 
 
 def _recovery_item(item: Recovery, record: RunView) -> dict[str, Any]:
@@ -94,13 +111,18 @@ def _recovery_item(item: Recovery, record: RunView) -> dict[str, Any]:
         "seconds": item.duration,
         "step": item.step,
         "missing": list(item.missing),
-        "deficit": max((seconds / processors.get(name, 1) for name, seconds in late.items()), default=0.0),
+        "deficit": max(
+            (seconds / processors.get(name, 1) for name, seconds in late.items()),
+            default=0.0,
+        ),
     }
 
 
 def _recovery_note(metrics: Metrics) -> str:
     note = "from the strike until work went on"
-    return f"the longest of {{recoveries}}, {note}" if metrics["recoveries"] > 1 else note
+    return (
+        f"the longest of {{recoveries}}, {note}" if metrics["recoveries"] > 1 else note
+    )
 
 
 ROWS = (Row("Recovery", "{recovery_time}", _recovery_note),)

@@ -12,7 +12,17 @@ from typing import Any
 from testbed.common import plugins
 from testbed.common.errors import InputError
 from testbed.common.formats import MetricKind
-from testbed.trace import course, devices, host, learning, pace, phases, recovery, requests, traffic
+from testbed.trace import (
+    course,
+    devices,
+    host,
+    learning,
+    pace,
+    phases,
+    recovery,
+    requests,
+    traffic,
+)
 from testbed.trace.metrics_spec import Metric, MetricsSpec, Row, Table, by_name
 from testbed.trace.record import RunView
 
@@ -56,7 +66,10 @@ def _packaged_metrics() -> Mapping[str, Metric]:
     for point in plugins.installed(GROUP).values():
         try:
             for figure in plugins.load(point, (), _as_metrics):
-                metrics.setdefault(figure.name, replace(figure, compute=partial(_compute_safely, figure)))
+                metrics.setdefault(
+                    figure.name,
+                    replace(figure, compute=partial(_compute_safely, figure)),
+                )
         except InputError as error:
             _LOG.warning("%s", error)
     return metrics
@@ -67,7 +80,12 @@ def _compute_safely(figure: Metric, record: RunView) -> Any:
     try:
         return figure.compute(record)
     except Exception as error:  # noqa: BLE001 - a package may raise anything
-        _LOG.warning("the metric '%s' of a package is left out: %s: %s", figure.name, type(error).__name__, error)
+        _LOG.warning(
+            "the metric '%s' of a package is left out: %s: %s",
+            figure.name,
+            type(error).__name__,
+            error,
+        )
         return None
 
 

@@ -28,7 +28,10 @@ def _answered_requests(record: RunView) -> tuple[list[float], list[float], int]:
     of the user's may ask on several devices; each counts its own requests.
     """
     ends = record.events.of("request", "failed")
-    last = {(device, request): place for place, (device, request) in enumerate(ends.rows("device", "request"))}
+    last = {
+        (device, request): place
+        for place, (device, request) in enumerate(ends.rows("device", "request"))
+    }
     counts = bytearray(len(ends))
     for place in last.values():
         counts[place] = 1
@@ -48,16 +51,24 @@ def _request_latencies(record: RunView) -> list[float]:
 
 def _request_windows(record: RunView) -> list[Interval]:
     times, latencies, _ = record.cached(_answered_requests)
-    return [(time - latency, time) for time, latency in zip(times, latencies, strict=True)]
+    return [
+        (time - latency, time) for time, latency in zip(times, latencies, strict=True)
+    ]
 
 
 def _whole_window(record: RunView) -> Interval | None:
     """Return the time from the first request to the last answer; None where nothing was answered."""
     windows = record.cached(_request_windows)
-    return (min(begin for begin, _ in windows), max(end for _, end in windows)) if windows else None
+    return (
+        (min(begin for begin, _ in windows), max(end for _, end in windows))
+        if windows
+        else None
+    )
 
 
-def _of_latencies(compute: Callable[[list[float]], float]) -> Callable[[RunView], float | None]:
+def _of_latencies(
+    compute: Callable[[list[float]], float],
+) -> Callable[[RunView], float | None]:
     """Wrap a metric of all latencies to return None without answers."""
 
     def figure(record: RunView) -> float | None:
@@ -75,7 +86,10 @@ def _per_second(record: RunView) -> float | None:
 
 
 def _count_objects(record: RunView) -> int | None:
-    seen = {(event.fields["request"], event.fields["sample"]): event for event in record.of("objects")}
+    seen = {
+        (event.fields["request"], event.fields["sample"]): event
+        for event in record.of("objects")
+    }
     counts = [len(event.fields["boxes"]) for event in seen.values()]
     if not counts or not record.cached(_request_latencies):
         return None
@@ -103,18 +117,28 @@ def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -
     """
     computing: dict[str, array[float]] = defaultdict(lambda: array("d"))
     carried: dict[tuple[str, ...], float] = defaultdict(float)
-    access = {spec.name: (spec.uplink or inf, spec.downlink or inf) for spec in experiment.devices}
+    access = {
+        spec.name: (spec.uplink or inf, spec.downlink or inf)
+        for spec in experiment.devices
+    }
     log = EventLog.made_of(events)
-    for device, start, duration in log.of("compute").rows("device", "start", "duration"):
+    for device, start, duration in log.of("compute").rows(
+        "device", "start", "duration"
+    ):
         computing[device].extend((start, start + duration))
-    for device, peer, content, cast in log.of("receive").within(*window).rows("device", "peer", "bytes", "cast"):
+    for device, peer, content, cast in (
+        log.of("receive").within(*window).rows("device", "peer", "bytes", "cast")
+    ):
         if not cast:
             size, link = 8 * wire_bytes(content), experiment.links.get((peer, device))
-            carried["link", peer, device] += link.transmission_time(wire_bytes(content)) if link is not None else 0.0
+            carried["link", peer, device] += (
+                link.transmission_time(wire_bytes(content)) if link is not None else 0.0
+            )
             carried["up", peer] += size / access[peer][0]
             carried["down", device] += size / access[device][1]
     processors = (
-        length(clip(np.frombuffer(computing[spec.name]).reshape(-1, 2), *window)) / spec.processors
+        length(clip(np.frombuffer(computing[spec.name]).reshape(-1, 2), *window))
+        / spec.processors
         for spec in experiment.devices
     )
     return max([0.0, *processors, *carried.values()])
@@ -135,16 +159,38 @@ def _over_bound(record: RunView) -> float | None:
 
 def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[RunView], float | None]:
     def figure(record: RunView) -> float | None:
-        return fmean(map(part, record.cached(_path_times))) if record.cached(_path_times) else None
+        return (
+            fmean(map(part, record.cached(_path_times)))
+            if record.cached(_path_times)
+            else None
+        )
 
     return figure
 
 
 FIGURES = (
     Metric("requests", "number", "inferences done", _of_latencies(len), compared=True),
-    Metric("requests_per_second", "number", "inferences over duration", _per_second, compared=True),
-    Metric("objects", "number", "objects found in the samples of all requests", _count_objects),
-    Metric("latency", "seconds", "median of an inference", _of_latencies(median), brief=True, compared=True),
+    Metric(
+        "requests_per_second",
+        "number",
+        "inferences over duration",
+        _per_second,
+        compared=True,
+    ),
+    Metric(
+        "objects",
+        "number",
+        "objects found in the samples of all requests",
+        _count_objects,
+    ),
+    Metric(
+        "latency",
+        "seconds",
+        "median of an inference",
+        _of_latencies(median),
+        brief=True,
+        compared=True,
+    ),
     Metric("latency_mean", "seconds", "mean of an inference", _of_latencies(fmean)),
     Metric(
         "latency_p95",
@@ -191,7 +237,9 @@ FIGURES = (
 def _has_model(metrics: Metrics) -> bool:
     """Return whether some device holds units of a model."""
     # The first unit of each piece and the one after its last: those of a program are the same.
-    return "requests" in metrics and any(len(set(row.get("units", ()))) > 1 for row in metrics["devices"].values())
+    return "requests" in metrics and any(
+        len(set(row.get("units", ()))) > 1 for row in metrics["devices"].values()
+    )
 
 
 def _describe_weights(metrics: Metrics) -> str:
@@ -201,11 +249,17 @@ def _describe_weights(metrics: Metrics) -> str:
 def _weights_note(metrics: Metrics) -> str:
     if metrics["weights"] is None:
         return "drawn from the seed: the answers are meaningless"
-    return "read from this file" if metrics["status"] == "finished" else "given to begin with; the run did not finish"
+    return (
+        "read from this file"
+        if metrics["status"] == "finished"
+        else "given to begin with; the run did not finish"
+    )
 
 
 def _requests_note(metrics: Metrics) -> str:
-    return "{requests_per_second} a second" + (", {requests_failed} failed" if metrics["requests_failed"] else "")
+    return "{requests_per_second} a second" + (
+        ", {requests_failed} failed" if metrics["requests_failed"] else ""
+    )
 
 
 ROWS = (
@@ -219,5 +273,9 @@ ROWS = (
         "of what a request waited for was computing, {path_network} messages; mean",
         when=_has_model,
     ),
-    Row("Predicted", "{predicted_step_time}", "a request, by the plan; measured over predicted: {over_predicted}"),
+    Row(
+        "Predicted",
+        "{predicted_step_time}",
+        "a request, by the plan; measured over predicted: {over_predicted}",
+    ),
 )

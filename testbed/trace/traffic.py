@@ -21,7 +21,9 @@ def _sum_of_links(key: str, record: RunView) -> int:
 
 
 def _reception_ratio(record: RunView) -> float | None:
-    meant = sum(sum(map(len, peers)) for _, (peers,) in record.of("cast").columns("peers"))
+    meant = sum(
+        sum(map(len, peers)) for _, (peers,) in record.of("cast").columns("peers")
+    )
     heard = sum(record.cached(_count_heard).values())
     return heard / meant if meant else None
 
@@ -29,13 +31,23 @@ def _reception_ratio(record: RunView) -> float | None:
 def _count_heard(record: RunView) -> Counter[Pair]:
     """Return how many casts each directed pair of devices carried."""
     heard: Counter[Pair] = Counter()
-    for _, (peers, own, casts) in record.of("receive").columns("peer", "device", "cast"):
-        heard.update(compress(zip(peers, own, strict=False), (cast is not None for cast in casts)))
+    for _, (peers, own, casts) in record.of("receive").columns(
+        "peer", "device", "cast"
+    ):
+        heard.update(
+            compress(
+                zip(peers, own, strict=False), (cast is not None for cast in casts)
+            )
+        )
     return heard
 
 
 def _cast_time(record: RunView) -> float | None:
-    durations = [duration for _, (durations,) in record.of("cast").columns("duration") for duration in durations]
+    durations = [
+        duration
+        for _, (durations,) in record.of("cast").columns("duration")
+        for duration in durations
+    ]
     return median(durations) if durations else None
 
 
@@ -46,9 +58,17 @@ FIGURES = (
         "transmissions to several at once, by all devices together",
         lambda record: len(record.of("cast")) or None,
     ),
-    Metric("cast_time", "seconds", "median time that a cast took to leave its device", _cast_time),
     Metric(
-        "reception", "share", "of the casts meant to be heard, each counted for each of its peers", _reception_ratio
+        "cast_time",
+        "seconds",
+        "median time that a cast took to leave its device",
+        _cast_time,
+    ),
+    Metric(
+        "reception",
+        "share",
+        "of the casts meant to be heard, each counted for each of its peers",
+        _reception_ratio,
     ),
     Metric(
         "messages",
@@ -71,7 +91,10 @@ FIGURES = (
         compared=True,
     ),
     Metric(
-        "bytes_received", "bytes", "by all devices together", lambda record: _sum_of_links("bytes_received", record)
+        "bytes_received",
+        "bytes",
+        "by all devices together",
+        lambda record: _sum_of_links("bytes_received", record),
     ),
 )
 
@@ -100,9 +123,17 @@ def _link_uses(record: RunView) -> dict[Pair, LinkUse]:
     # A run sends millions of messages and few kinds of them: equal ones are counted first.
     alike: Counter[tuple[str, str, tuple[str, ...], int]] = Counter()
     sent = record.events.of("send", "cast")
-    for event, (own, peer, peers, sizes) in sent.columns("device", "peer", "peers", "bytes"):
-        meant = zip(peer, strict=False) if event == "send" else (tuple(each or ()) for each in peers)
-        alike.update(zip(repeat(event), own, meant, (size or 0 for size in sizes), strict=False))
+    for event, (own, peer, peers, sizes) in sent.columns(
+        "device", "peer", "peers", "bytes"
+    ):
+        meant = (
+            zip(peer, strict=False)
+            if event == "send"
+            else (tuple(each or ()) for each in peers)
+        )
+        alike.update(
+            zip(repeat(event), own, meant, (size or 0 for size in sizes), strict=False)
+        )
     uses: defaultdict[Pair, LinkUse] = defaultdict(LinkUse)
     for (event, device, receivers, content), number in alike.items():
         for receiver in receivers:
@@ -115,7 +146,9 @@ def links(record: RunView) -> list[dict[str, Any]]:
     uses, heard = _link_uses(record), record.cached(_count_heard)
     known, bounded = record.experiment.links, record.experiment.bounded_links()
     measured = {(item.source, item.destination): item for item in record.outcome.links}
-    asked = cache(lambda link: link and asdict(link))  # of thousands of links most are asked the same of
+    asked = cache(
+        lambda link: link and asdict(link)
+    )  # of thousands of links most are asked the same of
     rows = []
     for pair in dict.fromkeys([*known, *uses]):
         if pair not in uses and pair not in measured:

@@ -98,13 +98,23 @@ def verdict(record: RunView) -> dict[str, Any]:
     else:
         checks += _left_out(experiment)
     reasons = [check.detail for check in checks if check.ok is False]
-    notes = "".join(f"; {check.detail}" for check in checks if check.ok is None and check.name in ("model", "rounds"))
+    notes = "".join(
+        f"; {check.detail}"
+        for check in checks
+        if check.ok is None and check.name in ("model", "rounds")
+    )
     if reasons:
         kind, summary = "not trusted", "; ".join(reasons)
     elif emulated:
-        kind, summary = "trusted", f"links, pacing, faults and host were all as the scenario asks{notes}"
+        kind, summary = (
+            "trusted",
+            f"links, pacing, faults and host were all as the scenario asks{notes}",
+        )
     else:
-        kind, summary = "prediction", f"simulated from the scenario's values, without measurements{notes}"
+        kind, summary = (
+            "prediction",
+            f"simulated from the scenario's values, without measurements{notes}",
+        )
     return {
         "kind": kind,
         "trusted": not reasons,
@@ -120,9 +130,17 @@ def _check_clocks(fidelity: Mapping[str, Any]) -> list[Check]:
     if not clocks:
         return []
     worst = max(clocks, key=lambda host: clocks[host])
-    detail = f"the clocks of {len(clocks)} hosts are known to {clocks[worst] * 1e3:.2f} ms"
+    detail = (
+        f"the clocks of {len(clocks)} hosts are known to {clocks[worst] * 1e3:.2f} ms"
+    )
     return [
-        _bounded_check("clocks", clocks[worst], CLOCKS, f"{detail}, that of {worst} the least", f"{CLOCKS * 1e3:g} ms")
+        _bounded_check(
+            "clocks",
+            clocks[worst],
+            CLOCKS,
+            f"{detail}, that of {worst} the least",
+            f"{CLOCKS * 1e3:g} ms",
+        )
     ]
 
 
@@ -135,15 +153,23 @@ def _check_limits(fidelity: Mapping[str, Any]) -> list[Check]:
     return [Check("limits", "memory" not in unlimited, detail)]
 
 
-def _bounded_check(name: str, value: float, most: float, detail: str, limit: str) -> Check:
+def _bounded_check(
+    name: str, value: float, most: float, detail: str, limit: str
+) -> Check:
     """Return a check of a value against a bound, which is named in the detail on failure."""
-    return Check(name, value <= most, detail if value <= most else f"{detail} (at most {limit})")
+    return Check(
+        name, value <= most, detail if value <= most else f"{detail} (at most {limit})"
+    )
 
 
 def _left_out(experiment: Experiment) -> list[Check]:
     """Name the requested link properties not modelled by the simulation (see `testbed.trace.modelled`)."""
     unmodelled = left_out(experiment)
-    return [Check("model", None, f"not in the model: {' and '.join(unmodelled)}")] if unmodelled else []
+    return (
+        [Check("model", None, f"not in the model: {' and '.join(unmodelled)}")]
+        if unmodelled
+        else []
+    )
 
 
 def _check_course(outcome: Outcome) -> Check:
@@ -157,11 +183,18 @@ def _check_course(outcome: Outcome) -> Check:
 def _name_gaps(log: EventLog, wanted: str) -> list[str]:
     """Name steps (or requests) missing from the log before later ones."""
     ended = [wanted, "failed"] if wanted == "request" else [wanted]
-    recorded = {number for name in ended for (number,) in log.of(name).rows(wanted) if isinstance(number, int)}
+    recorded = {
+        number
+        for name in ended
+        for (number,) in log.of(name).rows(wanted)
+        if isinstance(number, int)
+    }
     if not recorded or len(recorded) == max(recorded) - min(recorded) + 1:
         return []
     missing = sorted(set(range(min(recorded), max(recorded))) - recorded)
-    shown = ", ".join(map(str, missing[:NAMED])) + (", ..." if len(missing) > NAMED else "")
+    shown = ", ".join(map(str, missing[:NAMED])) + (
+        ", ..." if len(missing) > NAMED else ""
+    )
     return [f"{len(missing)} {wanted}{'s' * (len(missing) > 1)} ({shown})"]
 
 
@@ -171,13 +204,21 @@ def _check_record(record: RunView) -> Check:
     silent = sorted(set(record.plan.devices) - log.devices)
     if silent:
         more = f" and {len(silent) - NAMED:,} more" if len(silent) > NAMED else ""
-        return Check("events", False, f"no events from {', '.join(silent[:NAMED])}{more}")
+        return Check(
+            "events", False, f"no events from {', '.join(silent[:NAMED])}{more}"
+        )
     workload = experiment.workload
     wanted = workload.progress
     if not log.of(wanted):
-        hint = f': programs report their work by device.record("{wanted}", ...)' if workload.needs_record else ""
+        hint = (
+            f': programs report their work by device.record("{wanted}", ...)'
+            if workload.needs_record
+            else ""
+        )
         return Check("events", False, f"no {wanted} was recorded{hint}")
-    if outcome.status == "finished" and (lost := [*_name_gaps(log, wanted), *outcome.fidelity.get("lost", ())]):
+    if outcome.status == "finished" and (
+        lost := [*_name_gaps(log, wanted), *outcome.fidelity.get("lost", ())]
+    ):
         return Check("events", False, f"the run finished without {' and '.join(lost)}")
     if not experiment.faults and not log.of("fault"):
         sent, received = (
@@ -186,14 +227,23 @@ def _check_record(record: RunView) -> Check:
         )
         missing = sum((sent - received).values())
         if missing > max(1, LOST_EVENTS * sent.total()):
-            return Check("events", False, f"the log lacks the reception of {missing} of {sent.total()} messages")
+            return Check(
+                "events",
+                False,
+                f"the log lacks the reception of {missing} of {sent.total()} messages",
+            )
     return Check("events", True, f"{len(log):,} events, none missing")
 
 
 def _missed_updates(record: RunView) -> list[Check]:
     """Check for rounds that ended without a device although no fault occurred; `round_deadline` requires this."""
     experiment, log = record.experiment, record.log
-    if not log.of("round") or experiment.faults or experiment.changes or log.of("fault"):
+    if (
+        not log.of("round")
+        or experiment.faults
+        or experiment.changes
+        or log.of("fault")
+    ):
         return []
     late = sum(len(event.fields["devices"]) for event in log.of("missed"))
     if not late:
@@ -206,29 +256,61 @@ def _missed_updates(record: RunView) -> list[Check]:
 
 def _count_pairs(log: EventLog, *ends: str) -> Counter[Any]:
     """Return how many messages went between each two devices."""
-    return Counter(chain.from_iterable(zip(*columns, strict=False) for _, columns in log.columns(*ends)))
+    return Counter(
+        chain.from_iterable(
+            zip(*columns, strict=False) for _, columns in log.columns(*ends)
+        )
+    )
 
 
-def _check_faults(experiment: Experiment, log: EventLog, struck: Sequence[Strike]) -> list[Check]:
+def _check_faults(
+    experiment: Experiment, log: EventLog, struck: Sequence[Strike]
+) -> list[Check]:
     wanted = Counter(fault.action.name for fault in experiment.faults)
     if not wanted and not struck:
         return []
     absent = wanted - Counter(strike.action for strike in struck)
     if absent:
-        return [Check("faults", False, f"never struck: {', '.join(sorted(absent.elements()))}")]
+        return [
+            Check(
+                "faults", False, f"never struck: {', '.join(sorted(absent.elements()))}"
+            )
+        ]
     late = max((strike.struck - strike.intended for strike in struck), default=0.0)
     if late > FAULT_LATENESS:
         worst = max(struck, key=lambda strike: strike.struck - strike.intended)
-        return [Check("faults", False, f"{worst.action} of {worst.target} struck {late:.2f} s late")]
+        return [
+            Check(
+                "faults",
+                False,
+                f"{worst.action} of {worst.target} struck {late:.2f} s late",
+            )
+        ]
     for event in log.of("fault"):
         fields = event.fields
         # A device that was killed takes its time to start.
-        if fields.get("phase") == "undo" and fields.get("action") != "kill" and "intended" in fields:
+        if (
+            fields.get("phase") == "undo"
+            and fields.get("action") != "kill"
+            and "intended" in fields
+        ):
             beyond = event.time - float(fields["intended"])
             if beyond > FAULT_LATENESS:
                 what = f"{fields['action']} of {fields['target']}"
-                return [Check("faults", False, f"{what} lasted {beyond:.2f} s longer than intended")]
-    return [Check("faults", True, f"{len(struck)} struck, the latest {late * 1e3:z.0f} ms late")]
+                return [
+                    Check(
+                        "faults",
+                        False,
+                        f"{what} lasted {beyond:.2f} s longer than intended",
+                    )
+                ]
+    return [
+        Check(
+            "faults",
+            True,
+            f"{len(struck)} struck, the latest {late * 1e3:z.0f} ms late",
+        )
+    ]
 
 
 def _check_changes(log: EventLog, experiment: Experiment) -> list[Check]:
@@ -275,13 +357,22 @@ def _check_links(outcome: Outcome, experiment: Experiment) -> Check:
 def _check_host(host_time: HostTime, fidelity: Mapping[str, Any]) -> Check:
     if host_time.seconds <= 0:
         return Check("host", None, "no step and no request was done")
-    computing, messaging = host_time.computing / host_time.seconds, host_time.messaging / host_time.seconds
+    computing, messaging = (
+        host_time.computing / host_time.seconds,
+        host_time.messaging / host_time.seconds,
+    )
     detail = (
         f"the host added {host_time.share:.1%} to the time of steps or requests: {computing:.1%} by computing late, "
         f"{messaging:.1%} by messages later than their links make them"
     )
-    check = _bounded_check("host", host_time.share, HOST_SHARE, detail, f"{HOST_SHARE:.0%}")
-    return check if check.ok else replace(check, detail=check.detail + _describe_load(fidelity))
+    check = _bounded_check(
+        "host", host_time.share, HOST_SHARE, detail, f"{HOST_SHARE:.0%}"
+    )
+    return (
+        check
+        if check.ok
+        else replace(check, detail=check.detail + _describe_load(fidelity))
+    )
 
 
 def _describe_load(fidelity: Mapping[str, Any]) -> str:
@@ -299,7 +390,15 @@ def _check_recoveries(recovered: Sequence[Mapping[str, Any]]) -> list[Check]:
     worst = max(done, key=lambda item: float(item["deficit"] / item["seconds"]))
     part = worst["deficit"] / worst["seconds"]
     detail = f"computing slower than asked made up {part:.1%} of a recovery"
-    return [_bounded_check("recovery", part, RECOVERY_DEFICIT_SHARE, detail, f"{RECOVERY_DEFICIT_SHARE:.0%}")]
+    return [
+        _bounded_check(
+            "recovery",
+            part,
+            RECOVERY_DEFICIT_SHARE,
+            detail,
+            f"{RECOVERY_DEFICIT_SHARE:.0%}",
+        )
+    ]
 
 
 def _check_stolen_time(fidelity: Mapping[str, Any]) -> list[Check]:
@@ -307,19 +406,30 @@ def _check_stolen_time(fidelity: Mapping[str, Any]) -> list[Check]:
     if stolen is None:
         return []
     detail = f"a hypervisor kept {stolen:.1%} of the processors' time for others"
-    return [_bounded_check("stolen", stolen, STOLEN_SHARE, detail, f"{STOLEN_SHARE:.0%}")]
+    return [
+        _bounded_check("stolen", stolen, STOLEN_SHARE, detail, f"{STOLEN_SHARE:.0%}")
+    ]
 
 
 def _check_queues(fidelity: Mapping[str, Any]) -> list[Check]:
     queues = fidelity.get("queues")
     if queues is None:
         return []
-    lost = {name: sum(n for kind, n in counts.items() if kind != "sender_drops") for name, counts in queues.items()}
+    lost = {
+        name: sum(n for kind, n in counts.items() if kind != "sender_drops")
+        for name, counts in queues.items()
+    }
     link = sum(counts.get("sender_drops", 0) for counts in queues.values())
     total = sum(lost.values())
     if total > QUEUE_OVERFLOWS:
         worst = max(lost, key=lambda name: lost[name])
-        return [Check("queues", False, f"the emulation dropped {total} packets for want of time, most at {worst}")]
+        return [
+            Check(
+                "queues",
+                False,
+                f"the emulation dropped {total} packets for want of time, most at {worst}",
+            )
+        ]
     own = f"; {link} overflowed the queues of the links themselves" if link else ""
     return [Check("queues", True, f"the emulation dropped no packet of its own{own}")]
 
@@ -328,7 +438,10 @@ def _check_delays(fidelity: Mapping[str, Any], experiment: Experiment) -> list[C
     lateness = fidelity.get("lateness", {}).get("p99")
     if lateness is None:
         return []
-    shortest = min((link.delay for link in experiment.links.values() if link.delay > 0), default=0.0)
+    shortest = min(
+        (link.delay for link in experiment.links.values() if link.delay > 0),
+        default=0.0,
+    )
     limit = max(DELAY_LATENESS, DELAY_LATENESS_SHARE * shortest)
     detail = f"1% of the packets were delayed by {lateness * 1e3:.2f} ms more than asked, or later"
     return [_bounded_check("delays", lateness, limit, detail, f"{limit * 1e3:g} ms")]

@@ -55,7 +55,9 @@ def library(name: str) -> ArrayLibrary:
         return importlib.import_module(_MODULES[name])
     registered: ArrayLibrary | None = plugins.find(GROUP, name, ())
     if registered is None:
-        raise TensorError(f"arrays of '{name}' cannot be sent: convert them to numpy or torch arrays")
+        raise TensorError(
+            f"arrays of '{name}' cannot be sent: convert them to numpy or torch arrays"
+        )
     return registered
 
 
@@ -94,7 +96,10 @@ def is_array_type(hint: Any) -> bool:
 
     Annotations of other libraries are plain values to a typed message.
     """
-    return isinstance(hint, type) and (hint.__module__, hint.__name__) in (("torch", "Tensor"), ("numpy", "ndarray"))
+    return isinstance(hint, type) and (hint.__module__, hint.__name__) in (
+        ("torch", "Tensor"),
+        ("numpy", "ndarray"),
+    )
 
 
 def to_raw(arrays: Mapping[str, Any]) -> list[Raw]:

@@ -64,7 +64,10 @@ class CastForm:
 
         ``fields`` is the size of the message's fields as JSON, in bytes.
         """
-        tensors = ((name, tensor.dtype, tensor.shape) for name, tensor in message.tensors.items())
+        tensors = (
+            (name, tensor.dtype, tensor.shape)
+            for name, tensor in message.tensors.items()
+        )
         # The names and values of the fields do not matter for the size, and neither does the audience.
         form = (message.kind, fields, message.padding, *tensors)
         size = self._header_sizes.get(form)
@@ -81,24 +84,39 @@ class CastForm:
         encoded = bytearray(self._places[self.name].to_bytes(2, "little"))
         encoded += audience.to_bytes(self._bitmap, "little")
         try:
-            fields = json.dumps(dict(message.fields), separators=(",", ":")).encode() if message.fields else b""
+            fields = (
+                json.dumps(dict(message.fields), separators=(",", ":")).encode()
+                if message.fields
+                else b""
+            )
             if len(fields) > HEADER_LIMIT:
                 raise WireError(
                     f"the fields of '{message.kind}' take {len(fields)} bytes; at most {HEADER_LIMIT} are allowed"
                 )
-            encoded += _encode_text(message.kind) + _encode_length(len(fields)) + fields + bytes([len(message.tensors)])
+            encoded += (
+                _encode_text(message.kind)
+                + _encode_length(len(fields))
+                + fields
+                + bytes([len(message.tensors)])
+            )
             for name, tensor in message.tensors.items():
                 code = _TYPES.index(safetensors.type_of(name, tensor))
                 encoded += _encode_text(name) + bytes([code, len(tensor.shape)])
                 for size in tensor.shape:
                     encoded += _encode_length(size)
         except (TypeError, ValueError, RecursionError) as error:
-            raise WireError(f"message '{message.kind}' cannot be broadcast: {error}") from error
+            raise WireError(
+                f"message '{message.kind}' cannot be broadcast: {error}"
+            ) from error
         return bytes(encoded + _encode_length(message.padding))
 
     def encode(self, message: Message, peers: Collection[str]) -> bytes:
         """Return the bytes of a message for the named peers; raises WireError as `header` does."""
-        values = [tensor.data for tensor in arrays.to_raw(message.tensors)] if message.tensors else []
+        values = (
+            [tensor.data for tensor in arrays.to_raw(message.tensors)]
+            if message.tensors
+            else []
+        )
         return b"".join([self.header(message, peers), *values, bytes(message.padding)])
 
     def decode(self, data: bytes | bytearray) -> tuple[Message, int] | None:
@@ -108,12 +126,22 @@ class CastForm:
         """
         try:
             return self._decode(_Reader(data))
-        except (IndexError, UnicodeDecodeError, RecursionError, TensorError, ValueError) as error:
+        except (
+            IndexError,
+            UnicodeDecodeError,
+            RecursionError,
+            TensorError,
+            ValueError,
+        ) as error:
             raise WireError(f"malformed broadcast: {error}") from error
 
     def _decode(self, reader: _Reader) -> tuple[Message, int] | None:
         sender = self._names[int.from_bytes(reader.take_bytes(2), "little")]
-        if not int.from_bytes(reader.take_bytes(self._bitmap), "little") >> self._places[self.name] & 1:
+        if (
+            not int.from_bytes(reader.take_bytes(self._bitmap), "little")
+            >> self._places[self.name]
+            & 1
+        ):
             return None
         kind, text = reader.read_text(), reader.take_bytes(reader.read_length())
         fields = json.loads(text) if text else {}
@@ -122,19 +150,29 @@ class CastForm:
         described = []
         for _ in range(reader.take_bytes(1)[0]):
             name, (code, axes) = reader.read_text(), reader.take_bytes(2)
-            described.append((name, _TYPES[code], tuple(reader.read_length() for _ in range(axes))))
+            described.append(
+                (name, _TYPES[code], tuple(reader.read_length() for _ in range(axes)))
+            )
         padding, header = reader.read_length(), reader.place
         raw = []
         for name, dtype, shape in described:
             # Copy the values, since they are not aligned inside the datagrams.
-            values = memoryview(bytearray(reader.take_bytes(math.prod(shape) * safetensors.ITEM_SIZES[dtype])))
+            values = memoryview(
+                bytearray(
+                    reader.take_bytes(math.prod(shape) * safetensors.ITEM_SIZES[dtype])
+                )
+            )
             raw.append(Raw(name, dtype, shape, values))
         if reader.left != padding:
             raise WireError("payload length does not match the header")
-        return Message(kind, fields, arrays.from_raw(raw) if raw else {}, sender, padding), header
+        return Message(
+            kind, fields, arrays.from_raw(raw) if raw else {}, sender, padding
+        ), header
 
 
-def with_gaps(message: Message, header: int, frame: int, lost: Iterable[int]) -> Message | None:
+def with_gaps(
+    message: Message, header: int, frame: int, lost: Iterable[int]
+) -> Message | None:
     """Return a broadcast without the given lost frames of ``frame`` bytes each, numbered from 0.
 
     A value is missing if any of its bytes is lost; `Message.missing` marks it and the value becomes zero. Returns None
@@ -158,7 +196,9 @@ def with_gaps(message: Message, header: int, frame: int, lost: Iterable[int]) ->
             last = -(-(first_byte + frame) // size)
             gaps[max(0, first) : max(0, last)] = True
         if gaps.any():
-            tensors[name], missing[name] = arrays.library_of(tensor).mask(tensor, gaps.reshape(tuple(tensor.shape)))
+            tensors[name], missing[name] = arrays.library_of(tensor).mask(
+                tensor, gaps.reshape(tuple(tensor.shape))
+            )
     if not missing:
         return message
     return replace(message, tensors=tensors, missing=missing)

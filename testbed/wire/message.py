@@ -91,7 +91,9 @@ class Envelope:
     """Sequence number within the incarnation; increases with every message to the receiver."""
 
 
-def encode(message: Message, sender: str, incarnation: int = 0, sequence: int = 0) -> bytes:
+def encode(
+    message: Message, sender: str, incarnation: int = 0, sequence: int = 0
+) -> bytes:
     """Return a message as bytes: prefix, JSON header, safetensors, padding.
 
     The values of the tensors are copied, so the program may modify them afterwards. Raises WireError if the fields are
@@ -110,7 +112,9 @@ def encode(message: Message, sender: str, incarnation: int = 0, sequence: int = 
     body: list[Buffer] = []
     if message.tensors:
         try:
-            body = safetensors.write(arrays.to_raw(message.tensors), offset=_PREFIX.size + len(text))
+            body = safetensors.write(
+                arrays.to_raw(message.tensors), offset=_PREFIX.size + len(text)
+            )
         except TensorError as error:
             raise WireError(f"message '{message.kind}': {error}") from error
     prefix = _PREFIX.pack(MAGIC, VERSION, len(text), sum(len(piece) for piece in body))
@@ -143,7 +147,9 @@ def delivered(message: Message, sender: str) -> tuple[Message, int]:
     `encode` does.
     """
     fields, length = _read_back(message)
-    return _copy_for_receiver(message, fields, sender), _content_size(message, sender, length)
+    return _copy_for_receiver(message, fields, sender), _content_size(
+        message, sender, length
+    )
 
 
 def as_cast(message: Message, sender: str) -> tuple[Message, int]:
@@ -155,7 +161,9 @@ def as_cast(message: Message, sender: str) -> tuple[Message, int]:
     return _copy_for_receiver(message, fields, sender), length
 
 
-def _copy_for_receiver(message: Message, fields: Mapping[str, Any], sender: str) -> Message:
+def _copy_for_receiver(
+    message: Message, fields: Mapping[str, Any], sender: str
+) -> Message:
     copies: Mapping[str, Any] = NOTHING
     if message.tensors:
         copies = {}
@@ -191,7 +199,12 @@ def _read_back(message: Message) -> tuple[Mapping[str, Any], int]:
 @lru_cache(10_000)
 def _size_around(kind: str, sender: str, padding: int) -> int:
     """Return the size of a header without the fields."""
-    return _SIZE_WITHOUT_TEXTS + _quoted_size(kind) + _quoted_size(sender) + len(str(padding))
+    return (
+        _SIZE_WITHOUT_TEXTS
+        + _quoted_size(kind)
+        + _quoted_size(sender)
+        + len(str(padding))
+    )
 
 
 # Cached for names of kinds, devices and fields, of which a run has few.
@@ -229,7 +242,9 @@ def _to_json(value: Mapping[str, Any], kind: str) -> str:
     try:
         return json.dumps(value, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise WireError(f"the fields of '{kind}' must be JSON values: {error}") from error
+        raise WireError(
+            f"the fields of '{kind}' must be JSON values: {error}"
+        ) from error
 
 
 def decode(data: Buffer) -> Envelope:
@@ -251,23 +266,44 @@ def decode(data: Buffer) -> Envelope:
         header = json.loads(bytes(view[_PREFIX.size : end]))
     except (ValueError, RecursionError) as error:
         raise WireError("the header of the message is not JSON") from error
-    if not isinstance(header, dict) or {key: type(value) for key, value in header.items()} != _HEADER_TYPES:
-        raise WireError("the header of the message has missing, unknown or mistyped keys")
+    if (
+        not isinstance(header, dict)
+        or {key: type(value) for key, value in header.items()} != _HEADER_TYPES
+    ):
+        raise WireError(
+            "the header of the message has missing, unknown or mistyped keys"
+        )
     if header["padding"] != len(view) - end - body_size:
         raise WireError("the padding of the message does not match its header")
-    if not 0 <= header["incarnation"] < 1 << 63 or not 0 <= header["sequence"] < 1 << 63:
-        raise WireError("the incarnation or sequence number of the message is out of range")
+    if (
+        not 0 <= header["incarnation"] < 1 << 63
+        or not 0 <= header["sequence"] < 1 << 63
+    ):
+        raise WireError(
+            "the incarnation or sequence number of the message is out of range"
+        )
     arrived = {}
     if body_size:
         try:
             arrived = arrays.unpack(view[end : end + body_size])
         except TensorError as error:
             raise WireError(str(error)) from error
-    message = Message(header["kind"], header["fields"], arrived, header["sender"], header["padding"])
+    message = Message(
+        header["kind"], header["fields"], arrived, header["sender"], header["padding"]
+    )
     return Envelope(message, header["incarnation"], header["sequence"])
 
 
-_HEADER_TYPES = {"kind": str, "fields": dict, "sender": str, "incarnation": int, "sequence": int, "padding": int}
-_SIZE_WITHOUT_TEXTS = len('{"kind":,"fields":,"sender":,"incarnation":,"sequence":,"padding":}') + 14 + 2
+_HEADER_TYPES = {
+    "kind": str,
+    "fields": dict,
+    "sender": str,
+    "incarnation": int,
+    "sequence": int,
+    "padding": int,
+}
+_SIZE_WITHOUT_TEXTS = (
+    len('{"kind":,"fields":,"sender":,"incarnation":,"sequence":,"padding":}') + 14 + 2
+)
 """Size of a header without its texts: the keys, 14 digits of incarnation (nanoseconds of a machine that has been up for
 a day) and 2 digits of sequence number."""

@@ -16,7 +16,9 @@ def copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.array(array)
 
 
-def mask(array: npt.NDArray[Any], gaps: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+def mask(
+    array: npt.NDArray[Any], gaps: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
     """Return an array with zeros where ``gaps`` is True, and ``gaps``; both have the same shape."""
     return np.where(gaps, np.zeros((), array.dtype), array), gaps
 

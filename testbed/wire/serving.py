@@ -46,7 +46,9 @@ def refusal(text: str) -> str:
 class Body(io.RawIOBase):
     """The body of a request, read on demand by the thread of the request."""
 
-    def __init__(self, channel: Channel, length: int, early: bytes, expected: bool) -> None:
+    def __init__(
+        self, channel: Channel, length: int, early: bytes, expected: bool
+    ) -> None:
         self.left = length
         """Number of bytes not yet read."""
         self.early = early
@@ -105,8 +107,12 @@ class Request(HTTPRequestParser):
         count = int(super().received(data))
         if self.empty or not self.headers_finished:
             return count
-        self.body = Body(self._channel, self.content_length, data[count:], self.expect_continue)
-        self.expect_continue = False  # otherwise waitress would request the body at once
+        self.body = Body(
+            self._channel, self.content_length, data[count:], self.expect_continue
+        )
+        self.expect_continue = (
+            False  # otherwise waitress would request the body at once
+        )
         self.completed = True
         return len(data)
 
@@ -114,7 +120,9 @@ class Request(HTTPRequestParser):
         """Parse the head; raises ParsingError if the head is malformed."""
         try:
             super().parse_header(head)
-        except ValueError as error:  # invalid IPv6 addresses in brackets, and numbers of 5,000 digits
+        except (
+            ValueError
+        ) as error:  # invalid IPv6 addresses in brackets, and numbers of 5,000 digits
             raise ParsingError(str(error)) from error
         if self.chunked:
             # Waitress removes this header, but the application has to refuse the request: chunks are not parsed here.
@@ -186,7 +194,9 @@ class PatientServer(TcpWSGIServer):
 
     channel_class = Channel
 
-    def __init__(self, address: tuple[str, int], application: Any, threads: int) -> None:
+    def __init__(
+        self, address: tuple[str, int], application: Any, threads: int
+    ) -> None:
         """Bind the listening socket; requests are answered only after `serve` starts."""
         host, port = address
         super().__init__(
@@ -235,7 +245,9 @@ class PatientServer(TcpWSGIServer):
     def handle_accept(self) -> None:
         """Accept a connection; if too many wait, close the least recently active one."""
         super().handle_accept()
-        waiting = [channel for channel in self.active_channels.values() if channel.is_waiting()]
+        waiting = [
+            channel for channel in self.active_channels.values() if channel.is_waiting()
+        ]
         if len(waiting) > MOST_WAITING:
             stalest = min(waiting, key=lambda channel: channel.last_activity)
             stalest.handle_close()

@@ -25,7 +25,18 @@ HEADER_LIMIT = 1 << 20
 """Maximum size of the JSON header, in bytes; enough for ten thousand tensors."""
 _ALIGNMENT = 64
 _LARGEST = 1 << 48
-ITEM_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4, "I64": 8, "F64": 8}
+ITEM_SIZES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "F32": 4,
+    "I64": 8,
+    "F64": 8,
+}
 """Size of a value of each type, in bytes."""
 NAMES = {
     "BOOL": "bool",
@@ -59,7 +70,9 @@ class Raw:
     """The values in row-major order, little-endian."""
 
 
-def write(tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, offset: int = 0) -> list[Buffer]:
+def write(
+    tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, offset: int = 0
+) -> list[Buffer]:
     """Return the pieces of a safetensors body, to be joined or sent one after the other.
 
     The values start at a multiple of 64 bytes, counted from ``offset`` bytes before the body, so that a receiver of a
@@ -75,7 +88,11 @@ def write(tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, off
         if tensor.name == "__metadata__" or tensor.name in header:
             raise TensorError(f"duplicate or reserved tensor name '{tensor.name}'")
         start, end = end, end + tensor.data.nbytes
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (start, end)}
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": (start, end),
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     # JSON allows trailing spaces, which align the values for torch and numpy.
     text += b" " * (-(offset + 8 + len(text)) % _ALIGNMENT)
@@ -95,7 +112,9 @@ def size(tensors: Mapping[str, Any], offset: int = 0) -> int:
         start, end = end, end + tensor.nbytes
         dtype = type_of(name, tensor)
         shape = ",".join(map(str, tensor.shape))
-        entry = f':{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{start},{end}]}},'
+        entry = (
+            f':{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{start},{end}]}},'
+        )
         header += len(quoted(name)) + len(entry)
     start = offset + 8 + header
     return start - start % -_ALIGNMENT + end - offset
@@ -108,7 +127,9 @@ def type_of(name: str, tensor: Any) -> str:
     """
     dtype = _DTYPES.get(str(tensor.dtype).rpartition(".")[2])
     if dtype is None:
-        raise TensorError(f"tensor '{name}' has unsupported dtype {tensor.dtype}: convert it first")
+        raise TensorError(
+            f"tensor '{name}' has unsupported dtype {tensor.dtype}: convert it first"
+        )
     return dtype
 
 
@@ -130,7 +151,9 @@ def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
     if not isinstance(header, dict):
         raise TensorError("the header of the tensors is not an object")
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise TensorError("the metadata of the tensors must map text to text")
     values = view[8 + length :]
     entries = [_parse_entry(name, entry, len(values)) for name, entry in header.items()]
@@ -140,7 +163,9 @@ def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
     result = {}
     for name, (dtype, shape), first, last in entries:
         if first != end:
-            raise TensorError(f"tensor '{name}' does not start where the one before it ends")
+            raise TensorError(
+                f"tensor '{name}' does not start where the one before it ends"
+            )
         end = last
         result[name] = Raw(name, dtype, shape, values[first:last])
     if end != len(values):
@@ -148,14 +173,22 @@ def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
     return [result[name] for name in header], metadata
 
 
-def _parse_entry(name: str, entry: object, available: int) -> tuple[str, tuple[str, tuple[int, ...]], int, int]:
+def _parse_entry(
+    name: str, entry: object, available: int
+) -> tuple[str, tuple[str, tuple[int, ...]], int, int]:
     """Validate the header of a tensor; return (name, (dtype, shape), first byte, end byte)."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise TensorError(f"the header of tensor '{name}' must have the keys dtype, shape and data_offsets")
+        raise TensorError(
+            f"the header of tensor '{name}' must have the keys dtype, shape and data_offsets"
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise TensorError(f"tensor '{name}' has an unknown dtype")
-    if not _whole_numbers(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= available:
+    if (
+        not _whole_numbers(offsets)
+        or len(offsets) != 2
+        or not offsets[0] <= offsets[1] <= available
+    ):
         raise TensorError(f"tensor '{name}' lies outside the body")
     if not _is_shape(shape):
         raise TensorError(f"tensor '{name}' has an invalid shape")
@@ -173,7 +206,9 @@ def _is_shape(value: object) -> bool:
 
 
 def _whole_numbers(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST for item in value)
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item <= _LARGEST for item in value
+    )
 
 
 def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
@@ -181,11 +216,15 @@ def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
 
     Raises TensorError for a type without a wire encoding.
     """
-    dtypes = {np.dtype(_numpy_name(dtype)): dtype for dtype in ITEM_SIZES if dtype != "BF16"}
+    dtypes = {
+        np.dtype(_numpy_name(dtype)): dtype for dtype in ITEM_SIZES if dtype != "BF16"
+    }
     result = []
     for name, array in arrays.items():
         if array.dtype not in dtypes:
-            raise TensorError(f"array '{name}' has unsupported dtype {array.dtype}: convert it first")
+            raise TensorError(
+                f"array '{name}' has unsupported dtype {array.dtype}: convert it first"
+            )
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         result.append(Raw(name, dtypes[array.dtype], array.shape, flat.data))
     return result
@@ -200,7 +239,9 @@ def to_numpy(tensors: Sequence[Raw]) -> dict[str, npt.NDArray[Any]]:
     for raw in tensors:
         if raw.dtype == "BF16":
             raise TensorError(f"numpy has no type for tensor '{raw.name}' (bfloat16)")
-        result[raw.name] = np.frombuffer(raw.data, dtype=_numpy_name(raw.dtype)).reshape(raw.shape)
+        result[raw.name] = np.frombuffer(
+            raw.data, dtype=_numpy_name(raw.dtype)
+        ).reshape(raw.shape)
     return result
 
 

@@ -25,8 +25,12 @@ def authorised(environ: Mapping[str, Any], token: str) -> bool:
     """
     credentials = environ.get("HTTP_AUTHORIZATION", "")
     if not credentials and environ.get("REQUEST_METHOD") == "GET":
-        credentials = "Bearer " + parse_qs(environ.get("QUERY_STRING", "")).get("token", [""])[0]
-    return compare_digest(credentials.encode("utf-8", "replace"), f"Bearer {token}".encode())
+        credentials = (
+            "Bearer " + parse_qs(environ.get("QUERY_STRING", "")).get("token", [""])[0]
+        )
+    return compare_digest(
+        credentials.encode("utf-8", "replace"), f"Bearer {token}".encode()
+    )
 
 
 def derived(token: str, *purpose: str) -> str:
@@ -78,5 +82,7 @@ class Lease:
         while self._left > 0:
             time.sleep(tick)
             self._left -= tick
-        _LOG.warning("the lease of %g s was not renewed: this container stops", self._seconds)
+        _LOG.warning(
+            "the lease of %g s was not renewed: this container stops", self._seconds
+        )
         self._end()

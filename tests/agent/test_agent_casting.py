@@ -39,14 +39,24 @@ def pair(judged: list[int]):
     inbox = Inbox({"a": "token"}, 1 << 20, arrivals.append)
 
     def hears(message: Message, header: int, number: int) -> Message | None:
-        found = message if heard(3, message.sender, "b", number, fraction["a"]) else None
+        found = (
+            message if heard(3, message.sender, "b", number, fraction["a"]) else None
+        )
         judged.append(number)
         return found
 
     sources = {"a": "127.0.0.1", "c": "127.0.0.3"}
-    receiver = Caster(FORMS["b"], Addresses(address, None, "0.0.0.0", sources), "run", 1 << 20, hears)
+    receiver = Caster(
+        FORMS["b"], Addresses(address, None, "0.0.0.0", sources), "run", 1 << 20, hears
+    )
     receiver.start(inbox)
-    sender = Caster(FORMS["a"], Addresses(("0.0.0.0", 0), address, "127.0.0.1", {}), "run", 1 << 20, everything)
+    sender = Caster(
+        FORMS["a"],
+        Addresses(("0.0.0.0", 0), address, "127.0.0.1", {}),
+        "run",
+        1 << 20,
+        everything,
+    )
     yield sender, arrivals, fraction
     sender.close()
     receiver.close()
@@ -64,8 +74,14 @@ def wait_for(arrivals: Sized, count: int) -> None:
         time.sleep(0.005)
 
 
-def cast(sender: Caster, number: int, peers=("b",), padding: int = 0) -> tuple[int, float]:
-    return sender.send(FORMS["a"].encode(Message("m", {"number": number}, padding=padding), peers), 1, number)
+def cast(
+    sender: Caster, number: int, peers=("b",), padding: int = 0
+) -> tuple[int, float]:
+    return sender.send(
+        FORMS["a"].encode(Message("m", {"number": number}, padding=padding), peers),
+        1,
+        number,
+    )
 
 
 def test_a_message_of_many_datagrams_arrives_whole_and_its_departure_is_noted(pair):
@@ -87,7 +103,9 @@ def test_whole_casts_are_lost_by_the_same_draw_everywhere_and_live(pair, judged)
     wait_for(judged, 100)
     fraction["a"] = 0.0
     cast(sender, 100)
-    expected = [number for number in range(100) if heard(3, "a", "b", number, 0.5)] + [100]
+    expected = [number for number in range(100) if heard(3, "a", "b", number, 0.5)] + [
+        100
+    ]
     wait_for(arrivals, len(expected))
     assert [arrival.envelope.message["number"] for arrival in arrivals] == expected
     assert 35 < len(expected) < 66
@@ -100,7 +118,13 @@ def test_casts_for_others_and_foreign_datagrams_are_not_heard(pair):
         address = sender._broadcast
         assert address is not None
         prefix = struct.pack("<4sQIHH", mark("run"), 1, 1, 0, 1)
-        for junk in (b"", b"CAST", bytes(200), struct.pack("<4sQIHH", bytes(4), 1, 1, 0, 1), prefix + b"\1"):
+        for junk in (
+            b"",
+            b"CAST",
+            bytes(200),
+            struct.pack("<4sQIHH", bytes(4), 1, 1, 0, 1),
+            prefix + b"\1",
+        ):
             foreign.sendto(junk, address)
     cast(sender, 1)
     wait_for(arrivals, 1)
@@ -124,7 +148,13 @@ def test_what_is_too_large_or_has_no_address_is_refused(pair):
     sender, _, _ = pair
     with pytest.raises(ValueError, match="too large"):
         sender.send(bytes(0x10000 * CAST_CHUNK), 1, 0)
-    lonely = Caster(FORMS["a"], Addresses(("127.0.0.1", 0), None, "0.0.0.0", {}), "run", 1 << 20, everything)
+    lonely = Caster(
+        FORMS["a"],
+        Addresses(("127.0.0.1", 0), None, "0.0.0.0", {}),
+        "run",
+        1 << 20,
+        everything,
+    )
     with pytest.raises(ValueError, match="no broadcast address"):
         lonely.send(b"", 1, 0)
     lonely.close()

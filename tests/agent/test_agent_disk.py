@@ -14,7 +14,9 @@ def disk(path, origin=12.5, **keys):
 
 
 def test_a_later_start_reads_what_an_earlier_one_wrote(tmp_path):
-    disk(tmp_path).save("state", Message("state", {"step": 3}, {"w": torch.arange(4.0)}))
+    disk(tmp_path).save(
+        "state", Message("state", {"step": 3}, {"w": torch.arange(4.0)})
+    )
     found = disk(tmp_path).saved("state")
     assert found is not None
     assert found["step"] == 3
@@ -48,5 +50,7 @@ def test_more_than_the_quota_is_seen_whoever_wrote_it(tmp_path):
     (tmp_path / "own" / "deep").mkdir(parents=True)
     (tmp_path / "own" / "deep" / "file").write_bytes(bytes(2 << 20))
     (tmp_path / "own" / "gone").symlink_to("nowhere")
-    with pytest.raises(HostError, match=r"of source holds 2.*KiB, above its quota of 1MiB"):
+    with pytest.raises(
+        HostError, match=r"of source holds 2.*KiB, above its quota of 1MiB"
+    ):
         held.check()

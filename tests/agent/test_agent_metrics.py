@@ -27,7 +27,10 @@ def told(totals: Totals) -> str:
         lanes={"b": SimpleNamespace(waiting=3)},
     )
     runner = SimpleNamespace(
-        state="running", pace=SimpleNamespace(factor=1.0), log=SimpleNamespace(count=7), device=device
+        state="running",
+        pace=SimpleNamespace(factor=1.0),
+        log=SimpleNamespace(count=7),
+        device=device,
     )
     return exposition(runner, 1 << 20).decode()  # type: ignore[arg-type]
 
@@ -55,7 +58,9 @@ def test_learning_is_told() -> None:
         "testbed_test_loss 1.25",
     ):
         assert line in text.splitlines()
-    assert "testbed_loss" not in told(Totals()), "a device that knows of none tells none"
+    assert "testbed_loss" not in told(Totals()), (
+        "a device that knows of none tells none"
+    )
 
 
 def test_the_board_asks_for_what_there_is() -> None:
@@ -71,7 +76,9 @@ def test_the_board_asks_for_what_there_is() -> None:
     assert asked <= there
 
 
-def test_targets_hold_ports_and_token_for_their_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_hold_ports_and_token_for_their_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     state = runstate.RunState("quickstart-1", "secret")
     runstate.write_targets(state, {"a": "http://127.0.0.1:4000/devices/a"})
@@ -98,7 +105,14 @@ def test_targets_hold_ports_and_token_for_their_owner_alone(tmp_path: Path, monk
     [
         ({"HTTP_AUTHORIZATION": "Bearer secret"}, True),
         ({"HTTP_AUTHORIZATION": "secret"}, False),
-        ({"HTTP_AUTHORIZATION": "Bearer wrong", "REQUEST_METHOD": "GET", "QUERY_STRING": "token=secret"}, False),
+        (
+            {
+                "HTTP_AUTHORIZATION": "Bearer wrong",
+                "REQUEST_METHOD": "GET",
+                "QUERY_STRING": "token=secret",
+            },
+            False,
+        ),
         ({"REQUEST_METHOD": "GET", "QUERY_STRING": "a=1&token=secret"}, True),
         ({"REQUEST_METHOD": "POST", "QUERY_STRING": "token=secret"}, False),
         ({"REQUEST_METHOD": "GET"}, False),

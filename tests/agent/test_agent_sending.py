@@ -53,7 +53,9 @@ def receiver() -> Iterator[Receiver]:
 
 
 @contextlib.asynccontextmanager
-async def proxy(target: Address, behave: Callable[[], Awaitable[None]]) -> AsyncIterator[Address]:
+async def proxy(
+    target: Address, behave: Callable[[], Awaitable[None]]
+) -> AsyncIterator[Address]:
     """Forward connections until ``behave`` returns, then break them off, and so on with the next."""
 
     async def forward(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
@@ -61,9 +63,14 @@ async def proxy(target: Address, behave: Callable[[], Awaitable[None]]) -> Async
             sink.write(piece)
             await sink.drain()
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connected(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         there, back = await asyncio.open_connection(*target)
-        tasks = [asyncio.ensure_future(each) for each in (forward(reader, back), forward(there, writer), behave())]
+        tasks = [
+            asyncio.ensure_future(each)
+            for each in (forward(reader, back), forward(there, writer), behave())
+        ]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
@@ -84,7 +91,12 @@ def test_the_head_of_a_request_is_as_long_as_predictions_say() -> None:
 
 
 def numbered(number: int, size: int = 0, sequence: int | None = None) -> bytes:
-    return encode(Message("m", {"number": number}, padding=size), "a", 1, number if sequence is None else sequence)
+    return encode(
+        Message("m", {"number": number}, padding=size),
+        "a",
+        1,
+        number if sequence is None else sequence,
+    )
 
 
 def test_many_messages_are_under_way_at_once(receiver: Receiver) -> None:
@@ -93,7 +105,9 @@ def test_many_messages_are_under_way_at_once(receiver: Receiver) -> None:
 
     async def main() -> list[Delivery]:
         lane = Lane("b", receiver.address, TOKEN)
-        found = await asyncio.gather(*(lane.deliver(numbered(number, 1000)) for number in range(50)))
+        found = await asyncio.gather(
+            *(lane.deliver(numbered(number, 1000)) for number in range(50))
+        )
         lane.close()
         return found
 
@@ -103,7 +117,9 @@ def test_many_messages_are_under_way_at_once(receiver: Receiver) -> None:
     assert [each.ended for each in found] == sorted(each.ended for each in found)
 
 
-def test_a_connection_waits_longer_at_once_and_shorter_from_its_next_answer(receiver: Receiver) -> None:
+def test_a_connection_waits_longer_at_once_and_shorter_from_its_next_answer(
+    receiver: Receiver,
+) -> None:
     async def main() -> list[int]:
         lane = Lane("b", receiver.address, TOKEN, slowness=0.5)
         await lane.deliver(numbered(0))
@@ -132,7 +148,12 @@ def test_a_link_that_breaks_loses_nothing_and_repeats_nothing(seed: int) -> None
         async with proxy(address, breaks) as between:
             lane = Lane("b", between, TOKEN)
             sizes = [chance.choice([0, 1000, 50_000]) for _ in range(60)]
-            await asyncio.gather(*(lane.deliver(numbered(number, size)) for number, size in enumerate(sizes)))
+            await asyncio.gather(
+                *(
+                    lane.deliver(numbered(number, size))
+                    for number, size in enumerate(sizes)
+                )
+            )
             lane.close()
 
     # A small inbox on top: some are refused for a while.
@@ -152,17 +173,27 @@ def test_what_was_refused_for_good_leaves_the_others_alone(receiver: Receiver) -
     found = asyncio.run(main())
     assert [isinstance(each, Delivery) for each in found] == [True, False, True, True]
     assert isinstance(found[1], Rejected)
-    assert "b refused a message: truncated message: the prefix is incomplete (400)" in str(found[1])
+    assert (
+        "b refused a message: truncated message: the prefix is incomplete (400)"
+        in str(found[1])
+    )
     assert receiver.numbers == [0, 2, 3]
 
 
-def test_a_message_withdrawn_half_sent_is_not_received_and_those_around_it_are() -> None:
+def test_a_message_withdrawn_half_sent_is_not_received_and_those_around_it_are() -> (
+    None
+):
     async def main(server: socket.socket, receiver: Receiver) -> None:
         loop = asyncio.get_running_loop()
         lane = Lane("b", server.getsockname(), TOKEN)
         sizes = {0: 1000, 1: 8 << 20, 2: 1000}
-        sends = [asyncio.create_task(lane.deliver(numbered(number, size))) for number, size in sizes.items()]
-        link, _ = await loop.sock_accept(server)  # and reads nothing, so that the large one gets stuck
+        sends = [
+            asyncio.create_task(lane.deliver(numbered(number, size)))
+            for number, size in sizes.items()
+        ]
+        link, _ = await loop.sock_accept(
+            server
+        )  # and reads nothing, so that the large one gets stuck
         await asyncio.sleep(0.1)
         sends[1].cancel()
         await asyncio.sleep(0.1)
@@ -176,14 +207,20 @@ def test_a_message_withdrawn_half_sent_is_not_received_and_those_around_it_are()
             while piece := await loop.sock_recv(source, 1 << 16):
                 await loop.sock_sendall(sink, piece)
 
-        tasks = [asyncio.create_task(forward(link, back)), asyncio.create_task(forward(back, link))]
+        tasks = [
+            asyncio.create_task(forward(link, back)),
+            asyncio.create_task(forward(back, link)),
+        ]
         await asyncio.gather(sends[0], sends[2])
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         lane.close()
 
-    with contextlib.closing(Receiver()) as receiver, socket.create_server(("127.0.0.1", 0)) as server:
+    with (
+        contextlib.closing(Receiver()) as receiver,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
         server.setblocking(False)
         asyncio.run(asyncio.wait_for(main(server, receiver), 20))
         assert receiver.numbers == [0, 2]
@@ -198,9 +235,13 @@ def test_a_full_window_waits_for_acknowledgements() -> None:
         link, _ = await loop.sock_accept(server)
         received = 0
         with contextlib.suppress(TimeoutError):
-            while True:  # two of them come however long that takes; then nothing more does
+            while (
+                True
+            ):  # two of them come however long that takes; then nothing more does
                 patience = 20 if received < 2 * len(bodies[0]) else 0.3
-                received += len(await asyncio.wait_for(loop.sock_recv(link, 1 << 20), patience))
+                received += len(
+                    await asyncio.wait_for(loop.sock_recv(link, 1 << 20), patience)
+                )
         for send in sends:
             send.cancel()
         await asyncio.gather(*sends, return_exceptions=True)
@@ -213,14 +254,21 @@ def test_a_full_window_waits_for_acknowledgements() -> None:
         assert 2 * one < received < 2 * one + 1000
 
 
-@pytest.mark.parametrize(("pause", "status"), [(0.2, b"204"), (None, b"408")], ids=["slowly", "not at all"])
+@pytest.mark.parametrize(
+    ("pause", "status"), [(0.2, b"204"), (None, b"408")], ids=["slowly", "not at all"]
+)
 def test_a_message_that_comes_slowly_is_taken_in_and_one_that_stops_is_given_up(
     monkeypatch: pytest.MonkeyPatch, pause: float | None, status: bytes
 ) -> None:
     monkeypatch.setattr("testbed_agent.receiving.STALLED_AFTER", 0.9)
     body = numbered(0, 1000)
-    with contextlib.closing(Receiver()) as receiver, socket.create_connection(receiver.address, timeout=10) as link:
-        link.sendall(Connection(receiver.address, "/messages", TOKEN).request_head(body))
+    with (
+        contextlib.closing(Receiver()) as receiver,
+        socket.create_connection(receiver.address, timeout=10) as link,
+    ):
+        link.sendall(
+            Connection(receiver.address, "/messages", TOKEN).request_head(body)
+        )
         for at in range(0, len(body), 200):
             link.sendall(body[at : at + 200])
             if pause is None:
@@ -235,13 +283,18 @@ def test_a_message_that_comes_slowly_is_taken_in_and_one_that_stops_is_given_up(
 def test_the_inbox_knows_whose_message_is_there_in_part(receiver: Receiver) -> None:
     body = numbered(0, 100_000)
     with socket.create_connection(receiver.address) as link:
-        link.sendall(Connection(receiver.address, "/messages", TOKEN).request_head(body) + body[:50_000])
+        link.sendall(
+            Connection(receiver.address, "/messages", TOKEN).request_head(body)
+            + body[:50_000]
+        )
         wait_for(lambda: "a" in receiver.inbox.arriving)
         link.sendall(body[50_000:])
         wait_for(lambda: receiver.numbers == [0] and not receiver.inbox.arriving)
 
 
-def test_a_peer_out_of_reach_is_logged_once_however_often_it_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_out_of_reach_is_logged_once_however_often_it_is_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "testbed_agent.sending")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -264,7 +317,9 @@ def test_nothing_leaves_too_early(receiver: Receiver) -> None:
     async def main() -> None:
         lane = Lane("b", receiver.address, TOKEN)
         first = asyncio.create_task(lane.deliver(numbered(0)))
-        held_back = asyncio.create_task(lane.deliver(numbered(1), not_before=time.monotonic() + 3600))
+        held_back = asyncio.create_task(
+            lane.deliver(numbered(1), not_before=time.monotonic() + 3600)
+        )
         await first
         assert not held_back.done()
         held_back.cancel()

@@ -21,7 +21,9 @@ class Runner:
     state, error, device, computing = "idle", None, None, None
     body_limit = 10
     pace = SimpleNamespace(factor=1.0)
-    log = SimpleNamespace(count=3, follow=lambda after: iter([b"event\n"] * (3 - after)))
+    log = SimpleNamespace(
+        count=3, follow=lambda after: iter([b"event\n"] * (3 - after))
+    )
 
     def __init__(self) -> None:
         self.done: list[Any] = []
@@ -48,22 +50,33 @@ class Runner:
         return b"part" if part else b"whole"
 
 
-def ask(runner: Runner, method: str, path: str, body: bytes = b"", token: str = "t") -> tuple[int, bytes]:
+def ask(
+    runner: Runner, method: str, path: str, body: bytes = b"", token: str = "t"
+) -> tuple[int, bytes]:
     client = application(runner).test_client()  # type: ignore[arg-type]
-    answer = client.open(path, method=method, data=body, headers={"Authorization": f"Bearer {token}"})
+    answer = client.open(
+        path, method=method, data=body, headers={"Authorization": f"Bearer {token}"}
+    )
     return answer.status_code, answer.data
 
 
 def test_changes_are_answered_with_the_state() -> None:
     runner = Runner()
-    assert ask(runner, "PUT", "/data", b"12345") == (200, ask(runner, "GET", "/health")[1])
+    assert ask(runner, "PUT", "/data", b"12345") == (
+        200,
+        ask(runner, "GET", "/health")[1],
+    )
     assert ask(runner, "POST", "/start", b'{"origin": 2.5}')[0] == 200
     assert runner.done == [b"12345", 2.5]
 
 
 @pytest.mark.parametrize(
     ("path", "content"),
-    [("/events?after=1", b"event\nevent\n"), ("/weights", b"whole"), ("/weights?part", b"part")],
+    [
+        ("/events?after=1", b"event\nevent\n"),
+        ("/weights", b"whole"),
+        ("/weights?part", b"part"),
+    ],
 )
 def test_reads_return_their_content(path: str, content: bytes) -> None:
     assert ask(Runner(), "GET", path) == (200, content)
@@ -74,14 +87,28 @@ def test_reads_return_their_content(path: str, content: bytes) -> None:
     [
         ("GET", "/nothing", b"", 404, "GET /nothing: Not Found"),
         ("GET", "/start", b"", 405, "GET /start: Method Not Allowed"),
-        ("PUT", "/data", b"x" * 11, 413, "the body of 11 bytes exceeds the limit of 10"),
+        (
+            "PUT",
+            "/data",
+            b"x" * 11,
+            413,
+            "the body of 11 bytes exceeds the limit of 10",
+        ),
         ("PUT", "/shard", b"", 409, "deploy first"),
         ("POST", "/start", b"[]", 400, "the body must have the single key 'origin'"),
-        ("GET", "/events?after=x", b"", 400, "'after' must be a number of events, not 'x'"),
+        (
+            "GET",
+            "/events?after=x",
+            b"",
+            400,
+            "'after' must be a number of events, not 'x'",
+        ),
         ("POST", "/stop", b"", 500, "POST /stop: RuntimeError('no program')"),
     ],
 )
-def test_refusals_name_their_reason(method: str, path: str, body: bytes, status: int, error: str) -> None:
+def test_refusals_name_their_reason(
+    method: str, path: str, body: bytes, status: int, error: str
+) -> None:
     answered, content = ask(Runner(), method, path, body)
     assert answered == status
     assert json.loads(content)["error"].startswith(error)
@@ -106,5 +133,7 @@ def test_health_is_the_same_before_and_after_flask_is_imported() -> None:
 def test_renewing_a_lease_reaches_it() -> None:
     renewals: list[str] = []
     client = Client(HealthFirst(Runner(), lambda: renewals.append("renewed")))  # type: ignore[arg-type]
-    assert client.post("/lease", headers={"Authorization": "Bearer t"}).status_code == 200
+    assert (
+        client.post("/lease", headers={"Authorization": "Bearer t"}).status_code == 200
+    )
     assert renewals == ["renewed"]

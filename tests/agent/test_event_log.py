@@ -40,7 +40,9 @@ def test_a_follower_gets_what_is_written_later() -> None:
         log.append(f"event {number} {'x' * 100}")
     log.close()
     reader.join(5)
-    assert [int(line.split()[1]) for line in b"".join(found).splitlines() if line] == list(range(5, 3000))
+    assert [
+        int(line.split()[1]) for line in b"".join(found).splitlines() if line
+    ] == list(range(5, 3000))
 
 
 def test_old_lines_take_a_fraction_of_their_length() -> None:

@@ -20,7 +20,13 @@ def _application() -> flask.Flask:
 
     @app.put("/")
     def measure() -> dict[str, Any]:
-        return {"length": len(read_body(flask.request.environ, int(flask.request.environ["CONTENT_LENGTH"])))}
+        return {
+            "length": len(
+                read_body(
+                    flask.request.environ, int(flask.request.environ["CONTENT_LENGTH"])
+                )
+            )
+        }
 
     @app.errorhandler(Refused)
     def refuse(error: Refused) -> Any:
@@ -41,7 +47,9 @@ def link() -> Iterator[socket.socket]:
     server = PatientServer(("127.0.0.1", 0), _application(), 1)
     threading.Thread(target=server.serve, daemon=True).start()
     with socket.create_connection(server.address, timeout=10) as link:
-        link.sendall(b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nonly this")
+        link.sendall(
+            b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nonly this"
+        )
         yield link
     server.stop()
 
@@ -59,7 +67,9 @@ def test_a_body_that_ends_too_early_is_refused(link: socket.socket) -> None:
     assert b"after 9 of 100 bytes" in answer
 
 
-def test_a_body_that_stalls_is_refused(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def test_a_body_that_stalls_is_refused(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.setattr(serving, "STALLED_AFTER", 0.2)
     link = request.getfixturevalue("link")
     assert _answered(link).startswith(b"HTTP/1.1 408 ")

@@ -47,7 +47,11 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=clock.monotonic, thread_time=clock.monotonic))
+    monkeypatch.setattr(
+        pacing,
+        "time",
+        SimpleNamespace(monotonic=clock.monotonic, thread_time=clock.monotonic),
+    )
     monkeypatch.setattr(pacing, "_wait_for_event", clock.wait)
     return clock
 
@@ -58,7 +62,12 @@ def perform(processors: Processors, works: list[tuple[Any, float]]) -> list[Work
     gate, over = threading.Event(), threading.Event()
     processors.put(gate.wait, fixed(0.0), lambda _: True, lambda *_: None)
     for work, charge in works:
-        processors.put(work, fixed(charge), lambda _: True, lambda _result, _failure, how: measured.append(how))
+        processors.put(
+            work,
+            fixed(charge),
+            lambda _: True,
+            lambda _result, _failure, how: measured.append(how),
+        )
     processors.put(lambda: None, fixed(0.0), lambda _: True, lambda *_: over.set())
     gate.set()
     assert over.wait(5)
@@ -72,7 +81,9 @@ def test_work_takes_what_is_charged(clock: Clock) -> None:
 
 
 def test_a_slow_host_is_a_deficit(clock: Clock) -> None:
-    first, second = perform(Processors(), [(lambda: clock.sleep(0.3), 0.1), (lambda: None, 0.1)])
+    first, second = perform(
+        Processors(), [(lambda: clock.sleep(0.3), 0.1), (lambda: None, 0.1)]
+    )
     assert first.duration == first.busy == pytest.approx(0.3)
     assert first.deficit == pytest.approx(0.2)
     assert second.start == pytest.approx(100.3)
@@ -115,7 +126,13 @@ def test_work_is_charged_from_what_set_it_off(clock: Clock) -> None:
         began.append(instant)
         return True
 
-    processors.put(lambda: None, fixed(0.01), begin, lambda _result, _failure, how: measured.append(how), ready=99.998)
+    processors.put(
+        lambda: None,
+        fixed(0.01),
+        begin,
+        lambda _result, _failure, how: measured.append(how),
+        ready=99.998,
+    )
     processors.put(lambda: None, fixed(0.01), begin, lambda *_: over.set(), ready=90.0)
     assert over.wait(5)
     processors.close()
@@ -146,7 +163,9 @@ def test_work_that_fails_is_over_at_once(clock: Clock) -> None:
     processors = Processors()
     over = threading.Event()
 
-    def end(_result: object, failure: BaseException | None, _measured: WorkTimes) -> None:
+    def end(
+        _result: object, failure: BaseException | None, _measured: WorkTimes
+    ) -> None:
         failures.append(failure)
         over.set()
 
@@ -164,7 +183,9 @@ def test_work_that_fails_is_over_at_once(clock: Clock) -> None:
 def test_work_that_nobody_awaits_is_skipped(clock: Clock) -> None:
     done: list[int] = []
     processors = Processors()
-    processors.put(lambda: done.append(1), fixed(1.0), lambda _: False, lambda *_: done.append(2))
+    processors.put(
+        lambda: done.append(1), fixed(1.0), lambda _: False, lambda *_: done.append(2)
+    )
     assert processors.between_works(lambda: list(done)) == []
     processors.close()
 
@@ -258,7 +279,9 @@ def test_all_processors_feel_a_change_of_speed() -> None:
     pace = Pace()
     processors, over = Processors(2, pace), threading.Semaphore(0)
     for _ in range(2):
-        processors.put(lambda: None, fixed(10.0), lambda _: True, lambda *_: over.release())
+        processors.put(
+            lambda: None, fixed(10.0), lambda _: True, lambda *_: over.release()
+        )
     pace.set(1000.0)
     assert over.acquire(timeout=8)  # not 10
     assert over.acquire(timeout=8)
@@ -269,14 +292,20 @@ def counted(folder: Path, **threads: object) -> None:
     """Write what the kernel counted of some threads: time on a processor, waiting for one, and how often."""
     for number, nanoseconds in threads.items():
         (folder / number[1:]).mkdir(exist_ok=True)
-        (folder / number[1:] / "schedstat").write_text(f"5 {nanoseconds} 7\n" if nanoseconds is not None else "")
+        (folder / number[1:] / "schedstat").write_text(
+            f"5 {nanoseconds} 7\n" if nanoseconds is not None else ""
+        )
 
 
-def test_what_came_since_the_last_time_is_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_since_the_last_time_is_added_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pacing, "_TASKS", tmp_path)
     counted(tmp_path, t1=10**9, t2=5, t3=0)
     found = WaitingTime(without=[3])
-    counted(tmp_path, t1=3 * 10**9, t2=None, t3=9 * 10**9, t4=10**9)  # one has ended, one begun
+    counted(
+        tmp_path, t1=3 * 10**9, t2=None, t3=9 * 10**9, t4=10**9
+    )  # one has ended, one begun
     assert found.since_last() == pytest.approx(3.0)
     assert found.since_last() == 0.0
 
@@ -296,6 +325,8 @@ def test_work_takes_what_it_is_charged_one_after_the_other() -> None:
     # The last result is handed over a little before the device is done with it.
     assert found["wall"] >= 0.05 - LEAD_SECONDS
     charges = [charge for charge, *_ in found["spans"]]
-    assert charges == list(islice(cycle([0.005, 0.01]), len(charges)))  # fewer where the host is late with some
+    assert charges == list(
+        islice(cycle([0.005, 0.01]), len(charges))
+    )  # fewer where the host is late with some
     assert all(duration >= charge - 0.003 for charge, duration, *_ in found["spans"])
     assert sum(duration for _, duration, *_ in found["spans"]) >= 0.05 - 1e-6

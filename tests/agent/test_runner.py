@@ -28,10 +28,18 @@ from tests.helpers.agents import RUN_TOKEN, LoopbackDevice, deployment
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runner]:
-    monkeypatch.setitem(methods._CLASSES, "scripted", "tests.helpers.agent_programs:Scripted")
+    monkeypatch.setitem(
+        methods._CLASSES, "scripted", "tests.helpers.agent_programs:Scripted"
+    )
     monkeypatch.setenv("TESTBED_DISK", str(tmp_path))
     settings = Settings(
-        "test-run", "a", "t", data=("127.0.0.1", 0), cast=("127.0.0.1", 0), disk=str(tmp_path), disk_limit=1 << 20
+        "test-run",
+        "a",
+        "t",
+        data=("127.0.0.1", 0),
+        cast=("127.0.0.1", 0),
+        disk=str(tmp_path),
+        disk_limit=1 << 20,
     )
     runner = Runner(settings, DataServer(settings))
     yield runner
@@ -80,10 +88,14 @@ def test_a_peer_is_told_that_no_program_runs_yet(made: Runner) -> None:
     with socket.create_connection(made._data.address, timeout=10) as peer:
         peer.sendall(b"POST /messages HTTP/1.1\r\nContent-Length: 1\r\n\r\nx")
         assert peer.recv(1000).startswith(b"HTTP/1.1 503 ")
-    assert [thread.name for thread in threading.enumerate()].count("program") == names.count("program") + 1
+    assert [thread.name for thread in threading.enumerate()].count(
+        "program"
+    ) == names.count("program") + 1
 
 
-def test_no_collection_of_garbage_looks_through_torch(made: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_collection_of_garbage_looks_through_torch(
+    made: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which would keep the program waiting for 70 ms."""
     monkeypatch.setattr(Scripted, "needs_torch", True)
     learning.import_torch.cache_clear()
@@ -103,13 +115,19 @@ def test_a_program_runs_once_and_after_another_deployment_again(made: Runner) ->
 
 def test_nothing_happens_after_the_end_of_a_program(made: Runner) -> None:
     deployed(made, "compute_last").start(time.monotonic())
-    events = [json.loads(line) for line in b"".join(ended(made).log.follow(0)).split(b"\n") if line]
+    events = [
+        json.loads(line)
+        for line in b"".join(ended(made).log.follow(0)).split(b"\n")
+        if line
+    ]
     assert (events[-1]["event"], events[-1]["state"]) == ("state", "finished")
     assert events[-1]["time"] == max(event["time"] for event in events)
 
 
 @pytest.mark.parametrize("do", ["fail", "exits"])
-def test_what_a_program_fails_with_is_kept_until_the_next(made: Runner, do: str) -> None:
+def test_what_a_program_fails_with_is_kept_until_the_next(
+    made: Runner, do: str
+) -> None:
     deployed(made, do).start(time.monotonic())
     assert ended(made).state == "failed"
     assert made.error is not None
@@ -126,11 +144,16 @@ def test_the_end_of_a_program_is_logged_with_the_traceback_of_its_failure(
     deployed(made, do).start(time.monotonic())
     ended(made)
     last = caplog.records[-1]
-    assert (last.levelname, last.getMessage()) == (level, f"the program is {made.state}")
+    assert (last.levelname, last.getMessage()) == (
+        level,
+        f"the program is {made.state}",
+    )
     assert bool(last.exc_info) == (made.state == "failed")
 
 
-def test_a_program_that_waits_is_stopped_and_nothing_else_is_deployed_meanwhile(made: Runner) -> None:
+def test_a_program_that_waits_is_stopped_and_nothing_else_is_deployed_meanwhile(
+    made: Runner,
+) -> None:
     deployed(made, "endless").start(time.monotonic())
     assert refusal(deployed, made, "nothing") == (
         409,
@@ -146,11 +169,15 @@ def test_a_program_is_stopped_before_it_begins(made: Runner) -> None:
     assert made.state == "stopped"
 
 
-def test_who_fills_its_disk_is_ended_with_the_reason(made: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_fills_its_disk_is_ended_with_the_reason(
+    made: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runners, "DISK_SECONDS", 0.1)
     deployed(made, "hoard", size=2 << 20).start(time.monotonic())
     assert ended(made).state == "failed"
-    assert made.error == f"{made.settings.disk} of a holds 2MiB, above its quota of 1MiB"
+    assert (
+        made.error == f"{made.settings.disk} of a holds 2MiB, above its quota of 1MiB"
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,20 +186,27 @@ def test_who_fills_its_disk_is_ended_with_the_reason(made: Runner, monkeypatch: 
         (b"nonsense", "the body must be JSON such as"),
         (b"[" * 100_000, "the body must be JSON such as"),
         (b'{"message_loss": 1}', "'message_loss' must be a mapping"),
-        (b'{"message_loss": {}, "more": 1}', "the body must be an object with the keys message_loss, slowness"),
+        (
+            b'{"message_loss": {}, "more": 1}',
+            "the body must be an object with the keys message_loss, slowness",
+        ),
         (b'{"slowness": {"b": -1}}', "the slowness of 'b' must be a number of seconds"),
         (b'{"message_loss": {"c": 0.1}}', "unknown peer 'c'"),
         (b'{"message_loss": {"b": true}}', "must be a fraction from 0 to 1"),
         (b'{"message_loss": {"b": 1.1}}', "must be a fraction from 0 to 1"),
     ],
 )
-def test_losses_that_are_none_are_refused(made: Runner, body: bytes, complaint: str) -> None:
+def test_losses_that_are_none_are_refused(
+    made: Runner, body: bytes, complaint: str
+) -> None:
     status, text = refusal(deployed(made, "nothing").set_links, bytearray(body))
     assert status == 400
     assert complaint in text
 
 
-def test_messages_are_taken_while_a_program_runs_and_after_it_ended_well(made: Runner) -> None:
+def test_messages_are_taken_while_a_program_runs_and_after_it_ended_well(
+    made: Runner,
+) -> None:
     data = made._data
     deployed(made, "nothing")
     assert data.inbox is None

@@ -25,8 +25,21 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that holds what the wheel does, made from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     copy_sources(folder / "source")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--wheel-dir", folder, folder / "source"], check=True, stdin=subprocess.DEVNULL)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
+    subprocess.run(
+        [*pip, "--wheel-dir", folder, folder / "source"],
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
     shutil.rmtree(folder / "source")
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -36,8 +49,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(installed: Path, here: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a command of what is installed, in a folder away from the checkout."""
-    environment = {**os.environ, "PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(here / "cache")}
-    return subprocess.run([sys.executable, *command], cwd=here, env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(installed),
+        "XDG_CACHE_HOME": str(here / "cache"),
+    }
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=here,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
 
 
 def command(installed: Path, here: Path, arguments: Sequence[str]) -> str:
@@ -47,28 +70,62 @@ def command(installed: Path, here: Path, arguments: Sequence[str]) -> str:
     return done.stdout
 
 
-def test_an_installed_testbed_runs_the_quickstart_where_one_stands(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_testbed_runs_the_quickstart_where_one_stands(
+    installed: Path, tmp_path: Path
+) -> None:
     command(installed, tmp_path, ["run", "quickstart", "--runtime", "simulate"])
     (results,) = (tmp_path / "results").iterdir()
     assert (results / "report.html").is_file()
     assert json.loads((results / "metrics.json").read_text())["steps"] > 0
 
 
-def test_an_installed_testbed_has_the_methods_and_scenarios_of_papers(installed: Path, tmp_path: Path) -> None:
-    names = ("stahl-example", "ftpipehd-figure-5", "pipelearn-table-3", "edgepipe-headlines", "versatilefl-figure-5")
+def test_an_installed_testbed_has_the_methods_and_scenarios_of_papers(
+    installed: Path, tmp_path: Path
+) -> None:
+    names = (
+        "stahl-example",
+        "ftpipehd-figure-5",
+        "pipelearn-table-3",
+        "edgepipe-headlines",
+        "versatilefl-figure-5",
+    )
     command(installed, tmp_path, ["validate", *(f"papers/{name}" for name in names)])
 
 
-def test_a_study_of_ones_own_begins_with_what_runs(installed: Path, tmp_path: Path) -> None:
+def test_a_study_of_ones_own_begins_with_what_runs(
+    installed: Path, tmp_path: Path
+) -> None:
     command(installed, tmp_path, ["init", "my-study"])
     study = tmp_path / "my-study"
-    assert {path.name for path in study.iterdir()} == {"my-study.yaml", "model.py", "method.py", "test_study.py"}
-    done = run(installed, study, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "same_seed")
+    assert {path.name for path in study.iterdir()} == {
+        "my-study.yaml",
+        "model.py",
+        "method.py",
+        "test_study.py",
+    }
+    done = run(
+        installed,
+        study,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "same_seed",
+    )
     assert done.returncode == 0, done.stdout
 
 
-def test_an_installed_testbed_asks_for_the_images_of_the_checkout(installed: Path, tmp_path: Path) -> None:
-    done = run(installed, tmp_path, "-c", "from testbed_controller.lab.images import names; print(names())")
+def test_an_installed_testbed_asks_for_the_images_of_the_checkout(
+    installed: Path, tmp_path: Path
+) -> None:
+    done = run(
+        installed,
+        tmp_path,
+        "-c",
+        "from testbed_controller.lab.images import names; print(names())",
+    )
     assert done.stdout.strip() == str(names()), done.stderr
     doctor = run(installed, tmp_path, "-c", MAIN, "doctor")
     assert "Traceback" not in doctor.stderr

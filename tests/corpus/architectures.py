@@ -52,13 +52,17 @@ class Architecture:
 
     def model(self) -> Model:
         """Trace and cut it."""
-        return create_own(self.code, self.options, self.shape, CLASSES, None, self.tokens > 0)
+        return create_own(
+            self.code, self.options, self.shape, CLASSES, None, self.tokens > 0
+        )
 
     def samples(self) -> torch.Tensor:
         """Return random samples, (samples, ...)."""
         draws = torch.Generator().manual_seed(1)
         if self.tokens:
-            return torch.randint(1, self.tokens, (SAMPLES, *self.shape), generator=draws)
+            return torch.randint(
+                1, self.tokens, (SAMPLES, *self.shape), generator=draws
+            )
         return torch.rand(SAMPLES, *self.shape, generator=draws)
 
     def undivided(self, seed: int) -> nn.Module:
@@ -75,8 +79,12 @@ def add_tied(model: Model, parts: Sequence[nn.Module]) -> None:
     """Give all copies of a tied weight the sum of their gradients, as the stages of a pipeline do."""
     for tied in model.tied:
         named = [dict(part.named_parameters()) for part in parts]
-        copies = [weights[name] for weights in named for name in tied.names if name in weights]
-        total = torch.stack([copy.grad for copy in copies if copy.grad is not None]).sum(0)
+        copies = [
+            weights[name] for weights in named for name in tied.names if name in weights
+        ]
+        total = torch.stack(
+            [copy.grad for copy in copies if copy.grad is not None]
+        ).sum(0)
         for copy in copies:
             copy.grad = total.clone()
 
@@ -93,15 +101,22 @@ def check(each: Architecture, model: Model, cuts: Sequence[int]) -> None:
     expected = expected["logits"] if isinstance(expected, Mapping) else expected
     nn.functional.cross_entropy(expected, labels).backward()
     torch.optim.SGD(whole.parameters(), lr=0.1).step()
-    parts = [model.build(first, last, seed=5).train() for first, last in itertools.pairwise(cuts)]
+    parts = [
+        model.build(first, last, seed=5).train()
+        for first, last in itertools.pairwise(cuts)
+    ]
     crossing, entered, left = inputs, [], []
     torch.manual_seed(0)
     for part in parts:  # as devices do: what crosses is another tensor there
         crossing = crossing.detach()
-        entered.append(crossing.requires_grad_() if crossing.is_floating_point() else crossing)
+        entered.append(
+            crossing.requires_grad_() if crossing.is_floating_point() else crossing
+        )
         crossing = part(entered[-1])
         left.append(crossing)
-    assert torch.allclose(left[-1], expected, atol=1e-5), (left[-1] - expected).abs().max()
+    assert torch.allclose(left[-1], expected, atol=1e-5), (
+        (left[-1] - expected).abs().max()
+    )
     nn.functional.cross_entropy(left[-1], labels).backward()
     for at in range(len(parts) - 2, -1, -1):
         left[at].backward(entered[at + 1].grad)
@@ -110,11 +125,21 @@ def check(each: Architecture, model: Model, cuts: Sequence[int]) -> None:
     for part in parts:
         if own := list(part.parameters()):
             torch.optim.SGD(own, lr=0.1).step()
-        found |= {name.partition(".")[2]: value for name, value in part.state_dict().items()}
+        found |= {
+            name.partition(".")[2]: value for name, value in part.state_dict().items()
+        }
     state, weights = whole.state_dict(), dict(whole.named_parameters())
     assert found.keys() <= state.keys(), found.keys() - state.keys()
-    read = {id(each) for name, each in whole.named_parameters(remove_duplicate=False) if name in found}
-    unread = [name for name, each in weights.items() if each.grad is not None and id(each) not in read]
+    read = {
+        id(each)
+        for name, each in whole.named_parameters(remove_duplicate=False)
+        if name in found
+    }
+    unread = [
+        name
+        for name, each in weights.items()
+        if each.grad is not None and id(each) not in read
+    ]
     assert not unread, f"no unit has {unread}"
     for name, value in found.items():
         assert torch.allclose(value, state[name], atol=1e-5, equal_nan=True), name
@@ -128,19 +153,46 @@ def check(each: Architecture, model: Model, cuts: Sequence[int]) -> None:
 
 def places(units: int) -> list[list[int]]:
     """Return where to cut: nowhere, in the middle, everywhere."""
-    return [[0, units], *([[0, units // 2, units], [*range(units + 1)]] if units > 1 else [])]
+    return [
+        [0, units],
+        *([[0, units // 2, units], [*range(units + 1)]] if units > 1 else []),
+    ]
 
 
 # The corpus
 
-_TOKENS = {"TextCnn", "Bag", "Recurrent", "Gru", "BiLstm", "Elman", "Padded", "Causal", "Translator", "Wide"}
-_DEPTHS = {"Padded": 12, "Causal": 3, "Recurrent": 3, "Gru": 3, "BiLstm": 3, "Elman": 3, "Decoder": 3, "Crnn": 3}
+_TOKENS = {
+    "TextCnn",
+    "Bag",
+    "Recurrent",
+    "Gru",
+    "BiLstm",
+    "Elman",
+    "Padded",
+    "Causal",
+    "Translator",
+    "Wide",
+}
+_DEPTHS = {
+    "Padded": 12,
+    "Causal": 3,
+    "Recurrent": 3,
+    "Gru": 3,
+    "BiLstm": 3,
+    "Elman": 3,
+    "Decoder": 3,
+    "Crnn": 3,
+}
 
 
 def plain() -> list[Architecture]:
     """Return those of plain torch."""
     text = inspect.getsource(networks)
-    names = [name for name, each in vars(networks).items() if inspect.isclass(each) and issubclass(each, nn.Module)]
+    names = [
+        name
+        for name, each in vars(networks).items()
+        if inspect.isclass(each) and issubclass(each, nn.Module)
+    ]
     return [
         Architecture(
             name,
@@ -168,7 +220,13 @@ _ARGUMENTS = {
     "vit_b_16": ", image_size=32",
     "maxvit_t": "",
 }
-_LAYERS = {"vit_b_16": 12, "swin_t": 12, "swin_v2_t": 12, "resnet50": 16, "densenet121": 12}
+_LAYERS = {
+    "vit_b_16": 12,
+    "swin_t": 12,
+    "swin_v2_t": 12,
+    "resnet50": 16,
+    "densenet121": 12,
+}
 _OPERATIONS = (
     "nms", "qnms", "roi_align", "_roi_align_backward", "roi_pool", "_roi_pool_backward", "ps_roi_align",
     "_ps_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward", "deform_conv2d", "_deform_conv2d_backward",
@@ -189,7 +247,9 @@ def has_vision() -> bool:
         for name in _OPERATIONS:
             library.define(f"{name}(Tensor values) -> Tensor")
         _KEPT.append(library)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        for name in [
+            name for name in sys.modules if name.partition(".")[0] == "torchvision"
+        ]:
             del sys.modules[name]
         import torchvision  # noqa: F401
     return True
@@ -212,17 +272,52 @@ def vision() -> list[Architecture]:
     ]
 
 
-_BERT = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-_LLAMA = {**_BERT, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "use_cache": False}
-_VIT = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16, "patch_size": 4}
+_BERT = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+_LLAMA = {
+    **_BERT,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+_VIT = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "image_size": 16,
+    "patch_size": 4,
+}
 _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("Bert", "num_hidden_layers", _BERT),
-    "distilbert": ("DistilBert", "n_layers", {"vocab_size": 50, "dim": 16, "n_heads": 2, "hidden_dim": 32}),
-    "roberta": ("Roberta", "num_hidden_layers", {**_BERT, "pad_token_id": 0, "max_position_embeddings": 32}),
+    "distilbert": (
+        "DistilBert",
+        "n_layers",
+        {"vocab_size": 50, "dim": 16, "n_heads": 2, "hidden_dim": 32},
+    ),
+    "roberta": (
+        "Roberta",
+        "num_hidden_layers",
+        {**_BERT, "pad_token_id": 0, "max_position_embeddings": 32},
+    ),
     "electra": ("Electra", "num_hidden_layers", {**_BERT, "embedding_size": 16}),
     "mpnet": ("MPNet", "num_hidden_layers", {**_BERT, "pad_token_id": 0}),
     "albert": ("Albert", "num_hidden_layers", {**_BERT, "embedding_size": 8}),
-    "gpt2": ("GPT2", "n_layer", {"vocab_size": 50, "n_embd": 16, "n_head": 2, "pad_token_id": 0, "use_cache": False}),
+    "gpt2": (
+        "GPT2",
+        "n_layer",
+        {
+            "vocab_size": 50,
+            "n_embd": 16,
+            "n_head": 2,
+            "pad_token_id": 0,
+            "use_cache": False,
+        },
+    ),
     "gpt-neo": (
         "GPTNeo",
         "num_layers",
@@ -236,7 +331,11 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "max_position_embeddings": 32,
         },
     ),
-    "gpt-neox": ("GPTNeoX", "num_hidden_layers", {**_BERT, "pad_token_id": 0, "use_cache": False}),
+    "gpt-neox": (
+        "GPTNeoX",
+        "num_hidden_layers",
+        {**_BERT, "pad_token_id": 0, "use_cache": False},
+    ),
     "opt": (
         "OPT",
         "num_hidden_layers",
@@ -254,19 +353,37 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bloom": (
         "Bloom",
         "n_layer",
-        {"vocab_size": 50, "hidden_size": 16, "n_head": 2, "pad_token_id": 0, "use_cache": False},
+        {
+            "vocab_size": 50,
+            "hidden_size": 16,
+            "n_head": 2,
+            "pad_token_id": 0,
+            "use_cache": False,
+        },
     ),
     "llama": ("Llama", "num_hidden_layers", _LLAMA),
     "mistral": ("Mistral", "num_hidden_layers", _LLAMA),
     "qwen2": ("Qwen2", "num_hidden_layers", _LLAMA),
     "gemma": ("Gemma", "num_hidden_layers", _LLAMA),
-    "phi": ("Phi", "num_hidden_layers", {**_BERT, "pad_token_id": 0, "use_cache": False}),
+    "phi": (
+        "Phi",
+        "num_hidden_layers",
+        {**_BERT, "pad_token_id": 0, "use_cache": False},
+    ),
     "t5-encoder": ("T5", "num_layers", {}),
     "vit": ("ViT", "num_hidden_layers", _VIT),
     "deit": ("DeiT", "num_hidden_layers", _VIT),
     "beit": ("Beit", "num_hidden_layers", _VIT),
-    "convnext": ("ConvNext", "", {"hidden_sizes": [4, 8, 8, 8], "depths": [2, 2, 2, 2], "num_channels": 3}),
-    "segformer": ("Segformer", "", {"hidden_sizes": [8, 8, 8, 8], "num_attention_heads": [1, 1, 2, 2]}),
+    "convnext": (
+        "ConvNext",
+        "",
+        {"hidden_sizes": [4, 8, 8, 8], "depths": [2, 2, 2, 2], "num_channels": 3},
+    ),
+    "segformer": (
+        "Segformer",
+        "",
+        {"hidden_sizes": [8, 8, 8, 8], "num_attention_heads": [1, 1, 2, 2]},
+    ),
     "poolformer": ("PoolFormer", "", {"hidden_sizes": [4, 8, 8, 8]}),
 }
 _T5 = """from torch import nn
@@ -288,7 +405,14 @@ def language(layers: int = 12) -> list[Architecture]:
     """Return those of transformers' configurations, tiny, with so many layers each."""
     found = []
     for name, (family, depth, options) in _MODELS.items():
-        pictures = name in ("vit", "deit", "beit", "convnext", "segformer", "poolformer")
+        pictures = name in (
+            "vit",
+            "deit",
+            "beit",
+            "convnext",
+            "segformer",
+            "poolformer",
+        )
         given = {**options, **({depth: layers} if depth else {}), "num_labels": CLASSES}
         if name == "gpt-neo":
             given["attention_types"] = [[["global"], layers]]
@@ -298,7 +422,16 @@ def language(layers: int = 12) -> list[Architecture]:
         text = _T5.format(layers=layers) if name == "t5-encoder" else text
         shape = (3, 32, 32) if not depth else (3, 16, 16) if pictures else (8,)
         function = "Build" if name == "t5-encoder" else "build"
-        found.append(Architecture(name, text, function, shape, 0 if pictures else 50, layers if depth else 1))
+        found.append(
+            Architecture(
+                name,
+                text,
+                function,
+                shape,
+                0 if pictures else 50,
+                layers if depth else 1,
+            )
+        )
     return found
 
 
@@ -322,7 +455,9 @@ def main(names: Sequence[str]) -> int:
             print(f"{each.name:20} {units:3} units, traced in {took:.1f} s", flush=True)
         except (InputError, AssertionError) as error:
             failed.append(each.name)
-            print(f"{each.name:20} {type(error).__name__}: {str(error)[:600]}", flush=True)
+            print(
+                f"{each.name:20} {type(error).__name__}: {str(error)[:600]}", flush=True
+            )
     print(
         f"{len(cut)} of {len(wanted)} are cut into units and equal to the whole; whole: {', '.join(whole) or 'none'};"
     )

@@ -27,7 +27,9 @@ class Dense(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(1, 4, 3, padding=1)
-        self.layers = nn.ModuleList(nn.Conv2d(4 + 4 * place, 4, 3, padding=1) for place in range(3))
+        self.layers = nn.ModuleList(
+            nn.Conv2d(4 + 4 * place, 4, 3, padding=1) for place in range(3)
+        )
         self.fc = nn.Linear(16, 10)
 
     def forward(self, x):
@@ -43,7 +45,9 @@ class Excite(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(1, 8, 3, padding=1)
-        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
         self.down = nn.ModuleList(nn.Linear(8, 2) for _ in range(2))
         self.up = nn.ModuleList(nn.Linear(2, 8) for _ in range(2))
@@ -51,7 +55,9 @@ class Excite(nn.Module):
 
     def forward(self, x):
         x = self.stem(x)
-        for conv, norm, down, up in zip(self.convs, self.norms, self.down, self.up, strict=True):
+        for conv, norm, down, up in zip(
+            self.convs, self.norms, self.down, self.up, strict=True
+        ):
             y = norm(conv(x))
             gate = torch.sigmoid(up(F.relu(down(y.mean((2, 3))))))
             x = F.relu(x + y * gate[:, :, None, None])
@@ -64,9 +70,19 @@ class Depthwise(nn.Sequential):
     def __init__(self):
         layers = [nn.Conv2d(1, 8, 3, padding=1)]
         for _ in range(3):
-            layers += [nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU6(inplace=True)]
+            layers += [
+                nn.Conv2d(8, 8, 3, padding=1, groups=8),
+                nn.BatchNorm2d(8),
+                nn.ReLU6(inplace=True),
+            ]
             layers += [nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU6(inplace=True)]
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(8, 10))
+        super().__init__(
+            *layers,
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Dropout(0.2),
+            nn.Linear(8, 10),
+        )
 
 
 class Shuffle(nn.Module):
@@ -75,7 +91,9 @@ class Shuffle(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(1, 8, 3, padding=1)
-        self.branches = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(3))
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(3)
+        )
         self.fc = nn.Linear(8, 10)
 
     def forward(self, x):
@@ -93,7 +111,13 @@ class Inception(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(1, 8, 3, padding=1)
         self.blocks = nn.ModuleList(
-            nn.ModuleList([nn.Conv2d(8, 4, 1), nn.Conv2d(8, 2, 3, padding=1), nn.Conv2d(8, 2, 5, padding=2)])
+            nn.ModuleList(
+                [
+                    nn.Conv2d(8, 4, 1),
+                    nn.Conv2d(8, 2, 3, padding=1),
+                    nn.Conv2d(8, 2, 5, padding=2),
+                ]
+            )
             for _ in range(2)
         )
         self.fc = nn.Linear(8, 10)
@@ -122,15 +146,21 @@ class Mixer(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(1, dim, 2, 2)
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2 * depth))
-        self.tokens = nn.ModuleList(nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 16)) for _ in range(depth))
+        self.tokens = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 16))
+            for _ in range(depth)
+        )
         self.channels = nn.ModuleList(
-            nn.Sequential(nn.Linear(dim, 16), nn.GELU(), nn.Linear(16, dim)) for _ in range(depth)
+            nn.Sequential(nn.Linear(dim, 16), nn.GELU(), nn.Linear(16, dim))
+            for _ in range(depth)
         )
         self.fc = nn.Linear(dim, 10)
 
     def forward(self, x):
         x = self.patches(x).flatten(2).transpose(1, 2)
-        for place, (tokens, channels) in enumerate(zip(self.tokens, self.channels, strict=True)):
+        for place, (tokens, channels) in enumerate(
+            zip(self.tokens, self.channels, strict=True)
+        ):
             x = x + tokens(self.norms[2 * place](x).transpose(1, 2)).transpose(1, 2)
             x = x + channels(self.norms[2 * place + 1](x))
         return self.fc(x.mean(1))
@@ -143,7 +173,8 @@ class Fourier(nn.Module):
         super().__init__()
         self.embed = nn.Linear(8, dim)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(dim, 16), nn.GELU(), nn.Linear(16, dim)) for _ in range(depth)
+            nn.Sequential(nn.Linear(dim, 16), nn.GELU(), nn.Linear(16, dim))
+            for _ in range(depth)
         )
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(depth))
         self.fc = nn.Linear(dim, 10)
@@ -167,11 +198,23 @@ class ConvMixer(nn.Sequential):
                 return self.inner(x) + x
 
         def block():
-            around = nn.Sequential(nn.Conv2d(dim, dim, 3, groups=dim, padding="same"), nn.GELU(), nn.BatchNorm2d(dim))
-            return nn.Sequential(Residual(around), nn.Conv2d(dim, dim, 1), nn.GELU(), nn.BatchNorm2d(dim))
+            around = nn.Sequential(
+                nn.Conv2d(dim, dim, 3, groups=dim, padding="same"),
+                nn.GELU(),
+                nn.BatchNorm2d(dim),
+            )
+            return nn.Sequential(
+                Residual(around), nn.Conv2d(dim, dim, 1), nn.GELU(), nn.BatchNorm2d(dim)
+            )
 
         blocks = [block() for _ in range(depth)]
-        super().__init__(nn.Conv2d(1, dim, 2, 2), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(dim, 10))
+        super().__init__(
+            nn.Conv2d(1, dim, 2, 2),
+            *blocks,
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(dim, 10),
+        )
 
 
 class Spatial(nn.Module):
@@ -179,11 +222,15 @@ class Spatial(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.where = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.where = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 6)
+        )
         self.conv, self.fc = nn.Conv2d(1, 4, 3), nn.Linear(4, 10)
 
     def forward(self, x):
-        grid = F.affine_grid(self.where(x).view(-1, 2, 3), x.size(), align_corners=False)
+        grid = F.affine_grid(
+            self.where(x).view(-1, 2, 3), x.size(), align_corners=False
+        )
         x = F.grid_sample(x, grid, align_corners=False)
         return self.fc(F.relu(self.conv(x)).mean((2, 3)))
 
@@ -199,7 +246,13 @@ class TextCnn(nn.Module):
 
     def forward(self, x):
         x = self.embed(x).transpose(1, 2)
-        return self.fc(F.dropout(torch.cat([F.relu(conv(x)).amax(2) for conv in self.convs], 1), 0.3, self.training))
+        return self.fc(
+            F.dropout(
+                torch.cat([F.relu(conv(x)).amax(2) for conv in self.convs], 1),
+                0.3,
+                self.training,
+            )
+        )
 
 
 class Bag(nn.Module):
@@ -219,13 +272,17 @@ class Recurrent(nn.Module):
     def __init__(self, kind="LSTM", bidirectional=False):
         super().__init__()
         self.embed = nn.Embedding(TOKENS, 8)
-        self.cells = getattr(nn, kind)(8, 6, 3, batch_first=True, dropout=0.1, bidirectional=bidirectional)
+        self.cells = getattr(nn, kind)(
+            8, 6, 3, batch_first=True, dropout=0.1, bidirectional=bidirectional
+        )
         self.fc = nn.Linear(12 if bidirectional else 6, 10)
 
     def forward(self, x):
         _, last = self.cells(self.embed(x))
         last = last[0] if isinstance(last, tuple) else last
-        return self.fc(torch.cat((last[-2], last[-1]), 1) if self.cells.bidirectional else last[-1])
+        return self.fc(
+            torch.cat((last[-2], last[-1]), 1) if self.cells.bidirectional else last[-1]
+        )
 
 
 class Gru(Recurrent):
@@ -248,7 +305,12 @@ class Crnn(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d((2, 1)))
+        self.conv = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.MaxPool2d((2, 1)),
+        )
         self.lstm = nn.LSTM(16, 8, 2, bidirectional=True)
         self.fc = nn.Linear(16, 10)
 
@@ -264,8 +326,13 @@ class Dilated(nn.Module):
     def __init__(self, channels=4, depth=3):
         super().__init__()
         self.stem = nn.Conv1d(8, channels, 1)
-        self.gates = nn.ModuleList(nn.Conv1d(channels, 2 * channels, 2, dilation=2**place) for place in range(depth))
-        self.skips = nn.ModuleList(nn.Conv1d(channels, channels, 1) for _ in range(depth))
+        self.gates = nn.ModuleList(
+            nn.Conv1d(channels, 2 * channels, 2, dilation=2**place)
+            for place in range(depth)
+        )
+        self.skips = nn.ModuleList(
+            nn.Conv1d(channels, channels, 1) for _ in range(depth)
+        )
         self.fc = nn.Linear(channels, 10)
 
     def forward(self, x):
@@ -291,7 +358,9 @@ class Padded(nn.Module):
 
     def forward(self, x):
         padding = x == 0
-        h = self.encoder(self.embed(x) + self.position[:, : x.size(1)], src_key_padding_mask=padding)
+        h = self.encoder(
+            self.embed(x) + self.position[:, : x.size(1)], src_key_padding_mask=padding
+        )
         kept = (~padding).unsqueeze(-1).float()
         return self.fc((h * kept).sum(1) / kept.sum(1).clamp(min=1))
 
@@ -302,13 +371,19 @@ class Causal(nn.Module):
     def __init__(self, depth=3, dim=8):
         super().__init__()
         self.embed = nn.Embedding(TOKENS, dim)
-        layer = nn.TransformerEncoderLayer(dim, 2, 16, 0.1, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(dim), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            dim, 2, 16, 0.1, batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(
+            layer, depth, norm=nn.LayerNorm(dim), enable_nested_tensor=False
+        )
         self.fc = nn.Linear(dim, 10)
 
     def forward(self, x):
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.fc(self.encoder(self.embed(x) * math.sqrt(8), mask=mask, is_causal=True)[:, -1])
+        return self.fc(
+            self.encoder(self.embed(x) * math.sqrt(8), mask=mask, is_causal=True)[:, -1]
+        )
 
 
 class Translator(nn.Module):
@@ -332,7 +407,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(1, dim, 2, 2)
         self.queries = nn.Parameter(torch.randn(1, 3, dim))
-        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(dim, 2, 16, 0.0, batch_first=True), 3)
+        self.decoder = nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(dim, 2, 16, 0.0, batch_first=True), 3
+        )
         self.fc = nn.Linear(3 * dim, 10)
 
     def forward(self, x):
@@ -364,7 +441,11 @@ class Convolved(nn.Module):
         super().__init__()
         edges = torch.eye(8) + torch.eye(8).roll(1, 0) + torch.eye(8).roll(-1, 0)
         self.register_buffer("edges", edges / edges.sum(1, keepdim=True))
-        self.first, self.second, self.fc = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 10)
+        self.first, self.second, self.fc = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 10),
+        )
 
     def forward(self, x):
         x = torch.relu(self.edges @ self.first(x[:, 0]))
@@ -394,13 +475,17 @@ class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem, self.gate = nn.Linear(64, 8), nn.Linear(8, 3)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)) for _ in range(3))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)) for _ in range(3)
+        )
         self.fc = nn.Linear(8, 10)
 
     def forward(self, x):
         x = self.stem(torch.flatten(x, 1))
         shares = F.softmax(self.gate(x), dim=-1)
-        x = torch.einsum("be,ebd->bd", shares, torch.stack([expert(x) for expert in self.experts]))
+        x = torch.einsum(
+            "be,ebd->bd", shares, torch.stack([expert(x) for expert in self.experts])
+        )
         return self.fc(x)
 
 
@@ -424,7 +509,9 @@ class Sines(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 10)])
+        self.layers = nn.ModuleList(
+            [nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 10)]
+        )
 
     def forward(self, x):
         x = x.flatten(start_dim=1)
@@ -439,14 +526,20 @@ class Wide(nn.Module):
     def __init__(self):
         super().__init__()
         self.embeds = nn.ModuleList(nn.Embedding(TOKENS, 4) for _ in range(7))
-        self.deep = nn.Sequential(nn.Linear(28, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 8), nn.ReLU())
+        self.deep = nn.Sequential(
+            nn.Linear(28, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 8), nn.ReLU()
+        )
         self.fc = nn.Linear(8 + 21, 10)
 
     def forward(self, x):
-        parts = torch.stack([embed(x[:, place]) for place, embed in enumerate(self.embeds)], dim=1)
+        parts = torch.stack(
+            [embed(x[:, place]) for place, embed in enumerate(self.embeds)], dim=1
+        )
         pairs = torch.bmm(parts, parts.transpose(1, 2))
         rows, columns = torch.triu_indices(7, 7, offset=1)
-        return self.fc(torch.cat([self.deep(parts.flatten(1)), pairs[:, rows, columns]], dim=1))
+        return self.fc(
+            torch.cat([self.deep(parts.flatten(1)), pairs[:, rows, columns]], dim=1)
+        )
 
 
 class Instance(nn.Module):
@@ -454,8 +547,18 @@ class Instance(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.convs = nn.ModuleList([nn.Conv2d(1, 4, 3, padding=1), *(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))])
-        norms = [nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4), nn.LocalResponseNorm(2), nn.BatchNorm2d(4)]
+        self.convs = nn.ModuleList(
+            [
+                nn.Conv2d(1, 4, 3, padding=1),
+                *(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)),
+            ]
+        )
+        norms = [
+            nn.InstanceNorm2d(4, affine=True),
+            nn.GroupNorm(2, 4),
+            nn.LocalResponseNorm(2),
+            nn.BatchNorm2d(4),
+        ]
         self.norms = nn.ModuleList(norms)
         self.fc = nn.utils.parametrizations.weight_norm(nn.Linear(4, 10))
 
@@ -470,7 +573,11 @@ class Inplace(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.fc = nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+        self.first, self.second, self.fc = (
+            nn.Linear(64, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 10),
+        )
 
     def forward(self, x):
         x = self.first(x.flatten(1))
@@ -486,7 +593,10 @@ class Answer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.head = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU()), nn.Linear(8, 10)
+        self.body, self.head = (
+            nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU()),
+            nn.Linear(8, 10),
+        )
 
     def forward(self, x, labels=None):
         hidden = self.body(x)

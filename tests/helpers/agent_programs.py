@@ -54,12 +54,21 @@ async def ping(device: Device, job: Job, options: Instructions) -> None:
     """Bounce tensors of ``size`` bytes between a and b."""
     if device.name == "a":
         for number in range(options.count):
-            tensors = {"x": torch.full((options.size // 4,), float(number))} if options.size else {}
+            tensors = (
+                {"x": torch.full((options.size // 4,), float(number))}
+                if options.size
+                else {}
+            )
             start = device.now()
             await device.send("b", Message("ping", {"number": number}, tensors))
             sent = device.now()
             answer = await device.receive()
-            device.record("log", sent=sent - start, bounced=device.now() - start, number=answer["number"])
+            device.record(
+                "log",
+                sent=sent - start,
+                bounced=device.now() - start,
+                number=answer["number"],
+            )
             assert answer.sender == "b"
             if tensors:
                 assert torch.equal(answer.tensors["x"], tensors["x"] + 1)
@@ -74,7 +83,11 @@ async def stream(device: Device, job: Job, options: Instructions) -> None:
     """Send many without waiting in between; b checks that they come in order, each once."""
     if device.name == "a":
         pending = [
-            asyncio.create_task(device.send("b", Message("item", {"number": number}, padding=options.size)))
+            asyncio.create_task(
+                device.send(
+                    "b", Message("item", {"number": number}, padding=options.size)
+                )
+            )
             for number in range(options.count)
         ]
         await asyncio.gather(*pending)
@@ -96,7 +109,9 @@ async def slow_reader(device: Device, job: Job, options: Instructions) -> None:
 async def withdraw(device: Device, job: Job, options: Instructions) -> None:
     """Give a message up whose receiver is not there yet, and wait for the one behind it."""
     if device.name == "a":
-        first = asyncio.create_task(asyncio.wait_for(device.send("b", Message("withdrawn")), 0.3))
+        first = asyncio.create_task(
+            asyncio.wait_for(device.send("b", Message("withdrawn")), 0.3)
+        )
         second = asyncio.create_task(device.send("b", Message("kept")))
         try:
             await first
@@ -152,7 +167,11 @@ async def compute(device: Device, job: Job, options: Instructions) -> None:
     speed = job.problem.device(device.name).speed
 
     async def work(seconds: float, charged: float, name: str) -> Any:
-        return await device.compute(lambda: time.sleep(seconds) or name, Cost(charged * speed), Span(name, batch=3))
+        return await device.compute(
+            lambda: time.sleep(seconds) or name,
+            Cost(charged * speed),
+            Span(name, batch=3),
+        )
 
     assert await work(0, 0.005, "quick") == "quick"
     assert await work(0.03, 0.01, "late") == "late"
@@ -196,8 +215,12 @@ async def expose(device: Device, job: Job, options: Instructions) -> None:
     if job.dataset is not None:
         train, tests = len(job.dataset.train_labels), len(job.dataset.test_labels)
         owned = dict(job.problem.samples)
-        device.record("log", data=job.dataset.name, samples=train, tests=tests, owned=owned)
-    await device.compute(lambda: weights.update(w=torch.ones(2, 3)), Cost(), Span("work"))
+        device.record(
+            "log", data=job.dataset.name, samples=train, tests=tests, owned=owned
+        )
+    await device.compute(
+        lambda: weights.update(w=torch.ones(2, 3)), Cost(), Span("work")
+    )
     await device.receive()
 
 

@@ -34,10 +34,14 @@ _BASE = 20000 + os.getpid() % 2000 * 20
 class LoopbackDevice:
     """One agent process."""
 
-    def __init__(self, name: str, index: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, index: int, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         # A process of its own has addresses of its own, whatever else runs on this machine.
-        self.host = f"127.{1 + os.getpid() // 250 % 250}.{1 + os.getpid() % 250}.{10 + index}"
+        self.host = (
+            f"127.{1 + os.getpid() // 250 % 250}.{1 + os.getpid() % 250}.{10 + index}"
+        )
         self.data = f"{self.host}:8701"
         self.environment = environment or {}
         self.process: subprocess.Popen[bytes] | None = None
@@ -55,7 +59,9 @@ class LoopbackDevice:
             "OMP_NUM_THREADS": "1",
             **self.environment,
         }
-        self.process = subprocess.Popen([sys.executable, str(HERE / "agent_programs.py")], env=environment)
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "agent_programs.py")], env=environment
+        )
         for _ in range(400):
             try:
                 requests.get(f"http://{self.host}:8700/health", timeout=5)
@@ -75,10 +81,18 @@ class LoopbackDevice:
 
 
 def deployment(
-    device: LoopbackDevice, devices: list[LoopbackDevice], do: str, memory: float = 1e9, **options: Any
+    device: LoopbackDevice,
+    devices: list[LoopbackDevice],
+    do: str,
+    memory: float = 1e9,
+    **options: Any,
 ) -> bytes:
     """Return what makes a device run one of the scripted programs among the others."""
-    workload = {"model": {"name": "mlp"}, "method": {"name": "scripted", "do": do, **options}, "steps": 1}
+    workload = {
+        "model": {"name": "mlp"},
+        "method": {"name": "scripted", "do": do, **options},
+        "steps": 1,
+    }
     names = [each.name for each in devices]
     problem: Problem[Any] = Problem(
         model=create("mlp", {}, (1, 28, 28), 10),

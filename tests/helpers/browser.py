@@ -23,7 +23,9 @@ class Page:
         self._number = 0
         self._session: str | None = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call(
+            "Target.attachToTarget", targetId=target, flatten=True
+        )["sessionId"]
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
@@ -32,7 +34,9 @@ class Page:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
-            found: dict[str, Any] = json.loads(b"".join(iter(lambda: self._read.read(1), b"\0")))
+            found: dict[str, Any] = json.loads(
+                b"".join(iter(lambda: self._read.read(1), b"\0"))
+            )
             if found.get("id") == self._number:
                 result: dict[str, Any] = found["result"]
                 return result
@@ -58,7 +62,12 @@ def opened(address: str) -> Iterator[Page]:
         os.dup2(write, 4)
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+        arguments = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+        ]
         browser = subprocess.Popen(
             [CHROMIUM, *arguments, f"--user-data-dir={profile}"],
             preexec_fn=attach,

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 
-def deadly(counts: str, _files: object, _argv: list[str], _version: str, place: str, *_: object) -> dict[str, bytes]:
+def deadly(
+    counts: str, _files: object, _argv: list[str], _version: str, place: str, *_: object
+) -> dict[str, bytes]:
     """End the worker of the second trial."""
     if place.endswith("run1"):
         with Path(counts).open("a") as file:

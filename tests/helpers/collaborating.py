@@ -15,13 +15,22 @@ SHAPE = (1, 8, 8)
 
 
 def scenario(
-    method: str, devices: int | dict = 2, *, workload=None, options=None, server="2mflops", speed="200kflops", **keys
+    method: str,
+    devices: int | dict = 2,
+    *,
+    workload=None,
+    options=None,
+    server="2mflops",
+    speed="200kflops",
+    **keys,
 ) -> Scenario:
     """Return a scenario of a server and devices, all alike unless they are given as a scenario names them."""
     work = {
         "model": {"name": "mlp", "hidden": [12, 8]},
         "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"},
-        "training": {"optimizer": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.001}},
+        "training": {
+            "optimizer": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.001}
+        },
         "batch_size": 16,
         "steps": 4,
         **(workload or {}),
@@ -32,7 +41,10 @@ def scenario(
     if "epochs" in work:
         del work["steps"]
     if isinstance(devices, int):
-        devices = {"server": {"speed": server, "processors": 4}, "device": {"speed": speed, "count": devices}}
+        devices = {
+            "server": {"speed": server, "processors": 4},
+            "device": {"speed": speed, "count": devices},
+        }
     tree = {
         "name": "test",
         "seed": 3,
@@ -74,13 +86,22 @@ class Plain:
     def __init__(self, spec: Scenario) -> None:
         problem = prepared(spec).problem
         self.module = problem.model.build(0, len(problem.model.units), problem.seed)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), **spec.workload.training.optimizer.arguments())
+        self.optimizer = torch.optim.SGD(
+            self.module.parameters(), **spec.workload.training.optimizer.arguments()
+        )
 
-    def step(self, images: torch.Tensor, labels: torch.Tensor, mini_batches: int = 1) -> None:
+    def step(
+        self, images: torch.Tensor, labels: torch.Tensor, mini_batches: int = 1
+    ) -> None:
         """Take one step with the mean gradient of mini-batches of one size."""
         self.optimizer.zero_grad()
-        for part, wanted in zip(images.chunk(mini_batches), labels.chunk(mini_batches), strict=True):
-            (torch.nn.functional.cross_entropy(self.module(part), wanted) / mini_batches).backward()
+        for part, wanted in zip(
+            images.chunk(mini_batches), labels.chunk(mini_batches), strict=True
+        ):
+            (
+                torch.nn.functional.cross_entropy(self.module(part), wanted)
+                / mini_batches
+            ).backward()
         self.optimizer.step()
 
     def assert_same(self, outcome: Outcome, tolerance: float = 2e-6) -> None:
@@ -88,4 +109,6 @@ class Plain:
         assert outcome.weights is not None
         assert outcome.weights.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(outcome.weights[name], tensor, rtol=0, atol=tolerance)
+            torch.testing.assert_close(
+                outcome.weights[name], tensor, rtol=0, atol=tolerance
+            )

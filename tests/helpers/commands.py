@@ -26,11 +26,19 @@ class Done(NamedTuple):
 
 def command(*arguments: str | Path, **environment: str) -> Done:
     """Run `testbed` with these arguments; what it does not catch is raised here, where a user would see a traceback."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+        for _ in range(2)
+    )
     handlers = [signal.getsignal(number) for number in SIGNALS]
     code: object = 0
     argv = mock.patch("sys.argv", ["testbed", *map(str, arguments)])
-    with argv, mock.patch.dict(os.environ, environment), redirect_stdout(out), redirect_stderr(err):
+    with (
+        argv,
+        mock.patch.dict(os.environ, environment),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
         try:
             main()
         except SystemExit as ended:

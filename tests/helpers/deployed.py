@@ -11,7 +11,10 @@ from testbed.prepare import Prepared
 
 def bodies(prepared: Prepared) -> dict[str, bytes]:
     """Return what each device of an experiment is given."""
-    addresses = {each.name: f"10.0.0.{number}" for number, each in enumerate(prepared.problem.devices)}
+    addresses = {
+        each.name: f"10.0.0.{number}"
+        for number, each in enumerate(prepared.problem.devices)
+    }
     given = deployments(prepared, "run-00000000", "token", addresses, "10.0.255.255")
     return {name: given.of(name) for name in addresses}
 

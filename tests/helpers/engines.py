@@ -48,7 +48,18 @@ def missing() -> str:
     """Return why there can be none here, or an empty text."""
     if os.geteuid() != 0:
         return "engines in namespaces of their own need root"
-    wanted = ("dockerd", "docker", "ip", "iptables", "nsenter", "unshare", "setpriv", "openssl", "ssh", "ssh-keygen")
+    wanted = (
+        "dockerd",
+        "docker",
+        "ip",
+        "iptables",
+        "nsenter",
+        "unshare",
+        "setpriv",
+        "openssl",
+        "ssh",
+        "ssh-keygen",
+    )
     if lacking := [name for name in wanted if not shutil.which(name)]:
         return f"engines in namespaces of their own need {', '.join(lacking)}"
     probe = "ip link add tb-try type vxlan id 7 dstport 4790 && ip link del tb-try"
@@ -86,8 +97,13 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
     images = ensure_images(client, print)
     with contextlib.ExitStack() as stack:
         fcntl.flock(stack.enter_context(LOCK.open("w")), fcntl.LOCK_EX)
-        for command in (f"ip link del {BRIDGE}", *(f"ip link del {each}-o; ip netns del {each}" for each in hosts)):
-            subprocess.run(["sh", "-c", command], capture_output=True)  # what somebody who was killed has left
+        for command in (
+            f"ip link del {BRIDGE}",
+            *(f"ip link del {each}-o; ip netns del {each}" for each in hosts),
+        ):
+            subprocess.run(
+                ["sh", "-c", command], capture_output=True
+            )  # what somebody who was killed has left
         keys.mkdir(parents=True)
         names = ",".join(f"IP:{NETWORK}.1{number}" for number in range(1, count + 1))
         made = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=engines"]
@@ -97,57 +113,132 @@ def engines(folder: Path, count: int) -> Iterator[list[str]]:
         ssh.parent.mkdir()
         ssh.write_text(_SSH.format(keys=keys))
         ssh.chmod(0o755)
-        run("openssl", "req", "-x509", *made, "-addext", f"subjectAltName={names}", *files)
+        run(
+            "openssl",
+            "req",
+            "-x509",
+            *made,
+            "-addext",
+            f"subjectAltName={names}",
+            *files,
+        )
         run("ip", "link", "add", BRIDGE, "type", "bridge")
         stack.callback(run, "ip", "link", "del", BRIDGE)
         run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
         run("ip", "link", "set", BRIDGE, "up")
-        for side in ("-i", "-o"):  # with br_netfilter the engine of this machine forbids what passes other bridges
+        for side in (
+            "-i",
+            "-o",
+        ):  # with br_netfilter the engine of this machine forbids what passes other bridges
             run("iptables", "-w", "-I", "FORWARD", side, BRIDGE, "-j", "ACCEPT")
-            stack.callback(run, "iptables", "-w", "-D", "FORWARD", side, BRIDGE, "-j", "ACCEPT")
+            stack.callback(
+                run, "iptables", "-w", "-D", "FORWARD", side, BRIDGE, "-j", "ACCEPT"
+            )
         for number, (host, place) in enumerate(hosts.items(), 1):
             (place / "cgroup").mkdir(parents=True)
             layers = share(client, [images.device, images.shaper], place / "data")
             run("ip", "netns", "add", host)
             stack.callback(run, "ip", "netns", "del", host)
-            run("ip", "link", "add", f"{host}-o", "type", "veth", "peer", "name", "eth0", "netns", host)
-            stack.callback(run, "ip", "link", "del", f"{host}-o")  # the kernel would do it a while after the other end
+            run(
+                "ip",
+                "link",
+                "add",
+                f"{host}-o",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                host,
+            )
+            stack.callback(
+                run, "ip", "link", "del", f"{host}-o"
+            )  # the kernel would do it a while after the other end
             run("ip", "link", "set", f"{host}-o", "master", BRIDGE, "up")
-            run("ip", "-n", host, "addr", "add", f"{NETWORK}.1{number}/24", "dev", "eth0")
+            run(
+                "ip",
+                "-n",
+                host,
+                "addr",
+                "add",
+                f"{NETWORK}.1{number}/24",
+                "dev",
+                "eth0",
+            )
             run("ip", "-n", host, "link", "set", "eth0", "up")
             run("ip", "-n", host, "link", "set", "lo", "up")
             # The engine wants a way out, wherever that leads.
             run("ip", "-n", host, "route", "add", "default", "via", f"{NETWORK}.1")
             start = place / "start"
-            settings = {"host": host, "place": place, "address": f"{NETWORK}.1{number}", "port": PORT, "keys": keys}
+            settings = {
+                "host": host,
+                "place": place,
+                "address": f"{NETWORK}.1{number}",
+                "port": PORT,
+                "keys": keys,
+            }
             settings |= {"checkout": Path.cwd(), "python": sys.executable}
             start.write_text("\n".join([*layers, _START.format(**settings)]))
             with (place / "log").open("wb") as log:
                 # It ends with this process, also where that is killed.
-                command = ["setpriv", "--pdeathsig", "TERM", "nsenter", f"--net=/run/netns/{host}"]
+                command = [
+                    "setpriv",
+                    "--pdeathsig",
+                    "TERM",
+                    "nsenter",
+                    f"--net=/run/netns/{host}",
+                ]
                 command += ["unshare", "-m", "-u", "sh", str(start)]
                 engine = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
             stack.callback(_end, place, engine)
         for place in hosts.values():
             _await(place)
         first, *others = (f"unix://{place}/sock" for place in hosts.values())
         run("docker", "-H", first, "swarm", "init", "--advertise-addr", f"{NETWORK}.11")
-        token = run("docker", "-H", first, "swarm", "join-token", "-q", "worker").strip()
+        token = run(
+            "docker", "-H", first, "swarm", "join-token", "-q", "worker"
+        ).strip()
         for url in others:
-            run("docker", "-H", url, "swarm", "join", "--token", token, f"{NETWORK}.11:2377")
+            run(
+                "docker",
+                "-H",
+                url,
+                "swarm",
+                "join",
+                "--token",
+                token,
+                f"{NETWORK}.11:2377",
+            )
         certificates = f"ca={keys}/cert.pem,cert={keys}/cert.pem,key={keys}/key.pem"
         for number, place in enumerate(hosts.values(), 1):
             at = f"host=tcp://{NETWORK}.1{number}:{PORT},{certificates}"
-            run("docker", "--config", str(folder / "docker"), "context", "create", place.name, "--docker", at)
+            run(
+                "docker",
+                "--config",
+                str(folder / "docker"),
+                "context",
+                "create",
+                place.name,
+                "--docker",
+                at,
+            )
         yield [place.name for place in hosts.values()]
 
 
 def _await(place: Path) -> None:
     deadline = time.monotonic() + PATIENCE
     info = ["docker", "-H", f"unix://{place}/sock", "info"]
-    while not (place / "ssh.pid").exists() or subprocess.run(info, capture_output=True).returncode:
+    while (
+        not (place / "ssh.pid").exists()
+        or subprocess.run(info, capture_output=True).returncode
+    ):
         assert time.monotonic() < deadline, (place / "log").read_text()[-500:]
         time.sleep(0.2)
 
@@ -155,7 +246,9 @@ def _await(place: Path) -> None:
 def _end(place: Path, engine: subprocess.Popen[bytes]) -> None:
     """End an engine and all that it has."""
     url = f"unix://{place}/sock"
-    found = subprocess.run(["docker", "-H", url, "ps", "-aq"], capture_output=True, text=True).stdout.split()
+    found = subprocess.run(
+        ["docker", "-H", url, "ps", "-aq"], capture_output=True, text=True
+    ).stdout.split()
     if found:
         subprocess.run(["docker", "-H", url, "rm", "-f", *found], capture_output=True)
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -178,8 +271,14 @@ def main() -> int:
     if why := missing():
         print(why, file=sys.stderr)
         return 3
-    with tempfile.TemporaryDirectory(prefix="engines-") as name, engines(Path(name), int(count)):
-        own = {"DOCKER_CONFIG": f"{name}/docker", "PATH": f"{name}/bin:{os.environ['PATH']}"}
+    with (
+        tempfile.TemporaryDirectory(prefix="engines-") as name,
+        engines(Path(name), int(count)),
+    ):
+        own = {
+            "DOCKER_CONFIG": f"{name}/docker",
+            "PATH": f"{name}/bin:{os.environ['PATH']}",
+        }
         return subprocess.run(command, env={**os.environ, **own}).returncode
 
 

@@ -6,26 +6,49 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from testbed.ml.models.graph import Graph, GraphLayer
-from testbed.ml.models.layers import Conv2d, Division, Layer, LeakyReLU, Linear, MaxPool2d, Reorganise
+from testbed.ml.models.layers import (
+    Conv2d,
+    Division,
+    Layer,
+    LeakyReLU,
+    Linear,
+    MaxPool2d,
+    Reorganise,
+)
 from testbed.ml.models.shapes import Shape
 from testbed_stahl.options import DistributedOptions, PlanSettings
 
 
 def fully_connected(name: str, sizes: Sequence[int], bias: bool = True) -> Graph:
     """Describe fully connected layers in a row: ``sizes`` are those of the input and of every layer's output."""
-    return Graph(name, tuple(dense(index, *sizes[index : index + 2], bias) for index in range(len(sizes) - 1)))
+    return Graph(
+        name,
+        tuple(
+            dense(index, *sizes[index : index + 2], bias)
+            for index in range(len(sizes) - 1)
+        ),
+    )
 
 
 def dense(index: int, entering: int, leaving: int, bias: bool = True) -> GraphLayer:
-    return GraphLayer(f"fc{index + 1}", (Linear(leaving, bias),), (entering,), (index - 1,))
+    return GraphLayer(
+        f"fc{index + 1}", (Linear(leaving, bias),), (entering,), (index - 1,)
+    )
 
 
 FOUR_LAYERS = fully_connected("four layers", (4, 8, 16, 4, 4), bias=False)
 """The worked example of Stahl et al., Fig. 1."""
 
 
-def convolution(name: str, shape: Shape, channels: int, kernel: int, source: int, stride: int = 1) -> GraphLayer:
-    return GraphLayer(name, (Conv2d(channels, kernel, stride, kernel // 2), LeakyReLU()), shape, (source,))
+def convolution(
+    name: str, shape: Shape, channels: int, kernel: int, source: int, stride: int = 1
+) -> GraphLayer:
+    return GraphLayer(
+        name,
+        (Conv2d(channels, kernel, stride, kernel // 2), LeakyReLU()),
+        shape,
+        (source,),
+    )
 
 
 def pooling(name: str, shape: Shape, source: int) -> GraphLayer:
@@ -35,7 +58,20 @@ def pooling(name: str, shape: Shape, source: int) -> GraphLayer:
 def yolov2(size: int = 608) -> Graph:
     """YOLOv2 on COCO, 0-based as Darknet counts it, without the last layer, which only reads the result."""
     steps = [
-        *((32, 3), "pool", (64, 3), "pool", (128, 3), (64, 1), (128, 3), "pool", (256, 3), (128, 1), (256, 3), "pool"),
+        *(
+            (32, 3),
+            "pool",
+            (64, 3),
+            "pool",
+            (128, 3),
+            (64, 1),
+            (128, 3),
+            "pool",
+            (256, 3),
+            (128, 1),
+            (256, 3),
+            "pool",
+        ),
         *((512, 3), (256, 1), (512, 3), (256, 1), (512, 3), "pool"),
         *((1024, 3), (512, 1), (1024, 3), (512, 1), (1024, 3), (1024, 3), (1024, 3)),
         *("route", (64, 1), "reorg", "join", (1024, 3), (425, 1)),
@@ -48,7 +84,9 @@ def yolov2(size: int = 608) -> Graph:
         elif step == "route":
             found.append(GraphLayer(f"route{index}", (), found[16].output, (16,)))
         elif step == "reorg":
-            found.append(GraphLayer(f"reorg{index}", (Reorganise(),), shape, (index - 1,)))
+            found.append(
+                GraphLayer(f"reorg{index}", (Reorganise(),), shape, (index - 1,))
+            )
         elif step == "join":
             joined = (found[27].output[0] + found[24].output[0], *shape[1:])
             found.append(GraphLayer(f"route{index}", (), joined, (27, 24)))
@@ -87,6 +125,12 @@ def chains(draw: st.DrawFn, most: int = 8) -> Graph:
     return Graph("chain", tuple(found))
 
 
-def asked(scheme: str = "optimal", source: int = 0, samples: int = 1, **options: object) -> PlanSettings:
+def asked(
+    scheme: str = "optimal", source: int = 0, samples: int = 1, **options: object
+) -> PlanSettings:
     """Return what a plan of a distributed inference is asked for."""
-    return PlanSettings(DistributedOptions.model_validate({"scheme": scheme, **options}), source, samples)
+    return PlanSettings(
+        DistributedOptions.model_validate({"scheme": scheme, **options}),
+        source,
+        samples,
+    )

@@ -57,7 +57,9 @@ def _slowdown() -> float:
     return median(taken) / _best
 
 
-def watched(work: Callable[[], object]) -> tuple[AssertionError | None, dict[str, float]]:
+def watched(
+    work: Callable[[], object],
+) -> tuple[AssertionError | None, dict[str, float]]:
     """Do some work; return the assertion that it failed with, if any, and what became of the host meanwhile."""
     monitor = HostMonitor()
     monitor.start()

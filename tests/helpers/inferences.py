@@ -42,13 +42,24 @@ class Inference:
     weights: Mapping[str, torch.Tensor]
 
 
-def distributed(workers: int = 2, method: Mapping = {}, workload: Mapping = {}, **keys) -> Scenario:
+def distributed(
+    workers: int = 2, method: Mapping = {}, workload: Mapping = {}, **keys
+) -> Scenario:
     """Return the scenario of two requests to a small fully connected network."""
     work = {"task": "infer", "model": FC, "requests": 2, "batch_size": 2, **workload}
-    return scenario(workers, workload=work, method={"name": "distributed", "early": 0, **method}, **keys)
+    return scenario(
+        workers,
+        workload=work,
+        method={"name": "distributed", "early": 0, **method},
+        **keys,
+    )
 
 
-def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torch.Tensor] | None = None) -> Inference:
+def infer(
+    spec: Scenario,
+    model: Model | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> Inference:
     """Run; ``model`` takes the place of the scenario's, with random images of its size."""
     (trial,) = trials(spec)
     workload = spec.workload
@@ -59,7 +70,14 @@ def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torc
         problem, data = problem_of(spec)
     else:
         options = method.Options.model_validate(workload.method.options())
-        problem = Problem(trial.experiment.devices, trial.experiment.links, workload, options, spec.seed, model=model)
+        problem = Problem(
+            trial.experiment.devices,
+            trial.experiment.links,
+            workload,
+            options,
+            spec.seed,
+            model=model,
+        )
         data = noise(model, workload.requests * workload.batch_size)
     plan = method.plan(problem)
     outputs: dict[int, torch.Tensor] = {}
@@ -70,20 +88,40 @@ def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torc
         add(answers, index, output)
 
     with patch.object(Answers, "add", seen):
-        outcome = simulate(Prepared(trial, method, problem, plan), data, weights=weights)
+        outcome = simulate(
+            Prepared(trial, method, problem, plan), data, weights=weights
+        )
     whole = problem.model.build(0, len(problem.model.units), problem.seed).eval()
     if weights is not None:
         whole.load_state_dict(weights)
     with torch.no_grad():
-        wanted = whole(torch.from_numpy(data.test_images[: workload.requests * workload.batch_size]))
-    found = torch.cat([outputs[index] for index in sorted(outputs)]) if outputs else torch.empty(0)
-    error = float((found - wanted).abs().max() / wanted.abs().max()) if found.shape == wanted.shape else float("nan")
+        wanted = whole(
+            torch.from_numpy(
+                data.test_images[: workload.requests * workload.batch_size]
+            )
+        )
+    found = (
+        torch.cat([outputs[index] for index in sorted(outputs)])
+        if outputs
+        else torch.empty(0)
+    )
+    error = (
+        float((found - wanted).abs().max() / wanted.abs().max())
+        if found.shape == wanted.shape
+        else float("nan")
+    )
     flow = flow_of(problem, plan.details.distributed)
-    return Inference(outcome, trial.experiment, plan, flow, found, error, whole.state_dict())
+    return Inference(
+        outcome, trial.experiment, plan, flow, found, error, whole.state_dict()
+    )
 
 
 def noise(model: Model, samples: int) -> Dataset:
     """Return random images and labels for a model."""
-    images = np.random.default_rng(1).standard_normal((samples, *model.input)).astype(np.float32)
+    images = (
+        np.random.default_rng(1)
+        .standard_normal((samples, *model.input))
+        .astype(np.float32)
+    )
     labels = np.zeros(samples, np.int64)
     return Dataset("noise", model.classes, images, labels, images, labels)

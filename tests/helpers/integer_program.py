@@ -49,16 +49,24 @@ class _Program:
             np.array(self.costs) / scale,
             integrality=np.array(self.integral, dtype=int),
             bounds=Bounds(0, self.upper),
-            constraints=LinearConstraint(matrix, [row[1] for row in self.rows], [row[2] for row in self.rows]),
+            constraints=LinearConstraint(
+                matrix, [row[1] for row in self.rows], [row[2] for row in self.rows]
+            ),
             options={"mip_rel_gap": 0.0},
         )
         if solution.x is None:
-            raise RuntimeError(f"the integer program has no solution: {solution.message}")
+            raise RuntimeError(
+                f"the integer program has no solution: {solution.message}"
+            )
         return [float(value) for value in solution.x]
 
 
 def least_communication(
-    graph: Graph, workers: WorkerTotals, reuse: Reuse = "everywhere", first: int = 0, lip: bool = True
+    graph: Graph,
+    workers: WorkerTotals,
+    reuse: Reuse = "everywhere",
+    first: int = 0,
+    lip: bool = True,
 ) -> Schemes:
     """Return schemes with the least C from layer ``first`` on. Of equals any, so compare by what they cost.
 
@@ -66,7 +74,9 @@ def least_communication(
     """
     layers = graph.layers
     split = [index for index in range(first, len(layers)) if layers[index].splits]
-    schemes: list[Scheme] = ["tiled" if index < first else "whole" for index in range(len(layers))]
+    schemes: list[Scheme] = [
+        "tiled" if index < first else "whole" for index in range(len(layers))
+    ]
     if not split:
         return tuple(schemes)
     program = _Program()
@@ -82,10 +92,18 @@ def least_communication(
         for scheme in _SCHEMES:
             cost = float(elements(layers[index], scheme, workers, False, reuse))
             chosen[index, scheme] = program.variable(cost, float(able[scheme]), True)
-        program.rows.append(({chosen[index, scheme]: 1.0 for scheme in _SCHEMES}, 1.0, 1.0))  # (11)
+        program.rows.append(
+            ({chosen[index, scheme]: 1.0 for scheme in _SCHEMES}, 1.0, 1.0)
+        )  # (11)
     for index in split:
         if graph.fuses(index):
-            program.rows.append(({chosen[index + 1, "fuse2"]: 1.0, chosen[index, "fuse1"]: -1.0}, 0.0, 0.0))  # (12)
+            program.rows.append(
+                (
+                    {chosen[index + 1, "fuse2"]: 1.0, chosen[index, "fuse1"]: -1.0},
+                    0.0,
+                    0.0,
+                )
+            )  # (12)
         if index - 1 in split and graph.follows(index):
             _reuse(program, graph, index, chosen, workers, reuse)
     values = program.solve()
@@ -105,7 +123,10 @@ def _reuse(
 ) -> None:
     """Add what a layer saves where the one before it uses LOP."""
     for scheme in _SCHEMES:
-        alone, after = (elements(graph.layers[index], scheme, workers, held, reuse) for held in (False, True))
+        alone, after = (
+            elements(graph.layers[index], scheme, workers, held, reuse)
+            for held in (False, True)
+        )
         if after < alone:
             saving = program.variable(float(after - alone), 1.0, False)
             for bound in (chosen[index - 1, "lop"], chosen[index, scheme]):

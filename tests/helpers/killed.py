@@ -29,8 +29,14 @@ def main(count: int, seed: int) -> int:
     moments, failed = random.Random(seed), 0
     for number in range(count):
         wanted, more = moments.randint(0, CONTAINERS), moments.uniform(0, GOES_ON)
-        command = [str(Path(sys.executable).with_name("testbed")), *COMMAND, f"/tmp/killed-{time.time_ns()}"]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as controller:
+        command = [
+            str(Path(sys.executable).with_name("testbed")),
+            *COMMAND,
+            f"/tmp/killed-{time.time_ns()}",
+        ]
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as controller:
             began, there = time.monotonic(), 0
             while there < wanted and time.monotonic() - began < BOOT:
                 there = sum(len(client.api.containers(all=True)) for client in clients)
@@ -40,12 +46,18 @@ def main(count: int, seed: int) -> int:
         began = time.monotonic()
         # A request of the killed one may still be under way for a moment.
         time.sleep(0.5)
-        while any(labelled_runs(client) for client in clients) and time.monotonic() - began < PATIENCE:
+        while (
+            any(labelled_runs(client) for client in clients)
+            and time.monotonic() - began < PATIENCE
+        ):
             time.sleep(0.2)
         left = sum(len(labelled_runs(client)) for client in clients)
         failed += left > 0
         took = time.monotonic() - began
-        print(f"{number + 1}: with {there} containers; {left} left {took:.1f} s later", flush=True)
+        print(
+            f"{number + 1}: with {there} containers; {left} left {took:.1f} s later",
+            flush=True,
+        )
     print(f"{failed} of {count} left something")
     return failed > 0
 

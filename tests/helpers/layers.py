@@ -42,15 +42,23 @@ def share(client: docker.DockerClient, tags: Iterable[str], root: Path) -> list[
         shutil.copyfile(source / config, root / config)
         above = ""
         for layer in json.loads((source / config).read_text())["rootfs"]["diff_ids"]:
-            above = f"sha256:{hashlib.sha256(f'{above} {layer}'.encode()).hexdigest()}" if above else layer
+            above = (
+                f"sha256:{hashlib.sha256(f'{above} {layer}'.encode()).hexdigest()}"
+                if above
+                else layer
+            )
             known = STORE / "layerdb/sha256" / above.removeprefix("sha256:")
             if known not in mounts:
                 shutil.copytree(source / known, root / known)
-                mounts[known] = _mount(source, root, LAYERS / (source / known / "cache-id").read_text())
+                mounts[known] = _mount(
+                    source, root, LAYERS / (source / known / "cache-id").read_text()
+                )
     repositories: dict[str, dict[str, str]] = {}
     for tag, image in names.items():
         repositories.setdefault(tag.split(":")[0], {})[tag] = image
-    (root / STORE / "repositories.json").write_text(json.dumps({"Repositories": repositories}))
+    (root / STORE / "repositories.json").write_text(
+        json.dumps({"Repositories": repositories})
+    )
     # The engine mounts these on themselves, beneath what is mounted in them, unless they are mounts already.
     own = [f"mount --bind {each} {each}" for each in (root, root / LAYERS)]
     own.insert(1, f"mount --make-shared {root}")
@@ -65,6 +73,11 @@ def _mount(source: Path, root: Path, layer: Path) -> list[str]:
         if each.is_file():
             shutil.copyfile(each, root / layer / each.name)
     (root / LAYERS / "l").mkdir(exist_ok=True)
-    (root / LAYERS / "l" / (source / layer / "link").read_text()).symlink_to(f"../{layer.name}/diff")
+    (root / LAYERS / "l" / (source / layer / "link").read_text()).symlink_to(
+        f"../{layer.name}/diff"
+    )
     files = source / layer / "diff", root / layer / "diff"
-    return [f"mount --bind {files[0]} {files[1]}", f"mount -o remount,bind,ro {files[1]}"]
+    return [
+        f"mount --bind {files[0]} {files[1]}",
+        f"mount -o remount,bind,ro {files[1]}",
+    ]

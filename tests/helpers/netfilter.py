@@ -21,7 +21,9 @@ OVER_IP = struct.Struct(">BBHHHBBH4s4s")
 def datagram(source: str, target: str, size: int) -> bytes:
     """Return an IP packet of this many bytes."""
     addresses = socket.inet_aton(source), socket.inet_aton(target)
-    return OVER_IP.pack(0x45, 0, size, 0, 0, 64, 17, 0, *addresses) + bytes(size - OVER_IP.size)
+    return OVER_IP.pack(0x45, 0, size, 0, 0, 64, 17, 0, *addresses) + bytes(
+        size - OVER_IP.size
+    )
 
 
 class Verdict(NamedTuple):
@@ -40,7 +42,9 @@ class Queue:
     """Stands for the kernel: agrees to every configuration, and writes down verdicts."""
 
     def __init__(self) -> None:
-        self._own, self.opened = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._own, self.opened = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )
         self.verdicts: list[Verdict] = []
         threading.Thread(target=self._answer, daemon=True).start()
 
@@ -50,13 +54,17 @@ class Queue:
         attributes = struct.pack("=HH", 11, 1) + header + b"\0"
         attributes += struct.pack("=HH", 4 + len(packet), PAYLOAD) + packet
         body = struct.pack(">BBH", 0, 0, queue) + attributes
-        self._own.send(struct.pack("=IHHII", HEADER + len(body), nfqueue.PACKET, 0, 0, 0) + body)
+        self._own.send(
+            struct.pack("=IHHII", HEADER + len(body), nfqueue.PACKET, 0, 0, 0) + body
+        )
 
     def decided(self, count: int) -> list[Verdict]:
         """Return the verdicts, once there are so many."""
         until = time.monotonic() + 10
         while len(self.verdicts) < count:
-            assert time.monotonic() < until, f"{len(self.verdicts)} of {count} verdicts came"
+            assert time.monotonic() < until, (
+                f"{len(self.verdicts)} of {count} verdicts came"
+            )
             time.sleep(0.001)
         return self.verdicts
 
@@ -73,7 +81,12 @@ class Queue:
                 length, kind, _, sequence, _ = struct.unpack_from("=IHHII", data, at)
                 if kind == CONFIG:
                     answer = struct.pack("=iIHHII", 0, length, kind, 0, sequence, 0)
-                    self._own.send(struct.pack("=IHHII", HEADER + len(answer), nfqueue.NLMSG_ERROR, 0, 0, 0) + answer)
+                    self._own.send(
+                        struct.pack(
+                            "=IHHII", HEADER + len(answer), nfqueue.NLMSG_ERROR, 0, 0, 0
+                        )
+                        + answer
+                    )
                 else:
                     self.verdicts.append(_verdict(now, kind, data[at : at + length]))
                 at += length
@@ -81,7 +94,13 @@ class Queue:
 
 def _verdict(now: float, kind: int, message: bytes) -> Verdict:
     accepted, number = struct.unpack_from(">II", message, HEADER + 8)
-    return Verdict(now, number, accepted == nfqueue.ACCEPT, kind != (3 << 8 | 1), message[HEADER + 4 + 12 + 4 :])
+    return Verdict(
+        now,
+        number,
+        accepted == nfqueue.ACCEPT,
+        kind != (3 << 8 | 1),
+        message[HEADER + 4 + 12 + 4 :],
+    )
 
 
 class Server:

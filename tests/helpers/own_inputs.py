@@ -11,7 +11,8 @@ class Masked(nn.Module):
         super().__init__()
         self.table = nn.Embedding(30, 16)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+            for _ in range(2)
         )
         self.head = nn.Linear(16, classes)
 
@@ -53,13 +54,19 @@ def tokens():
     mask = (torch.arange(7) < torch.randint(4, 8, (300, 1), generator=draws)).long()
     samples = {"input_ids": ids * mask, "attention_mask": mask}
     labels = ids[:, 0] % 3
-    return tuple(({name: each[part] for name, each in samples.items()}, labels[part]) for part in PARTS)
+    return tuple(
+        ({name: each[part] for name, each in samples.items()}, labels[part])
+        for part in PARTS
+    )
 
 
 def pairs():
     """Return samples of two inputs without names."""
     draws = torch.Generator().manual_seed(1)
-    first, second = torch.randn(300, 6, generator=draws), torch.randn(300, 3, generator=draws)
+    first, second = (
+        torch.randn(300, 6, generator=draws),
+        torch.randn(300, 3, generator=draws),
+    )
     labels = (first.sum(1) > second.sum(1)).long()
     return tuple(((first[part], second[part]), labels[part]) for part in PARTS)
 

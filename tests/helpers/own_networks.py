@@ -19,7 +19,10 @@ class Block(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.down = None
         if stride != 1 or entering != channels:
-            self.down = nn.Sequential(nn.Conv2d(entering, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+            self.down = nn.Sequential(
+                nn.Conv2d(entering, channels, 1, stride, bias=False),
+                nn.BatchNorm2d(channels),
+            )
 
     def forward(self, x):
         identity = x
@@ -38,7 +41,9 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         self.layer1 = nn.Sequential(Block(width, width, 1), Block(width, width, 1))
-        self.layer2 = nn.Sequential(Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1))
+        self.layer2 = nn.Sequential(
+            Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1)
+        )
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(2 * width, classes)
 
@@ -50,7 +55,10 @@ class ResNet(nn.Module):
 
 def double(entering, channels):
     return nn.Sequential(
-        nn.Conv2d(entering, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()
+        nn.Conv2d(entering, channels, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(channels, channels, 3, padding=1),
+        nn.ReLU(),
     )
 
 
@@ -85,7 +93,12 @@ class Encoder(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(2 * dim, dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, 2 * dim),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(2 * dim, dim),
+        )
 
     def forward(self, x):
         b, t, d = x.shape
@@ -125,11 +138,16 @@ class Attention(nn.Module):
         self.heads = heads
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.norm = nn.LayerNorm(dim)
-        self.register_buffer("mask", torch.tril(torch.ones(longest, longest)).bool(), persistent=False)
+        self.register_buffer(
+            "mask", torch.tril(torch.ones(longest, longest)).bool(), persistent=False
+        )
 
     def forward(self, x, mask=None):
         b, t, d = x.size()
-        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm(x)).split(d, dim=2))
+        q, k, v = (
+            part.view(b, t, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).split(d, dim=2)
+        )
         scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
         scores = scores.masked_fill(~self.mask[:t, :t], float("-inf"))
         if mask is not None:
@@ -153,7 +171,9 @@ class Gpt(nn.Module):
         if x.dim() == 4:
             x = x.flatten(1, 2)
         assert x.shape[1] <= 64, "too long"
-        x = self.embed(x * torch.tensor([0.5])) + self.position(torch.arange(x.size(1), device=x.device))
+        x = self.embed(x * torch.tensor([0.5])) + self.position(
+            torch.arange(x.size(1), device=x.device)
+        )
         for block in self.blocks:
             x = block(x)
         state = torch.zeros(x.shape[0], self.cell.hidden_size)

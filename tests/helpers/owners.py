@@ -27,9 +27,17 @@ class Owners(Method):
     async def program(self, device: Device, job: Job) -> None:
         given = job.dataset
         labels = None if given is None else given.train_labels.tolist()
-        pixels = 0.0 if given is None else float(given.train_images.sum(dtype=np.float64))
+        pixels = (
+            0.0 if given is None else float(given.train_images.sum(dtype=np.float64))
+        )
         tests = 0 if given is None else len(given.test_labels)
-        device.record("given", labels=labels, pixels=pixels, tests=tests, samples=dict(job.problem.samples))
+        device.record(
+            "given",
+            labels=labels,
+            pixels=pixels,
+            tests=tests,
+            samples=dict(job.problem.samples),
+        )
         if device.name != job.plan.lead:
             await device.send(job.plan.lead, Message("done"))
             return

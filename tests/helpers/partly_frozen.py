@@ -16,12 +16,26 @@ from testbed.trace.outcome import Outcome
 from testbed_controller.api import load
 
 
-def prepare_with(file: Path, method: Mapping[str, Any], changes: Mapping[str, Any], *, in_rounds: bool) -> Prepared:
+def prepare_with(
+    file: Path,
+    method: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    *,
+    in_rounds: bool,
+) -> Prepared:
     """Prepare a scenario with another method; devices of a method in rounds share the data."""
     options = dict(method)
-    keys = {"workload.method": options, **{key.replace("__", "."): value for key, value in changes.items()}}
+    keys = {
+        "workload.method": options,
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
     if in_rounds:
-        keys["workload.data"] = {"name": "digits", "train": 96, "test": 40, "split": "iid"}
+        keys["workload.data"] = {
+            "name": "digits",
+            "train": 96,
+            "test": 40,
+            "split": "iid",
+        }
         options |= {"local_steps": 2}
     (trial,) = trials(load(file, keys))
     return prepare(trial)
@@ -29,7 +43,9 @@ def prepare_with(file: Path, method: Mapping[str, Any], changes: Mapping[str, An
 
 def run(prepared: Prepared, weights: Any = None) -> Outcome:
     """Simulate to the end."""
-    outcome = simulate(prepared, load_data(prepared.scenario.workload.data), weights=weights)
+    outcome = simulate(
+        prepared, load_data(prepared.scenario.workload.data), weights=weights
+    )
     assert outcome.status == "finished", outcome.error
     return outcome
 

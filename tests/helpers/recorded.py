@@ -20,7 +20,10 @@ LINK = Link(rate=8e6, delay=0.01)
 SCENARIO: dict[str, Any] = {
     "name": "recorded",
     "seed": 3,
-    "devices": {"a": {"speed": "1gflops"}, "b": {"profile": "raspberry-pi-4b", "speed": "100mflops"}},
+    "devices": {
+        "a": {"speed": "1gflops"},
+        "b": {"profile": "raspberry-pi-4b", "speed": "100mflops"},
+    },
     "network": {"link": {"rate": "8mbit", "delay": "10ms"}},
     "workload": {
         "model": {"name": "cnn", "channels": 8},
@@ -28,7 +31,13 @@ SCENARIO: dict[str, Any] = {
         "steps": 5,
         "batch_size": 32,
     },
-    "faults": [{"kill": "b", "when": {"device": "b", "begins": "forward", "batch": 2}, "for": "1s"}],
+    "faults": [
+        {
+            "kill": "b",
+            "when": {"device": "b", "begins": "forward", "batch": 2},
+            "for": "1s",
+        }
+    ],
 }
 
 
@@ -57,24 +66,53 @@ def _round(step: int, start: float) -> list[Event]:
         _receive(start + 0.8, "a", "b", start + 0.71),
         Event(start + 0.8, "a", "begin", {"span": "backward", "batch": step}),
         _compute(start + 1.0, "a", "backward", step, start + 0.8, 0.2),
-        Event(start + 1.0, "a", "step", {"step": step, "loss": 2.0 / (step + 1), "samples": 32}),
+        Event(
+            start + 1.0,
+            "a",
+            "step",
+            {"step": step, "loss": 2.0 / (step + 1), "samples": 32},
+        ),
     ]
 
 
 def _compute(
-    time: float, device: str, span: str, batch: int, start: float, duration: float, deficit: float = 0.0
+    time: float,
+    device: str,
+    span: str,
+    batch: int,
+    start: float,
+    duration: float,
+    deficit: float = 0.0,
 ) -> Event:
-    fields = {"span": span, "batch": batch, "start": start, "duration": duration, "flops": 1e8}
+    fields = {
+        "span": span,
+        "batch": batch,
+        "start": start,
+        "duration": duration,
+        "flops": 1e8,
+    }
     return Event(time, device, "compute", {**fields, "busy": 0.05, "deficit": deficit})
 
 
 def _send(time: float, device: str, peer: str, start: float) -> Event:
-    fields = {"peer": peer, "message": "activation", "bytes": 100_000, "start": start, "duration": time - start}
+    fields = {
+        "peer": peer,
+        "message": "activation",
+        "bytes": 100_000,
+        "start": start,
+        "duration": time - start,
+    }
     return Event(time, device, "send", {**fields, "queued": 0.0, "encode": 0.001})
 
 
 def _receive(time: float, device: str, peer: str, start: float) -> Event:
-    fields = {"peer": peer, "message": "activation", "bytes": 100_000, "start": start, "duration": time - start}
+    fields = {
+        "peer": peer,
+        "message": "activation",
+        "bytes": 100_000,
+        "start": start,
+        "duration": time - start,
+    }
     return Event(time, device, "receive", {**fields, "decode": 0.001})
 
 
@@ -88,9 +126,19 @@ def events(faulty: bool = True) -> list[Event]:
     crash = [
         *_round(2, 2.0)[:4],
         Event(2.3, "b", "begin", {"span": "forward", "batch": 2}),
-        Event(2.32, "testbed", "fault", {"action": "kill", "target": "b", "phase": "strike", "intended": 2.3}),
+        Event(
+            2.32,
+            "testbed",
+            "fault",
+            {"action": "kill", "target": "b", "phase": "strike", "intended": 2.3},
+        ),
         Event(3.0, "a", "recovery", {"phase": "detected", "step": 2, "missing": ["b"]}),
-        Event(3.3, "testbed", "fault", {"action": "kill", "target": "b", "phase": "undo", "intended": 3.3}),
+        Event(
+            3.3,
+            "testbed",
+            "fault",
+            {"action": "kill", "target": "b", "phase": "undo", "intended": 3.3},
+        ),
         Event(3.4, "b", "state", {"state": "started"}),
         Event(4.0, "a", "recovery", {"phase": "resumed", "step": 1}),
     ]
@@ -117,7 +165,10 @@ def slower(events: list[Event], factor: float) -> list[Event]:
             event.time * factor,
             event.device,
             event.event,
-            {key: value * factor if key in timed else value for key, value in event.fields.items()},
+            {
+                key: value * factor if key in timed else value
+                for key, value in event.fields.items()
+            },
         )
         for event in events
     ]
@@ -149,7 +200,9 @@ def record(**changes: Any) -> RunView:
 
 def calm_record(**changes: Any) -> RunView:
     """The same of a run that nothing disturbed."""
-    return record(**{"trial": trial(faults=()), "events": events(faulty=False)} | changes)
+    return record(
+        **{"trial": trial(faults=()), "events": events(faulty=False)} | changes
+    )
 
 
 def figures(**changes: Any) -> dict[str, Any]:
@@ -159,4 +212,8 @@ def figures(**changes: Any) -> dict[str, Any]:
 
 def calm(**changes: Any) -> dict[str, Any]:
     """What there is to say of a run that nothing disturbed."""
-    return metrics(outcome(**({"events": events(faulty=False)} | changes)), trial(faults=()).experiment, plan())
+    return metrics(
+        outcome(**({"events": events(faulty=False)} | changes)),
+        trial(faults=()).experiment,
+        plan(),
+    )

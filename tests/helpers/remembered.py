@@ -32,7 +32,9 @@ class RememberedAgent:
             raise AgentGone("paused")
         self.factors.append(factor)
 
-    def set_links(self, message_loss: Mapping[str, float], slowness: Mapping[str, float]) -> None:
+    def set_links(
+        self, message_loss: Mapping[str, float], slowness: Mapping[str, float]
+    ) -> None:
         if message_loss:
             self.losses.append(message_loss)
         if slowness:
@@ -45,9 +47,17 @@ class RememberedLab:
     def __init__(self) -> None:
         scenario = {
             "name": "conditions",
-            "devices": {"a": {"speed": "1gflops"}, "b": {"speed": "1gflops"}, "c": {"speed": "1gflops"}},
+            "devices": {
+                "a": {"speed": "1gflops"},
+                "b": {"speed": "1gflops"},
+                "c": {"speed": "1gflops"},
+            },
             "network": {"link": {"rate": "10mbit", "delay": "5ms"}},
-            "workload": {"task": "infer", "model": {"name": "mlp"}, "method": {"name": "exchange"}},
+            "workload": {
+                "task": "infer",
+                "model": {"name": "mlp"},
+                "method": {"name": "exchange"},
+            },
         }
         self.run_id = "run-1"
         self.experiment = trials(Scenario.model_validate(scenario))[0].experiment

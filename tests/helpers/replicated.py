@@ -29,7 +29,10 @@ def without(held: HeldUnits, lost: Collection[str]) -> dict[str, set[int]]:
 
 
 def redistribution(
-    old: StagePartition, new: StagePartition, lost: Collection[str] = (), everything: bool = True
+    old: StagePartition,
+    new: StagePartition,
+    lost: Collection[str] = (),
+    everything: bool = True,
 ) -> dict[str, Need]:
     """Who fetches what after a chain replication, and a global one if ``everything``; without a loss after none."""
     held = chained(old) if lost else own(old)
@@ -41,5 +44,8 @@ def redistribution(
 def moved(plan: Mapping[str, Need]) -> list[tuple[str, str, int]]:
     """Every (source, target, unit) that a plan sends over a link."""
     return [
-        (source, target, unit) for target, need in plan.items() for source, got in need.fetch.items() for unit in got
+        (source, target, unit)
+        for target, need in plan.items()
+        for source, got in need.fetch.items()
+        for unit in got
     ]

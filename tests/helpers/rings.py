@@ -14,4 +14,9 @@ SPEED = "10gflops"
 def workload(requests: int = 300) -> dict[str, Any]:
     """Return that of so many rounds."""
     method = {"file": RING, "name": "ring"}
-    return {"task": "infer", "model": {"name": "mlp"}, "method": method, "requests": requests}
+    return {
+        "task": "infer",
+        "model": {"name": "mlp"},
+        "method": method,
+        "requests": requests,
+    }

@@ -21,7 +21,9 @@ WORKLOAD = {
     "model": {"name": "mlp", "hidden": [12, 10, 8, 8]},
     "data": {"name": "digits", "train": 96, "test": 40},
     "method": {"name": "pipeline"},
-    "training": {"optimizer": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.001}},
+    "training": {
+        "optimizer": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.001}
+    },
     "batch_size": 16,
     "steps": 12,
 }
@@ -32,7 +34,13 @@ def scenario(*args, **keys):
     return Scenario.model_validate(written(*args, **keys))
 
 
-def written(workers: int = 3, speed: str = "20mflops", workload: Mapping = {}, method: Mapping = {}, **keys):
+def written(
+    workers: int = 3,
+    speed: str = "20mflops",
+    workload: Mapping = {},
+    method: Mapping = {},
+    **keys,
+):
     """Return such a scenario as a file has it."""
     work = {**WORKLOAD, **workload}
     if work.get("task") == "infer":
@@ -41,7 +49,13 @@ def written(workers: int = 3, speed: str = "20mflops", workload: Mapping = {}, m
     devices = {"source": {"speed": speed}}
     if workers:
         devices["worker"] = {"speed": speed, "count": workers}
-    tree = {"name": "test", "seed": 3, "devices": devices, "workload": work, "time_limit": "1000s"}
+    tree = {
+        "name": "test",
+        "seed": 3,
+        "devices": devices,
+        "workload": work,
+        "time_limit": "1000s",
+    }
     tree["network"] = {"link": {"rate": "20mbit", "delay": "2ms"}}
     return {**tree, **keys}
 
@@ -55,17 +69,27 @@ def problem_of(scenario: Scenario) -> tuple[Problem, object]:
     workload = scenario.workload
     data = _load(workload.data)
     model = model_of(workload, None, data.classes, InputSpec(data.shape))
-    options = METHODS[workload.method.name].Options.model_validate(workload.method.options())
+    options = METHODS[workload.method.name].Options.model_validate(
+        workload.method.options()
+    )
     devices, links = trial.experiment.devices, trial.experiment.links
     return Problem(devices, links, workload, options, scenario.seed, model=model), data
 
 
-def run(scenario: Scenario, plan: Plan | None = None, weights=None, on_event=None, **watched) -> Outcome:
+def run(
+    scenario: Scenario, plan: Plan | None = None, weights=None, on_event=None, **watched
+) -> Outcome:
     """Plan, unless a plan is given, and simulate."""
     (trial,) = trials(scenario)
     problem, data = problem_of(scenario)
     method = METHODS[scenario.workload.method.name]
-    return simulate(Prepared(trial, method, problem, plan or method.plan(problem)), data, on_event, weights, **watched)
+    return simulate(
+        Prepared(trial, method, problem, plan or method.plan(problem)),
+        data,
+        on_event,
+        weights,
+        **watched,
+    )
 
 
 def events(outcome: Outcome, *names: str):
@@ -87,11 +111,16 @@ def plain(scenario: Scenario, weights=None) -> tuple[torch.nn.Module, list[float
     model = problem.model.build(0, len(problem.model.units), problem.seed)
     if weights is not None:
         model.load_state_dict(weights)
-    optimizer = torch.optim.SGD(model.parameters(), **workload.training.optimizer.arguments())
+    optimizer = torch.optim.SGD(
+        model.parameters(), **workload.training.optimizer.arguments()
+    )
     losses = []
     for step in range(workload.steps):
         chosen = batch(len(data.train_labels), workload.batch_size, problem.seed, step)
-        images, labels = (torch.from_numpy(part[chosen]) for part in (data.train_images, data.train_labels))
+        images, labels = (
+            torch.from_numpy(part[chosen])
+            for part in (data.train_images, data.train_labels)
+        )
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()

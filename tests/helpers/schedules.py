@@ -25,19 +25,34 @@ def during(device, span, batch):
 
 
 def random_fault(draw: random.Random, first: bool) -> dict:
-    kind = draw.choice(["kill", "kill", "pause", "partition", "degrade", "throttle", "central", "cut"])
+    kind = draw.choice(
+        ["kill", "kill", "pause", "partition", "degrade", "throttle", "central", "cut"]
+    )
     lasting = draw.choice(["300ms", "1s", "3s", "8s", None])
     victim = draw.choice(WORKERS)
     if kind == "partition":
         fault = {"partition": [sorted(draw.sample(DEVICES, draw.randint(1, 2)))]}
     elif kind == "degrade":
-        fault = {"degrade": {"device": victim, "rate": draw.choice(["8kbit", "200kbit"]), "delay": "100ms"}}
+        fault = {
+            "degrade": {
+                "device": victim,
+                "rate": draw.choice(["8kbit", "200kbit"]),
+                "delay": "100ms",
+            }
+        }
     elif kind == "throttle":
-        fault = {"throttle": {"device": draw.choice(DEVICES), "slowdown": draw.choice([2, 10, 100])}}
+        fault = {
+            "throttle": {
+                "device": draw.choice(DEVICES),
+                "slowdown": draw.choice([2, 10, 100]),
+            }
+        }
     elif kind == "cut":
         one, other = draw.sample(DEVICES, 2)
         ends = draw.choice([{"between": [one, other]}, {"from": one, "to": other}])
-        fault = {"flap": {**ends, "down": draw.choice(["200ms", "2s", "10h"]), "up": "500ms"}}
+        fault = {
+            "flap": {**ends, "down": draw.choice(["200ms", "2s", "10h"]), "up": "500ms"}
+        }
         lasting = lasting or draw.choice(["30s", None])
     elif kind == "central":
         fault = {draw.choice(["kill", "pause"]): "source"}
@@ -48,11 +63,33 @@ def random_fault(draw: random.Random, first: bool) -> dict:
         fault["for"] = lasting
     moments = [{"at": f"{draw.randint(0, 2500)}ms"}]
     span = draw.choice(["forward", "backward", "update"])
-    moments.append({"when": {"device": victim, "begins": span, "batch": draw.randint(0, STEPS - 1)}})
-    moments.append({"when": {"device": victim, "begins": draw.choice(["replicate", "keep", "load"])}})
+    moments.append(
+        {
+            "when": {
+                "device": victim,
+                "begins": span,
+                "batch": draw.randint(0, STEPS - 1),
+            }
+        }
+    )
+    moments.append(
+        {
+            "when": {
+                "device": victim,
+                "begins": draw.choice(["replicate", "keep", "load"]),
+            }
+        }
+    )
     if not first:
         moments.append({"after": f"{draw.choice([1, 200, 2000, 6000])}ms"})
-        moments.append({"when": {"device": "source", "event": draw.choice(["recovery", "stretch", "repartition"])}})
+        moments.append(
+            {
+                "when": {
+                    "device": "source",
+                    "event": draw.choice(["recovery", "stretch", "repartition"]),
+                }
+            }
+        )
     return fault | draw.choice(moments)
 
 
@@ -64,7 +101,10 @@ def random_keys(seed: int) -> dict:
     given = {"name": name, "chain_every": 4, "global_every": 8, "patience": "500ms"}
     method = METHOD if name == "ftpipehd" else given
     window = draw.choice(["0s", "5s"])
-    devices = {name: {"speed": draw.choice(["2mflops", "1mflops", "200kflops"])} for name in DEVICES}
+    devices = {
+        name: {"speed": draw.choice(["2mflops", "1mflops", "200kflops"])}
+        for name in DEVICES
+    }
     return {
         "workload": {"steps": STEPS, "model": MODEL},
         "method": {**method, "return_window": window},

@@ -13,11 +13,21 @@ LINK = Link(rate=8e6, delay=0.01)
 
 def simulate(programs, link=LINK, faults=(), speed=1e6):
     """Run programs (device name -> async function of the device) until the first one returns; return the world."""
-    links = {(one, other): link for one in programs for other in programs if one != other}
+    links = {
+        (one, other): link for one in programs for other in programs if one != other
+    }
     specs = [DeviceSpec(name, speed, 1e9) for name in programs]
-    world = World(specs, links, lambda device: programs[device.name](device), next(iter(programs)), seed=1)
+    world = World(
+        specs,
+        links,
+        lambda device: programs[device.name](device),
+        next(iter(programs)),
+        seed=1,
+    )
     world.start()
-    FaultExecution(world, FaultScript([FaultPart.model_validate(fault) for fault in faults])).start()
+    FaultExecution(
+        world, FaultScript([FaultPart.model_validate(fault) for fault in faults])
+    ).start()
     try:
         world.run()
     except Exception as failure:

@@ -22,7 +22,9 @@ class _Server(asyncssh.SSHServer):
 
 async def _run(session: asyncssh.SSHServerProcess[Any]) -> None:
     pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_shell(session.command or "sh", stdin=pipe, stdout=pipe, stderr=pipe)
+    child = await asyncio.create_subprocess_shell(
+        session.command or "sh", stdin=pipe, stdout=pipe, stderr=pipe
+    )
     await session.redirect(stdin=child.stdin, stdout=child.stdout, stderr=child.stderr)
     session.exit(await child.wait())
 

@@ -52,18 +52,31 @@ class EdgePipe:
 
     def __init__(self, setting, learns="what_arrived"):
         self.setting, self.learns = setting, learns
-        self.sizes = [setting.batches[0][0].shape[1], *(len(bias) for _, bias in setting.weights)]
+        self.sizes = [
+            setting.batches[0][0].shape[1],
+            *(len(bias) for _, bias in setting.weights),
+        ]
         self.layers = len(self.sizes)
         self.most = self.layers // len(setting.groups)  # M_layers
         self.period = 2 * self.most if len(setting.groups) > 1 else 2 * self.layers - 1
         self.nodes, self.losses = {}, []
         for group, names in enumerate(setting.groups):
             for name in names:
-                held = [layer for layer in range(group * self.most, (group + 1) * self.most) if layer]
+                held = [
+                    layer
+                    for layer in range(group * self.most, (group + 1) * self.most)
+                    if layer
+                ]
                 rows = {layer: self.neurons(name, layer) for layer in held}
                 self.nodes[name] = Node(
-                    {layer: setting.weights[layer - 1][0][rows[layer]].copy() for layer in held},
-                    {layer: setting.weights[layer - 1][1][rows[layer]].copy() for layer in held},
+                    {
+                        layer: setting.weights[layer - 1][0][rows[layer]].copy()
+                        for layer in held
+                    },
+                    {
+                        layer: setting.weights[layer - 1][1][rows[layer]].copy()
+                        for layer in held
+                    },
                 )
 
     def holders(self, layer):
@@ -72,7 +85,10 @@ class EdgePipe:
     def neurons(self, name, layer):
         names = self.holders(layer)
         place = names.index(name)
-        return slice(self.sizes[layer] * place // len(names), self.sizes[layer] * (place + 1) // len(names))
+        return slice(
+            self.sizes[layer] * place // len(names),
+            self.sizes[layer] * (place + 1) // len(names),
+        )
 
     @property
     def lead(self):
@@ -84,9 +100,16 @@ class EdgePipe:
         for slot in range(2 * self.layers - 1 + self.period * (count - 1)):
             sent = []
             for layer in range(self.layers):
-                for first, work in ((layer, self.forward), (2 * self.layers - 1 - layer, self.backward)):
+                for first, work in (
+                    (layer, self.forward),
+                    (2 * self.layers - 1 - layer, self.backward),
+                ):
                     batch, rest = divmod(slot - first, self.period)
-                    if rest == 0 and 0 <= batch < count and (layer or work == self.forward):
+                    if (
+                        rest == 0
+                        and 0 <= batch < count
+                        and (layer or work == self.forward)
+                    ):
                         for name in self.holders(layer):
                             sent += work(name, layer, batch)
             for target, key, sender, message in sent:
@@ -96,11 +119,18 @@ class EdgePipe:
     def cast(self, name, kind, layer, batch, values):
         """Return who receives a cast, as it goes into inboxes after the slot."""
         target = min(layer + 1, self.layers - 1) if kind == "outputs" else layer - 1
-        node, others = self.nodes[name], [each for each in self.holders(target) if each != name]
+        node, others = (
+            self.nodes[name],
+            [each for each in self.holders(target) if each != name],
+        )
         message = self.message(node, kind, layer, batch, values)
         heard = [name] if name in self.holders(target) else []
         if others:
-            heard += [each for each in others if (name, each, node.casts) in self.setting.received]
+            heard += [
+                each
+                for each in others
+                if (name, each, node.casts) in self.setting.received
+            ]
             node.casts += 1
         return [(each, (kind, layer, batch), name, message) for each in heard]
 
@@ -113,16 +143,23 @@ class EdgePipe:
 
     def whole(self, layer, batch, came):
         """Return the outputs of a layer with zeros for those that have not come, and which have not."""
-        found = np.zeros((len(self.setting.batches[batch][0]), self.sizes[layer]), np.float32)
+        found = np.zeros(
+            (len(self.setting.batches[batch][0]), self.sizes[layer]), np.float32
+        )
         gaps = np.ones(self.sizes[layer], bool)
         for sender, (values, *_) in came.items():
-            found[:, self.neurons(sender, layer)], gaps[self.neurons(sender, layer)] = values, False
+            found[:, self.neurons(sender, layer)], gaps[self.neurons(sender, layer)] = (
+                values,
+                False,
+            )
         return found, gaps
 
     def forward(self, name, layer, batch):
         if layer == 0:
             images = self.setting.batches[batch][0]
-            return self.cast(name, "outputs", 0, batch, images[:, self.neurons(name, 0)])
+            return self.cast(
+                name, "outputs", 0, batch, images[:, self.neurons(name, 0)]
+            )
         came = self.take(name, "outputs", layer - 1, batch)
         if not self.goes_on(name, layer, batch, came):
             return []
@@ -155,7 +192,10 @@ class EdgePipe:
             came = self.take(name, "outputs", layer, batch)
             results, _ = self.whole(layer, batch, came)
             loss, gradient = self.cross_entropy(results, batch)
-            own, learns = gradient[:, self.neurons(name, layer)], self.of_results(name, layer, batch, came)
+            own, learns = (
+                gradient[:, self.neurons(name, layer)],
+                self.of_results(name, layer, batch, came),
+            )
             if name == self.lead:
                 self.losses.append(loss)
                 self.observe(batch, loss, learns)
@@ -163,7 +203,13 @@ class EdgePipe:
         else:
             came = self.take(name, "losses", layer + 1, batch)
             learns = self.of_losses(name, layer, batch, came)
-            own = sum(values[:, self.neurons(name, layer)] for values, *_ in came.values()) if came else None
+            own = (
+                sum(
+                    values[:, self.neurons(name, layer)] for values, *_ in came.values()
+                )
+                if came
+                else None
+            )
         before = self.learn(name, layer, batch, own, learns)
         return [] if before is None else self.cast(name, "losses", layer, batch, before)
 
@@ -176,7 +222,10 @@ class EdgePipe:
         return "new" if due and self.inputs_suffice(name, layer, batch) else "nothing"
 
     def inputs_suffice(self, name, layer, batch):
-        return self.learns != "with_all_transmissions" or not self.nodes[name].kept[layer, batch][-1].any()
+        return (
+            self.learns != "with_all_transmissions"
+            or not self.nodes[name].kept[layer, batch][-1].any()
+        )
 
     def observe(self, step, loss, learns):
         pass
@@ -188,8 +237,12 @@ class EdgePipe:
         return sums.T @ inputs, sums.sum(axis=0), sums @ weights, gaps
 
     def update(self, node, layer, by_weights, by_bias):
-        node.weights[layer] = node.weights[layer] - np.float32(self.setting.rate) * by_weights
-        node.biases[layer] = node.biases[layer] - np.float32(self.setting.rate) * by_bias
+        node.weights[layer] = (
+            node.weights[layer] - np.float32(self.setting.rate) * by_weights
+        )
+        node.biases[layer] = (
+            node.biases[layer] - np.float32(self.setting.rate) * by_bias
+        )
 
     def learn(self, name, layer, batch, own, learns):
         if learns == "nothing":
@@ -216,19 +269,30 @@ class VersatileFL(EdgePipe):
     ):
         super().__init__(setting)
         self.past = past
-        self.granularity, self.ideal, self.patience, self.stage_window = granularity, ideal, patience, stage_window
+        self.granularity, self.ideal, self.patience, self.stage_window = (
+            granularity,
+            ideal,
+            patience,
+            stage_window,
+        )
         self.seen = defaultdict(list)
         self.given = thres_fw, grad_reuse
         self.best, self.since = math.inf, None
 
     def message(self, node, kind, layer, batch, values):
-        return values, node.rates.pop((layer, batch), ()) if kind == "outputs" else (), node.stage
+        return (
+            values,
+            node.rates.pop((layer, batch), ()) if kind == "outputs" else (),
+            node.stage,
+        )
 
     def cast(self, name, kind, layer, batch, values):
         if not (self.ideal and kind == "outputs" and layer == self.layers - 1):
             return super().cast(name, kind, layer, batch, values)
         message = self.message(self.nodes[name], kind, layer, batch, values)
-        return [(each, (kind, layer, batch), name, message) for each in self.holders(layer)]
+        return [
+            (each, (kind, layer, batch), name, message) for each in self.holders(layer)
+        ]
 
     def take(self, name, kind, layer, batch):
         came, node = super().take(name, kind, layer, batch), self.nodes[name]
@@ -238,7 +302,11 @@ class VersatileFL(EdgePipe):
     def criterion(self, name, layer, batch, rates):
         """Return whether a batch meets thres_fw here, and did so before."""
         node = self.nodes[name]
-        threshold = min(0.5, round(0.1 * node.stage, 9)) if self.given[0] is None else self.given[0]
+        threshold = (
+            min(0.5, round(0.1 * node.stage, 9))
+            if self.given[0] is None
+            else self.given[0]
+        )
         if any(rate < threshold for rate in rates):
             node.dropped.add((layer, batch))
         return (layer, batch) not in node.dropped
@@ -246,10 +314,16 @@ class VersatileFL(EdgePipe):
     def rates_of(self, layer, came):
         """Return the success rates into all layers up to one: the mean of those that came from it."""
         heard = [rates for _, rates, _ in came.values()]
-        return [sum(rates[at] for rates in heard) / len(heard) if heard else 0.0 for at in range(layer)]
+        return [
+            sum(rates[at] for rates in heard) / len(heard) if heard else 0.0
+            for at in range(layer)
+        ]
 
     def goes_on(self, name, layer, batch, came):
-        rates = (*self.rates_of(layer - 1, came), len(came) / len(self.holders(layer - 1)))
+        rates = (
+            *self.rates_of(layer - 1, came),
+            len(came) / len(self.holders(layer - 1)),
+        )
         if not self.criterion(name, layer, batch, rates):
             return False
         self.nodes[name].rates[layer, batch] = rates

@@ -42,11 +42,22 @@ def world(
     """Make a world and switch it on, with its faults and its trace scheduled; ``access`` limits some devices."""
     names = list(programs)
     links = {(a, b): link for a in names for b in names if a != b}
-    specs = [DeviceSpec(name, speed, 1e9, **(access or {}).get(name, {})) for name in names]
-    made = Closing(specs, links, lambda device: programs[device.name](device), names[0], seed=1, **options)
+    specs = [
+        DeviceSpec(name, speed, 1e9, **(access or {}).get(name, {})) for name in names
+    ]
+    made = Closing(
+        specs,
+        links,
+        lambda device: programs[device.name](device),
+        names[0],
+        seed=1,
+        **options,
+    )
     TraceExecution(made, TraceScript([parse(line) for line in trace])).start()
     made.start()
-    FaultExecution(made, FaultScript([FaultPart.model_validate(fault) for fault in faults])).start()
+    FaultExecution(
+        made, FaultScript([FaultPart.model_validate(fault) for fault in faults])
+    ).start()
     return made
 
 
@@ -61,7 +72,13 @@ def events(made: World, name: str, device: str | None = None) -> list[dict[str, 
 
 def on_wire(made: World, message: str) -> float:
     """Return the bytes on the wire of the first message of a kind."""
-    return wire_bytes(next(event["bytes"] for event in events(made, "receive") if event["message"] == message))
+    return wire_bytes(
+        next(
+            event["bytes"]
+            for event in events(made, "receive")
+            if event["message"] == message
+        )
+    )
 
 
 async def idle(device: Any) -> None:

@@ -56,17 +56,28 @@ def pair(booted: list[LoopbackDevice]) -> Iterator[list[LoopbackDevice]]:
             device.agent.stop()
 
 
-def run(devices: list[LoopbackDevice], do: str, **options: Any) -> dict[str, list[Event]]:
+def run(
+    devices: list[LoopbackDevice], do: str, **options: Any
+) -> dict[str, list[Event]]:
     """Run a scripted program on all to its end; return each one's events."""
     seen = {}
     with ThreadPoolExecutor(len(devices)) as pool:
-        list(pool.map(lambda device: device.agent.deploy(deployment(device, devices, do, **options)), devices))
+        list(
+            pool.map(
+                lambda device: device.agent.deploy(
+                    deployment(device, devices, do, **options)
+                ),
+                devices,
+            )
+        )
         for device in devices:
             seen[device.name] = int(device.agent.metrics()["testbed_events_total"])
         origin = time.monotonic() + 0.05
         for device in devices:
             device.agent.start(origin)
-        events = pool.map(lambda device: list(device.agent.events(seen[device.name])), devices)
+        events = pool.map(
+            lambda device: list(device.agent.events(seen[device.name])), devices
+        )
         return dict(zip([device.name for device in devices], events, strict=True))
 
 
@@ -74,7 +85,11 @@ def start_and_wait(device: LoopbackDevice) -> None:
     """Start what is deployed and return once its program takes messages."""
     after = int(device.agent.metrics()["testbed_events_total"])
     device.agent.start(time.monotonic())
-    next(event for event in device.agent.events(after) if event.fields.get("state") == "started")
+    next(
+        event
+        for event in device.agent.events(after)
+        if event.fields.get("state") == "started"
+    )
 
 
 def named(events: list[Event], name: str) -> list[Event]:
@@ -85,10 +100,19 @@ def test_programs_exchange_tensors(pair: list[LoopbackDevice]) -> None:
     events = run(pair, "ping", count=5, size=1 << 20)
     states = [event.fields["state"] for event in named(events["a"], "state")]
     assert states == ["up", "started", "finished"]
-    assert [event.fields["number"] for event in named(events["a"], "log")] == [0, 1, 2, 3, 4]
+    assert [event.fields["number"] for event in named(events["a"], "log")] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     sends = named(events["a"], "send")
     assert len(sends) == 5
-    assert all(event.fields["peer"] == "b" and event.fields["bytes"] > 1 << 20 for event in sends)
+    assert all(
+        event.fields["peer"] == "b" and event.fields["bytes"] > 1 << 20
+        for event in sends
+    )
     receives = named(events["b"], "receive")
     assert [event.fields["message"] for event in receives] == ["ping"] * 5
 
@@ -107,38 +131,55 @@ def test_many_messages_arrive_once_and_in_order(pair: list[LoopbackDevice]) -> N
 
 
 @pytest.mark.timed
-def test_compute_is_paced_and_says_when_the_host_is_too_slow(pair: list[LoopbackDevice]) -> None:
+def test_compute_is_paced_and_says_when_the_host_is_too_slow(
+    pair: list[LoopbackDevice],
+) -> None:
     events = run(pair[:1], "compute")["a"]
     works = {
-        name: [e.fields for e in named(events, "compute") if e.fields["span"] == name] for name in ("quick", "late")
+        name: [e.fields for e in named(events, "compute") if e.fields["span"] == name]
+        for name in ("quick", "late")
     }
     (quick,), (late,) = works["quick"], works["late"]
     assert quick["flops"] == pytest.approx(0.005e9)
     assert quick["duration"] == pytest.approx(0.005) or quick["duration"] > 0.005
     assert quick["deficit"] == 0
     assert late["busy"] >= 0.03
-    assert late["duration"] >= late["busy"] - LEAD_SECONDS  # it may begin when the work before it is not yet due
+    assert (
+        late["duration"] >= late["busy"] - LEAD_SECONDS
+    )  # it may begin when the work before it is not yet due
     assert late["deficit"] == pytest.approx(late["busy"] - 0.01)
     assert late["batch"] == 3
-    queued = [e.fields for e in named(events, "compute") if e.fields["span"] == "queued"]
+    queued = [
+        e.fields for e in named(events, "compute") if e.fields["span"] == "queued"
+    ]
     assert len(queued) == 20
     assert [e.fields["span"] for e in named(events, "begin")].count("queued") == 20
-    assert sorted(work["duration"] for work in queued)[10] == pytest.approx(0.01, rel=0.1)
+    assert sorted(work["duration"] for work in queued)[10] == pytest.approx(
+        0.01, rel=0.1
+    )
     # Lateness of single wake-ups does not add up: twenty times 10 ms end 200 ms after the first began, give or take
     # what a busy host is late by in the end.
-    assert 0.2 - 1e-6 <= queued[-1]["start"] + queued[-1]["duration"] - queued[0]["start"] < 0.22
+    assert (
+        0.2 - 1e-6
+        <= queued[-1]["start"] + queued[-1]["duration"] - queued[0]["start"]
+        < 0.22
+    )
     assert [e.fields["text"] for e in named(events, "log")] == ["caught"]
     assert "failing" not in [e.fields["span"] for e in named(events, "compute")]
 
 
 def test_a_program_that_fails_says_why(pair: list[LoopbackDevice]) -> None:
     events = run(pair[:1], "fail")["a"]
-    (state,) = [event for event in named(events, "state") if event.fields["state"] == "failed"]
+    (state,) = [
+        event for event in named(events, "state") if event.fields["state"] == "failed"
+    ]
     assert "RuntimeError: this program is broken" in state.fields["error"]
     health = pair[0].agent.health()
     assert health["state"] == "failed"
     assert "this program is broken" in health["error"]
-    assert "run_until_complete" in health["error"] or "agent_programs" in health["error"]
+    assert (
+        "run_until_complete" in health["error"] or "agent_programs" in health["error"]
+    )
 
 
 def test_a_program_is_stopped(pair: list[LoopbackDevice]) -> None:
@@ -162,7 +203,10 @@ def test_a_program_starts_at_the_origin(pair: list[LoopbackDevice]) -> None:
     origin = time.monotonic() + 0.4
     agent.start(origin)
     assert time.monotonic() < origin
-    events = {event.fields.get("state", event.event): event.time for event in agent.events(after)}
+    events = {
+        event.fields.get("state", event.event): event.time
+        for event in agent.events(after)
+    }
     assert time.monotonic() >= origin
     assert events["up"] == 0
     assert 0 <= events["started"] < 0.05
@@ -197,19 +241,38 @@ def test_events_are_read_again_from_any_number(pair: list[LoopbackDevice]) -> No
 def test_shard_data_and_weights(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
     deployed = deployment(pair[0], pair[:1], "expose")
-    agent.deploy(changed(deployed, facts={**json.loads(deployed)["facts"], "samples": {"a": 4, "b": 2}}))
-    agent.put_shard(arrays.pack({"w": torch.zeros(2, 3), "kept": torch.arange(4, dtype=torch.bfloat16)}))
+    agent.deploy(
+        changed(
+            deployed,
+            facts={**json.loads(deployed)["facts"], "samples": {"a": 4, "b": 2}},
+        )
+    )
+    agent.put_shard(
+        arrays.pack(
+            {"w": torch.zeros(2, 3), "kept": torch.arange(4, dtype=torch.bfloat16)}
+        )
+    )
     images = np.zeros((6, 1, 2, 2), np.float32)
-    dataset = Dataset("tiny", 2, images, np.zeros(6, np.int64), images, np.zeros(6, np.int64))
+    dataset = Dataset(
+        "tiny", 2, images, np.zeros(6, np.int64), images, np.zeros(6, np.int64)
+    )
     agent.put_data(pack(dataset.part(np.array([0, 2, 3, 5]), tests=False)))
     with pytest.raises(AgentError, match="no weights"):
         agent.weights()
     after = int(agent.metrics()["testbed_events_total"])
     agent.start(time.monotonic())
     stream = agent.events(after)
-    assert next(event for event in stream if event.event in ("weights", "log")).event == "weights"
+    assert (
+        next(event for event in stream if event.event in ("weights", "log")).event
+        == "weights"
+    )
     log = next(event for event in stream if event.event == "log")
-    assert log.fields == {"data": "tiny", "samples": 4, "tests": 0, "owned": {"a": 4, "b": 2}}
+    assert log.fields == {
+        "data": "tiny",
+        "samples": 4,
+        "tests": 0,
+        "owned": {"a": 4, "b": 2},
+    }
     assert next(event for event in stream if event.event == "compute")
     weights = safetensors.torch.load(agent.weights())
     assert weights["w"].tolist() == [[1, 1, 1], [1, 1, 1]]
@@ -231,26 +294,36 @@ def test_casts_are_heard_by_those_they_are_for(pair: list[LoopbackDevice]) -> No
     casts = named(events["a"], "cast")
     assert [cast.fields["peers"] for cast in casts] == [["b"]] * 3
     assert all(cast.fields["bytes"] > 20_000 for cast in casts)
-    assert [event.fields["peer"] for event in named(events["b"], "receive")] == ["a"] * 3
+    assert [event.fields["peer"] for event in named(events["b"], "receive")] == [
+        "a"
+    ] * 3
 
 
 # Peers that are not there
 
 
-def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn(pair: list[LoopbackDevice]) -> None:
+def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn(
+    pair: list[LoopbackDevice],
+) -> None:
     first, second = pair
     for device in pair:
         device.agent.deploy(deployment(device, pair, "withdraw"))
-    before, after = (int(device.agent.metrics()["testbed_events_total"]) for device in pair)
+    before, after = (
+        int(device.agent.metrics()["testbed_events_total"]) for device in pair
+    )
     origin = time.monotonic()
     first.agent.start(origin)
-    given_up = next(event for event in first.agent.events(before) if event.event == "log")
+    given_up = next(
+        event for event in first.agent.events(before) if event.event == "log"
+    )
     assert given_up.time >= 0.3
     second.agent.start(origin)
     assert named(list(second.agent.events(after)), "log")[0].fields["text"] == "kept"
 
 
-def test_a_message_waits_for_a_program_that_starts_later(pair: list[LoopbackDevice]) -> None:
+def test_a_message_waits_for_a_program_that_starts_later(
+    pair: list[LoopbackDevice],
+) -> None:
     first, second = pair
     for device in pair:
         device.agent.deploy(deployment(device, pair, "stream", count=3, size=100_000))
@@ -259,16 +332,24 @@ def test_a_message_waits_for_a_program_that_starts_later(pair: list[LoopbackDevi
     first.agent.start(origin)
     wait_for(lambda: first.agent.metrics().get('testbed_send_queue{peer="b"}') == 3)
     second.agent.start(origin)
-    assert named(list(second.agent.events(after)), "log")[0].fields["text"] == "received in order"
+    assert (
+        named(list(second.agent.events(after)), "log")[0].fields["text"]
+        == "received in order"
+    )
 
 
 def test_a_full_inbox_holds_senders_back_and_loses_nothing() -> None:
-    devices = [LoopbackDevice("a", 3), LoopbackDevice("b", 4, {"TESTBED_INBOX_LIMIT": "1000000"})]
+    devices = [
+        LoopbackDevice("a", 3),
+        LoopbackDevice("b", 4, {"TESTBED_INBOX_LIMIT": "1000000"}),
+    ]
     for device in devices:
         device.boot()
     try:
         for device in devices:
-            device.agent.deploy(deployment(device, devices, "slow_reader", count=60, size=100_000))
+            device.agent.deploy(
+                deployment(device, devices, "slow_reader", count=60, size=100_000)
+            )
             device.agent.start(time.monotonic())
         waiting: dict[str, float] = {}
 
@@ -287,7 +368,9 @@ def test_a_full_inbox_holds_senders_back_and_loses_nothing() -> None:
             device.kill()
 
 
-def test_a_restarted_receiver_takes_up_where_the_sender_is(pair: list[LoopbackDevice]) -> None:
+def test_a_restarted_receiver_takes_up_where_the_sender_is(
+    pair: list[LoopbackDevice],
+) -> None:
     second = pair[1]
     second.kill()
     second.boot()
@@ -340,31 +423,56 @@ def test_a_paused_peer_is_waited_for(pair: list[LoopbackDevice]) -> None:
     second.process.send_signal(signal.SIGSTOP)
     time.sleep(1.5)
     second.process.send_signal(signal.SIGCONT)
-    numbers = [event.fields["number"] for event in named(list(second.agent.events(after)), "log")]
+    numbers = [
+        event.fields["number"]
+        for event in named(list(second.agent.events(after)), "log")
+    ]
     assert numbers == list(range(10))
 
 
 def test_more_peers_than_threads_are_served_at_once(pair: list[LoopbackDevice]) -> None:
     """Connections that are kept, and bodies that never end, must not keep others out."""
-    peers = [pair[1], *(LoopbackDevice(f"p{number}", 20 + number) for number in range(20))]
+    peers = [
+        pair[1],
+        *(LoopbackDevice(f"p{number}", 20 + number) for number in range(20)),
+    ]
     pair[1].agent.deploy(deployment(pair[1], peers, "endless"))
     start_and_wait(pair[1])
     with contextlib.ExitStack() as links:
         for number in range(20):
-            link = links.enter_context(socket.create_connection((pair[1].host, 8701), timeout=2))
+            link = links.enter_context(
+                socket.create_connection((pair[1].host, 8701), timeout=2)
+            )
             body = encode(Message("hello", padding=10_000), f"p{number}", 1)
             way = data_token(RUN_TOKEN, f"p{number}", "b")
-            request = head("POST", "/messages", f"Content-Length: {len(body)}", token=way) + body
+            request = (
+                head("POST", "/messages", f"Content-Length: {len(body)}", token=way)
+                + body
+            )
             link.sendall(request[:-1] if number % 2 else request)
             if number % 2 == 0:
                 assert b" 204 " in link.recv(1000)
     pair[1].agent.stop()
 
 
-@pytest.mark.parametrize("token", ["", "Bearer wrong", None], ids=["half a head", "refused", "half a message"])
-def test_connections_that_send_no_more_keep_no_peer_waiting(pair: list[LoopbackDevice], token: str | None) -> None:
+@pytest.mark.parametrize(
+    "token",
+    ["", "Bearer wrong", None],
+    ids=["half a head", "refused", "half a message"],
+)
+def test_connections_that_send_no_more_keep_no_peer_waiting(
+    pair: list[LoopbackDevice], token: str | None
+) -> None:
     run(pair, "nothing")
-    begun = head("POST", "/messages", "Content-Length: 100", token=TO_A if token is None else token) + b"x"
+    begun = (
+        head(
+            "POST",
+            "/messages",
+            "Content-Length: 100",
+            token=TO_A if token is None else token,
+        )
+        + b"x"
+    )
     with contextlib.ExitStack() as stack:
         for _ in range(60):
             link = stack.enter_context(socket.create_connection((pair[0].host, 8701)))
@@ -376,12 +484,17 @@ def test_connections_that_send_no_more_keep_no_peer_waiting(pair: list[LoopbackD
 
 
 def test_who_keeps_more_than_its_quota_is_ended(tmp_path: Path) -> None:
-    device = LoopbackDevice("a", 7, {"TESTBED_DISK": str(tmp_path), "TESTBED_DISK_LIMIT": str(1 << 20)})
+    device = LoopbackDevice(
+        "a", 7, {"TESTBED_DISK": str(tmp_path), "TESTBED_DISK_LIMIT": str(1 << 20)}
+    )
     device.boot()
     try:
         events = run([device], "hoard", size=2 << 20)["a"]
         assert named(events, "state")[-1].fields["state"] == "failed"
-        assert f"{tmp_path} of a holds 2MiB, above its quota of 1MiB" in device.agent.health()["error"]
+        assert (
+            f"{tmp_path} of a holds 2MiB, above its quota of 1MiB"
+            in device.agent.health()["error"]
+        )
     finally:
         device.kill()
 
@@ -390,10 +503,22 @@ def test_a_message_too_large_for_any_device_is_refused_where_it_is_sent() -> Non
     device = LoopbackDevice("a", 6)
     device.boot()
     try:
-        device.agent.deploy(deployment(device, [device, LoopbackDevice("b", 8)], "stream", memory=4e6, size=3_000_000))
+        device.agent.deploy(
+            deployment(
+                device,
+                [device, LoopbackDevice("b", 8)],
+                "stream",
+                memory=4e6,
+                size=3_000_000,
+            )
+        )
         device.agent.start(time.monotonic())
         states = named(list(device.agent.events()), "state")
-        assert states[-1].fields["error"].startswith("a message of 3 MB from a to b is too large")
+        assert (
+            states[-1]
+            .fields["error"]
+            .startswith("a message of 3 MB from a to b is too large")
+        )
     finally:
         device.kill()
 
@@ -403,14 +528,19 @@ def test_a_message_too_large_for_any_device_is_refused_where_it_is_sent() -> Non
     [
         (b"loss", "JSON such as"),
         (b"[]", "must be an object with the keys"),
-        (b'{"message_loss": {"a": 0.5}, "delay": 1}', "must be an object with the keys"),
+        (
+            b'{"message_loss": {"a": 0.5}, "delay": 1}',
+            "must be an object with the keys",
+        ),
         (b'{"message_loss": 0.5}', "must be a mapping from device to fraction"),
         (b'{"message_loss": {"z": 0.5}}', "unknown peer 'z'"),
         (b'{"message_loss": {"a": 1.5}}', "from 0 to 1"),
         (b'{"message_loss": {"a": true}}', "from 0 to 1"),
     ],
 )
-def test_links_that_cannot_be(pair: list[LoopbackDevice], body: bytes, complaint: str) -> None:
+def test_links_that_cannot_be(
+    pair: list[LoopbackDevice], body: bytes, complaint: str
+) -> None:
     pair[1].agent.deploy(deployment(pair[1], pair, "nothing"))
     refused = ask(pair[1], "PUT", "/links", data=body)
     assert refused.status_code == 400
@@ -425,28 +555,63 @@ TO_A = data_token(RUN_TOKEN, "b", "a")
 
 
 def ask(
-    device: LoopbackDevice, method: str, path: str, port: int = 8700, token: str = TOKEN, **options: Any
+    device: LoopbackDevice,
+    method: str,
+    path: str,
+    port: int = 8700,
+    token: str = TOKEN,
+    **options: Any,
 ) -> requests.Response:
     headers = {"Authorization": f"Bearer {token}"} | options.pop("headers", {})
-    return requests.request(method, f"http://{device.host}:{port}{path}", headers=headers, timeout=10, **options)
+    return requests.request(
+        method,
+        f"http://{device.host}:{port}{path}",
+        headers=headers,
+        timeout=10,
+        **options,
+    )
 
 
-@pytest.mark.parametrize("header", ["", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer  " + TOKEN, "Bearer \xff"])
+@pytest.mark.parametrize(
+    "header",
+    ["", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer  " + TOKEN, "Bearer \xff"],
+)
 @pytest.mark.parametrize(
     ("port", "method", "path"),
-    [(8700, "GET", "/facts"), (8700, "PUT", "/deployment"), (8700, "GET", "/nowhere"), (8700, "POST", "/messages")],
+    [
+        (8700, "GET", "/facts"),
+        (8700, "PUT", "/deployment"),
+        (8700, "GET", "/nowhere"),
+        (8700, "POST", "/messages"),
+    ],
 )
-def test_without_the_token(pair: list[LoopbackDevice], port: int, method: str, path: str, header: str) -> None:
-    response = ask(pair[0], method, path, port, headers={"Authorization": header.encode("latin-1")}, data=b"x")
+def test_without_the_token(
+    pair: list[LoopbackDevice], port: int, method: str, path: str, header: str
+) -> None:
+    response = ask(
+        pair[0],
+        method,
+        path,
+        port,
+        headers={"Authorization": header.encode("latin-1")},
+        data=b"x",
+    )
     assert response.status_code == 401
     assert "token" in response.json()["error"]
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/", 404), ("GET", "/deployment", 405), ("DELETE", "/health", 405), ("POST", "/start/", 404)],
+    [
+        ("GET", "/", 404),
+        ("GET", "/deployment", 405),
+        ("DELETE", "/health", 405),
+        ("POST", "/start/", 404),
+    ],
 )
-def test_unknown_requests(pair: list[LoopbackDevice], method: str, path: str, status: int) -> None:
+def test_unknown_requests(
+    pair: list[LoopbackDevice], method: str, path: str, status: int
+) -> None:
     response = ask(pair[0], method, path)
     assert (response.status_code, "error" in response.json()) == (status, True)
 
@@ -464,7 +629,9 @@ def test_the_data_port_takes_messages_only(pair: list[LoopbackDevice]) -> None:
         (b"[" * 100_000, "JSON"), (b'{"version": 1, "run": 3}', "run"),
     ],
 )  # fmt: skip
-def test_malformed_deployments(pair: list[LoopbackDevice], body: bytes, wrong: str) -> None:
+def test_malformed_deployments(
+    pair: list[LoopbackDevice], body: bytes, wrong: str
+) -> None:
     response = ask(pair[0], "PUT", "/deployment", data=body)
     assert response.status_code == 400
     assert wrong.lower() in response.json()["error"].lower()
@@ -475,7 +642,10 @@ def test_malformed_deployments(pair: list[LoopbackDevice], body: bytes, wrong: s
     [
         ({"run": "another"}, "this is device 'a' of run 'test-run'"),
         ({"device": "b"}, "not 'b'"),
-        ({"peers": {"b": {"address": "nowhere:x", "sent": "s", "received": "r"}}}, "must be an address"),
+        (
+            {"peers": {"b": {"address": "nowhere:x", "sent": "s", "received": "r"}}},
+            "must be an address",
+        ),
         ({"peers": {"b": "10.0.0.3"}}, "peers.b"),
         ({"more": 1}, "more"),
         ({"plan": {}}, "plan"),
@@ -485,8 +655,15 @@ def test_malformed_deployments(pair: list[LoopbackDevice], body: bytes, wrong: s
         ({"links": [["a", "b", 7]]}, "a link refers to an unknown specification"),
     ],
 )
-def test_deployments_that_do_not_fit(pair: list[LoopbackDevice], change: dict[str, Any], wrong: str) -> None:
-    response = ask(pair[0], "PUT", "/deployment", data=changed(deployment(pair[0], pair, "nothing"), **change))
+def test_deployments_that_do_not_fit(
+    pair: list[LoopbackDevice], change: dict[str, Any], wrong: str
+) -> None:
+    response = ask(
+        pair[0],
+        "PUT",
+        "/deployment",
+        data=changed(deployment(pair[0], pair, "nothing"), **change),
+    )
     assert response.status_code == 400
     assert wrong in response.json()["error"]
 
@@ -500,7 +677,9 @@ def test_a_deployment_whose_workload_is_wrong(pair: list[LoopbackDevice]) -> Non
         ("method", {"name": "scripted", "unknown": 1}, "unknown"),
     ):
         workload = json.loads(document)["workload"] | {key: value}
-        response = ask(pair[0], "PUT", "/deployment", data=changed(document, workload=workload))
+        response = ask(
+            pair[0], "PUT", "/deployment", data=changed(document, workload=workload)
+        )
         assert response.status_code == 400
         assert wrong in response.json()["error"]
 
@@ -515,7 +694,12 @@ def test_requests_out_of_order() -> None:
         ):  # fmt: skip
             response = ask(device, method, path, data=body)
             assert (response.status_code, path) == (409, path)
-        assert ask(device, "POST", "/messages", 8701, data=encode(Message("early"), "b")).status_code == 503
+        assert (
+            ask(
+                device, "POST", "/messages", 8701, data=encode(Message("early"), "b")
+            ).status_code
+            == 503
+        )
         device.agent.deploy(deployment(device, [device], "endless"))
         device.agent.start(time.monotonic())
         for method, path, body in (
@@ -524,7 +708,10 @@ def test_requests_out_of_order() -> None:
         ):  # fmt: skip
             response = ask(device, method, path, data=body)
             assert (response.status_code, path) == (409, path)
-            assert "running" in response.json()["error"] or "runs" in response.json()["error"]
+            assert (
+                "running" in response.json()["error"]
+                or "runs" in response.json()["error"]
+            )
         device.agent.stop()
         device.agent.stop()
         device.agent.deploy(deployment(device, [device], "nothing"))
@@ -550,7 +737,9 @@ def test_requests_out_of_order() -> None:
 def raw(device: LoopbackDevice, port: int, request: bytes) -> bytes:
     """Send bytes, say that there are no more, and return whatever comes back."""
     with socket.create_connection((device.host, port), timeout=10) as link:
-        with contextlib.suppress(OSError):  # the answer may come, and the connection go, before all is sent
+        with contextlib.suppress(
+            OSError
+        ):  # the answer may come, and the connection go, before all is sent
             link.sendall(request)
             link.shutdown(socket.SHUT_WR)
         answer = b""
@@ -561,11 +750,18 @@ def raw(device: LoopbackDevice, port: int, request: bytes) -> bytes:
 
 
 def head(method: str, path: str, *headers: str, token: str = TOKEN) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: agent", f"Authorization: Bearer {token}", *headers]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: agent",
+        f"Authorization: Bearer {token}",
+        *headers,
+    ]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-def test_oversized_bodies_are_refused_before_they_are_read(pair: list[LoopbackDevice]) -> None:
+def test_oversized_bodies_are_refused_before_they_are_read(
+    pair: list[LoopbackDevice],
+) -> None:
     run(pair, "nothing")
     resident = pair[0].agent.metrics()["testbed_resident_bytes"]
     for port, method, path, size in (
@@ -573,30 +769,50 @@ def test_oversized_bodies_are_refused_before_they_are_read(pair: list[LoopbackDe
         (8701, "POST", "/messages", 10**15), (8700, "POST", "/start", 5000), (8701, "POST", "/messages", 1 << 30),
     ):  # fmt: skip
         token = TO_A if port == 8701 else TOKEN
-        answer = raw(pair[0], port, head(method, path, f"Content-Length: {size}", token=token) + b"x" * 1000)
+        answer = raw(
+            pair[0],
+            port,
+            head(method, path, f"Content-Length: {size}", token=token) + b"x" * 1000,
+        )
         assert b"413" in answer.split(b"\r\n")[0], (path, answer)
         assert b"error" in answer
     # Nor is what comes without the token, whatever it says of its length.
     for port, request in ((8700, b"PUT /data"), (8701, b"POST /messages")):
-        answer = raw(pair[0], port, request + b" HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000000\r\n\r\nxxx")
+        answer = raw(
+            pair[0],
+            port,
+            request
+            + b" HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000000\r\n\r\nxxx",
+        )
         assert b"401" in answer.split(b"\r\n")[0]
     assert pair[0].agent.metrics()["testbed_resident_bytes"] < resident + 20e6
 
 
 def test_bodies_of_unknown_or_wrong_length(pair: list[LoopbackDevice]) -> None:
     run(pair, "nothing")
-    for port, method, path, token in ((8700, "PUT", "/deployment", TOKEN), (8701, "POST", "/messages", TO_A)):
+    for port, method, path, token in (
+        (8700, "PUT", "/deployment", TOKEN),
+        (8701, "POST", "/messages", TO_A),
+    ):
         begin = partial(head, method, path, token=token)
-        chunked = raw(pair[0], port, begin("Transfer-Encoding: chunked") + b"5\r\nhello\r\n0\r\n\r\n")
+        chunked = raw(
+            pair[0],
+            port,
+            begin("Transfer-Encoding: chunked") + b"5\r\nhello\r\n0\r\n\r\n",
+        )
         assert b"411" in chunked.split(b"\r\n")[0]
         short = raw(pair[0], port, begin("Content-Length: 100") + b"only this")
         assert b"400" in short.split(b"\r\n")[0]
         assert b"after 9 of 100" in short
-        assert b" 4" in raw(pair[0], port, begin("Content-Length: -5")).split(b"\r\n")[0]
+        assert (
+            b" 4" in raw(pair[0], port, begin("Content-Length: -5")).split(b"\r\n")[0]
+        )
 
 
 def test_messages_of_strangers_and_garbage(pair: list[LoopbackDevice]) -> None:
-    run(pair, "nothing")  # a program that ended well: its device still takes messages in
+    run(
+        pair, "nothing"
+    )  # a program that ended well: its device still takes messages in
     post = partial(ask, pair[0], "POST", "/messages", 8701)
     assert post(TO_A, data=encode(Message("hello"), "b", 2**62)).status_code == 204
     stranger = post(TO_A, data=encode(Message("hello"), "mallory"))
@@ -623,12 +839,21 @@ def test_repeated_messages_are_dropped(pair: list[LoopbackDevice]) -> None:
     ):
         body = encode(Message("number", {"number": number}), "a", incarnation, sequence)
         way = data_token(RUN_TOKEN, "a", "b")
-        assert ask(pair[1], "POST", "/messages", 8701, way, data=body).status_code == 204
-    numbers = [event.fields["number"] for event in named(list(pair[1].agent.events(after)), "log")]
+        assert (
+            ask(pair[1], "POST", "/messages", 8701, way, data=body).status_code == 204
+        )
+    numbers = [
+        event.fields["number"]
+        for event in named(list(pair[1].agent.events(after)), "log")
+    ]
     assert numbers == [7, 10, 11, 0]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     port=st.sampled_from([8700, 8701]),
     start=st.sampled_from([
@@ -638,7 +863,9 @@ def test_repeated_messages_are_dropped(pair: list[LoopbackDevice]) -> None:
     ]),
     rest=st.binary(max_size=60),
 )  # fmt: skip
-def test_the_agent_outlives_arbitrary_bytes(pair: list[LoopbackDevice], port: int, start: bytes, rest: bytes) -> None:
+def test_the_agent_outlives_arbitrary_bytes(
+    pair: list[LoopbackDevice], port: int, start: bytes, rest: bytes
+) -> None:
     answer = raw(pair[0], port, start + rest)
     # 503: a message before any program runs, where this is the first test on these devices.
     assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 503")), answer
@@ -663,9 +890,19 @@ def test_ten_thousand_messages_leave_nothing_behind(pair: list[LoopbackDevice]) 
 
 def test_an_idle_agent_has_imported_nothing_that_it_does_not_need_yet() -> None:
     late = ["torch", "pydantic", "numpy", "requests", "flask"]
-    late += ["email", "importlib.metadata", "zipfile", "asyncio", "ssl", "hashlib", "ctypes"]
+    late += [
+        "email",
+        "importlib.metadata",
+        "zipfile",
+        "asyncio",
+        "ssl",
+        "hashlib",
+        "ctypes",
+    ]
     program = f"import sys, testbed_agent.__main__; print([name for name in {late} if name in sys.modules])"
-    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    ).stdout
     assert output.strip() == "[]"
 
 
@@ -673,14 +910,30 @@ def test_an_idle_agent_has_imported_nothing_that_it_does_not_need_yet() -> None:
     ("environment", "wrong"),
     [
         ({"TESTBED_TOKEN": ""}, "set TESTBED_TOKEN"),
-        ({"TESTBED_DATA_ADDRESS": "here"}, "TESTBED_DATA_ADDRESS: 'here' must be an address"),
-        ({"TESTBED_INBOX_LIMIT": "1MB"}, "TESTBED_INBOX_LIMIT must be a number of bytes"),
+        (
+            {"TESTBED_DATA_ADDRESS": "here"},
+            "TESTBED_DATA_ADDRESS: 'here' must be an address",
+        ),
+        (
+            {"TESTBED_INBOX_LIMIT": "1MB"},
+            "TESTBED_INBOX_LIMIT must be a number of bytes",
+        ),
     ],
 )
-def test_an_environment_that_cannot_be_used(environment: dict[str, str], wrong: str) -> None:
-    given = {"TESTBED_RUN": "r", "TESTBED_DEVICE": "d", "TESTBED_TOKEN": "t"} | environment
+def test_an_environment_that_cannot_be_used(
+    environment: dict[str, str], wrong: str
+) -> None:
+    given = {
+        "TESTBED_RUN": "r",
+        "TESTBED_DEVICE": "d",
+        "TESTBED_TOKEN": "t",
+    } | environment
     result = subprocess.run(
-        [sys.executable, "-m", "testbed_agent"], env=os.environ | given, check=False, capture_output=True, text=True
+        [sys.executable, "-m", "testbed_agent"],
+        env=os.environ | given,
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 1
     assert wrong in result.stderr

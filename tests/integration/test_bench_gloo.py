@@ -13,7 +13,9 @@ from tools.bench import gloo
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 
 
-def test_torchs_pipelining_runs_on_a_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_torchs_pipelining_runs_on_a_lab(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(gloo, "STEPS", 1)
     monkeypatch.setattr(gloo, "DEVICES", 2)

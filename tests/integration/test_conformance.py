@@ -18,7 +18,11 @@ from tools.bench import conformance
 from tools.bench.conformance import NamespaceLab, settled
 from tools.bench.figure import Measurement
 
-pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.timed,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
+]
 
 IN_VM = os.environ.get("TESTBED_IN_VM") == "1"
 
@@ -32,7 +36,9 @@ def lab(request: pytest.FixtureRequest) -> Iterator[NamespaceLab]:
 def check(case: Callable[[], Iterator[Measurement]]) -> None:
     figures = list(settled(case))
     for figure in figures:
-        print(f"{figure.name}: {figure.value:.5g} {figure.unit} {figure.to_json()['target']}")
+        print(
+            f"{figure.name}: {figure.value:.5g} {figure.unit} {figure.to_json()['target']}"
+        )
     outside = [figure.to_json() for figure in figures if not figure.reached]
     assert figures
     assert not outside
@@ -61,12 +67,18 @@ def test_duplication_reordering_corruption(lab: NamespaceLab) -> None:
 def test_rates_of_slow_links(lab: NamespaceLab) -> None:
     check(
         lambda: conformance.rates(
-            lab, [(1e6, 0.0), (10e6, 0.02)] if IN_VM else [(250e3, 0.02), (1e6, 0.0), (10e6, 0.1)], patience=0.6
+            lab,
+            [(1e6, 0.0), (10e6, 0.02)]
+            if IN_VM
+            else [(250e3, 0.02), (1e6, 0.0), (10e6, 0.1)],
+            patience=0.6,
         )
     )
 
 
-@pytest.mark.parametrize(("rate", "delay"), [(100e6, 0.02), (1e9, 0.0), (250e6 if IN_VM else 1e9, 0.02)])
+@pytest.mark.parametrize(
+    ("rate", "delay"), [(100e6, 0.02), (1e9, 0.0), (250e6 if IN_VM else 1e9, 0.02)]
+)
 def test_rates_of_fast_links(lab: NamespaceLab, rate: float, delay: float) -> None:
     check(lambda: conformance.rates(lab, [(rate, delay)], patience=0.6))
 

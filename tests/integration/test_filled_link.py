@@ -17,7 +17,11 @@ from testbed_agent.sending import Delivery, Lane
 from testbed_agent.settings import Settings
 from tools.bench.conformance import NamespaceLab
 
-pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.timed,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
+]
 
 TOKEN = "a-token-of-the-tests"
 PORT = 8701
@@ -30,12 +34,16 @@ def lab() -> Iterator[NamespaceLab]:
         yield made
 
 
-def transmit(lab: NamespaceLab, count: int, size: int) -> tuple[list[Delivery], list[Arrival]]:
+def transmit(
+    lab: NamespaceLab, count: int, size: int
+) -> tuple[list[Delivery], list[Arrival]]:
     """Send ``count`` messages at once from the first device to the second; return when each was acknowledged."""
     arrivals: list[Arrival] = []
     here, there = lab.names
     address = (lab.net.endpoints[there].address, PORT)
-    data = lab.net.inside(there, lambda: DataServer(Settings("run", there, TOKEN, data=address)))
+    data = lab.net.inside(
+        there, lambda: DataServer(Settings("run", there, TOKEN, data=address))
+    )
     loop = asyncio.new_event_loop()
 
     def arrived(arrival: Arrival) -> None:
@@ -48,13 +56,18 @@ def transmit(lab: NamespaceLab, count: int, size: int) -> tuple[list[Delivery], 
 
     async def send() -> list[Delivery]:
         lane = Lane(there, address, TOKEN)
-        bodies = [encode(Message("m", padding=size), here, 1, number) for number in range(count)]
+        bodies = [
+            encode(Message("m", padding=size), here, 1, number)
+            for number in range(count)
+        ]
         done = await asyncio.gather(*map(lane.deliver, bodies))
         lane.close()
         return done
 
     try:
-        return lab.net.inside(here, lambda: asyncio.run(asyncio.wait_for(send(), 60))), arrivals
+        return lab.net.inside(
+            here, lambda: asyncio.run(asyncio.wait_for(send(), 60))
+        ), arrivals
     finally:
         loop.call_soon_threadsafe(loop.stop)
 

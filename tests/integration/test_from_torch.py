@@ -17,12 +17,26 @@ STEPS = 50
 """More than twice through the data."""
 
 
-def test_containers_learn_as_the_script_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_containers_learn_as_the_script_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    out, fewer = tmp_path / "out", ["--set", f"workload.steps={STEPS}", "--set", "expect={}"]
-    done = command("run", ROOT / "scenarios/examples/fromtorch.yaml", "--accept-links", "--out", out, *fewer)
+    out, fewer = (
+        tmp_path / "out",
+        ["--set", f"workload.steps={STEPS}", "--set", "expect={}"],
+    )
+    done = command(
+        "run",
+        ROOT / "scenarios/examples/fromtorch.yaml",
+        "--accept-links",
+        "--out",
+        out,
+        *fewer,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = json.loads((out / "metrics.json").read_text())
     losses, f1 = by_the_script(STEPS)
-    assert [step["loss"] for step in metrics["series"]["steps"]] == pytest.approx(losses, abs=1e-5)
+    assert [step["loss"] for step in metrics["series"]["steps"]] == pytest.approx(
+        losses, abs=1e-5
+    )
     assert metrics["metrics"]["f1"] == pytest.approx(f1, abs=1e-6)

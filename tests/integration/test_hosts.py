@@ -83,7 +83,10 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     if why := missing():
         pytest.skip(why)
     # Not in the folder of the tests, whose names are too long for a socket.
-    with tempfile.TemporaryDirectory(prefix="engines-") as name, engines(Path(name), 2) as found:
+    with (
+        tempfile.TemporaryDirectory(prefix="engines-") as name,
+        engines(Path(name), 2) as found,
+    ):
         monkeypatch.setenv("DOCKER_CONFIG", f"{name}/docker")
         monkeypatch.setenv("PATH", f"{name}/bin:{os.environ['PATH']}")
         monkeypatch.setenv("XDG_STATE_HOME", f"{name}/state")
@@ -105,16 +108,24 @@ def test_a_lab_over_two_hosts(hosts: list[str]) -> None:
     trial = trials(Scenario.model_validate(TREE))[0]
     lab = HostsLab.create(trial, hosts, PLACE, keep=True)
     try:
-        assert {name: [*part.devices] for name, part in lab.parts.items()} == lab._state.hosts
+        assert {
+            name: [*part.devices] for name, part in lab.parts.items()
+        } == lab._state.hosts
         measured = lab.shaper.probe([*lab.experiment.links])
-        assert [(each.source, each.destination, each.problem) for each in measured if each.problem] == []
+        assert [
+            (each.source, each.destination, each.problem)
+            for each in measured
+            if each.problem
+        ] == []
         _clocks_are_one(lab)
         _nothing_listens_outside(lab)
         _a_device_is_killed_and_comes_back(lab)
         _a_host_is_lost_and_found_again(lab)
         found = open_lab(lab.run_id)  # as another command does
         assert found.states() == dict.fromkeys(PLACE, "running")
-        assert {each.context for each in survey.survey(hosts) if each.round_trip} == set(hosts)
+        assert {
+            each.context for each in survey.survey(hosts) if each.round_trip
+        } == set(hosts)
     finally:
         lab.down()
     assert left(hosts) == 0
@@ -135,7 +146,14 @@ def _an_image_is_brought(hosts: list[str]) -> None:
 
 
 def _a_host_is_reached_by_ssh() -> None:
-    run("docker", "context", "create", "by-ssh", "--docker", "host=ssh://root@10.78.0.12")
+    run(
+        "docker",
+        "context",
+        "create",
+        "by-ssh",
+        "--docker",
+        "host=ssh://root@10.78.0.12",
+    )
     (found,) = survey.survey(["by-ssh"])
     assert found.address == "10.78.0.12"
     assert found.round_trip, found.missing
@@ -146,13 +164,22 @@ def _what_is_wrong_is_said(hosts: list[str]) -> None:
     """Each with host and remedy, and nothing is left."""
     far = reach("h2").client
     pool = IPAMPool(subnet="10.79.0.0/24")
-    network = far.api.create_network("taken", "bridge", ipam=IPAMConfig(pool_configs=[pool]))["Id"]
-    _is_refused(hosts, r"10\.79\.0\.0/24 is taken by the network 10\.79\.0\.0/24 of h2", subnet="10.79.0.0/24")
+    network = far.api.create_network(
+        "taken", "bridge", ipam=IPAMConfig(pool_configs=[pool])
+    )["Id"]
+    _is_refused(
+        hosts,
+        r"10\.79\.0\.0/24 is taken by the network 10\.79\.0\.0/24 of h2",
+        subnet="10.79.0.0/24",
+    )
     far.api.remove_network(network)
     long = "-m length --length 1401:65535"
     for match, says in (
         ("", r"open UDP 4789 between h\d .* and h\d"),
-        (long, r"full frames of the overlay network.* do not: the path carries less than 1500"),
+        (
+            long,
+            r"full frames of the overlay network.* do not: the path carries less than 1500",
+        ),
     ):
         rule = ["INPUT", "-p", "udp", "--dport", "4789", *match.split(), "-j", "DROP"]
         for host in ("tb-h1", "tb-h2"):
@@ -163,10 +190,18 @@ def _what_is_wrong_is_said(hosts: list[str]) -> None:
 
 
 def _is_refused(hosts: list[str], says: str, **network: str) -> None:
-    tree = {**TREE, "devices": {"source": {}, "worker1": {}}, "network": {**TREE["network"], **network}}  # type: ignore[dict-item]
+    tree = {
+        **TREE,
+        "devices": {"source": {}, "worker1": {}},
+        "network": {**TREE["network"], **network},
+    }  # type: ignore[dict-item]
     began = time.monotonic()
     with pytest.raises(HostError, match=says):
-        HostsLab.create(trials(Scenario.model_validate(tree))[0], hosts, {"source": "h1", "worker1": "h2"})
+        HostsLab.create(
+            trials(Scenario.model_validate(tree))[0],
+            hosts,
+            {"source": "h1", "worker1": "h2"},
+        )
     print(f"{time.monotonic() - began:.1f} s: {says}")
     assert left(hosts) == 0
 
@@ -211,10 +246,15 @@ def _a_host_is_lost_and_found_again(lab: HostsLab) -> None:
                 threading.Timer(1.0, heal, [2]).start()
 
     prepared = prepare(lab.trial)
-    outcome = emulate(prepared, load_data(prepared), see, standing=lab, accept_links=True)
+    outcome = emulate(
+        prepared, load_data(prepared), see, standing=lab, accept_links=True
+    )
     assert outcome.status == "finished", (outcome.error, said)
     assert at["noticed"] - at["lost"] < 5.0
-    assert any(text.startswith("worker2 is on the host h2, which has been silent for 4") for text in said), said
+    assert any(
+        text.startswith("worker2 is on the host h2, which has been silent for 4")
+        for text in said
+    ), said
     assert any("away for" in text for text in said), said
     steps = [event.fields["step"] for event in outcome.events if event.event == "step"]
     assert max(steps) == 59

@@ -67,20 +67,39 @@ def left_of(client: docker.DockerClient, name: str) -> list[str]:
     """Name what the engine and the state folder hold of runs of this name."""
     label = {"label": RUN}
     volumes = client.api.volumes(filters=label)["Volumes"] or []
-    things = [*client.api.containers(all=True, filters=label), *client.api.networks(filters=label), *volumes]
-    held = [str(each.get("Names") or each["Name"]) for each in things if each["Labels"][RUN].startswith(f"{name}-")]
+    things = [
+        *client.api.containers(all=True, filters=label),
+        *client.api.networks(filters=label),
+        *volumes,
+    ]
+    held = [
+        str(each.get("Names") or each["Name"])
+        for each in things
+        if each["Labels"][RUN].startswith(f"{name}-")
+    ]
     return held + [path.name for path in runstate.state_folder().glob(f"{name}-*")]
 
 
 class Running:
     """A `testbed run` in a process of its own."""
 
-    def __init__(self, folder: Path, name: str, engine: str | None = None, **changes: Any) -> None:
+    def __init__(
+        self, folder: Path, name: str, engine: str | None = None, **changes: Any
+    ) -> None:
         path = folder / f"{name}.yaml"
         path.write_text(json.dumps(tree(name) | changes))
         self.results = folder / "results"
-        environment = {**os.environ} if engine is None else {**os.environ, "DOCKER_HOST": engine}
-        command = [str(TESTBED), "run", str(path), "--accept-links", "--out", str(self.results)]
+        environment = (
+            {**os.environ} if engine is None else {**os.environ, "DOCKER_HOST": engine}
+        )
+        command = [
+            str(TESTBED),
+            "run",
+            str(path),
+            "--accept-links",
+            "--out",
+            str(self.results),
+        ]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -98,13 +117,21 @@ class Running:
 
     def went_round(self, rounds: int = 2) -> None:
         """Return once the token has gone round so often."""
-        wait_for(lambda: len([each for each in self.events() if each["event"] == "request"]) >= rounds, 90)
+        wait_for(
+            lambda: (
+                len([each for each in self.events() if each["event"] == "request"])
+                >= rounds
+            ),
+            90,
+        )
 
     def events(self) -> list[dict[str, Any]]:
         path = self.results / "events.jsonl"
         if not path.exists():
             return []
-        whole, _, _ = path.read_text().rpartition("\n")  # the last line may be only half written
+        whole, _, _ = path.read_text().rpartition(
+            "\n"
+        )  # the last line may be only half written
         return [json.loads(line) for line in whole.splitlines()]
 
     def over(self, seconds: float = 60.0) -> str:
@@ -116,7 +143,9 @@ class Running:
     def manifest(self) -> dict[str, Any]:
         return dict(json.loads((self.results / "manifest.json").read_text()))
 
-    def terminated(self, client: docker.DockerClient, name: str, number: signal.Signals) -> None:
+    def terminated(
+        self, client: docker.DockerClient, name: str, number: signal.Signals
+    ) -> None:
         """Send a signal that ends it, and see that what it saw is kept, and that nothing of it is left."""
         os.kill(self.process.pid, number)
         self.over()
@@ -126,7 +155,9 @@ class Running:
 
 
 @pytest.fixture
-def begun(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+def begun(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[..., Running]]:
     made: list[Running] = []
 
     def begin(name: str, **options: Any) -> Running:
@@ -144,7 +175,9 @@ def begun(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[.
 
 
 @pytest.mark.parametrize("gap", [0.1, 0.6, 1.2])
-def test_sigint_twice_leaves_nothing(client: docker.DockerClient, begun: Callable[..., Running], gap: float) -> None:
+def test_sigint_twice_leaves_nothing(
+    client: docker.DockerClient, begun: Callable[..., Running], gap: float
+) -> None:
     run = begun("left-twice")
     run.went_round()
     for wait in (0.0, gap, gap):
@@ -179,13 +212,17 @@ def test_containers_live_while_their_lease_is_renewed_or_while_they_are_to_stand
 ) -> None:
     ensure_images(client, lambda _text: None)
     began = time.monotonic()
-    standing = Lab.create(trials(Scenario.model_validate(tree("left-stands")))[0], keep=True)
+    standing = Lab.create(
+        trials(Scenario.model_validate(tree("left-stands")))[0], keep=True
+    )
     # Twice as long as a lab takes to come up, which nobody renews meanwhile.
     lease = max(4.0, 2 * (time.monotonic() - began))
     monkeypatch.setattr(labs, "LEASE_SECONDS", lease)
     monkeypatch.setattr(labs, "RENEWAL_SECONDS", lease / 8)
     try:
-        found = client.api.inspect_container(container_name(standing.run_id, "source"))["Config"]["Env"]
+        found = client.api.inspect_container(container_name(standing.run_id, "source"))[
+            "Config"
+        ]["Env"]
         assert not [each for each in found if each.startswith("TESTBED_LEASE")]
         lab = Lab.create(trials(Scenario.model_validate(tree("left-lease")))[0])
         try:
@@ -196,7 +233,10 @@ def test_containers_live_while_their_lease_is_renewed_or_while_they_are_to_stand
             wait_for(lambda: client.api.containers(filters=running) == [])
         finally:
             lab.down()
-        assert len(client.api.containers(filters={"label": f"{RUN}={standing.run_id}"})) == 3
+        assert (
+            len(client.api.containers(filters={"label": f"{RUN}={standing.run_id}"}))
+            == 3
+        )
     finally:
         assert Lab.open(standing.run_id).down()
     assert left_of(client, "left-lease") + left_of(client, "left-stands") == []
@@ -217,8 +257,12 @@ def test_a_run_survives_an_engine_that_does_not_answer_for_a_while(
             time.sleep(seconds)
             proxy.mend()
 
-        run = begun("left-engine", engine=proxy.address, workload=rings.workload(rounds))
-        wait_for(lambda: any("shaper" in each for each in left_of(client, "left-engine")))
+        run = begun(
+            "left-engine", engine=proxy.address, workload=rings.workload(rounds)
+        )
+        wait_for(
+            lambda: any("shaper" in each for each in left_of(client, "left-engine"))
+        )
         cut(3.0)
         run.went_round(1)
         cut(2.0)
@@ -247,7 +291,10 @@ def test_an_engine_that_starts_again_ends_the_run_with_what_it_saw(
     assert "the shaper, which emulates the links, was ended through the engine" in said
     assert "while the container engine was away for" in said
     assert run.manifest()["status"] == "failed"
-    assert any(each["event"] == "log" and "engine was away" in each["text"] for each in run.events())
+    assert any(
+        each["event"] == "log" and "engine was away" in each["text"]
+        for each in run.events()
+    )
     assert left_of(client, "left-restart") == []
 
 
@@ -267,7 +314,9 @@ def test_an_engine_that_stays_away_ends_the_run_with_what_it_saw_and_its_rest_is
                 cut.set()
                 proxy.cut()
 
-        outcome = emulate(prepared, dataset, see, on_stage=stages.append, accept_links=True)
+        outcome = emulate(
+            prepared, dataset, see, on_stage=stages.append, accept_links=True
+        )
         assert (outcome.status, outcome.error) == (
             "failed",
             "the container engine has not answered for 2 s (the socket does not exist)",
@@ -305,7 +354,10 @@ def test_a_device_whose_shim_is_killed_was_ended_from_outside_and_a_run_that_is_
     os.kill(int(status.split("PPid:")[1].split()[0]), signal.SIGKILL)
 
     def told() -> bool:
-        return any("worker was ended from outside" in str(each.get("text")) for each in run.events())
+        return any(
+            "worker was ended from outside" in str(each.get("text"))
+            for each in run.events()
+        )
 
     wait_for(told, 20)
     assert not any("memory" in str(each.get("text")) for each in run.events())
@@ -321,7 +373,9 @@ def test_what_is_done_by_hand_is_among_the_events_and_a_device_started_by_docker
     run = begun("left-hand")
     run.went_round()
     ask = control.reach(run.run_id())
-    throttled = ask({"strike": {"throttle": {"device": "worker", "slowdown": 2}}})["handle"]
+    throttled = ask({"strike": {"throttle": {"device": "worker", "slowdown": 2}}})[
+        "handle"
+    ]
     assert ask({"show": None}) == {
         "in_force": {throttled: "throttle worker"},
         "devices": {"source": "up", "worker": "up"},
@@ -331,10 +385,20 @@ def test_what_is_done_by_hand_is_among_the_events_and_a_device_started_by_docker
     client.api.start(container_name(run.run_id(), "worker"))
 
     def ups() -> int:
-        return len([each for each in run.events() if each["device"] == "worker" and each.get("state") == "started"])
+        return len(
+            [
+                each
+                for each in run.events()
+                if each["device"] == "worker" and each.get("state") == "started"
+            ]
+        )
 
     wait_for(lambda: ups() == 2)
-    assert [(each["action"], each["phase"]) for each in run.events() if each["event"] == "fault"] == [
+    assert [
+        (each["action"], each["phase"])
+        for each in run.events()
+        if each["event"] == "fault"
+    ] == [
         ("throttle", "strike"),
         ("throttle", "undo"),
         ("kill", "strike"),

@@ -33,16 +33,27 @@ def workload(scheme: str) -> dict[str, Any]:
     }
 
 
-def run(folder: Path, name: str, scheme: str, **memory: str) -> tuple[int, str, list[dict[str, Any]]]:
+def run(
+    folder: Path, name: str, scheme: str, **memory: str
+) -> tuple[int, str, list[dict[str, Any]]]:
     devices = {
         "source": {"speed": "20gflops", "memory": memory.get("source", LIMIT)},
-        "worker": {"speed": "20gflops", "memory": memory.get("worker", LIMIT), "count": 2},
+        "worker": {
+            "speed": "20gflops",
+            "memory": memory.get("worker", LIMIT),
+            "count": 2,
+        },
     }
     if scheme == "single":
         del devices["worker"]  # which would have nothing to do
-    path = scenario(folder, name, devices=devices, workload=workload(scheme), time_limit="60s")
+    path = scenario(
+        folder, name, devices=devices, workload=workload(scheme), time_limit="60s"
+    )
     done = command("run", path, "--out", folder / name, "--accept-links")
-    events = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line)
+        for line in (folder / name / "events.jsonl").read_text().splitlines()
+    ]
     assert left_of(name) == []
     return done.returncode, done.stderr + done.stdout, events
 
@@ -50,18 +61,30 @@ def run(folder: Path, name: str, scheme: str, **memory: str) -> tuple[int, str, 
 def test_a_share_fits_where_the_whole_model_does_not(tmp_path: Path) -> None:
     code, said, events = run(tmp_path, "memory-share", "lop")
     assert code == 0, said
-    held = {event["device"]: event["weights"] for event in events if event["event"] == "memory"}
+    held = {
+        event["device"]: event["weights"]
+        for event in events
+        if event["event"] == "memory"
+    }
     assert all(90e6 < weights < 100e6 for weights in held.values()), held
     assert sum(event["event"] == "request" for event in events) == 2
 
     code, said, _ = run(tmp_path, "memory-whole", "single")
     assert code == 1
-    assert "source ran out of memory: its container is limited to 310MB" in " ".join(said.split())
+    assert "source ran out of memory: its container is limited to 310MB" in " ".join(
+        said.split()
+    )
 
 
-def test_a_worker_that_dies_of_its_limit_is_no_loss_to_recover_from(tmp_path: Path) -> None:
+def test_a_worker_that_dies_of_its_limit_is_no_loss_to_recover_from(
+    tmp_path: Path,
+) -> None:
     # By equal shares in a row one worker has 144 MB, more than fits beside torch.
-    code, said, _ = run(tmp_path, "memory-worker", "sequential", source="2GB", worker="200MB")
+    code, said, _ = run(
+        tmp_path, "memory-worker", "sequential", source="2GB", worker="200MB"
+    )
     assert code == 1
-    assert "ran out of memory: its container is limited to 200MB" in " ".join(said.split())
+    assert "ran out of memory: its container is limited to 200MB" in " ".join(
+        said.split()
+    )
     assert "worker" in said

@@ -32,12 +32,22 @@ sys.exit(3)
 """
 
 
-def test_a_server_and_a_client_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_and_a_client_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("client.py").write_text(CLIENT)
-    server = {"command": "python3 -m http.server 9000", "files": ["client.py"], "background": True}
+    server = {
+        "command": "python3 -m http.server 9000",
+        "files": ["client.py"],
+        "background": True,
+    }
     # Of which nothing is ours: Debian with Python alone.
-    client = {"command": "python3 client.py", "files": ["client.py"], "image": images.names().base}
+    client = {
+        "command": "python3 client.py",
+        "files": ["client.py"],
+        "image": images.names().base,
+    }
     scenario = build(
         name="own-programs",
         devices={"server": {"memory": "400MiB"}, "client": {"memory": "96MiB"}},
@@ -51,11 +61,17 @@ def test_a_server_and_a_client_by_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert "python3 client.py ended with status 3: on purpose" in (outcome.error or "")
     assert "on purpose" in Path("out", "logs", "client.log").read_text()
     assert "attaching" in Path("out", "logs", "shaper.log").read_text()
-    said = [row["text"] for row in run.rows("events") if row["event"] == "output" and row["device"] == "client"]
+    said = [
+        row["text"]
+        for row in run.rows("events")
+        if row["event"] == "output" and row["device"] == "client"
+    ]
     subnet = {address.rpartition(".")[0] for address in said[0].split()}
     assert len(subnet) == 1  # both on the data network, and on the way to anywhere else
     (request,) = run.rows("requests")
-    assert request["latency"] >= 0.04  # there and back, twice: a connection, then an answer
+    assert (
+        request["latency"] >= 0.04
+    )  # there and back, twice: a connection, then an answer
 
 
 EXAMPLES = ROOT / "scenarios" / "examples"
@@ -67,7 +83,12 @@ EXAMPLES = ROOT / "scenarios" / "examples"
         # Forward over two links of 5 ms, and back.
         ("programs", {}, "step_time", 0.02),
         # A model to each client and back: 1.2 MB at 20 Mbit/s, twice.
-        ("flower", {"workload.programs.server.command": "python3 flower.py server 3"}, "round_time", 0.97),
+        (
+            "flower",
+            {"workload.programs.server.command": "python3 flower.py server 3"},
+            "round_time",
+            0.97,
+        ),
     ],
 )
 def test_what_is_shipped_runs_no_faster_than_its_links(

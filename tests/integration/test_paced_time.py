@@ -24,4 +24,6 @@ def test_spans_take_what_they_are_charged_or_say_by_how_much_not(busy: bool) -> 
     assert np.percentile([span.unreported for span in spans], 99) <= TOLERANCE
     for device in devices:
         # The clock agrees with what the devices say of themselves, but for the first start and the last hand-over.
-        assert device.wall == pytest.approx(sum(span.duration for span in device.spans), abs=0.03)
+        assert device.wall == pytest.approx(
+            sum(span.duration for span in device.spans), abs=0.03
+        )

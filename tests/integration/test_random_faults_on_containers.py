@@ -33,21 +33,33 @@ def test_a_random_scenario_on_containers_violates_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2, 2 + SEEDS))
-def test_random_faults_on_containers(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_faults_on_containers(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     keys = random_keys(seed)
     tree = written(**keys) | {"name": f"random-{seed}", "time_limit": "120s"}
-    tree["workload"]["method"]["patience"] = "1s"  # devices that share a machine are late now and then
-    (tmp_path / "scenario.yaml").write_text(yamltext.written(json.loads(json.dumps(tree))))
+    tree["workload"]["method"]["patience"] = (
+        "1s"  # devices that share a machine are late now and then
+    )
+    (tmp_path / "scenario.yaml").write_text(
+        yamltext.written(json.loads(json.dumps(tree)))
+    )
     results = tmp_path / "results"
-    done = command("run", tmp_path / "scenario.yaml", "--out", results, "--accept-links")
+    done = command(
+        "run", tmp_path / "scenario.yaml", "--out", results, "--accept-links"
+    )
     figures = json.loads((results / "metrics.json").read_text())
     if "not enough devices" in str(figures["error"]):
         return
     assert figures["status"] == "finished", done.stderr
     assert figures["steps"] == STEPS
-    log = EventLog(map(Event.from_json, (results / "events.jsonl").read_text().splitlines()))
-    expected = Reference(scenario(**keys)).replay(SimpleNamespace(events=log), STEPS).newest
+    log = EventLog(
+        map(Event.from_json, (results / "events.jsonl").read_text().splitlines())
+    )
+    expected = (
+        Reference(scenario(**keys)).replay(SimpleNamespace(events=log), STEPS).newest
+    )
     found = load_file(results / "weights.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)

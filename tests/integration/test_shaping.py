@@ -31,7 +31,11 @@ from testbed_controller.shaping.trains import HEADERS
 from tools.bench.bare import Network
 from tools.bench.flows import flows, tcp_rates, udp_rates
 
-pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.timed,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
+]
 
 # Seconds, and a fraction: enough to tell one link from another. How exactly they are met, each measured once more where
 # it lies outside, is the conformance suite's to say; a busy host must not fail what is asked for here.
@@ -49,26 +53,39 @@ def net() -> Iterator[Network]:
 def shaping(request: pytest.FixtureRequest) -> Iterator[Shaping]:
     made = Shaping(request.param, seed=1)
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    os.setpriority(os.PRIO_PROCESS, 0, -10)  # what is under test is the links, not how busy the machine is
+    os.setpriority(
+        os.PRIO_PROCESS, 0, -10
+    )  # what is under test is the links, not how busy the machine is
     yield made
     os.setpriority(os.PRIO_PROCESS, 0, before)
     made.close()
 
 
-def one_way(net: Network, source: str, destination: str, count: int, gap: float) -> list[float]:
+def one_way(
+    net: Network, source: str, destination: str, count: int, gap: float
+) -> list[float]:
     """Return the delays in seconds of the datagrams that arrived."""
     return flows(net, [(source, destination)], count, gap)[source, destination].delays
 
 
 def mesh(link: Link) -> dict[tuple[str, str], Link]:
-    return {(source, destination): link for source in "abc" for destination in "abc" if source != destination}
+    return {
+        (source, destination): link
+        for source in "abc"
+        for destination in "abc"
+        if source != destination
+    }
 
 
 def test_delay_is_one_way_and_by_direction(net: Network, shaping: Shaping) -> None:
     links = mesh(Link()) | {("a", "b"): Link(delay=0.02), ("c", "b"): Link(delay=0.005)}
     shaping.attach(net.endpoints.values(), links)
-    assert statistics.median(one_way(net, "a", "b", 50, 0.002)) == pytest.approx(0.02, abs=DELAY)
-    assert statistics.median(one_way(net, "c", "b", 50, 0.002)) == pytest.approx(0.005, abs=DELAY)
+    assert statistics.median(one_way(net, "a", "b", 50, 0.002)) == pytest.approx(
+        0.02, abs=DELAY
+    )
+    assert statistics.median(one_way(net, "c", "b", 50, 0.002)) == pytest.approx(
+        0.005, abs=DELAY
+    )
     assert statistics.median(one_way(net, "b", "a", 50, 0.002)) < DELAY
 
 
@@ -78,16 +95,24 @@ def test_rate_is_charged_at_the_sender_per_pair(net: Network, shaping: Shaping) 
     both = {pair: links[pair] for pair in (("a", "b"), ("a", "c"))}
     for rate in udp_rates(net, both, 0.6, skip=0.1).values():
         assert rate == pytest.approx(20e6, rel=RATE)
-    assert tcp_rates(net, [("a", "c")], 1.5, skip=0.5)["a", "c"] == pytest.approx(20e6, rel=RATE)
+    assert tcp_rates(net, [("a", "c")], 1.5, skip=0.5)["a", "c"] == pytest.approx(
+        20e6, rel=RATE
+    )
 
 
-def test_a_message_over_a_slow_link_ends_when_its_last_frame_has_had_its_time(net: Network, shaping: Shaping) -> None:
+def test_a_message_over_a_slow_link_ends_when_its_last_frame_has_had_its_time(
+    net: Network, shaping: Shaping
+) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(rate=250e3, delay=0.005)))
     frame, spacing = (64 + HEADERS) * 8 / 250e3, 0.05
     # After a pause a frame that leaves at the beginning of its time would arrive with the delay alone.
-    assert statistics.median(one_way(net, "a", "b", 10, spacing)) == pytest.approx(0.005 + frame, abs=0.0007)
+    assert statistics.median(one_way(net, "a", "b", 10, spacing)) == pytest.approx(
+        0.005 + frame, abs=0.0007
+    )
     shaping.attach([replace(net.endpoints["b"], downlink=100e3)], {})
-    assert statistics.median(one_way(net, "a", "b", 10, spacing)) == pytest.approx(0.005 + 2.5 * frame, abs=0.0007)
+    assert statistics.median(one_way(net, "a", "b", 10, spacing)) == pytest.approx(
+        0.005 + 2.5 * frame, abs=0.0007
+    )
 
 
 def test_loss_is_within_its_binomial_bounds(net: Network, shaping: Shaping) -> None:
@@ -97,7 +122,9 @@ def test_loss_is_within_its_binomial_bounds(net: Network, shaping: Shaping) -> N
     assert len(one_way(net, "b", "a", 500, 0.0002)) == 500
 
 
-def test_down_drops_silently_and_up_again_within_50_ms(net: Network, shaping: Shaping) -> None:
+def test_down_drops_silently_and_up_again_within_50_ms(
+    net: Network, shaping: Shaping
+) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(delay=0.001)))
     shaping.set({("a", "b"): Link(up=False), ("b", "a"): Link(up=False)})
     assert one_way(net, "a", "b", 5, 0.001) == []
@@ -116,14 +143,18 @@ def test_a_pair_without_a_link_cannot_talk(net: Network, shaping: Shaping) -> No
     assert len(one_way(net, "b", "a", 5, 0.001)) == 5
 
 
-def test_connections_use_one_congestion_control_whatever_the_host_has(shaping: Shaping) -> None:
+def test_connections_use_one_congestion_control_whatever_the_host_has(
+    shaping: Shaping,
+) -> None:
     with contextlib.closing(Network(["a", "b", "c"], plugged=False)) as net:
         shaping.attach(net.endpoints.values(), mesh(Link()))
         assert algorithms(net) == {CONGESTION_CONTROL}
         net.stop("b")
         shaping.wait_for_end(5)
         shaping.attach([net.add("b", "198.18.0.3")], {})
-        assert algorithms(net) == {CONGESTION_CONTROL}, "a device that has restarted has a new namespace"
+        assert algorithms(net) == {CONGESTION_CONTROL}, (
+            "a device that has restarted has a new namespace"
+        )
     assert shaping.statistics()["congestion_control"] == CONGESTION_CONTROL
 
 
@@ -131,37 +162,65 @@ def algorithms(net: Network) -> set[str]:
     """Return the congestion control of both ends of a connection from a to b."""
     address = net.endpoints["b"].address
     with net.inside("b", lambda: socket.create_server((address, 0))) as listening:
-        connected = net.inside("a", lambda: socket.create_connection(listening.getsockname(), 5))
+        connected = net.inside(
+            "a", lambda: socket.create_connection(listening.getsockname(), 5)
+        )
         accepted, _ = listening.accept()
     with connected, accepted:
-        options = [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for end in (connected, accepted)]
+        options = [
+            end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            for end in (connected, accepted)
+        ]
     return {option.rstrip(b"\0").decode() for option in options}
 
 
-def test_devices_are_plugged_into_a_bridge_that_nothing_else_is_on(shaping: Shaping) -> None:
+def test_devices_are_plugged_into_a_bridge_that_nothing_else_is_on(
+    shaping: Shaping,
+) -> None:
     with contextlib.closing(Network(["a", "b", "c"], plugged=False)) as net:
         shaping.attach(net.endpoints.values(), mesh(Link(delay=0.005)))
-        assert statistics.median(one_way(net, "a", "b", 20, 0.002)) == pytest.approx(0.005, abs=DELAY)
-        assert net.sh("a", "ip -o -4 address show scope global").split()[3] == "198.18.0.2/15"
-        assert {line.split()[-1] for line in net.sh("a", "cat /proc/net/if_inet6").splitlines()} <= {"lo"}
-        net.sh("a", "echo 1 > /proc/sys/net/ipv4/neigh/eth0/mcast_solicit")  # asked for once, not three times
+        assert statistics.median(one_way(net, "a", "b", 20, 0.002)) == pytest.approx(
+            0.005, abs=DELAY
+        )
+        assert (
+            net.sh("a", "ip -o -4 address show scope global").split()[3]
+            == "198.18.0.2/15"
+        )
+        assert {
+            line.split()[-1]
+            for line in net.sh("a", "cat /proc/net/if_inet6").splitlines()
+        } <= {"lo"}
+        net.sh(
+            "a", "echo 1 > /proc/sys/net/ipv4/neigh/eth0/mcast_solicit"
+        )  # asked for once, not three times
         with pytest.raises(OSError, match="No route to host"):
             net.inside("a", lambda: socket.create_connection(("198.18.0.1", 22), 5))
         assert len(ports(shaping)) == 3
-        assert known(net, "a") == {"198.18.0.3": "PERMANENT", "198.18.0.4": "PERMANENT"}, "nobody has to ask"
+        assert known(net, "a") == {
+            "198.18.0.3": "PERMANENT",
+            "198.18.0.4": "PERMANENT",
+        }, "nobody has to ask"
         assert f"02:42:c6:12:00:04 dev {port_of(shaping, 'c')}" in forwarding(shaping)
         net.stop("b")
         shaping.wait_for_end(5)
         assert len(ports(shaping)) == 2, "what has ended answers no more"
         again = net.add("b", "198.18.0.3")
         shaping.attach([again], {})
-        assert len(one_way(net, "a", "b", 5, 0.001)) == len(one_way(net, "b", "c", 5, 0.001)) == 5
-        assert all(not device["differences"] for device in shaping.show()["devices"].values())
+        assert (
+            len(one_way(net, "a", "b", 5, 0.001))
+            == len(one_way(net, "b", "c", 5, 0.001))
+            == 5
+        )
+        assert all(
+            not device["differences"] for device in shaping.show()["devices"].values()
+        )
 
 
 def known(net: Network, name: str) -> dict[str, str]:
     """Return the state of each neighbour of a device that answers, by address."""
-    rows = [line.split() for line in net.sh(name, "ip neigh show dev eth0").splitlines()]
+    rows = [
+        line.split() for line in net.sh(name, "ip neigh show dev eth0").splitlines()
+    ]
     return {row[0]: row[-1] for row in rows if row[-1] != "FAILED"}
 
 
@@ -182,10 +241,21 @@ def ports(shaping: Shaping) -> set[str]:
 def test_a_change_spares_the_flows_of_others(net: Network, shaping: Shaping) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(rate=100e6, delay=0.002)))
     arrived: list[float] = []
-    flow = threading.Thread(target=lambda: arrived.extend(one_way(net, "c", "b", 2000, 0.0003)))
+    flow = threading.Thread(
+        target=lambda: arrived.extend(one_way(net, "c", "b", 2000, 0.0003))
+    )
     flow.start()
     for step in range(8):
-        shaping.set({("a", "b"): Link(rate=(step + 1) * 1e6, delay=step * 0.004, loss=0.01 * step, up=step % 4 != 3)})
+        shaping.set(
+            {
+                ("a", "b"): Link(
+                    rate=(step + 1) * 1e6,
+                    delay=step * 0.004,
+                    loss=0.01 * step,
+                    up=step % 4 != 3,
+                )
+            }
+        )
         time.sleep(0.03)
     flow.join()
     assert len(arrived) == 2000
@@ -197,13 +267,21 @@ def test_a_device_that_restarts_is_shaped_again(net: Network, shaping: Shaping) 
     shaping.set({("a", "c"): Link(delay=0.02), ("a", "b"): Link(delay=0.03)})
     again = net.add("b", "198.18.0.3")
     shaping.attach([again], {})
-    assert statistics.median(one_way(net, "a", "b", 10, 0.002)) == pytest.approx(0.03, abs=DELAY)
-    assert statistics.median(one_way(net, "b", "a", 10, 0.002)) == pytest.approx(0.01, abs=DELAY)
+    assert statistics.median(one_way(net, "a", "b", 10, 0.002)) == pytest.approx(
+        0.03, abs=DELAY
+    )
+    assert statistics.median(one_way(net, "b", "a", 10, 0.002)) == pytest.approx(
+        0.01, abs=DELAY
+    )
 
 
-def test_what_the_kernel_holds_is_compared_with_what_was_asked(net: Network, shaping: Shaping) -> None:
+def test_what_the_kernel_holds_is_compared_with_what_was_asked(
+    net: Network, shaping: Shaping
+) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(rate=10e6, delay=0.01)))
-    assert all(not device["differences"] for device in shaping.show()["devices"].values())
+    assert all(
+        not device["differences"] for device in shaping.show()["devices"].values()
+    )
     net.sh("b", "tc class change dev data parent 1:3 classid 1:11 htb rate 3mbit")
     assert any("1:11" in text for text in shaping.show()["devices"]["b"]["differences"])
 
@@ -238,7 +316,9 @@ def test_probes_find_what_was_asked(net: Network, shaping: Shaping) -> None:
     assert by_pair["b", "c"].loss == 1
 
 
-def test_probes_know_every_impairment_and_access_limits(net: Network, shaping: Shaping) -> None:
+def test_probes_know_every_impairment_and_access_limits(
+    net: Network, shaping: Shaping
+) -> None:
     links = {
         ("a", "b"): Link(rate=20e6, delay=0.02, jitter=0.004, distribution="pareto"),
         ("b", "a"): Link(bursts=GilbertElliott(p=0.05, r=0.3), delay=0.005),
@@ -249,12 +329,17 @@ def test_probes_know_every_impairment_and_access_limits(net: Network, shaping: S
     }
     limited = [
         replace(net.endpoints["b"], uplink=10e6),
-        replace(net.endpoints["c"], downlink=None if shaping.facts()["backend"] == "netem" else 15e6),
+        replace(
+            net.endpoints["c"],
+            downlink=None if shaping.facts()["backend"] == "netem" else 15e6,
+        ),
     ]
     shaping.attach([net.endpoints["a"], *limited], links)
     measured = shaping.probe(list(links))
     assert [each.problem for each in measured] == [None] * 6
-    assert all(not device["differences"] for device in shaping.show()["devices"].values())
+    assert all(
+        not device["differences"] for device in shaping.show()["devices"].values()
+    )
     rates = {(each.source, each.destination): each.rate for each in measured}
     assert rates["b", "c"] == pytest.approx(10e6, rel=RATE)
     assert rates["c", "b"] == pytest.approx(30e6, rel=RATE)
@@ -262,12 +347,17 @@ def test_probes_know_every_impairment_and_access_limits(net: Network, shaping: S
 
 def test_probes_find_what_is_not_as_asked(net: Network, shaping: Shaping) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(rate=50e6, delay=0.005)))
-    net.sh("a", "tc class change dev data parent 1:3 classid 1:12 htb rate 30mbit burst 4000 cburst 4000")
+    net.sh(
+        "a",
+        "tc class change dev data parent 1:3 classid 1:12 htb rate 30mbit burst 4000 cburst 4000",
+    )
     [found] = shaping.probe([("a", "b")])
     assert "mbit instead of 50 mbit" in (found.problem or "")
 
 
-def test_probes_verify_links_as_slow_as_sensors_have(net: Network, shaping: Shaping) -> None:
+def test_probes_verify_links_as_slow_as_sensors_have(
+    net: Network, shaping: Shaping
+) -> None:
     links = {
         ("a", "b"): Link(rate=8e3, delay=0.02),
         ("b", "a"): Link(rate=27e3, delay=0.02),
@@ -275,14 +365,20 @@ def test_probes_verify_links_as_slow_as_sensors_have(net: Network, shaping: Shap
         ("c", "b"): Link(rate=8e3, delay=0.02),
     }
     shaping.attach(net.endpoints.values(), links)
-    measured = {(each.source, each.destination): each for each in shaping.probe(list(links))}
+    measured = {
+        (each.source, each.destination): each for each in shaping.probe(list(links))
+    }
     assert [each.problem for each in measured.values()] == [None] * 4
     for pair, rate in ((("a", "b"), 8e3), (("b", "a"), 27e3), (("b", "c"), 64e3)):
         assert measured[pair].rate == pytest.approx(rate, rel=0.01)
 
 
-def test_probes_verify_an_access_whose_sender_has_no_limit(net: Network, shaping: Shaping) -> None:
-    limited = [replace(net.endpoints[name], uplink=50e6, downlink=50e6) for name in "bc"]
+def test_probes_verify_an_access_whose_sender_has_no_limit(
+    net: Network, shaping: Shaping
+) -> None:
+    limited = [
+        replace(net.endpoints[name], uplink=50e6, downlink=50e6) for name in "bc"
+    ]
     shaping.attach([net.endpoints["a"], *limited], mesh(Link(delay=0.005)))
     measured = shaping.probe(list(mesh(Link())))
     assert [each.problem for each in measured] == [None] * 6
@@ -312,7 +408,9 @@ def served() -> Iterator[str]:
         "TESTBED_PORT": str(port),
         "TESTBED_LINKS": "auto",
     }
-    process = subprocess.Popen([sys.executable, "-m", "testbed_controller.shaping"], env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "testbed_controller.shaping"], env=environment
+    )
     url = f"http://127.0.0.1:{port}"
     while not is_healthy(url):
         assert process.poll() is None
@@ -330,7 +428,11 @@ def test_the_shaper_over_http(net: Network, served: str) -> None:
     [found] = shaper.probe([("a", "b")])
     assert found.delay == pytest.approx(0.01, abs=DELAY)
     assert found.requested == Link(delay=0.01)
-    [shown] = [each for each in shaper.show()["links"] if (each["source"], each["destination"]) == ("a", "b")]
+    [shown] = [
+        each
+        for each in shaper.show()["links"]
+        if (each["source"], each["destination"]) == ("a", "b")
+    ]
     assert (shown["delay"], shown["up"]) == (0.01, True)
     assert set(shaper.statistics(reset=True)["queues"]) == {"a", "b", "c"}
     with pytest.raises(InputError, match="device 'x' is not attached"):
@@ -338,7 +440,9 @@ def test_the_shaper_over_http(net: Network, served: str) -> None:
     with pytest.raises(HostError, match="token"):
         Shaper(served, "wrong").facts()
     answer = requests.post(
-        f"{served}/set", json={"links": [{"nonsense": 1}]}, headers={"Authorization": "Bearer secret"}
+        f"{served}/set",
+        json={"links": [{"nonsense": 1}]},
+        headers={"Authorization": "Bearer secret"},
     )
     assert answer.status_code == 400
 
@@ -351,7 +455,9 @@ def test_devices_are_asked_through_the_shaper(net: Network, served: str) -> None
         protocol_version = "HTTP/1.1"
 
         def do_PUT(self) -> None:
-            asked.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            asked.append(
+                (self.path, self.rfile.read(int(self.headers["Content-Length"])))
+            )
             self.send_response(200)
             self.send_header("Content-Length", "2")
             self.end_headers()
@@ -360,7 +466,11 @@ def test_devices_are_asked_through_the_shaper(net: Network, served: str) -> None
     def serve() -> ThreadingHTTPServer:
         return ThreadingHTTPServer(("127.0.0.1", CONTROL_PORT), Echo)
 
-    with net.inside("a", serve) as a, net.inside("b", serve) as b, requests.Session() as session:
+    with (
+        net.inside("a", serve) as a,
+        net.inside("b", serve) as b,
+        requests.Session() as session,
+    ):
         for server in (a, b):
             threading.Thread(target=server.serve_forever, daemon=True).start()
         large = os.urandom(1 << 20)
@@ -371,16 +481,23 @@ def test_devices_are_asked_through_the_shaper(net: Network, served: str) -> None
             ("a", "/", b"2"),
         ):
             answer = session.put(
-                f"{served}/devices/{name}{path}", data=body, headers={"Content-Length": str(len(body))}
+                f"{served}/devices/{name}{path}",
+                data=body,
+                headers={"Content-Length": str(len(body))},
             )
             assert (answer.text, asked.pop()) == ("ok", (path, body))
         assert session.get(f"{served}/health").json() == {"state": "ready"}
-        assert [session.get(f"{served}/devices/{name}/health").status_code for name in ("c", "nobody")] == [502, 502]
+        assert [
+            session.get(f"{served}/devices/{name}/health").status_code
+            for name in ("c", "nobody")
+        ] == [502, 502]
         for server in (a, b):
             server.shutdown()
 
 
-def test_a_device_that_ends_unannounced_is_let_go(net: Network, shaping: Shaping) -> None:
+def test_a_device_that_ends_unannounced_is_let_go(
+    net: Network, shaping: Shaping
+) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(delay=0.001)))
     net.stop("b")
     shaping.release_ended()
@@ -393,8 +510,15 @@ def test_a_device_that_ends_unannounced_is_let_go(net: Network, shaping: Shaping
 def test_partition_is_silent_both_ways(net: Network, shaping: Shaping) -> None:
     down = {("a", "b"): Link(up=False), ("b", "a"): Link(up=False)}
     shaping.attach(net.endpoints.values(), mesh(Link(delay=0.001)))
-    server = net.inside("b", lambda: socket.create_server((net.endpoints["b"].address, 4000)))
-    with server, net.inside("a", lambda: socket.create_connection(server.getsockname(), 2)) as open_before:
+    server = net.inside(
+        "b", lambda: socket.create_server((net.endpoints["b"].address, 4000))
+    )
+    with (
+        server,
+        net.inside(
+            "a", lambda: socket.create_connection(server.getsockname(), 2)
+        ) as open_before,
+    ):
         shaping.set(down)
         # Neither refused nor unreachable: nothing at all comes back, of what was open and of what is tried.
         open_before.settimeout(0.5)
@@ -403,7 +527,12 @@ def test_partition_is_silent_both_ways(net: Network, shaping: Shaping) -> None:
             open_before.recv(1)
         for port in (4000, 4001):
             with pytest.raises(TimeoutError):
-                net.inside("a", lambda port=port: socket.create_connection((server.getsockname()[0], port), 0.3))  # type: ignore[misc]
+                net.inside(
+                    "a",
+                    lambda port=port: socket.create_connection(
+                        (server.getsockname()[0], port), 0.3
+                    ),
+                )  # type: ignore[misc]
         shaping.set(dict.fromkeys(down, Link(delay=0.001)))
         accepted, _ = server.accept()
         with accepted:
@@ -411,18 +540,24 @@ def test_partition_is_silent_both_ways(net: Network, shaping: Shaping) -> None:
             assert accepted.recv(100) == b"into the void"
 
 
-def test_impossible_links_are_refused_and_nothing_changes(net: Network, shaping: Shaping) -> None:
+def test_impossible_links_are_refused_and_nothing_changes(
+    net: Network, shaping: Shaping
+) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(delay=0.001)))
     with pytest.raises(InputError, match="a -> b: a jitter of 5ms is above the delay"):
         shaping.set({("a", "b"): Link(delay=0.001, jitter=0.005)})
     if shaping.facts()["backend"] == "netem":
         with pytest.raises(HostError, match="--links userspace"):
-            shaping.set({("a", "b"): Link(delay=0.01, jitter=0.001, jitter_correlation=0.5)})
+            shaping.set(
+                {("a", "b"): Link(delay=0.01, jitter=0.001, jitter_correlation=0.5)}
+            )
     else:
         net.sh("b", "echo 1 > /proc/sys/net/ipv4/conf/all/rp_filter")
         with pytest.raises(HostError, match="rp_filter"):
             shaping.set({("a", "b"): Link(delay=0.01, duplicate=0.5)})
-    assert statistics.median(one_way(net, "a", "b", 20, 0.002)) == pytest.approx(0.001, abs=DELAY)
+    assert statistics.median(one_way(net, "a", "b", 20, 0.002)) == pytest.approx(
+        0.001, abs=DELAY
+    )
     shaping.set({("a", "b"): Link(delay=0.002)})
 
 
@@ -432,9 +567,13 @@ def test_a_device_left_half_built_is_built_anew(net: Network, shaping: Shaping) 
     with pytest.raises(HostError, match="tc"):
         shaping.set({("a", "b"): Link(rate=5e6, delay=0.001)})
     shaping.set({("a", "b"): Link(rate=5e6, delay=0.001)})
-    assert all(not device["differences"] for device in shaping.show()["devices"].values())
+    assert all(
+        not device["differences"] for device in shaping.show()["devices"].values()
+    )
 
 
-def test_a_device_that_has_no_interface_with_its_address_is_named(net: Network, shaping: Shaping) -> None:
+def test_a_device_that_has_no_interface_with_its_address_is_named(
+    net: Network, shaping: Shaping
+) -> None:
     with pytest.raises(HostError, match=r"has the address 198\.18\.9\.9"):
         shaping.attach([Endpoint("a", net.endpoints["a"].pid, "198.18.9.9")], {})

@@ -53,7 +53,12 @@ def scenario(folder: Path, name: str, **changes: Any) -> Path:
         "network": {"link": {"rate": "100mbit", "delay": "2ms"}},
         "workload": {
             "model": {"name": "mlp"},
-            "method": {"name": "pipeline", "micro_batches": 2, "patience": "1s", "checkpoint_every": 5},
+            "method": {
+                "name": "pipeline",
+                "micro_batches": 2,
+                "patience": "1s",
+                "checkpoint_every": 5,
+            },
             "batch_size": 32,
             "steps": 40,
         },
@@ -66,9 +71,17 @@ def scenario(folder: Path, name: str, **changes: Any) -> Path:
 
 def start(path: Path, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """Start a run that takes long, its progress going to ``out``.log."""
-    slow = ["--set", "devices.worker.speed=20mflops", "--set", "workload.method.return_window=60s"]
+    slow = [
+        "--set",
+        "devices.worker.speed=20mflops",
+        "--set",
+        "workload.method.return_window=60s",
+    ]
     with out.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen([TESTBED, "run", path, "--out", out, "--accept-links", *slow, *arguments], stdout=log)
+        return subprocess.Popen(
+            [TESTBED, "run", path, "--out", out, "--accept-links", *slow, *arguments],
+            stdout=log,
+        )
 
 
 def is_running(out: Path) -> bool:
@@ -78,8 +91,15 @@ def is_running(out: Path) -> bool:
 def left_of(name: str) -> list[str]:
     """Name what the engine still holds of runs of one scenario."""
     client: docker.DockerClient = connect()
-    found = [*client.api.containers(all=True, filters={"label": RUN}), *client.api.networks(filters={"label": RUN})]
-    return [str(each.get("Names") or each["Name"]) for each in found if each["Labels"][RUN].startswith(name)]
+    found = [
+        *client.api.containers(all=True, filters={"label": RUN}),
+        *client.api.networks(filters={"label": RUN}),
+    ]
+    return [
+        str(each.get("Names") or each["Name"])
+        for each in found
+        if each["Labels"][RUN].startswith(name)
+    ]
 
 
 def eventually(condition: Callable[[], bool], seconds: float) -> bool:
@@ -92,7 +112,9 @@ def eventually(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 @pytest.mark.timed  # a fault strikes while a device holds the token
-def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(tmp_path: Path) -> None:
+def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(
+    tmp_path: Path,
+) -> None:
     ring = ROOT / "scenarios" / "examples" / "ring.yaml"
     out = tmp_path / "ring"
     # A round takes three seconds; the fault strikes in the first, and one more shows that it goes on.
@@ -118,14 +140,33 @@ def test_both_clocks_have_the_same_fixed_kernels_and_an_expectation_that_both_mi
     path = scenario(tmp_path, "run-same", expect={"accuracy": ">= 0.999"})
     cnn = ["--set", "workload.model={name: cnn}", "--set", "workload.reproducible=true"]
     for runtime in ("emulate", "simulate"):
-        arguments = ["run", path, "--runtime", runtime, "--out", tmp_path / runtime, "--accept-links", *cnn]
+        arguments = [
+            "run",
+            path,
+            "--runtime",
+            runtime,
+            "--out",
+            tmp_path / runtime,
+            "--accept-links",
+            *cnn,
+        ]
         # A process of its own, since it starts itself again where torch has been imported.
-        done = subprocess.run([TESTBED, *arguments], env=os.environ | kernels, capture_output=True, text=True)
+        done = subprocess.run(
+            [TESTBED, *arguments],
+            env=os.environ | kernels,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 1, done.stderr
     losses = {}
     for runtime in ("emulate", "simulate"):
-        events = [json.loads(line) for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()]
-        losses[runtime] = [event["loss"] for event in events if event["event"] == "step"]
+        events = [
+            json.loads(line)
+            for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()
+        ]
+        losses[runtime] = [
+            event["loss"] for event in events if event["event"] == "step"
+        ]
     assert losses["emulate"] == losses["simulate"]
     emulated = load_file(tmp_path / "emulate" / "weights.safetensors")
     simulated = load_file(tmp_path / "simulate" / "weights.safetensors")
@@ -135,7 +176,9 @@ def test_both_clocks_have_the_same_fixed_kernels_and_an_expectation_that_both_mi
     assert left_of("run-same") == []
 
 
-def test_a_tensor_parallel_perceptron_answers_with_the_given_weights_on_both_clocks(tmp_path: Path) -> None:
+def test_a_tensor_parallel_perceptron_answers_with_the_given_weights_on_both_clocks(
+    tmp_path: Path,
+) -> None:
     example = ROOT / "scenarios" / "examples" / "tensorparallel.yaml"
     prepared = prepare(trials(load(example))[0])
     network, workload = prepared.problem.model, prepared.problem.workload
@@ -144,24 +187,44 @@ def test_a_tensor_parallel_perceptron_answers_with_the_given_weights_on_both_clo
     data = load_data(workload.data)
     with torch.no_grad():
         outputs = whole(torch.from_numpy(data.test_images[:80]))
-    wanted = float(torch.nn.functional.cross_entropy(outputs, torch.from_numpy(data.test_labels[:80])))
+    wanted = float(
+        torch.nn.functional.cross_entropy(
+            outputs, torch.from_numpy(data.test_labels[:80])
+        )
+    )
     for runtime in ("emulate", "simulate"):
         out = tmp_path / runtime
         given = ["--weights", tmp_path / "given.safetensors"]
-        done = command("run", example, "--runtime", runtime, "--out", out, "--accept-links", *given)
+        done = command(
+            "run", example, "--runtime", runtime, "--out", out, "--accept-links", *given
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "read from this file" in done.stdout
-        (evaluation,) = json.loads((out / "metrics.json").read_text())["series"]["evaluations"]
+        (evaluation,) = json.loads((out / "metrics.json").read_text())["series"][
+            "evaluations"
+        ]
         assert evaluation["loss"] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_tokens_are_learnt_in_containers_as_on_the_virtual_clock(tmp_path: Path) -> None:
+def test_tokens_are_learnt_in_containers_as_on_the_virtual_clock(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "tokens.yaml").write_text(own_tokens.SCENARIO)
-    (tmp_path / "own_tokens.py").write_text((ROOT / "tests" / "helpers" / "own_tokens.py").read_text())
+    (tmp_path / "own_tokens.py").write_text(
+        (ROOT / "tests" / "helpers" / "own_tokens.py").read_text()
+    )
     losses = {}
     for runtime in ("emulate", "simulate"):
         out = tmp_path / runtime
-        done = command("run", tmp_path / "tokens.yaml", "--runtime", runtime, "--out", out, "--accept-links")
+        done = command(
+            "run",
+            tmp_path / "tokens.yaml",
+            "--runtime",
+            runtime,
+            "--out",
+            out,
+            "--accept-links",
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         steps = json.loads((out / "metrics.json").read_text())["series"]["steps"]
         losses[runtime] = [step["loss"] for step in steps]
@@ -169,24 +232,48 @@ def test_tokens_are_learnt_in_containers_as_on_the_virtual_clock(tmp_path: Path)
 
 
 @pytest.mark.timed
-def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(tmp_path: Path) -> None:
+def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(
+    tmp_path: Path,
+) -> None:
     smoke = ROOT / "scenarios" / "smoke" / "edgepipe.yaml"
     # Of a slot, computing and transmitting need a tenth: the rest is for a slow host.
-    changes = ["faults=[]", "expect={}", "workload.steps=3", "workload.method.slot=450ms", "network.link.delay=20ms"]
-    shorter = [*(part for change in changes for part in ("--set", change)), "--accept-links"]
+    changes = [
+        "faults=[]",
+        "expect={}",
+        "workload.steps=3",
+        "workload.method.slot=450ms",
+        "network.link.delay=20ms",
+    ]
+    shorter = [
+        *(part for change in changes for part in ("--set", change)),
+        "--accept-links",
+    ]
     runs = {}
     for runtime in ("emulate", "simulate"):
-        done = command("run", smoke, "--runtime", runtime, "--out", tmp_path / runtime, *shorter)
+        done = command(
+            "run", smoke, "--runtime", runtime, "--out", tmp_path / runtime, *shorter
+        )
         assert done.returncode == 0, done.stderr
-        runs[runtime] = [json.loads(line) for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()]
-    emulated, simulated = ({heard(event) for event in runs[runtime] if "cast" in event} for runtime in runs)
+        runs[runtime] = [
+            json.loads(line)
+            for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()
+        ]
+    emulated, simulated = (
+        {heard(event) for event in runs[runtime] if "cast" in event} for runtime in runs
+    )
     late = late_casts(runs["emulate"], slot=0.45)
     if late or len(emulated) != len(simulated):
-        pytest.skip(f"the host was too slow: {late} casts came after their slot, {len(simulated - emulated)} never")
+        pytest.skip(
+            f"the host was too slow: {late} casts came after their slot, {len(simulated - emulated)} never"
+        )
     assert emulated == simulated
     # What is tested are the weights of all devices, so equal losses of steps and tests mean equal weights.
     losses = {
-        runtime: [event["loss"] for event in runs[runtime] if event["event"] in ("step", "evaluate")]
+        runtime: [
+            event["loss"]
+            for event in runs[runtime]
+            if event["event"] in ("step", "evaluate")
+        ]
         for runtime in runs
     }
     assert len(losses["simulate"]) == 4
@@ -199,26 +286,59 @@ def heard(event: dict[str, Any]) -> tuple[str, str, int]:
 
 def late_casts(events: list[dict[str, Any]], slot: float) -> int:
     """Count casts that arrived when the slot after that in which they were called had begun."""
-    called = {(event["device"], event["number"]): event["start"] for event in events if event["event"] == "cast"}
+    called = {
+        (event["device"], event["number"]): event["start"]
+        for event in events
+        if event["event"] == "cast"
+    }
     return sum(
-        event["time"] // slot > called[event["peer"], event["cast"]] // slot for event in events if "cast" in event
+        event["time"] // slot > called[event["peer"], event["cast"]] // slot
+        for event in events
+        if "cast" in event
     )
 
 
 def test_every_kind_of_fault_is_outlived(tmp_path: Path) -> None:
     faults = [
-        {"pause": "worker1", "when": {"device": "worker1", "begins": "forward", "batch": 8}, "for": "500ms"},
-        {"degrade": {"between": ["source", "worker1"], "rate": "5mbit", "delay": "20ms", "loss": "1%"}, "at": "2s"},
+        {
+            "pause": "worker1",
+            "when": {"device": "worker1", "begins": "forward", "batch": 8},
+            "for": "500ms",
+        },
+        {
+            "degrade": {
+                "between": ["source", "worker1"],
+                "rate": "5mbit",
+                "delay": "20ms",
+                "loss": "1%",
+            },
+            "at": "2s",
+        },
         # By batches, so that on a fast host too the partition is over before the kill, and long before all is healed.
-        {"partition": [["worker2"]], "when": {"device": "worker2", "begins": "forward", "batch": 14}, "for": "2s"},
-        {"kill": "worker2", "when": {"device": "worker2", "begins": "backward", "batch": 25}, "for": "1s"},
+        {
+            "partition": [["worker2"]],
+            "when": {"device": "worker2", "begins": "forward", "batch": 14},
+            "for": "2s",
+        },
+        {
+            "kill": "worker2",
+            "when": {"device": "worker2", "begins": "backward", "batch": 25},
+            "for": "1s",
+        },
         {"heal": "all", "after": "2s"},
     ]
     path = scenario(tmp_path, "run-faults", faults=faults)
     done = command("run", path, "--out", tmp_path / "out", "--accept-links")
     assert done.returncode == 0, done.stderr + done.stdout
-    events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
-    struck = {(event["action"], event["phase"]) for event in events if event["event"] == "fault"}
+    events = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()
+    ]
+    struck = {
+        (event["action"], event["phase"])
+        for event in events
+        if event["event"] == "fault"
+    }
     assert struck >= {
         ("pause", "strike"),
         ("pause", "undo"),
@@ -235,21 +355,40 @@ def test_every_kind_of_fault_is_outlived(tmp_path: Path) -> None:
     assert left_of("run-faults") == []
 
 
-def test_a_device_killed_and_restarted_by_hand_joins_again_and_is_recorded(tmp_path: Path) -> None:
+def test_a_device_killed_and_restarted_by_hand_joins_again_and_is_recorded(
+    tmp_path: Path,
+) -> None:
     path = scenario(tmp_path, "run-hand")
     running = start(path, tmp_path / "out", "--set", "workload.steps=50", "--watch")
     try:
         # A device that is killed before its first step is only waited for, which is no recovery.
         assert eventually(lambda: "steps/s" in (tmp_path / "out.log").read_text(), 90)
-        address = next(line for line in (tmp_path / "out.log").read_text().splitlines() if "?token=" in line)
+        address = next(
+            line
+            for line in (tmp_path / "out.log").read_text().splitlines()
+            if "?token=" in line
+        )
         kill_from_the_page(address, "worker1")
         # From now on the run cannot end before the restart, however long commands take on a busy host.
         assert command("fault", "degrade", "worker2", "--delay", "3ms").returncode == 0
-        flapped = command("fault", "flap", "source", "worker2", "--down", "50ms", "--up", "200ms", "--times", "2")
+        flapped = command(
+            "fault",
+            "flap",
+            "source",
+            "worker2",
+            "--down",
+            "50ms",
+            "--up",
+            "200ms",
+            "--times",
+            "2",
+        )
         assert "went down 2 times" in flapped.stdout, flapped.stderr
         assert (
             "no link from 'source' to 'source'"
-            in command("fault", "flap", "source", "source", "--down", "50ms", "--up", "1s").stderr
+            in command(
+                "fault", "flap", "source", "source", "--down", "50ms", "--up", "1s"
+            ).stderr
         )
         for action in (["heal"], ["restart", "worker1"]):
             done = command("fault", *action)
@@ -271,22 +410,43 @@ def kill_from_the_page(address: str, device: str) -> None:
     if CHROMIUM is None:
         origin, _, token = address.partition("/?token=")
         fault = {"kill": device}
-        answer = requests.post(f"{origin}/strike", json=fault, headers={"Authorization": f"Bearer {token}"}, timeout=30)
+        answer = requests.post(
+            f"{origin}/strike",
+            json=fault,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=30,
+        )
         assert answer.json() == {"done": f"kill: {device}"}
         return
     with opened(address) as page:
-        assert eventually(lambda: "step" in page.evaluate("document.getElementById('status')?.textContent ?? ''"), 20)
-        top = page.evaluate("[names.source, circles.source].map(each => each.getBoundingClientRect().y)")
-        assert top[0] < top[1], "on the circle's upper half names lie outside, where no link goes"
+        assert eventually(
+            lambda: (
+                "step"
+                in page.evaluate("document.getElementById('status')?.textContent ?? ''")
+            ),
+            20,
+        )
+        top = page.evaluate(
+            "[names.source, circles.source].map(each => each.getBoundingClientRect().y)"
+        )
+        assert top[0] < top[1], (
+            "on the circle's upper half names lie outside, where no link goes"
+        )
         click = "dispatchEvent(new MouseEvent('click'))"
         page.evaluate(f"document.getElementById('device-{device}').{click}")
-        page.evaluate(f"[...document.querySelectorAll('button')].find(each => each.textContent === 'kill').{click}")
+        page.evaluate(
+            f"[...document.querySelectorAll('button')].find(each => each.textContent === 'kill').{click}"
+        )
         assert eventually(lambda: page.evaluate(f"state['{device}']") == "down", 20)
-        assert f"kill {device}" in page.evaluate("document.getElementById('log').textContent")
+        assert f"kill {device}" in page.evaluate(
+            "document.getElementById('log').textContent"
+        )
 
 
 @pytest.mark.parametrize("seconds", [1.0, 3.0, 7.0])
-def test_a_run_whose_controller_is_killed_removes_itself(tmp_path: Path, seconds: float) -> None:
+def test_a_run_whose_controller_is_killed_removes_itself(
+    tmp_path: Path, seconds: float
+) -> None:
     name = f"run-orphan{seconds:.0f}"
     path = scenario(tmp_path, name)
     running = start(path, tmp_path / "out")
@@ -296,7 +456,9 @@ def test_a_run_whose_controller_is_killed_removes_itself(tmp_path: Path, seconds
     assert eventually(lambda: left_of(name) == [], 30), left_of(name)
 
 
-def test_an_interrupted_run_keeps_its_results_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_its_results_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     path = scenario(tmp_path, "run-ctrl-c")
     running = start(path, tmp_path / "out")
     assert eventually(lambda: is_running(tmp_path / "out"), 90)
@@ -308,7 +470,9 @@ def test_an_interrupted_run_keeps_its_results_and_leaves_nothing(tmp_path: Path)
 
 
 def test_bad_input_ends_with_2(tmp_path: Path) -> None:
-    wrong = command("run", scenario(tmp_path, "run-wrong"), "--set", "network.link.rate=100Mbps")
+    wrong = command(
+        "run", scenario(tmp_path, "run-wrong"), "--set", "network.link.rate=100Mbps"
+    )
     assert wrong.returncode == 2
     assert "mbit" in wrong.stderr
     assert left_of("run-wrong") == []
@@ -326,9 +490,20 @@ def test_a_distributed_inference_is_the_same_on_both_clocks(tmp_path: Path) -> N
     path = scenario(tmp_path, "run-distributed", workload=workload)
     found: dict[str, list[dict[str, Any]]] = {}
     for runtime in ("emulate", "simulate"):
-        done = command("run", path, "--runtime", runtime, "--out", tmp_path / runtime, "--accept-links")
+        done = command(
+            "run",
+            path,
+            "--runtime",
+            runtime,
+            "--out",
+            tmp_path / runtime,
+            "--accept-links",
+        )
         assert done.returncode == 0, done.stderr + done.stdout
-        found[runtime] = [json.loads(line) for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()]
+        found[runtime] = [
+            json.loads(line)
+            for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()
+        ]
 
     def of(runtime: str, name: str) -> list[dict[str, Any]]:
         return [event for event in found[runtime] if event["event"] == name]
@@ -338,14 +513,21 @@ def test_a_distributed_inference_is_the_same_on_both_clocks(tmp_path: Path) -> N
     assert real["loss"] == pytest.approx(virtual["loss"], rel=1e-4)
     for runtime in found:
         assert len(of(runtime, "request")) == 6
-    weights = {runtime: {event["device"]: event["weights"] for event in of(runtime, "memory")} for runtime in found}
+    weights = {
+        runtime: {event["device"]: event["weights"] for event in of(runtime, "memory")}
+        for runtime in found
+    }
     assert weights["emulate"] == weights["simulate"]
     assert left_of("run-distributed") == []
 
 
-def test_methods_of_one_file_learn_in_containers_as_on_the_virtual_clock(tmp_path: Path) -> None:
+def test_methods_of_one_file_learn_in_containers_as_on_the_virtual_clock(
+    tmp_path: Path,
+) -> None:
     """One after the other, on containers that stand."""
-    devices = "devices={source: {speed: 200mflops}, device: {speed: 20mflops, count: 2}}"
+    devices = (
+        "devices={source: {speed: 200mflops}, device: {speed: 20mflops, count: 2}}"
+    )
     shorter = [devices, "network.topology=mesh", "workload.steps=40", "expect={}"]
     # Who comes first decides what asynchronous methods compute: where all devices' samples are alike, by 0.15 if one is
     # six times as slow as another. The others compute the same on both clocks.
@@ -358,19 +540,37 @@ def test_methods_of_one_file_learn_in_containers_as_on_the_virtual_clock(tmp_pat
         "gossip": (alike, 0.3),
     }
     changes = {
-        name: [part for change in shorter + more for part in ("--set", change)] for name, (more, _) in methods.items()
+        name: [part for change in shorter + more for part in ("--set", change)]
+        for name, (more, _) in methods.items()
     }
-    examples = {name: ROOT / "scenarios" / "examples" / f"{name}.yaml" for name in methods}
+    examples = {
+        name: ROOT / "scenarios" / "examples" / f"{name}.yaml" for name in methods
+    }
     assert command("up", examples["fedprox"], *changes["fedprox"]).returncode == 0
     try:
         for name, (_, same) in methods.items():
             accuracy = {}
-            for runtime, how in {"emulate": ["--on"], "simulate": ["--runtime", "simulate"]}.items():
+            for runtime, how in {
+                "emulate": ["--on"],
+                "simulate": ["--runtime", "simulate"],
+            }.items():
                 out = tmp_path / name / runtime
-                done = command("run", examples[name], *how, "--accept-links", "--out", out, *changes[name])
+                done = command(
+                    "run",
+                    examples[name],
+                    *how,
+                    "--accept-links",
+                    "--out",
+                    out,
+                    *changes[name],
+                )
                 assert done.returncode == 0, done.stdout + done.stderr
-                accuracy[runtime] = json.loads((out / "metrics.json").read_text())["accuracy"]
-            assert accuracy["emulate"] == pytest.approx(accuracy["simulate"], abs=same), name
+                accuracy[runtime] = json.loads((out / "metrics.json").read_text())[
+                    "accuracy"
+                ]
+            assert accuracy["emulate"] == pytest.approx(
+                accuracy["simulate"], abs=same
+            ), name
     finally:
         assert command("down").returncode == 0
     assert left_of("fedprox") == []

@@ -20,18 +20,43 @@ _WITHOUT = """for module in sch_netem xt_NFQUEUE nfnetlink_queue; do
     timeout 120 sh -c "until rmmod $module; do sleep 1; done" || exit 1
 done
 ! {python} -m testbed_controller.shaping.capability"""
-_SUITE = ["pytest", "-p", "no:cacheprovider", "-q", "-rA", "--color=no", "--durations=20", "-k", _CHOSEN, *_FILES]
+_SUITE = [
+    "pytest",
+    "-p",
+    "no:cacheprovider",
+    "-q",
+    "-rA",
+    "--color=no",
+    "--durations=20",
+    "-k",
+    _CHOSEN,
+    *_FILES,
+]
 
 
 @pytest.mark.timeout(1600)
 def test_netem_in_a_virtual_machine(tmp_path: Path) -> None:
     """Skipped, with the reason, where no virtual machine can be had."""
     # Its time is its own, so that it may leave the processors to others; and it begins first, since it takes longest.
-    machine = ["nice", "-n", "5", sys.executable, str(ROOT / "tests/netem/vm.py"), "--timeout", "1500", "--"]
+    machine = [
+        "nice",
+        "-n",
+        "5",
+        sys.executable,
+        str(ROOT / "tests/netem/vm.py"),
+        "--timeout",
+        "1500",
+        "--",
+    ]
     with (tmp_path / "console").open("w+") as console:
         suite = shlex.join([sys.executable, "-m", *_SUITE])
         script = f"{suite} || exit\n{_WITHOUT.format(python=sys.executable)}"
-        done = subprocess.run([*machine, "sh", "-c", script], stdout=console, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            [*machine, "sh", "-c", script],
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
         console.seek(0)
         said = console.read()
     print(said)
@@ -43,13 +68,17 @@ def test_netem_in_a_virtual_machine(tmp_path: Path) -> None:
     assert int(result[1]) >= 10
     assert "skipped" not in result[0]
     reason = next(line for line in said.splitlines() if "cannot shape links" in line)
-    assert "netem lacks sch_netem; userspace lacks nfnetlink_queue, xt_NFQUEUE" in reason
+    assert (
+        "netem lacks sch_netem; userspace lacks nfnetlink_queue, xt_NFQUEUE" in reason
+    )
     assert "modprobe" in reason
     assert "linux-image-amd64" in reason
 
 
 def test_what_the_guest_runs_needs_nothing_that_it_goes_without() -> None:
-    modules = [file.removesuffix(".py").replace("/", ".") for file in (*_FILES, "conftest.py")]
+    modules = [
+        file.removesuffix(".py").replace("/", ".") for file in (*_FILES, "conftest.py")
+    ]
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(LEFT_OUT - {'test', 'site-packages'})}))"
     code += f"; import tests.helpers.hostload, testbed_controller.shaping.capability, {', '.join(modules)}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

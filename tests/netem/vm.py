@@ -30,19 +30,70 @@ ROOT = Path(__file__).resolve().parents[2]
 UNAVAILABLE, TIMED_OUT = 3, 124
 BUILD = ROOT / ".build" / "vm"
 LIBRARIES = BUILD / "libraries"
-HOST_PACKAGES = {"qemu-system-x86_64": "qemu-system-x86", "cpio": "cpio", "depmod": "kmod"}
+HOST_PACKAGES = {
+    "qemu-system-x86_64": "qemu-system-x86",
+    "cpio": "cpio",
+    "depmod": "kmod",
+}
 MODULES = [
     *("crc32c_generic", "virtio_pci", "9pnet_virtio", "9p", "overlay"),
     *("veth", "bridge", "ifb"),
-    *("sch_netem", "sch_htb", "sch_ingress", "sch_tbf", "sch_prio", "cls_u32", "cls_matchall", "act_mirred"),
-    *("x_tables", "ip_tables", "iptable_filter", "iptable_mangle", "xt_NFQUEUE", "nfnetlink_queue", "xt_statistic"),
+    *(
+        "sch_netem",
+        "sch_htb",
+        "sch_ingress",
+        "sch_tbf",
+        "sch_prio",
+        "cls_u32",
+        "cls_matchall",
+        "act_mirred",
+    ),
+    *(
+        "x_tables",
+        "ip_tables",
+        "iptable_filter",
+        "iptable_mangle",
+        "xt_NFQUEUE",
+        "nfnetlink_queue",
+        "xt_statistic",
+    ),
     *("nf_tables", "nft_compat"),
 ]
 
 LEFT_OUT = {
-    *("torch", "torchgen", "functorch", "scipy", "scipy.libs", "sklearn", "numpy", "numpy.libs", "sympy", "mpmath"),
-    *("networkx", "matplotlib", "kiwisolver", "fontTools", "PIL", "pillow.libs", "mypy", "mypyc", "pip", "setuptools"),
-    *("dask", "torchmetrics", "narwhals", "asyncssh", "scipy-stubs", "cryptography", "mpl_toolkits"),
+    *(
+        "torch",
+        "torchgen",
+        "functorch",
+        "scipy",
+        "scipy.libs",
+        "sklearn",
+        "numpy",
+        "numpy.libs",
+        "sympy",
+        "mpmath",
+    ),
+    *(
+        "networkx",
+        "matplotlib",
+        "kiwisolver",
+        "fontTools",
+        "PIL",
+        "pillow.libs",
+        "mypy",
+        "mypyc",
+        "pip",
+        "setuptools",
+    ),
+    *(
+        "dask",
+        "torchmetrics",
+        "narwhals",
+        "asyncssh",
+        "scipy-stubs",
+        "cryptography",
+        "mpl_toolkits",
+    ),
     *("test", "idlelib", "lib2to3", "tkinter", "ensurepip", "site-packages"),
 }
 """Folders that the guest goes without: large, and of no use for links."""
@@ -62,11 +113,34 @@ def _spinner() -> bytes:
     Emulated, a thousand no-operations cost next to nothing: spun time passes faster than the host's.
     """
     base, header, nothing = 0x400000, 120, 4096
-    idle = bytes.fromhex("31ffbe05000000488d15 00000000b8900000000f05")  # sched_setscheduler(0, SCHED_IDLE, &0)
+    idle = bytes.fromhex(
+        "31ffbe05000000488d15 00000000b8900000000f05"
+    )  # sched_setscheduler(0, SCHED_IDLE, &0)
     code = idle[:10] + (len(idle) - 14 + nothing + 5).to_bytes(4, "little") + idle[14:]
-    code += b"\x90" * nothing + b"\xe9" + (-nothing - 5).to_bytes(4, "little", signed=True) + bytes(8)
+    code += (
+        b"\x90" * nothing
+        + b"\xe9"
+        + (-nothing - 5).to_bytes(4, "little", signed=True)
+        + bytes(8)
+    )
     size = header + len(code)
-    elf = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\2\1\1", 2, 62, 1, base + header, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+    elf = struct.pack(
+        "<16sHHIQQQIHHHHHH",
+        b"\x7fELF\2\1\1",
+        2,
+        62,
+        1,
+        base + header,
+        64,
+        0,
+        0,
+        64,
+        56,
+        1,
+        0,
+        0,
+        0,
+    )
     return elf + struct.pack("<IIQQQQQQ", 1, 5, 0, base, base, size, size, 4096) + code
 
 
@@ -102,7 +176,9 @@ class VmUnavailable(Exception):  # noqa: N818 - a state of this machine
     """This machine cannot boot the guest."""
 
 
-def run(command: list[str], *, timeout: float, memory: str = "3G", echo: bool = True) -> int:
+def run(
+    command: list[str], *, timeout: float, memory: str = "3G", echo: bool = True
+) -> int:
     """Run the command in the guest, in the checkout; return its exit status. Raises `VmUnavailable`."""
     kernel, initramfs = _prepare()
     initrd = _with_files(initramfs)
@@ -133,7 +209,9 @@ def run(command: list[str], *, timeout: float, memory: str = "3G", echo: bool = 
     ]  # fmt: skip
     stdout = None if echo else subprocess.DEVNULL
     try:
-        subprocess.run(qemu, stdin=subprocess.DEVNULL, stdout=stdout, timeout=timeout, check=True)
+        subprocess.run(
+            qemu, stdin=subprocess.DEVNULL, stdout=stdout, timeout=timeout, check=True
+        )
     except subprocess.TimeoutExpired:
         print(f"vm: the guest did not end within {timeout:.0f} s", file=sys.stderr)
         return TIMED_OUT
@@ -142,23 +220,50 @@ def run(command: list[str], *, timeout: float, memory: str = "3G", echo: bool = 
     try:
         return int((out / "status").read_text())
     except (OSError, ValueError):
-        print("vm: the guest left no exit status: see its console output", file=sys.stderr)
+        print(
+            "vm: the guest left no exit status: see its console output", file=sys.stderr
+        )
         return 1
 
 
 def _in_memory() -> list[Path]:
     """Return the folders and files that the guest has in its memory."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    ours = [ROOT / name for name in ("testbed", "agent", "controller", "papers", "tests", "tools", "conftest.py")]
-    tools = [Path(path).resolve() for path in (sys.executable, *filter(None, map(_tool, TOOLS)))]
+    ours = [
+        ROOT / name
+        for name in (
+            "testbed",
+            "agent",
+            "controller",
+            "papers",
+            "tests",
+            "tools",
+            "conftest.py",
+        )
+    ]
+    tools = [
+        Path(path).resolve()
+        for path in (sys.executable, *filter(None, map(_tool, TOOLS)))
+    ]
     # By the names that programs ask for: a link on the host has to be read from there each time that it is followed.
     shutil.rmtree(LIBRARIES, ignore_errors=True)
     LIBRARIES.mkdir()
-    linked = subprocess.run(["ldd", *tools], check=False, capture_output=True, text=True).stdout
+    linked = subprocess.run(
+        ["ldd", *tools], check=False, capture_output=True, text=True
+    ).stdout
     for library in set(re.findall(r"(/\S+) \(0x", linked)):
         shutil.copy2(library, LIBRARIES)
-    found = [*(Path(path).resolve() for path in (*paths, "/etc/ld.so.cache")), *tools, *ours, LIBRARIES]
-    return [path for path in dict.fromkeys(found) if path.is_dir() or path.stat().st_size < _LARGE]
+    found = [
+        *(Path(path).resolve() for path in (*paths, "/etc/ld.so.cache")),
+        *tools,
+        *ours,
+        LIBRARIES,
+    ]
+    return [
+        path
+        for path in dict.fromkeys(found)
+        if path.is_dir() or path.stat().st_size < _LARGE
+    ]
 
 
 def _with_files(initramfs: Path) -> Path:
@@ -173,7 +278,11 @@ def _with_files(initramfs: Path) -> Path:
         for where, inner, files in os.walk(path):
             inner[:] = [name for name in inner if name not in LEFT_OUT]
             names |= dict.fromkeys(str(Path(where, name)) for name in ("", *files))
-    kept = [name[1:] for name in names if len(name) > 1 and (Path(name).is_dir() or Path(name).stat().st_size < _LARGE)]
+    kept = [
+        name[1:]
+        for name in names
+        if len(name) > 1 and (Path(name).is_dir() or Path(name).stat().st_size < _LARGE)
+    ]
     packed = subprocess.run(
         ["cpio", "-o", "-H", "newc", "--quiet"],
         cwd="/",
@@ -185,7 +294,11 @@ def _with_files(initramfs: Path) -> Path:
     (listed / "modules").mkdir(parents=True, exist_ok=True)
     (listed / "modules/held").write_text("".join(f"{path}\n" for path in held))
     list_ = subprocess.run(
-        ["cpio", "-o", "-H", "newc", "--quiet"], cwd=listed, input=b"modules/held\n", check=True, capture_output=True
+        ["cpio", "-o", "-H", "newc", "--quiet"],
+        cwd=listed,
+        input=b"modules/held\n",
+        check=True,
+        capture_output=True,
     )
     first = initramfs.read_bytes()
     initrd = BUILD / "initrd"
@@ -199,7 +312,9 @@ def _prepare() -> tuple[Path, Path]:
         return _made()
     except subprocess.CalledProcessError as failed:
         words = " ".join(map(str, failed.cmd))
-        raise VmUnavailable(f"no kernel for the virtual machine: '{words}' ended with {failed.returncode}") from failed
+        raise VmUnavailable(
+            f"no kernel for the virtual machine: '{words}' ended with {failed.returncode}"
+        ) from failed
     except (StopIteration, FileNotFoundError) as missing:
         raise VmUnavailable(
             f"no kernel for the virtual machine: this is no Debian with package lists ({missing})"
@@ -214,7 +329,10 @@ def _made() -> tuple[Path, Path]:
     if not list(tree.glob("boot/vmlinuz-*")):
         _unpack(tree)
     kernel = next(tree.glob("boot/vmlinuz-*"))
-    if not initramfs.exists() or initramfs.stat().st_mtime < Path(__file__).stat().st_mtime:
+    if (
+        not initramfs.exists()
+        or initramfs.stat().st_mtime < Path(__file__).stat().st_mtime
+    ):
         _pack(tree, kernel.name.removeprefix("vmlinuz-"), initramfs)
     return kernel, initramfs
 
@@ -228,9 +346,16 @@ def _unpack(tree: Path) -> None:
     except subprocess.CalledProcessError:  # a machine without package lists yet
         _as_root("apt-get", "update", "-qq")
         meta = _output("apt-cache", "depends", "linux-image-amd64")
-    package = next(line.split()[1] for line in meta.splitlines() if "Depends: linux-image" in line)
+    package = next(
+        line.split()[1] for line in meta.splitlines() if "Depends: linux-image" in line
+    )
     for name in (package, "busybox-static"):
-        subprocess.run(["apt-get", "download", "-qq", name], cwd=BUILD, check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            ["apt-get", "download", "-qq", name],
+            cwd=BUILD,
+            check=True,
+            stderr=subprocess.DEVNULL,
+        )
         archive = sorted(BUILD.glob(f"{name}_*.deb"))[-1]
         subprocess.run(["dpkg", "-x", str(archive), str(draft)], check=True)
         archive.unlink()
@@ -250,7 +375,10 @@ def _pack(tree: Path, release: str, initramfs: Path) -> None:
     (root / "bin/spin").write_bytes(_spinner())
     (root / "bin/spin").chmod(0o755)
     base = tree / "lib/modules" / release
-    needs = {line.split(":")[0]: line.split(":")[1].split() for line in (base / "modules.dep").read_text().splitlines()}
+    needs = {
+        line.split(":")[0]: line.split(":")[1].split()
+        for line in (base / "modules.dep").read_text().splitlines()
+    }
     by_name = {Path(path).name.split(".")[0].replace("-", "_"): path for path in needs}
     order: list[str] = []
 
@@ -265,13 +393,21 @@ def _pack(tree: Path, release: str, initramfs: Path) -> None:
             add(by_name[module])
     for path in order:
         shutil.copy2(base / path, root / "modules" / Path(path).name)
-    (root / "modules/order").write_text("".join(Path(path).name + "\n" for path in order))
+    (root / "modules/order").write_text(
+        "".join(Path(path).name + "\n" for path in order)
+    )
     init = root / "init"
     init.write_text(INIT.replace("@OUT@", str(BUILD / "out")))
     init.chmod(0o755)
-    names = subprocess.run(["find", "."], cwd=root, check=True, capture_output=True).stdout
+    names = subprocess.run(
+        ["find", "."], cwd=root, check=True, capture_output=True
+    ).stdout
     archive = subprocess.run(
-        ["cpio", "-o", "-H", "newc", "--quiet"], cwd=root, input=names, check=True, capture_output=True
+        ["cpio", "-o", "-H", "newc", "--quiet"],
+        cwd=root,
+        input=names,
+        check=True,
+        capture_output=True,
     ).stdout
     initramfs.write_bytes(gzip.compress(archive, compresslevel=1))
 
@@ -282,7 +418,9 @@ def _install_host_packages() -> None:
     if not missing:
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise VmUnavailable(f"install {' '.join(missing)} to run these tests in a virtual machine")
+        raise VmUnavailable(
+            f"install {' '.join(missing)} to run these tests in a virtual machine"
+        )
     print(f"installing {' '.join(missing)} for the virtual machine", file=sys.stderr)
     _as_root("apt-get", "update", "-qq")
     _as_root("apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing)
@@ -292,11 +430,18 @@ def _as_root(*command: str) -> None:
     if os.geteuid() != 0:
         raise VmUnavailable(f"be root, or run '{' '.join(command)}' as root")
     # What it says is no part of what the guest says.
-    subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+    subprocess.run(
+        command,
+        check=True,
+        stdout=sys.stderr,
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+    )
 
 
 def _tool(name: str) -> str:
-    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") or ""
+    return (
+        shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") or ""
+    )
 
 
 def _output(*command: str) -> str:
@@ -305,11 +450,15 @@ def _output(*command: str) -> str:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Run a command in a virtual machine whose kernel has sch_netem.")
+    parser = argparse.ArgumentParser(
+        description="Run a command in a virtual machine whose kernel has sch_netem."
+    )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    command = (
+        arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    )
     try:
         status = run(command, timeout=arguments.timeout)
         sys.exit(1 if status == UNAVAILABLE else status)

@@ -37,9 +37,16 @@ def test_the_files_of_leaf_are_read(tmp_path, monkeypatch) -> None:
     for part, users in (("train", {"a": 3, "b": 2}), ("test", {"a": 1, "b": 1})):
         folder = tmp_path / "femnist" / part
         folder.mkdir(parents=True)
-        data = {user: {"x": [[0.5] * 784] * count, "y": [1] * count} for user, count in users.items()}
-        (folder / "all.json").write_text(json.dumps({"users": list(users), "user_data": data}))
-    part = DataPart(file=str(EXAMPLES / "leaf.py"), name="load", split={"column": "writer"})
+        data = {
+            user: {"x": [[0.5] * 784] * count, "y": [1] * count}
+            for user, count in users.items()
+        }
+        (folder / "all.json").write_text(
+            json.dumps({"users": list(users), "user_data": data})
+        )
+    part = DataPart(
+        file=str(EXAMPLES / "leaf.py"), name="load", split={"column": "writer"}
+    )
     found = load_set(part)
     assert found.train_images.shape == (5, 1, 28, 28)
     assert np.array_equal(found.groups, [0, 0, 0, 1, 1])

@@ -20,7 +20,8 @@ from tests.helpers import ROOT
 from tests.helpers.deployed import bodies, read
 
 SCENARIOS = sorted(ROOT.glob("scenarios/smoke/*.yaml")) + [
-    ROOT / "scenarios" / "examples" / name for name in ("ring.yaml", "programs.yaml", "own.yaml")
+    ROOT / "scenarios" / "examples" / name
+    for name in ("ring.yaml", "programs.yaml", "own.yaml")
 ]
 
 
@@ -34,11 +35,22 @@ def star(leaves: int) -> Prepared:
             Scenario.model_validate(
                 {
                     "name": "star",
-                    "devices": {"server": {"speed": "1gflops"}, "leaf": {"speed": "1gflops", "count": leaves}},
-                    "network": {"topology": "star", "link": {"rate": "10mbit", "delay": "1ms"}},
+                    "devices": {
+                        "server": {"speed": "1gflops"},
+                        "leaf": {"speed": "1gflops", "count": leaves},
+                    },
+                    "network": {
+                        "topology": "star",
+                        "link": {"rate": "10mbit", "delay": "1ms"},
+                    },
                     "workload": {
                         "model": {"name": "mlp", "hidden": [8]},
-                        "data": {"name": "synthetic-1x8x8", "train": 4 * leaves, "test": 4, "split": "iid"},
+                        "data": {
+                            "name": "synthetic-1x8x8",
+                            "train": 4 * leaves,
+                            "test": 4,
+                            "split": "iid",
+                        },
                         "method": {"name": "federated"},
                         "steps": 4,
                         "batch_size": 4,
@@ -61,7 +73,9 @@ def test_devices_read_what_the_method_says_that_they_know(file: Path) -> None:
         assert type(problem) is type(expected)
         for field in fields(problem):
             if field.name != "links":
-                assert getattr(problem, field.name) == getattr(expected, field.name), field.name
+                assert getattr(problem, field.name) == getattr(expected, field.name), (
+                    field.name
+                )
 
 
 def test_a_device_knows_no_links_but_its_own_and_no_part_of_the_plan() -> None:
@@ -89,7 +103,9 @@ def test_a_device_more_costs_the_others_its_name() -> None:
 
 def test_another_version_of_the_schema_is_refused() -> None:
     body = json.loads(bodies(star(2))["leaf1"]) | {"version": 7}
-    with pytest.raises(InputError, match="reads version 1 of the schema, not 7: build the images again"):
+    with pytest.raises(
+        InputError, match="reads version 1 of the schema, not 7: build the images again"
+    ):
         deployment.read(json.dumps(body).encode())
     for text in (b"[]", b"{}", b"null"):
         with pytest.raises(InputError, match="not None"):
@@ -132,7 +148,12 @@ for file in files:
     read(file.read_bytes(), Settings("run-00000000", file.name.rpartition("-")[2], "token"))
 print(len(files))
 """
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.stderr, done.returncode) == ("", 0)
     assert int(done.stdout) == len(list(tmp_path.iterdir()))
 
@@ -140,5 +161,9 @@ print(len(files))
 def test_a_device_in_a_container_computes_alone() -> None:
     found = star(3)
     stacked = found.problem.workload.model_copy(update={"numerics": "stacked"})
-    _, problem, _ = read(bodies(replace(found, problem=replace(found.problem, workload=stacked)))["leaf2"])
+    _, problem, _ = read(
+        bodies(replace(found, problem=replace(found.problem, workload=stacked)))[
+            "leaf2"
+        ]
+    )
     assert problem.workload.numerics == "full"

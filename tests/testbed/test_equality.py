@@ -39,12 +39,18 @@ workload:
   training: {training}
 """
 METHODS = {
-    "`pipeline`, 1 micro-batch": ("name: pipeline, micro_batches: 1, partition: even", 2),
+    "`pipeline`, 1 micro-batch": (
+        "name: pipeline, micro_batches: 1, partition: even",
+        2,
+    ),
     "`pipeline`, 4": ("name: pipeline, micro_batches: 4, partition: even", 2),
     "`gpipe`, 4": ("name: gpipe, micro_batches: 4, partition: even", 2),
     "`federated`, 1 device": ("name: federated, local_steps: 3", 1),
     "`split-learning`, 1 device": ("name: split-learning, split: 2", 1),
-    "`pipelearn`, 1 device, `parallel: 4`": ("name: pipelearn, split: 2, parallel: 4", 1),
+    "`pipelearn`, 1 device, `parallel: 4`": (
+        "name: pipelearn, split: 2, parallel: 4",
+        1,
+    ),
     "`pipedream`": ("name: pipedream", 2),
 }
 FEATURES = {
@@ -64,7 +70,13 @@ def trained(folder: Any, method: str, workers: int, feature: str) -> Any:
     """Return the weights that a method leaves; None where it refuses."""
     extra, training = FEATURES[feature]
     split = "iid" if any(f"name: {each}" in method for each in DEVICES) else "lead"
-    keys = {"workers": workers, "extra": extra, "split": split, "method": method, "training": training}
+    keys = {
+        "workers": workers,
+        "extra": extra,
+        "split": split,
+        "method": method,
+        "training": training,
+    }
     (folder / "own.py").write_text(NETWORKS)
     (folder / "scenario.yaml").write_text(SCENARIO.format(**keys))
     try:
@@ -79,11 +91,17 @@ def trained(folder: Any, method: str, workers: int, feature: str) -> Any:
 
 
 def compared(folder: Any, method: str, workers: int, feature: str) -> str:
-    expected, found = trained(folder, "name: single", 1, feature), trained(folder, method, workers, feature)
+    expected, found = (
+        trained(folder, "name: single", 1, feature),
+        trained(folder, method, workers, feature),
+    )
     if found is None:
         return "refused"
     assert found.keys() == expected.keys()
-    furthest = max(float((found[name].double() - expected[name].double()).abs().max()) for name in expected)
+    furthest = max(
+        float((found[name].double() - expected[name].double()).abs().max())
+        for name in expected
+    )
     return "equal" if furthest == 0 else "round-off" if furthest <= 1e-5 else "differs"
 
 
@@ -91,7 +109,12 @@ def compared(folder: Any, method: str, workers: int, feature: str) -> str:
 def test_the_table_of_what_is_equal_is_what_is_measured(tmp_path):
     lines = [f"| | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
     for feature in FEATURES:
-        cells = [compared(tmp_path, method, workers, feature) for method, workers in METHODS.values()]
+        cells = [
+            compared(tmp_path, method, workers, feature)
+            for method, workers in METHODS.values()
+        ]
         lines.append(f"| {feature} | {' | '.join(cells)} |")
     table = "\n".join(lines)
-    assert table in (ROOT / "docs" / "from-torch.md").read_text(), f"the table is now\n{table}"
+    assert table in (ROOT / "docs" / "from-torch.md").read_text(), (
+        f"the table is now\n{table}"
+    )

@@ -24,8 +24,14 @@ METHODS = {
 def run(method: str, every: object, **training: object):
     options, split = METHODS[method]
     data = {"name": "digits", "train": 96, "test": 20, "split": split}
-    work = {"data": data, "steps": 40, "training": {"optimizer": {"learning_rate": 0.1}, **training}}
-    described = scenario(2, workload=work, method={"name": method, "evaluate_every": every, **options})
+    work = {
+        "data": data,
+        "steps": 40,
+        "training": {"optimizer": {"learning_rate": 0.1}, **training},
+    }
+    described = scenario(
+        2, workload=work, method={"name": method, "evaluate_every": every, **options}
+    )
     return prepare(trials(described)[0])
 
 

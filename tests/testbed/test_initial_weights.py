@@ -39,7 +39,10 @@ workload:
 
 def run(file: Path, *options: str) -> Path:
     out = file.with_suffix("")
-    done = CliRunner().invoke(command_line, ["run", str(file), "--runtime", "simulate", "--out", str(out), *options])
+    done = CliRunner().invoke(
+        command_line,
+        ["run", str(file), "--runtime", "simulate", "--out", str(out), *options],
+    )
     assert done.exit_code == 0, done.output
     return out
 
@@ -51,19 +54,30 @@ def begun(text: str, file: Path) -> list[Prepared]:
 
 def test_a_run_begins_with_what_the_scenario_leaves(tmp_path):
     (tmp_path / "first.yaml").write_text(FIRST)
-    named = FIRST.replace("name: first", "name: then").replace("{name: mlp}", "{name: mlp, weights: first.yaml}")
+    named = FIRST.replace("name: first", "name: then").replace(
+        "{name: mlp}", "{name: mlp, weights: first.yaml}"
+    )
     (tmp_path / "then.yaml").write_text(named)
     (tmp_path / "again.yaml").write_text(FIRST.replace("name: first", "name: again"))
     left = run(tmp_path / "first.yaml") / "weights.safetensors"
     by_scenario = load_file(run(tmp_path / "then.yaml") / "weights.safetensors")
-    by_file = load_file(run(tmp_path / "again.yaml", "--weights", str(left)) / "weights.safetensors")
-    assert all(torch.equal(by_scenario[name], tensor) for name, tensor in by_file.items())
-    assert not all(torch.equal(tensor, by_file[name]) for name, tensor in load_file(left).items())
+    by_file = load_file(
+        run(tmp_path / "again.yaml", "--weights", str(left)) / "weights.safetensors"
+    )
+    assert all(
+        torch.equal(by_scenario[name], tensor) for name, tensor in by_file.items()
+    )
+    assert not all(
+        torch.equal(tensor, by_file[name]) for name, tensor in load_file(left).items()
+    )
 
 
 def test_runs_that_begin_alike_share_the_weights(tmp_path):
     (tmp_path / "first.yaml").write_text(FIRST)
-    text = FIRST.replace("{name: mlp}", "{name: mlp, weights: first.yaml}") + "repetitions: 2\n"
+    text = (
+        FIRST.replace("{name: mlp}", "{name: mlp, weights: first.yaml}")
+        + "repetitions: 2\n"
+    )
     one, two = begun(text, tmp_path / "then.yaml")
     initial = InitialWeights(Console(quiet=True))
     assert initial.weights_for(one) is initial.weights_for(two)
@@ -87,15 +101,26 @@ def careless(tmp_path: Path, before: str, *, without: bool = False) -> list[str]
     """Return the command that runs a method of one's own with weights, which a run has left."""
     (tmp_path / "first.yaml").write_text(FIRST)
     left = run(tmp_path / "first.yaml") / "weights.safetensors"
-    (tmp_path / "careless.py").write_text(CARELESS.format(before=before, without=without))
+    (tmp_path / "careless.py").write_text(
+        CARELESS.format(before=before, without=without)
+    )
     own = FIRST.replace("{name: single}", "{file: careless.py, name: careless}")
     (tmp_path / "own.yaml").write_text(own)
-    command = ["run", str(tmp_path / "own.yaml"), "--runtime", "simulate", "--out", str(tmp_path / "own")]
+    command = [
+        "run",
+        str(tmp_path / "own.yaml"),
+        "--runtime",
+        "simulate",
+        "--out",
+        str(tmp_path / "own"),
+    ]
     return [*command, "--weights", str(left)]
 
 
 def test_a_run_fails_whose_program_never_reads_the_weights(tmp_path):
-    done = CliRunner().invoke(command_line, careless(tmp_path, "device.record('step', step=1, samples=32)"))
+    done = CliRunner().invoke(
+        command_line, careless(tmp_path, "device.record('step', step=1, samples=32)")
+    )
     assert done.exit_code == 1, done.output
     manifest = json.loads((tmp_path / "own" / "manifest.json").read_text())
     assert manifest["status"] == "failed"
@@ -104,7 +129,9 @@ def test_a_run_fails_whose_program_never_reads_the_weights(tmp_path):
 
 
 def test_a_run_goes_well_whose_program_reads_the_weights(tmp_path):
-    done = CliRunner().invoke(command_line, careless(tmp_path, "await super().program(device, job)"))
+    done = CliRunner().invoke(
+        command_line, careless(tmp_path, "await super().program(device, job)")
+    )
     assert done.exit_code == 0, done.output
 
 
@@ -115,29 +142,69 @@ def test_a_method_that_does_not_say_that_it_takes_weights_is_not_given_any(tmp_p
 
 
 def test_a_former_flag_of_a_method_is_refused_with_its_capability():
-    with pytest.raises(TypeError, match=r"Former.takes_weights has no effect: write 'initial_weights' in `supports`"):
+    with pytest.raises(
+        TypeError,
+        match=r"Former.takes_weights has no effect: write 'initial_weights' in `supports`",
+    ):
         type("Former", (METHODS["single"].__class__,), {"takes_weights": True})
 
 
 @pytest.mark.parametrize(
-    "name", sorted(name for name, method in METHODS.items() if {"train", "infer"} & set(method.tasks))
+    "name",
+    sorted(
+        name
+        for name, method in METHODS.items()
+        if {"train", "infer"} & set(method.tasks)
+    ),
 )
 def test_every_method_begins_with_given_weights_or_refuses_them(name, tmp_path):
     method = METHODS[name]
-    key = {"task": "train", "steps": 1} if "train" in method.tasks else {"task": "infer"}
+    key = (
+        {"task": "train", "steps": 1} if "train" in method.tasks else {"task": "infer"}
+    )
     own = name in ("federated", "split-learning", "split-federated", "pipelearn")
-    data = {"name": "digits", "train": 64, "test": 40, "split": "iid" if own else "lead"}
-    radio = {"topology": "mesh", "link": {"rate": "20mbit", "delay": "1ms"}, "cells": [{"rate": "20mbit"}]}
-    model = {"name": "mlp", "hidden": [12, 10, 8], "weights": str(tmp_path / "given.safetensors")}
+    data = {
+        "name": "digits",
+        "train": 64,
+        "test": 40,
+        "split": "iid" if own else "lead",
+    }
+    radio = {
+        "topology": "mesh",
+        "link": {"rate": "20mbit", "delay": "1ms"},
+        "cells": [{"rate": "20mbit"}],
+    }
+    model = {
+        "name": "mlp",
+        "hidden": [12, 10, 8],
+        "weights": str(tmp_path / "given.safetensors"),
+    }
     still = {"optimizer": {"learning_rate": 1e-12}}
-    work = {"data": data, "model": model, "training": still if "train" in method.tasks else {}, **key}
-    chosen = {"name": name, **({"final_weights": True} if name in ("edgepipe", "versatile") else {})}
-    network = radio if name in ("edgepipe", "versatile") else {"topology": "mesh", "link": radio["link"]}
+    work = {
+        "data": data,
+        "model": model,
+        "training": still if "train" in method.tasks else {},
+        **key,
+    }
+    chosen = {
+        "name": name,
+        **({"final_weights": True} if name in ("edgepipe", "versatile") else {}),
+    }
+    network = (
+        radio
+        if name in ("edgepipe", "versatile")
+        else {"topology": "mesh", "link": radio["link"]}
+    )
     described = scenario(2 if own else 3, workload=work, method=chosen, network=network)
     if "steps" not in key:
-        described = scenario(3, workload={**work, "steps": None}, method={"name": name}, network=network)
+        described = scenario(
+            3, workload={**work, "steps": None}, method={"name": name}, network=network
+        )
     whole = create("mlp", {"hidden": [12, 10, 8]}, (1, 8, 8), 10)
-    given = {key: value * 1.5 for key, value in whole.build(0, len(whole.units), 99).state_dict().items()}
+    given = {
+        key: value * 1.5
+        for key, value in whole.build(0, len(whole.units), 99).state_dict().items()
+    }
     save_file(given, tmp_path / "given.safetensors")
     if "initial_weights" not in method.supports:
         with pytest.raises(InputError, match="remove"):
@@ -145,7 +212,9 @@ def test_every_method_begins_with_given_weights_or_refuses_them(name, tmp_path):
         return
     prepared = prepare(trials(described)[0])
     read: list[str] = []
-    outcome = simulate(prepared, load_data(prepared), lambda event: read.append(event.event), given)
+    outcome = simulate(
+        prepared, load_data(prepared), lambda event: read.append(event.event), given
+    )
     assert outcome.status == "finished", outcome.error
     assert "weights" in read
     if "train" in method.tasks:
@@ -183,24 +252,38 @@ def own_network(folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("units", ["", ", units: [last]"])
-def test_a_run_leaves_the_state_dict_of_ones_own_network_whatever_its_units(tmp_path: Path, units: str) -> None:
+def test_a_run_leaves_the_state_dict_of_ones_own_network_whatever_its_units(
+    tmp_path: Path, units: str
+) -> None:
     network = own_network(tmp_path)
-    (tmp_path / "own.yaml").write_text(OWN_RUN.replace("name: Net", f"name: Net{units}"))
-    network.load_state_dict(load_file(run(tmp_path / "own.yaml") / "weights.safetensors"))
+    (tmp_path / "own.yaml").write_text(
+        OWN_RUN.replace("name: Net", f"name: Net{units}")
+    )
+    network.load_state_dict(
+        load_file(run(tmp_path / "own.yaml") / "weights.safetensors")
+    )
 
 
 def nested(state: dict[str, torch.Tensor]) -> dict[str, object]:
-    return {"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}
+    return {
+        "epoch": 3,
+        "state_dict": {f"module.{name}": tensor for name, tensor in state.items()},
+    }
 
 
 FILES = {
     "plain.safetensors": lambda state, path: save_file(state, path),
     "plain.pt": lambda state, path: torch.save(state, path),
     "checkpoint.pth": lambda state, path: torch.save(nested(state), path),
-    "old.pt": lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
-    "compiled.safetensors": lambda state, path: save_file({f"_orig_mod.{n}": t for n, t in state.items()}, path),
+    "old.pt": lambda state, path: torch.save(
+        state, path, _use_new_zipfile_serialization=False
+    ),
+    "compiled.safetensors": lambda state, path: save_file(
+        {f"_orig_mod.{n}": t for n, t in state.items()}, path
+    ),
     "no_counters.safetensors": lambda state, path: save_file(
-        {name: tensor for name, tensor in state.items() if "num_batches" not in name}, path
+        {name: tensor for name, tensor in state.items() if "num_batches" not in name},
+        path,
     ),
     "no_unused.safetensors": lambda state, path: save_file(
         {name: tensor for name, tensor in state.items() if "unused" not in name}, path
@@ -212,7 +295,10 @@ FILES = {
 def test_a_state_dict_of_ones_own_network_is_read(tmp_path: Path, name: str) -> None:
     network = own_network(tmp_path)
     FILES[name](network.state_dict(), tmp_path / name)
-    (prepared,) = begun(OWN_RUN.replace("name: Net", f"name: Net, weights: {name}"), tmp_path / "own.yaml")
+    (prepared,) = begun(
+        OWN_RUN.replace("name: Net", f"name: Net, weights: {name}"),
+        tmp_path / "own.yaml",
+    )
     found = InitialWeights(Console(quiet=True)).weights_for(prepared)
     assert found is not None
     model = prepared.problem.model.build(0, len(prepared.problem.model.units), 0)
@@ -227,7 +313,10 @@ def test_names_with_units_of_an_earlier_version_are_read(tmp_path: Path) -> None
     model = prepared.problem.model
     state = model.build(0, len(model.units), 5).state_dict()
     save_file(state, tmp_path / "old.safetensors")
-    (prepared,) = begun(OWN_RUN.replace("name: Net", "name: Net, weights: old.safetensors"), tmp_path / "own.yaml")
+    (prepared,) = begun(
+        OWN_RUN.replace("name: Net", "name: Net, weights: old.safetensors"),
+        tmp_path / "own.yaml",
+    )
     found = InitialWeights(Console(quiet=True)).weights_for(prepared)
     assert found is not None
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
@@ -238,21 +327,35 @@ def test_names_with_units_of_an_earlier_version_are_read(tmp_path: Path) -> None
     [
         ({"last.bias": None}, "missing last.bias"),
         ({"head.weight": torch.zeros(2)}, "head.weight does not belong to the model"),
-        ({"last.weight": torch.zeros(3, 12)}, r"last.weight is torch.float32 of \[3, 12\] instead of .* \[10, 12\]"),
+        (
+            {"last.weight": torch.zeros(3, 12)},
+            r"last.weight is torch.float32 of \[3, 12\] instead of .* \[10, 12\]",
+        ),
     ],
 )
 @pytest.mark.parametrize("file", ["w.safetensors", "w.pt"])
-def test_weights_that_do_not_match_are_found_before_the_run(tmp_path: Path, file: str, change: dict, said: str) -> None:
+def test_weights_that_do_not_match_are_found_before_the_run(
+    tmp_path: Path, file: str, change: dict, said: str
+) -> None:
     state = {**own_network(tmp_path).state_dict(), **change}
     FILES[f"plain.{file.partition('.')[2]}"](
-        {name: tensor for name, tensor in state.items() if tensor is not None}, tmp_path / file
+        {name: tensor for name, tensor in state.items() if tensor is not None},
+        tmp_path / file,
     )
     with pytest.raises(InputError, match=said):
-        begun(OWN_RUN.replace("name: Net", f"name: Net, weights: {file}"), tmp_path / "own.yaml")
+        begun(
+            OWN_RUN.replace("name: Net", f"name: Net, weights: {file}"),
+            tmp_path / "own.yaml",
+        )
 
 
 def test_a_pickled_network_is_refused_with_the_remedy(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")
     own_network(tmp_path)
-    with pytest.raises(InputError, match=r"save the `state_dict\(\)` of the network alone"):
-        begun(OWN_RUN.replace("name: Net", "name: Net, weights: whole.pt"), tmp_path / "own.yaml")
+    with pytest.raises(
+        InputError, match=r"save the `state_dict\(\)` of the network alone"
+    ):
+        begun(
+            OWN_RUN.replace("name: Net", "name: Net, weights: whole.pt"),
+            tmp_path / "own.yaml",
+        )

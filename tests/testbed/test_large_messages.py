@@ -33,11 +33,16 @@ from tests.helpers.worlds import world
 
 
 def test_the_device_with_less_memory_bounds_a_message() -> None:
-    large, small = DeviceSpec("large", 1e9, 9 * 2.0**30), DeviceSpec("small", 1e9, 600e6)
+    large, small = (
+        DeviceSpec("large", 1e9, 9 * 2.0**30),
+        DeviceSpec("small", 1e9, 600e6),
+    )
     assert largest_message(large, large) > 2_200_000_000
     assert largest_message(large, small) == largest_message(small, large) == 300_000_000
     check_message(300_000_000, large, small)
-    with pytest.raises(TestbedError, match="a message of 301 MB from large to small is too large"):
+    with pytest.raises(
+        TestbedError, match="a message of 301 MB from large to small is too large"
+    ):
         check_message(301_000_000, large, small)
 
 
@@ -48,32 +53,55 @@ def exchange(payload: str) -> Scenario:
         "method": {"name": "exchange", "payload": payload},
         "requests": 1,
     }
-    devices = {name: {"speed": "1gflops", "memory": "800MB"} for name in ("left", "right")}
-    return Scenario.model_validate({"name": "large", "devices": devices, "workload": workload})
+    devices = {
+        name: {"speed": "1gflops", "memory": "800MB"} for name in ("left", "right")
+    }
+    return Scenario.model_validate(
+        {"name": "large", "devices": devices, "workload": workload}
+    )
 
 
-def test_a_message_that_the_plan_knows_to_be_too_large_is_refused_before_the_run() -> None:
+def test_a_message_that_the_plan_knows_to_be_too_large_is_refused_before_the_run() -> (
+    None
+):
     prepare(trials(exchange("390MB"))[0])
-    with pytest.raises(InputError, match="'left' has 800 MB of memory, its part of the plan needs 820 MB"):
+    with pytest.raises(
+        InputError,
+        match="'left' has 800 MB of memory, its part of the plan needs 820 MB",
+    ):
         prepare(trials(exchange("410MB"))[0])
 
 
 def test_gathered_weights_that_a_stage_cannot_send_are_refused_before_the_run() -> None:
-    devices = {"source": {"speed": "1gflops"}, "worker": {"speed": "1gflops", "memory": "15MB"}}
+    devices = {
+        "source": {"speed": "1gflops"},
+        "worker": {"speed": "1gflops", "memory": "15MB"},
+    }
     method = {"name": "pipeline", "partition": "even"}
     workload = {"model": {"name": "mlp", "hidden": [64, 1000, 1000]}}
     refused = scenario(workload=workload, method=method, devices=devices)
-    with pytest.raises(InputError, match=r"devices.worker.memory: a message of 8.0\d MB from worker to source is too"):
+    with pytest.raises(
+        InputError,
+        match=r"devices.worker.memory: a message of 8.0\d MB from worker to source is too",
+    ):
         prepare(trials(refused)[0])
     devices["worker"]["memory"] = "17MB"
     assert (
-        simulated(prepare(trials(scenario(workload=workload, method=method, devices=devices))[0])).status == "finished"
+        simulated(
+            prepare(
+                trials(scenario(workload=workload, method=method, devices=devices))[0]
+            )
+        ).status
+        == "finished"
     )
 
 
 MODEL = {"model": {"name": "mlp", "hidden": [120, 100, 80, 80]}}
 INFERENCE = {**MODEL, "task": "infer", "requests": 4}
-OWN_DATA = {**MODEL, "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"}}
+OWN_DATA = {
+    **MODEL,
+    "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"},
+}
 MESH = {"link": {"rate": "20mbit", "delay": "2ms"}, "topology": "mesh"}
 
 
@@ -97,7 +125,11 @@ def simulated(prepared: Prepared) -> Outcome:
     ids=lambda keys: keys.get("name", ""),
 )
 def test_a_plan_knows_the_largest_messages_of_its_run(
-    tmp_path: Path, workload: dict[str, Any], method: dict[str, Any], network: dict[str, Any], given: bool
+    tmp_path: Path,
+    workload: dict[str, Any],
+    method: dict[str, Any],
+    network: dict[str, Any],
+    given: bool,
 ) -> None:
     if given:
         model = problem_of(scenario(workload=MODEL))[0].model
@@ -107,20 +139,26 @@ def test_a_plan_knows_the_largest_messages_of_its_run(
         workload = {**workload, "model": {**workload["model"], "weights": str(file)}}
     prepared = prepare(trials(scenario(workload=workload, method=method, **network))[0])
     planned: dict[tuple[str, str], float] = {}
-    for sender, receiver, size in prepared.method.largest_messages(prepared.problem, prepared.plan):
+    for sender, receiver, size in prepared.method.largest_messages(
+        prepared.problem, prepared.plan
+    ):
         planned[sender, receiver] = max(size, planned.get((sender, receiver), 0.0))
     sent: dict[tuple[str, str], float] = {}
     for event in simulated(prepared).events.of("send"):
         pair = (event.device, event.fields["peer"])
         sent[pair] = max(event.fields["bytes"], sent.get(pair, 0.0))
-    forward = {pair: size for pair, size in sent.items() if size > 10_000}  # gradients are no larger than activations
+    forward = {
+        pair: size for pair, size in sent.items() if size > 10_000
+    }  # gradients are no larger than activations
     assert forward.keys() <= planned.keys()
     for pair, size in forward.items():
         assert planned[pair] == pytest.approx(size, abs=2000), pair
 
 
 @pytest.mark.parametrize("casts", [False, True])
-def test_the_simulation_refuses_a_message_that_a_container_would_refuse(casts: bool) -> None:
+def test_the_simulation_refuses_a_message_that_a_container_would_refuse(
+    casts: bool,
+) -> None:
     async def lead(device: Device) -> None:
         message = Message("m", padding=500_000_001)
         await (device.cast(["b"], message) if casts else device.send("b", message))
@@ -156,8 +194,15 @@ def test_stages_keep_what_they_trained_where_it_cannot_be_gathered(
     assert kept.keys() == whole.keys()
     for name, value in kept.items():
         assert torch.equal(value, whole[name]), name
-    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome(parts=outcome.parts))
-    assert (place / "weights-worker1.safetensors").read_bytes() == outcome.parts["worker1"]
+    place = recorded.write(
+        tmp_path / "run",
+        recorded.trial(),
+        recorded.plan(),
+        recorded.outcome(parts=outcome.parts),
+    )
+    assert (place / "weights-worker1.safetensors").read_bytes() == outcome.parts[
+        "worker1"
+    ]
 
 
 def test_a_run_at_its_time_limit_leaves_each_stage_and_no_empty_file() -> None:
@@ -168,7 +213,9 @@ def test_a_run_at_its_time_limit_leaves_each_stage_and_no_empty_file() -> None:
 
 
 def test_a_stage_without_a_checkpoint_leaves_what_it_trained_asynchronously() -> None:
-    outcome = run(scenario(method={"name": "pipedream", "global_every": 0}, time_limit="0.05s"))
+    outcome = run(
+        scenario(method={"name": "pipedream", "global_every": 0}, time_limit="0.05s")
+    )
     assert outcome.status == "timed out"
     assert [*outcome.parts] == ["source", "worker1", "worker2", "worker3"]
 
@@ -176,7 +223,11 @@ def test_a_stage_without_a_checkpoint_leaves_what_it_trained_asynchronously() ->
 def test_the_parts_of_a_users_own_network_have_its_names() -> None:
     part = arrays.pack({"3.head.weight": torch.ones(2)})
     problem, _ = problem_of(scenario())
-    own = SimpleNamespace(problem=replace(problem, model=replace(problem.model, builder=problem.model.build)))
+    own = SimpleNamespace(
+        problem=replace(
+            problem, model=replace(problem.model, builder=problem.model.build)
+        )
+    )
     left = exported(cast(Prepared, own), recorded.outcome(parts={"a": part}))
     assert [*arrays.unpack(bytearray(left.parts["a"]))] == ["head.weight"]
     assert left.weights_file is None

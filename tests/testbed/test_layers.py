@@ -14,7 +14,9 @@ import pytest
 
 from tests.helpers import ROOT
 
-PAPERS = {folder.name: folder for folder in sorted((ROOT / "papers").glob("*/testbed_*"))}
+PAPERS = {
+    folder.name: folder for folder in sorted((ROOT / "papers").glob("*/testbed_*"))
+}
 FLOORS = {
     "testbed": (
         ("testbed.ml.learning",),
@@ -77,7 +79,9 @@ FOLDERS = {
     "tools": ROOT / "tools",
 }
 MODULES = {
-    ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    ): path
     for folder in FOLDERS.values()
     for path in sorted(folder.rglob("*.py"))
     if path != ROOT / "testbed" / "__init__.py"
@@ -122,7 +126,12 @@ def test_imports_lead_down() -> None:
 
 def public_modules() -> set[str]:
     """Return the modules that docs/extending.md lists as public."""
-    section = (ROOT / "docs" / "extending.md").read_text().partition("## Public modules")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "extending.md")
+        .read_text()
+        .partition("## Public modules")[2]
+        .partition("\n## ")[0]
+    )
     return set(re.findall(r"`(testbed[\w.]+)`", section.partition("|---|")[2]))
 
 
@@ -135,18 +144,34 @@ def imported_names(path: Path) -> set[tuple[str, str]]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                found.add((inner, "") if inner in MODULES else (node.module, alias.name))
-    return {(module, name) for module, name in found if module.partition(".")[0].startswith("testbed")}
+                found.add(
+                    (inner, "") if inner in MODULES else (node.module, alias.name)
+                )
+    return {
+        (module, name)
+        for module, name in found
+        if module.partition(".")[0].startswith("testbed")
+    }
 
 
-SYSTEMS = sorted(scenarios.parent for scenarios in (ROOT / "papers").glob("*/scenarios"))
+SYSTEMS = sorted(
+    scenarios.parent for scenarios in (ROOT / "papers").glob("*/scenarios")
+)
 
 
-@pytest.mark.parametrize("folder", [*SYSTEMS, ROOT / "scenarios"], ids=lambda folder: folder.name)
-def test_published_systems_and_examples_import_public_modules_only(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "folder", [*SYSTEMS, ROOT / "scenarios"], ids=lambda folder: folder.name
+)
+def test_published_systems_and_examples_import_public_modules_only(
+    folder: Path,
+) -> None:
     public = {"testbed", *public_modules()}
     wrong = []
-    for path in [*folder.glob("testbed_*/*.py"), *folder.glob("examples/*.py"), *folder.glob("study/*.py")]:
+    for path in [
+        *folder.glob("testbed_*/*.py"),
+        *folder.glob("examples/*.py"),
+        *folder.glob("study/*.py"),
+    ]:
         for module, name in imported_names(path):
             own = module.partition(".")[0] == path.parent.name
             if not own and (module not in public or name.startswith("_")):
@@ -160,12 +185,18 @@ def test_public_modules_exist() -> None:
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
     try:
-        TopologicalSorter({module: imported(path) - {module} for module, path in MODULES.items()}).prepare()
+        TopologicalSorter(
+            {module: imported(path) - {module} for module, path in MODULES.items()}
+        ).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-CORE = {name: path for name, path in MODULES.items() if name.startswith("testbed.") and "ml" not in name.split(".")}
+CORE = {
+    name: path
+    for name, path in MODULES.items()
+    if name.startswith("testbed.") and "ml" not in name.split(".")
+}
 
 
 @pytest.mark.parametrize("module", CORE)
@@ -176,8 +207,13 @@ def test_the_core_imports_neither_torch_nor_machine_learning(module: str) -> Non
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    assert [each for each in sorted(modules) if each.startswith(("torch", "testbed.ml"))] == []
+            modules |= {
+                node.module,
+                *(f"{node.module}.{alias.name}" for alias in node.names),
+            }
+    assert [
+        each for each in sorted(modules) if each.startswith(("torch", "testbed.ml"))
+    ] == []
 
 
 def test_the_core_works_where_torch_and_machine_learning_are_missing() -> None:
@@ -190,5 +226,11 @@ def test_the_core_works_where_torch_and_machine_learning_are_missing() -> None:
         "from testbed.prepare import prepare\n"
         "print(prepare(trials(load('examples/programs'))[0]).plan.method)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, *CORE], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *CORE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.stdout, done.stderr) == ("program\n", "")

@@ -18,12 +18,21 @@ from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed_controller.profiling.layers import LayerTime, measure, measure_whole, rates
 
-WORK = {"model": {"name": "vgg5"}, "data": {"name": "digits", "train": 64, "test": 16}, "batch_size": 16, "steps": 8}
+WORK = {
+    "model": {"name": "vgg5"},
+    "data": {"name": "digits", "train": 64, "test": 16},
+    "batch_size": 16,
+    "steps": 8,
+}
 
 
 PLAIN = {"speed": "100mflops"}
 KINDS = {
-    "convolution": {"speed": "120mflops", "memory_rate": "30MB/s", "weight_rate": "2MB/s"},
+    "convolution": {
+        "speed": "120mflops",
+        "memory_rate": "30MB/s",
+        "weight_rate": "2MB/s",
+    },
     "normalisation": {"memory_rate": "20MB/s"},
     "linear": {"speed": "40mflops", "weight_rate": "10MB/s"},
 }
@@ -35,7 +44,10 @@ def scenario(method: dict, device: dict, **keys) -> Scenario:
         {
             "name": "test",
             "devices": {"device": {"count": 3, **device}},
-            "network": {"topology": "mesh", "link": {"rate": "100mbit", "delay": "1ms"}},
+            "network": {
+                "topology": "mesh",
+                "link": {"rate": "100mbit", "delay": "1ms"},
+            },
             "workload": {**WORK, **keys, "method": method},
             "time_limit": "1h",
         }
@@ -48,7 +60,11 @@ def test_accesses_by_hand() -> None:
     # Convolution, normalisation, activation, pooling; each reads what enters and writes what leaves.
     values = (3 * 32 * 32 + map_of) + 2 * map_of + 2 * map_of + (map_of + map_of // 4)
     assert conv1.cost.of().accessed == 4 * values
-    assert conv1.cost.of(["convolution"]) == (2.0 * 27 * map_of, 4 * (3 * 32 * 32 + map_of), 4 * 27 * 32)
+    assert conv1.cost.of(["convolution"]) == (
+        2.0 * 27 * map_of,
+        4 * (3 * 32 * 32 + map_of),
+        4 * 27 * 32,
+    )
     assert conv1.cost.of(["normalisation"]) == (0.0, 4 * 2 * map_of, 0.0)
     assert fc2.cost == Cost(2.0 * 128 * 10, 4 * (128 + 10), 4 * 128 * 10, "linear")
     block = Residual((Conv2d(4, padding=1), BatchNorm2d()))
@@ -69,22 +85,43 @@ def test_a_device_adds_both_rates_and_by_default_charges_flops_alone() -> None:
 
 
 def test_kinds_of_layers_have_rates_of_their_own() -> None:
-    kinds: dict[Kind, Rates] = {"linear": Rates(2e9, 4e9, 1e9), "pooling": Rates(None, 5e8)}
+    kinds: dict[Kind, Rates] = {
+        "linear": Rates(2e9, 4e9, 1e9),
+        "pooling": Rates(None, 5e8),
+    }
     device = DeviceSpec("one", 1e9, 1.0, memory_rate=2e9, kinds=kinds)
     linear, pooling = Cost(4e9, 8e9, 3e9, "linear"), Cost(1e9, 1e9, 1e9, "pooling")
     assert device.seconds(linear) == 4 / 2 + 8 / 4 + 3 / 1
     assert device.seconds(pooling) == 2.0  # what has no rate takes no time
-    assert device.seconds(linear + pooling + Cost(3e9, 8e9) + Cost(1e9, 0.0, 9e9, "convolution")) == 7 + 2 + 7 + 1
+    assert (
+        device.seconds(
+            linear + pooling + Cost(3e9, 8e9) + Cost(1e9, 0.0, 9e9, "convolution")
+        )
+        == 7 + 2 + 7 + 1
+    )
 
 
-@pytest.mark.parametrize("device", [{**PLAIN, "memory_rate": "10MB/s"}, BY_KIND], ids=["memory rate", "kinds"])
+@pytest.mark.parametrize(
+    "device",
+    [{**PLAIN, "memory_rate": "10MB/s"}, BY_KIND],
+    ids=["memory rate", "kinds"],
+)
 @pytest.mark.parametrize(
     "method",
-    [{"name": "single"}, {"name": "gpipe", "micro_batches": 2}, {"name": "pipedream"}, {"name": "federated"}],
+    [
+        {"name": "single"},
+        {"name": "gpipe", "micro_batches": 2},
+        {"name": "pipedream"},
+        {"name": "federated"},
+    ],
     ids=lambda method: method["name"],
 )
 def test_runs_take_what_is_planned(method: dict, device: dict) -> None:
-    data = {**WORK["data"], "split": "iid"} if method["name"] == "federated" else WORK["data"]
+    data = (
+        {**WORK["data"], "split": "iid"}
+        if method["name"] == "federated"
+        else WORK["data"]
+    )
 
     def taken(device: dict) -> tuple[float, float]:
         (trial,) = trials(scenario(method, device, data=data))
@@ -101,7 +138,10 @@ def test_runs_take_what_is_planned(method: dict, device: dict) -> None:
 
 def test_parts_of_a_layer_cost_their_share() -> None:
     layer = graph_of(create("cnn", {}, (1, 28, 28), 10)).layers[1]
-    whole, part = layer.cost(layer.inputs, layer.output_channels), layer.cost(layer.inputs, 4)
+    whole, part = (
+        layer.cost(layer.inputs, layer.output_channels),
+        layer.cost(layer.inputs, 4),
+    )
     assert whole.of(["convolution"]).flops == 2 * layer.multiplications
     share, read = 4 / layer.output_channels, 4 * layer.inputs
     assert part.of().weights == share * 4 * layer.weights
@@ -123,19 +163,33 @@ def test_edgepipe_plans_slots_by_kind() -> None:
     by_kind, plain = planned(BY_KIND), planned(PLAIN)
     assert max(by_kind.details.backward) > 2 * max(plain.details.backward)
     # All layers lie on all devices: one that has the most of each takes as long as all of them together.
-    assert max(piece.seconds for piece in by_kind.pieces) == pytest.approx(sum(by_kind.details.forward), rel=0.01)
+    assert max(piece.seconds for piece in by_kind.pieces) == pytest.approx(
+        sum(by_kind.details.forward), rel=0.01
+    )
 
 
-@pytest.mark.parametrize("device", [{**PLAIN, "memory_rate": "10MB/s"}, BY_KIND], ids=["memory rate", "kinds"])
-@pytest.mark.parametrize("options", [{"scheme": "lop"}, {"scheme": "lip"}, {"scheme": "lop", "early": 2}], ids=str)
+@pytest.mark.parametrize(
+    "device",
+    [{**PLAIN, "memory_rate": "10MB/s"}, BY_KIND],
+    ids=["memory rate", "kinds"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{"scheme": "lop"}, {"scheme": "lip"}, {"scheme": "lop", "early": 2}],
+    ids=str,
+)
 def test_an_inference_takes_what_is_planned(options: dict, device: dict) -> None:
     def taken(device: dict) -> tuple[float, float]:
         method = {"name": "distributed", **options}
-        (trial,) = trials(scenario(method, device, task="infer", requests=2, steps=None))
+        (trial,) = trials(
+            scenario(method, device, task="infer", requests=2, steps=None)
+        )
         ready = prepare(trial)
         outcome = simulate(ready, load(trial.scenario.workload.data))
         assert max(piece.seconds for piece in ready.plan.pieces) < ready.plan.step_time
-        return metrics(outcome, trial.experiment, ready.plan)["latency"], ready.plan.step_time
+        return metrics(outcome, trial.experiment, ready.plan)[
+            "latency"
+        ], ready.plan.step_time
 
     slow, plain = taken(device), taken(PLAIN)
     assert slow[0] > 1.2 * plain[0]
@@ -146,7 +200,9 @@ def test_an_inference_takes_what_is_planned(options: dict, device: dict) -> None
 def test_rates_of_a_machine_come_out_of_its_layers() -> None:
     device = DeviceSpec("one", 5e9, 1.0, memory_rate=3e8)
     work = [Cost(1e9, 1e6), Cost(2e8, 5e7), Cost(0.0, 1e8)]
-    assert rates([LayerTime("unit", "layer", cost, device.seconds(cost)) for cost in work]) == pytest.approx((5e9, 3e8))
+    assert rates(
+        [LayerTime("unit", "layer", cost, device.seconds(cost)) for cost in work]
+    ) == pytest.approx((5e9, 3e8))
     with pytest.raises(ValueError, match="no speed fits"):
         rates([LayerTime("unit", "layer", Cost(accessed=1e9), 1.0)])
     model = create("mlp", {"hidden": [8]}, (1, 8, 8), 10)

@@ -50,15 +50,24 @@ def test_modules_load_without_extras_but_those_that_draw() -> None:
     for top in ("testbed", "agent", "controller"):
         for path in (ROOT / top).rglob("*.py"):
             for name in set(imported(ast.parse(path.read_text()))) - own:
-                if required.isdisjoint(map(canonicalize_name, distributions.get(name, [name]))):
-                    others.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
-    drawing = {f"controller/testbed_controller/report/{name}.py" for name in ("devices", "drawing", "plots")}
+                if required.isdisjoint(
+                    map(canonicalize_name, distributions.get(name, [name]))
+                ):
+                    others.setdefault(name, set()).add(
+                        path.relative_to(ROOT).as_posix()
+                    )
+    drawing = {
+        f"controller/testbed_controller/report/{name}.py"
+        for name in ("devices", "drawing", "plots")
+    }
     assert others == {"matplotlib": drawing}
 
 
 def test_every_extra_is_documented() -> None:
     section = (ROOT / "docs" / "README.md").read_text().partition("## Extras")[2]
     names = {
-        name for cell in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)
+        name
+        for cell in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", cell)
     }
     assert names == set(PROJECT["optional-dependencies"])

@@ -73,7 +73,11 @@ def test_delays_do_not_change_which_schedule_is_the_fastest(schedule: str) -> No
                 "task": "train",
                 "model": {"name": "mlp", "hidden": [64]},
                 "data": {"name": "digits"},
-                "method": {"name": "pipeline", "schedule": schedule, "micro_batches": micro},
+                "method": {
+                    "name": "pipeline",
+                    "schedule": schedule,
+                    "micro_batches": micro,
+                },
                 "training": {"optimizer": {"learning_rate": 0.1}},
                 "batch_size": 80,
                 "steps": 8,

@@ -64,7 +64,12 @@ def test_prepares_method_problem_and_plan(file):
     ready = prepared(file)
     assert ready.method.name == "pipeline"
     assert ready.problem.model.name == "mlp"
-    assert [device.name for device in ready.problem.devices] == ["source", "worker1", "worker2", "worker3"]
+    assert [device.name for device in ready.problem.devices] == [
+        "source",
+        "worker1",
+        "worker2",
+        "worker3",
+    ]
     assert ready.plan.lead == "source"
     assert ready.plan.pieces[0].first == 0
     assert ready.plan.pieces[-1].last == len(ready.problem.model.units)
@@ -79,17 +84,42 @@ def test_prepares_method_problem_and_plan(file):
             14,
             "workload.method.name: unknown method 'pipline': did you mean 'pipe",
         ),
-        ("micro_batches", "microbatches", 14, "workload.method.microbatches: unknown key 'microbatches': did you mean"),
-        ("micro_batches: 4", "micro_batches: 0", 14, "workload.method.micro_batches: '0' must be at least 1"),
+        (
+            "micro_batches",
+            "microbatches",
+            14,
+            "workload.method.microbatches: unknown key 'microbatches': did you mean",
+        ),
+        (
+            "micro_batches: 4",
+            "micro_batches: 0",
+            14,
+            "workload.method.micro_batches: '0' must be at least 1",
+        ),
         (
             "model: {name: mlp}",
             "model: {name: mpl}",
             12,
             "workload.model.name: unknown model 'mpl': did you mean 'mlp'",
         ),
-        ("name: mlp", "name: mlp, hiden: [3]", 12, "workload.model.hiden: unknown key 'hiden': did you mean 'hidden'?"),
-        ("name: mlp", "name: mlp, hidden: [a]", 12, "workload.model.hidden.0: 'a' must be a whole number"),
-        ("name: digits", "name: digit", 13, "workload.data.name: unknown data set 'digit': did you mean 'digits'?"),
+        (
+            "name: mlp",
+            "name: mlp, hiden: [3]",
+            12,
+            "workload.model.hiden: unknown key 'hiden': did you mean 'hidden'?",
+        ),
+        (
+            "name: mlp",
+            "name: mlp, hidden: [a]",
+            12,
+            "workload.model.hidden.0: 'a' must be a whole number",
+        ),
+        (
+            "name: digits",
+            "name: digit",
+            13,
+            "workload.data.name: unknown data set 'digit': did you mean 'digits'?",
+        ),
         (
             "batch_size: 64",
             "batch_size: 1439",
@@ -109,40 +139,115 @@ def test_prepares_method_problem_and_plan(file):
             15,
             "workload.batch_size: block6-1 normalises over samples alone, and 1 at once has no variance",
         ),
-        ("count: 3", "count: true", 6, "devices.worker.count: 'true' must be a whole number"),
-        ("micro_batches: 4", "micro_batches: true", 14, "workload.method.micro_batches: 'true' must be a whole number"),
+        (
+            "count: 3",
+            "count: true",
+            6,
+            "devices.worker.count: 'true' must be a whole number",
+        ),
+        (
+            "micro_batches: 4",
+            "micro_batches: true",
+            14,
+            "workload.method.micro_batches: 'true' must be a whole number",
+        ),
         (
             "epochs: 2",
             "epochs: 2\n  training: {optimizer: {momentum: true}}",
             17,
             "workload.training.optimizer.momentum: 'true' must be a number",
         ),
-        ("name: digits", "name: mnist", 13, "workload.data.folder: mnist is read from files, but the folder"),
+        (
+            "name: digits",
+            "name: mnist",
+            13,
+            "workload.data.folder: mnist is read from files, but the folder",
+        ),
         (
             "name: digits",
             "name: digits, train: 2000",
             13,
             "workload.data.train: digits has 1438 training samples, not 2",
         ),
-        ("name: digits", "name: mnist, folder: .", 13, "workload.data.folder: . contains no file of mnist"),
-        ("link: {", "topology: star\n  link: {", 9, "network.topology: worker1 and worker2 hold neighbouring stages"),
-        ("name: digits", "name: synthetic-3x2", 13, "workload.data.name: 'synthetic-3x2' is not synthetic-CxHxW"),
-        ("model: {name: mlp}", "model: {name: mlp, hidden: [9]}", 14, "workload.method"),
+        (
+            "name: digits",
+            "name: mnist, folder: .",
+            13,
+            "workload.data.folder: . contains no file of mnist",
+        ),
+        (
+            "link: {",
+            "topology: star\n  link: {",
+            9,
+            "network.topology: worker1 and worker2 hold neighbouring stages",
+        ),
+        (
+            "name: digits",
+            "name: synthetic-3x2",
+            13,
+            "workload.data.name: 'synthetic-3x2' is not synthetic-CxHxW",
+        ),
+        (
+            "model: {name: mlp}",
+            "model: {name: mlp, hidden: [9]}",
+            14,
+            "workload.method",
+        ),
         (
             "model: {name: mlp}",
             f"model: {{name: mlp, hidden: {[8] * 1001}}}",
             12,
             "workload.model.hidden: is too long: at most 1000 are possible",
         ),
-        ("  source:", "  shaper: {}\n  source:", 3, "devices.shaper: this name is reserved"),
-        ("link: {", "subnet: 10.0.0.0/30\n  link: {", 9, "network.subnet: '10.0.0.0/30' has no room for 4 devices"),
-        ("link: {", "subnet: 127.0.0.0/16\n  link: {", 9, "network.subnet: '127.0.0.0/16' belongs to others"),
-        ("link: {", "subnet: 8.8.8.0/24\n  link: {", 9, "network.subnet: '8.8.8.0/24' belongs to others"),
-        ("link: {", "subnet: 0.0.0.0/24\n  link: {", 9, "network.subnet: '0.0.0.0/24' belongs to others"),
-        ("link: {", "subnet: 198.18.0.1/15\n  link: {", 9, "network.subnet: '198.18.0.1/15' is not a range"),
+        (
+            "  source:",
+            "  shaper: {}\n  source:",
+            3,
+            "devices.shaper: this name is reserved",
+        ),
+        (
+            "link: {",
+            "subnet: 10.0.0.0/30\n  link: {",
+            9,
+            "network.subnet: '10.0.0.0/30' has no room for 4 devices",
+        ),
+        (
+            "link: {",
+            "subnet: 127.0.0.0/16\n  link: {",
+            9,
+            "network.subnet: '127.0.0.0/16' belongs to others",
+        ),
+        (
+            "link: {",
+            "subnet: 8.8.8.0/24\n  link: {",
+            9,
+            "network.subnet: '8.8.8.0/24' belongs to others",
+        ),
+        (
+            "link: {",
+            "subnet: 0.0.0.0/24\n  link: {",
+            9,
+            "network.subnet: '0.0.0.0/24' belongs to others",
+        ),
+        (
+            "link: {",
+            "subnet: 198.18.0.1/15\n  link: {",
+            9,
+            "network.subnet: '198.18.0.1/15' is not a range",
+        ),
         ("64MiB", "1kB", 7, "devices.worker.memory: "),
-        ("kill: worker1", "kill: worker9", 18, "faults.0.kill: unknown device 'worker9': did you mean 'worker3'?"),
-        ("kill: worker1", "kill: worker", 18, "faults.0.kill: 'worker' is a group of devices, worker1 to worker3"),
+        (
+            "kill: worker1",
+            "kill: worker9",
+            18,
+            "faults.0.kill: unknown device 'worker9': did you mean 'worker3'?",
+        ),
+        (
+            "kill: worker1",
+            "kill: worker",
+            18,
+            "faults.0.kill: 'worker' is a group of devices, worker1 to worker3",
+        ),
         (
             "at: 3s",
             "when: {device: worker1, begins: backwards}",
@@ -161,26 +266,66 @@ def test_prepares_method_problem_and_plan(file):
             19,
             "faults.0.when.event: no device records an event 'recover'",
         ),
-        ("at: 3s", "when: {device: boss, begins: backward}", 19, "faults.0.when.device: unknown device 'boss'"),
-        ("at: 3s", "at: 90s", 19, "faults.0.at: the run is over at its time_limit of 60s"),
-        ("at: 3s", "after: 3s", 19, "faults.0.after: the first fault has no predecessor"),
-        ("kill: worker1", "partition: [[source, wroker1]]", 18, "faults.0.partition.0.1: unknown device 'wroker1'"),
+        (
+            "at: 3s",
+            "when: {device: boss, begins: backward}",
+            19,
+            "faults.0.when.device: unknown device 'boss'",
+        ),
+        (
+            "at: 3s",
+            "at: 90s",
+            19,
+            "faults.0.at: the run is over at its time_limit of 60s",
+        ),
+        (
+            "at: 3s",
+            "after: 3s",
+            19,
+            "faults.0.after: the first fault has no predecessor",
+        ),
+        (
+            "kill: worker1",
+            "partition: [[source, wroker1]]",
+            18,
+            "faults.0.partition.0.1: unknown device 'wroker1'",
+        ),
         (
             "kill: worker1",
             "partition: [[source, worker1], [worker1]]",
             18,
             "faults.0.partition: 'worker1' is named twice",
         ),
-        ("kill: worker1", "degrade: {device: source}", 18, "faults.0.degrade: has no effect"),
+        (
+            "kill: worker1",
+            "degrade: {device: source}",
+            18,
+            "faults.0.degrade: has no effect",
+        ),
         (
             "kill: worker1\n    at: 3s\n    for: 1s",
             "resume: worker1\n    at: 3s",
             18,
             "faults.0.resume: no fault of this",
         ),
-        ("accuracy:", "acuracy:", 22, "expect.acuracy: unknown figure 'acuracy': did you mean 'accuracy'?"),
-        ('accuracy: ">= 0.9"', 'duration: "< 60"', 22, "expect.duration: '60' has no unit"),
-        ('accuracy: ">= 0.9"', 'accuracy: "high"', 22, "expect.accuracy: 'high' is not a condition"),
+        (
+            "accuracy:",
+            "acuracy:",
+            22,
+            "expect.acuracy: unknown figure 'acuracy': did you mean 'accuracy'?",
+        ),
+        (
+            'accuracy: ">= 0.9"',
+            'duration: "< 60"',
+            22,
+            "expect.duration: '60' has no unit",
+        ),
+        (
+            'accuracy: ">= 0.9"',
+            'accuracy: "high"',
+            22,
+            "expect.accuracy: 'high' is not a condition",
+        ),
         (
             'accuracy: ">= 0.9"',
             'devices.worker.idle: "< 1s"',
@@ -204,16 +349,30 @@ def test_names_line_key_and_remedy(file, old, new, line, said):
 @pytest.mark.parametrize(
     ("error", "place"),
     [
-        (InputError("a ring over this link budget is too long", ("method", "name")), "14: workload.method.name"),
+        (
+            InputError("a ring over this link budget is too long", ("method", "name")),
+            "14: workload.method.name",
+        ),
         (InputError("a link is worth more than that"), "14: workload.method"),
         (InputError("model trees are no networks", ("model",)), "12: workload.model"),
-        (InputError("source and others are too many", ("batch_size",)), "15: workload.batch_size"),
-        (InputError("is too small", ("devices", "worker2", "memory")), "7: devices.worker.memory"),
-        (InputError("is too small", ("devices", "source", "memory")), "3: devices.source"),
+        (
+            InputError("source and others are too many", ("batch_size",)),
+            "15: workload.batch_size",
+        ),
+        (
+            InputError("is too small", ("devices", "worker2", "memory")),
+            "7: devices.worker.memory",
+        ),
+        (
+            InputError("is too small", ("devices", "source", "memory")),
+            "3: devices.source",
+        ),
         (InputError("lacks a link", ("network", "topology")), "8: network.topology"),
     ],
 )
-def test_an_error_is_located_by_its_key_and_not_by_its_words(file, monkeypatch, error, place):
+def test_an_error_is_located_by_its_key_and_not_by_its_words(
+    file, monkeypatch, error, place
+):
     def refuse(self, problem):
         raise error
 
@@ -222,12 +381,20 @@ def test_an_error_is_located_by_its_key_and_not_by_its_words(file, monkeypatch, 
 
 
 def test_a_task_that_the_method_cannot_do(file):
-    text = GOOD.replace("task: train", "task: infer").replace("epochs: 2", "requests: 3")
-    assert refusal(file, text)[0] == ("small.yaml:11: workload.task: the method 'pipeline' cannot infer: it can train")
+    text = GOOD.replace("task: train", "task: infer").replace(
+        "epochs: 2", "requests: 3"
+    )
+    assert refusal(file, text)[0] == (
+        "small.yaml:11: workload.task: the method 'pipeline' cannot infer: it can train"
+    )
 
 
 def test_tells_independent_problems_together(file):
-    text = GOOD.replace("pipeline", "pipe").replace("name: mlp", "name: ml").replace("worker1\n", "wrker1\n")
+    text = (
+        GOOD.replace("pipeline", "pipe")
+        .replace("name: mlp", "name: ml")
+        .replace("worker1\n", "wrker1\n")
+    )
     text = text.replace("accuracy", "acc")
     assert [line.split(": ")[1] for line in refusal(file, text)] == [
         "workload.model.name",
@@ -242,7 +409,10 @@ def test_a_swept_value_that_does_not_fit_names_the_sweep(file):
     file.write_text(text)
     runs = trials(load(file))
     prepare(runs[0])
-    with pytest.raises(InputError, match=r"small\.yaml:25 \(sweep: 0\): workload\.method\.micro_batches: '0' must be"):
+    with pytest.raises(
+        InputError,
+        match=r"small\.yaml:25 \(sweep: 0\): workload\.method\.micro_batches: '0' must be",
+    ):
         prepare(runs[1])
 
 
@@ -253,7 +423,10 @@ def test_counts_batches_without_reading_the_data(file):
     whole = 2 * (len(load_data(found.scenario.workload.data).train_labels) // 64)
     assert batches(found.scenario, found.plan) == whole
     assert batches(found.scenario, found.plan.model_copy(update={"steps": 7})) == 7
-    assert batches(found.scenario, found.plan.model_copy(update={"steps": 20_000})) == whole
+    assert (
+        batches(found.scenario, found.plan.model_copy(update={"steps": 20_000}))
+        == whole
+    )
 
 
 def test_data_lies_beside_the_scenario_or_where_fetch_puts_it(file):
@@ -312,10 +485,30 @@ workload:
     ("old", "new", "line", "said"),
     [
         ("", "", 13, "workload.data.path: one.png not found: give the path"),
-        (", path: one.png", "", 13, "workload.data: image-64x64 is your own image: give its file with `path`"),
-        ("image-64x64", "photos-64x64", 13, "workload.data.path: photos-64x64 is not read from a single file"),
-        ("image-64x64", "photos-64", 13, "workload.data.name: 'photos-64' is not photos-HEIGHTxWIDTH"),
-        ("task: infer", "task: train", 13, "workload.data.name: image-64x64 has no labels for training"),
+        (
+            ", path: one.png",
+            "",
+            13,
+            "workload.data: image-64x64 is your own image: give its file with `path`",
+        ),
+        (
+            "image-64x64",
+            "photos-64x64",
+            13,
+            "workload.data.path: photos-64x64 is not read from a single file",
+        ),
+        (
+            "image-64x64",
+            "photos-64",
+            13,
+            "workload.data.name: 'photos-64' is not photos-HEIGHTxWIDTH",
+        ),
+        (
+            "task: infer",
+            "task: train",
+            13,
+            "workload.data.name: image-64x64 has no labels for training",
+        ),
         (
             "{name: yolov2}\n  data: {name: image-64x64, path: one.png}",
             "{name: yolov2, weights: none.weights}\n  data: {name: photos-64x64}",
@@ -330,12 +523,17 @@ workload:
         ),
     ],
 )
-def test_pictures_and_weights_are_looked_for_before_anything_runs(file, old, new, line, said):
+def test_pictures_and_weights_are_looked_for_before_anything_runs(
+    file, old, new, line, said
+):
     Path("small.weights").write_text("not weights")
     text = INFER.replace(old, new)
     if "task: train" in text:
         text = text.replace("requests: 1", "steps: 1")
-    assert any(message.startswith(f"small.yaml:{line}: {said}") for message in refusal(file, text))
+    assert any(
+        message.startswith(f"small.yaml:{line}: {said}")
+        for message in refusal(file, text)
+    )
 
 
 WEIGHTS = GOOD.replace("{name: mlp}", "{name: mlp, weights: first.yaml}")
@@ -352,7 +550,11 @@ def test_weights_of_a_scenario_are_prepared_with_what_begins_with_them(file):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("{name: mlp}", "{name: mlp, weights: small.yaml}", "takes its own initial weights from a scenario"),
+        (
+            "{name: mlp}",
+            "{name: mlp, weights: small.yaml}",
+            "takes its own initial weights from a scenario",
+        ),
         ("{name: mlp}", "{name: mlp, hidden: [7, 7, 7]}", "trains another mlp"),
         ("{name: mlp}", "{name: cnn}", "trains cnn, not mlp"),
         ("time_limit", "repetitions: 2\ntime_limit", "has 2 runs"),

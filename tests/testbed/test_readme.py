@@ -15,7 +15,9 @@ from testbed.trace.registry import figures_of
 from tests.helpers import ROOT
 
 README = (ROOT / "README.md").read_text()
-METHOD = (ROOT / "docs" / "method.md").read_text().partition("## A program with messages")[0]
+METHOD = (
+    (ROOT / "docs" / "method.md").read_text().partition("## A program with messages")[0]
+)
 EXAMPLES = ROOT / "scenarios" / "examples"
 
 
@@ -46,9 +48,20 @@ def test_the_method_runs_with_its_faults_and_its_figure_is_expected() -> None:
     assert [result for result in results if not result.holds] == []
 
 
-def test_the_method_meets_the_faults_of_the_first_scenario_without_a_word_of_its_spans(tmp_path: Path) -> None:
+def test_the_method_meets_the_faults_of_the_first_scenario_without_a_word_of_its_spans(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "ring.py").write_text(blocks("python", METHOD)[0])
     (tmp_path / "mine.yaml").write_text(blocks("yaml")[0])
-    changes = ["task=infer", "epochs=null", "requests=61", "method={file: ring.py, name: ring}"]
-    prepared = prepare(trials(load(tmp_path / "mine.yaml", [f"workload.{change}" for change in changes]))[0])
+    changes = [
+        "task=infer",
+        "epochs=null",
+        "requests=61",
+        "method={file: ring.py, name: ring}",
+    ]
+    prepared = prepare(
+        trials(
+            load(tmp_path / "mine.yaml", [f"workload.{change}" for change in changes])
+        )[0]
+    )
     assert simulate(prepared, None).status == "finished"

@@ -19,7 +19,9 @@ from tests.helpers.runs import of
 FOLDER = ROOT / "scenarios" / "smoke"
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem
+)
 def test_smoke_scenario(file):
     for trial in trials(load(file)):
         scenario = trial.scenario
@@ -31,22 +33,38 @@ def test_smoke_scenario(file):
         figures = metrics(outcome, trial.experiment, ready.plan, ready.method.declared)
         assert [
             result
-            for result in evaluate(scenario.expect, figures, figures_of(ready.method.declared))
+            for result in evaluate(
+                scenario.expect, figures, figures_of(ready.method.declared)
+            )
             if not result.holds
         ] == []
-        assert figures["duration"] < 45, "it has to be over within a minute on containers, setting up included"
+        assert figures["duration"] < 45, (
+            "it has to be over within a minute on containers, setting up included"
+        )
 
 
 @pytest.mark.parametrize("seed", [3, 8])
 def test_the_quickstart_learns_from_seeds_whose_loss_is_slow_to_fall(seed):
-    (trial,) = trials(load("quickstart", [f"seed={seed}", "faults=[]", "workload.method={name: single}"]))
+    (trial,) = trials(
+        load(
+            "quickstart",
+            [f"seed={seed}", "faults=[]", "workload.method={name: single}"],
+        )
+    )
     ready = prepare(trial)
     outcome = simulate(ready, load_data(ready.scenario.workload.data))
-    assert of(outcome, "evaluate")[-1]["accuracy"] >= 0.93, "three points above what the scenario expects"
+    assert of(outcome, "evaluate")[-1]["accuracy"] >= 0.93, (
+        "three points above what the scenario expects"
+    )
 
 
 def test_versatile_rises_though_much_was_learned_before_a_device_died():
     (trial,) = trials(load("smoke/versatile", ["seed=31"]))
     ready = prepare(trial)
     outcome = simulate(ready, load_data(ready.scenario.workload.data))
-    assert metrics(outcome, trial.experiment, ready.plan, ready.method.declared)["accuracy_risen"] >= 0.1
+    assert (
+        metrics(outcome, trial.experiment, ready.plan, ready.method.declared)[
+            "accuracy_risen"
+        ]
+        >= 0.1
+    )

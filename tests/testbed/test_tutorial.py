@@ -14,17 +14,26 @@ from tests.helpers import ROOT
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 
 
-def test_every_block_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_block_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     shown = ""
-    blocks = re.findall(r"^(<!-- refused -->\n)?```(\w+)(.*)\n((?:.*\n)*?)```$", TUTORIAL.read_text(), re.MULTILINE)
+    blocks = re.findall(
+        r"^(<!-- refused -->\n)?```(\w+)(.*)\n((?:.*\n)*?)```$",
+        TUTORIAL.read_text(),
+        re.MULTILINE,
+    )
     assert len(blocks) > 10
     for refused, language, note, text in blocks:
         title = re.search(r'title="(.+)"', note)
         if title:
             (tmp_path / title[1]).write_text(text)
         elif language == "sh":
-            shown = "".join(_said(line, monkeypatch, capfd, bool(refused)) for line in text.splitlines())
+            shown = "".join(
+                _said(line, monkeypatch, capfd, bool(refused))
+                for line in text.splitlines()
+            )
         elif language == "text":
             assert text in shown
         else:
@@ -32,7 +41,12 @@ def test_every_block_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
             exec(compile(text, "tutorial.md", "exec"), {})
 
 
-def _said(line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fails: bool) -> str:
+def _said(
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    fails: bool,
+) -> str:
     """Run one command and return what it prints."""
     monkeypatch.setattr("sys.argv", shlex.split(line))
     with pytest.raises(SystemExit) as ended:

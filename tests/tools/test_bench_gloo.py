@@ -41,7 +41,9 @@ def test_only_the_models_last_layer_has_no_relu() -> None:
 
 def test_our_steps_are_whole_and_warm() -> None:
     def step(number: int, seconds: float, steady: bool = True) -> Step:
-        return Step("device1", number, 1.0 * number, seconds, 0.1, 256, True, True, steady)
+        return Step(
+            "device1", number, 1.0 * number, seconds, 0.1, 256, True, True, steady
+        )
 
     steps = [step(number, 9.0) for number in range(gloo.WARM_UP)]
     steps += [step(gloo.WARM_UP, 0.3), step(gloo.WARM_UP + 1, 0.1, steady=False)]
@@ -49,20 +51,35 @@ def test_our_steps_are_whole_and_warm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "expected"), [(0.31, [True, True]), (0.4, [True, False]), (0.45, [False, False]), (0.2, [True, False])]
+    ("ours", "expected"),
+    [
+        (0.31, [True, True]),
+        (0.4, [True, False]),
+        (0.45, [False, False]),
+        (0.2, [True, False]),
+    ],
 )
 def test_the_goals(ours: float, expected: list[bool]) -> None:
     figures = list(gloo.judge("1f1b", ours, 0.5, 0.3, HostTime(1.0, 0.02, 0.01)))
-    assert [figure.reached for figure in figures if figure.reached is not None] == expected
+    assert [
+        figure.reached for figure in figures if figure.reached is not None
+    ] == expected
 
 
 def test_what_the_host_added_is_told_beside() -> None:
-    figures = {figure.name: figure for figure in gloo.judge("gpipe", 0.4, 0.5, 0.3, HostTime(4.0, 0.8, 0.2))}
+    figures = {
+        figure.name: figure
+        for figure in gloo.judge("gpipe", 0.4, 0.5, 0.3, HostTime(4.0, 0.8, 0.2))
+    }
     own = figures["step by gpipe, ours without what the host added, away from the plan"]
     assert own.value == pytest.approx(0.0)
     assert own.reached is None
-    assert figures["step by gpipe, ours away from the plan"].value == pytest.approx(1 / 3)
-    assert figures["step by gpipe, ours"].detail.startswith("of this the host added 25.0%: 20.0% by computing late")
+    assert figures["step by gpipe, ours away from the plan"].value == pytest.approx(
+        1 / 3
+    )
+    assert figures["step by gpipe, ours"].detail.startswith(
+        "of this the host added 25.0%: 20.0% by computing late"
+    )
 
 
 def test_what_ours_takes_beside_computing_is_a_share_of_what_torchs_takes() -> None:

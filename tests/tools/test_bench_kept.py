@@ -12,9 +12,13 @@ from tools.bench import kept
 from tools.bench.figure import Measurement
 
 
-def test_figures_are_found_by_the_beginning_of_their_revision_and_the_newest_counts(tmp_path: Path) -> None:
+def test_figures_are_found_by_the_beginning_of_their_revision_and_the_newest_counts(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "results/bench.json"
-    kept.keep([Measurement("start-up", 9.0, "s"), Measurement("rate", 50.0, "1/s")], file)
+    kept.keep(
+        [Measurement("start-up", 9.0, "s"), Measurement("rate", 50.0, "1/s")], file
+    )
     kept.keep([Measurement("start-up", 8.0, "s")], file)
     found = kept.of_revision((revision() or "unknown")[:7], file)
     assert found == {"start-up": 8.0, "rate": 50.0}
@@ -31,8 +35,12 @@ def test_figures_are_found_by_the_beginning_of_their_revision_and_the_newest_cou
         (9.0, False, ("1.12×", False)),
     ],
 )
-def test_what_is_a_tenth_worse_is_marked(value: float, at_most: bool, expected: tuple[str, bool]) -> None:
-    assert kept.ratio(Measurement("x", value, "", at_most=at_most), {"x": 8.0}) == expected
+def test_what_is_a_tenth_worse_is_marked(
+    value: float, at_most: bool, expected: tuple[str, bool]
+) -> None:
+    assert (
+        kept.ratio(Measurement("x", value, "", at_most=at_most), {"x": 8.0}) == expected
+    )
 
 
 def test_a_figure_that_the_other_revision_lacks_has_no_ratio() -> None:

@@ -13,7 +13,11 @@ from tests.helpers import ROOT
 
 
 @pytest.mark.parametrize(
-    ("question", "answer"), [("version_info[:2]", "is not Python 3.11 to 3.14"), ("releaselevel", "release candidate")]
+    ("question", "answer"),
+    [
+        ("version_info[:2]", "is not Python 3.11 to 3.14"),
+        ("releaselevel", "release candidate"),
+    ],
 )
 def test_a_python_that_does_not_do_is_refused_before_anything_is_made(
     question: str, answer: str, tmp_path: Path
@@ -22,14 +26,23 @@ def test_a_python_that_does_not_do_is_refused_before_anything_is_made(
     python.write_text(f'#!/bin/sh\ncase "$2" in *"{question}"*) exit 1;; esac\n')
     python.chmod(0o755)
     made = [python, tmp_path / "venv", tmp_path / "stamp"]
-    found = subprocess.run([ROOT / "images" / "environment", *made], capture_output=True, text=True, timeout=60)
+    found = subprocess.run(
+        [ROOT / "images" / "environment", *made],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert found.returncode == 3
     assert answer in found.stderr
     assert not (tmp_path / "venv").exists()
 
 
 @pytest.mark.parametrize(
-    ("wish", "installs"), [("", ["torch==2.13.0+cpu", "-r requirements.lock"]), ("cuda", ["-r requirements.lock"])]
+    ("wish", "installs"),
+    [
+        ("", ["torch==2.13.0+cpu", "-r requirements.lock"]),
+        ("cuda", ["-r requirements.lock"]),
+    ],
 )
 def test_the_environment_gets_the_cpu_build_of_torch_unless_cuda_is_asked_for(
     wish: str, installs: list[str], tmp_path: Path
@@ -40,8 +53,14 @@ def test_the_environment_gets_the_cpu_build_of_torch_unless_cuda_is_asked_for(
     python.chmod(0o755)
     made = [sys.executable, tmp_path / "an environment", tmp_path / "stamp"]
     environment = {**os.environ, "TESTBED_TORCH": wish}
-    done = subprocess.run([ROOT / "images" / "environment", *made], cwd=ROOT, env=environment, timeout=60)
+    done = subprocess.run(
+        [ROOT / "images" / "environment", *made], cwd=ROOT, env=environment, timeout=60
+    )
     assert done.returncode == 0
-    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if " install " in line]
+    calls = [
+        line
+        for line in (tmp_path / "calls").read_text().splitlines()
+        if " install " in line
+    ]
     assert [line for line in calls if line.endswith(tuple(installs))] == calls[:-1]
     assert len(calls) == len(installs) + 1

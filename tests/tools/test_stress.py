@@ -32,13 +32,20 @@ def test_random_scenarios_violate_nothing(seed: int) -> None:
 
 def test_a_seed_gives_one_scenario_and_seeds_give_all_methods() -> None:
     assert scenario(7) == scenario(7)
-    assert {scenario(seed)["workload"]["method"]["name"] for seed in range(200)} == set(OPTIONS)
+    assert {scenario(seed)["workload"]["method"]["name"] for seed in range(200)} == set(
+        OPTIONS
+    )
 
 
 def test_what_is_reduced_still_violates_and_has_nothing_needless() -> None:
     tree = scenario(3)
-    tree["faults"] = [{"kill": "source", "at": "1s", "for": "1s"}, {"pause": "source", "at": "2s", "for": "1s"}]
-    smaller = reduced(tree, lambda each: any("pause" in fault for fault in each["faults"]))
+    tree["faults"] = [
+        {"kill": "source", "at": "1s", "for": "1s"},
+        {"pause": "source", "at": "2s", "for": "1s"},
+    ]
+    smaller = reduced(
+        tree, lambda each: any("pause" in fault for fault in each["faults"])
+    )
     assert smaller["faults"] == [{"pause": "source", "at": "2s", "for": "1s"}]
     assert set(smaller["workload"]["method"]) == {"name"}
     assert smaller["network"] == {"link": {}}
@@ -46,8 +53,16 @@ def test_what_is_reduced_still_violates_and_has_nothing_needless() -> None:
 
 def pipeline() -> Prepared:
     """Return four steps of a pipeline of two devices without faults."""
-    tree = scenario(0) | {"faults": [], "devices": {"source": {}, "w0": {}}, "network": {"link": {}}}
-    tree["workload"] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train": 64, "test": 32}, "steps": 4}
+    tree = scenario(0) | {
+        "faults": [],
+        "devices": {"source": {}, "w0": {}},
+        "network": {"link": {}},
+    }
+    tree["workload"] = {
+        "model": {"name": "mlp"},
+        "data": {"name": "digits", "train": 64, "test": 32},
+        "steps": 4,
+    }
     tree["workload"]["method"] = {"name": "pipeline"}
     (trial,) = trials(build(**tree))
     return prepare(trial)
@@ -58,7 +73,9 @@ def test_what_containers_compute_otherwise_than_the_virtual_clock_is_seen() -> N
     outcome = run(prepared)
     assert list(as_virtual(prepared, outcome, outcome)) == []
     events = [
-        Event(each.time, each.device, "step", {**each.fields, "loss": 9.0}) if each.event == "step" else each
+        Event(each.time, each.device, "step", {**each.fields, "loss": 9.0})
+        if each.event == "step"
+        else each
         for each in outcome.events
     ]
     (violation,) = as_virtual(prepared, replace(outcome, events=events), outcome)
@@ -68,21 +85,38 @@ def test_what_containers_compute_otherwise_than_the_virtual_clock_is_seen() -> N
 def test_a_step_that_is_not_recorded_is_seen() -> None:
     prepared = pipeline()
     outcome = run(prepared)
-    assert [*ended(prepared, outcome), *every_step(prepared, outcome), *repeats(outcome, run(prepared))] == []
-    lacking = replace(outcome, events=[each for each in outcome.events if each.fields.get("step") != 2])
-    assert list(every_step(prepared, lacking)) == ["steps: 3 of 4 are recorded: [0, 1, 3]"]
-    assert any(each.startswith("repetition") for each in repeats(lacking, run(prepared)))
+    assert [
+        *ended(prepared, outcome),
+        *every_step(prepared, outcome),
+        *repeats(outcome, run(prepared)),
+    ] == []
+    lacking = replace(
+        outcome,
+        events=[each for each in outcome.events if each.fields.get("step") != 2],
+    )
+    assert list(every_step(prepared, lacking)) == [
+        "steps: 3 of 4 are recorded: [0, 1, 3]"
+    ]
+    assert any(
+        each.startswith("repetition") for each in repeats(lacking, run(prepared))
+    )
 
 
 @pytest.mark.parametrize("seed", range(1000, 1040))
-def test_files_that_are_wrong_are_refused_in_few_words_and_little_time(seed: int) -> None:
-    assert [each for each in files.attack(*files.file(seed)) if not each.startswith("time")] == []
+def test_files_that_are_wrong_are_refused_in_few_words_and_little_time(
+    seed: int,
+) -> None:
+    assert [
+        each for each in files.attack(*files.file(seed)) if not each.startswith("time")
+    ] == []
 
 
 def test_an_attack_that_is_ended_goes_on_after_the_seeds_that_it_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ended_after_three(_: object, seeds: Iterator[int], *__: object) -> Iterator[tuple[int, str, list[str]]]:
+    def ended_after_three(
+        _: object, seeds: Iterator[int], *__: object
+    ) -> Iterator[tuple[int, str, list[str]]]:
         for seed in itertools.islice(seeds, 3):
             yield seed, "examples", []
         raise KeyboardInterrupt
@@ -97,9 +131,15 @@ def test_an_attack_that_is_ended_goes_on_after_the_seeds_that_it_tried(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_messages_are_taken_or_refused(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_messages_are_taken_or_refused(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(messages, "MESSAGES", 300)
     try:
-        assert [each for each in messages.attack(seed, listeners) if not each.startswith("time")] == []
+        assert [
+            each
+            for each in messages.attack(seed, listeners)
+            if not each.startswith("time")
+        ] == []
     finally:
         logging.disable(logging.NOTSET)

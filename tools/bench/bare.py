@@ -36,14 +36,20 @@ class Network:
         self._bridge = self._sleeper()
         self.endpoints: dict[str, Endpoint] = {}
         self.namespaces: dict[str, Namespace] = {}
-        self._sh(self._bridge, "ip link add bridge type bridge mcast_snooping 0; ip link set bridge up")
+        self._sh(
+            self._bridge,
+            "ip link add bridge type bridge mcast_snooping 0; ip link set bridge up",
+        )
         for index, name in enumerate(names):
             self.add(name, f"198.18.0.{index + 2}")
 
     def add(self, name: str, address: str) -> Endpoint:
         """Start a device (or start it again) and plug it in."""
         pid = self._sleeper()
-        settings = "; ".join(f"echo {value} > /proc/sys/net/ipv4/{key}" for key, value in _SETTINGS.items())
+        settings = "; ".join(
+            f"echo {value} > /proc/sys/net/ipv4/{key}"
+            for key, value in _SETTINGS.items()
+        )
         self._sh(pid, f"ip link set lo up; {settings}")
         if self._plugged:
             port = f"p{next(_COUNT)}"
@@ -51,8 +57,13 @@ class Network:
                 self._bridge,
                 f"ip link add {port} type veth peer name data netns {pid}; ip link set {port} master bridge up",
             )
-            self._sh(pid, f"ip address add {address}/15 broadcast + dev data; ip link set data up")
-        self.endpoints[name] = Endpoint(name, pid, address, network=None if self._plugged else "198.18.0.0/15")
+            self._sh(
+                pid,
+                f"ip address add {address}/15 broadcast + dev data; ip link set data up",
+            )
+        self.endpoints[name] = Endpoint(
+            name, pid, address, network=None if self._plugged else "198.18.0.0/15"
+        )
         self.namespaces[name] = Namespace.of_process(pid)
         return self.endpoints[name]
 
@@ -82,7 +93,10 @@ class Network:
     @staticmethod
     def _sh(pid: int, script: str) -> str:
         done = subprocess.run(
-            ["nsenter", "-t", str(pid), "-n", "sh", "-ec", script], capture_output=True, text=True, check=False
+            ["nsenter", "-t", str(pid), "-n", "sh", "-ec", script],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise HostError(f"a bare network cannot be set up: {done.stderr.strip()}")

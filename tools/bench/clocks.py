@@ -23,16 +23,27 @@ def measure() -> Iterator[Measurement]:
     """Yield the messages per second of the simulator and the ratio of the quickstart's two step times."""
     speed = messages_per_second()
     detail = f"{speed.messages} messages between {speed.devices} devices"
-    yield Measurement("simulator", speed.rate, "messages/s", MESSAGES_PER_SECOND, at_most=False, detail=detail)
+    yield Measurement(
+        "simulator",
+        speed.rate,
+        "messages/s",
+        MESSAGES_PER_SECOND,
+        at_most=False,
+        detail=detail,
+    )
     prepared = prepare(trials(load("quickstart"))[0])
     dataset = load_data(part_of(prepared.scenario).data)
     predicted = simulate(prepared, dataset)
     measured = emulate(prepared, dataset, accept_links=True)
     step = {
-        outcome.runtime: metrics(outcome, prepared.experiment, prepared.plan)["step_time"]
+        outcome.runtime: metrics(outcome, prepared.experiment, prepared.plan)[
+            "step_time"
+        ]
         for outcome in (predicted, measured)
     }
     yield Measurement("step of the quickstart, simulated", step["simulate"], "s")
     yield Measurement("step of the quickstart, emulated", step["emulate"], "s")
     away = abs(step["emulate"] / step["simulate"] - 1)
-    yield Measurement("step of the quickstart, emulated away from simulated", away, "", TOLERANCE)
+    yield Measurement(
+        "step of the quickstart, emulated away from simulated", away, "", TOLERANCE
+    )

@@ -31,7 +31,11 @@ class Measurement:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figure as JSON values."""
-        bound = None if self.target is None else f"{'<=' if self.at_most else '>='} {self.target:g}"
+        bound = (
+            None
+            if self.target is None
+            else f"{'<=' if self.at_most else '>='} {self.target:g}"
+        )
         if self.between is not None:
             bound = f"{self.between[0]:.4g} to {self.between[1]:.4g}"
         return {

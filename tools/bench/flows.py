@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from testbed.network.link import Link, Pair
 from testbed.wire.framing import MTU, SEGMENT
@@ -88,11 +89,16 @@ def flows(
     rest = size - _CONTENT.size
     with contextlib.ExitStack() as stack:
         receivers = {pair: stack.enter_context(_bound(net, pair[1])) for pair in pairs}
-        senders = {name: stack.enter_context(_bound(net, name)) for name in {pair[0] for pair in pairs}}
+        senders = {
+            name: stack.enter_context(_bound(net, name))
+            for name in {pair[0] for pair in pairs}
+        }
         for sender in senders.values():
             sender.setsockopt(socket.SOL_SOCKET, _SO_NO_CHECK, 1)
         targets = {pair: receiver.getsockname() for pair, receiver in receivers.items()}
-        by_descriptor = {receiver.fileno(): pair for pair, receiver in receivers.items()}
+        by_descriptor = {
+            receiver.fileno(): pair for pair, receiver in receivers.items()
+        }
         epoll = stack.enter_context(contextlib.closing(select.epoll()))
         for descriptor in by_descriptor:
             epoll.register(descriptor, select.EPOLLIN)
@@ -114,7 +120,15 @@ def flows(
         for first in range(0, count, read_every):
             numbers = range(first, min(first + read_every, count))
             for number, (pair, flow) in itertools.product(numbers, made.items()):
-                flow.sent.append(_send(senders[pair[0]], targets[pair], (run, number), filler[:rest], drain))
+                flow.sent.append(
+                    _send(
+                        senders[pair[0]],
+                        targets[pair],
+                        (run, number),
+                        filler[:rest],
+                        drain,
+                    )
+                )
             drain(start + numbers.stop * gap)
         drain(time.monotonic() + linger)
     return made
@@ -148,7 +162,11 @@ def _take(receiver: socket.socket, flow: Flow, run: bytes, filler: bytes) -> Non
                 continue
             if len(data) == _CONTENT.size + len(filler) and data.endswith(filler):
                 stamp, number, sent = _CONTENT.unpack_from(data)
-                if stamp == run and number < len(flow.sent) and sent == flow.sent[number]:
+                if (
+                    stamp == run
+                    and number < len(flow.sent)
+                    and sent == flow.sent[number]
+                ):
                     flow.arrived.append((number, now - sent))
                     continue
             flow.damaged += 1
@@ -180,14 +198,21 @@ class _Received:
         """Return bit/s after the first seconds, up to a time."""
         if not self.steps:
             return 0.0
-        later = [step for step in self.steps if self.steps[0][0] + skip <= step[0] <= until]
+        later = [
+            step for step in self.steps if self.steps[0][0] + skip <= step[0] <= until
+        ]
         if len(later) < 2 or later[-1][0] <= later[0][0]:
             return 0.0
         return (later[-1][1] - later[0][1]) * 8 / (later[-1][0] - later[0][0])
 
 
 def udp_rates(
-    net: Network, links: Mapping[Pair, Link], seconds: float, *, skip: float, frame: int = FRAME
+    net: Network,
+    links: Mapping[Pair, Link],
+    seconds: float,
+    *,
+    skip: float,
+    frame: int = FRAME,
 ) -> dict[Pair, float]:
     """Send over all of these links at once, as fast as each takes it; return bit/s on the wire, as programs see it.
 
@@ -204,7 +229,9 @@ def udp_rates(
             sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
             sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, len(content))
             sender.connect(receivers[pair].getsockname())
-        pieces = {pair: content * _frames_at_once(link, frame) for pair, link in links.items()}
+        pieces = {
+            pair: content * _frames_at_once(link, frame) for pair, link in links.items()
+        }
 
         def push(pair: Pair) -> None:
             while True:
@@ -229,14 +256,19 @@ def _frames_at_once(link: Link, frame: int) -> int:
     return max(1, min(_MOST_FRAMES, int((link.rate or 1e9) * _AT_ONCE / 8 / frame)))
 
 
-def tcp_rates(net: Network, pairs: Iterable[Pair], seconds: float, *, skip: float) -> dict[Pair, float]:
+def tcp_rates(
+    net: Network, pairs: Iterable[Pair], seconds: float, *, skip: float
+) -> dict[Pair, float]:
     """Send over one TCP connection per link, all at once; return bit/s of content after the first ``skip`` seconds."""
     with contextlib.ExitStack() as stack:
-        senders, receivers = {}, {}
+        senders: dict[Pair, socket.socket] = {}
+        receivers: dict[Pair, socket.socket] = {}
         for index, pair in enumerate(pairs):
             address = (net.endpoints[pair[1]].address, _PORT + index)
-            server = stack.enter_context(net.inside(pair[1], lambda address=address: socket.create_server(address)))  # type: ignore[misc]
-            client = net.inside(pair[0], lambda address=address: socket.create_connection(address, 30))  # type: ignore[misc]
+            listen = partial(socket.create_server, address)
+            server = stack.enter_context(net.inside(pair[1], listen))
+            connect = partial(socket.create_connection, address, 30)
+            client = net.inside(pair[0], connect)
             senders[pair] = stack.enter_context(client)
             receivers[pair] = stack.enter_context(server.accept()[0])
         for each in (*senders.values(), *receivers.values()):
@@ -295,9 +327,13 @@ def _pump(
 
 
 @contextlib.contextmanager
-def _watching(sockets: Mapping[Pair, socket.socket], event: int) -> Iterator[Callable[[float], list[Pair]]]:
+def _watching(
+    sockets: Mapping[Pair, socket.socket], event: int
+) -> Iterator[Callable[[float], list[Pair]]]:
     by_descriptor = {each.fileno(): pair for pair, each in sockets.items()}
     with contextlib.closing(select.epoll()) as epoll:
         for descriptor in by_descriptor:
             epoll.register(descriptor, event)
-        yield lambda wait: [by_descriptor[descriptor] for descriptor, _ in epoll.poll(wait)]
+        yield lambda wait: [
+            by_descriptor[descriptor] for descriptor, _ in epoll.poll(wait)
+        ]

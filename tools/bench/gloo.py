@@ -104,7 +104,10 @@ def jobs(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
 
 
 def _execute(
-    client: docker.DockerClient, device: DeviceContainer, first: str, job: Mapping[str, Any]
+    client: docker.DockerClient,
+    device: DeviceContainer,
+    first: str,
+    job: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Run the program in a device's container and return what its steps took."""
     program = Path(gloo_program.__file__).read_text()
@@ -116,10 +119,14 @@ def _execute(
     }
     command = ["python3", "-c", program, json.dumps(job)]
     started = client.api.exec_create(device.id, command, environment=environment)["Id"]
-    output, errors = (part or b"" for part in client.api.exec_start(started, demux=True))
+    output, errors = (
+        part or b"" for part in client.api.exec_start(started, demux=True)
+    )
     if client.api.exec_inspect(started)["ExitCode"] != 0:
         said = (output + errors).decode(errors="replace")[-_TAIL:]
-        raise TestbedError(f"torch's pipelining failed on {device.name}: {said.strip()}")
+        raise TestbedError(
+            f"torch's pipelining failed on {device.name}: {said.strip()}"
+        )
     took: dict[str, Any] = json.loads(output)
     return took
 
@@ -131,10 +138,14 @@ def gloo_times(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
     client = connect()
     with ThreadPoolExecutor(len(work)) as pool:
         running = {
-            name: pool.submit(_execute, client, lab.devices[name], leader.address, job) for name, job in work.items()
+            name: pool.submit(_execute, client, lab.devices[name], leader.address, job)
+            for name, job in work.items()
         }
     took = {name: future.result() for name, future in running.items()}
-    return GlooTimes(median(took[plan.lead]["seconds"][WARM_UP:]), sum(each["processor"] for each in took.values()))
+    return GlooTimes(
+        median(took[plan.lead]["seconds"][WARM_UP:]),
+        sum(each["processor"] for each in took.values()),
+    )
 
 
 def our_times(steps: Sequence[Step]) -> list[float]:
@@ -142,7 +153,9 @@ def our_times(steps: Sequence[Step]) -> list[float]:
     return [step.seconds for step in steps if step.steady and step.step >= WARM_UP]
 
 
-def judge(schedule: str, ours: float, gloo: float, planned: float, host: HostTime) -> Iterator[Measurement]:
+def judge(
+    schedule: str, ours: float, gloo: float, planned: float, host: HostTime
+) -> Iterator[Measurement]:
     """Yield the three step times, in seconds, and their ratios; ``host`` is what the host added to our steps."""
     step = f"step by {schedule}"
     late = host.computing / host.seconds
@@ -150,40 +163,76 @@ def judge(schedule: str, ours: float, gloo: float, planned: float, host: HostTim
     yield Measurement(f"{step}, torch's pipelining over gloo", gloo, "s")
     yield Measurement(f"{step}, ours", ours, "s", detail=detail)
     yield Measurement(f"{step}, the plan's", planned, "s")
-    yield Measurement(f"{step}, the plan's to gloo's", planned / gloo, "x", detail="the least that ours could reach")
+    yield Measurement(
+        f"{step}, the plan's to gloo's",
+        planned / gloo,
+        "x",
+        detail="the least that ours could reach",
+    )
     yield Measurement(f"{step}, ours to gloo's", ours / gloo, "x", SHARE)
     own = abs(ours * (1 - host.share) / planned - 1)
-    yield Measurement(f"{step}, ours without what the host added, away from the plan", own, "")
-    yield Measurement(f"{step}, ours away from the plan", abs(ours / planned - 1), "", AWAY)
+    yield Measurement(
+        f"{step}, ours without what the host added, away from the plan", own, ""
+    )
+    yield Measurement(
+        f"{step}, ours away from the plan", abs(ours / planned - 1), "", AWAY
+    )
 
 
-def beside(schedule: str, ours: Mapping[str, float], gloo: float) -> Iterator[Measurement]:
+def beside(
+    schedule: str, ours: Mapping[str, float], gloo: float
+) -> Iterator[Measurement]:
     """Yield what a run takes of the processors; ``ours`` as `processor_time` has it, ``gloo`` in seconds."""
-    run, taken = f"{WARM_UP + STEPS} steps by {schedule}", sum(ours.values()) - ours["computing"]
+    run, taken = (
+        f"{WARM_UP + STEPS} steps by {schedule}",
+        sum(ours.values()) - ours["computing"],
+    )
     detail = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ours.items())
-    yield Measurement(f"{run}, processor time of torch's pipelining over gloo", gloo, "s")
-    yield Measurement(f"{run}, processor time of ours but for computing", taken, "s", detail=detail)
-    yield Measurement(f"{run}, processor time of ours but for computing to torch's", taken / gloo, "x", BESIDE)
+    yield Measurement(
+        f"{run}, processor time of torch's pipelining over gloo", gloo, "s"
+    )
+    yield Measurement(
+        f"{run}, processor time of ours but for computing", taken, "s", detail=detail
+    )
+    yield Measurement(
+        f"{run}, processor time of ours but for computing to torch's",
+        taken / gloo,
+        "x",
+        BESIDE,
+    )
 
 
 def with_gloo(prepared: Mapping[str, Prepared]) -> dict[str, GlooTimes]:
     """Return what each schedule takes over gloo, all on one lab."""
     lab = Lab.create(next(iter(prepared.values())).trial)
     try:
-        return {schedule: gloo_times(lab, each.plan, schedule) for schedule, each in prepared.items()}
+        return {
+            schedule: gloo_times(lab, each.plan, schedule)
+            for schedule, each in prepared.items()
+        }
     finally:
         lab.down()
 
 
 def measure() -> Iterator[Measurement]:
     """Yield for each schedule a step over gloo, with ours and by the plan, their ratios, and processor time."""
-    prepared = {schedule: prepare(trials(scenario(schedule))[0]) for schedule in SCHEDULES}
+    prepared = {
+        schedule: prepare(trials(scenario(schedule))[0]) for schedule in SCHEDULES
+    }
     gloo = with_gloo(prepared)
     for schedule, each in prepared.items():
-        outcome = emulate(each, load_data(part_of(each.scenario).data), accept_links=True)
+        outcome = emulate(
+            each, load_data(part_of(each.scenario).data), accept_links=True
+        )
         record = RunView(outcome, each.experiment, each.plan)
         assert each.plan.step_time is not None
         theirs = gloo[schedule]
-        yield from judge(schedule, median(our_times(record.steps)), theirs.step, each.plan.step_time, added(record))
+        yield from judge(
+            schedule,
+            median(our_times(record.steps)),
+            theirs.step,
+            each.plan.step_time,
+            added(record),
+        )
         if taken := processor_time(record):
             yield from beside(schedule, taken, theirs.processor)

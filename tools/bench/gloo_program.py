@@ -54,7 +54,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         began = time.perf_counter()
         optimizer.zero_grad()
         inputs = (samples,) if rank == 0 else ()
-        schedule.step(*inputs, target=labels if rank == world - 1 else None, return_outputs=False)
+        schedule.step(
+            *inputs, target=labels if rank == world - 1 else None, return_outputs=False
+        )
         optimizer.step()
         seconds.append(time.perf_counter() - began)
     return {"seconds": seconds, "processor": time.process_time() - busy}
@@ -64,7 +66,9 @@ def main() -> None:
     """Train as the argument says and print what it took; the environment says where the first stage is."""
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", rank=job["rank"], world_size=job["world"], timeout=PATIENCE)
+    distributed.init_process_group(
+        "gloo", rank=job["rank"], world_size=job["world"], timeout=PATIENCE
+    )
     took = train(job)
     distributed.barrier()
     distributed.destroy_process_group()

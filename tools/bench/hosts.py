@@ -27,7 +27,11 @@ def measure(devices: int = DEVICES) -> Iterator[Measurement]:
 
     Nothing where no hosts are named.
     """
-    hosts = [each.strip() for each in os.environ.get("TESTBED_HOSTS", "").split(",") if each.strip()]
+    hosts = [
+        each.strip()
+        for each in os.environ.get("TESTBED_HOSTS", "").split(",")
+        if each.strip()
+    ]
     if not hosts:
         return
     names = f"of {devices} devices"
@@ -35,9 +39,13 @@ def measure(devices: int = DEVICES) -> Iterator[Measurement]:
     yield Measurement(f"start-up {names} on {hosts[0]}", one, "s")
     several = _start_up(devices, hosts)
     yield Measurement(f"start-up {names} on {len(hosts)} hosts", several, "s")
-    yield Measurement("start-up on several hosts, ratio to one", several / one, "x", RATIO)
+    yield Measurement(
+        "start-up on several hosts, ratio to one", several / one, "x", RATIO
+    )
     if len(hosts) > 1:
-        yield Measurement("memory on a host without devices", _empty(hosts) / 1e6, "MB", EMPTY / 1e6)
+        yield Measurement(
+            "memory on a host without devices", _empty(hosts) / 1e6, "MB", EMPTY / 1e6
+        )
 
 
 def _start_up(devices: int, hosts: Sequence[str]) -> float:
@@ -52,7 +60,9 @@ def _start_up(devices: int, hosts: Sequence[str]) -> float:
 def _empty(hosts: Sequence[str]) -> float:
     """Return the bytes that containers have on a host on which no device is."""
     trial = trials(scenario(2))[0]
-    lab = HostsLab.create(trial, hosts[:2], {each.name: hosts[0] for each in trial.experiment.devices})
+    lab = HostsLab.create(
+        trial, hosts[:2], {each.name: hosts[0] for each in trial.experiment.devices}
+    )
     try:
         return _used(reach(hosts[1]).client, lab.run_id)
     finally:
@@ -64,5 +74,8 @@ def _used(client: docker.DockerClient, run: str) -> float:
     looked: list[Any] = [each.stats(stream=False) for each in found]
     usages = [each["memory_stats"] for each in looked]
     # As `docker stats` has it: files that can be read again are not taken.
-    files = [each["stats"].get("total_inactive_file", each["stats"].get("inactive_file", 0)) for each in usages]
+    files = [
+        each["stats"].get("total_inactive_file", each["stats"].get("inactive_file", 0))
+        for each in usages
+    ]
     return float(sum(each["usage"] for each in usages) - sum(files))

@@ -20,7 +20,9 @@ WORSE = 1.1
 def keep(figures: Iterable[Measurement], file: Path = KEPT) -> None:
     """Note figures as those of the present revision, the newest of each name."""
     found = _read(file)
-    found.setdefault(revision() or "unknown", {}).update({each.name: each.value for each in figures})
+    found.setdefault(revision() or "unknown", {}).update(
+        {each.name: each.value for each in figures}
+    )
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -30,8 +32,12 @@ def of_revision(name: str, file: Path = KEPT) -> Mapping[str, float]:
     found = _read(file)
     fitting = [each for each in found if each.startswith(name)]
     if len(fitting) != 1:
-        known = ", ".join(each[:12] for each in found) or "none: run the bench there first"
-        raise click.UsageError(f"{len(fitting)} revisions '{name}' have figures in {file}; there are {known}")
+        known = (
+            ", ".join(each[:12] for each in found) or "none: run the bench there first"
+        )
+        raise click.UsageError(
+            f"{len(fitting)} revisions '{name}' have figures in {file}; there are {known}"
+        )
     return found[fitting[0]]
 
 
@@ -44,5 +50,7 @@ def ratio(figure: Measurement, before: Mapping[str, float]) -> tuple[str, bool]:
 
 
 def _read(file: Path) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
+    found: dict[str, dict[str, float]] = (
+        json.loads(file.read_text()) if file.exists() else {}
+    )
     return found

@@ -42,7 +42,10 @@ _TCP_NOTSENT_LOWAT = 25
 def waves() -> Iterator[list[Link]]:
     """Yield the links that are measured at the same time, the same in both directions."""
     for delay in (0.001, 0.01, 0.05):
-        yield [Link(rate, delay, loss=loss) for rate, loss in product((10e6, 100e6), (0.001, 0.01, 0.05))]
+        yield [
+            Link(rate, delay, loss=loss)
+            for rate, loss in product((10e6, 100e6), (0.001, 0.01, 0.05))
+        ]
     yield [
         Link(50e6, 0.025, loss=0.01),
         Link(50e6, 0.025, jitter=0.004, loss=0.01),
@@ -53,7 +56,11 @@ def waves() -> Iterator[list[Link]]:
         Link(50e6, 0.025),
         Link(10e6, 0.025, loss=0.1),
     ]
-    yield [Link(50e6, 0.025, jitter=0.005), Link(50e6, 0.025, jitter=0.0075), Link(100e6, 0.005, jitter=0.001)]
+    yield [
+        Link(50e6, 0.025, jitter=0.005),
+        Link(50e6, 0.025, jitter=0.0075),
+        Link(100e6, 0.005, jitter=0.001),
+    ]
 
 
 @dataclass
@@ -79,7 +86,10 @@ def measure_wave(links: Sequence[Link], algorithm: str, seed: int) -> Iterator[P
     try:
         shaping.attach(net.endpoints.values(), wanted)
         with ThreadPoolExecutor(len(links)) as pool:
-            found = pool.map(lambda index: list(_measure_link(net, index, algorithm)), range(len(links)))
+            found = pool.map(
+                lambda index: list(_measure_link(net, index, algorithm)),
+                range(len(links)),
+            )
             for link, sizes in zip(links, found, strict=True):
                 yield from (Point(link, size, seconds) for size, seconds in sizes)
     finally:
@@ -87,15 +97,21 @@ def measure_wave(links: Sequence[Link], algorithm: str, seed: int) -> Iterator[P
         net.close()
 
 
-def _measure_link(net: Network, index: int, algorithm: str) -> Iterator[tuple[int, list[float]]]:
+def _measure_link(
+    net: Network, index: int, algorithm: str
+) -> Iterator[tuple[int, list[float]]]:
     address = net.endpoints[f"b{index}"].address
     for size, count in MESSAGES.items():
         listening = net.inside(f"b{index}", lambda: socket.create_server((address, 0)))
         port = listening.getsockname()[1]
-        sender = net.inside(f"a{index}", lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        sender = net.inside(
+            f"a{index}", lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        )
         for end in (listening, sender):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm.encode())
+            end.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm.encode()
+            )
         sender.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         with sender, listening, ThreadPoolExecutor(1) as answering:
             answering.submit(_answer, listening, size)
@@ -133,11 +149,17 @@ def simulated(link: Link, size: int, count: int) -> float:
     wire = float(size) + math.ceil(size / SEGMENT) * (TCP_HEADERS + ETHERNET_HEADER)
     trip, took = 2 * link.delay, []
     for seed in range(10):
-        there, back, window = crossing(link, f"{seed} there"), crossing(link, f"{seed} back"), Window()
+        there, back, window = (
+            crossing(link, f"{seed} there"),
+            crossing(link, f"{seed} back"),
+            Window(),
+        )
         for _ in range(count):
             sent, least, late = wire, 0.0, 0.0
             if there is not None and back is not None:
-                course = there.message(wire, PACKET * 8 / link.rate, trip, window, back.lost)
+                course = there.message(
+                    wire, PACKET * 8 / link.rate, trip, window, back.lost
+                )
                 sent, least, late = course[0], course[1], course[2] + back.answer(trip)
             took.append(max(sent * 8 / link.rate, least) + late + trip)
     return fmean(took)
@@ -173,14 +195,18 @@ def _cell(point: Point) -> str:
 
 def main() -> None:
     """Measure, unless that was done, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("--algorithm", default="reno")
     given = parser.parse_args()
     points: list[Point] = []
     if given.file.exists():
         for each in json.loads(given.file.read_text()):
-            points.append(Point(Link.from_json(each["link"]), each["size"], each["seconds"]))
+            points.append(
+                Point(Link.from_json(each["link"]), each["size"], each["seconds"])
+            )
     else:
         for number, links in enumerate(waves()):
             points += measure_wave(links, given.algorithm, number)

@@ -26,28 +26,44 @@ SETTLE_MESSAGES = 1_000
 
 def measure() -> Iterator[Measurement]:
     """Yield resident memory of a device in megabytes: idle, ready with torch, and growth by messages."""
-    prepared = prepare(trials(exchange_scenario("1kB", SETTLE_MESSAGES + MESSAGES, None))[0])
+    prepared = prepare(
+        trials(exchange_scenario("1kB", SETTLE_MESSAGES + MESSAGES, None))[0]
+    )
     dataset = load_data(part_of(prepared.scenario).data)
     lab = Lab.create(prepared.trial)
     try:
         agents = {name: lab.agent(name) for name in lab.devices}
         sink = agents["sink"]
-        yield Measurement("resident memory, idle device", sink.metrics()[RESIDENT] / 1e6, "MB", IDLE / 1e6)
+        yield Measurement(
+            "resident memory, idle device",
+            sink.metrics()[RESIDENT] / 1e6,
+            "MB",
+            IDLE / 1e6,
+        )
         addresses = {name: found.address for name, found in lab.devices.items()}
         given = deployments(prepared, lab.run_id, lab.token, addresses, lab.broadcast)
         for name, agent in agents.items():
             agent.deploy(given.of(name))
         agents["source"].put_data(pack(dataset))
-        yield Measurement("resident memory, device with torch", sink.metrics()[RESIDENT] / 1e6, "MB")
+        yield Measurement(
+            "resident memory, device with torch", sink.metrics()[RESIDENT] / 1e6, "MB"
+        )
         for agent in agents.values():
             agent.start(0.0)
         before: dict[str, float] = {}
         for event in agents["source"].events():
             if event.event == "request" and event.fields["request"] == SETTLE_MESSAGES:
-                before = {name: agent.metrics()[RESIDENT] for name, agent in agents.items()}
+                before = {
+                    name: agent.metrics()[RESIDENT] for name, agent in agents.items()
+                }
         for name, agent in agents.items():
             # Events are kept until they are fetched to the end of the run, so that a controller can come back.
             grown = agent.metrics()[RESIDENT] - before[name]
-            yield Measurement(f"growth over {MESSAGES} messages, {name}", grown / 1e6, "MB", GROWTH / 1e6)
+            yield Measurement(
+                f"growth over {MESSAGES} messages, {name}",
+                grown / 1e6,
+                "MB",
+                GROWTH / 1e6,
+            )
     finally:
         lab.down()

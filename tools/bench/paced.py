@@ -42,7 +42,9 @@ def measure(charges: list[float], seconds: float) -> dict[str, Any]:
             else:
                 over.set()
 
-        processors.put(lambda: busy_wait(charge * LOAD), fixed(charge), lambda _: True, end, ready)
+        processors.put(
+            lambda: busy_wait(charge * LOAD), fixed(charge), lambda _: True, end, ready
+        )
 
     put(0, began)
     over.wait()

@@ -52,10 +52,21 @@ class Series:
 
 def pace(devices: int = DEVICES, seconds: float = SECONDS) -> list[Series]:
     """Have as many processes of the agent as there are devices pace work at once."""
-    command = [sys.executable, "-m", "tools.bench.paced", json.dumps(CHARGES), str(seconds)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) for _ in range(devices)]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.bench.paced",
+        json.dumps(CHARGES),
+        str(seconds),
+    ]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+        for _ in range(devices)
+    ]
     said = [json.loads(process.communicate()[0]) for process in running]
-    return [Series([Paced(*span) for span in each["spans"]], each["wall"]) for each in said]
+    return [
+        Series([Paced(*span) for span in each["spans"]], each["wall"]) for each in said
+    ]
 
 
 @contextlib.contextmanager
@@ -71,15 +82,26 @@ def loaded() -> Iterator[None]:
 
 def measure() -> Iterator[Measurement]:
     """Yield the error of spans on an idle host and with one core loaded: all, and what was not reported as late."""
-    for name, load in (("idle", contextlib.nullcontext()), ("one core loaded", loaded())):
+    for name, load in (
+        ("idle", contextlib.nullcontext()),
+        ("one core loaded", loaded()),
+    ):
         with load:
             found = [span for series in pace() for span in series.spans]
         errors = [span.error for span in found]
         detail = f"{len(found)} spans of {min(CHARGES) * 1e3:g} to {max(CHARGES) * 1e3:g} ms on {DEVICES} devices"
         mean, worst = fmean(errors), float(np.percentile(errors, 99))
-        yield Measurement(f"pacing, {name}: mean error of a span", mean, "", TOLERANCE, detail=detail)
-        yield Measurement(f"pacing, {name}: 99th percentile of the error", worst, "", detail=detail)
+        yield Measurement(
+            f"pacing, {name}: mean error of a span", mean, "", TOLERANCE, detail=detail
+        )
+        yield Measurement(
+            f"pacing, {name}: 99th percentile of the error", worst, "", detail=detail
+        )
         untold = float(np.percentile([span.unreported for span in found], 99))
         yield Measurement(
-            f"pacing, {name}: the same beyond what is reported as late", untold, "", TOLERANCE, detail=detail
+            f"pacing, {name}: the same beyond what is reported as late",
+            untold,
+            "",
+            TOLERANCE,
+            detail=detail,
         )

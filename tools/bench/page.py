@@ -22,16 +22,27 @@ _BEGIN, _END = "<!-- figures -->\n", "<!-- /figures -->\n"
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with one row per figure and one column per run, in Markdown."""
     heads = [f"{run['backend']}, kernel {run['kernel']}, {run['date']}" for run in runs]
-    lines = [f"| what | bounds | {' | '.join(heads)} |", "|---|---" + "|---" * len(runs) + "|"]
+    lines = [
+        f"| what | bounds | {' | '.join(heads)} |",
+        "|---|---" + "|---" * len(runs) + "|",
+    ]
     found = [{figure["name"]: figure for figure in run["figures"]} for run in runs]
     for name in dict.fromkeys(name for each in found for name in each):
         figures = [each.get(name) for each in found]
         first = next(figure for figure in figures if figure)
-        cells = ["" if figure is None else f"{figure['value']:.4g} {figure['unit']}".strip() for figure in figures]
+        cells = [
+            "" if figure is None else f"{figure['value']:.4g} {figure['unit']}".strip()
+            for figure in figures
+        ]
         lines.append(f"| {name} | {_bounds(first)} | {' | '.join(cells)} |")
-    commands = "".join(f"    {run['command']} --json {run['backend']}.json\n" for run in runs)
+    commands = "".join(
+        f"    {run['command']} --json {run['backend']}.json\n" for run in runs
+    )
     files = " ".join(f"{run['backend']}.json" for run in runs)
-    return "\n".join(lines) + f"\n\nMade by\n\n{commands}    python -m tools.bench.page {files}\n"
+    return (
+        "\n".join(lines)
+        + f"\n\nMade by\n\n{commands}    python -m tools.bench.page {files}\n"
+    )
 
 
 def _bounds(figure: Mapping[str, Any]) -> str:

@@ -29,20 +29,42 @@ def measure() -> Iterator[Measurement]:
     """Yield processor seconds, seconds, megabytes and accuracy of both; ratios are ours over theirs."""
     queues = _told("simpy", {})
     ours = _told("ours", {})
-    yield Measurement("messages between 1,000 devices, SimPy", queues["rate"], "messages/s", detail=queues["version"])
-    yield Measurement("messages between 1,000 devices, ours", ours["rate"], "messages/s")
-    yield Measurement("ours over SimPy", ours["rate"] / queues["rate"], "x", 1.0, at_most=False)
+    yield Measurement(
+        "messages between 1,000 devices, SimPy",
+        queues["rate"],
+        "messages/s",
+        detail=queues["version"],
+    )
+    yield Measurement(
+        "messages between 1,000 devices, ours", ours["rate"], "messages/s"
+    )
+    yield Measurement(
+        "ours over SimPy", ours["rate"] / queues["rate"], "x", 1.0, at_most=False
+    )
     for clients, rounds in CLIENTS.items():
-        training = {"clients": clients, "rounds": rounds, "hidden": HIDDEN, "batch": BATCH, "rate": RATE}
+        training = {
+            "clients": clients,
+            "rounds": rounds,
+            "hidden": HIDDEN,
+            "batch": BATCH,
+            "rate": RATE,
+        }
         flower, ours = _told("flower", training), _ours(training)
         of = f"of {clients} clients, {rounds} rounds"
-        for name, found, detail in (("Flower", flower, flower["version"]), ("ours, with links and report", ours, "")):
-            yield Measurement(f"processor time {of}, {name}", found["processor"], "s", detail=detail)
+        for name, found, detail in (
+            ("Flower", flower, flower["version"]),
+            ("ours, with links and report", ours, ""),
+        ):
+            yield Measurement(
+                f"processor time {of}, {name}", found["processor"], "s", detail=detail
+            )
             yield Measurement(f"time {of}, {name}", found["seconds"], "s")
             yield Measurement(f"memory {of}, {name}", found["bytes"] / 1e6, "MB")
             yield Measurement(f"accuracy {of}, {name}", found["accuracy"], "")
         for what in ("processor", "seconds", "bytes"):
-            yield Measurement(f"{what} {of}, ours over Flower", ours[what] / flower[what], "x", 1.0)
+            yield Measurement(
+                f"{what} {of}, ours over Flower", ours[what] / flower[what], "x", 1.0
+            )
 
 
 def _told(part: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,11 +72,19 @@ def _told(part: str, given: Mapping[str, Any]) -> dict[str, Any]:
     python = HOME / "bin/python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(HOME)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "--quiet", *PACKAGES], check=True
+        )
         # After the environment's own packages, of which some have other versions here.
-        own = Path(sysconfig.get_path("purelib", vars={"base": str(HOME), "platbase": str(HOME)}))
+        own = Path(
+            sysconfig.get_path(
+                "purelib", vars={"base": str(HOME), "platbase": str(HOME)}
+            )
+        )
         (own / "testbed.pth").write_text(sysconfig.get_path("purelib"))
-    return _timed([str(python), "-m", "tools.bench.peers_program", part, json.dumps(given)])
+    return _timed(
+        [str(python), "-m", "tools.bench.peers_program", part, json.dumps(given)]
+    )
 
 
 def _ours(training: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +108,13 @@ def _ours(training: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder, "peers.json"), Path(folder, "out")
         file.write_text(json.dumps(tree))
-        command = [str(Path(sys.executable).with_name("testbed")), "run", str(file), "--runtime", "simulate"]
+        command = [
+            str(Path(sys.executable).with_name("testbed")),
+            "run",
+            str(file),
+            "--runtime",
+            "simulate",
+        ]
         found = _timed([*command, "--out", str(out)], output=False)
         found["accuracy"] = json.loads((out / "metrics.json").read_text())["accuracy"]
     return found
@@ -86,9 +122,29 @@ def _ours(training: Mapping[str, Any]) -> dict[str, Any]:
 
 def _timed(command: list[str], output: bool = True) -> dict[str, Any]:
     """Run a command; return its last line as JSON, with seconds, processor seconds and bytes of it and its children."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
-    watched = [sys.executable, "-m", "tools.bench.peers_program", "watch", json.dumps(command)]
-    done = subprocess.run(watched, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    *_, said, took = done.stdout.splitlines() if output else ("{}", done.stdout.splitlines()[-1])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "FLWR_TELEMETRY_ENABLED": "0",
+    }
+    watched = [
+        sys.executable,
+        "-m",
+        "tools.bench.peers_program",
+        "watch",
+        json.dumps(command),
+    ]
+    done = subprocess.run(
+        watched,
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    *_, said, took = (
+        done.stdout.splitlines() if output else ("{}", done.stdout.splitlines()[-1])
+    )
     found: dict[str, Any] = json.loads(said) | json.loads(took)
     return found

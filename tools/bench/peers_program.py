@@ -25,10 +25,19 @@ def simpy(_: dict[str, Any]) -> dict[str, Any]:
     chance, world, events = random.Random(1), simpy.Environment(), []
     inboxes = [simpy.Store(world) for _ in range(DEVICES)]
     links: dict[tuple[int, int], tuple[Any, float, float]] = {}
-    chosen = {me: chance.sample([other for other in range(DEVICES) if other != me], PEERS) for me in range(DEVICES)}
+    chosen = {
+        me: chance.sample([other for other in range(DEVICES) if other != me], PEERS)
+        for me in range(DEVICES)
+    }
     for me, others in chosen.items():
-        for pair in [(me, other) for other in others] + [(other, me) for other in others]:
-            links[pair] = (simpy.Resource(world), chance.uniform(1e6, 1e8), chance.uniform(1e-3, 5e-2))
+        for pair in [(me, other) for other in others] + [
+            (other, me) for other in others
+        ]:
+            links[pair] = (
+                simpy.Resource(world),
+                chance.uniform(1e6, 1e8),
+                chance.uniform(1e-3, 5e-2),
+            )
 
     def carry(pair: tuple[int, int], what: Any, size: int, delay: float) -> Any:
         yield world.timeout(delay)
@@ -61,7 +70,10 @@ def simpy(_: dict[str, Any]) -> dict[str, Any]:
     began = time.process_time()
     world.run()
     assert len(events) == 2 * MESSAGES
-    return {"rate": MESSAGES / (time.process_time() - began), "version": f"SimPy {importlib.metadata.version('simpy')}"}
+    return {
+        "rate": MESSAGES / (time.process_time() - began),
+        "version": f"SimPy {importlib.metadata.version('simpy')}",
+    }
 
 
 def ours(_: dict[str, Any]) -> dict[str, Any]:
@@ -85,15 +97,25 @@ def flower(given: dict[str, Any]) -> dict[str, Any]:
     from testbed.ml.workload import DataPart
 
     digits = load(DataPart(name="digits"))
-    samples, labels = (torch.from_numpy(each) for each in (digits.train_images.reshape(-1, 64), digits.train_labels))
-    tests, answers = (torch.from_numpy(each) for each in (digits.test_images.reshape(-1, 64), digits.test_labels))
-    shares = np.array_split(np.random.default_rng(1).permutation(len(labels)), given["clients"])
+    samples, labels = (
+        torch.from_numpy(each)
+        for each in (digits.train_images.reshape(-1, 64), digits.train_labels)
+    )
+    tests, answers = (
+        torch.from_numpy(each)
+        for each in (digits.test_images.reshape(-1, 64), digits.test_labels)
+    )
+    shares = np.array_split(
+        np.random.default_rng(1).permutation(len(labels)), given["clients"]
+    )
     accuracies = []
 
     def network() -> Any:
         torch.manual_seed(0)
         hidden = given["hidden"]
-        return torch.nn.Sequential(torch.nn.Linear(64, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10))
+        return torch.nn.Sequential(
+            torch.nn.Linear(64, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10)
+        )
 
     def filled(values: list[Any]) -> Any:
         model = network()
@@ -110,11 +132,19 @@ def flower(given: dict[str, Any]) -> dict[str, Any]:
             torch.set_num_threads(1)
             model = filled(parameters)
             optimizer = torch.optim.SGD(model.parameters(), lr=given["rate"])
-            for chosen in self.share[torch.randperm(len(self.share))].split(given["batch"]):
+            for chosen in self.share[torch.randperm(len(self.share))].split(
+                given["batch"]
+            ):
                 optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(samples[chosen]), labels[chosen]).backward()
+                torch.nn.functional.cross_entropy(
+                    model(samples[chosen]), labels[chosen]
+                ).backward()
                 optimizer.step()
-            return [value.detach().numpy() for value in model.parameters()], len(self.share), {}
+            return (
+                [value.detach().numpy() for value in model.parameters()],
+                len(self.share),
+                {},
+            )
 
     def evaluate(_round: int, parameters: Any, _config: Any) -> Any:
         with torch.no_grad():
@@ -130,14 +160,23 @@ def flower(given: dict[str, Any]) -> dict[str, Any]:
             initial_parameters=flwr.common.ndarrays_to_parameters(first),
             evaluate_fn=evaluate,
         )
-        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=given["rounds"]))
+        return ServerAppComponents(
+            strategy=strategy, config=ServerConfig(num_rounds=given["rounds"])
+        )
 
     def client(context: Any) -> Any:
         return Client(shares[int(context.node_config["partition-id"])]).to_client()
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    run_simulation(ServerApp(server_fn=server), ClientApp(client_fn=client), given["clients"], backend_config=resources)
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("flwr", "ray"))
+    run_simulation(
+        ServerApp(server_fn=server),
+        ClientApp(client_fn=client),
+        given["clients"],
+        backend_config=resources,
+    )
+    versions = (
+        f"{name} {importlib.metadata.version(name)}" for name in ("flwr", "ray")
+    )
     return {"accuracy": accuracies[-1], "version": ", ".join(versions)}
 
 
@@ -161,9 +200,19 @@ def watch(command: list[str]) -> dict[str, Any]:
         time.sleep(0.05)
     if root.returncode:
         sys.exit(root.returncode)
-    return {"seconds": time.monotonic() - began, "processor": sum(took.values()), "bytes": most}
+    return {
+        "seconds": time.monotonic() - began,
+        "processor": sum(took.values()),
+        "bytes": most,
+    }
 
 
 if __name__ == "__main__":
     part, given = sys.argv[1], json.loads(sys.argv[2])
-    print(json.dumps({"simpy": simpy, "ours": ours, "flower": flower, "watch": watch}[part](given)))
+    print(
+        json.dumps(
+            {"simpy": simpy, "ours": ours, "flower": flower, "watch": watch}[part](
+                given
+            )
+        )
+    )

@@ -35,12 +35,17 @@ def messages_per_second(
     """Let devices send to random peers, each one message at a time, every link with its own rate and delay."""
     names = [f"device{number}" for number in range(devices)]
     random = Random(1)
-    chosen = {name: random.sample([other for other in names if other != name], peers) for name in names}
+    chosen = {
+        name: random.sample([other for other in names if other != name], peers)
+        for name in names
+    }
     links = {}
     for name, others in chosen.items():
         for other in others:
             for pair in ((name, other), (other, name)):
-                links[pair] = Link(rate=random.uniform(1e6, 1e8), delay=random.uniform(1e-3, 5e-2))
+                links[pair] = Link(
+                    rate=random.uniform(1e6, 1e8), delay=random.uniform(1e-3, 5e-2)
+                )
     each = messages // devices
     finished = 0
     over = asyncio.Event()
@@ -50,7 +55,10 @@ def messages_per_second(
         mine = chosen[device.name]
         listening = asyncio.create_task(listen(device))
         for number in range(each):
-            await device.send(mine[number % peers], Message("bench", {"number": number}, padding=padding))
+            await device.send(
+                mine[number % peers],
+                Message("bench", {"number": number}, padding=padding),
+            )
         finished += 1
         if finished == devices:
             over.set()
@@ -61,7 +69,9 @@ def messages_per_second(
         while True:
             await device.receive()
 
-    world = World([DeviceSpec(name, 1e9, 1e9) for name in names], links, program, names[0])
+    world = World(
+        [DeviceSpec(name, 1e9, 1e9) for name in names], links, program, names[0]
+    )
     began = time.process_time()
     world.start()
     world.run()

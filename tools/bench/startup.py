@@ -31,9 +31,16 @@ def scenario(devices: int) -> Scenario:
     return Scenario.model_validate(
         {
             "name": "bench-startup",
-            "devices": {"source": {}, "worker": {"count": devices - 1, "profile": "raspberry-pi-4b"}},
+            "devices": {
+                "source": {},
+                "worker": {"count": devices - 1, "profile": "raspberry-pi-4b"},
+            },
             "network": {"link": {"rate": "50mbit", "delay": "5ms"}},
-            "workload": {"task": "infer", "model": {"name": "mlp"}, "method": {"name": "exchange"}},
+            "workload": {
+                "task": "infer",
+                "model": {"name": "mlp"},
+                "method": {"name": "exchange"},
+            },
         }
     )
 
@@ -57,11 +64,15 @@ def bare(devices: int) -> float:
     image = ensure_images(client, lambda _text: None).device
     specs = trials(scenario(devices))[0].experiment.devices
     state = RunState(f"bench-bare-{secrets.token_hex(4)}", "token")
-    addresses = {spec.name: f"198.18.0.{number}" for number, spec in enumerate(specs, 2)}
+    addresses = {
+        spec.name: f"198.18.0.{number}" for number, spec in enumerate(specs, 2)
+    }
     began = time.monotonic()
 
     def launch(spec: DeviceSpec) -> Namespace:
-        make_container(client, state.run, spec.name, device_settings(state, image, spec, addresses))
+        make_container(
+            client, state.run, spec.name, device_settings(state, image, spec, addresses)
+        )
         found = look(client, state.run, spec.name, "", lambda _name, _found: "")
         return Namespace.of_process(found.pid)
 
@@ -69,7 +80,11 @@ def bare(devices: int) -> float:
         with ThreadPoolExecutor(WORKERS) as pool:
             waiting = list(pool.map(launch, specs))
         while waiting:
-            waiting = [each for each in waiting if not each.run(lambda: is_healthy(f"http://127.0.0.1:{CONTROL_PORT}"))]
+            waiting = [
+                each
+                for each in waiting
+                if not each.run(lambda: is_healthy(f"http://127.0.0.1:{CONTROL_PORT}"))
+            ]
             time.sleep(0.02)
         return time.monotonic() - began
     finally:
@@ -82,7 +97,11 @@ def measure(curve: tuple[int, ...] = CURVE) -> Iterator[Measurement]:
         plain = bare(devices)
         whole, removed = with_testbed(devices)
         yield Measurement(f"start-up of {devices} bare containers", plain, "s")
-        yield Measurement(f"start-up of {devices} devices, shaped and healthy", whole, "s")
+        yield Measurement(
+            f"start-up of {devices} devices, shaped and healthy", whole, "s"
+        )
         yield Measurement(f"removal of {devices} devices", removed, "s")
         target = TARGET if devices == AT else None
-        yield Measurement(f"start-up of {devices} devices, ratio to bare", whole / plain, "x", target)
+        yield Measurement(
+            f"start-up of {devices} devices, ratio to bare", whole / plain, "x", target
+        )

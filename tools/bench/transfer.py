@@ -23,7 +23,9 @@ SHARE = 0.9
 OVERHEAD = 2e-3
 
 
-def exchange_scenario(payload: str, requests: int, rate: str | None, delay: str = "0") -> Scenario:
+def exchange_scenario(
+    payload: str, requests: int, rate: str | None, delay: str = "0"
+) -> Scenario:
     """Return a scenario of messages of one size between two fast devices."""
     link = {"delay": delay} if rate is None else {"rate": rate, "delay": delay}
     return Scenario.model_validate(
@@ -49,7 +51,11 @@ def exchange(scenario: Scenario) -> RunView:
 
 
 def _own(record: RunView, kind: str, device: str) -> list[Event]:
-    return [each for each in record.log.of(kind) if (each.device, each.fields["message"]) == (device, "payload")]
+    return [
+        each
+        for each in record.log.of(kind)
+        if (each.device, each.fields["message"]) == (device, "payload")
+    ]
 
 
 def one_way_times(record: RunView) -> list[float]:
@@ -67,7 +73,11 @@ def per_gigabit(link: str, record: RunView) -> Iterator[Measurement]:
     gigabits = 8e-9 * sum(size for (size,) in record.of("send").rows("bytes"))
     for what, seconds in (processor_time(record) or {}).items():
         if what in ("agents", "shaper"):
-            yield Measurement(f"processor time for a gigabit over {link}, {what}", seconds / gigabits, "s")
+            yield Measurement(
+                f"processor time for a gigabit over {link}, {what}",
+                seconds / gigabits,
+                "s",
+            )
 
 
 def measure() -> Iterator[Measurement]:
@@ -77,12 +87,29 @@ def measure() -> Iterator[Measurement]:
         times = one_way_times(record)
         share = TENSOR * 8 / median(times) / bits
         detail = f"median of {len(times)}: {median(times) * 1e3:.2f} ms"
-        yield Measurement(f"1 MB tensor at {rate}, share of the rate", share, "", SHARE, at_most=False, detail=detail)
+        yield Measurement(
+            f"1 MB tensor at {rate}, share of the rate",
+            share,
+            "",
+            SHARE,
+            at_most=False,
+            detail=detail,
+        )
         yield from per_gigabit(rate, record)
-    yield from per_gigabit("100mbit and 5 ms", exchange(exchange_scenario("1MB", 40, "100mbit", "5ms")))
+    yield from per_gigabit(
+        "100mbit and 5 ms", exchange(exchange_scenario("1MB", 40, "100mbit", "5ms"))
+    )
     record = exchange(exchange_scenario("1kB", 200, "100mbit", "5ms"))
-    answered = [event.fields["duration"] for event in _own(record, "send", "source")][WARM_UP:]
+    answered = [event.fields["duration"] for event in _own(record, "send", "source")][
+        WARM_UP:
+    ]
     delays = [link.delay for link in record.outcome.links if link.delay is not None]
     trip = sum(delays) if len(delays) == 2 else 10e-3
     detail = f"round trip of the link {trip * 1e3:.2f} ms, acknowledged message {median(answered) * 1e3:.2f} ms"
-    yield Measurement("1 kB message above the link's round trip", median(answered) - trip, "s", OVERHEAD, detail=detail)
+    yield Measurement(
+        "1 kB message above the link's round trip",
+        median(answered) - trip,
+        "s",
+        OVERHEAD,
+        detail=detail,
+    )

@@ -40,9 +40,15 @@ def kind(violation: str) -> str:
 
 def attack(seed: int) -> tuple[int, str, list[str]]:
     """Return the seed, the method of its scenario, and what it violates."""
-    logging.disable(logging.ERROR)  # asyncio's words about tasks; what matters of them is in the violations
+    logging.disable(
+        logging.ERROR
+    )  # asyncio's words about tasks; what matters of them is in the violations
     tree = scenario(seed)
-    return seed, tree["workload"]["method"]["name"], violations(tree, repeat=seed % REPEATED == 0)
+    return (
+        seed,
+        tree["workload"]["method"]["name"],
+        violations(tree, repeat=seed % REPEATED == 0),
+    )
 
 
 def attack_on_containers(seed: int) -> tuple[int, str, list[str]]:
@@ -61,7 +67,10 @@ def smallest(seed: int, found: str) -> Tree:
     """Return the smallest scenario that violates the same as that of a seed."""
 
     def violates(tree: Tree) -> bool:
-        return any(kind(other) == found for other in violations(tree, repeat=found in ("repetition", "weights")))
+        return any(
+            kind(other) == found
+            for other in violations(tree, repeat=found in ("repetition", "weights"))
+        )
 
     return reduced(scenario(seed), violates)
 
@@ -97,8 +106,13 @@ WAYS = {
     "seed": Way(attack, lambda seed, found: written(smallest(seed, found))),
     "containers": Way(attack_on_containers, lambda seed, _: written(scenario(seed))),
     "file": Way(attack_by_file, lambda seed, _: files.file(seed)[1]),
-    "messages": Way(attack_by_messages, lambda seed, _: f"{messages.MESSAGES} messages of seed {seed}\n".encode()),
-    "signals": Way(attack_by_signals, lambda seed, _: f"{signals.drawn(seed)}\n".encode()),
+    "messages": Way(
+        attack_by_messages,
+        lambda seed, _: f"{messages.MESSAGES} messages of seed {seed}\n".encode(),
+    ),
+    "signals": Way(
+        attack_by_signals, lambda seed, _: f"{signals.drawn(seed)}\n".encode()
+    ),
 }
 """By the name under which the next seed is kept."""
 
@@ -106,41 +120,77 @@ WAYS = {
 def main() -> int:
     """Attack until the time is over or all seeds are tried; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="stress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="stress",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     way = parser.add_mutually_exclusive_group()
     way.add_argument(
-        "--containers", dest="way", action="store_const", const="containers", help="run them on containers"
+        "--containers",
+        dest="way",
+        action="store_const",
+        const="containers",
+        help="run them on containers",
     )
     way.add_argument(
-        "--files", dest="way", action="store_const", const="file", help="files that are wrong, which are not run"
+        "--files",
+        dest="way",
+        action="store_const",
+        const="file",
+        help="files that are wrong, which are not run",
     )
     way.add_argument(
-        "--messages", dest="way", action="store_const", const="messages", help="requests, casts; 1,000 a seed"
+        "--messages",
+        dest="way",
+        action="store_const",
+        const="messages",
+        help="requests, casts; 1,000 a seed",
     )
     way.add_argument(
-        "--signals", dest="way", action="store_const", const="signals", help="runs on containers that are ended"
+        "--signals",
+        dest="way",
+        action="store_const",
+        const="signals",
+        help="runs on containers that are ended",
     )
-    parser.add_argument("--seconds", type=float, default=120.0, help="stop after this time (default 120)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default 2)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="stop after this time (default 120)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="processes side by side (default 2)"
+    )
     parser.add_argument("--first", type=int, help="begin with this seed")
     parser.add_argument("--count", type=int, help="try this number of seeds at most")
     parser.add_argument("--only", help="only scenarios of this method")
     parser.add_argument("--fresh", action="store_true", help="begin with seed 0")
-    parser.add_argument("--keep", action="store_true", help="do not make scenarios smaller")
+    parser.add_argument(
+        "--keep", action="store_true", help="do not make scenarios smaller"
+    )
     parser.set_defaults(way="seed")
     given = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     last_seed = FOLDER / f"next-{given.way}"
     known = int(last_seed.read_text()) if last_seed.exists() and not given.fresh else 0
     first = known if given.first is None else given.first
-    seeds = itertools.count(first) if given.count is None else iter(range(first, first + given.count))
+    seeds = (
+        itertools.count(first)
+        if given.count is None
+        else iter(range(first, first + given.count))
+    )
     chosen = (
-        seed for seed in seeds if given.only is None or given.only == scenario(seed)["workload"]["method"]["name"]
+        seed
+        for seed in seeds
+        if given.only is None
+        or given.only == scenario(seed)["workload"]["method"]["name"]
     )
     print(f"seeds from {first}, for {given.seconds:g} s")
     tried, refused, bad, last = Counter[str](), 0, 0, first
-    for seed, method, found in side_by_side(WAYS[given.way].by, chosen, given.jobs, time.monotonic() + given.seconds):
+    for seed, method, found in side_by_side(
+        WAYS[given.way].by, chosen, given.jobs, time.monotonic() + given.seconds
+    ):
         last = max(last, seed)
         tried[method] += 1
         refused += any(kind(each) == "refused" for each in found)
@@ -152,22 +202,34 @@ def main() -> int:
                     path = FOLDER / f"{given.way}-{seed}-{kind(violation)}.yaml"
                     path.write_bytes(WAYS[given.way].shown(seed, kind(violation)))
                     print(f"    {path}", flush=True)
-        if given.first is None and given.only is None:  # kept now, so that an attack that is killed goes on from here
+        if (
+            given.first is None and given.only is None
+        ):  # kept now, so that an attack that is killed goes on from here
             last_seed.write_text(str(last + 1))
     by_method = ", ".join(f"{name} {count}" for name, count in sorted(tried.items()))
-    print(f"{tried.total()} tried up to seed {last}: {bad} violations, {refused} refused ({by_method})")
+    print(
+        f"{tried.total()} tried up to seed {last}: {bad} violations, {refused} refused ({by_method})"
+    )
     return 1 if bad else 0
 
 
-def side_by_side(by: Attack, seeds: Iterator[int], jobs: int, until: float) -> Iterator[tuple[int, str, list[str]]]:
+def side_by_side(
+    by: Attack, seeds: Iterator[int], jobs: int, until: float
+) -> Iterator[tuple[int, str, list[str]]]:
     """Attack with so many processes; begin nothing after ``until``, an instant of the monotonic clock."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "testbed_controller.api", __name__])  # which takes longer than many seeds
-    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1000) as pool:
+    context.set_forkserver_preload(
+        ["torch", "testbed_controller.api", __name__]
+    )  # which takes longer than many seeds
+    with ProcessPoolExecutor(
+        jobs, mp_context=context, max_tasks_per_child=1000
+    ) as pool:
         pending = {pool.submit(by, seed) for seed in itertools.islice(seeds, jobs)}
         while pending:
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
             for each in done:
                 yield each.result()
             fresh = 0 if time.monotonic() > until else jobs - len(pending)
-            pending |= {pool.submit(by, seed) for seed in itertools.islice(seeds, fresh)}
+            pending |= {
+                pool.submit(by, seed) for seed in itertools.islice(seeds, fresh)
+            }

@@ -32,7 +32,15 @@ from tools.stress.generate import COLLABORATIVE, LOSSLESS, SYNCHRONOUS, Tree
 
 LONGEST = 120
 """Seconds of this host's time that a run of a few steps may take before it counts as hanging."""
-GAVE_UP = ("not enough devices", "is left", "no device", "cannot hold", "lost", "are needed", "too few")
+GAVE_UP = (
+    "not enough devices",
+    "is left",
+    "no device",
+    "cannot hold",
+    "lost",
+    "are needed",
+    "too few",
+)
 """Words by which a method says that the devices which are there cannot go on: its right, under faults."""
 
 
@@ -45,7 +53,9 @@ def violations(tree: Tree, repeat: bool = False) -> list[str]:
     return held_against(tree, partial(_on_the_virtual_clock, tree, repeat), LONGEST)
 
 
-def held_against(tree: Tree, oracles: Callable[[Prepared], Iterable[str]], longest: int) -> list[str]:
+def held_against(
+    tree: Tree, oracles: Callable[[Prepared], Iterable[str]], longest: int
+) -> list[str]:
     """Prepare a scenario and return what its oracles yield in ``longest`` seconds, or that they took longer."""
     previous = signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(longest)
@@ -74,7 +84,9 @@ def _too_long(*_: object) -> None:
     raise HangError
 
 
-def _on_the_virtual_clock(tree: Tree, repeat: bool, prepared: Prepared) -> Iterator[str]:
+def _on_the_virtual_clock(
+    tree: Tree, repeat: bool, prepared: Prepared
+) -> Iterator[str]:
     outcome = run(prepared)
     yield from of_any_run(prepared, outcome)
     if repeat:
@@ -113,7 +125,9 @@ def expected_steps(prepared: Prepared) -> int | None:
     if workload.method.name not in LOSSLESS or workload.steps is None:
         return None
     if workload.method.name in COLLABORATIVE:
-        return math.ceil(workload.steps / (workload.method.options().get("local_steps") or 1))
+        return math.ceil(
+            workload.steps / (workload.method.options().get("local_steps") or 1)
+        )
     return workload.steps
 
 
@@ -123,18 +137,30 @@ def every_step(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
         return
     expected = expected_steps(prepared)
     if expected is not None:
-        found = Counter(event.fields["step"] for event in outcome.events if event.event == "step")
+        found = Counter(
+            event.fields["step"] for event in outcome.events if event.event == "step"
+        )
         numbers = sorted(found)
         if len(numbers) != expected:
             yield f"steps: {len(numbers)} of {expected} are recorded: {numbers}"
-        recoveries = any(event.event in ("recovery", "fault") for event in outcome.events)
+        recoveries = any(
+            event.event in ("recovery", "fault") for event in outcome.events
+        )
         if not recoveries and any(count > 1 for count in found.values()):
             yield f"steps: some are recorded more than once though nothing failed: {found.most_common(3)}"
     requests = part_of(prepared.scenario).requests
     if prepared.scenario.workload.task == "infer" and requests is not None:
-        done = Counter(event.fields["request"] for event in outcome.events if event.event in ("request", "failed"))
-        again = any(event.event == "fault" for event in outcome.events)  # a source that boots asks all of them again
-        if sorted(done) != list(range(requests)) or (not again and any(count > 1 for count in done.values())):
+        done = Counter(
+            event.fields["request"]
+            for event in outcome.events
+            if event.event in ("request", "failed")
+        )
+        again = any(
+            event.event == "fault" for event in outcome.events
+        )  # a source that boots asks all of them again
+        if sorted(done) != list(range(requests)) or (
+            not again and any(count > 1 for count in done.values())
+        ):
             yield f"requests: {requests} were asked for, answered or given up are {sorted(done.elements())}"
 
 
@@ -143,20 +169,36 @@ def same_figures(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
     declared = find_method(prepared.scenario).declared
     figures = metrics(outcome, prepared.experiment, prepared.plan, declared)
     lines = [json.loads(event.to_json()) for event in outcome.events]
-    last_evaluation = next((line for line in reversed(lines) if line["event"] == "evaluate"), None)
-    if last_evaluation is not None and figures.get("accuracy") != last_evaluation.get("accuracy"):
+    last_evaluation = next(
+        (line for line in reversed(lines) if line["event"] == "evaluate"), None
+    )
+    if last_evaluation is not None and figures.get("accuracy") != last_evaluation.get(
+        "accuracy"
+    ):
         yield f"figures: accuracy {figures.get('accuracy')}, the last evaluation says {last_evaluation.get('accuracy')}"
-    struck = sum(line["event"] == "fault" and line["phase"] == "strike" for line in lines)
-    if struck != sum(fault.get("phase", "strike") == "strike" for fault in figures["fault_list"]):
+    struck = sum(
+        line["event"] == "fault" and line["phase"] == "strike" for line in lines
+    )
+    if struck != sum(
+        fault.get("phase", "strike") == "strike" for fault in figures["fault_list"]
+    ):
         yield f"figures: {len(figures['fault_list'])} faults, but {struck} struck"
     for name, value in figures.items():
-        if isinstance(value, float) and value < 0 and name not in ("loss", "accuracy_risen"):
+        if (
+            isinstance(value, float)
+            and value < 0
+            and name not in ("loss", "accuracy_risen")
+        ):
             yield f"figures: {name} is {value}"
-    if any(later["time"] < earlier["time"] - 1e-9 for earlier, later in _of_device(lines)):
+    if any(
+        later["time"] < earlier["time"] - 1e-9 for earlier, later in _of_device(lines)
+    ):
         yield "figures: events of one device are not in the order of time"
 
 
-def _of_device(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _of_device(
+    lines: Sequence[dict[str, Any]],
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     last: dict[str, dict[str, Any]] = {}
     for line in lines:
         if line["device"] in last:
@@ -168,7 +210,9 @@ def repeats(first: Outcome, second: Outcome) -> Iterator[str]:
     """Yield where two runs of one scenario differ."""
     if (first.status, first.error) != (second.status, second.error):
         yield f"repetition: {first.status} ({first.error}), then {second.status} ({second.error})"
-    for number, (one, other) in enumerate(zip(first.events, second.events, strict=False)):
+    for number, (one, other) in enumerate(
+        zip(first.events, second.events, strict=False)
+    ):
         if (first_line := one.to_json()) != (second_line := other.to_json()):
             yield f"repetition: event {number} differs: {first_line[:150]} / {second_line[:150]}"
             return

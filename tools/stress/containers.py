@@ -41,12 +41,16 @@ PATIENCE = 20.0
 
 def violations(tree: Tree) -> list[str]:
     """Run a scenario on containers and return what must not be; ``["refused: ..."]`` where it is none or too long."""
-    return held_against({**tree, "time_limit": f"{TIME_LIMIT:g}s"}, _on_containers, LONGEST)
+    return held_against(
+        {**tree, "time_limit": f"{TIME_LIMIT:g}s"}, _on_containers, LONGEST
+    )
 
 
 def _on_containers(prepared: Prepared) -> Iterator[str]:
     virtual = run(prepared)
-    if (seconds := max((event.time for event in virtual.events), default=0.0)) > MOST_VIRTUAL:
+    if (
+        seconds := max((event.time for event in virtual.events), default=0.0)
+    ) > MOST_VIRTUAL:
         yield f"refused: takes {seconds:.0f} s on the virtual clock"
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -71,18 +75,26 @@ def as_virtual(prepared: Prepared, real: Outcome, virtual: Outcome) -> Iterator[
     if method in (*SYNCHRONOUS, "single"):
         yield from same_losses(virtual, real, "step")
         yield from same_weights(virtual, real, "the virtual clock's")
-    elif method in INFERENCE and not any(event.event == "failed" for each in (real, virtual) for event in each.events):
+    elif method in INFERENCE and not any(
+        event.event == "failed" for each in (real, virtual) for event in each.events
+    ):
         yield from same_losses(virtual, real, "evaluate")
 
 
 def same_losses(virtual: Outcome, real: Outcome, of: str) -> Iterator[str]:
     """Yield where the last losses recorded for each step differ by more than rounding."""
     found, expected = (
-        {event.fields.get("step"): event.fields["loss"] for event in outcome.events if event.event == of}
+        {
+            event.fields.get("step"): event.fields["loss"]
+            for event in outcome.events
+            if event.event == of
+        }
         for outcome in (real, virtual)
     )
     for step, loss in expected.items():
-        if step not in found or not math.isclose(found[step], loss, rel_tol=1e-3, abs_tol=1e-5):
+        if step not in found or not math.isclose(
+            found[step], loss, rel_tol=1e-3, abs_tol=1e-5
+        ):
             yield f"clocks: {of} {step} has loss {found.get(step)}, on the virtual clock {loss}"
             return
 
@@ -91,7 +103,9 @@ def _logged(lab: Lab) -> Iterator[str]:
     """Yield the tracebacks in the containers' logs."""
     for name in (*lab.devices, SHAPER):
         with suppress(InputError):
-            log = b"".join(container_logs(connect(), lab.run_id, name)).decode(errors="replace")
+            log = b"".join(container_logs(connect(), lab.run_id, name)).decode(
+                errors="replace"
+            )
             if "Traceback" in log or "never retrieved" in log:
                 yield f"traceback: {name} logged {one_line(log)}"
 

@@ -39,7 +39,9 @@ class EngineProxy:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._path))
         self._listener.listen(64)
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        threading.Thread(
+            target=self._accept, args=(self._listener,), daemon=True
+        ).start()
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):
@@ -49,7 +51,9 @@ class EngineProxy:
                 far.connect(self._engine)
                 self._open |= {near, far}
                 for one, other in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+                    threading.Thread(
+                        target=self._pass, args=(one, other), daemon=True
+                    ).start()
 
     def _pass(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):

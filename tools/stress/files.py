@@ -37,7 +37,21 @@ WORDIEST = 5000
 """Characters that an answer may have."""
 
 HOSTILE: tuple[Any, ...] = (
-    *(None, True, 0, -1, 1, 10**9, 10**30, 10**400, -0.0, 1e308, math.inf, -math.inf, math.nan),
+    *(
+        None,
+        True,
+        0,
+        -1,
+        1,
+        10**9,
+        10**30,
+        10**400,
+        -0.0,
+        1e308,
+        math.inf,
+        -math.inf,
+        math.nan,
+    ),
     *(
         "",
         " ",
@@ -53,16 +67,41 @@ HOSTILE: tuple[Any, ...] = (
         "-5ms",
         "1_000",
     ),
-    *([], {}, [[]], {"a": {"b": {"c": []}}}, [None] * 50, {"": ""}, {1: 2}, "0x10", "1e12gbit", "100%", "1e-300"),
+    *(
+        [],
+        {},
+        [[]],
+        {"a": {"b": {"c": []}}},
+        [None] * 50,
+        {"": ""},
+        {1: 2},
+        "0x10",
+        "1e12gbit",
+        "100%",
+        "1e-300",
+    ),
 )
 
 
-SYNTAX = (b"{", b"]", b": ", b"- ", b"&a ", b"*a ", b"!!python/none ", b"\t", b"'", b"\n---\n")
+SYNTAX = (
+    b"{",
+    b"]",
+    b": ",
+    b"- ",
+    b"&a ",
+    b"*a ",
+    b"!!python/none ",
+    b"\t",
+    b"'",
+    b"\n---\n",
+)
 
 
 @cache
 def _originals() -> tuple[Path, ...]:
-    return tuple(sorted(path for path in named().values() if path.stat().st_size < 8000))
+    return tuple(
+        sorted(path for path in named().values() if path.stat().st_size < 8000)
+    )
 
 
 @cache
@@ -118,11 +157,19 @@ def bend(draw: random.Random, tree: Any) -> None:
         case 1 if isinstance(parent, dict):
             parent[f"{last}{draw.choice(['', 's', ' ', '_x'])}x"] = parent.pop(last)
         case _:
-            parent[last] = copy.deepcopy(draw.choice(HOSTILE))  # which may be changed in turn
+            parent[last] = copy.deepcopy(
+                draw.choice(HOSTILE)
+            )  # which may be changed in turn
 
 
 def _places(tree: Any, way: Key = ()) -> Iterator[Key]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in items:
         yield (*way, key)
         yield from _places(value, (*way, key))
@@ -143,7 +190,10 @@ def attack(original: Path, content: bytes) -> list[str]:
                 shutil.copy(beside, folder)
         path = Path(folder, original.name)
         path.write_bytes(content)
-        return [f"{text} ({original.parent.name}/{original.name})" for text in answered(path)]
+        return [
+            f"{text} ({original.parent.name}/{original.name})"
+            for text in answered(path)
+        ]
 
 
 @cache
@@ -156,17 +206,24 @@ def _import() -> None:
 def answered(path: Path) -> Iterator[str]:
     """Yield what is wrong with the answer to a file."""
     _import()
-    size, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    size, began = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        time.process_time(),
+    )
     try:
         for trial in trials(load(path))[:2]:
             prepare(trial)
     except InputError as refused:
         answer = visible(str(refused))  # as the command shows it
-        if len(answer) > WORDIEST or any(not letter.isprintable() and letter not in "\n\t" for letter in answer):
+        if len(answer) > WORDIEST or any(
+            not letter.isprintable() and letter not in "\n\t" for letter in answer
+        ):
             yield f"words: an answer of {len(answer)} characters: {answer[:200]!r}"
     except Exception:  # noqa: BLE001  (whatever it is, it is what is looked for)
         yield "traceback: " + traceback.format_exc().strip().replace("\n", " | ")[-500:]
     if (took := time.process_time() - began) > LONGEST:
         yield f"time: answered after {took:.1f} s"
-    if (grown := (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size) << 10) > LARGEST:
+    if (
+        grown := (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size) << 10
+    ) > LARGEST:
         yield f"memory: {grown >> 20} MiB more for an answer"

@@ -52,16 +52,31 @@ OPTIONS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "gpipe": {**PIPELINE, "micro_batches": [1, 2, 4], "checkpoint_every": [1, 4]},
     "model-parallelism": {**PIPELINE, "checkpoint_every": [1, 4]},
-    "ftpipehd": {**ASYNCHRONOUS, "profile_runs": [1, 2], "repartition_first": [1, 5], "repartition_every": [0, 6]},
+    "ftpipehd": {
+        **ASYNCHRONOUS,
+        "profile_runs": [1, 2],
+        "repartition_first": [1, 5],
+        "repartition_every": [0, 6],
+    },
     "pipedream": {**ASYNCHRONOUS, "partition": ["homogeneous", "even"]},
     "respipe": {**ASYNCHRONOUS, "partition": ["homogeneous", "capacities"]},
     "federated": {**ROUNDS, "fraction": ["50%", "100%"]},
-    "split-learning": {key: values for key, values in ROUNDS.items() if key != "min_devices"},
+    "split-learning": {
+        key: values for key, values in ROUNDS.items() if key != "min_devices"
+    },
     "split-federated": ROUNDS,
     "pipelearn": {**ROUNDS, "parallel": [1, 2, "best"]},
     "edgepipe": {**SLOTS, "pipelined": [True, False]},
-    "versatile": {**SLOTS, "substitution": [True, False], "reuse": [True, False], "rearrangement": [True, False]},
-    "sequential": {key: values for key, values in PIPELINE.items() if key != "evaluate_every"} | {"in_flight": [1, 3]},
+    "versatile": {
+        **SLOTS,
+        "substitution": [True, False],
+        "reuse": [True, False],
+        "rearrangement": [True, False],
+    },
+    "sequential": {
+        key: values for key, values in PIPELINE.items() if key != "evaluate_every"
+    }
+    | {"in_flight": [1, 3]},
     "distributed": {
         "scheme": ["lop", "lip", "fuse", "optimal"],
         "exchange": ["source", "direct"],
@@ -80,9 +95,13 @@ LOSSLESS = (*COLLABORATIVE, "single", *SYNCHRONOUS, "ftpipehd", "pipedream", "re
 
 SPANS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(
-        ("pipeline", "gpipe", "model-parallelism"), ("forward", "backward", "update", "load", "checkpoint")
+        ("pipeline", "gpipe", "model-parallelism"),
+        ("forward", "backward", "update", "load", "checkpoint"),
     ),
-    **dict.fromkeys(("respipe", "ftpipehd"), ("forward", "backward", "update", "load", "replicate", "keep")),
+    **dict.fromkeys(
+        ("respipe", "ftpipehd"),
+        ("forward", "backward", "update", "load", "replicate", "keep"),
+    ),
     "pipedream": ("forward", "backward", "update", "load"),
     **dict.fromkeys(INFERENCE, ("forward", "load")),
     **dict.fromkeys(SLOTTED, ("forward", "backward", "evaluate")),
@@ -98,12 +117,22 @@ def scenario(seed: int) -> Tree:
     method = draw.choice(list(OPTIONS))
     names = ["source", *(f"w{number}" for number in range(draw.randint(1, 4)))]
     devices: Tree = {name: _device(draw) for name in names}
-    options = {name: draw.choice(values) for name, values in OPTIONS[method].items() if draw.random() < 0.4}
-    hidden = [draw.choice([8, 12, 16, 24]) for _ in range(draw.randint(max(2, len(names) - 1), 6))]
+    options = {
+        name: draw.choice(values)
+        for name, values in OPTIONS[method].items()
+        if draw.random() < 0.4
+    }
+    hidden = [
+        draw.choice([8, 12, 16, 24])
+        for _ in range(draw.randint(max(2, len(names) - 1), 6))
+    ]
     workload: Tree = {
         "model": {"name": "mlp", "hidden": hidden},
         "data": {"name": "digits", "train": 160, "test": 32},
-        "method": {"name": method, **{key: value for key, value in options.items() if value is not None}},
+        "method": {
+            "name": method,
+            **{key: value for key, value in options.items() if value is not None},
+        },
         "batch_size": draw.choice([8, 16]),
     }
     if method in INFERENCE:
@@ -111,18 +140,27 @@ def scenario(seed: int) -> Tree:
     else:
         workload |= {
             "steps": draw.randint(1, 16),
-            "training": {"optimizer": {"learning_rate": 0.05, "momentum": draw.choice([0, 0.9])}},
+            "training": {
+                "optimizer": {"learning_rate": 0.05, "momentum": draw.choice([0, 0.9])}
+            },
         }
     if method in COLLABORATIVE:
-        workload["data"]["split"] = draw.choice(["iid", {"dirichlet": 0.5}, {"shards": 3}])
-        workload["steps"] = workload["method"].get("local_steps", 1) * draw.randint(1, 6)
+        workload["data"]["split"] = draw.choice(
+            ["iid", {"dirichlet": 0.5}, {"shards": 3}]
+        )
+        workload["steps"] = workload["method"].get("local_steps", 1) * draw.randint(
+            1, 6
+        )
     return {
         "name": f"stress-{seed}",
         "seed": draw.randint(0, 9),
         "devices": devices,
         "network": _network(draw, method, names),
         "workload": workload,
-        "faults": [_fault(draw, workload, names, number == 0) for number in range(draw.choice([0, 1, 1, 2, 2, 3, 4]))],
+        "faults": [
+            _fault(draw, workload, names, number == 0)
+            for number in range(draw.choice([0, 1, 1, 2, 2, 3, 4]))
+        ],
         "time_limit": "3000s",
     }
 
@@ -135,7 +173,10 @@ def _device(draw: random.Random) -> Tree:
 
 
 def _link(draw: random.Random) -> Tree:
-    link: Tree = {"rate": draw.choice(["1mbit", "10mbit", "100mbit"]), "delay": draw.choice(["2ms", "20ms"])}
+    link: Tree = {
+        "rate": draw.choice(["1mbit", "10mbit", "100mbit"]),
+        "delay": draw.choice(["2ms", "20ms"]),
+    }
     if draw.random() < 0.3:
         link["jitter"] = "1ms"
     if draw.random() < 0.3:
@@ -156,20 +197,36 @@ def _network(draw: random.Random, method: str, names: Sequence[str]) -> Tree:
     return network
 
 
-def _fault(draw: random.Random, workload: Tree, names: Sequence[str], first: bool) -> Tree:
+def _fault(
+    draw: random.Random, workload: Tree, names: Sequence[str], first: bool
+) -> Tree:
     victim = draw.choice(names)
-    kind = draw.choice(["kill", "kill", "kill", "pause", "partition", "degrade", "throttle", "flap"])
+    kind = draw.choice(
+        ["kill", "kill", "kill", "pause", "partition", "degrade", "throttle", "flap"]
+    )
     lasting = draw.choice(["1ms", "300ms", "1s", "2500ms", "6s"])
     fault: Tree
     if kind == "partition":
         group = draw.sample(names, draw.randint(1, len(names) - 1))
         fault = {"partition": [sorted(group)]}
     elif kind == "degrade":
-        fault = {"degrade": {"device": victim, "rate": draw.choice(["20kbit", "500kbit"]), "delay": "50ms"}}
+        fault = {
+            "degrade": {
+                "device": victim,
+                "rate": draw.choice(["20kbit", "500kbit"]),
+                "delay": "50ms",
+            }
+        }
     elif kind == "throttle":
         fault = {"throttle": {"device": victim, "slowdown": draw.choice([2, 20])}}
     elif kind == "flap":
-        fault = {"flap": {"between": draw.sample(names, 2), "down": draw.choice(["50ms", "1s"]), "up": "500ms"}}
+        fault = {
+            "flap": {
+                "between": draw.sample(names, 2),
+                "down": draw.choice(["50ms", "1s"]),
+                "up": "500ms",
+            }
+        }
     else:
         fault = {kind: victim}
     watched = draw.choice(names)
@@ -178,8 +235,22 @@ def _fault(draw: random.Random, workload: Tree, names: Sequence[str], first: boo
     moments: list[Tree] = [
         {"at": f"{draw.randint(0, 4000)}ms"},
         {"when": {"device": watched, "begins": "forward", "batch": batch}},
-        {"when": {"device": watched, "begins": draw.choice(SPANS.get(method, ("forward", "backward", "update")))}},
-        {"when": {"device": watched, "event": draw.choice(EVENTS if method in INFERENCE else TRAINING_EVENTS)}},
+        {
+            "when": {
+                "device": watched,
+                "begins": draw.choice(
+                    SPANS.get(method, ("forward", "backward", "update"))
+                ),
+            }
+        },
+        {
+            "when": {
+                "device": watched,
+                "event": draw.choice(
+                    EVENTS if method in INFERENCE else TRAINING_EVENTS
+                ),
+            }
+        },
     ]
     if not first:
         moments.append({"after": f"{draw.choice([1, 200, 2000])}ms"})

@@ -58,7 +58,9 @@ TOKEN = "t" * 32
 BEARER = {"HTTP_AUTHORIZATION": f"Bearer {TOKEN}"}
 ORIGIN = "http://127.0.0.1:4000"
 ADDRESSES = {"source": "10.0.0.2:8701", "worker": "10.0.0.3:8701"}
-MESSAGE = Message("activation", {"step": 1, "to": ["a", {"b": None}]}, {"x": torch.ones(3, 4)})
+MESSAGE = Message(
+    "activation", {"step": 1, "to": ["a", {"b": None}]}, {"x": torch.ones(3, 4)}
+)
 INBOX = 1 << 20
 """Bytes."""
 
@@ -100,7 +102,11 @@ def prepared() -> Prepared:
         "batch_size": 8,
         "steps": 1,
     }
-    tree: dict[str, Any] = {"devices": {"source": {}, "worker": {}}, "network": {"link": {}}, "workload": workload}
+    tree: dict[str, Any] = {
+        "devices": {"source": {}, "worker": {}},
+        "network": {"link": {}},
+        "workload": workload,
+    }
     (trial,) = trials(build(name="messages", **tree))
     return prepare(trial)
 
@@ -134,20 +140,32 @@ def _controls() -> list[Request]:
         Request("PUT", "/links", BEARER, {"message_loss": {"worker": 0.5}}),
         Request("GET", "/events", BEARER, query="after=7"),
         *(Request("POST", path, BEARER) for path in ("/stop", "/leave", "/lease")),
-        *(Request("GET", path, BEARER) for path in ("/health", "/facts", "/weights", "/metrics")),
+        *(
+            Request("GET", path, BEARER)
+            for path in ("/health", "/facts", "/weights", "/metrics")
+        ),
     ]
 
 
 def _messages() -> list[Request]:
     """Return messages of a peer."""
     way = {"HTTP_AUTHORIZATION": f"Bearer {data_token(TOKEN, 'worker', 'source')}"}
-    return [Request("POST", "/messages", way, encode(MESSAGE, "worker", 1, number)) for number in range(3)]
+    return [
+        Request("POST", "/messages", way, encode(MESSAGE, "worker", 1, number))
+        for number in range(3)
+    ]
 
 
 def _shapings() -> list[Request]:
     """Return requests to the shaper."""
-    links = {("source", "worker"): Link(1e6, 0.01), ("worker", "source"): Link(1e6, 0.01, loss=0.1)}
-    endpoints = [Endpoint(name, 1, where.partition(":")[0], network="10.0.0.0/24") for name, where in ADDRESSES.items()]
+    links = {
+        ("source", "worker"): Link(1e6, 0.01),
+        ("worker", "source"): Link(1e6, 0.01, loss=0.1),
+    }
+    endpoints = [
+        Endpoint(name, 1, where.partition(":")[0], network="10.0.0.0/24")
+        for name, where in ADDRESSES.items()
+    ]
     whole = attachment(endpoints, links, 1, [Cell(("source", "worker"), 1e6)])
     return [
         Request("POST", "/attach", BEARER, whole),
@@ -181,10 +199,17 @@ class _Planning:
 
     seed = 0
 
-    def attach(self, endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], cells: Iterable[Cell]) -> None:
+    def attach(
+        self,
+        endpoints: Iterable[Endpoint],
+        links: Mapping[Pair, Link],
+        cells: Iterable[Cell],
+    ) -> None:
         refuse(links)
         known = list(endpoints)
-        numbers = {each.name: (number, each.address) for number, each in enumerate(known, 1)}
+        numbers = {
+            each.name: (number, each.address) for number, each in enumerate(known, 1)
+        }
         for each in known:
             sender.build(planning.plan(each, "eth0", None, numbers, links, {}))
 
@@ -232,14 +257,22 @@ class _Casts:
     """Datagrams to a device that hears casts."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self._link = stack.enter_context(closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)))
+        self._link = stack.enter_context(
+            closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        )
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind(("127.0.0.1", 0))
             self._address: tuple[str, int] = probe.getsockname()
         self._heard: list[Arrival] = []
         self._inbox = Inbox({"worker": ""}, INBOX, self._deliver)
         addresses = Addresses(self._address, None, "127.0.0.1", {"worker": "127.0.0.1"})
-        caster = Caster(CastForm("source", ADDRESSES), addresses, "r", INBOX, lambda message, *_: message)
+        caster = Caster(
+            CastForm("source", ADDRESSES),
+            addresses,
+            "r",
+            INBOX,
+            lambda message, *_: message,
+        )
         caster.start(self._inbox)
         stack.callback(caster.close)
         self._whole = CastForm("worker", ADDRESSES).encode(MESSAGE, ["source"])
@@ -257,7 +290,11 @@ class _Casts:
         elif chance < 0.1:
             self._cast(draw.randbytes(draw.randrange(40)))
         elif chance < 0.3:
-            self._cast(_datagram(number, self._whole, draw.randrange(count), count)[: CAST_CHUNK + 20])
+            self._cast(
+                _datagram(number, self._whole, draw.randrange(count), count)[
+                    : CAST_CHUNK + 20
+                ]
+            )
         elif chance < 0.6:
             self._cast(torn(draw, _datagram(number, self._whole)))
         else:
@@ -269,7 +306,9 @@ class _Casts:
     def _right(self) -> Iterator[str]:
         until, before = time.monotonic() + LONGEST, len(self._heard)
         newest = self._heard[-1].envelope if self._heard else None
-        incarnation, number = (newest.incarnation, newest.sequence + 1) if newest else (1, 0)
+        incarnation, number = (
+            (newest.incarnation, newest.sequence + 1) if newest else (1, 0)
+        )
         while len(self._heard) == before:  # a full buffer loses datagrams
             if time.monotonic() > until:
                 yield "casts: a right one is not heard any more"
@@ -280,5 +319,10 @@ class _Casts:
             yield f"casts: {self._inbox.bytes} bytes of the inbox stay reserved"
 
 
-def _datagram(number: int, content: bytes, index: int = 0, count: int = 1, incarnation: int = 1) -> bytes:
-    return struct.pack("<4sQIHH", mark("r"), incarnation, number % (1 << 32), index, count) + content
+def _datagram(
+    number: int, content: bytes, index: int = 0, count: int = 1, incarnation: int = 1
+) -> bytes:
+    return (
+        struct.pack("<4sQIHH", mark("r"), incarnation, number % (1 << 32), index, count)
+        + content
+    )

@@ -51,7 +51,11 @@ class Request:
     @property
     def content(self) -> bytes:
         """The body as it travels."""
-        return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+        return (
+            self.body
+            if isinstance(self.body, bytes)
+            else json.dumps(self.body).encode()
+        )
 
     def changed(self, draw: random.Random) -> Request:
         """Return a request that is like this one but for one thing; or the same."""
@@ -59,31 +63,58 @@ class Request:
             case 0:
                 return self
             case 1:
-                return replace(self, headers={**self.headers, "HTTP_AUTHORIZATION": draw.choice(TOKENS)})
+                return replace(
+                    self,
+                    headers={**self.headers, "HTTP_AUTHORIZATION": draw.choice(TOKENS)},
+                )
             case 2:
                 return replace(self, length=draw.choice(LENGTHS))
             case 3:
-                path, query = (torn(draw, part.encode()).decode("latin1") for part in (self.path, self.query))
-                return replace(self, path=path, query=query, method=draw.choice([self.method, "DELETE", "\0"]))
+                path, query = (
+                    torn(draw, part.encode()).decode("latin1")
+                    for part in (self.path, self.query)
+                )
+                return replace(
+                    self,
+                    path=path,
+                    query=query,
+                    method=draw.choice([self.method, "DELETE", "\0"]),
+                )
             case 4 | 5 | 6 if isinstance(self.body, dict):
                 body = json.loads(self.content)
                 for _ in range(draw.choice([1, 1, 2])):
                     bend(draw, body)
                 return replace(self, body=body)
             case 7:
-                return replace(self, body=draw.choice([b"[" * 100_000, b'{"a":' * 50_000, b"null", b"[1]", b'"a"']))
+                return replace(
+                    self,
+                    body=draw.choice(
+                        [b"[" * 100_000, b'{"a":' * 50_000, b"null", b"[1]", b'"a"']
+                    ),
+                )
             case _:
                 return replace(self, body=torn(draw, self.content))
 
     def raw(self) -> bytes:
         """Return it as HTTP has it, for a sender that waits for no other answer."""
         length = str(len(self.content)) if self.length is None else self.length
-        lines = [f"{self.method} {self.path}?{self.query} HTTP/1.1", "Host: a", f"Content-Length: {length}"]
-        lines += [f"Authorization: {self.headers['HTTP_AUTHORIZATION']}", "Connection: close", "", ""]
+        lines = [
+            f"{self.method} {self.path}?{self.query} HTTP/1.1",
+            "Host: a",
+            f"Content-Length: {length}",
+        ]
+        lines += [
+            f"Authorization: {self.headers['HTTP_AUTHORIZATION']}",
+            "Connection: close",
+            "",
+            "",
+        ]
         return "\r\n".join(lines).encode() + self.content
 
 
-def attack(seed: int, listeners: Callable[[ExitStack], Mapping[str, Target]]) -> list[str]:
+def attack(
+    seed: int, listeners: Callable[[ExitStack], Mapping[str, Target]]
+) -> list[str]:
     """Send the messages of a seed to what listens, and return what is wrong with the answers."""
     logging.disable(logging.CRITICAL)  # what Flask says of an error is in its answer
     draw, found = random.Random(seed), list[str]()
@@ -93,12 +124,20 @@ def attack(seed: int, listeners: Callable[[ExitStack], Mapping[str, Target]]) ->
         for number in range(MESSAGES):
             name, began = draw.choice(list(targets)), time.monotonic()
             try:
-                found += [f"{each} ({name}, message {number})" for each in targets[name](draw)]
+                found += [
+                    f"{each} ({name}, message {number})" for each in targets[name](draw)
+                ]
             except Exception:  # noqa: BLE001  (whatever it is, it is what is looked for)
-                found.append(f"traceback: {traceback.format_exc()[-700:]!r} ({name}, message {number})")
+                found.append(
+                    f"traceback: {traceback.format_exc()[-700:]!r} ({name}, message {number})"
+                )
             if (took := time.monotonic() - began) > LONGEST:
-                found.append(f"time: answered after {took:.1f} s ({name}, message {number})")
-    if (grown := (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size) << 10) > LARGEST:
+                found.append(
+                    f"time: answered after {took:.1f} s ({name}, message {number})"
+                )
+    if (
+        grown := (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size) << 10
+    ) > LARGEST:
         found.append(f"memory: {grown >> 20} MiB more")
     return found
 
@@ -109,7 +148,9 @@ def asking(application: Application, requests: Sequence[Request]) -> Target:
     def ask(draw: random.Random) -> Iterator[str]:
         request = draw.choice(requests).changed(draw)
         status, said = _called(application, request)
-        if status not in (200, 204, 308) and ((not 400 <= status < 500 and status != 503) or len(said) > WORDIEST):
+        if status not in (200, 204, 308) and (
+            (not 400 <= status < 500 and status != 503) or len(said) > WORDIEST
+        ):
             yield f"answer: {status}, {len(said)} bytes, {said[:200]!r} to {_shown(request)}"
 
     return ask
@@ -126,7 +167,9 @@ def _called(application: Application, request: Request) -> tuple[int, bytes]:
         "SCRIPT_NAME": "",
         "PATH_INFO": request.path,
         "QUERY_STRING": request.query,
-        "CONTENT_LENGTH": str(len(request.content)) if request.length is None else request.length,
+        "CONTENT_LENGTH": str(len(request.content))
+        if request.length is None
+        else request.length,
         "CONTENT_TYPE": "application/json",
         "SERVER_NAME": "a",
         "SERVER_PORT": "1",
@@ -155,9 +198,16 @@ def sending(address: tuple[str, int], requests: Sequence[Request]) -> Target:
     def send(draw: random.Random) -> Iterator[str]:
         whole = draw.choice(requests).changed(draw).raw()
         for _ in range(draw.randrange(3)):
-            whole = torn(draw, whole) if draw.random() < 0.8 else whole + draw.choice(SYNTAX)
+            whole = (
+                torn(draw, whole)
+                if draw.random() < 0.8
+                else whole + draw.choice(SYNTAX)
+            )
         said = b""
-        with socket.create_connection(address, timeout=LONGEST) as connection, suppress(OSError):
+        with (
+            socket.create_connection(address, timeout=LONGEST) as connection,
+            suppress(OSError),
+        ):
             connection.sendall(whole)
             if draw.random() < 0.5:
                 connection.shutdown(socket.SHUT_WR)

@@ -66,10 +66,17 @@ METHODS = (
     "{name: split-learning, local_steps: 1}",
 )
 OWNERS = ("federated", "split-learning")
-OPTIMIZERS = ("{}", "{optimizer: {name: adam}}", "{optimizer: {momentum: 0.9}, clip: {value: 1.0}}", "{ema: 0.9}")
+OPTIMIZERS = (
+    "{}",
+    "{optimizer: {name: adam}}",
+    "{optimizer: {momentum: 0.9}, clip: {value: 1.0}}",
+    "{ema: 0.9}",
+)
 
 
-def draw_layers(draws: random.Random, width: int, places: bool) -> tuple[list[str], list[str], int]:
+def draw_layers(
+    draws: random.Random, width: int, places: bool
+) -> tuple[list[str], list[str], int]:
     """Return lines that make and run some layers of a network, and the width of what leaves them."""
     made, done = [], []
     for index in range(draws.randint(1, 4)):
@@ -82,10 +89,20 @@ def draw_layers(draws: random.Random, width: int, places: bool) -> tuple[list[st
             "dropout": ("nn.Dropout(0.3)", width),
         }
         if places:
-            layers |= {"gru": (f"nn.GRU({width}, {following}, batch_first=True)", following)}
-            layers |= {"attention": (f"nn.MultiheadAttention({width}, 2, batch_first=True)", width)}
+            layers |= {
+                "gru": (f"nn.GRU({width}, {following}, batch_first=True)", following)
+            }
+            layers |= {
+                "attention": (
+                    f"nn.MultiheadAttention({width}, 2, batch_first=True)",
+                    width,
+                )
+            }
         else:
-            layers |= {"batch": (f"nn.BatchNorm1d({width})", width), "group": (f"nn.GroupNorm(2, {width})", width)}
+            layers |= {
+                "batch": (f"nn.BatchNorm1d({width})", width),
+                "group": (f"nn.GroupNorm(2, {width})", width),
+            }
         kind = draws.choice([*layers, "linear", "skip", "noise", "drop"])
         if kind in layers:
             text, leaving = layers[kind]
@@ -96,10 +113,18 @@ def draw_layers(draws: random.Random, width: int, places: bool) -> tuple[list[st
                 "tied": f"torch.tanh({name}({name}(x)))",
             }
             cast = draws.random() < 0.5 and kind == "double"
-            done.append(f"x = {name}(x.double()).float()" if cast else f"x = {calls.get(kind, f'{name}(x)')}")
+            done.append(
+                f"x = {name}(x.double()).float()"
+                if cast
+                else f"x = {calls.get(kind, f'{name}(x)')}"
+            )
             width = leaving
         else:
-            texts = {"skip": "x + torch.relu(x)", "noise": "x + 0.1 * torch.randn_like(x)", "drop": "F.dropout(x, 0.2)"}
+            texts = {
+                "skip": "x + torch.relu(x)",
+                "noise": "x + 0.1 * torch.randn_like(x)",
+                "drop": "F.dropout(x, 0.2)",
+            }
             done.append(f"x = {texts[kind]}")
     return made, done, width
 
@@ -108,7 +133,10 @@ def draw_network(draws: random.Random) -> str:
     """Return the text of a file with a network and its data."""
     kind = draws.choice(("vector", "vector", "tokens", "image"))
     width, made, done, places = 16, [], [], draws.random() < 0.5 and kind == "tokens"
-    samples = {"vector": "torch.randn(60, 16, generator=g)", "image": "torch.randn(60, 1, 6, 6, generator=g)"}
+    samples = {
+        "vector": "torch.randn(60, 16, generator=g)",
+        "image": "torch.randn(60, 1, 6, 6, generator=g)",
+    }
     if kind == "tokens":
         width = draws.choice(WIDTHS)
         made.append(f"self.embed = nn.Embedding(20, {width})")
@@ -118,11 +146,16 @@ def draw_network(draws: random.Random) -> str:
         made.append(f"self.conv = nn.Conv2d(1, {width}, 3)")
         if draws.random() < 0.5:
             made.append(f"self.norm = nn.BatchNorm2d({width})")
-            done.append("x = self.norm(F.adaptive_avg_pool2d(self.conv(x), 1)).flatten(1)")
+            done.append(
+                "x = self.norm(F.adaptive_avg_pool2d(self.conv(x), 1)).flatten(1)"
+            )
         else:
             done.append("x = self.conv(x).amax((2, 3))")
     more, then, width = draw_layers(draws, width, places)
-    made, done = [*made, *more, f"self.head = nn.Linear({width}, {CLASSES})"], [*done, *then, "x = self.head(x)"]
+    made, done = (
+        [*made, *more, f"self.head = nn.Linear({width}, {CLASSES})"],
+        [*done, *then, "x = self.head(x)"],
+    )
     if draws.random() < 0.1:
         made.append(f"self.{draws.choice(('double', 'half', 'bfloat16'))}()")
     return HEAD.format(
@@ -139,7 +172,12 @@ def try_one(draws: random.Random, folder: Path) -> str:
     """Return what came of one network: refused, ran, or how it failed though it was accepted."""
     method = draws.choice(METHODS)
     split = ", split: iid" if any(name in method for name in OWNERS) else ""
-    keys = {"method": method, "split": split, "batch": draws.choice((1, 3, 4, 8)), "training": draws.choice(OPTIMIZERS)}
+    keys = {
+        "method": method,
+        "split": split,
+        "batch": draws.choice((1, 3, 4, 8)),
+        "training": draws.choice(OPTIMIZERS),
+    }
     (folder / "own.py").write_text(draw_network(draws))
     (folder / "random.yaml").write_text(SCENARIO.format(**keys))
     try:
@@ -152,7 +190,11 @@ def try_one(draws: random.Random, folder: Path) -> str:
         return f"ACCEPTED, refused by the run: {error}"
     except Exception:  # noqa: BLE001 - this is what is looked for
         return f"ACCEPTED, raised: {traceback.format_exc()[-300:]}"
-    return "ran" if outcome.status == "finished" else f"ACCEPTED, failed: {(outcome.error or '')[-300:]}"
+    return (
+        "ran"
+        if outcome.status == "finished"
+        else f"ACCEPTED, failed: {(outcome.error or '')[-300:]}"
+    )
 
 
 def main(count: int = 200, seed: int = 1) -> int:
@@ -163,7 +205,10 @@ def main(count: int = 200, seed: int = 1) -> int:
             result = try_one(random.Random(f"{seed}-{number}"), Path(folder))
             found[result.partition(":")[0]] += 1
             if result.startswith("ACCEPTED"):
-                print(f"{number}: {result}\n{(Path(folder) / 'own.py').read_text()}", flush=True)
+                print(
+                    f"{number}: {result}\n{(Path(folder) / 'own.py').read_text()}",
+                    flush=True,
+                )
                 print((Path(folder) / "random.yaml").read_text(), flush=True)
     print(", ".join(f"{kind}: {times}" for kind, times in sorted(found.items())))
     return int(any(kind.startswith("ACCEPTED") for kind in found))

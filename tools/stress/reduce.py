@@ -42,7 +42,10 @@ def _smaller(tree: Tree) -> Iterator[Tree]:
 def _faults(tree: Tree) -> Iterator[Key]:
     """Yield faults that no other counts from."""
     for number in range(len(tree["faults"])):
-        if not any("after" in following for following in tree["faults"][number + 1 : number + 2]):
+        if not any(
+            "after" in following
+            for following in tree["faults"][number + 1 : number + 2]
+        ):
             yield ("faults", number)
 
 
@@ -58,10 +61,23 @@ def _options(tree: Tree) -> Iterator[Key]:
     """Yield keys that have defaults."""
     yield from (("network", key) for key in tree["network"] if key != "link")
     yield from (("network", "link", key) for key in tree["network"]["link"])
-    yield from (("devices", name, key) for name, device in tree["devices"].items() for key in device)
-    yield from (("workload", "method", key) for key in tree["workload"]["method"] if key != "name")
+    yield from (
+        ("devices", name, key)
+        for name, device in tree["devices"].items()
+        for key in device
+    )
+    yield from (
+        ("workload", "method", key)
+        for key in tree["workload"]["method"]
+        if key != "name"
+    )
     if len(tree["workload"]["model"]["hidden"]) > 1:
-        yield ("workload", "model", "hidden", len(tree["workload"]["model"]["hidden"]) - 1)
+        yield (
+            "workload",
+            "model",
+            "hidden",
+            len(tree["workload"]["model"]["hidden"]) - 1,
+        )
     if "training" in tree["workload"]:
         yield ("workload", "training")
 

@@ -50,19 +50,40 @@ WAYS: dict[str, Sequence[signal.Signals]] = {
 def drawn(seed: int) -> tuple[str, float, float]:
     """Return the way of a seed, after how many seconds it strikes, and how many lie between its signals."""
     draw = random.Random(seed)
-    way, after, gap = draw.choice(list(WAYS)), draw.uniform(0.5, LONGEST), draw.uniform(0.05, 1.5)
+    way, after, gap = (
+        draw.choice(list(WAYS)),
+        draw.uniform(0.5, LONGEST),
+        draw.uniform(0.05, 1.5),
+    )
     return way, after, LONGEST_CUT * gap / 1.5 if way == CUT else gap
 
 
 def violations(way: str, after: float, gap: float) -> list[str]:
     """Strike one run; return what is wrong then."""
     with tempfile.TemporaryDirectory() as folder, proxied(Path(folder)) as proxy:
-        os.environ["XDG_STATE_HOME"] = folder  # no run of anybody else's is counted, nor struck
+        os.environ["XDG_STATE_HOME"] = (
+            folder  # no run of anybody else's is counted, nor struck
+        )
         results = Path(folder) / "results"
-        command = [*TESTBED, "run", str(SCENARIO), "--accept-links", "--out", str(results)]
-        environment = {**os.environ, "DOCKER_HOST": proxy.address} if way == CUT else None
+        command = [
+            *TESTBED,
+            "run",
+            str(SCENARIO),
+            "--accept-links",
+            "--out",
+            str(results),
+        ]
+        environment = (
+            {**os.environ, "DOCKER_HOST": proxy.address} if way == CUT else None
+        )
         with (Path(folder) / "said").open("w+") as said:
-            run = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True, env=environment)
+            run = subprocess.Popen(
+                command,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                env=environment,
+            )
             with suppress(subprocess.TimeoutExpired):
                 run.wait(after)
             known = set(runstate.runs())
@@ -74,13 +95,17 @@ def violations(way: str, after: float, gap: float) -> list[str]:
             ended = run.wait()
             if way == "SIGKILL of both":
                 for each in known | set(runstate.runs()):
-                    subprocess.run([*TESTBED, "down", each], stdout=said, stderr=said, check=False)
+                    subprocess.run(
+                        [*TESTBED, "down", each], stdout=said, stderr=said, check=False
+                    )
             wrong = _left(known | set(runstate.runs()))
             said.seek(0)
             text = said.read()
             wrong += ["a traceback"] if "Traceback" in text else []
             # Before a run has begun, that there is no engine is all there is to say.
-            well = ended == 0 or (ended == HostError.exit_code and "no Docker engine responds" in text)
+            well = ended == 0 or (
+                ended == HostError.exit_code and "no Docker engine responds" in text
+            )
         if (results / "manifest.json").exists():
             try:
                 summary = files.load(results).metrics["verdict"]["summary"]
@@ -88,7 +113,10 @@ def violations(way: str, after: float, gap: float) -> list[str]:
                 wrong.append(f"results: {error}")
             else:
                 # A pause that the engine was to end lasts until it answers: the method may recover, unlike expected.
-                well |= ended == ExpectationError.exit_code and "longer than it should" in summary
+                well |= (
+                    ended == ExpectationError.exit_code
+                    and "longer than it should" in summary
+                )
         wrong += [f"status {ended}: {text[-500:]}"] if way == CUT and not well else []
         return [f"left: {each}" for each in wrong]
 

@@ -102,13 +102,17 @@ class Result:
         from testbed_controller.report.drawing import draw
         from testbed_controller.report.html import charts
 
-        return {title: draw(plot) for title, _, plot in charts(self.run) if plot is not None}
+        return {
+            title: draw(plot) for title, _, plot in charts(self.run) if plot is not None
+        }
 
     def plot(self, title: str) -> Figure:
         """Return a plot by title. Raises `InputError` listing the available titles."""
         plots = self.plots
         if title not in plots:
-            raise InputError(f"unknown plot '{title}': choose one of {', '.join(plots)}")
+            raise InputError(
+                f"unknown plot '{title}': choose one of {', '.join(plots)}"
+            )
         return plots[title]
 
     def __str__(self) -> str:
@@ -223,7 +227,13 @@ def build(**keys: Any) -> Scenario:
     return loading.validate(keys, Source("scenario"))
 
 
-def run(scenario: Scenario, out: str | Path | None = None, *, runtime: Runtime = "emulate", **options: Any) -> Result:
+def run(
+    scenario: Scenario,
+    out: str | Path | None = None,
+    *,
+    runtime: Runtime = "emulate",
+    **options: Any,
+) -> Result:
     """Run a scenario as `testbed run` does: in containers by default, or on the virtual clock.
 
     ``options`` are those of `emulate` or `simulate`.
@@ -237,7 +247,12 @@ def run(scenario: Scenario, out: str | Path | None = None, *, runtime: Runtime =
     return act(scenario, out, **options)
 
 
-def simulate(scenario: Scenario, out: str | Path | None = None, *, callbacks: Sequence[Callback] = ()) -> Result:
+def simulate(
+    scenario: Scenario,
+    out: str | Path | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+) -> Result:
     """Run a scenario on the virtual clock; results are written to ``out``, by default ``results/<name>``.
 
     ``callbacks`` are called with steps, tests, requests, faults and the end in the order of events.
@@ -312,16 +327,23 @@ def sweep(
         scenario = loading.validate(tree, scenario.source)
     prepared, refused = prepare_all(trials(scenario))
     folder = Path(out) if out is not None else numbered(Path("results") / scenario.name)
-    runs = {number: PlannedRun(each, folder / run_name(each.trial)) for number, each in prepared.items()}
+    runs = {
+        number: PlannedRun(each, folder / run_name(each.trial))
+        for number, each in prepared.items()
+    }
     executor: Executor = InTurn(runtime)
     if cluster is not None:
         if runtime != "simulate":
-            raise InputError("cluster: containers need a host to themselves: runtime has to be 'simulate'")
+            raise InputError(
+                "cluster: containers need a host to themselves: runtime has to be 'simulate'"
+            )
         from testbed_controller.api.cluster import Cluster
 
         executor = Cluster(cluster)
     finished: dict[int, Run] = {}
-    _in_its_own_loop(lambda: executor.execute(runs, _silent_console(), finished.__setitem__))
+    _in_its_own_loop(
+        lambda: executor.execute(runs, _silent_console(), finished.__setitem__)
+    )
     results = Results(Result(finished[number]) for number in sorted(finished))
     results.refused = refused
     return results
@@ -338,7 +360,9 @@ def open_results(folder: str | Path) -> Results:
     >>> testbed.open_results("results/kept")[0].figures["steps"]
     44
     """
-    return Results(Result(files.load_any(place)) for place in files.places(Path(folder)))
+    return Results(
+        Result(files.load_any(place)) for place in files.places(Path(folder))
+    )
 
 
 def _run_one(
@@ -352,12 +376,20 @@ def _run_one(
 
     runs = trials(scenario)
     if len(runs) > 1:
-        raise InputError(f"{scenario.name} has {len(runs)} runs: use sweep(), or leave out its sweep and repetitions")
+        raise InputError(
+            f"{scenario.name} has {len(runs)} runs: use sweep(), or leave out its sweep and repetitions"
+        )
     prepared: Prepared = prepare(change(runs[0]) if change else runs[0])
-    folder = Path(out) if out is not None else numbered(Path("results") / run_name(prepared.trial))
+    folder = (
+        Path(out)
+        if out is not None
+        else numbered(Path("results") / run_name(prepared.trial))
+    )
     silent = _silent_console()
     initial = InitialWeights(silent)
-    run = _in_its_own_loop(lambda: run_recorded(prepared, runtime, folder, initial, silent, options))
+    run = _in_its_own_loop(
+        lambda: run_recorded(prepared, runtime, folder, initial, silent, options)
+    )
     return Result(run)
 
 

@@ -52,7 +52,9 @@ def connected(address: str) -> Iterator[Client]:
     try:
         from distributed import Client
     except ImportError:
-        raise InputError("--cluster: install the extra for it: pip install 'edge-testbed[cluster]'") from None
+        raise InputError(
+            "--cluster: install the extra for it: pip install 'edge-testbed[cluster]'"
+        ) from None
     try:
         client = Client(address, timeout=SECONDS)
     except (OSError, ValueError) as error:
@@ -77,7 +79,9 @@ class Cluster:
     """A client, or the address of a scheduler."""
     options: RunOptions = DEFAULTS
 
-    def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
+    def execute(
+        self, runs: Mapping[int, PlannedRun], console: Console, done: Done
+    ) -> None:
         """Execute all runs; see `Executor.execute`.
 
         Raises HostError for a cluster without workers (at the start, or later for `PATIENCE` seconds) or with another
@@ -85,10 +89,16 @@ class Cluster:
         """
         packed = {number: _pack_trial(run.trial) for number, run in runs.items()}
         scheduler = self.scheduler
-        with connected(scheduler) if isinstance(scheduler, str) else nullcontext(scheduler) as client:
+        with (
+            connected(scheduler)
+            if isinstance(scheduler, str)
+            else nullcontext(scheduler) as client
+        ):
             _check_workers(client)
             client.run_on_scheduler(_bound_deaths)
-            console.print(f"{len(runs)} runs on {_count_workers(client)} workers of {client.scheduler.address}")
+            console.print(
+                f"{len(runs)} runs on {_count_workers(client)} workers of {client.scheduler.address}"
+            )
             _Batch(runs, packed, client, console, self.options).execute(done)
 
 
@@ -137,10 +147,21 @@ class _Batch:
 
     def _submit_run(self, number: int) -> Future[Files]:
         self._attempts[number] += 1
-        begun, place = self._start_counter(number), str(self._runs[number].folder.absolute())
-        given = (*self._pack_trial[number], list(sys.argv), self._version, place, self._options)
+        begun, place = (
+            self._start_counter(number),
+            str(self._runs[number].folder.absolute()),
+        )
+        given = (
+            *self._pack_trial[number],
+            list(sys.argv),
+            self._version,
+            place,
+            self._options,
+        )
         key = f"{begun}-{self._attempts[number]}"
-        submitted: Future[Files] = self._executor.submit(_run_task, _simulate_files, begun, *given, key=key)
+        submitted: Future[Files] = self._executor.submit(
+            _run_task, _simulate_files, begun, *given, key=key
+        )
         return submitted
 
     def _store_result(self, number: int, ended: Future[Files]) -> Path:
@@ -154,7 +175,9 @@ class _Batch:
         draft.rename(folder)
         return folder
 
-    def _handle_loss(self, number: int, ended: Future[Files]) -> Literal["again", "given up"] | None:
+    def _handle_loss(
+        self, number: int, ended: Future[Files]
+    ) -> Literal["again", "given up"] | None:
         from distributed import KilledWorker, Queue
 
         if not isinstance(ended.exception(), KilledWorker):
@@ -179,9 +202,13 @@ class _Watch:
             self._since = None
         elif self._since is None:
             self._since = time.monotonic()
-            self._console.print(f"no worker is left: waiting {PATIENCE:.0f} s for one, as started by 'dask worker'")
+            self._console.print(
+                f"no worker is left: waiting {PATIENCE:.0f} s for one, as started by 'dask worker'"
+            )
         elif time.monotonic() - self._since > PATIENCE:
-            raise HostError(f"--cluster: no worker for {PATIENCE:.0f} s: start some, then go on with --resume")
+            raise HostError(
+                f"--cluster: no worker for {PATIENCE:.0f} s: start some, then go on with --resume"
+            )
 
 
 def _count_workers(client: Client) -> int:
@@ -192,15 +219,26 @@ def version() -> str:
     """Return the version of the testbed with a hash of all code, because results may differ between versions."""
     digest = hashlib.sha256()
     names = {"testbed", "testbed_controller"}
-    names |= {point.module.partition(".")[0] for point in plugins.installed("testbed.methods").values()}
+    names |= {
+        point.module.partition(".")[0]
+        for point in plugins.installed("testbed.methods").values()
+    }
     for name in sorted(names):
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a broken package, which a scenario that needs it reports
+        if (
+            spec is None or spec.origin is None
+        ):  # a broken package, which a scenario that needs it reports
             continue
         origin = Path(spec.origin)
-        files = sorted(origin.parent.rglob("*.py")) if spec.submodule_search_locations else [origin]
+        files = (
+            sorted(origin.parent.rglob("*.py"))
+            if spec.submodule_search_locations
+            else [origin]
+        )
         for path in files:
-            digest.update(path.relative_to(origin.parent).as_posix().encode() + path.read_bytes())
+            digest.update(
+                path.relative_to(origin.parent).as_posix().encode() + path.read_bytes()
+            )
     return f"{VERSION}-{digest.hexdigest()[:8]}"
 
 
@@ -214,7 +252,9 @@ def _check_workers(client: Client) -> None:
             f"--cluster: a worker cannot run the testbed ({error}): install {ours} on all of them"
         ) from None
     if not versions:
-        raise HostError("--cluster: no worker is there: start some with 'dask worker ADDRESS --nthreads 1'")
+        raise HostError(
+            "--cluster: no worker is there: start some with 'dask worker ADDRESS --nthreads 1'"
+        )
     for worker, theirs in versions.items():
         if theirs != ours:
             raise HostError(
@@ -238,7 +278,9 @@ def _pack_trial(trial: Trial) -> tuple[Trial, Files]:
     scenario = trial.scenario
     for key, named in scenario.workload.paths():
         if named is not None and not Path(named).is_absolute():
-            raise InputError(f"--cluster: workload.{key}: {named} does not travel: name it by a path of every worker")
+            raise InputError(
+                f"--cluster: workload.{key}: {named} does not travel: name it by a path of every worker"
+            )
     moved, sources = with_local_sources(scenario)
     experiment = replace(trial.experiment, workload=moved.workload)
     files = {name: text.encode() for name, text in sources.items()}
@@ -263,11 +305,18 @@ def _run_task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Fi
 
 
 def _simulate_files(
-    trial: Trial, files: Files, argv: Sequence[str], wanted: str, there: str, options: RunOptions
+    trial: Trial,
+    files: Files,
+    argv: Sequence[str],
+    wanted: str,
+    there: str,
+    options: RunOptions,
 ) -> Files:
     """Simulate a trial in a worker and return the files for the folder ``there``."""
     if version() != wanted:  # a worker that joined later
-        raise HostError(f"this worker has the testbed {version()}, and {wanted} was asked for")
+        raise HostError(
+            f"this worker has the testbed {version()}, and {wanted} was asked for"
+        )
     with tempfile.TemporaryDirectory(prefix="testbed-") as name:
         _write_files(files, Path(name))
         source = replace(trial.scenario.source, file=str(Path(name, "scenario.yaml")))
@@ -277,6 +326,13 @@ def _simulate_files(
             folder = simulate_trial(trial, Path(name, "run"), options)
         finally:
             sys.argv = before
-        contents = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        contents = {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
     # The page says where the run lies.
-    return {name: text.replace(str(folder).encode(), there.encode()) for name, text in contents.items()}
+    return {
+        name: text.replace(str(folder).encode(), there.encode())
+        for name, text in contents.items()
+    }

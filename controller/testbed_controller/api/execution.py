@@ -73,19 +73,41 @@ def run_recorded(
     from testbed_controller.results.streams import Following
 
     drop_finished()
-    weights, owned = prepared.workload.initial_weights(prepared), prepared.workload.owned(prepared)
+    weights, owned = (
+        prepared.workload.initial_weights(prepared),
+        prepared.workload.owned(prepared),
+    )
     events = options.events
-    recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights, owned=owned, events=events)
+    recorder = Recorder(
+        folder,
+        prepared.trial,
+        prepared.plan,
+        runtime,
+        weights=weights,
+        owned=owned,
+        events=events,
+    )
     try:
-        page = _live_page(recorder.path, runtime, console) if options.watch else nullcontext()
+        page = (
+            _live_page(recorder.path, runtime, console)
+            if options.watch
+            else nullcontext()
+        )
         wanted = dict.fromkeys([*options.streams, *prepared.scenario.results.to])
         with page, Following(recorder.path, wanted, options.callbacks) as stream:
-            outcome = _follow_run(prepared, runtime, initial, console, recorder, stream, options)
-            finished = stream.finished = recorder.finish(prepared.workload.exported(prepared, outcome))
+            outcome = _follow_run(
+                prepared, runtime, initial, console, recorder, stream, options
+            )
+            finished = stream.finished = recorder.finish(
+                prepared.workload.exported(prepared, outcome)
+            )
     except BaseException as error:
         recorder.abandon(error)
         raise
-    from testbed_controller.report import boxes, html  # not before the run, which would begin later by that
+    from testbed_controller.report import (
+        boxes,
+        html,
+    )  # not before the run, which would begin later by that
 
     html.write(finished)
     if finished.metrics["series"]["objects"]:
@@ -100,7 +122,12 @@ def _live_page(folder: Path, runtime: str, console: Console) -> Iterator[None]:
     from testbed_controller.running.control import strike
     from testbed_controller.watch.server import PageServer
 
-    page = PageServer(folder, (lambda given: strike(runstate.writing(folder), given)) if runtime == "emulate" else None)
+    page = PageServer(
+        folder,
+        (lambda given: strike(runstate.writing(folder), given))
+        if runtime == "emulate"
+        else None,
+    )
     console.print(page.address, soft_wrap=True)
     page.show()
     try:
@@ -122,7 +149,12 @@ def _follow_run(
     """Execute a trial and show its progress in the terminal."""
     scenario = prepared.scenario
     weights, data = initial.weights_for(prepared), prepared.workload.load(prepared)
-    with LiveProgress(console, scenario.name, batches(scenario, prepared.plan), f"{scenario.workload.unit}s") as live:
+    with LiveProgress(
+        console,
+        scenario.name,
+        batches(scenario, prepared.plan),
+        f"{scenario.workload.unit}s",
+    ) as live:
 
         def show(event: Event) -> None:
             stream.event(event)

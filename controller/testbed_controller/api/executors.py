@@ -59,7 +59,9 @@ class PlannedRun:
 class Executor(Protocol):
     """Executes runs, each into its own folder."""
 
-    def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
+    def execute(
+        self, runs: Mapping[int, PlannedRun], console: Console, done: Done
+    ) -> None:
         """Execute all runs, given by number; call ``done`` with each finished run.
 
         A run that cannot be executed ends all, once those under way are over.
@@ -73,15 +75,21 @@ class InTurn:
     runtime: Runtime
     options: RunOptions = DEFAULTS
 
-    def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
+    def execute(
+        self, runs: Mapping[int, PlannedRun], console: Console, done: Done
+    ) -> None:
         """See `Executor.execute`."""
         initial = InitialWeights(console)
         began = time.monotonic()
         for over, (number, run) in enumerate(runs.items()):
             if len(runs) > 1:
                 left = _estimate_rest(began, over, len(runs))
-                console.print(f"[bold]run {over + 1} of {len(runs)}[/] {_point_name(run.trial)}{left}")
-            finished = run_recorded(run.prepared, self.runtime, run.folder, initial, console, self.options)
+                console.print(
+                    f"[bold]run {over + 1} of {len(runs)}[/] {_point_name(run.trial)}{left}"
+                )
+            finished = run_recorded(
+                run.prepared, self.runtime, run.folder, initial, console, self.options
+            )
             done(number, finished)
             if finished.outcome.status == "interrupted":
                 return
@@ -94,7 +102,9 @@ class Processes:
     jobs: int
     options: RunOptions = DEFAULTS
 
-    def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
+    def execute(
+        self, runs: Mapping[int, PlannedRun], console: Console, done: Done
+    ) -> None:
         """See `Executor.execute`."""
         console.print(f"{len(runs)} runs, {self.jobs} at once")
         with _process_pool(self.jobs) as pool:
@@ -113,7 +123,9 @@ class OneRunPerHost:
     hosts: tuple[str, ...]
     options: RunOptions = DEFAULTS
 
-    def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
+    def execute(
+        self, runs: Mapping[int, PlannedRun], console: Console, done: Done
+    ) -> None:
         """See `Executor.execute`. Raises the errors of `reach_all` and `manager`."""
         from testbed_controller.hosts.contexts import manager, reach_all
 
@@ -121,12 +133,21 @@ class OneRunPerHost:
         free = get_context("spawn").Manager().Queue()
         for host in self.hosts:
             free.put(host)
-        console.print(f"{len(runs)} runs, one at a time on each of {', '.join(self.hosts)}")
+        console.print(
+            f"{len(runs)} runs, one at a time on each of {', '.join(self.hosts)}"
+        )
         with _process_pool(len(self.hosts)) as pool:
 
             def submit(number: int) -> Future[Path]:
                 run = runs[number]
-                return pool.submit(_emulate_on_free_host, run.trial, run.folder, self.options, free, managing)
+                return pool.submit(
+                    _emulate_on_free_host,
+                    run.trial,
+                    run.folder,
+                    self.options,
+                    free,
+                    managing,
+                )
 
             collect(runs, submit, _result_folder, console, done)
 
@@ -136,7 +157,10 @@ def _process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     level = logging.getLogger("testbed_controller").level
     # Spawned, since torch's threads do not survive a fork.
     with ProcessPoolExecutor(
-        processes, mp_context=get_context("spawn"), initializer=_prepare_child, initargs=(level,)
+        processes,
+        mp_context=get_context("spawn"),
+        initializer=_prepare_child,
+        initargs=(level,),
     ) as pool:
         try:
             yield pool
@@ -164,7 +188,9 @@ def simulate_trial(trial: Trial, folder: Path, options: RunOptions) -> Path:
     return _execute_run(prepare(trial), "simulate", folder, options)
 
 
-def _emulate_on_free_host(trial: Trial, folder: Path, options: RunOptions, free: Queue[str], managing: str) -> Path:
+def _emulate_on_free_host(
+    trial: Trial, folder: Path, options: RunOptions, free: Queue[str], managing: str
+) -> Path:
     from testbed_controller.hosts.placement import LabPart
 
     prepared, host = prepare(trial), free.get()
@@ -177,9 +203,13 @@ def _emulate_on_free_host(trial: Trial, folder: Path, options: RunOptions, free:
         free.put(host)
 
 
-def _execute_run(prepared: Prepared, runtime: Runtime, folder: Path, options: RunOptions) -> Path:
+def _execute_run(
+    prepared: Prepared, runtime: Runtime, folder: Path, options: RunOptions
+) -> Path:
     silent = Console(file=StringIO())
-    return run_recorded(prepared, runtime, folder, InitialWeights(silent), silent, options).path
+    return run_recorded(
+        prepared, runtime, folder, InitialWeights(silent), silent, options
+    ).path
 
 
 def _result_folder(_number: int, ended: Future[Path]) -> Path:
@@ -193,7 +223,9 @@ def collect(
     console: Console,
     done: Done,
     *,
-    lost: Callable[[int, Future[T]], Literal["again", "given up"] | None] = lambda _number, _ended: None,
+    lost: Callable[
+        [int, Future[T]], Literal["again", "given up"] | None
+    ] = lambda _number, _ended: None,
     at_once: Callable[[], int] = lambda: sys.maxsize,
     look: Callable[[], None] = lambda: None,
 ) -> None:
@@ -218,7 +250,9 @@ def collect(
                 continue
             count = total - len(left) - len(waiting)
             finished = load_figures(place(number, ended))
-            console.print(f"[bold]{count} of {total}[/] {finished.path.name}{_estimate_rest(began, count, total)}")
+            console.print(
+                f"[bold]{count} of {total}[/] {finished.path.name}{_estimate_rest(began, count, total)}"
+            )
             done(number, finished)
 
 

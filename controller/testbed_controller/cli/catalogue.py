@@ -12,10 +12,22 @@ from rich.markup import escape
 
 from testbed.common import formats
 from testbed.common.errors import InputError, nearest
-from testbed.common.quantities import format_byte_rate, format_duration, format_rate, format_size, format_speed
+from testbed.common.quantities import (
+    format_byte_rate,
+    format_duration,
+    format_rate,
+    format_size,
+    format_speed,
+)
 from testbed_controller.cli.data import data
 from testbed_controller.cli.options import CommandGroup, as_json
-from testbed_controller.cli.printing import dump, make_console, options, print_catalogue, print_section
+from testbed_controller.cli.printing import (
+    dump,
+    make_console,
+    options,
+    print_catalogue,
+    print_section,
+)
 from testbed_controller.report.tables import Cell, Column, Section, draw
 from testbed_controller.report.tables import figures as figure_columns
 
@@ -57,10 +69,20 @@ def methods(name: str | None, as_json: bool) -> None:
     for each in METHODS if name is None else [name]:
         try:
             method = METHODS[each]
-        except InputError as error:  # a broken package must not cost the user the other methods
+        except (
+            InputError
+        ) as error:  # a broken package must not cost the user the other methods
             if name is not None:
                 raise
-            entries.append({"name": each, "summary": error.text, "tasks": [], "options": [], "baselines": {}})
+            entries.append(
+                {
+                    "name": each,
+                    "summary": error.text,
+                    "tasks": [],
+                    "options": [],
+                    "baselines": {},
+                }
+            )
             continue
         entries.append(
             {
@@ -74,7 +96,12 @@ def methods(name: str | None, as_json: bool) -> None:
     if as_json:
         dump(entries)
     else:
-        print_catalogue(entries, lambda entry: f"{entry['summary']} ({', '.join(entry['tasks']) or 'unusable'})")
+        print_catalogue(
+            entries,
+            lambda entry: (
+                f"{entry['summary']} ({', '.join(entry['tasks']) or 'unusable'})"
+            ),
+        )
 
 
 @show.command()
@@ -87,7 +114,10 @@ def methods(name: str | None, as_json: bool) -> None:
     help="Data that NAME is for: a set of the list, a file or folder, FILE.py:FUNCTION, TABLE:LABEL.",
 )
 @click.option(
-    "--measure", type=click.IntRange(1), metavar="BATCH", help="Time NAME's layers here, on this many samples."
+    "--measure",
+    type=click.IntRange(1),
+    metavar="BATCH",
+    help="Time NAME's layers here, on this many samples.",
 )
 @click.option(
     "--profile",
@@ -96,7 +126,12 @@ def methods(name: str | None, as_json: bool) -> None:
 )
 @as_json
 def models(
-    name: str | None, function: str | None, data: str, measure: int | None, profile: Path | None, as_json: bool
+    name: str | None,
+    function: str | None,
+    data: str,
+    measure: int | None,
+    profile: Path | None,
+    as_json: bool,
 ) -> None:
     """List the models a scenario can name, with their options; with NAME, the units of one.
 
@@ -126,7 +161,9 @@ def models(
         entries = []
         for each in list_names():
             chosen = options(CATALOG[each].Options) if each in CATALOG else []
-            entries.append({"name": each, "summary": summary_of(each), "options": chosen})
+            entries.append(
+                {"name": each, "summary": summary_of(each), "options": chosen}
+            )
         if as_json:
             dump(entries)
         else:
@@ -159,10 +196,16 @@ def _load_model(name: str, function: str | None, data: str) -> Model:
 
     part = part_of(data)
     source = describe_part(part, Path(part.path or part.file or ""))
-    code = usercode.read(Path(name), function or "", KEY) if name.endswith(".py") else code_of(name)
+    code = (
+        usercode.read(Path(name), function or "", KEY)
+        if name.endswith(".py")
+        else code_of(name)
+    )
     if code is None:
         return create(name, {}, source.shape, source.classes)
-    return create_own(code, {}, source.shape, source.classes, None, source.integers, source.fields)
+    return create_own(
+        code, {}, source.shape, source.classes, None, source.integers, source.fields
+    )
 
 
 def _print_units(figures: Mapping[str, Any], data: str) -> None:
@@ -183,13 +226,20 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
         )
         for unit in figures["units"]
     ]
-    columns = [Column(""), Column("unit"), Column("output"), *figure_columns("parameters", "FLOP", "bytes across")]
+    columns = [
+        Column(""),
+        Column("unit"),
+        Column("output"),
+        *figure_columns("parameters", "FLOP", "bytes across"),
+    ]
     print_section(console, columns, rows)
     for reason in figures["held"]:
         console.print(f"[dim]{escape(reason)}[/dim]", soft_wrap=True)
 
 
-def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json: bool) -> None:
+def _print_measured(
+    model: Model, batch_size: int, profile: Path | None, as_json: bool
+) -> None:
     """Measure a model on this machine; print the time and the predicted cost of each layer."""
     from testbed.scenario.devices import profiled
     from testbed_controller.profiling.layers import measure, measure_whole
@@ -206,10 +256,17 @@ def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json
         rates = {"speed": device.speed, "memory_rate": device.memory_rate}
         dump({**rates, "seconds": whole, "charged": sum(charged), "layers": layers})
         return
-    measured, flops = sum(each.seconds for each in times), sum(each.cost.of().flops for each in times)
+    measured, flops = (
+        sum(each.seconds for each in times),
+        sum(each.cost.of().flops for each in times),
+    )
     rows = []
     for each, seconds in zip(times, charged, strict=True):
-        shares = (each.seconds / measured, seconds / sum(charged), each.cost.of().flops / flops)
+        shares = (
+            each.seconds / measured,
+            seconds / sum(charged),
+            each.cost.of().flops / flops,
+        )
         mine, theirs, counted = (f"{share:.1%}" for share in shares)
         taken = formats.seconds(each.seconds), mine, formats.seconds(seconds), theirs
         rows.append((each.unit, each.layer, *taken, counted))
@@ -220,13 +277,17 @@ def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json
     ]
     console = make_console()
     print_section(console, columns, rows)
-    together = (
-        f"{formats.seconds(whole)}, as charged {formats.seconds(sum(charged))} ({sum(charged) / whole:.2f} of it)"
-    )
+    total = formats.seconds(whole)
+    charged_total = formats.seconds(sum(charged))
+    together = f"{total}, as charged {charged_total} ({sum(charged) / whole:.2f} of it)"
     console.print(f"\nforward and backward of all in a row: {together}")
     if profile is None:
         rate = device.memory_rate
-        read = "" if rate is None else f", memory_rate: {format_byte_rate(float(f'{rate:.3g}'))}"
+        read = (
+            ""
+            if rate is None
+            else f", memory_rate: {format_byte_rate(float(f'{rate:.3g}'))}"
+        )
         console.print(f"speed: {format_speed(float(f'{device.speed:.3g}'))}{read}")
 
 
@@ -273,7 +334,13 @@ def profiles(as_json: bool) -> None:
     console = make_console()
     about: dict[str, list[tuple[str, ...]]] = {
         "Devices": [
-            (each.name, formats.speed(each.speed), format_size(each.memory), _describe_basis(each), each.source)
+            (
+                each.name,
+                formats.speed(each.speed),
+                format_size(each.memory),
+                _describe_basis(each),
+                each.source,
+            )
             for each in PROFILES.values()
         ],
         "Links, up is towards the first device of the scenario": [
@@ -287,13 +354,29 @@ def profiles(as_json: bool) -> None:
             for each in PRESETS.values()
         ],
         "Radios, for `network.radio`: how far a cast is heard": [
-            (each.name, *(f"{power:g} dBm" for power in (each.transmit_power, each.sensitivity)), _RADIO, each.source)
+            (
+                each.name,
+                *(
+                    f"{power:g} dBm"
+                    for power in (each.transmit_power, each.sensitivity)
+                ),
+                _RADIO,
+                each.source,
+            )
             for each in TRANSCEIVERS.values()
         ],
     }
-    columns = (Column("", "name"), Column("", "figure"), Column("", "figure"), Column(""))
+    columns = (
+        Column("", "name"),
+        Column("", "figure"),
+        Column("", "figure"),
+        Column(""),
+    )
     for title, entries in about.items():
-        rows = [[*map(Cell, figures), Cell(note, source)] for *figures, note, source in entries]
+        rows = [
+            [*map(Cell, figures), Cell(note, source)]
+            for *figures, note, source in entries
+        ]
         console.print(draw(Section(title, "", "", columns, rows), console.width))
 
 
@@ -302,11 +385,17 @@ _RADIO = "sent with, still received"
 
 def _describe_basis(profile: Profile) -> str:
     """Describe the origin of a speed, and the number of processors."""
-    return (f"{profile.processors} processors, each: " if profile.processors > 1 else "") + profile.basis
+    return (
+        f"{profile.processors} processors, each: " if profile.processors > 1 else ""
+    ) + profile.basis
 
 
 def _format_delay(preset: LinkPreset) -> str:
-    delay = "delay is yours to give" if preset.delay is None else f"{format_duration(preset.delay)} one way"
+    delay = (
+        "delay is yours to give"
+        if preset.delay is None
+        else f"{format_duration(preset.delay)} one way"
+    )
     return delay if preset.frame is None else f"{delay}; frame {preset.frame} B"
 
 

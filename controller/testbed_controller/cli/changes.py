@@ -33,10 +33,19 @@ from testbed_controller.running import control
 def part_of(field: FieldInfo) -> type[ConfigModel] | None:
     """Return the section class of a key; None for a plain value."""
     kinds = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigModel)), None)
+    return next(
+        (
+            kind
+            for kind in kinds
+            if isinstance(kind, type) and issubclass(kind, ConfigModel)
+        ),
+        None,
+    )
 
 
-def options_of(part: type[ConfigModel], leave_out: Collection[str] = ()) -> list[click.Parameter]:
+def options_of(
+    part: type[ConfigModel], leave_out: Collection[str] = ()
+) -> list[click.Parameter]:
     """Return an option for each key of a section except some; the help is the key's description with an example."""
     described = part.model_json_schema()["properties"]
     return [
@@ -64,7 +73,14 @@ def _click_type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float 
 
 def _help_text(description: str, schema: dict[str, Any]) -> str:
     text = (description[:1].upper() + description[1:]).replace("`", "")
-    examples = next((each["examples"] for each in (schema, *schema.get("anyOf", ())) if "examples" in each), ())
+    examples = next(
+        (
+            each["examples"]
+            for each in (schema, *schema.get("anyOf", ()))
+            if "examples" in each
+        ),
+        (),
+    )
     return f"{text}, e.g. {examples[0]}" if examples and "e.g." not in text else text
 
 
@@ -96,11 +112,18 @@ def fault() -> None:
     """
 
 
-def _command_parameters(action: str, part: type[ConfigModel] | None) -> list[click.Parameter]:
+def _command_parameters(
+    action: str, part: type[ConfigModel] | None
+) -> list[click.Parameter]:
     """Return the command parameters equivalent to an action's scenario keys."""
     if part is not None and issubclass(part, LinkSetPart):
-        ends = [click.Argument(["source"]), click.Argument(["destination"], required=False)]
-        one_way = click.Option(["--one-way"], is_flag=True, help="Only from SOURCE to DESTINATION.")
+        ends = [
+            click.Argument(["source"]),
+            click.Argument(["destination"], required=False),
+        ]
+        one_way = click.Option(
+            ["--one-way"], is_flag=True, help="Only from SOURCE to DESTINATION."
+        )
         return [*ends, one_way, *options_of(part, LinkSetPart.model_fields)]
     if action == NetworkPartition.name:
         return [click.Argument(["groups"], nargs=-1, required=True)]
@@ -114,10 +137,21 @@ def _scenario_value(given: dict[str, Any]) -> object:
         return [group.split(",") for group in given["groups"]]
     values = {key: value for key, value in given.items() if value is not None}
     if "source" in values:
-        source, destination, one_way = values.pop("source"), values.pop("destination", None), values.pop("one_way")
+        source, destination, one_way = (
+            values.pop("source"),
+            values.pop("destination", None),
+            values.pop("one_way"),
+        )
         if destination is None:
             return {**values, "device": source}
-        return {**values, **({"from": source, "to": destination} if one_way else {"between": [source, destination]})}
+        return {
+            **values,
+            **(
+                {"from": source, "to": destination}
+                if one_way
+                else {"between": [source, destination]}
+            ),
+        }
     return values if len(values) > 1 else values.get("device", "all")
 
 
@@ -142,15 +176,22 @@ def _add_command(action: str) -> None:
 
 for _action in ACTIONS:
     _add_command(_action)
-fault.commands[Flap.name].params.insert(-1, click.Option(["--for", "for_"], help="How long in all, e.g. 30s"))
+fault.commands[Flap.name].params.insert(
+    -1, click.Option(["--for", "for_"], help="How long in all, e.g. 30s")
+)
 
 
 def _devices_of(run: str, host: str) -> list[str]:
     """Return the devices of a run on a host. Raises InputError for a host without devices."""
     hosts = runstate.hosts_of(run)
     if not hosts.get(host):
-        known = ", ".join(name for name, devices in hosts.items() if devices) or "it is on one engine"
-        raise InputError(f"the run '{run}' has no devices on a host '{host}' (hosts: {known})")
+        known = (
+            ", ".join(name for name, devices in hosts.items() if devices)
+            or "it is on one engine"
+        )
+        raise InputError(
+            f"the run '{run}' has no devices on a host '{host}' (hosts: {known})"
+        )
     return hosts[host]
 
 
@@ -162,11 +203,17 @@ def _host_command(name: str, action: str, text: str) -> None:
         run = runstate.choose(run_id)
         devices = _devices_of(run, host)
         with ThreadPoolExecutor(len(devices)) as pool:
-            for said in pool.map(lambda device: control.strike(run, {action: device}), devices):
+            for said in pool.map(
+                lambda device: control.strike(run, {action: device}), devices
+            ):
                 click.echo(said)
 
 
-_host_command("kill-host", "kill", "End all devices of a run on HOST at once, as a power cut there would.")
+_host_command(
+    "kill-host",
+    "kill",
+    "End all devices of a run on HOST at once, as a power cut there would.",
+)
 _host_command("restart-host", "restart", "Boot all devices of a run on HOST again.")
 
 
@@ -176,7 +223,9 @@ _host_command("restart-host", "restart", "Boot all devices of a run on HOST agai
 def partition_hosts(hosts: tuple[str, ...], run_id: str | None) -> None:
     """Cut HOSTS off from each other and from all others: of a run over several, the links between their devices."""
     run = runstate.choose(run_id)
-    click.echo(control.strike(run, {"partition": [_devices_of(run, host) for host in hosts]}))
+    click.echo(
+        control.strike(run, {"partition": [_devices_of(run, host) for host in hosts]})
+    )
 
 
 def _flap_links(run_id: str | None, given: Any, for_: str | None) -> None:
@@ -185,11 +234,14 @@ def _flap_links(run_id: str | None, given: Any, for_: str | None) -> None:
     if for_ is not None and action.takes_no_for is not None:
         raise InputError(action.takes_no_for)
     ask = control.reach(runstate.choose(run_id))
+    duration = None if for_ is None else _parse_duration_option(for_)
     turns, late = 0, 0.0
     with suppress(KeyboardInterrupt):
-        for turns, late in control.flap(ask, given, None if for_ is None else _parse_duration_option(for_)):  # noqa: B007 - the last is printed
+        for turns, late in control.flap(ask, given, duration):  # noqa: B007 - the last values count
             pass
-    click.echo(f"the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late")
+    click.echo(
+        f"the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late"
+    )
 
 
 def _parse_duration_option(text: str) -> float:
@@ -229,14 +281,18 @@ link.renamed = {"probe": "testbed link measure"}
 @click.argument("destination", required=False)
 @run_option
 @as_json
-def show(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
+def show(
+    source: str | None, destination: str | None, run_id: str | None, as_json: bool
+) -> None:
     """Show the links in force, all or only from SOURCE to DESTINATION; exit 1 if the kernel's settings differ.
 
     What was applied is read back from every device's interface as this command runs.
     """
     shown = open_lab(runstate.choose(run_id)).shaper.show()
     links = links_from_json(shown["links"])
-    chosen = {pair: links[pair] for pair in control.choose_links(links, source, destination)}
+    chosen = {
+        pair: links[pair] for pair in control.choose_links(links, source, destination)
+    }
     if as_json:
         dump({**shown, "links": links_to_json(chosen)})
     else:
@@ -245,16 +301,29 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
             ["source", "destination", "figures"],
             [[*pair, describe(each.to_json())] for pair, each in chosen.items()],
         )
-    wrong = [f"{name}: {text}" for name, device in shown["devices"].items() for text in device["differences"]]
+    wrong = [
+        f"{name}: {text}"
+        for name, device in shown["devices"].items()
+        for text in device["differences"]
+    ]
     if wrong:
-        raise TestbedError("the kernel's settings differ from the request: " + "; ".join(wrong))
+        raise TestbedError(
+            "the kernel's settings differ from the request: " + "; ".join(wrong)
+        )
 
 
 @link.command(name="set")
 @click.argument("source")
 @click.argument("destination")
-@click.option("--unlimited", is_flag=True, help="Take the rate away: as fast as the host.")
-@click.option("--up/--down", "up", default=None, help="Let packets through again, or drop them all silently.")
+@click.option(
+    "--unlimited", is_flag=True, help="Take the rate away: as fast as the host."
+)
+@click.option(
+    "--up/--down",
+    "up",
+    default=None,
+    help="Let packets through again, or drop them all silently.",
+)
 @click.option("--both", is_flag=True, help="Also from DESTINATION to SOURCE.")
 @run_option
 def change(
@@ -271,7 +340,9 @@ def change(
     No other link notices. The figures hold for the rest of the run: faults that touch the link later, and devices that
     restart, start from them. A fault that is in force on the link goes on hiding what it changes.
     """
-    direct: dict[str, Any] = ({"rate": None} if unlimited else {}) | ({} if up is None else {"up": up})
+    direct: dict[str, Any] = ({"rate": None} if unlimited else {}) | (
+        {} if up is None else {"up": up}
+    )
     pairs = [(source, destination), *([(destination, source)] if both else [])]
     part = {key: value for key, value in figures.items() if value is not None}
     if not part and not direct:
@@ -290,7 +361,9 @@ change.params += options_of(LinkPart)
 @click.argument("destination", required=False)
 @run_option
 @as_json
-def measure(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
+def measure(
+    source: str | None, destination: str | None, run_id: str | None, as_json: bool
+) -> None:
     """Measure the current links, all or only from SOURCE to DESTINATION; exit 1 outside the tolerance.
 
     Delay and loss are measured on every link, the rate on one of each kind. A run that uses the links meanwhile
@@ -318,8 +391,19 @@ def measure(source: str | None, destination: str | None, run_id: str | None, as_
             ]
             for each in measured
         ]
-        header = ["source", "destination", "requested", "rate", "delay", "loss", "packets", "problem"]
+        header = [
+            "source",
+            "destination",
+            "requested",
+            "rate",
+            "delay",
+            "loss",
+            "packets",
+            "problem",
+        ]
         print_table(header, rows)
     problems = sum(each.problem is not None for each in measured)
     if problems:
-        raise TestbedError(f"{problems} of {len(measured)} links are outside their tolerance")
+        raise TestbedError(
+            f"{problems} of {len(measured)} links are outside their tolerance"
+        )

@@ -26,13 +26,34 @@ _SHADES = " .:-=+*#%@"
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Folder of NAME's files.")
-@click.option("--path", type=click.Path(path_type=Path, dir_okay=False), help="For image: the picture's file.")
-@click.option("--count", default=3, show_default=True, type=click.IntRange(0, 20), help="Samples to show.")
 @click.option(
-    "--split", help="Also show the data ownership for a split: iid, dirichlet=0.3, shards=2, quantity=0.5, column=NAME."
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of NAME's files.",
 )
-@click.option("--devices", default=4, show_default=True, type=click.IntRange(1, 100), help="How many own data.")
+@click.option(
+    "--path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="For image: the picture's file.",
+)
+@click.option(
+    "--count",
+    default=3,
+    show_default=True,
+    type=click.IntRange(0, 20),
+    help="Samples to show.",
+)
+@click.option(
+    "--split",
+    help="Also show the data ownership for a split: iid, dirichlet=0.3, shards=2, quantity=0.5, column=NAME.",
+)
+@click.option(
+    "--devices",
+    default=4,
+    show_default=True,
+    type=click.IntRange(1, 100),
+    help="How many own data.",
+)
 @as_json
 def data(
     name: str | None,
@@ -85,7 +106,11 @@ def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
     from testbed.ml.workload import DataPart
 
     part = catalog.part_of(name)
-    if not catalog.is_own(part) and catalog.describe(part.name).from_path and path is None:
+    if (
+        not catalog.is_own(part)
+        and catalog.describe(part.name).from_path
+        and path is None
+    ):
         raise InputError(f"{name} is a picture of your own: name its file with --path")
     if split is None:
         return part
@@ -93,7 +118,9 @@ def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
     how: Any = kind
     if value:
         how = {kind: int(value) if kind == "shards" else value}
-    return DataPart.model_validate({**part.model_dump(exclude_defaults=True), "split": how})
+    return DataPart.model_validate(
+        {**part.model_dump(exclude_defaults=True), "split": how}
+    )
 
 
 def _read_dataset(part: DataPart, place: Path | None) -> Dataset:
@@ -116,7 +143,10 @@ def _dataset_facts(dataset: Dataset) -> dict[str, Any]:
         "samples": {each: len(part_labels) for each, part_labels in labels.items()},
     }
     if dataset.classes and is_class(dataset.train_labels):
-        facts["per_class"] = {each: _count_labels(part_labels, dataset.classes) for each, part_labels in labels.items()}
+        facts["per_class"] = {
+            each: _count_labels(part_labels, dataset.classes)
+            for each, part_labels in labels.items()
+        }
     return facts
 
 
@@ -133,9 +163,17 @@ def _list_sets(as_json: bool) -> None:
         if row["folder"] is None:
             files = "its path" if row["from_path"] else "none needed"
         shown.append(
-            (row["name"], _format_shape(row["shape"]) or "-", str(row["classes"] or "-"), files, row["summary"])
+            (
+                row["name"],
+                _format_shape(row["shape"]) or "-",
+                str(row["classes"] or "-"),
+                files,
+                row["summary"],
+            )
         )
-    columns = [Column(head) for head in ("name", "image", "classes", "files", "what it is")]
+    columns = [
+        Column(head) for head in ("name", "image", "classes", "files", "what it is")
+    ]
     print_section(make_console(), columns, shown)
 
 
@@ -145,7 +183,9 @@ def _describe_dataset(name: str) -> dict[str, Any]:
 
     try:
         source = describe(name)
-    except InputError as error:  # a broken package must not cost the user the other data sets
+    except (
+        InputError
+    ) as error:  # a broken package must not cost the user the other data sets
         source = DataSource(name, error.text, (), 0)
     folder = data_place(source.name)
     return {
@@ -161,8 +201,18 @@ def _describe_dataset(name: str) -> dict[str, Any]:
 
 @click.command("data")
 @click.argument("name")
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where to.  [default: data/NAME]")
-@click.option("--from", "bases", multiple=True, metavar="URL", help="A folder to try first, such as a mirror.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where to.  [default: data/NAME]",
+)
+@click.option(
+    "--from",
+    "bases",
+    multiple=True,
+    metavar="URL",
+    help="A folder to try first, such as a mirror.",
+)
 def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
     """Download the files of a data set and verify their published checksums.
 
@@ -175,14 +225,26 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
       testbed setup data cifar10 --folder /srv/cifar10
       testbed setup data mnist --from http://mirror.example/mnist
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskID,
+        TransferSpeedColumn,
+    )
 
     from testbed.ml.data.catalog import DATA_FOLDER
     from testbed.ml.data.fetch import fetch as download
 
     console = make_console(stderr=True)
     place = folder or DATA_FOLDER / name
-    with Progress("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console) as bars:
+    with Progress(
+        "{task.description}",
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=console,
+    ) as bars:
         shown: dict[str, TaskID] = {}
 
         def show(file: str, done: int, total: int | None) -> None:
@@ -209,30 +271,47 @@ def _device_shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, 
     if part.split == "lead":
         raise InputError("lead does not divide the data: name another split")
     owners = [f"device{number}" for number in range(1, devices + 1)]
-    shares = shared(dataset.train_labels, dataset.classes, owners, part.split, 0, dataset.groups)
+    shares = shared(
+        dataset.train_labels, dataset.classes, owners, part.split, 0, dataset.groups
+    )
     classes = is_class(dataset.train_labels)
     return {
-        name: _count_labels(dataset.train_labels[share], dataset.classes) if classes else len(share)
+        name: _count_labels(dataset.train_labels[share], dataset.classes)
+        if classes
+        else len(share)
         for name, share in shares.items()
     }
 
 
 def _print_facts(dataset: Dataset, facts: Mapping[str, Any]) -> None:
-    size, kind = _format_shape(dataset.shape), "images" if len(dataset.shape) == 3 else "samples"
+    size, kind = (
+        _format_shape(dataset.shape),
+        "images" if len(dataset.shape) == 3 else "samples",
+    )
     if dataset.fields:
-        size = " and ".join(f"{each.name} {_format_shape(each.shape) or 1}" for each in dataset.fields)
+        size = " and ".join(
+            f"{each.name} {_format_shape(each.shape) or 1}" for each in dataset.fields
+        )
     if not dataset.classes:
-        click.echo(f"{dataset.name}: {len(dataset.test_labels)} {kind} of {size}, without labels")
+        click.echo(
+            f"{dataset.name}: {len(dataset.test_labels)} {kind} of {size}, without labels"
+        )
         return
     per_class = facts.get("per_class", {})
     labels = f"labels {dataset.train_labels.shape[1:] or 'of numbers'}"
-    click.echo(f"{dataset.name}: {kind} of {size}, {f'{dataset.classes} classes' if per_class else labels}")
+    click.echo(
+        f"{dataset.name}: {kind} of {size}, {f'{dataset.classes} classes' if per_class else labels}"
+    )
     for part, samples in facts["samples"].items():
         counts = per_class.get(part)
         spread = f", {min(counts):,} to {max(counts):,} of a class" if counts else ""
         click.echo(f"  {part}: {samples:,} samples{spread}")
     for name, share in facts.get("shares", {}).items():
-        text = f"{share:,}" if isinstance(share, int) else f"{sum(share):,}, of each class {', '.join(map(str, share))}"
+        text = (
+            f"{share:,}"
+            if isinstance(share, int)
+            else f"{sum(share):,}, of each class {', '.join(map(str, share))}"
+        )
         click.echo(f"  {name}: {text}")
 
 
@@ -243,13 +322,21 @@ def _format_shape(shape: Sequence[int]) -> str:
 def _print_samples(dataset: Dataset, count: int, label: str) -> None:
     """Print the first training samples: pictures as characters, of others the first values."""
     is_drawn = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
-    for sample, value in zip(dataset.train_images[:count], dataset.train_labels[:count], strict=True):
+    for sample, value in zip(
+        dataset.train_images[:count], dataset.train_labels[:count], strict=True
+    ):
         click.echo(f"\n{label} {value}")
-        click.echo(_draw_image(sample) if is_drawn else "  " + " ".join(f"{each:g}" for each in sample.ravel()[:20]))
+        click.echo(
+            _draw_image(sample)
+            if is_drawn
+            else "  " + " ".join(f"{each:g}" for each in sample.ravel()[:20])
+        )
 
 
 def _draw_image(image: npt.NDArray[np.float32]) -> str:
     """Draw an image of (channels, height, width) in [0, 1] as text, two characters per pixel for a square aspect."""
     grey = image.mean(axis=0)
     levels = (grey * (len(_SHADES) - 1)).round().astype(int)
-    return "\n".join("  " + "".join(_SHADES[level] * 2 for level in row).rstrip() for row in levels)
+    return "\n".join(
+        "  " + "".join(_SHADES[level] * 2 for level in row).rstrip() for row in levels
+    )

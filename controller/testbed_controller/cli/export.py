@@ -28,12 +28,43 @@ def export() -> None:
 
 @export.command()
 @click.argument("folder", metavar="RESULTS_DIR", type=click.Path(path_type=Path))
-@click.option("--csv", "kind", flag_value="csv", help="A file for each table.  [default]", default="csv")
-@click.option("--parquet", "kind", flag_value="parquet", help="The same for pandas and others; needs pandas, pyarrow.")
-@click.option("--perfetto", "kind", flag_value="perfetto", help="The timeline, for ui.perfetto.dev.")
-@click.option("--plots", "kind", flag_value="plots", help="The plots as SVG and PDF, for one and two columns.")
-@click.option("--latex", "kind", flag_value="latex", help="The table of a sweep for LaTeX; needs its package booktabs.")
-@click.option("--format", "kind", metavar="NAME", help="A format of an installed package; see docs/extending.md.")
+@click.option(
+    "--csv",
+    "kind",
+    flag_value="csv",
+    help="A file for each table.  [default]",
+    default="csv",
+)
+@click.option(
+    "--parquet",
+    "kind",
+    flag_value="parquet",
+    help="The same for pandas and others; needs pandas, pyarrow.",
+)
+@click.option(
+    "--perfetto",
+    "kind",
+    flag_value="perfetto",
+    help="The timeline, for ui.perfetto.dev.",
+)
+@click.option(
+    "--plots",
+    "kind",
+    flag_value="plots",
+    help="The plots as SVG and PDF, for one and two columns.",
+)
+@click.option(
+    "--latex",
+    "kind",
+    flag_value="latex",
+    help="The table of a sweep for LaTeX; needs its package booktabs.",
+)
+@click.option(
+    "--format",
+    "kind",
+    metavar="NAME",
+    help="A format of an installed package; see docs/extending.md.",
+)
 @click.option(
     "--metric",
     "metrics",
@@ -41,7 +72,11 @@ def export() -> None:
     metavar="NAME[: HEADING]",
     help="With --plots or --latex of a sweep: export this metric, under this heading. May be repeated.",
 )
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder.  [default: RESULTS_DIR/export]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder.  [default: RESULTS_DIR/export]",
+)
 def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> None:
     """Write the tables of a run (metrics, events, devices, ...) for other programs, or its plots for a paper.
 
@@ -59,7 +94,11 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
 
     write = writer_of(kind)
     folders = places(folder)
-    runs = [load_figures(each) for each in folders] if len(folders) > 1 else [load(folders[0])]
+    runs = (
+        [load_figures(each) for each in folders]
+        if len(folders) > 1
+        else [load(folders[0])]
+    )
     place = out or folder / "export"
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -69,13 +108,19 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
             place.rmdir()
         raise
     except OSError as error:
-        raise HostError(f"{place}: cannot be written: {error.strerror or error}") from None
+        raise HostError(
+            f"{place}: cannot be written: {error.strerror or error}"
+        ) from None
     click.echo(f"{place}: {', '.join(sorted(each.name for each in place.iterdir()))}")
 
 
 @export.command()
 @click.argument("scenario")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder.  [default: compose-<scenario>]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder.  [default: compose-<scenario>]",
+)
 @overrides
 def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None:
     """Write a docker compose project with the devices, links and hardening of SCENARIO.
@@ -97,11 +142,15 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
 
     trial = trials(load(scenario, overrides))[0]
     images: dict[str, str] = {}
-    programs = programs_of(trial.scenario.workload, [device.name for device in trial.experiment.devices])
+    programs = programs_of(
+        trial.scenario.workload, [device.name for device in trial.experiment.devices]
+    )
     if any(part.image or part.packages for part in programs.values()):
         client = ensure_engine(say)
         ours = ensure_images(client, say)
-        image_names = device_images(client, trial.scenario.workload, trial.experiment, ours, say)
+        image_names = device_images(
+            client, trial.scenario.workload, trial.experiment, ours, say
+        )
         images = {name: tag for name, tag in image_names.items() if tag != ours.device}
     place = out or Path(f"compose-{trial.scenario.name}")
     try:
@@ -110,5 +159,7 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
             (place / name).write_text(text)
         (place / "shape").chmod(0o755)
     except OSError as error:
-        raise HostError(f"{place}: cannot be written: {error.strerror or error}") from None
+        raise HostError(
+            f"{place}: cannot be written: {error.strerror or error}"
+        ) from None
     click.echo(f"{place}: {', '.join(sorted(each.name for each in place.iterdir()))}")

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from testbed.common.errors import DivergedError, ExpectationError, StoppedError, TestbedError
+from testbed.common.errors import (
+    DivergedError,
+    ExpectationError,
+    StoppedError,
+    TestbedError,
+)
 
 if TYPE_CHECKING:
     from testbed_controller.results.run import Run
@@ -61,7 +66,9 @@ def judge(runs: list[Run]) -> None:
     for finished in runs:
         _check_finished(finished)
     diverged = [
-        f"{finished.path.name} ({finished.metrics['divergence']})" for finished in runs if _has_diverged(finished)
+        f"{finished.path.name} ({finished.metrics['divergence']})"
+        for finished in runs
+        if _has_diverged(finished)
     ]
     if diverged:
         text = "the loss is not a finite number; try a smaller learning_rate, or expect `diverged`"
@@ -79,7 +86,9 @@ def _check_finished(run: Run) -> None:
     status = run.outcome.status
     if status == "finished":
         return
-    text = f"{_error_reason(run.outcome.error or '')}; partial results are in {run.path}"
+    text = (
+        f"{_error_reason(run.outcome.error or '')}; partial results are in {run.path}"
+    )
     if status == "interrupted":
         raise StoppedError(f"the run was interrupted: {text}")
     raise TestbedError(f"the run {status}: {text}")
@@ -87,7 +96,9 @@ def _check_finished(run: Run) -> None:
 
 def _has_diverged(run: Run) -> bool:
     """Return whether a run diverged without an expectation about divergence."""
-    return bool(run.metrics.get("diverged")) and all(each.key != "diverged" for each in run.expectations)
+    return bool(run.metrics.get("diverged")) and all(
+        each.key != "diverged" for each in run.expectations
+    )
 
 
 def _missed_expectations(run: Run) -> Iterator[str]:

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from testbed.common.errors import HostError, InputError, TestbedError
-from testbed_controller.cli.options import as_json, links, on_hosts, overrides, run_option
+from testbed_controller.cli.options import (
+    as_json,
+    links,
+    on_hosts,
+    overrides,
+    run_option,
+)
 from testbed_controller.cli.printing import dump, print_table, say
 from testbed_controller.lab import runstate
 
@@ -64,15 +70,27 @@ def up(
         dump({"run": lab.run_id, "subnet": lab.subnet, "devices": devices})
         return
     click.echo(f"run {lab.run_id} is up on {lab.subnet}")
-    rows = [[each.name, each.state, each.address, each.control_url] for each in lab.devices.values()]
+    rows = [
+        [each.name, each.state, each.address, each.control_url]
+        for each in lab.devices.values()
+    ]
     print_table(["device", "state", "address", "control"], rows)
     click.echo(f"end it with: testbed down {lab.run_id}")
 
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--all", "everything", is_flag=True, help="Remove all runs of yours, and abandoned runs of anybody.")
-@click.option("--everyone", is_flag=True, help="Also remove runs of other users that are in progress.")
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Remove all runs of yours, and abandoned runs of anybody.",
+)
+@click.option(
+    "--everyone",
+    is_flag=True,
+    help="Also remove runs of other users that are in progress.",
+)
 def down(run: str | None, everything: bool, everyone: bool) -> None:
     """Remove a run: its containers, networks and state, including remains of an incomplete removal.
 
@@ -91,20 +109,26 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
     known = sorted({*engines, *runstate.runs()})
     matches = fnmatch.filter(known, pattern)
     if not matches and pattern != "*":
-        raise InputError(f"unknown run '{pattern}' (runs: {', '.join(known) or 'none'})")
+        raise InputError(
+            f"unknown run '{pattern}' (runs: {', '.join(known) or 'none'})"
+        )
     others = ", ".join(each for each in matches if each not in removable)
     chosen = [each for each in matches if everyone or each in removable]
     if others and everyone:
         click.echo(f"ending the runs of other users: {others}")
     elif others and not chosen and pattern != "*":
-        raise InputError(f"other users have the runs {others}: write one in full, or add --everyone")
+        raise InputError(
+            f"other users have the runs {others}: write one in full, or add --everyone"
+        )
     for each in chosen:
         count = remove(each, engines.get(each))
         click.echo(f"{each}: removed {count} containers and networks")
     if not chosen:
         click.echo("nothing to remove")
     if others and not everyone:
-        click.echo(f"kept, as other users have them: {others} (--everyone ends them, too)")
+        click.echo(
+            f"kept, as other users have them: {others} (--everyone ends them, too)"
+        )
 
 
 def _removable_runs(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
@@ -131,18 +155,36 @@ def ps(as_json: bool) -> None:
 
     labs = _running_labs()
     if as_json:
-        dump({run: [asdict(each) for each in containers] for run, containers in labs.items()})
+        dump(
+            {
+                run: [asdict(each) for each in containers]
+                for run, containers in labs.items()
+            }
+        )
         return
     if not labs:
         click.echo("no run is up")
         return
     folders = {run: runstate.results_of(run) for run in labs}
-    now = {run: Progress() if folder is None else progress(folder) for run, folder in folders.items()}
+    now = {
+        run: Progress() if folder is None else progress(folder)
+        for run, folder in folders.items()
+    }
     rows = []
     for run, containers in labs.items():
         for each in containers:
             does = now[run].doing.get(each.name, "")
-            rows.append([run, each.name, each.state, each.since, does, each.address, each.control_url])
+            rows.append(
+                [
+                    run,
+                    each.name,
+                    each.state,
+                    each.since,
+                    does,
+                    each.address,
+                    each.control_url,
+                ]
+            )
         if not containers:
             rows.append([run, "", "networks only", "", "", "", ""])
     print_table(["run", "device", "state", "since", "does", "address", "control"], rows)
@@ -163,7 +205,9 @@ def _running_labs() -> dict[str, list[RunningContainer]]:
     for run in runstate.runs():
         for host in runstate.hosts_of(run):
             with suppress(HostError):  # a host that is lost: the run reports it
-                labs.setdefault(run, []).extend(running_labs(reach(host).client).get(run, []))
+                labs.setdefault(run, []).extend(
+                    running_labs(reach(host).client).get(run, [])
+                )
     return labs
 
 
@@ -185,12 +229,23 @@ def logs(device: str, run_id: str | None, follow: bool) -> None:
         say(f"{device} has no output")
 
 
-@click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    "exec",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
 @click.argument("device")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("-i", "--input", "pass_input", is_flag=True, help="Pass the standard input on, such as a file.")
+@click.option(
+    "-i",
+    "--input",
+    "pass_input",
+    is_flag=True,
+    help="Pass the standard input on, such as a file.",
+)
 @run_option
-def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_input: bool) -> None:
+def execute(
+    device: str, command: tuple[str, ...], run_id: str | None, pass_input: bool
+) -> None:
     """Run COMMAND in the container of DEVICE and exit with its status.
 
     Other devices can be reached by their names, over the shaped links.
@@ -212,19 +267,27 @@ def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_inpu
     chosen = runstate.choose(run_id)
     client = engine_of(chosen, device)
     try:
-        started = client.api.exec_create(container_name(chosen, device), words, stdin=pass_input)["Id"]
+        started = client.api.exec_create(
+            container_name(chosen, device), words, stdin=pass_input
+        )["Id"]
     except NotFound:
-        raise InputError(f"unknown device '{device}' in {chosen}: see 'testbed ps'") from None
+        raise InputError(
+            f"unknown device '{device}' in {chosen}: see 'testbed ps'"
+        ) from None
     except APIError as error:
         raise TestbedError(f"{device}: {error.explanation}") from None
-    for number, part in _output_frames(client, started, sys.stdin.fileno() if pass_input else None):
+    for number, part in _output_frames(
+        client, started, sys.stdin.fileno() if pass_input else None
+    ):
         stream = sys.stderr if number == ERRORS else sys.stdout
         stream.buffer.write(part)
         stream.flush()
     sys.exit(client.api.exec_inspect(started)["ExitCode"])
 
 
-def _output_frames(client: DockerClient, started: str, given: int | None) -> Iterator[tuple[int, bytes]]:
+def _output_frames(
+    client: DockerClient, started: str, given: int | None
+) -> Iterator[tuple[int, bytes]]:
     """Start a command, forward input from ``given``, and yield (stream, bytes) of the output."""
     from docker.utils import socket as frames
 
@@ -246,8 +309,17 @@ def _output_frames(client: DockerClient, started: str, given: int | None) -> Ite
 
 @click.command()
 @click.argument("run", required=False, metavar="[RUN]")
-@click.option("--pace", type=click.FloatRange(min=0, min_open=True), help="Seconds of the run to show in each second.")
-@click.option("--open/--no-open", "show_page", default=True, help="Open the page in a browser.  [default: open]")
+@click.option(
+    "--pace",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds of the run to show in each second.",
+)
+@click.option(
+    "--open/--no-open",
+    "show_page",
+    default=True,
+    help="Open the page in a browser.  [default: open]",
+)
 def watch(run: str | None, pace: float | None, show_page: bool) -> None:
     """Show RUN on a page in the browser: devices, links, learning curves, activity, and faults.
 
@@ -267,7 +339,9 @@ def watch(run: str | None, pace: float | None, show_page: bool) -> None:
     else:
         state = runstate.read(runstate.choose(run))
         if state.results is None:
-            raise InputError(f"{state.run} is a lab without a run: start one with 'testbed run'")
+            raise InputError(
+                f"{state.run} is a lab without a run: start one with 'testbed run'"
+            )
         server = PageServer(Path(state.results), partial(strike, state.run), pace)
     click.echo(server.address)
     if show_page:

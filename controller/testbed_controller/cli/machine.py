@@ -27,7 +27,9 @@ def setup() -> None:
 
 @click.command()
 @click.option(
-    "--measure", is_flag=True, help="Also measure how fast and how short links can be here: some seconds more."
+    "--measure",
+    is_flag=True,
+    help="Also measure how fast and how short links can be here: some seconds more.",
 )
 @on_hosts
 @as_json
@@ -55,7 +57,9 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
             click.echo(f"{check.status:8} {check.name:18} {check.detail}{helps}")
     if as_json:
         dump([asdict(check) for check in checks])
-    fatal = [check.name for check in checks if check.needed and check.status == "missing"]
+    fatal = [
+        check.name for check in checks if check.needed and check.status == "missing"
+    ]
     if fatal:
         raise HostError(
             f"no scenario can run in containers here for want of: {', '.join(fatal)}; '--runtime simulate' needs none"
@@ -64,13 +68,31 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
 
 @setup.command()
 @as_json
-@click.option("--env", "as_env", is_flag=True, help="Print as variables for compose/, with a new random token.")
-@click.option("--prune", is_flag=True, help="Remove the testbed's images that the current files do not need.")
-@click.option("--remove", is_flag=True, help="Remove all of the testbed's images without building any.")
+@click.option(
+    "--env",
+    "as_env",
+    is_flag=True,
+    help="Print as variables for compose/, with a new random token.",
+)
+@click.option(
+    "--prune",
+    is_flag=True,
+    help="Remove the testbed's images that the current files do not need.",
+)
+@click.option(
+    "--remove",
+    is_flag=True,
+    help="Remove all of the testbed's images without building any.",
+)
 def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
     """Build missing images for the current files, and list them."""
     from testbed_controller.lab.engine import connect, ensure_engine
-    from testbed_controller.lab.images import ensure_images, image_exists, image_size, remove_images
+    from testbed_controller.lab.images import (
+        ensure_images,
+        image_exists,
+        image_size,
+        remove_images,
+    )
 
     if remove:
         for tag in remove_images(connect()):
@@ -82,7 +104,9 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
         for tag in remove_images(client, keep=wanted):
             click.echo(f"removed {tag}", err=True)
     if as_env:
-        click.echo(f"TESTBED_DEVICE_IMAGE={wanted.device}\nTESTBED_SHAPER_IMAGE={wanted.shaper}")
+        click.echo(
+            f"TESTBED_DEVICE_IMAGE={wanted.device}\nTESTBED_SHAPER_IMAGE={wanted.shaper}"
+        )
         click.echo(f"TESTBED_TOKEN={secrets.token_urlsafe(24)}")
         return
     # What they stand on may have lost its name to the --prune of another checkout.
@@ -90,12 +114,21 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
     for kind, tag in wanted.by_kind.items():
         if image_exists(client, tag):
             identity = client.images.get(tag).id
-            rows.append({"image": kind, "tag": tag, "id": identity, "bytes": image_size(client, tag)})
+            rows.append(
+                {
+                    "image": kind,
+                    "tag": tag,
+                    "id": identity,
+                    "bytes": image_size(client, tag),
+                }
+            )
     if as_json:
         dump(rows)
         return
     for row in rows:
-        click.echo(f"{row['image'].replace('_', ' '):16}{row['tag']:36}{formats.size(row['bytes']):>10}")
+        click.echo(
+            f"{row['image'].replace('_', ' '):16}{row['tag']:36}{formats.size(row['bytes']):>10}"
+        )
 
 
 @setup.command()
@@ -120,16 +153,50 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
     rows = []
     for each in engines:
         node = f"{each.node} (manager)" if each.manager else each.node
-        clock = _format_value(each.offset, "{:+.2f} ms", 1e3), _format_value(each.uncertainty, "{:.2f} ms", 1e3)
+        clock = (
+            _format_value(each.offset, "{:+.2f} ms", 1e3),
+            _format_value(each.uncertainty, "{:.2f} ms", 1e3),
+        )
         memory = "" if each.memory is None else formats.size(each.memory)
         rate = "" if each.rate is None else formats.rate(each.rate)
-        machine = each.address, _format_value(each.cores, "{}"), memory, each.engine, ", ".join(each.images)
-        rows.append([each.context, node, *machine, *clock, _format_value(each.round_trip, "{:.2f} ms", 1e3), rate])
-    titles = ["context", "node", "address", "cores", "memory", "engine", "images", "clock", "+-", "round trip", "rate"]
+        machine = (
+            each.address,
+            _format_value(each.cores, "{}"),
+            memory,
+            each.engine,
+            ", ".join(each.images),
+        )
+        rows.append(
+            [
+                each.context,
+                node,
+                *machine,
+                *clock,
+                _format_value(each.round_trip, "{:.2f} ms", 1e3),
+                rate,
+            ]
+        )
+    titles = [
+        "context",
+        "node",
+        "address",
+        "cores",
+        "memory",
+        "engine",
+        "images",
+        "clock",
+        "+-",
+        "round trip",
+        "rate",
+    ]
     print_table(titles, rows)
     for each in engines:
         for text in each.missing:
-            click.echo(text if text.startswith(f"{each.context}:") else f"{each.context}: {text}")
+            click.echo(
+                text
+                if text.startswith(f"{each.context}:")
+                else f"{each.context}: {text}"
+            )
 
 
 def _format_value(value: float | None, form: str, factor: int | float = 1) -> str:
@@ -138,10 +205,23 @@ def _format_value(value: float | None, form: str, factor: int | float = 1) -> st
 
 
 @setup.command()
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile to this file.")
-@click.option("--peer", help="Measure the link to this machine too, where `testbed setup profile --serve` runs.")
-@click.option("--serve", is_flag=True, help="Be the peer of one measurement, on port 8720.")
-@click.option("--program", is_flag=True, help="Print the program that measures, for a board without the testbed.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the profile to this file.",
+)
+@click.option(
+    "--peer",
+    help="Measure the link to this machine too, where `testbed setup profile --serve` runs.",
+)
+@click.option(
+    "--serve", is_flag=True, help="Be the peer of one measurement, on port 8720."
+)
+@click.option(
+    "--program",
+    is_flag=True,
+    help="Print the program that measures, for a board without the testbed.",
+)
 def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> None:
     """Measure this machine: training speed by kind and size of layer, memory, and the link to a peer.
 

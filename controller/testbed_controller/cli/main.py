@@ -58,12 +58,18 @@ COMMANDS = {
         "testbed_controller.cli.lab:logs",
         "Print the log of DEVICE with the output of its program (`shaper` for the container that shapes links).",
     ),
-    "exec": ("testbed_controller.cli.lab:execute", "Run COMMAND in the container of DEVICE and exit with its status."),
+    "exec": (
+        "testbed_controller.cli.lab:execute",
+        "Run COMMAND in the container of DEVICE and exit with its status.",
+    ),
     "fault": (
         "testbed_controller.cli.changes:fault",
         "Inject faults into the devices and links of a running lab, and revert them.",
     ),
-    "link": ("testbed_controller.cli.changes:link", "Show, change and measure the links of a running lab."),
+    "link": (
+        "testbed_controller.cli.changes:link",
+        "Show, change and measure the links of a running lab.",
+    ),
     "show": (
         "testbed_controller.cli.catalogue:show",
         "List the methods, models, data sets and profiles available to scenarios, and print the schema.",
@@ -135,12 +141,17 @@ class _LazyGroup(CommandGroup):
         if name not in COMMANDS:
             try:
                 return super().describe(ctx, name)
-            except InputError as error:  # a broken package must not cost the user the other commands
+            except (
+                InputError
+            ) as error:  # a broken package must not cost the user the other commands
                 return str(error)
         return COMMANDS[name][1]
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(VERSION, prog_name="testbed")
 @click.option(
     "--log-level",
@@ -194,7 +205,10 @@ def main() -> None:
     """Run the command line; print a `TestbedError` as one line and exit with its status."""
     collect_rarely()
     atexit.register(keep_everything)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: what was seen of a run is kept
+    for number in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # as Ctrl-C: what was seen of a run is kept
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     sys.unraisablehook = _drop_interrupt
@@ -229,7 +243,10 @@ def _explain_error(error: Exception) -> tuple[str | None, int]:
         return text, HostError.exit_code
     # The engine's client is imported only by commands that need it; whatever it raises is about this host.
     if type(error).__module__.startswith(("docker.", "requests.", "urllib3.")):
-        return f"the container engine: {' '.join(str(error).split())}", HostError.exit_code
+        return (
+            f"the container engine: {' '.join(str(error).split())}",
+            HostError.exit_code,
+        )
     from testbed.common.usercode import located
 
     return located(error), TestbedError.exit_code

@@ -45,11 +45,15 @@ links = click.option(
 )
 
 
-def _split_names(_context: click.Context, _option: click.Parameter, given: str | None) -> list[str]:
+def _split_names(
+    _context: click.Context, _option: click.Parameter, given: str | None
+) -> list[str]:
     return [name.strip() for name in (given or "").split(",") if name.strip()]
 
 
-def _parse_placement(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+def _parse_placement(
+    _context: click.Context, _option: click.Parameter, given: tuple[str, ...]
+) -> dict[str, str]:
     wrong = [each for each in given if not all(each.partition("="))]
     if wrong:
         raise click.BadParameter(f"'{wrong[0]}' is not DEVICE=HOST")
@@ -85,7 +89,9 @@ def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for the hosts of a run, combined into the argument ``where``, a `LabPart`."""
 
     @wraps(command)
-    def command_function(hosts: list[str], place: dict[str, str], lab_file: Path | None, **given: Any) -> None:
+    def command_function(
+        hosts: list[str], place: dict[str, str], lab_file: Path | None, **given: Any
+    ) -> None:
         from testbed_controller.hosts.placement import read_lab
 
         command(where=read_lab(lab_file, tuple(hosts), place), **given)
@@ -93,18 +99,32 @@ def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
     return _hosts(_place(_lab(command_function)))
 
 
-run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
+run_option = click.option(
+    "--run",
+    "run_id",
+    metavar="RUN",
+    help="Which run.  [default: the only one that is up]",
+)
 out = click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     help="Results folder, new or empty.  [default: results/<run>, with a number where that exists]",
 )
 accept_links = click.option(
-    "--accept-links", is_flag=True, help="Run despite links outside their tolerance (noted in the verdict)."
+    "--accept-links",
+    is_flag=True,
+    help="Run despite links outside their tolerance (noted in the verdict).",
 )
-watched = click.option("--watch", is_flag=True, help="Show the running experiment in the browser; see `testbed watch`.")
+watched = click.option(
+    "--watch",
+    is_flag=True,
+    help="Show the running experiment in the browser; see `testbed watch`.",
+)
 metrics_as_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print the metrics as JSON; progress goes to standard error."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the metrics as JSON; progress goes to standard error.",
 )
 
 
@@ -123,10 +143,14 @@ class CommandGroup(click.Group):
             ctx.fail(f"'{name}' has been replaced: use '{self.renamed[name]}'")
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
         """Write the commands with their summaries."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self.describe(ctx, name)) for name in self.list_commands(ctx)])
+            formatter.write_dl(
+                [(name, self.describe(ctx, name)) for name in self.list_commands(ctx)]
+            )
 
     def describe(self, ctx: click.Context, name: str) -> str:
         """Return the first sentence of a command's help."""

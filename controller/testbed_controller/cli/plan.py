@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 @overrides
 @on_hosts
 @as_json
-def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: bool) -> None:
+def plan(
+    scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: bool
+) -> None:
     """Show the placement of the model and its predicted cost without running anything.
 
     The table shows the units of each device, their parameters, the memory they need as a share of what the device has,
@@ -62,7 +64,9 @@ def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: boo
     # Repetitions differ in their seed alone; what follows from it (positions that are drawn) is shown of the first.
     loaded = load(scenario, overrides)
     if in_results(loaded):
-        raise InputError(f"{scenario}: its Python files lie among results, and only 'testbed run' executes those")
+        raise InputError(
+            f"{scenario}: its Python files lie among results, and only 'testbed run' executes those"
+        )
     points = [each for each in trials(loaded) if each.repetition == 0]
     prepared_points, refused = prepare_all(points)
     prepared = list(prepared_points.values())
@@ -103,7 +107,9 @@ class PieceView:
         several = len(self.units) > 1
         numbers = f"{self.first}-{self.last - 1}" if several else str(self.first)
         names = f"{self.units[0]}..{self.units[-1]}" if several else self.units[0]
-        held = f"{numbers} {names}" if self.part is None else f"{self.part} of {numbers}"
+        held = (
+            f"{numbers} {names}" if self.part is None else f"{self.part} of {numbers}"
+        )
         return held if self.copy_for is None else f"{held} for {self.copy_for}"
 
 
@@ -162,7 +168,9 @@ class PlanView:
 
 def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
     experiment, problem, chosen = prepared.experiment, prepared.problem, prepared.plan
-    programs = programs_of(problem.workload, [device.name for device in problem.devices])
+    programs = programs_of(
+        problem.workload, [device.name for device in problem.devices]
+    )
     return PlanView(
         scenario=prepared.scenario.name,
         point=dict(prepared.trial.point),
@@ -170,15 +178,25 @@ def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
         programs={name: part.model_dump() for name, part in programs.items()},
         method=chosen.method,
         model=problem.model.name if isinstance(problem, Problem) else None,
-        batch_size=problem.workload.batch_size if isinstance(problem, Problem) else None,
+        batch_size=problem.workload.batch_size
+        if isinstance(problem, Problem)
+        else None,
         unit=problem.workload.unit,
         lead=chosen.lead,
-        pieces=[_view_piece(problem, piece) for name in chosen.devices for piece in chosen.of(name)],
+        pieces=[
+            _view_piece(problem, piece)
+            for name in chosen.devices
+            for piece in chosen.of(name)
+        ],
         data=_view_data(prepared),
         samples_everywhere="all_samples" in prepared.method.supports,
         radio=_view_radio(prepared),
         memory={name: chosen.memory(name) for name in chosen.devices},
-        idle=[device.name for device in experiment.devices if device.name not in chosen.devices],
+        idle=[
+            device.name
+            for device in experiment.devices
+            if device.name not in chosen.devices
+        ],
         step_time=chosen.step_time,
         even_step_time=_even_time(prepared),
         f32_step_time=_plain_time(prepared),
@@ -191,7 +209,9 @@ def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
     )
 
 
-def _describe_hosts(prepared: Sequence[Prepared], where: LabPart) -> list[list[dict[str, Any]]]:
+def _describe_hosts(
+    prepared: Sequence[Prepared], where: LabPart
+) -> list[list[dict[str, Any]]]:
     """Return, for each plan, the result of `testbed_controller.hosts.placement.described`."""
     from testbed_controller.hosts.contexts import reach_all
     from testbed_controller.hosts.lab import capacities, placed_on
@@ -200,7 +220,10 @@ def _describe_hosts(prepared: Sequence[Prepared], where: LabPart) -> list[list[d
     there = capacities(reach_all(where.hosts))
     runs = [each.experiment for each in prepared]
     placed = [placed_on(there, run, where.place, where.placement) for run in runs]
-    return [described(each, run.devices, run.links, there) for each, run in zip(placed, runs, strict=True)]
+    return [
+        described(each, run.devices, run.links, there)
+        for each, run in zip(placed, runs, strict=True)
+    ]
 
 
 def _even_time(prepared: Prepared) -> float | None:
@@ -208,7 +231,9 @@ def _even_time(prepared: Prepared) -> float | None:
     options = prepared.problem.options
     if getattr(options, "partition", None) != "optimal":
         return None
-    even = replace(prepared.problem, options=options.model_copy(update={"partition": "even"}))
+    even = replace(
+        prepared.problem, options=options.model_copy(update={"partition": "even"})
+    )
     return prepared.method.plan(even).step_time
 
 
@@ -230,7 +255,9 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
     units_held = sum(piece.last - piece.first for piece in chosen.pieces)
     if not isinstance(problem, Problem):
         return None
-    is_shared = problem.workload.task == "infer" or units_held == len(problem.model.units)
+    is_shared = problem.workload.task == "infer" or units_held == len(
+        problem.model.units
+    )
     if chosen.step_time is None or len(chosen.devices) < 2 or not is_shared:
         return None
     times = {}
@@ -250,8 +277,13 @@ def _view_data(prepared: Prepared) -> DataView | None:
     counts = prepared.workload.owned(prepared)
     if not counts:
         return None
-    labels = train_labels(part_of(prepared.scenario).data, data_folder(prepared.scenario))
-    owners = [{"device": name, "samples": sum(owned.values()), "classes": owned} for name, owned in counts.items()]
+    labels = train_labels(
+        part_of(prepared.scenario).data, data_folder(prepared.scenario)
+    )
+    owners = [
+        {"device": name, "samples": sum(owned.values()), "classes": owned}
+        for name, owned in counts.items()
+    ]
     return DataView(len(labels), owners)
 
 
@@ -264,7 +296,11 @@ def _view_radio(prepared: Prepared) -> RadioView | None:
     ratios: dict[str, dict[str, float]] = {name: {} for name in positions}
     for (source, destination), link in experiment.links.items():
         ratios[source][destination] = 1 - link.message_loss
-    return RadioView(list(part.area), {name: list(place) for name, place in positions.items()}, ratios)
+    return RadioView(
+        list(part.area),
+        {name: list(place) for name, place in positions.items()},
+        ratios,
+    )
 
 
 def _view_piece(problem: core.Problem, piece: Piece) -> PieceView:
@@ -305,7 +341,9 @@ def _print_views(views: Sequence[PlanView]) -> None:
         if number:
             console.print()
         for block in _view_blocks(view):
-            console.print(block if isinstance(block, str) else draw(block, console.width))
+            console.print(
+                block if isinstance(block, str) else draw(block, console.width)
+            )
         if view.schedule:
             console.print(f"\n{escape(view.schedule)}", soft_wrap=True)
 
@@ -337,7 +375,11 @@ def _view_blocks(view: PlanView) -> Iterator[Section | str]:
 def programs_table(view: PlanView) -> Section:
     """Return the command of each device."""
     rows = [
-        (name, " ".join(program["command"]), "in the background" if program["background"] else "")
+        (
+            name,
+            " ".join(program["command"]),
+            "in the background" if program["background"] else "",
+        )
         for name, program in view.programs.items()
     ]
     return plain([Column("device"), Column("command"), Column("")], rows)
@@ -366,7 +408,14 @@ def pieces_table(view: PlanView) -> Section:
             )
         )
     rows += [(name, "-", *[""] * 5) for name in view.idle]
-    return plain([Column("device"), Column("units"), *figures("parameters", "memory", "of", "FLOP", "time")], rows)
+    return plain(
+        [
+            Column("device"),
+            Column("units"),
+            *figures("parameters", "memory", "of", "FLOP", "time"),
+        ],
+        rows,
+    )
 
 
 def times(view: PlanView) -> Iterator[str]:
@@ -380,7 +429,9 @@ def times(view: PlanView) -> Iterator[str]:
         yield text
         if view.fastest_alone is not None:
             alone = formats.seconds(view.fastest_alone["step_time"])
-            text = f"{alone} per {view.unit} instead of {formats.seconds(view.step_time)}"
+            text = (
+                f"{alone} per {view.unit} instead of {formats.seconds(view.step_time)}"
+            )
             yield f"[yellow]{view.fastest_alone['device']} alone would be quicker: {text}[/yellow]"
     for text in view.advice:
         yield f"[yellow]{text}[/yellow]"
@@ -401,7 +452,14 @@ def hosts_table(view: PlanView) -> Iterator[Section | str]:
         for each in view.hosts
     ]
     yield ""
-    yield plain([Column("host"), Column("devices"), *figures("cores busy", "memory", "links that leave")], rows)
+    yield plain(
+        [
+            Column("host"),
+            Column("devices"),
+            *figures("cores busy", "memory", "links that leave"),
+        ],
+        rows,
+    )
 
 
 def data_table(data: DataView) -> Iterator[Section | str]:
@@ -413,9 +471,23 @@ def data_table(data: DataView) -> Iterator[Section | str]:
         shown = [f"{label}: {counts[label]:,}" for label in most[:CLASSES_SHOWN]]
         if len(most) > CLASSES_SHOWN:
             shown.append("...")
-        rows.append((owner["device"], f"{owner['samples']:,}", str(len(counts)), ", ".join(shown)))
+        rows.append(
+            (
+                owner["device"],
+                f"{owner['samples']:,}",
+                str(len(counts)),
+                ", ".join(shown),
+            )
+        )
     yield ""
-    yield plain([Column("device"), *figures("samples", "classes"), Column("samples of a class")], rows)
+    yield plain(
+        [
+            Column("device"),
+            *figures("samples", "classes"),
+            Column("samples of a class"),
+        ],
+        rows,
+    )
     owned = sum(owner["samples"] for owner in data.owners)
     yield f"\n[dim]{owned:,} of {data.samples:,} training samples; the lead has the test samples[/dim]"
 
@@ -426,12 +498,17 @@ def radio_table(radio: RadioView) -> Iterator[Section | str]:
     rows = []
     for name, (x, y) in radio.positions.items():
         ratios = radio.prr[name]
-        received = [f"{ratios[other]:.0%}" if other in ratios else "-" for other in numbers]
+        received = [
+            f"{ratios[other]:.0%}" if other in ratios else "-" for other in numbers
+        ]
         rows.append((numbers[name], name, f"{x:.1f}, {y:.1f}", *received))
     every = [ratio for row in radio.prr.values() for ratio in row.values()]
     mean = f", {fmean(every):.1%} on average" if every else ""
     yield ""
-    yield plain([Column(""), Column("device"), Column("metres"), *figures(*numbers.values())], rows)
+    yield plain(
+        [Column(""), Column("device"), Column("metres"), *figures(*numbers.values())],
+        rows,
+    )
     yield f"\n[dim]share of the casts of each row's device that each column's receives (PRR){mean}[/dim]"
 
 
@@ -453,7 +530,14 @@ def alternatives_table(alternatives: Sequence[Alternative]) -> Iterator[Section 
             )
         )
     yield ""
-    yield plain([Column("scheme"), *figures("weights", "memory", "T", "C", "on the wire", "time"), Column("")], rows)
+    yield plain(
+        [
+            Column("scheme"),
+            *figures("weights", "memory", "T", "C", "on the wire", "time"),
+            Column(""),
+        ],
+        rows,
+    )
     yield (
         "\n[dim]* chosen; weights, in elements, and memory: of the device with most; T: multiplications one after the "
         "other, C: elements sent by the paper's formulas, per sample; on the wire, time: of a request[/dim]"

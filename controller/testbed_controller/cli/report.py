@@ -20,8 +20,18 @@ from testbed_controller.cli.printing import dump, make_console
     show_default=True,
     help="Open the HTML report in a browser.",
 )
-@click.option("--runs", "every_run", is_flag=True, help="For a sweep, rebuild the report of every run as well.")
-@click.option("--json", "as_json", is_flag=True, help="Print the metrics (of a sweep: its summary) as JSON.")
+@click.option(
+    "--runs",
+    "every_run",
+    is_flag=True,
+    help="For a sweep, rebuild the report of every run as well.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the metrics (of a sweep: its summary) as JSON.",
+)
 def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None:
     """Rebuild the report of a run from its events and print the summary.
 
@@ -44,7 +54,12 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
     several = found_in != [folder]
     runs = []
     for place in found_in:
-        if several and not every_run and is_written(place) and (place / "report.html").is_file():
+        if (
+            several
+            and not every_run
+            and is_written(place)
+            and (place / "report.html").is_file()
+        ):
             runs.append(load_figures(place))
             continue
         run = load(place)
@@ -63,14 +78,28 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
 
 
 @click.command()
-@click.argument("folders", metavar="RUN RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the comparison as an HTML page.")
+@click.argument(
+    "folders",
+    metavar="RUN RUN...",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the comparison as an HTML page.",
+)
 @click.option(
     "--plots",
     type=click.Path(path_type=Path, file_okay=False),
     help="Write its plots into this folder, as SVG and PDF for one and two columns.",
 )
-@click.option("--latex", type=click.Path(path_type=Path, dir_okay=False), help="Write its figures as a LaTeX table.")
+@click.option(
+    "--latex",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write its figures as a LaTeX table.",
+)
 @click.option(
     "--series",
     multiple=True,

@@ -20,7 +20,13 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Trial
 from testbed_controller.api.execution import RunOptions, Runtime
-from testbed_controller.api.executors import Executor, InTurn, OneRunPerHost, PlannedRun, Processes
+from testbed_controller.api.executors import (
+    Executor,
+    InTurn,
+    OneRunPerHost,
+    PlannedRun,
+    Processes,
+)
 from testbed_controller.cli.finished import explaining, judge, show_run, summarize
 from testbed_controller.cli.options import (
     accept_links,
@@ -86,7 +92,11 @@ class RunRequest:
             kept = finished_among(folders, planned)
             console.print(f"{len(kept)} of {len(folders)} runs are there already")
         several = len(planned) > 1
-        runs = {number: PlannedRun(each, folders[number]) for number, each in prepared.items() if number not in kept}
+        runs = {
+            number: PlannedRun(each, folders[number])
+            for number, each in prepared.items()
+            if number not in kept
+        }
 
         def done(number: int, finished: Run) -> None:
             kept[number] = finished.alone() if several else finished
@@ -96,7 +106,9 @@ class RunRequest:
         if runs:
             with explaining(console):
                 self.executor(self._open_lab(planned[0])).execute(runs, console, done)
-        _show_all([kept[number] for number in sorted(kept)], console, as_json=self.as_json)
+        _show_all(
+            [kept[number] for number in sorted(kept)], console, as_json=self.as_json
+        )
         raise_refused(refused)
 
     def check(self) -> None:
@@ -106,7 +118,9 @@ class RunRequest:
         if self.resume is not None and self.out is not None:
             raise InputError("--out cannot be combined with --resume")
         if self.watch and not self.events:
-            raise InputError("--no-events cannot be combined with --watch, whose page needs events")
+            raise InputError(
+                "--no-events cannot be combined with --watch, whose page needs events"
+            )
         if self.lab is not None:
             self._check_lab()
         if self.one_run_per_host:
@@ -125,11 +139,15 @@ class RunRequest:
         }
         for option, is_given in conflicts.items():
             if is_given:
-                raise InputError(f"--on cannot be combined with {option}: remove one of the two")
+                raise InputError(
+                    f"--on cannot be combined with {option}: remove one of the two"
+                )
 
     def _check_one_run_per_host(self) -> None:
         if not self.where.hosts or self.runtime != "emulate":
-            raise InputError("--each-on-one-host: is for runs in containers: name hosts with --hosts")
+            raise InputError(
+                "--each-on-one-host: is for runs in containers: name hosts with --hosts"
+            )
         if self.where.place or self.where.faults or self.keep:
             text = "all devices of a run are on one host: remove --place, faults of hosts and --keep"
             raise InputError(f"--each-on-one-host: {text}")
@@ -140,7 +158,9 @@ class RunRequest:
             text = "containers need the host to themselves: add --runtime simulate, or leave"
             raise InputError(f"{option}: {text} {option} away")
         if self.watch or self.streams:
-            raise InputError(f"{option}: parallel runs can be neither watched nor streamed: remove {option}")
+            raise InputError(
+                f"{option}: parallel runs can be neither watched nor streamed: remove {option}"
+            )
 
     @property
     def _parallel_option(self) -> str:
@@ -157,8 +177,13 @@ class RunRequest:
         given: dict[str, object] = {"seed": self.seed, "repetitions": self.repetitions}
         if self.weights is not None:
             # In quotes: whatever the path holds is text.
-            given["workload.model.weights"] = json.dumps(str(_weights_in(self.weights).absolute()))
-        return [*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
+            given["workload.model.weights"] = json.dumps(
+                str(_weights_in(self.weights).absolute())
+            )
+        return [
+            *self.overrides,
+            *(f"{key}={value}" for key, value in given.items() if value is not None),
+        ]
 
     def _open_lab(self, trial: Trial) -> AnyLab | None:
         """Open the running lab, after checking that its devices and network match the trial."""
@@ -214,7 +239,9 @@ class RunRequest:
             return [asked or numbered(Path("results") / names[0])]
         out = self.out
         if out is not None and out.is_dir() and any(out.iterdir()):
-            raise InputError(f"{out}: already exists: name another folder, or continue its runs with --resume")
+            raise InputError(
+                f"{out}: already exists: name another folder, or continue its runs with --resume"
+            )
         folder = asked or numbered(Path("results") / planned[0].scenario.name)
         return [folder / name for name in names]
 
@@ -248,7 +275,9 @@ class RunRequest:
 )
 @overrides
 @click.option("--seed", type=int, help="Override the scenario's seed.")
-@click.option("--repetitions", type=int, help="Override how many times each point is run.")
+@click.option(
+    "--repetitions", type=int, help="Override how many times each point is run."
+)
 @links
 @accept_links
 @on_hosts
@@ -280,7 +309,9 @@ class RunRequest:
     default=True,
     help="--no-events writes neither events.jsonl nor trace.json, which of long runs take nearly all of the space.",
 )
-@click.option("--keep", is_flag=True, help="Leave the containers up afterwards, for inspection.")
+@click.option(
+    "--keep", is_flag=True, help="Leave the containers up afterwards, for inspection."
+)
 @click.option(
     "--on",
     "lab",
@@ -316,7 +347,9 @@ def _print_refused(console: Console, refused: Sequence[str]) -> None:
 
 def _fix_kernels(trials: Sequence[Trial], runtime: str) -> None:
     """Select portable kernels for simulations that request them; containers select their own."""
-    if runtime == "simulate" and any(each.scenario.workload.is_reproducible for each in trials):
+    if runtime == "simulate" and any(
+        each.scenario.workload.is_reproducible for each in trials
+    ):
         kernels.fix_or_restart()
 
 
@@ -337,6 +370,11 @@ def _weights_in(given: Path) -> Path:
         return given
     file = given / WEIGHTS
     if not file.is_file():
-        runs = ", ".join(str(each.parent) for each in sorted(given.glob(f"*/{WEIGHTS}"))) or "none here"
-        raise InputError(f"--from: {given} holds no {WEIGHTS}: name the results of one run ({runs})")
+        runs = (
+            ", ".join(str(each.parent) for each in sorted(given.glob(f"*/{WEIGHTS}")))
+            or "none here"
+        )
+        raise InputError(
+            f"--from: {given} holds no {WEIGHTS}: name the results of one run ({runs})"
+        )
     return file

@@ -43,24 +43,36 @@ def init(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: is there already: name a new folder")
     name = _scenario_name(folder.resolve().name)
-    study = {path.name: path.read_text() for path in sorted((SHIPPED / "study").glob("*.*"))}
+    study = {
+        path.name: path.read_text() for path in sorted((SHIPPED / "study").glob("*.*"))
+    }
     # In quotes: without them YAML reads null as nothing.
-    study["study.yaml"] = study["study.yaml"].replace("name: study\n", f"name: {json.dumps(name)}\n")
+    study["study.yaml"] = study["study.yaml"].replace(
+        "name: study\n", f"name: {json.dumps(name)}\n"
+    )
     study["study.yaml"] = study["study.yaml"].replace("study.yaml", f"{name}.yaml")
-    study["test_study.py"] = study["test_study.py"].replace("study.yaml", f"{name}.yaml")
+    study["test_study.py"] = study["test_study.py"].replace(
+        "study.yaml", f"{name}.yaml"
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in study.items():
             (folder / file.replace("study.yaml", f"{name}.yaml")).write_text(text)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be created: {error.strerror or error}") from None
+        raise InputError(
+            f"{folder}: cannot be created: {error.strerror or error}"
+        ) from None
     click.echo(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    click.echo(f"next: cd {shlex.quote(str(folder))} && testbed run {name}.yaml --runtime simulate")
+    click.echo(
+        f"next: cd {shlex.quote(str(folder))} && testbed run {name}.yaml --runtime simulate"
+    )
 
 
 def _scenario_name(folder: str) -> str:
     """Derive a valid scenario name from a folder name, such as ``studie-a`` from ``Studie Ä``."""
-    letters = unicodedata.normalize("NFKD", folder).encode("ascii", "ignore").decode().lower()
+    letters = (
+        unicodedata.normalize("NFKD", folder).encode("ascii", "ignore").decode().lower()
+    )
     name = re.sub("[^a-z0-9]+", "-", letters).strip("-")[:LONGEST_NAME].rstrip("-")
     if name[:1].isalpha():
         return name
@@ -71,7 +83,9 @@ def _scenario_name(folder: str) -> str:
 @click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO...")
 @overrides
 @as_json
-def validate(scenarios: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
+def validate(
+    scenarios: tuple[str, ...], overrides: tuple[str, ...], as_json: bool
+) -> None:
     """Check scenario files: keys, units, devices, links, the plan, faults and expectations.
 
     Everything that `testbed run` would refuse is refused here, before any container exists: one line for each
@@ -106,18 +120,34 @@ def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         runs = trials(scenario)
         prepared, refused = ({}, []) if in_results(scenario) else prepare_all(runs)
         raise_refused(refused)
-        advice = [text for each in prepared.values() for text in each.method.advice(each.problem, each.plan)]
+        advice = [
+            text
+            for each in prepared.values()
+            for text in each.method.advice(each.problem, each.plan)
+        ]
         for done in prepared.values():
-            if text := too_small(done.experiment.devices, torch=done.method.needs_torch):
+            if text := too_small(
+                done.experiment.devices, torch=done.method.needs_torch
+            ):
                 advice.append(text)
         for each in runs:
-            advice += [f"not in the model of the virtual clock: {text}" for text in left_out(each.experiment)]
+            advice += [
+                f"not in the model of the virtual clock: {text}"
+                for text in left_out(each.experiment)
+            ]
     except InputError as error:
         return {"file": file, "ok": False, "errors": str(error).split("\n")}
     first = runs[0].experiment
     devices, links = len(first.devices), len(first.links)
-    counted = [(devices, "device"), (links, "directed link"), (len(scenario.faults), "fault"), (len(runs), "run")]
-    summary = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counted)
+    counted = [
+        (devices, "device"),
+        (links, "directed link"),
+        (len(scenario.faults), "fault"),
+        (len(runs), "run"),
+    ]
+    summary = ", ".join(
+        f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counted
+    )
     if in_results(scenario):
         summary += "; its Python files, which lie among results, were not executed: no plan was checked"
     return {

@@ -51,7 +51,9 @@ async def _connect(engine: EngineAddress) -> _Ends:
     parts = urlsplit(engine.url)
     if parts.scheme == "unix":
         return await asyncio.open_unix_connection(parts.path)
-    return await asyncio.open_connection(parts.hostname, parts.port, ssl=_make_tls_context(engine))
+    return await asyncio.open_connection(
+        parts.hostname, parts.port, ssl=_make_tls_context(engine)
+    )
 
 
 def _make_tls_context(engine: EngineAddress) -> ssl.SSLContext | None:
@@ -79,10 +81,14 @@ class Channel(MeasuredClock):
         self._ports: dict[int, str] = {}
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name=f"{host.name}-channel", daemon=True).start()
+        threading.Thread(
+            target=self._loop.run_forever, name=f"{host.name}-channel", daemon=True
+        ).start()
         try:
             started = host.client.api.exec_create(keeper, RELAY, stdin=True)["Id"]
-            asyncio.run_coroutine_threadsafe(self._start_relay(host.reached, started), self._loop).result()
+            asyncio.run_coroutine_threadsafe(
+                self._start_relay(host.reached, started), self._loop
+            ).result()
         except (APIError, OSError, EOFError) as error:
             raise HostError(f"{host.name}: cannot reach the keeper: {error}") from error
         deadline = time.monotonic() + 4 * LOST_SECONDS
@@ -101,7 +107,11 @@ class Channel(MeasuredClock):
             raise ConnectionError(answer.decode(errors="replace").splitlines()[0])
         self._streams = Streams(self._writer.write, self._note_times)
         arriving = asyncio.StreamReader(limit=1 << 30)
-        works = (self._streams.handle_frames(arriving), self._read_output(reader, arriving), self._exchange_times())
+        works = (
+            self._streams.handle_frames(arriving),
+            self._read_output(reader, arriving),
+            self._exchange_times(),
+        )
         self._works = [asyncio.ensure_future(work) for work in works]
 
     # Connections to containers
@@ -113,12 +123,16 @@ class Channel(MeasuredClock):
             return ""
         with self._lock:
             if pid not in self._ports:
-                listening = asyncio.run_coroutine_threadsafe(self._listen_for(pid), self._loop)
+                listening = asyncio.run_coroutine_threadsafe(
+                    self._listen_for(pid), self._loop
+                )
                 self._ports[pid] = f"http://127.0.0.1:{listening.result()}"
             return self._ports[pid]
 
     async def _listen_for(self, pid: int) -> int:
-        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def forward(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             await self._streams.open({"pid": pid, "port": CONTROL_PORT}, reader, writer)
 
         server = await asyncio.start_server(forward, "127.0.0.1", 0)
@@ -135,7 +149,9 @@ class Channel(MeasuredClock):
         while not len(self.clock):
             await asyncio.sleep(0.004)
         while not self._over.is_set():
-            await asyncio.sleep(0.004 if len(self.clock) < FIRST_EXCHANGES else EXCHANGE_SECONDS)
+            await asyncio.sleep(
+                0.004 if len(self.clock) < FIRST_EXCHANGES else EXCHANGE_SECONDS
+            )
             self._send_time()
 
     def _send_time(self) -> None:
@@ -148,7 +164,9 @@ class Channel(MeasuredClock):
 
     def rate(self, count: int) -> float:
         """Measure the rate to the host in bit/s, with ``count`` bytes that the relay discards."""
-        return asyncio.run_coroutine_threadsafe(self._measure_rate(count), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(
+            self._measure_rate(count), self._loop
+        ).result()
 
     async def _measure_rate(self, count: int) -> float:
         began = time.monotonic()
@@ -161,7 +179,9 @@ class Channel(MeasuredClock):
             await asyncio.sleep(0.001)
         return count * 8 / (self.clock.last.back - began)
 
-    async def _read_output(self, reader: asyncio.StreamReader, arriving: asyncio.StreamReader) -> None:
+    async def _read_output(
+        self, reader: asyncio.StreamReader, arriving: asyncio.StreamReader
+    ) -> None:
         """Extract the relay's output from the engine's frames."""
         with suppress(OSError, EOFError):
             while True:

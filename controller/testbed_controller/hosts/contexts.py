@@ -72,7 +72,9 @@ def reach(name: str) -> Host:
         client = connect_to(engine, ANSWER_SECONDS)
         info = client.info()
     except (DockerException, OSError) as error:
-        raise HostError(f"{name}: no engine responds at {url} ({error}): try 'docker --context {name} info'") from None
+        raise HostError(
+            f"{name}: no engine responds at {url} ({error}): try 'docker --context {name} info'"
+        ) from None
     swarm = info["Swarm"]
     return Host(
         name=name,
@@ -84,7 +86,9 @@ def reach(name: str) -> Host:
         address=str(swarm.get("NodeAddr", "")),
         manages=bool(swarm.get("ControlAvailable", False)),
         swarm=str((swarm.get("Cluster") or {}).get("ID", "")),
-        managers=tuple(sorted(peer["Addr"] for peer in swarm.get("RemoteManagers") or ())),
+        managers=tuple(
+            sorted(peer["Addr"] for peer in swarm.get("RemoteManagers") or ())
+        ),
         cores=int(info["NCPU"]),
         memory=int(info["MemTotal"]),
         version=str(info["ServerVersion"]),
@@ -102,7 +106,9 @@ def reach_all(names: Sequence[str]) -> dict[str, Host]:
     engines: dict[str, str] = {}
     for name, host in hosts.items():
         if (other := engines.setdefault(host.engine, name)) != name:
-            raise InputError(f"--hosts: the contexts {other} and {name} lead to the same engine: remove one of them")
+            raise InputError(
+                f"--hosts: the contexts {other} and {name} lead to the same engine: remove one of them"
+            )
     return hosts
 
 
@@ -116,11 +122,15 @@ def manager(hosts: Mapping[str, Host]) -> Host:
         )
     for host in hosts.values():
         if int(host.version.split(".")[0]) < OLDEST:
-            raise HostError(f"{host.name} has Docker {host.version}, older than {OLDEST}: install a later one there")
+            raise HostError(
+                f"{host.name} has Docker {host.version}, older than {OLDEST}: install a later one there"
+            )
     managers = [host for host in hosts.values() if host.manages]
     if not managers:
         known = ", ".join(next(iter(hosts.values())).managers)
-        raise HostError(f"no manager of the swarm among {', '.join(hosts)}: add the context of one of {known}")
+        raise HostError(
+            f"no manager of the swarm among {', '.join(hosts)}: add the context of one of {known}"
+        )
     for host in hosts.values():
         if host.managers != managers[0].managers:
             raise HostError(
@@ -138,17 +148,34 @@ def _forward_socket(name: str, url: str) -> Path:
     fails.
     """
     if shutil.which("ssh") is None:
-        raise HostError(f"{name}: {url} needs ssh, which is not installed here: apt-get install openssh-client")
+        raise HostError(
+            f"{name}: {url} needs ssh, which is not installed here: apt-get install openssh-client"
+        )
     folder = Path(tempfile.mkdtemp(prefix="testbed-ssh-"))
     path, parts = folder / "engine", urlsplit(url)
     port = ["-p", str(parts.port)] if parts.port else []
     user = f"{parts.username}@" if parts.username else ""
-    settings = ("BatchMode=yes", "ExitOnForwardFailure=yes", "ServerAliveInterval=2", "ConnectTimeout=6")
+    settings = (
+        "BatchMode=yes",
+        "ExitOnForwardFailure=yes",
+        "ServerAliveInterval=2",
+        "ConnectTimeout=6",
+    )
     options = [f"-o{setting}" for setting in settings]
     target = [*port, f"{user}{parts.hostname}"]
-    command = ["ssh", "-T", *options, "-L", f"{path}:{parts.path or SOCKET}", *target, "cat"]
+    command = [
+        "ssh",
+        "-T",
+        *options,
+        "-L",
+        f"{path}:{parts.path or SOCKET}",
+        *target,
+        "cat",
+    ]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True
+    )
 
     def close() -> None:
         process.terminate()
@@ -163,6 +190,8 @@ def _forward_socket(name: str, url: str) -> Path:
             reason = "no response"
             if process.poll() is not None:
                 reason = process.stderr.read().decode(errors="replace").strip()
-            raise HostError(f"{name}: ssh cannot reach {url} ({reason}): try '{' '.join(['ssh', *target])}'")
+            raise HostError(
+                f"{name}: ssh cannot reach {url} ({reason}): try '{' '.join(['ssh', *target])}'"
+            )
         time.sleep(0.05)
     return path

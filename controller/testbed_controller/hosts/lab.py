@@ -7,7 +7,14 @@ import queue
 import threading
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -28,7 +35,13 @@ from testbed.scenario.schema import Trial
 from testbed_controller.hosts.channel import LOST_SECONDS, Channel
 from testbed_controller.hosts.contexts import Host, manager, reach, reach_all
 from testbed_controller.hosts.placement import Capacity, LabPart, place
-from testbed_controller.hosts.provision import KEEPER, MTU, copy_images, make_keeper, make_overlay
+from testbed_controller.hosts.provision import (
+    KEEPER,
+    MTU,
+    copy_images,
+    make_keeper,
+    make_overlay,
+)
 from testbed_controller.hosts.removal import remove_everywhere
 from testbed_controller.hosts.shaper import NothingPasses, Shapers
 from testbed_controller.lab import runstate
@@ -38,7 +51,14 @@ from testbed_controller.lab.engine import connect_to_run, ensure_engine
 from testbed_controller.lab.engineaddress import chosen_engine
 from testbed_controller.lab.health import Ending
 from testbed_controller.lab.images import ensure_images
-from testbed_controller.lab.lab import Lab, Progress, RunLab, check_devices, new_state, trial_of
+from testbed_controller.lab.lab import (
+    Lab,
+    Progress,
+    RunLab,
+    check_devices,
+    new_state,
+    trial_of,
+)
 from testbed_controller.lab.networks import network_name, subnet_of
 from testbed_controller.lab.programimages import device_images
 from testbed_controller.lab.reaper import Reaper
@@ -53,7 +73,13 @@ GOSSIP_SECONDS = 6.0
 class HostsLab(RunLab):
     """The containers and the network of one run on several hosts, with the interface of a `Lab`."""
 
-    def __init__(self, state: runstate.RunState, trial: Trial, hosts: Mapping[str, Host], subnet: IPv4Network) -> None:
+    def __init__(
+        self,
+        state: runstate.RunState,
+        trial: Trial,
+        hosts: Mapping[str, Host],
+        subnet: IPv4Network,
+    ) -> None:
         """``hosts`` are the hosts in the run's state, each with a running keeper."""
         super().__init__(state, trial, subnet)
         self._hosts = hosts
@@ -104,33 +130,61 @@ class HostsLab(RunLab):
         placed = placed_on(capacities(reached), trial.experiment, given, placement)
         # A remote chosen engine may be reachable only by ssh, which plain clients do not support.
         engine = chosen_engine()
-        here = ensure_engine(say, engine) if engine.is_local else next(iter(reached.values())).client
+        here = (
+            ensure_engine(say, engine)
+            if engine.is_local
+            else next(iter(reached.values())).client
+        )
         images = ensure_images(here, say)
-        devices = device_images(here, trial.scenario.workload, trial.experiment, images, say)
+        devices = device_images(
+            here, trial.scenario.workload, trial.experiment, images, say
+        )
         copy_images(here, reached.values(), [images.shaper, *devices.values()], say)
-        there = {name: [device for device, host in placed.items() if host == name] for name in reached}
+        there = {
+            name: [device for device, host in placed.items() if host == name]
+            for name in reached
+        }
         state = new_state(trial, None, results, keep, hosts=there)
         reaper = Reaper(state.run, "testbed_controller.hosts.removal")
         with (
-            reaper.guarding(partial(remove_everywhere, state.run, reached.values()), keep),
+            reaper.guarding(
+                partial(remove_everywhere, state.run, reached.values()), keep
+            ),
             ExitStack() as made,
         ):
             runstate.write(state)
             say("creating the network")
-            subnet = make_overlay(managing, reached.values(), state.run, trial.scenario.network.subnet, len(placed))
+            subnet = make_overlay(
+                managing,
+                reached.values(),
+                state.run,
+                trial.scenario.network.subnet,
+                len(placed),
+            )
             with ThreadPoolExecutor(len(reached)) as pool:
-                list(pool.map(lambda host: make_keeper(host, state, images.shaper), reached.values()))
+                list(
+                    pool.map(
+                        lambda host: make_keeper(host, state, images.shaper),
+                        reached.values(),
+                    )
+                )
             lab = cls(state, trial, reached, subnet)
             made.callback(lab._close_channels)
             say(f"starting {len(placed)} devices, and a shaper on each host")
-            lab._run_on_all(lambda part: part.populate(devices, images.shaper, links, lambda _text: None))
+            lab._run_on_all(
+                lambda part: part.populate(
+                    devices, images.shaper, links, lambda _text: None
+                )
+            )
             say("measuring the paths between the hosts")
             lab._subtract_path_delays()
             made.pop_all()
         if not keep:
             lab._reaper = reaper
             for name, part in lab.parts.items():
-                threading.Thread(target=part.renew_leases, name=f"lease-{name}", daemon=True).start()
+                threading.Thread(
+                    target=part.renew_leases, name=f"lease-{name}", daemon=True
+                ).start()
         return lab
 
     @classmethod
@@ -138,7 +192,12 @@ class HostsLab(RunLab):
         """Open an existing lab, from any process; raises the errors of `Lab.open`."""
         state = runstate.read(run_id)
         reached = reach_all([*state.hosts])
-        lab = cls(state, trial_of(state), reached, _overlay_subnet(manager(reached).client, run_id))
+        lab = cls(
+            state,
+            trial_of(state),
+            reached,
+            _overlay_subnet(manager(reached).client, run_id),
+        )
         lab.refresh()
         return lab
 
@@ -147,19 +206,29 @@ class HostsLab(RunLab):
     @property
     def broadcast(self) -> str | None:
         """The broadcast address of the data network; None on several hosts, between which broadcasts do not work."""
-        return str(self.subnet.broadcast_address) if sum(map(bool, self._state.hosts.values())) == 1 else None
+        return (
+            str(self.subnet.broadcast_address)
+            if sum(map(bool, self._state.hosts.values())) == 1
+            else None
+        )
 
     @property
     def devices(self) -> MutableMapping[str, DeviceContainer]:
         """The devices of all hosts, in the order of the scenario."""
         containers = ChainMap(*(part.devices for part in self.parts.values()))
-        return {device.name: containers[device.name] for device in self.experiment.devices if device.name in containers}
+        return {
+            device.name: containers[device.name]
+            for device in self.experiment.devices
+            if device.name in containers
+        }
 
     @cached_property
     def shaper(self) -> Shapers:
         """The combined shapers of all hosts."""
         parts = {name: part.shaper for name, part in self.parts.items()}
-        return Shapers(parts, self._state, self._channels, self.experiment.links, self.lost)
+        return Shapers(
+            parts, self._state, self._channels, self.experiment.links, self.lost
+        )
 
     def refresh(self) -> None:
         """Update the state of every container."""
@@ -173,9 +242,14 @@ class HostsLab(RunLab):
 
     def facts(self) -> dict[str, Any]:
         """Return the properties for a run's manifest: those of the first host, and of each host by name."""
-        host_facts = dict(zip(self.parts, self._run_on_all(lambda part: part.facts()), strict=True))
+        host_facts = dict(
+            zip(self.parts, self._run_on_all(lambda part: part.facts()), strict=True)
+        )
         for name, channel in self._channels.items():
-            host_facts[name] |= {"devices": self._state.hosts[name], "node": self._hosts[name].node}
+            host_facts[name] |= {
+                "devices": self._state.hosts[name],
+                "node": self._hosts[name].node,
+            }
             host_facts[name] |= {"clock": channel.clock.facts()}
         return {**next(iter(host_facts.values())), "hosts": host_facts}
 
@@ -207,7 +281,9 @@ class HostsLab(RunLab):
 
     def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
         """Shape the links of a started device and wait until its agent is healthy."""
-        self._part(name).admit(name, None if links is None else self.shaper.imposed(links))
+        self._part(name).admit(
+            name, None if links is None else self.shaper.imposed(links)
+        )
 
     def pause(self, name: str) -> None:
         """Freeze all processes of the device."""
@@ -220,8 +296,14 @@ class HostsLab(RunLab):
     def ending(self, name: str, patience: float = 0.0) -> Ending | None:
         """Return the cause of a container's end, or None if it is running; for the shapers, the first ended one."""
         if name != SHAPER:
-            host = next(host for host, devices in self._state.hosts.items() if name in devices)
-            return Ending(self.silence(host)) if host in self.lost else self.parts[host].ending(name, patience)
+            host = next(
+                host for host, devices in self._state.hosts.items() if name in devices
+            )
+            return (
+                Ending(self.silence(host))
+                if host in self.lost
+                else self.parts[host].ending(name, patience)
+            )
         for host, part in self.parts.items():
             if host not in self.lost and (ending := part.ending(name)) is not None:
                 return replace(ending, text=f"of {host} {ending.text}")
@@ -231,9 +313,13 @@ class HostsLab(RunLab):
         """Remove the run from all hosts; see `Lab.down`. Lost hosts are cleaned up in the background."""
         for part in self.parts.values():
             part.over.set()
-        lost = {name for name in self.lost if self._channels[name].silent > LOST_SECONDS}
+        lost = {
+            name for name in self.lost if self._channels[name].silent > LOST_SECONDS
+        }
         self._close_channels()
-        return self._take_down(partial(remove_everywhere, self.run_id, self._hosts.values(), lost=lost))
+        return self._take_down(
+            partial(remove_everywhere, self.run_id, self._hosts.values(), lost=lost)
+        )
 
     # Internals
 
@@ -248,19 +334,33 @@ class HostsLab(RunLab):
                 # The overlay network carries packets only after the hosts have learned about the containers.
                 if time.monotonic() <= deadline:
                     continue
-                explain = _explain_small_mtu if error.small else self._explain_blocked_path
+                explain = (
+                    _explain_small_mtu if error.small else self._explain_blocked_path
+                )
                 raise HostError(explain(*error.ends)) from None
         self._state = replace(self._state, ways=ways)
         runstate.write(self._state)
         del self.shaper
-        self.shaper.set({pair: link for pair, link in self.experiment.links.items() if self.shaper.crosses(pair)})
+        self.shaper.set(
+            {
+                pair: link
+                for pair, link in self.experiment.links.items()
+                if self.shaper.crosses(pair)
+            }
+        )
 
     def _explain_blocked_path(self, source: str, destination: str) -> str:
         """Return an error message with the ports to open between two hosts."""
-        network = manager(self._hosts).client.api.inspect_network(network_name(self.run_id, "data"), verbose=True)
+        network = manager(self._hosts).client.api.inspect_network(
+            network_name(self.run_id, "data"), verbose=True
+        )
         peers = {str(peer["IP"]) for peer in network.get("Peers") or ()}
         ends = [self._hosts[source], self._hosts[destination]]
-        ports = "UDP 4789" if all(end.address in peers for end in ends) else "TCP and UDP 7946, and UDP 4789"
+        ports = (
+            "UDP 4789"
+            if all(end.address in peers for end in ends)
+            else "TCP and UDP 7946, and UDP 4789"
+        )
         names = " and ".join(f"{end.name} ({end.address})" for end in ends)
         return (
             f"the overlay network carries nothing from {source} to {destination}: open {ports} between {names}; if "
@@ -298,7 +398,11 @@ class HostsLab(RunLab):
                 raise HostError(f"on {host}: {error}") from error
 
         with ThreadPoolExecutor(len(self.parts)) as pool:
-            return list(pool.map(attempt, [name for name in self.parts if name not in self.lost]))
+            return list(
+                pool.map(
+                    attempt, [name for name in self.parts if name not in self.lost]
+                )
+            )
 
 
 def _overlay_subnet(client: docker.DockerClient, run_id: str) -> IPv4Network:
@@ -324,7 +428,10 @@ def capacities(hosts: Mapping[str, Host]) -> dict[str, Capacity]:
 
 
 def placed_on(
-    hosts: Mapping[str, Capacity], experiment: Experiment, given: Mapping[str, str], placement: str
+    hosts: Mapping[str, Capacity],
+    experiment: Experiment,
+    given: Mapping[str, str],
+    placement: str,
 ) -> dict[str, str]:
     """Return the host of each device; the devices of a radio cell share a host, since their packets queue together."""
     cells = [cell.devices for cell in experiment.cells]
@@ -336,7 +443,9 @@ def struck(original: Sequence[Trial], where: LabPart) -> list[Trial]:
     host_capacities = capacities(reach_all(where.hosts))
     trials = []
     for trial in original:
-        placed = placed_on(host_capacities, trial.experiment, where.place, where.placement)
+        placed = placed_on(
+            host_capacities, trial.experiment, where.place, where.placement
+        )
         trials.append(where.struck(trial, placed))
     return trials
 
@@ -350,14 +459,20 @@ class _Changes:
     def __init__(self, lab: HostsLab, on_return: Callable[[float], None]) -> None:
         self._lab = lab
         self._on_return = on_return
-        self._parts = {name: part.changes(on_return) for name, part in lab.parts.items()}
-        self._queue: queue.SimpleQueue[DeviceContainer | Exception | None] = queue.SimpleQueue()
+        self._parts = {
+            name: part.changes(on_return) for name, part in lab.parts.items()
+        }
+        self._queue: queue.SimpleQueue[DeviceContainer | Exception | None] = (
+            queue.SimpleQueue()
+        )
         self._over = threading.Event()
 
     def __iter__(self) -> Iterator[DeviceContainer]:
         """Yield each changed container; raises HostError if an engine stops responding."""
         for host, part in self._parts.items():
-            threading.Thread(target=self._follow, args=(host, part), name="changes", daemon=True).start()
+            threading.Thread(
+                target=self._follow, args=(host, part), name="changes", daemon=True
+            ).start()
         threading.Thread(target=self._watch_hosts, name="hosts", daemon=True).start()
         while (change := self._queue.get()) is not None:
             if isinstance(change, Exception):
@@ -382,12 +497,21 @@ class _Changes:
                     longest[host] = silent
                     if host not in self._lab.lost:
                         self._lab.lost.add(host)
-                        _LOG.info("the host %s is lost: silent for %.1f s", host, silent)
-                        self._update(host, lambda container: replace(container, state="lost", control_url=""))
+                        _LOG.info(
+                            "the host %s is lost: silent for %.1f s", host, silent
+                        )
+                        self._update(
+                            host,
+                            lambda container: replace(
+                                container, state="lost", control_url=""
+                            ),
+                        )
                 elif host in self._lab.lost:
                     self._readmit(host, longest[host])
 
-    def _update(self, host: str, change: Callable[[DeviceContainer], DeviceContainer]) -> None:
+    def _update(
+        self, host: str, change: Callable[[DeviceContainer], DeviceContainer]
+    ) -> None:
         part = self._lab.parts[host]
         for name, container in part.devices.items():
             part.devices[name] = change(container)
@@ -419,7 +543,9 @@ AnyLab = Lab | HostsLab
 def create_lab(trial: Trial, where: LabPart, **options: Any) -> AnyLab:
     """Create a lab on this machine's engine or on several hosts; options and errors are those of `Lab.create`."""
     if where.hosts:
-        return HostsLab.create(trial, where.hosts, where.place, placement=where.placement, **options)
+        return HostsLab.create(
+            trial, where.hosts, where.place, placement=where.placement, **options
+        )
     return Lab.create(trial, **options)
 
 
@@ -436,5 +562,8 @@ def engine_of(run_id: str, device: str) -> docker.DockerClient:
     hosts = runstate.hosts_of(run_id)
     if not hosts:
         return connect_to_run(run_id)
-    at = next((host for host, devices in hosts.items() if device in devices), next(iter(hosts)))
+    at = next(
+        (host for host, devices in hosts.items() if device in devices),
+        next(iter(hosts)),
+    )
     return reach(at).client

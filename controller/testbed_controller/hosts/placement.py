@@ -24,7 +24,11 @@ from testbed_controller.lab.memory import RESERVED, device_memory
 
 CORE_SPEED = 2e9
 """Assumed speed of a core in FLOP/s."""
-ACTIONS = {"kill_host": "kill", "restart_host": "restart", "partition_hosts": "partition"}
+ACTIONS = {
+    "kill_host": "kill",
+    "restart_host": "restart",
+    "partition_hosts": "partition",
+}
 """Faults of hosts, with the corresponding fault of their devices."""
 
 
@@ -98,16 +102,29 @@ def place(
     names = [device.name for device in devices]
     for name, host in given.items():
         if name not in names:
-            raise InputError(f"place: unknown device '{name}'; the devices are {', '.join(names)}")
+            raise InputError(
+                f"place: unknown device '{name}'; the devices are {', '.join(names)}"
+            )
         if host not in hosts:
-            raise InputError(f"place: unknown host '{host}' of {name}; the hosts are {', '.join(hosts)}")
-    chosen = PLACEMENTS.find(placement, ("placement",))(devices, links, hosts, given, together)
+            raise InputError(
+                f"place: unknown host '{host}' of {name}; the hosts are {', '.join(hosts)}"
+            )
+    chosen = PLACEMENTS.find(placement, ("placement",))(
+        devices, links, hosts, given, together
+    )
     for name in names:
-        if chosen.get(name) not in hosts or chosen[name] != given.get(name, chosen[name]):
-            raise InputError(f"the placement '{placement}' puts '{name}' on {chosen.get(name)!r}", ("placement",))
+        if chosen.get(name) not in hosts or chosen[name] != given.get(
+            name, chosen[name]
+        ):
+            raise InputError(
+                f"the placement '{placement}' puts '{name}' on {chosen.get(name)!r}",
+                ("placement",),
+            )
     for group in together:
         if len({chosen[name] for name in group}) > 1:
-            raise InputError(f"place: {' and '.join(group)} share a medium and must be on the same host")
+            raise InputError(
+                f"place: {' and '.join(group)} share a medium and must be on the same host"
+            )
     _check_memory(chosen, {device.name: device for device in devices}, hosts)
     return {name: chosen[name] for name in names}
 
@@ -128,11 +145,16 @@ def by_load(
     specs = {device.name: device for device in devices}
     groups = {name: tuple(group) for group in together for name in group}
     placed: dict[str, str] = {}
-    for name in sorted(names, key=lambda name: (name not in given, -specs[name].speed, names.index(name))):
+    for name in sorted(
+        names,
+        key=lambda name: (name not in given, -specs[name].speed, names.index(name)),
+    ):
         if name in placed:
             continue
         group = groups.get(name, (name,))
-        choice = given.get(name) or min(hosts, key=lambda host: _cost(group, host, placed, specs, links, hosts))
+        choice = given.get(name) or min(
+            hosts, key=lambda host: _cost(group, host, placed, specs, links, hosts)
+        )
         placed |= {member: given.get(member, choice) for member in group}
     return placed
 
@@ -157,17 +179,30 @@ def _cost(
     return lacking, round(load.cores / hosts[host].cores, 2), leaving
 
 
-def loads(placed: Mapping[str, str], specs: Mapping[str, DeviceSpec], hosts: Mapping[str, Capacity]) -> dict[str, Load]:
+def loads(
+    placed: Mapping[str, str],
+    specs: Mapping[str, DeviceSpec],
+    hosts: Mapping[str, Capacity],
+) -> dict[str, Load]:
     """Return the load of each host."""
     by_host = {}
     for host, capacity in hosts.items():
         here = tuple(name for name, where in placed.items() if where == host)
-        cores = sum(specs[name].speed * specs[name].processors for name in here) / capacity.speed
-        by_host[host] = Load(here, cores, sum(device_memory(specs[name]) for name in here))
+        cores = (
+            sum(specs[name].speed * specs[name].processors for name in here)
+            / capacity.speed
+        )
+        by_host[host] = Load(
+            here, cores, sum(device_memory(specs[name]) for name in here)
+        )
     return by_host
 
 
-def _check_memory(placed: Mapping[str, str], specs: Mapping[str, DeviceSpec], hosts: Mapping[str, Capacity]) -> None:
+def _check_memory(
+    placed: Mapping[str, str],
+    specs: Mapping[str, DeviceSpec],
+    hosts: Mapping[str, Capacity],
+) -> None:
     for host, load in loads(placed, specs, hosts).items():
         if load.memory > hosts[host].memory - RESERVED:
             raise InputError(
@@ -203,19 +238,31 @@ class HostFaultPart(ConfigModel):
     """A fault of all devices on hosts, with its time; see `FaultPart`."""
 
     kill_host: str | None = Field(None, description="kill all devices of the host")
-    restart_host: str | None = Field(None, description="restart all devices of the host")
-    partition_hosts: tuple[str, ...] | None = Field(
-        None, min_length=1, description="hosts whose devices are cut off from each other and from all others"
+    restart_host: str | None = Field(
+        None, description="restart all devices of the host"
     )
-    at: Duration | None = Field(None, description="time since the start of the workload")
+    partition_hosts: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="hosts whose devices are cut off from each other and from all others",
+    )
+    at: Duration | None = Field(
+        None, description="time since the start of the workload"
+    )
     when: TriggerPart | None = Field(None, description="a moment of the training")
-    after: Duration | None = Field(None, description="time since the previous fault in the file")
-    for_: Duration | None = Field(None, alias="for", description="duration of the fault")
+    after: Duration | None = Field(
+        None, description="time since the previous fault in the file"
+    )
+    for_: Duration | None = Field(
+        None, alias="for", description="duration of the fault"
+    )
 
     @model_validator(mode="after")
     def _one_action(self) -> Self:
         if sum(getattr(self, name) is not None for name in ACTIONS) != 1:
-            raise ValueError("a host fault must have exactly one of " + ", ".join(ACTIONS))
+            raise ValueError(
+                "a host fault must have exactly one of " + ", ".join(ACTIONS)
+            )
         return self
 
     def of_devices(self, placed: Mapping[str, str]) -> list[FaultPart]:
@@ -230,14 +277,20 @@ class HostFaultPart(ConfigModel):
             groups.append([name for name, host in placed.items() if host == wanted])
         for host, devices in zip(_as_tuple(named), groups, strict=True):
             if not devices:
-                raise InputError(f"{action}: no device is on '{host}': {', '.join(sorted({*placed.values()}))}")
-        moment = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={*ACTIONS})
+                raise InputError(
+                    f"{action}: no device is on '{host}': {', '.join(sorted({*placed.values()}))}"
+                )
+        moment = self.model_dump(
+            mode="json", by_alias=True, exclude_none=True, exclude={*ACTIONS}
+        )
         if action == "partition_hosts":
             return [parse(FaultPart, {"partition": groups, **moment})]
         # All devices of a host fail together with the first.
         others = {**moment, "after": 0} if "after" in moment else moment
         return [
-            parse(FaultPart, {ACTIONS[action]: device, **(others if number else moment)})
+            parse(
+                FaultPart, {ACTIONS[action]: device, **(others if number else moment)}
+            )
             for number, device in enumerate(groups[0])
         ]
 
@@ -245,8 +298,12 @@ class HostFaultPart(ConfigModel):
 class LabPart(ConfigModel):
     """The location of runs: several hosts, or by default this machine's engine."""
 
-    hosts: tuple[str, ...] = Field((), description="docker contexts of engines in one swarm")
-    place: dict[Name, str] = Field({}, description="host of each device with a fixed place")
+    hosts: tuple[str, ...] = Field(
+        (), description="docker contexts of engines in one swarm"
+    )
+    place: dict[Name, str] = Field(
+        {}, description="host of each device with a fixed place"
+    )
     placement: str = Field("by-load", description="placement of the other devices")
     faults: tuple[HostFaultPart, ...] = Field((), description="faults of hosts")
 
@@ -255,7 +312,9 @@ class LabPart(ConfigModel):
         if not self.hosts and (self.place or self.faults):
             raise ValueError("'place' and 'faults' need 'hosts'")
         if self.faults and self.faults[0].after is not None:
-            raise ValueError("the first host fault cannot have 'after': use 'at' or 'when'")
+            raise ValueError(
+                "the first host fault cannot have 'after': use 'at' or 'when'"
+            )
         return self
 
     def struck(self, trial: Trial, placed: Mapping[str, str]) -> Trial:
@@ -271,15 +330,26 @@ class LabPart(ConfigModel):
             except InputError as error:
                 raise InputError(f"--lab: faults.{number}: {error}") from None
             places |= {
-                ("faults", len(faults) + index): f"--lab: faults.{number}" for index in range(len(device_faults))
+                ("faults", len(faults) + index): f"--lab: faults.{number}"
+                for index in range(len(device_faults))
             }
             faults += device_faults
         source = trial.scenario.source.override(places)
-        scenario = trial.scenario.model_copy(update={"faults": tuple(faults)}).located(source)
-        return replace(trial, scenario=scenario, experiment=replace(trial.experiment, faults=tuple(faults)))
+        scenario = trial.scenario.model_copy(update={"faults": tuple(faults)}).located(
+            source
+        )
+        return replace(
+            trial,
+            scenario=scenario,
+            experiment=replace(trial.experiment, faults=tuple(faults)),
+        )
 
 
-def read_lab(file: Path | None, hosts: tuple[str, ...] = (), place: Mapping[str, str] | None = None) -> LabPart:
+def read_lab(
+    file: Path | None,
+    hosts: tuple[str, ...] = (),
+    place: Mapping[str, str] | None = None,
+) -> LabPart:
     """Return a lab file with overrides from the command line; raises `InputError`."""
     keys: dict[str, Any] = {} if file is None else dict(read_keys(file))
     if hosts:

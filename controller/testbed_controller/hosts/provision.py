@@ -20,7 +20,11 @@ from testbed.common.quantities import format_size
 from testbed.wire.token import LEASE
 from testbed_controller.hosts.contexts import Host
 from testbed_controller.hosts.inside.keeper import ENGINE
-from testbed_controller.lab.containers import container_name, container_settings, make_container
+from testbed_controller.lab.containers import (
+    container_name,
+    container_settings,
+    make_container,
+)
 from testbed_controller.lab.engine import Say
 from testbed_controller.lab.images import image_exists
 from testbed_controller.lab.networks import (
@@ -45,7 +49,9 @@ _SAID = 200 << 20
 """Amount of copied data between two progress reports, in bytes."""
 
 
-def copy_images(source: docker.DockerClient, hosts: Iterable[Host], tags: Iterable[str], say: Say) -> None:
+def copy_images(
+    source: docker.DockerClient, hosts: Iterable[Host], tags: Iterable[str], say: Say
+) -> None:
     """Copy missing images to all hosts, several at once.
 
     Raises HostError if a host refuses.
@@ -55,7 +61,9 @@ def copy_images(source: docker.DockerClient, hosts: Iterable[Host], tags: Iterab
         list(pool.map(lambda host: _copy_to_host(source, host, wanted, say), hosts))
 
 
-def _copy_to_host(source: docker.DockerClient, host: Host, tags: list[str], say: Say) -> None:
+def _copy_to_host(
+    source: docker.DockerClient, host: Host, tags: list[str], say: Say
+) -> None:
     lacking = [tag for tag in tags if not image_exists(host.client, tag)]
     if not lacking:
         return
@@ -64,7 +72,9 @@ def _copy_to_host(source: docker.DockerClient, host: Host, tags: list[str], say:
     try:
         # One archive for all images transfers shared layers only once.
         url = f"{source.api.base_url}/v{source.api.api_version}/images/get"
-        with source.api.get(url, params={"names": lacking}, stream=True, timeout=600) as response:
+        with source.api.get(
+            url, params={"names": lacking}, stream=True, timeout=600
+        ) as response:
             response.raise_for_status()
             archive = _report_progress(response.iter_content(1 << 20), host.name, say)
             host.client.images.load(archive)  # type: ignore[arg-type]
@@ -72,7 +82,9 @@ def _copy_to_host(source: docker.DockerClient, host: Host, tags: list[str], say:
         reason = str(getattr(error, "explanation", error))
         room = f": free some space with 'docker --context {host.name} system prune', or use a larger disk"
         full = "no space left" in reason
-        raise HostError(f"{host.name}: the engine refused the images ({reason}){room if full else ''}") from error
+        raise HostError(
+            f"{host.name}: the engine refused the images ({reason}){room if full else ''}"
+        ) from error
 
 
 def _report_progress(pieces: Iterable[bytes], host: str, say: Say) -> Iterator[bytes]:
@@ -86,7 +98,9 @@ def _report_progress(pieces: Iterable[bytes], host: str, say: Say) -> Iterator[b
         yield piece
 
 
-def make_overlay(manager: Host, hosts: Iterable[Host], run: str, within: str, devices: int) -> IPv4Network:
+def make_overlay(
+    manager: Host, hosts: Iterable[Host], run: str, within: str, devices: int
+) -> IPv4Network:
     """Create a run's overlay network; return its subnet.
 
     The devices use the first half of the subnet; each engine takes an address from the second. Raises HostError if the
@@ -96,10 +110,21 @@ def make_overlay(manager: Host, hosts: Iterable[Host], run: str, within: str, de
     host_subnets = {host.name: subnets(host.client) for host in hosts}
     taken = [*routed, *chain.from_iterable(host_subnets.values())]
     free = free_subnets(within, 2 * devices + 4, taken)
-    pools = (IPAMPool(subnet=str(subnet), iprange=str([*subnet.subnets()][1])) for subnet in free)
+    pools = (
+        IPAMPool(subnet=str(subnet), iprange=str([*subnet.subnets()][1]))
+        for subnet in free
+    )
     complaint = describe_obstacles(within, routed, host_subnets)
     settings = {"driver": "overlay", "internal": True, "attachable": True}
-    make_network(manager.client, run, "data", pools, f"{manager.name}: the overlay network", complaint, **settings)
+    make_network(
+        manager.client,
+        run,
+        "data",
+        pools,
+        f"{manager.name}: the overlay network",
+        complaint,
+        **settings,
+    )
     return subnet_of(manager.client, run, "data")
 
 

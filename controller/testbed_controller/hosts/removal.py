@@ -16,7 +16,11 @@ from testbed_controller.lab.removal import remove_from, remove_run
 
 
 def remove_everywhere(
-    run: str, hosts: Iterable[Host | str], *, settle: bool = False, lost: Collection[str] = ()
+    run: str,
+    hosts: Iterable[Host | str],
+    *,
+    settle: bool = False,
+    lost: Collection[str] = (),
 ) -> int:
     """Remove a run; return the number of containers, networks and stray volumes.
 
@@ -27,7 +31,9 @@ def remove_everywhere(
     def connect(host: Host | str) -> Host | TestbedError:
         if isinstance(host, Host):
             if host.name in lost:
-                return HostError(f"{host.name}: the host is lost and may still have parts of {run}")
+                return HostError(
+                    f"{host.name}: the host is lost and may still have parts of {run}"
+                )
             return host
         try:
             return reach(host)
@@ -64,4 +70,6 @@ def remove(run: str, client: docker.DockerClient | None, *, settle: bool = True)
 
 if __name__ == "__main__":
     # A run removed by another process has no state file any more.
-    reaper.main(sys.argv[1], lambda run: remove(run, None) if run in runstate.runs() else 0)
+    reaper.main(
+        sys.argv[1], lambda run: remove(run, None) if run in runstate.runs() else 0
+    )

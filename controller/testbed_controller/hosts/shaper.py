@@ -45,15 +45,32 @@ def combined(
     ``halves`` are the results of `testbed_controller.shaping.probes.measure_half` by host, ``host`` is the host of each
     device, and ``offsets`` are the offsets of the hosts' clocks from ours in seconds.
     """
-    reports = {(name, each["source"], each["destination"]): each for name, half in halves.items() for each in half}
+    reports = {
+        (name, each["source"], each["destination"]): each
+        for name, half in halves.items()
+        for each in half
+    }
     raw: dict[Pair, list[float]] = {}
     for source, destination in asked:
         gate = reports[host[source], source, destination]["gate"]
-        raw[source, destination] = [each - gate for each in reports[host[destination], source, destination]["delays"]]
-    moved = _between({pair: (link, statistics.median(raw[pair])) for pair, link in asked.items() if raw[pair]}, host)
+        raw[source, destination] = [
+            each - gate
+            for each in reports[host[destination], source, destination]["delays"]
+        ]
+    moved = _between(
+        {
+            pair: (link, statistics.median(raw[pair]))
+            for pair, link in asked.items()
+            if raw[pair]
+        },
+        host,
+    )
     measured = []
     for (source, destination), link in asked.items():
-        way, here = (host[source], host[destination]), reports[host[destination], source, destination]
+        way, here = (
+            (host[source], host[destination]),
+            reports[host[destination], source, destination],
+        )
         difference, _ = moved.get(way, (offsets[way[1]] - offsets[way[0]], 0.0))
         there = reports[way[0], source, destination]
         delays = [each - difference for each in raw[source, destination]]
@@ -70,13 +87,17 @@ def combined(
                 delay=delay,
                 loss=lost / sent if sent else None,
                 packets=sent,
-                problem=tolerance.problem(slowest, here["rate"], delay, sent, lost, there["gate"]),
+                problem=tolerance.problem(
+                    slowest, here["rate"], delay, sent, lost, there["gate"]
+                ),
             )
         )
     return measured, moved
 
 
-def _between(raw: Mapping[Pair, tuple[Link, float]], host: Mapping[str, str]) -> dict[Way, tuple[float, float]]:
+def _between(
+    raw: Mapping[Pair, tuple[Link, float]], host: Mapping[str, str]
+) -> dict[Way, tuple[float, float]]:
     """Return the clock difference between two hosts, and the round trip beyond the requested delays, in seconds.
 
     A delay above the request in one direction and below in the other results from the clocks. Packets of the data
@@ -85,10 +106,18 @@ def _between(raw: Mapping[Pair, tuple[Link, float]], host: Mapping[str, str]) ->
     """
     beyond: dict[Way, list[float]] = {}
     for pair, (link, delay) in raw.items():
-        beyond.setdefault((host[pair[0]], host[pair[1]]), []).append(delay - median_delay(link))
+        beyond.setdefault((host[pair[0]], host[pair[1]]), []).append(
+            delay - median_delay(link)
+        )
     excess = {way: statistics.median(found) for way, found in beyond.items()}
     pairs = [way for way in excess if way[::-1] in excess]
-    return {(a, b): ((excess[a, b] - excess[b, a]) / 2, max(0.0, excess[a, b] + excess[b, a])) for a, b in pairs}
+    return {
+        (a, b): (
+            (excess[a, b] - excess[b, a]) / 2,
+            max(0.0, excess[a, b] + excess[b, a]),
+        )
+        for a, b in pairs
+    }
 
 
 def samples(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pair]:
@@ -102,16 +131,22 @@ def samples(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pair]:
     return [pair for _, pair in best.values()]
 
 
-def path_delays(measured: Iterable[LinkMeasurement], host: Mapping[str, str]) -> dict[Way, float]:
+def path_delays(
+    measured: Iterable[LinkMeasurement], host: Mapping[str, str]
+) -> dict[Way, float]:
     """Return the delay of each path in seconds beyond the request, given measurements of unmodified links."""
     return {
-        (host[each.source], host[each.destination]): max(0.0, each.delay - median_delay(each.requested))
+        (host[each.source], host[each.destination]): max(
+            0.0, each.delay - median_delay(each.requested)
+        )
         for each in measured
         if each.delay is not None
     }
 
 
-def imposed_links(links: Mapping[Pair, Link], host: Mapping[str, str], delays: Mapping[Way, float]) -> dict[Pair, Link]:
+def imposed_links(
+    links: Mapping[Pair, Link], host: Mapping[str, str], delays: Mapping[Way, float]
+) -> dict[Pair, Link]:
     """Return the links to emulate: the requested links minus the delays of their paths.
 
     Raises InputError for a link with a shorter delay than its path.
@@ -126,7 +161,11 @@ def imposed_links(links: Mapping[Pair, Link], host: Mapping[str, str], delays: M
                 f"{way[0]} to {way[1]} has {path_delay * 1e3:.2f} ms: put both on one host with --place, or give "
                 "the link a longer delay"
             )
-        imposed[pair] = replace(link, delay=max(0.0, link.delay - path_delay)) if path_delay else link
+        imposed[pair] = (
+            replace(link, delay=max(0.0, link.delay - path_delay))
+            if path_delay
+            else link
+        )
     return imposed
 
 
@@ -153,7 +192,9 @@ class Shapers:
         """``links`` are the links of the scenario; ``lost`` hosts are skipped."""
         self._lost = lost
         self._parts = parts
-        self._host = {name: host for host, names in state.hosts.items() for name in names}
+        self._host = {
+            name: host for host, names in state.hosts.items() for name in names
+        }
         self._ways = {(a, b): delay for a, b, delay in state.ways}
         self._channels = channels
         self._asked = dict(links)
@@ -176,21 +217,32 @@ class Shapers:
         for each in measurements:
             if each.delay is None:
                 if expected_loss(each.requested) < 1:
-                    raise NothingPasses(self._host[each.source], self._host[each.destination])
+                    raise NothingPasses(
+                        self._host[each.source], self._host[each.destination]
+                    )
             elif each.requested.rate:
                 limited.append(each)
                 rates.append(each.rate)
         # Only one link of each kind has a rate measurement.
         if limited and not any(rates):
-            raise NothingPasses(self._host[limited[0].source], self._host[limited[0].destination], small=True)
-        return [(*way, delay) for way, delay in path_delays(measurements, self._host).items()]
+            raise NothingPasses(
+                self._host[limited[0].source],
+                self._host[limited[0].destination],
+                small=True,
+            )
+        return [
+            (*way, delay)
+            for way, delay in path_delays(measurements, self._host).items()
+        ]
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links while running; other links are unaffected."""
         imposed = self.imposed(links)
         self._asked |= links
         self._call_all(
-            lambda host, shaper: shaper.set({p: link for p, link in imposed.items() if self._is_at(p, host)})
+            lambda host, shaper: shaper.set(
+                {p: link for p, link in imposed.items() if self._is_at(p, host)}
+            )
         )
 
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
@@ -223,19 +275,37 @@ class Shapers:
     def _measure_once(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
         asked = {pair: self._asked[pair] for pair in pairs}
         run, ends = secrets.token_hex(8), {name for pair in pairs for name in pair}
-        hosts = {host: self._parts[host] for host in dict.fromkeys(self._host[name] for name in sorted(ends))}
+        hosts = {
+            host: self._parts[host]
+            for host in dict.fromkeys(self._host[name] for name in sorted(ends))
+        }
         with ThreadPoolExecutor(len(hosts)) as pool:
-            opened = pool.map(lambda shaper: shaper.open_ends(run, pairs), hosts.values())
+            opened = pool.map(
+                lambda shaper: shaper.open_ends(run, pairs), hosts.values()
+            )
             ports = {name: port for found in opened for name, port in found.items()}
             begin = time.monotonic() + _AHEAD
-            offsets = {host: self._channels[host].clock.offset.there(begin) - begin for host in hosts}
-            halves = pool.map(lambda host: hosts[host].probe_half(run, pairs, ports, begin + offsets[host]), hosts)
-            found, moved = combined(asked, dict(zip(hosts, halves, strict=True)), self._host, offsets)
+            offsets = {
+                host: self._channels[host].clock.offset.there(begin) - begin
+                for host in hosts
+            }
+            halves = pool.map(
+                lambda host: hosts[host].probe_half(
+                    run, pairs, ports, begin + offsets[host]
+                ),
+                hosts,
+            )
+            found, moved = combined(
+                asked, dict(zip(hosts, halves, strict=True)), self._host, offsets
+            )
         self._align_clocks(begin, offsets, moved)
         return found
 
     def _align_clocks(
-        self, at: float, offsets: Mapping[str, float], moved: Mapping[tuple[str, str], tuple[float, float]]
+        self,
+        at: float,
+        offsets: Mapping[str, float],
+        moved: Mapping[tuple[str, str], tuple[float, float]],
     ) -> None:
         """Set the clocks from packets between hosts, which are more accurate than the contexts' connections.
 
@@ -246,8 +316,12 @@ class Shapers:
             if (first, host) in moved:
                 difference, round_trip = moved[first, host]
                 # The paths' own delays, now part of the requested ones, may also be asymmetric.
-                round_trip += self._ways.get((first, host), 0.0) + self._ways.get((host, first), 0.0)
-                self._channels[host].clock.pin(at, offsets[first] + difference, round_trip + _LEAST)
+                round_trip += self._ways.get((first, host), 0.0) + self._ways.get(
+                    (host, first), 0.0
+                )
+                self._channels[host].clock.pin(
+                    at, offsets[first] + difference, round_trip + _LEAST
+                )
                 self._channels[first].clock.pin(at, offsets[first], round_trip + _LEAST)
 
     def renew(self) -> None:
@@ -257,16 +331,24 @@ class Shapers:
     def show(self) -> dict[str, Any]:
         """Return the result of `Shaper.show` for all devices and links."""
         shown = self._call_all(lambda _host, shaper: shaper.show())
-        links = {(link["source"], link["destination"]): link for each in shown for link in each["links"]}
+        links = {
+            (link["source"], link["destination"]): link
+            for each in shown
+            for link in each["links"]
+        }
         return {
             "backend": ", ".join(sorted({each["backend"] for each in shown})),
-            "devices": {name: value for each in shown for name, value in each["devices"].items()},
+            "devices": {
+                name: value for each in shown for name, value in each["devices"].items()
+            },
             "links": [*links.values()],
         }
 
     def host_load(self, reset: bool = False) -> dict[str, Any]:
         """Return the processor load of the busiest host."""
-        return merge_statistics(self._call_all(lambda _host, shaper: shaper.host_load(reset)))
+        return merge_statistics(
+            self._call_all(lambda _host, shaper: shaper.host_load(reset))
+        )
 
     def statistics(self, reset: bool = False) -> dict[str, Any]:
         """Return queue drops and sent bytes by device, and the maximum of values per host.
@@ -283,14 +365,21 @@ class Shapers:
             "processor_seconds": sum(each["processor_seconds"] for each in reports),
             "hosts": hosts,
             "ways": [[*way, delay] for way, delay in self._ways.items()],
-            "clocks": {host: channel.clock.offset.uncertainty for host, channel in self._channels.items()},
+            "clocks": {
+                host: channel.clock.offset.uncertainty
+                for host, channel in self._channels.items()
+            },
         }
 
     def _is_at(self, pair: Pair, host: str) -> bool:
         return host in (self._host[pair[0]], self._host[pair[1]])
 
     def _call_all(self, act: Callable[[str, Shaper], T]) -> list[T]:
-        there = [(host, shaper) for host, shaper in self._parts.items() if host not in self._lost]
+        there = [
+            (host, shaper)
+            for host, shaper in self._parts.items()
+            if host not in self._lost
+        ]
         with ThreadPoolExecutor(len(self._parts)) as pool:
             return list(pool.map(lambda each: act(*each), there))
 

@@ -55,16 +55,28 @@ def survey(wanted: Sequence[str]) -> list[HostReport]:
         doubled = {
             each.name: other
             for each in reached
-            if isinstance(each, Host) and (other := engines.setdefault(each.engine, each.name)) != each.name
+            if isinstance(each, Host)
+            and (other := engines.setdefault(each.engine, each.name)) != each.name
         }
-        return list(pool.map(lambda each: _make_report(each, doubled), zip(asked, reached, strict=True)))
+        return list(
+            pool.map(
+                lambda each: _make_report(each, doubled),
+                zip(asked, reached, strict=True),
+            )
+        )
 
 
 def check_hosts(wanted: Sequence[str]) -> Iterator[HostCheck]:
     """Yield a check for each of these docker contexts."""
     for report in survey(wanted):
-        name, lacking = f"host {report.context}", [each for each in report.missing if not each.endswith(BRINGS)]
-        detail = "; ".join(lacking) or f"Docker {report.engine}, {report.cores} cores, {report.address or report.node}"
+        name, lacking = (
+            f"host {report.context}",
+            [each for each in report.missing if not each.endswith(BRINGS)],
+        )
+        detail = (
+            "; ".join(lacking)
+            or f"Docker {report.engine}, {report.cores} cores, {report.address or report.node}"
+        )
         yield HostCheck(name, "missing" if lacking else "ok", detail, needed=True)
 
 
@@ -80,14 +92,22 @@ def _make_report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> Host
     if isinstance(host, str):
         return HostReport(name, missing=(host,))
     tags = present_names(host.client)
-    there = tuple(kind for kind in _KINDS if image_exists(host.client, tags.by_kind[kind]))
-    missing = [f"the same engine as {doubled[name]}: remove one of them"] if name in doubled else []
+    there = tuple(
+        kind for kind in _KINDS if image_exists(host.client, tags.by_kind[kind])
+    )
+    missing = (
+        [f"the same engine as {doubled[name]}: remove one of them"]
+        if name in doubled
+        else []
+    )
     try:
         manager({name: host})
     except TestbedError as error:
         if not host.address:
             missing.append(str(error))
-    missing += [f"the image of the {kind}, {BRINGS}" for kind in _KINDS if kind not in there]
+    missing += [
+        f"the image of the {kind}, {BRINGS}" for kind in _KINDS if kind not in there
+    ]
     facts: dict[str, float] = {}
     if "shaper" in there:
         try:

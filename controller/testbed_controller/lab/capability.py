@@ -29,7 +29,10 @@ def measure(client: docker.DockerClient, backend: str) -> Capability:
     image = present_names(client).shaper
     try:
         output = in_shaper(
-            client, image, ["python3", "-m", "testbed_controller.shaping.capability", backend], [backend]
+            client,
+            image,
+            ["python3", "-m", "testbed_controller.shaping.capability", backend],
+            [backend],
         )
     except APIError as error:
         raise HostError(f"the engine refused: {error.explanation}") from error
@@ -38,7 +41,9 @@ def measure(client: docker.DockerClient, backend: str) -> Capability:
     return measured
 
 
-def in_shaper(client: docker.DockerClient, image: str, command: list[str], backends: Iterable[str]) -> bytes:
+def in_shaper(
+    client: docker.DockerClient, image: str, command: list[str], backends: Iterable[str]
+) -> bytes:
     """Return the output of a command in a container with the shaper's rights, these backends and no network.
 
     Raises HostError with the last line of a failed command's errors, and APIError if the engine refuses.
@@ -60,8 +65,14 @@ def in_shaper(client: docker.DockerClient, image: str, command: list[str], backe
             use_config_proxy=False,
         )
     except ContainerError as error:
-        text = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
-        raise HostError((text.strip().splitlines() or [f"status {error.exit_status}"])[-1]) from None
+        text = (
+            error.stderr.decode(errors="replace")
+            if isinstance(error.stderr, bytes)
+            else str(error.stderr)
+        )
+        raise HostError(
+            (text.strip().splitlines() or [f"status {error.exit_status}"])[-1]
+        ) from None
     finally:
         remove_run(client, run, settle=False)
     return output
@@ -72,7 +83,11 @@ def store(measured: Capability) -> None:
     path = _storage_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({**_load(), measured.backend: asdict(measured), "host": _host_identity()}))
+    draft.write_text(
+        json.dumps(
+            {**_load(), measured.backend: asdict(measured), "host": _host_identity()}
+        )
+    )
     draft.replace(path)
 
 
@@ -90,7 +105,11 @@ def check(experiment: Experiment, backend: str) -> None:
     for measured in known():
         if measured.rate is not None and backend in ("auto", measured.backend):
             carried.append(measured.rate)
-    fastest = max(experiment.links, key=lambda pair: experiment.links[pair].rate or 0.0, default=None)
+    fastest = max(
+        experiment.links,
+        key=lambda pair: experiment.links[pair].rate or 0.0,
+        default=None,
+    )
     if not carried or fastest is None:
         return
     asked = experiment.links[fastest].rate

@@ -59,7 +59,10 @@ def refusal(response: requests.Response) -> str:
 
 
 def attachment(
-    endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], seed: int, cells: Iterable[Cell]
+    endpoints: Iterable[Endpoint],
+    links: Mapping[Pair, Link],
+    seed: int,
+    cells: Iterable[Cell],
 ) -> dict[str, Any]:
     """Return the body of an attach request to the shaper."""
     return {
@@ -77,13 +80,19 @@ class Shaper:
         self._url = url
         self._client = Client(url, token)
 
-    def _request(self, method: str, path: str, json: Any = None, timeout: float = 60.0) -> dict[str, Any]:
+    def _request(
+        self, method: str, path: str, json: Any = None, timeout: float = 60.0
+    ) -> dict[str, Any]:
         try:
             answer = self._client.request(method, path, json=json, timeout=timeout)
         except requests.RequestException as error:
-            raise HostError(f"the shaper at {self._url} does not respond: {error}; is the lab up?") from error
+            raise HostError(
+                f"the shaper at {self._url} does not respond: {error}; is the lab up?"
+            ) from error
         if not answer.ok:
-            raise (InputError if answer.status_code == 400 else HostError)(f"shaper: {refusal(answer)}")
+            raise (InputError if answer.status_code == 400 else HostError)(
+                f"shaper: {refusal(answer)}"
+            )
         document: dict[str, Any] = answer.json()
         return document
 
@@ -121,7 +130,9 @@ class Shaper:
 
     def open_ends(self, run: str, pairs: Iterable[Pair]) -> dict[str, int]:
         """Open sockets for `probe_half`; return the port of each present device. ``run`` is 8 bytes in hex."""
-        return dict(self._request("POST", "/ends", {"run": run, "pairs": [*pairs]})["ports"])
+        return dict(
+            self._request("POST", "/ends", {"run": run, "pairs": [*pairs]})["ports"]
+        )
 
     def probe_half(
         self, run: str, pairs: Iterable[Pair], ports: Mapping[str, int], begin: float
@@ -164,7 +175,9 @@ class Agent:
         agent.health()["state"]  # 'idle'
     """
 
-    def __init__(self, url: str, token: str, name: str = "", clock: Clock | None = None) -> None:
+    def __init__(
+        self, url: str, token: str, name: str = "", clock: Clock | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self._clock = clock or Clock()
         self._origin = 0.0, 0.0
@@ -182,7 +195,9 @@ class Agent:
 
     def deploy(self, deployment: bytes) -> dict[str, Any]:
         """Send a deployment (`testbed.deployment`); return when the device is ready to start the program."""
-        return self._request_json("PUT", "/deployment", seconds=WORK_SECONDS, data=deployment)
+        return self._request_json(
+            "PUT", "/deployment", seconds=WORK_SECONDS, data=deployment
+        )
 
     def put_data(self, body: bytes) -> None:
         """Send the data set."""
@@ -213,7 +228,9 @@ class Agent:
         """Set the share of the device's own speed, also for the current task."""
         self._request("PUT", "/speed", seconds=CONNECT_SECONDS, json={"factor": factor})
 
-    def set_links(self, message_loss: Mapping[str, float], slowness: Mapping[str, float]) -> None:
+    def set_links(
+        self, message_loss: Mapping[str, float], slowness: Mapping[str, float]
+    ) -> None:
         """Notify the device of changed links, by peer.
 
         ``message_loss`` is the fraction of lost broadcasts from now on; ``slowness`` is the round-trip time in seconds
@@ -230,7 +247,9 @@ class Agent:
         were dropped or do not exist yet.
         """
         rest = b""
-        with self._request("GET", f"/events?after={after}", seconds=None, stream=True) as response:
+        with self._request(
+            "GET", f"/events?after={after}", seconds=None, stream=True
+        ) as response:
             try:
                 for piece in response.iter_content(chunk_size=None):
                     *lines, rest = (rest + piece).split(b"\n")
@@ -239,7 +258,9 @@ class Agent:
                         if line:
                             yield self._convert_times(Event.from_json(line.decode()))
             except requests.RequestException as error:
-                raise AgentGone(f"{self._name}: the event stream ended before the program: {error}") from error
+                raise AgentGone(
+                    f"{self._name}: the event stream ended before the program: {error}"
+                ) from error
 
     def _convert_times(self, event: Event) -> Event:
         """Convert the times of an event from the device's clock to the controller's clock."""
@@ -247,7 +268,9 @@ class Agent:
         moved = self._clock.here(there + event.time) - here - event.time
         if not moved:
             return event
-        start = {"start": event.fields["start"] + moved} if "start" in event.fields else {}
+        start = (
+            {"start": event.fields["start"] + moved} if "start" in event.fields else {}
+        )
         return event._replace(time=event.time + moved, fields={**event.fields, **start})
 
     def weights(self, seconds: float = WORK_SECONDS, part: bool = False) -> bytes:
@@ -255,7 +278,9 @@ class Agent:
 
         With ``part``, only those of the device's own part of the model. Raises AgentGone after ``seconds``.
         """
-        return self._request("GET", "/weights?part" if part else "/weights", seconds=seconds).content
+        return self._request(
+            "GET", "/weights?part" if part else "/weights", seconds=seconds
+        ).content
 
     def metrics(self) -> dict[str, float]:
         """Return the agent's metrics: name with labels in braces, to value."""
@@ -272,16 +297,30 @@ class Agent:
         return document
 
     def _request(
-        self, method: str, path: str, seconds: float | None = ANSWER_SECONDS, **options: Any
+        self,
+        method: str,
+        path: str,
+        seconds: float | None = ANSWER_SECONDS,
+        **options: Any,
     ) -> requests.Response:
         try:
-            response = self._client.request(method, path, timeout=(CONNECT_SECONDS, seconds), **options)
+            response = self._client.request(
+                method, path, timeout=(CONNECT_SECONDS, seconds), **options
+            )
         except requests.Timeout as error:
-            raise AgentGone(f"{self._name}: {method} {path}: no answer within {seconds} s") from error
+            raise AgentGone(
+                f"{self._name}: {method} {path}: no answer within {seconds} s"
+            ) from error
         except requests.RequestException as error:
-            raise AgentGone(f"{self._name}: {method} {path}: the agent does not respond: {error}") from error
-        if response.status_code == HTTPStatus.BAD_GATEWAY:  # from the shaper, if no agent is listening
-            raise AgentGone(f"{self._name}: {method} {path}: the agent does not respond")
+            raise AgentGone(
+                f"{self._name}: {method} {path}: the agent does not respond: {error}"
+            ) from error
+        if (
+            response.status_code == HTTPStatus.BAD_GATEWAY
+        ):  # from the shaper, if no agent is listening
+            raise AgentGone(
+                f"{self._name}: {method} {path}: the agent does not respond"
+            )
         if response.status_code >= 400:
             raise AgentError(f"{self._name}: {method} {path}: {refusal(response)}")
         return response

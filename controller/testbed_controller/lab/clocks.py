@@ -133,7 +133,10 @@ class HostClock:
         used only if it is significant: an error of half a round trip must not look like a drift.
         """
         samples = list(self._samples)
-        segments = [samples[first : first + SEGMENT] for first in range(0, len(samples), SEGMENT)]
+        segments = [
+            samples[first : first + SEGMENT]
+            for first in range(0, len(samples), SEGMENT)
+        ]
         # The sample with the smallest round trip of a segment has the smallest error.
         best = list(self._pinned)
         for segment in segments:
@@ -141,7 +144,9 @@ class HostClock:
         if not best:
             return Offset()
         chosen = min(best, key=lambda sample: sample.round_trip)
-        middles, offsets, trips = np.array([(sample.middle, sample.offset, sample.round_trip) for sample in best]).T
+        middles, offsets, trips = np.array(
+            [(sample.middle, sample.offset, sample.round_trip) for sample in best]
+        ).T
         weights = (4 / np.maximum(trips, 1e-6)) ** 2
         at = float(np.average(middles, weights=weights))
         mean = float(np.average(offsets, weights=weights))

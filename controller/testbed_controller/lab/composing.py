@@ -26,7 +26,10 @@ _OF_HOST: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "CapDrop": ("cap_drop", list),
     "DeviceRequests": ("gpus", lambda _: "all"),
     "ExtraHosts": ("extra_hosts", list),
-    "LogConfig": ("logging", lambda config: {"driver": config["Type"], "options": dict(config["Config"])}),
+    "LogConfig": (
+        "logging",
+        lambda config: {"driver": config["Type"], "options": dict(config["Config"])},
+    ),
     "Memory": ("mem_limit", int),
     "MemorySwap": ("memswap_limit", int),
     "Mounts": ("volumes", lambda mounts: [mount["Target"] for mount in mounts]),
@@ -36,7 +39,10 @@ _OF_HOST: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "ReadonlyRootfs": ("read_only", bool),
     "SecurityOpt": ("security_opt", list),
     "Sysctls": ("sysctls", dict),
-    "Tmpfs": ("tmpfs", lambda mounts: [f"{path}:{options}" for path, options in mounts.items()]),
+    "Tmpfs": (
+        "tmpfs",
+        lambda mounts: [f"{path}:{options}" for path, options in mounts.items()],
+    ),
 }
 """Settings of the engine API used by the lab, with the name and the conversion for compose."""
 _ELSEWHERE = ("NetworkMode", "PortBindings")
@@ -69,12 +75,16 @@ def compose_project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     name, specs = trial.scenario.name, trial.experiment.devices
     subnet = data_subnet(trial.scenario.network.subnet, len(specs))
     addresses = {}
-    for device, address in device_addresses(subnet, [spec.name for spec in specs]).items():
+    for device, address in device_addresses(
+        subnet, [spec.name for spec in specs]
+    ).items():
         addresses[device] = str(address)
     state = RunState(run=name, token=TOKEN)
     services = {}
     for spec in specs:
-        settings = device_settings(state, images.get(spec.name, IMAGE.format("DEVICE")), spec, addresses)
+        settings = device_settings(
+            state, images.get(spec.name, IMAGE.format("DEVICE")), spec, addresses
+        )
         services[spec.name] = {**compose_service(settings), "network_mode": "none"}
     services[SHAPER] = {
         **compose_service(shaper_settings(state, IMAGE.format("SHAPER"), "auto")),
@@ -83,13 +93,19 @@ def compose_project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     }
     networks = {"control": {"driver_opts": dict(CLOSED)}}
     endpoints = [
-        Endpoint(spec.name, 0, addresses[spec.name], spec.uplink, spec.downlink, str(subnet)) for spec in specs
+        Endpoint(
+            spec.name, 0, addresses[spec.name], spec.uplink, spec.downlink, str(subnet)
+        )
+        for spec in specs
     ]
-    attached = attachment(endpoints, trial.experiment.links, trial.experiment.seed, trial.experiment.cells)
+    attached = attachment(
+        endpoints, trial.experiment.links, trial.experiment.seed, trial.experiment.cells
+    )
     for endpoint in attached["endpoints"]:
         endpoint["pid"] = f"pid of {endpoint['name']}"
     return {
-        "docker-compose.yml": _HEAD.format(name=name) + written({"services": services, "networks": networks}, 140),
+        "docker-compose.yml": _HEAD.format(name=name)
+        + written({"services": services, "networks": networks}, 140),
         "links.json": json.dumps(attached, indent=1) + "\n",
         "shape": _SHAPE.format(devices=" ".join(addresses), port=PORT),
     }
@@ -100,11 +116,22 @@ def compose_service(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises KeyError for a setting without an equivalent.
     """
-    rest = {key: value for key, value in settings.items() if key not in ("host_config", "ports", "labels")}
+    rest = {
+        key: value
+        for key, value in settings.items()
+        if key not in ("host_config", "ports", "labels")
+    }
     # Drop the label of runs: containers with this label are removed as leftovers of a run.
     # All containers share the project's token, since no controller derives one for each.
     rest["environment"] = {**rest["environment"], "TESTBED_TOKEN": TOKEN}
-    converted = {**rest, "labels": {key: value for key, value in settings["labels"].items() if key != "testbed.run"}}
+    converted = {
+        **rest,
+        "labels": {
+            key: value
+            for key, value in settings["labels"].items()
+            if key != "testbed.run"
+        },
+    }
     for key, value in settings["host_config"].items():
         if key not in _ELSEWHERE:
             word, write = _OF_HOST[key]

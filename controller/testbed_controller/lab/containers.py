@@ -37,7 +37,9 @@ _SYSCTLS = {
     "net.ipv4.tcp_wmem": "4096 16384 67108864",
 }
 
-_LOGS = LogConfig(type=LogConfig.types.JSON, config={"max-size": "10m", "max-file": "2"})
+_LOGS = LogConfig(
+    type=LogConfig.types.JSON, config={"max-size": "10m", "max-file": "2"}
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -76,12 +78,16 @@ class RunningContainer:
 
 def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer]]:
     """Return the containers of every run on the engine, by run, whoever the owner is."""
-    labs: dict[str, list[RunningContainer]] = {run: [] for run in sorted(labelled_runs(client))}
+    labs: dict[str, list[RunningContainer]] = {
+        run: [] for run in sorted(labelled_runs(client))
+    }
     urls: dict[str, str] = {}
     for entry in client.api.containers(all=True, filters={"label": RUN}):
         labels = entry["Labels"]
         run, name = str(labels[RUN]), labels.get(DEVICE) or labels.get(ROLE, "?")
-        container = RunningContainer(run, name, entry["State"], entry["Status"], labels.get(ADDRESS, ""))
+        container = RunningContainer(
+            run, name, entry["State"], entry["Status"], labels.get(ADDRESS, "")
+        )
         labs.setdefault(run, []).append(container)
         for port in entry["Ports"]:
             if port.get("PublicPort"):
@@ -97,16 +103,22 @@ def _note_urls(containers: list[RunningContainer], shaper: str) -> None:
     for container in containers:
         if container.state == "running":
             is_shaper = container.name == SHAPER
-            container.control_url = shaper if is_shaper else device_url(shaper, container.name)
+            container.control_url = (
+                shaper if is_shaper else device_url(shaper, container.name)
+            )
 
 
-def container_logs(client: docker.DockerClient, run: str, name: str, *, follow: bool = False) -> Iterator[bytes]:
+def container_logs(
+    client: docker.DockerClient, run: str, name: str, *, follow: bool = False
+) -> Iterator[bytes]:
     """Yield the output of a device's container, or the shaper's, in pieces; ``follow`` waits for further output.
 
     Raises InputError if the container does not exist.
     """
     try:
-        yield from client.api.logs(container_name(run, name), stream=True, follow=follow)
+        yield from client.api.logs(
+            container_name(run, name), stream=True, follow=follow
+        )
     except NotFound:
         raise InputError(f"no container of {name} in {run}: see 'testbed ps'") from None
 
@@ -127,40 +139,70 @@ def published_url(inspection: Mapping[str, Any]) -> str:
     return f"http://127.0.0.1:{bindings[0]['HostPort']}" if bindings else ""
 
 
-def look(client: docker.DockerClient, run: str, name: str, address: str, url: ControlUrl) -> DeviceContainer:
+def look(
+    client: docker.DockerClient, run: str, name: str, address: str, url: ControlUrl
+) -> DeviceContainer:
     """Return the current state of a container; ``gone`` if it does not exist. ``url`` returns its control URL."""
     try:
         inspection = client.api.inspect_container(container_name(run, name))
     except NotFound:
         return DeviceContainer(name, container_name(run, name), address, "gone")
     status = inspection["State"]
-    return DeviceContainer(name, inspection["Id"], address, status["Status"], status["Pid"], url(name, inspection))
+    return DeviceContainer(
+        name,
+        inspection["Id"],
+        address,
+        status["Status"],
+        status["Pid"],
+        url(name, inspection),
+    )
 
 
-def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]) -> dict[str, Any]:
+def device_settings(
+    state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the engine settings of a device's container, with the addresses of all devices."""
     memory = int(spec.memory)
     settings = container_settings(
         state,
         image,
         {DEVICE: spec.name, ADDRESS: addresses[spec.name]},
-        {"TESTBED_DEVICE": spec.name, "TESTBED_TOKEN": state.token_of(spec.name), "OMP_NUM_THREADS": "1"},
+        {
+            "TESTBED_DEVICE": spec.name,
+            "TESTBED_TOKEN": state.token_of(spec.name),
+            "OMP_NUM_THREADS": "1",
+        },
         tmpfs={"/tmp": "size=64m,mode=1777"},
-        mounts=[Mount("/state", None, type="volume", labels={RUN: state.run, DEVICE: spec.name})],
+        mounts=[
+            Mount(
+                "/state",
+                None,
+                type="volume",
+                labels={RUN: state.run, DEVICE: spec.name},
+            )
+        ],
         mem_limit=memory,
         memswap_limit=memory,
         pids_limit=256,
         nano_cpus=None if spec.cpus is None else int(spec.cpus * 1e9),
         sysctls=_SYSCTLS,
-        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if spec.gpu else None,
+        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])]
+        if spec.gpu
+        else None,
         extra_hosts=dict(addresses),
         # On one host, the shaper creates the network: the engine's own takes most of a container's start time.
         network_mode=network_name(state.run, "data") if state.hosts else "none",
     )
     if state.hosts:
         # A swarm worker knows the overlay network only after a container was started on it, too late to connect.
-        endpoint = EndpointConfig(DEFAULT_DOCKER_API_VERSION, aliases=[spec.name], ipv4_address=addresses[spec.name])
-        settings["networking_config"] = {"EndpointsConfig": {network_name(state.run, "data"): endpoint}}
+        endpoint = EndpointConfig(
+            DEFAULT_DOCKER_API_VERSION,
+            aliases=[spec.name],
+            ipv4_address=addresses[spec.name],
+        )
+        settings["networking_config"] = {
+            "EndpointsConfig": {network_name(state.run, "data"): endpoint}
+        }
     return {**settings, "hostname": spec.name}
 
 
@@ -170,7 +212,11 @@ def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
         state,
         image,
         {ROLE: SHAPER},
-        {"TESTBED_TOKEN": state.token_of(SHAPER), "TESTBED_LINKS": links, **environment_for([links])},
+        {
+            "TESTBED_TOKEN": state.token_of(SHAPER),
+            "TESTBED_LINKS": links,
+            **environment_for([links]),
+        },
         tmpfs={"/tmp": "size=64m,mode=1777", "/run": "size=16m,mode=755"},
         mem_limit=SHAPER_MEMORY,
         memswap_limit=SHAPER_MEMORY,
@@ -183,7 +229,10 @@ def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
 
 
 def _control_network(run: str) -> dict[str, Any]:
-    return {"network_mode": network_name(run, "control"), "port_bindings": {CONTROL_PORT: ("127.0.0.1", None)}}
+    return {
+        "network_mode": network_name(run, "control"),
+        "port_bindings": {CONTROL_PORT: ("127.0.0.1", None)},
+    }
 
 
 def container_settings(
@@ -213,7 +262,9 @@ def container_settings(
     }
 
 
-def make_container(client: docker.DockerClient, run: str, name: str, settings: dict[str, Any]) -> None:
+def make_container(
+    client: docker.DockerClient, run: str, name: str, settings: dict[str, Any]
+) -> None:
     """Create and start a container. A fixed name makes a repeated request harmless.
 
     Raises `HostError` if the engine refuses.
@@ -224,8 +275,12 @@ def make_container(client: docker.DockerClient, run: str, name: str, settings: d
     except APIError as error:
         # 409: an earlier try of this request has created the container.
         if error.status_code != 409:
-            raise HostError(f"cannot create the container of {name}: {error.explanation}") from error
+            raise HostError(
+                f"cannot create the container of {name}: {error.explanation}"
+            ) from error
     try:
         client.api.start(title)
     except APIError as error:
-        raise HostError(f"cannot start the container of {name}: {error.explanation}") from error
+        raise HostError(
+            f"cannot start the container of {name}: {error.explanation}"
+        ) from error

@@ -19,7 +19,11 @@ from requests.adapters import BaseAdapter
 
 from testbed.common.errors import HostError
 from testbed_controller.lab import runstate
-from testbed_controller.lab.engineaddress import CERTIFICATES, EngineAddress, chosen_engine
+from testbed_controller.lab.engineaddress import (
+    CERTIFICATES,
+    EngineAddress,
+    chosen_engine,
+)
 from testbed_controller.lab.paths import RECIPES, state_folder
 
 Say = Callable[[str], None]
@@ -56,8 +60,16 @@ def connect_to(engine: EngineAddress, timeout: int) -> docker.DockerClient:
     """
     tls: Any = certificates_of(engine) or False
     if timeout < _TIMEOUT:
-        docker.DockerClient(base_url=engine.url, tls=tls, timeout=timeout, version="auto").close()
-    client = docker.DockerClient(base_url=engine.url, tls=tls, timeout=_TIMEOUT, version="auto", max_pool_size=_POOL)
+        docker.DockerClient(
+            base_url=engine.url, tls=tls, timeout=timeout, version="auto"
+        ).close()
+    client = docker.DockerClient(
+        base_url=engine.url,
+        tls=tls,
+        timeout=_TIMEOUT,
+        version="auto",
+        max_pool_size=_POOL,
+    )
     _retry_requests(client)
     # Use no credentials: all images are public, and a build would query every credential helper of the user.
     client.api.reload_config(str(RECIPES / "anonymous.json"))
@@ -78,7 +90,9 @@ def connect_to_all() -> dict[EngineAddress, docker.DockerClient]:
     Unresponsive engines are skipped; raises HostError if none responds.
     """
     states = [runstate.read(run) for run in runstate.runs()]
-    remembered = [state.engine for state in states if state.engine is not None and not state.hosts]
+    remembered = [
+        state.engine for state in states if state.engine is not None and not state.hosts
+    ]
     clients: dict[EngineAddress, docker.DockerClient] = {}
     refusals: list[HostError] = []
     for engine in dict.fromkeys([chosen_engine(), *remembered]):
@@ -106,8 +120,12 @@ def certificates_of(engine: EngineAddress) -> TLSConfig | None:
     """Return the certificates for an engine, or None without TLS."""
     if not engine.certificates:
         return None
-    ca, certificate, key = (str(Path(engine.certificates) / name) for name in CERTIFICATES)
-    return _Certificates(client_cert=(certificate, key), ca_cert=ca, verify=engine.verify)
+    ca, certificate, key = (
+        str(Path(engine.certificates) / name) for name in CERTIFICATES
+    )
+    return _Certificates(
+        client_cert=(certificate, key), ca_cert=ca, verify=engine.verify
+    )
 
 
 def _retry_requests(client: docker.DockerClient) -> None:
@@ -126,16 +144,22 @@ class _Patient(BaseAdapter):
         super().__init__()
         self._inner = inner
 
-    def send(self, request: requests.PreparedRequest, *arguments: Any, **options: Any) -> requests.Response:
+    def send(
+        self, request: requests.PreparedRequest, *arguments: Any, **options: Any
+    ) -> requests.Response:
         """Send a request repeatedly until the engine responds; a streamed body is sent once only."""
         until = time.monotonic() + PATIENCE
         while True:
             try:
                 return self._inner.send(request, *arguments, **options)
             except requests.ReadTimeout as error:
-                raise HostError(f"the container engine took more than {_TIMEOUT} s for a request") from error
+                raise HostError(
+                    f"the container engine took more than {_TIMEOUT} s for a request"
+                ) from error
             except requests.ConnectionError as error:
-                if time.monotonic() > until or not isinstance(request.body, bytes | str | None):
+                if time.monotonic() > until or not isinstance(
+                    request.body, bytes | str | None
+                ):
                     text = f"the container engine has not answered for {PATIENCE:.0f} s ({_shorten_error(str(error))})"
                     raise HostError(text) from error
             time.sleep(_PAUSE)
@@ -157,14 +181,20 @@ def ensure_engine(say: Say, engine: EngineAddress | None = None) -> docker.Docke
         if not may_start(engine):
             raise
     if shutil.which("dockerd") is None:
-        install_packages(["docker.io", "cgroupfs-mount"], say, why="no Docker engine responds and none is installed")
+        install_packages(
+            ["docker.io", "cgroupfs-mount"],
+            say,
+            why="no Docker engine responds and none is installed",
+        )
     try:
         return connect(engine)  # the installation may have started the engine
     except HostError:
         return _start_engine(say)
 
 
-def lab_problem(client: docker.DockerClient, engine: EngineAddress) -> tuple[str, str] | None:
+def lab_problem(
+    client: docker.DockerClient, engine: EngineAddress
+) -> tuple[str, str] | None:
     """Return a reason why an engine cannot host a lab, and the remedy; None if it can."""
     if not engine.is_local:
         reason = f"{engine.title} is another machine, whose published ports are unreachable from this one"
@@ -172,7 +202,10 @@ def lab_problem(client: docker.DockerClient, engine: EngineAddress) -> tuple[str
     options = client.info().get("SecurityOptions") or ()
     for option, reason in _REFUSED_OPTIONS.items():
         if option in options:
-            return reason, "use an engine without it, by DOCKER_HOST or a docker context"
+            return (
+                reason,
+                "use an engine without it, by DOCKER_HOST or a docker context",
+            )
     return None
 
 
@@ -203,7 +236,9 @@ def facts(client: docker.DockerClient) -> dict[str, Any]:
     info, version = client.info(), client.version()
     parts = [str(part.get("Name", "")) for part in version.get("Components") or ()]
     return {
-        "name": "Podman" if any(part.startswith("Podman") for part in parts) else "Docker",
+        "name": "Podman"
+        if any(part.startswith("Podman") for part in parts)
+        else "Docker",
         "version": str(version.get("Version", "")),
         "api": str(version.get("ApiVersion", "")),
         "kernel": str(info.get("KernelVersion", "")),
@@ -229,7 +264,9 @@ def refusal_within(seconds: float, ask: Callable[[], object]) -> str:
             ask()
             answers.append("")
         except (DockerException, OSError) as error:
-            answers.append(_last_line(str(getattr(error, "explanation", None) or error)))
+            answers.append(
+                _last_line(str(getattr(error, "explanation", None) or error))
+            )
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
@@ -245,7 +282,11 @@ def install_packages(packages: list[str], say: Say, why: str) -> None:
     say(f"{why}: apt-get install {' '.join(packages)}")
     command = ["sh", str(RECIPES / "install"), why, *packages]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if done.returncode:
         raise HostError(_last_line(done.stdout))
@@ -282,7 +323,10 @@ def _explain_missing_engine(engine: EngineAddress, error: BaseException) -> str:
 
 def _shorten_error(text: str) -> str:
     """Return a short form of a refused connection's error."""
-    known = {"FileNotFoundError": "the socket does not exist", "Connection refused": "connection refused"}
+    known = {
+        "FileNotFoundError": "the socket does not exist",
+        "Connection refused": "connection refused",
+    }
     for long, short in known.items():
         if long in text:
             return short
@@ -293,7 +337,9 @@ def _start_engine(say: Say) -> docker.DockerClient:
     """Start the installed engine, through systemd if available, and wait for a response."""
     if Path("/run/systemd/system").is_dir():
         say("starting the Docker engine: systemctl start docker")
-        subprocess.run(["systemctl", "start", "docker"], check=False, stdin=subprocess.DEVNULL)
+        subprocess.run(
+            ["systemctl", "start", "docker"], check=False, stdin=subprocess.DEVNULL
+        )
         return _wait_for_engine(None, "journalctl -u docker")
     _mount_cgroups()
     log = state_folder() / "dockerd.log"
@@ -311,14 +357,18 @@ def _start_engine(say: Say) -> docker.DockerClient:
     return _wait_for_engine(process, str(log))
 
 
-def _wait_for_engine(process: subprocess.Popen[bytes] | None, log: str) -> docker.DockerClient:
+def _wait_for_engine(
+    process: subprocess.Popen[bytes] | None, log: str
+) -> docker.DockerClient:
     deadline = time.monotonic() + _START_PATIENCE
     while True:
         try:
             return connect(EngineAddress())
         except HostError:
             if process is not None and process.poll() is not None:
-                raise HostError(f"the Docker engine did not start: {_last_error(Path(log))} (see {log})") from None
+                raise HostError(
+                    f"the Docker engine did not start: {_last_error(Path(log))} (see {log})"
+                ) from None
             if time.monotonic() > deadline:
                 raise HostError(
                     f"the Docker engine did not respond within {_START_PATIENCE:.0f} s: see {log}"
@@ -328,10 +378,15 @@ def _wait_for_engine(process: subprocess.Popen[bytes] | None, log: str) -> docke
 
 def _mount_cgroups() -> None:
     """Mount the control groups if no init system has done so."""
-    if any(line.split()[2].startswith("cgroup") for line in Path("/proc/mounts").read_text().splitlines()):
+    if any(
+        line.split()[2].startswith("cgroup")
+        for line in Path("/proc/mounts").read_text().splitlines()
+    ):
         return
     helper = shutil.which("cgroupfs-mount")
-    command = [helper] if helper else ["mount", "-t", "cgroup2", "none", "/sys/fs/cgroup"]
+    command = (
+        [helper] if helper else ["mount", "-t", "cgroup2", "none", "/sys/fs/cgroup"]
+    )
     subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
 
 
@@ -346,8 +401,16 @@ def _path_with_working_iptables() -> str:
         if system_folder not in folders:
             folders.append(system_folder)
     path = os.pathsep.join(folders)
-    current, legacy = shutil.which("iptables", path=path), shutil.which("iptables-legacy", path=path)
-    if current is None or legacy is None or _iptables_works(current) or not _iptables_works(legacy):
+    current, legacy = (
+        shutil.which("iptables", path=path),
+        shutil.which("iptables-legacy", path=path),
+    )
+    if (
+        current is None
+        or legacy is None
+        or _iptables_works(current)
+        or not _iptables_works(legacy)
+    ):
         return path
     folder = state_folder() / "bin"
     folder.mkdir(exist_ok=True)
@@ -361,14 +424,22 @@ def _path_with_working_iptables() -> str:
 
 
 def _iptables_works(iptables: str) -> bool:
-    done = subprocess.run([iptables, "-t", "nat", "-S"], capture_output=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [iptables, "-t", "nat", "-S"], capture_output=True, stdin=subprocess.DEVNULL
+    )
     return done.returncode == 0
 
 
 def _last_error(log: Path) -> str:
     """Return the last error in the engine's log."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    serious = [line for line in lines if "level=" not in line or "level=error" in line or "level=fatal" in line]
+    lines = [
+        line for line in log.read_text(errors="replace").splitlines() if line.strip()
+    ]
+    serious = [
+        line
+        for line in lines
+        if "level=" not in line or "level=error" in line or "level=fatal" in line
+    ]
     return (serious or lines or ["no reason given"])[-1]
 
 

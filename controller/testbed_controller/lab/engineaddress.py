@@ -66,7 +66,11 @@ class EngineAddress:
         """Instruction for returning from this engine to the engine of this machine."""
         if not self.context:
             return "unset DOCKER_HOST"
-        return "unset DOCKER_CONTEXT" if os.environ.get("DOCKER_CONTEXT") else "'docker context use default'"
+        return (
+            "unset DOCKER_CONTEXT"
+            if os.environ.get("DOCKER_CONTEXT")
+            else "'docker context use default'"
+        )
 
 
 def chosen_engine() -> EngineAddress:
@@ -78,7 +82,9 @@ def chosen_engine() -> EngineAddress:
     host = os.environ.get("DOCKER_HOST")
     if host:
         verify = bool(os.environ.get("DOCKER_TLS_VERIFY"))
-        folder = os.environ.get("DOCKER_CERT_PATH") or (str(Path.home() / ".docker") if verify else "")
+        folder = os.environ.get("DOCKER_CERT_PATH") or (
+            str(Path.home() / ".docker") if verify else ""
+        )
         return EngineAddress(host, "", True, folder, verify)
     name = os.environ.get("DOCKER_CONTEXT") or _current_context()
     if name in ("", "default"):
@@ -86,7 +92,9 @@ def chosen_engine() -> EngineAddress:
     try:
         return find_context(name)
     except InputError as error:
-        raise HostError(f"{error}; or choose another context, for example with 'docker context use default'") from None
+        raise HostError(
+            f"{error}; or choose another context, for example with 'docker context use default'"
+        ) from None
 
 
 def find_context(name: str) -> EngineAddress:
@@ -96,7 +104,9 @@ def find_context(name: str) -> EngineAddress:
     folder = _configuration_folder() / "contexts"
     key = hashlib.sha256(name.encode()).hexdigest()
     try:
-        endpoint = json.loads((folder / "meta" / key / "meta.json").read_text())["Endpoints"]["docker"]
+        endpoint = json.loads((folder / "meta" / key / "meta.json").read_text())[
+            "Endpoints"
+        ]["docker"]
     except FileNotFoundError:
         raise InputError(
             f"unknown docker context '{name}' (contexts: {', '.join(context_names())}): create it with "
@@ -105,7 +115,9 @@ def find_context(name: str) -> EngineAddress:
     certificates = folder / "tls" / key / "docker"
     complete = all((certificates / file).exists() for file in CERTIFICATES)
     tls = str(certificates) if complete else ""
-    return EngineAddress(str(endpoint["Host"]), name, True, tls, not endpoint.get("SkipTLSVerify"))
+    return EngineAddress(
+        str(endpoint["Host"]), name, True, tls, not endpoint.get("SkipTLSVerify")
+    )
 
 
 def context_names() -> list[str]:
@@ -116,8 +128,14 @@ def context_names() -> list[str]:
 
 
 def _current_context() -> str:
-    with suppress(OSError, ValueError):  # docker's own commands treat an unreadable file as empty
-        return str(json.loads((_configuration_folder() / "config.json").read_text()).get("currentContext", ""))
+    with suppress(
+        OSError, ValueError
+    ):  # docker's own commands treat an unreadable file as empty
+        return str(
+            json.loads((_configuration_folder() / "config.json").read_text()).get(
+                "currentContext", ""
+            )
+        )
     return ""
 
 

@@ -59,7 +59,9 @@ class Ending:
 class Health:
     """Health checks of a run's containers; ``memory`` has the limit of each device in bytes."""
 
-    def __init__(self, client: docker.DockerClient, run: str, memory: Mapping[str, float]) -> None:
+    def __init__(
+        self, client: docker.DockerClient, run: str, memory: Mapping[str, float]
+    ) -> None:
         self._client = client
         self._run = run
         self._memory = memory
@@ -77,7 +79,10 @@ class Health:
         waiting = dict(urls)
         began = looked = time.monotonic()
         while True:
-            before, waiting = waiting, {name: url for name, url in waiting.items() if not is_healthy(url)}
+            before, waiting = (
+                waiting,
+                {name: url for name, url in waiting.items() if not is_healthy(url)},
+            )
             if not waiting:
                 return
             now = time.monotonic()
@@ -87,7 +92,9 @@ class Health:
                 looked = now
                 self._check_all(waiting, ports=published and now - began > PORT_SECONDS)
             if now - began > PATIENCE:
-                self._give_up(next(iter(waiting)), f"does not answer within {PATIENCE:.0f} s")
+                self._give_up(
+                    next(iter(waiting)), f"does not answer within {PATIENCE:.0f} s"
+                )
             time.sleep(INTERVAL)
 
     def _check_all(self, urls: Mapping[str, str], ports: bool) -> None:
@@ -117,9 +124,13 @@ class Health:
             return self._explain_starvation(name)
         code = status["ExitCode"]
         if self._was_asked(name, status):
-            return Ending(f"was ended through the engine (exit code {code})", asked=True)
+            return Ending(
+                f"was ended through the engine (exit code {code})", asked=True
+            )
         if code in TERMINATED and self._wait_for_all_to_end():
-            return Ending("was ended with all other containers of the run: the container engine was stopped")
+            return Ending(
+                "was ended with all other containers of the run: the container engine was stopped"
+            )
         if code != KILLED:
             return Ending(f"ended by itself with exit code {code}")
         # With cgroup v1, the engine misses most OOM kills, because the cgroup disappears before it checks.
@@ -142,22 +153,31 @@ class Health:
 
     def _ended_state(self, name: str) -> dict[str, Any] | None:
         """Return the engine's state of an ended container, otherwise None."""
-        status: dict[str, Any] = self._client.api.inspect_container(container_name(self._run, name))["State"]
+        status: dict[str, Any] = self._client.api.inspect_container(
+            container_name(self._run, name)
+        )["State"]
         return status if status["Status"] in ("exited", "dead") else None
 
     def _explain_starvation(self, name: str) -> Ending:
         limit = self._memory.get(name)
         if limit is None:
-            return Ending("was killed by the kernel because of insufficient memory", starved=True)
+            return Ending(
+                "was killed by the kernel because of insufficient memory", starved=True
+            )
         return Ending(_out_of_memory(limit), starved=True)
 
     def _was_asked(self, name: str, status: Mapping[str, Any]) -> bool:
         """Return whether a client requested the end of the container."""
         filters = {"container": container_name(self._run, name), "event": "kill"}
-        began, ended = (datetime.fromisoformat(status[key]).timestamp() for key in ("StartedAt", "FinishedAt"))
+        began, ended = (
+            datetime.fromisoformat(status[key]).timestamp()
+            for key in ("StartedAt", "FinishedAt")
+        )
         # The engine records a kill just after sending the signal, and responds when the window is over.
         window = int(began), math.ceil(ended + KILL_NOTED)
-        with contextlib.closing(self._client.events(*window, decode=True, filters=filters)) as events:
+        with contextlib.closing(
+            self._client.events(*window, decode=True, filters=filters)
+        ) as events:
             return any(event["timeNano"] / 1e9 >= began for event in events)
 
     def check_alive(self, name: str) -> None:
@@ -175,7 +195,12 @@ class Health:
             raise HostError(f"{name}: {problem}")
 
     def _give_up(self, name: str, why: str) -> NoReturn:
-        log = b"".join(container_logs(self._client, self._run, name)).decode(errors="replace").strip().splitlines()
+        log = (
+            b"".join(container_logs(self._client, self._run, name))
+            .decode(errors="replace")
+            .strip()
+            .splitlines()
+        )
         _LOG.info("the log of %s ends with:\n%s", name, "\n".join(log[-LOGGED_LINES:]))
         raise HostError(f"{name} {why}; last log line: {log[-1] if log else 'none'}")
 
@@ -183,7 +208,9 @@ class Health:
 def _count_oom_kills() -> int:
     """Return the number of processes killed by this kernel for lack of memory; 0 without statistics."""
     with contextlib.suppress(OSError):
-        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        counts = dict(
+            line.split() for line in Path("/proc/vmstat").read_text().splitlines()
+        )
         return int(counts.get("oom_kill", 0))
     return 0
 

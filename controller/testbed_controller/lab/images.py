@@ -51,7 +51,10 @@ _BOOTSTRAP_ROOM = 600 * 10**6
 LABEL = "testbed.image"
 _STAGE_SECONDS = 3600.0
 """Upper bound of a build's duration, in seconds."""
-_SYSTEM_CONTAINERD = ("/run/containerd/containerd.sock", "/var/run/containerd/containerd.sock")
+_SYSTEM_CONTAINERD = (
+    "/run/containerd/containerd.sock",
+    "/var/run/containerd/containerd.sock",
+)
 """Sockets of a system containerd, whose data is outside the engine's folder."""
 
 CODE = {
@@ -66,10 +69,24 @@ CODE = {
     "agent": ("testbed", "testbed_agent"),
 }
 """The packages, or parts of packages, in each image."""
-HOSTS = ("testbed/scenario/", "testbed/simulation/", "testbed/prepare.py", "testbed/validation.py")
+HOSTS = (
+    "testbed/scenario/",
+    "testbed/simulation/",
+    "testbed/prepare.py",
+    "testbed/validation.py",
+)
 """Files excluded from all images: scenarios are read, planned and simulated on the host."""
 
-SPARE = {"program": 4, "packages": 4, "device": 8, "shaper": 8, "agent": 2, "runtime": 4, "base": 2, "stage": 0}
+SPARE = {
+    "program": 4,
+    "packages": 4,
+    "device": 8,
+    "shaper": 8,
+    "agent": 2,
+    "runtime": 4,
+    "base": 2,
+    "stage": 0,
+}
 """Number of old images of each kind to keep after a build, for a quick return to another version."""
 
 
@@ -88,7 +105,9 @@ class ImageTags:
     @property
     def by_kind(self) -> dict[str, str]:
         """Return the tag of each kind of image."""
-        return {kind: value for kind, value in vars(self).items() if isinstance(value, str)}
+        return {
+            kind: value for kind, value in vars(self).items() if isinstance(value, str)
+        }
 
 
 def names(target: Target | None = None) -> ImageTags:
@@ -121,19 +140,41 @@ def _choose(client: docker.DockerClient, choices: Sequence[ImageTags]) -> ImageT
 
 def _tags_for(code: Mapping[str, Mapping[str, bytes]], target: Target) -> ImageTags:
     runtimes = {kind: _runtime_tag(kind, target) for kind in code}
-    tags = {kind: _code_tag(kind, files, runtimes[kind]) for kind, files in code.items()}
-    return ImageTags(_base_tag(), runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"], target)
+    tags = {
+        kind: _code_tag(kind, files, runtimes[kind]) for kind, files in code.items()
+    }
+    return ImageTags(
+        _base_tag(),
+        runtimes["device"],
+        runtimes["shaper"],
+        tags["device"],
+        tags["shaper"],
+        target,
+    )
 
 
 def _base_tag() -> str:
-    packages, bootstrap = "\n".join(_base_packages()), "\n".join(_bootstrap_command("-"))
-    parts = {"packages": packages.encode(), "recipe": recipe("base"), "bootstrap": bootstrap.encode()}
+    packages, bootstrap = (
+        "\n".join(_base_packages()),
+        "\n".join(_bootstrap_command("-")),
+    )
+    parts = {
+        "packages": packages.encode(),
+        "recipe": recipe("base"),
+        "bootstrap": bootstrap.encode(),
+    }
     return f"testbed/base:{digest(parts)}"
 
 
 def _runtime_tag(kind: str, target: Target) -> str:
-    packages = "\n".join(f"{name}{specifier}" for name, specifier in requirements(kind, target).items())
-    parts = {"base": _base_tag().encode(), "recipe": recipe("runtime"), "packages": packages.encode()}
+    packages = "\n".join(
+        f"{name}{specifier}" for name, specifier in requirements(kind, target).items()
+    )
+    parts = {
+        "base": _base_tag().encode(),
+        "recipe": recipe("runtime"),
+        "packages": packages.encode(),
+    }
     return f"testbed/runtime:{digest(parts)}"
 
 
@@ -155,7 +196,9 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
         return wanted
     with build_lock():
         wanted = _choose(client, choices)
-        if not image_exists(client, wanted.device) and not image_exists(client, wanted.device_runtime):
+        if not image_exists(client, wanted.device) and not image_exists(
+            client, wanted.device_runtime
+        ):
             wanted = _obtain_torch(choices, say)
         for kind, files in code.items():
             _ensure_image(client, kind, files, wanted.target, say)
@@ -173,10 +216,18 @@ def _obtain_torch(choices: Sequence[ImageTags], say: Say) -> ImageTags:
 
 def ensure_agent(client: docker.DockerClient, say: Say) -> str:
     """Return the tag of the agent's image, which `images/program.Dockerfile` adds to a user's image."""
-    return _ensure_image(client, "agent", _code_files("agent"), _targets(client)[0], say)
+    return _ensure_image(
+        client, "agent", _code_files("agent"), _targets(client)[0], say
+    )
 
 
-def _ensure_image(client: docker.DockerClient, kind: str, code: Mapping[str, bytes], target: Target, say: Say) -> str:
+def _ensure_image(
+    client: docker.DockerClient,
+    kind: str,
+    code: Mapping[str, bytes],
+    target: Target,
+    say: Say,
+) -> str:
     """Return the tag of an image with our code, after building missing layers."""
     runtime, base = _runtime_tag(kind, target), _base_tag()
     tag = _code_tag(kind, code, runtime)
@@ -194,7 +245,9 @@ def _ensure_image(client: docker.DockerClient, kind: str, code: Mapping[str, byt
 
 
 def remove_images(
-    client: docker.DockerClient, keep: ImageTags | None = None, spare: Mapping[str, int] | None = None
+    client: docker.DockerClient,
+    keep: ImageTags | None = None,
+    spare: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Remove the testbed's images except ``keep`` and the newest ``spare`` of each kind; return removed tags."""
     keep_tags = set() if keep is None else set(keep.by_kind.values())
@@ -216,13 +269,19 @@ def _images_of(client: docker.DockerClient, kind: str) -> list[Image]:
     else:
         # Images that users build on ours inherit the label, but have other names.
         prefix = f"testbed/{kind}:"
-        selected = [image for image in images if any(tag.startswith(prefix) for tag in image.tags)]
+        selected = [
+            image
+            for image in images
+            if any(tag.startswith(prefix) for tag in image.tags)
+        ]
     return sorted(selected, key=lambda image: str(image.attrs["Created"]), reverse=True)
 
 
 def _is_abandoned(stage: Image) -> bool:
     """Return whether a stage is too old for an active build, possibly of another user of the engine."""
-    created = datetime.fromisoformat(str(stage.attrs["Created"])[:19]).replace(tzinfo=UTC)
+    created = datetime.fromisoformat(str(stage.attrs["Created"])[:19]).replace(
+        tzinfo=UTC
+    )
     return (datetime.now(UTC) - created).total_seconds() > _STAGE_SECONDS
 
 
@@ -257,7 +316,9 @@ def recipe(kind: str) -> bytes:
 
 
 def _base_packages() -> list[str]:
-    return sorted({*read_list(RECIPES / "base.packages"), *read_list(RECIPES / "shaper.packages")})
+    return sorted(
+        {*read_list(RECIPES / "base.packages"), *read_list(RECIPES / "shaper.packages")}
+    )
 
 
 def _code_files(kind: str) -> dict[str, bytes]:
@@ -290,10 +351,14 @@ def _make_base(client: docker.DockerClient, tag: str, say: Say) -> None:
 
 def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
     """Build the base from the official Python image; return the reason of a failure, or an empty text."""
-    if refusal := refusal_within(PULL_PATIENCE, lambda: client.images.pull(REGISTRY_BASE)):
+    if refusal := refusal_within(
+        PULL_PATIENCE, lambda: client.images.pull(REGISTRY_BASE)
+    ):
         return refusal
     say(f"building {tag} on {REGISTRY_BASE}")
-    arguments = {"PACKAGES": " ".join(name for name in _base_packages() if name != "python3")}
+    arguments = {
+        "PACKAGES": " ".join(name for name in _base_packages() if name != "python3")
+    }
     try:
         build(
             client,
@@ -310,9 +375,20 @@ def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
 
 
 def _bootstrap_command(target: str) -> list[str]:
-    excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("man", "doc", "locale", "info")]
+    excluded = [
+        f"--dpkgopt=path-exclude=/usr/share/{name}/*"
+        for name in ("man", "doc", "locale", "info")
+    ]
     include = "--include=" + ",".join(_base_packages())
-    return ["mmdebstrap", "--quiet", "--variant=minbase", include, *excluded, "bookworm", target]
+    return [
+        "mmdebstrap",
+        "--quiet",
+        "--variant=minbase",
+        include,
+        *excluded,
+        "bookworm",
+        target,
+    ]
 
 
 def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> None:
@@ -322,35 +398,62 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
                 "no base image: no container registry responds and mmdebstrap is not installed; run "
                 "'sudo apt-get install mmdebstrap' and try again"
             )
-        install_packages(["mmdebstrap"], say, why="the base image is made with mmdebstrap")
-    say(f"making {tag} with mmdebstrap: Debian 12, Python {PYTHON}, {len(_base_packages())} packages")
+        install_packages(
+            ["mmdebstrap"], say, why="the base image is made with mmdebstrap"
+        )
+    say(
+        f"making {tag} with mmdebstrap: Debian 12, Python {PYTHON}, {len(_base_packages())} packages"
+    )
     with tempfile.TemporaryDirectory(prefix="testbed-base-") as folder:
         archive = Path(folder) / "base.tar"
         command = _bootstrap_command(str(archive))
-        done = subprocess.run(command, cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, text=True)
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
         if done.returncode:
-            if full := describe_full_disk(done.stderr, Path(tempfile.gettempdir()), _BOOTSTRAP_ROOM):
+            if full := describe_full_disk(
+                done.stderr, Path(tempfile.gettempdir()), _BOOTSTRAP_ROOM
+            ):
                 raise HostError(f"mmdebstrap failed: {full}")
-            complaints = [line for line in done.stderr.splitlines() if line.startswith("E:")] or ["no reason given"]
-            raise HostError(f"mmdebstrap failed: {complaints[0]}; run '{' '.join(command[:3])} ... bookworm' manually")
+            complaints = [
+                line for line in done.stderr.splitlines() if line.startswith("E:")
+            ] or ["no reason given"]
+            raise HostError(
+                f"mmdebstrap failed: {complaints[0]}; run '{' '.join(command[:3])} ... bookworm' manually"
+            )
         labelled = [f"LABEL {LABEL}=base testbed.source=mmdebstrap"]
         try:  # Podman accepts the tag only as part of the repository
-            client.api.import_image_from_file(str(archive), repository=tag, changes=labelled)
+            client.api.import_image_from_file(
+                str(archive), repository=tag, changes=labelled
+            )
         except APIError as error:
-            raise HostError(f"the engine refused the base image: {_summarise_error(error)}") from error
+            raise HostError(
+                f"the engine refused the base image: {_summarise_error(error)}"
+            ) from error
 
 
 # Runtime image
 
 
-def _build_runtime(client: docker.DockerClient, kind: str, base: str, tag: str, target: Target) -> None:
+def _build_runtime(
+    client: docker.DockerClient, kind: str, base: str, tag: str, target: Target
+) -> None:
     wheels = fetch_wheels(requirements(kind, target), target)
     build(
         client,
         tag,
         recipe("runtime"),
         {f"wheels/{path.name}": path for path in wheels},
-        {"BASE": base, "MODULES": ", ".join(sorted(name.replace("-", "_") for name in list_packages(kind)))},
+        {
+            "BASE": base,
+            "MODULES": ", ".join(
+                sorted(name.replace("-", "_") for name in list_packages(kind))
+            ),
+        },
         {LABEL: "runtime", "testbed.runtime": kind},
     )
 
@@ -379,7 +482,9 @@ def build(
                 for name, content in {"Dockerfile": recipe, **files}.items():
                     _add_file(archive, name, content)
         except OSError as error:
-            raise HostError(f"cannot build the image {tag}: {BUILD}: {error.strerror or error}") from error
+            raise HostError(
+                f"cannot build the image {tag}: {BUILD}: {error.strerror or error}"
+            ) from error
         context.seek(0)
         stage = secrets.token_hex(8)
         try:
@@ -395,10 +500,14 @@ def build(
                 forcerm=True,
             )
         except (BuildError, APIError) as error:
-            raise HostError(f"cannot build the image {tag}: {_summarise_error(error)}") from error
+            raise HostError(
+                f"cannot build the image {tag}: {_summarise_error(error)}"
+            ) from error
         finally:
             # The builder caches the stage with the wheels, which is useless because tags contain hashes.
-            for image in client.images.list(filters={"label": f"testbed.stage={stage}", "dangling": True}):
+            for image in client.images.list(
+                filters={"label": f"testbed.stage={stage}", "dangling": True}
+            ):
                 _remove_image(client, str(image.id))
 
 
@@ -418,8 +527,16 @@ def _add_file(archive: tarfile.TarFile, name: str, content: bytes | Path) -> Non
 def _summarise_error(error: BaseException) -> str:
     """Return one line with the engine's reason."""
     if isinstance(error, BuildError):
-        output = "".join(str(line.get("stream", "")) for line in error.build_log if isinstance(line, dict))
-        lines = [line for line in output.splitlines() if line.strip() and not line.startswith(("Step", " --->"))]
+        output = "".join(
+            str(line.get("stream", ""))
+            for line in error.build_log
+            if isinstance(line, dict)
+        )
+        lines = [
+            line
+            for line in output.splitlines()
+            if line.strip() and not line.startswith(("Step", " --->"))
+        ]
         return " / ".join([str(error.msg), *lines[-2:]])
     text = str(getattr(error, "explanation", None) or error)
     return text.strip().splitlines()[-1] if text.strip() else type(error).__name__

@@ -49,7 +49,11 @@ from testbed_controller.lab.engineaddress import EngineAddress, chosen_engine
 from testbed_controller.lab.health import Health
 from testbed_controller.lab.images import ensure_images
 from testbed_controller.lab.memory import check_memory, too_small
-from testbed_controller.lab.networks import data_subnet, device_addresses, make_control_network
+from testbed_controller.lab.networks import (
+    data_subnet,
+    device_addresses,
+    make_control_network,
+)
 from testbed_controller.lab.programimages import device_images
 from testbed_controller.lab.reaper import Reaper
 from testbed_controller.lab.removal import DEVICE, RUN, remove_run
@@ -72,7 +76,9 @@ Progress = Callable[[str], None]
 class RunLab:
     """The common state of a lab on one engine or on several."""
 
-    def __init__(self, state: runstate.RunState, trial: Trial, subnet: IPv4Network) -> None:
+    def __init__(
+        self, state: runstate.RunState, trial: Trial, subnet: IPv4Network
+    ) -> None:
         self._state = state
         self._reaper: Reaper | None = None
         self.trial = trial
@@ -96,7 +102,9 @@ class RunLab:
         images = []
         for experiment in (now, wanted):
             programs = programs_of(experiment.workload, names)
-            images.append({name: (part.image, part.packages) for name, part in programs.items()})
+            images.append(
+                {name: (part.image, part.packages) for name, part in programs.items()}
+            )
         for key, same in (
             ("devices", now.devices == wanted.devices),
             ("network", (now.links, now.cells) == (wanted.links, wanted.cells)),
@@ -104,7 +112,9 @@ class RunLab:
         ):
             if not same:
                 text = f"{key}: differs from the lab {self.run_id}"
-                raise InputError(f"{text}: change only the workload, or run 'testbed down' and 'testbed up' again")
+                raise InputError(
+                    f"{text}: change only the workload, or run 'testbed down' and 'testbed up' again"
+                )
 
     def note_results(self, results: Path) -> None:
         """Store the results folder of the active run."""
@@ -150,14 +160,21 @@ class Lab(RunLab):
         self._url = url or self._through_shaper
         self._clock = clock
         names = [device.name for device in trial.experiment.devices]
-        self._addresses = {name: str(address) for name, address in device_addresses(subnet, names).items()}
+        self._addresses = {
+            name: str(address)
+            for name, address in device_addresses(subnet, names).items()
+        }
         self._here = [name for name in names if here is None or name in here]
         self.devices: dict[str, DeviceContainer] = {}
         self._shaper_url = ""
         self._agents: dict[str, Agent] = {}
         self.over = threading.Event()
         """Set when the lab is removed."""
-        self.health = Health(client, state.run, {device.name: device.memory for device in trial.experiment.devices})
+        self.health = Health(
+            client,
+            state.run,
+            {device.name: device.memory for device in trial.experiment.devices},
+        )
         self.health.is_here = clock is None
         self.ending = self.health.ending
         """Function that returns the cause of a container's end; see `Health.ending`."""
@@ -192,16 +209,31 @@ class Lab(RunLab):
             raise HostError(text)
         check_memory(trial.experiment.devices, machine["memory"], torch=needs_torch)
         if machine["unlimited"]:
-            say(f"limits on {', '.join(machine['unlimited'])} are not enforced: see 'testbed doctor'")
+            say(
+                f"limits on {', '.join(machine['unlimited'])} are not enforced: see 'testbed doctor'"
+            )
         images = ensure_images(client, say)
-        devices = device_images(client, trial.scenario.workload, trial.experiment, images, say)
+        devices = device_images(
+            client, trial.scenario.workload, trial.experiment, images, say
+        )
         state = new_state(trial, run_id, results, keep, engine)
         reaper = Reaper(state.run)
-        with reaper.guarding(partial(remove_run, client, state.run, settle=False), keep):
+        with reaper.guarding(
+            partial(remove_run, client, state.run, settle=False), keep
+        ):
             runstate.write(state)
-            lab = cls(client, state, trial, data_subnet(trial.scenario.network.subnet, len(trial.experiment.devices)))
+            lab = cls(
+                client,
+                state,
+                trial,
+                data_subnet(
+                    trial.scenario.network.subnet, len(trial.experiment.devices)
+                ),
+            )
             say("creating the network")
-            make_control_network(client, state.run, trial.scenario.network.control_subnet)
+            make_control_network(
+                client, state.run, trial.scenario.network.control_subnet
+            )
             lab.populate(devices, images.shaper, links, say)
         if not keep:
             lab._reaper = reaper
@@ -217,10 +249,14 @@ class Lab(RunLab):
         state = runstate.read(run_id)
         client = connect(state.engine)
         trial = trial_of(state)
-        subnet = data_subnet(trial.scenario.network.subnet, len(trial.experiment.devices))
+        subnet = data_subnet(
+            trial.scenario.network.subnet, len(trial.experiment.devices)
+        )
         lab = cls(client, state, trial, subnet)
         lab.refresh()
-        with contextlib.suppress(HostError):  # without a shaper, no program can be started or followed
+        with contextlib.suppress(
+            HostError
+        ):  # without a shaper, no program can be started or followed
             lab._compare_clocks()
         return lab
 
@@ -232,7 +268,9 @@ class Lab(RunLab):
         if clock.is_other:
             self._clock = clock
             self.health.is_here = False
-            threading.Thread(target=clock.follow, args=(self.over,), name="clock", daemon=True).start()
+            threading.Thread(
+                target=clock.follow, args=(self.over,), name="clock", daemon=True
+            ).start()
 
     @property
     def broadcast(self) -> str:
@@ -243,7 +281,9 @@ class Lab(RunLab):
         """Update the state of every container; a missing one is ``gone``."""
         self._shaper_url = self.look(SHAPER).control_url
         for name in self._here:
-            self.devices[name] = look(self._client, self.run_id, name, self._addresses[name], self._url)
+            self.devices[name] = look(
+                self._client, self.run_id, name, self._addresses[name], self._url
+            )
 
     def states(self) -> dict[str, str]:
         """Return the engine's state of each device's container, with a single query."""
@@ -256,9 +296,15 @@ class Lab(RunLab):
     def facts(self) -> dict[str, Any]:
         """Return the properties of engine, images and link backend for a run's manifest."""
         images = {}
-        for container in self._client.api.containers(all=True, filters={"label": f"{RUN}={self.run_id}"}):
+        for container in self._client.api.containers(
+            all=True, filters={"label": f"{RUN}={self.run_id}"}
+        ):
             images[str(container["Image"])] = str(container["ImageID"])
-        lab_facts = {"engine": facts(self._client), "images": images, "shaper": self.shaper.facts()}
+        lab_facts = {
+            "engine": facts(self._client),
+            "images": images,
+            "shaper": self.shaper.facts(),
+        }
         if isinstance(self._clock, EngineClock):
             lab_facts["clock"] = self._clock.clock.facts()
         return lab_facts
@@ -279,10 +325,14 @@ class Lab(RunLab):
         """Return a client of a device's agent at the current port; raises `TestbedError` if the device is off."""
         url = self._device(name).control_url
         if not url:
-            raise TestbedError(f"{name} is {self.devices[name].state}: its agent does not run")
+            raise TestbedError(
+                f"{name} is {self.devices[name].state}: its agent does not run"
+            )
         known = self._agents.get(name)
         if known is None or known.url != url:
-            known = self._agents[name] = Agent(url, self._state.token_of(name), name, self._clock)
+            known = self._agents[name] = Agent(
+                url, self._state.token_of(name), name, self._clock
+            )
         return known
 
     def changes(self, on_return: Callable[[float], None]) -> ContainerChanges:
@@ -308,7 +358,9 @@ class Lab(RunLab):
         try:
             self._client.api.start(device.id)
         except NotFound:
-            raise TestbedError(f"the container of {name} was removed and cannot be started again") from None
+            raise TestbedError(
+                f"the container of {name} was removed and cannot be started again"
+            ) from None
         except APIError as error:
             raise HostError(f"cannot start {name}: {error.explanation}") from error
         self.look(name)
@@ -325,21 +377,46 @@ class Lab(RunLab):
 
     def _note_targets(self) -> None:
         """Store the metrics URLs of the devices, whose ports change with every start."""
-        urls = {name: device.control_url for name, device in self.devices.items() if device.control_url}
+        urls = {
+            name: device.control_url
+            for name, device in self.devices.items()
+            if device.control_url
+        }
         runstate.write_targets(self._state, urls)
 
-    def _shape_links(self, devices: Iterable[DeviceContainer], links: Mapping[Pair, Link]) -> None:
+    def _shape_links(
+        self, devices: Iterable[DeviceContainer], links: Mapping[Pair, Link]
+    ) -> None:
         specs = {spec.name: spec for spec in self.experiment.devices}
         # On several hosts the engine's overlay network provides the interface, otherwise the shaper.
         subnet = None if self._state.hosts else str(self.subnet)
         endpoints = []
         for device in devices:
             spec = specs[device.name]
-            endpoints.append(Endpoint(device.name, device.pid, device.address, spec.uplink, spec.downlink, subnet))
+            endpoints.append(
+                Endpoint(
+                    device.name,
+                    device.pid,
+                    device.address,
+                    spec.uplink,
+                    spec.downlink,
+                    subnet,
+                )
+            )
         elsewhere = self._addresses.keys() - set(self._here)
         for name in sorted(elsewhere):
-            endpoints.append(Endpoint(name, 0, self._addresses[name], specs[name].uplink, specs[name].downlink))
-        self.shaper.attach(endpoints, links, self.experiment.seed, self.experiment.cells)
+            endpoints.append(
+                Endpoint(
+                    name,
+                    0,
+                    self._addresses[name],
+                    specs[name].uplink,
+                    specs[name].downlink,
+                )
+            )
+        self.shaper.attach(
+            endpoints, links, self.experiment.seed, self.experiment.cells
+        )
 
     def pause(self, name: str) -> None:
         """Freeze all processes of the device; its kernel still receives packets."""
@@ -362,7 +439,9 @@ class Lab(RunLab):
         background.
         """
         self.over.set()
-        return self._take_down(partial(remove_run, self._client, self.run_id, settle=False))
+        return self._take_down(
+            partial(remove_run, self._client, self.run_id, settle=False)
+        )
 
     def renew_leases(self) -> None:
         """Renew the lease of every running container until the lab is removed."""
@@ -372,7 +451,9 @@ class Lab(RunLab):
                 if container.control_url:
                     renewals.append(self.agent(name).renew)
             for renew in renewals:
-                with contextlib.suppress(TestbedError):  # down or busy; further renewals follow
+                with contextlib.suppress(
+                    TestbedError
+                ):  # down or busy; further renewals follow
                     renew()
 
     # Internals
@@ -381,11 +462,15 @@ class Lab(RunLab):
         try:
             return self.devices[name]
         except KeyError:
-            raise InputError(f"unknown device '{name}'; {self.run_id} has {', '.join(self.devices)}") from None
+            raise InputError(
+                f"unknown device '{name}'; {self.run_id} has {', '.join(self.devices)}"
+            ) from None
 
     def look(self, name: str) -> DeviceContainer:
         """Update and return the state of a device's container or the shaper's."""
-        container = look(self._client, self.run_id, name, self._addresses.get(name, ""), self._url)
+        container = look(
+            self._client, self.run_id, name, self._addresses.get(name, ""), self._url
+        )
         if name in self.devices:
             self.devices[name] = container
         return container
@@ -395,26 +480,37 @@ class Lab(RunLab):
             return published_url(inspection)
         return device_url(self._shaper_url, name) if inspection["State"]["Pid"] else ""
 
-    def populate(self, images: Mapping[str, str], shaper_image: str, links: str, say: Progress) -> None:
+    def populate(
+        self, images: Mapping[str, str], shaper_image: str, links: str, say: Progress
+    ) -> None:
         """Create and start all containers, shape the links, and wait until all devices are healthy."""
         settings = {SHAPER: shaper_settings(self._state, shaper_image, links)}
         settings |= {
-            spec.name: device_settings(self._state, images[spec.name], spec, self._addresses)
+            spec.name: device_settings(
+                self._state, images[spec.name], spec, self._addresses
+            )
             for spec in self.experiment.devices
             if spec.name in self._here
         }
         say(f"starting {len(settings) - 1} devices and the shaper")
         pool = ThreadPoolExecutor(WORKERS, "lab")
         try:
-            made = [pool.submit(make_container, self._client, self.run_id, *item) for item in settings.items()]
+            made = [
+                pool.submit(make_container, self._client, self.run_id, *item)
+                for item in settings.items()
+            ]
             # The shaper, which is first, starts while the engine creates the devices.
             made[0].result()
             self._shaper_url = self.look(SHAPER).control_url
-            self.health.wait_for({SHAPER: self._shaper_url}, published=not self._state.hosts)
+            self.health.wait_for(
+                {SHAPER: self._shaper_url}, published=not self._state.hosts
+            )
             self._compare_clocks()
             for creation in made:
                 creation.result()
-            self.devices = {device.name: device for device in pool.map(self.look, self._here)}
+            self.devices = {
+                device.name: device for device in pool.map(self.look, self._here)
+            }
         finally:
             # Wait for active requests, so that no container appears after the cleanup.
             pool.shutdown(wait=True, cancel_futures=True)
@@ -426,7 +522,9 @@ class Lab(RunLab):
                 self.health.check_alive(name)
             raise
         say("waiting for the devices")
-        self.health.wait_for({name: device.control_url for name, device in self.devices.items()})
+        self.health.wait_for(
+            {name: device.control_url for name, device in self.devices.items()}
+        )
         self._note_targets()
 
 
@@ -442,7 +540,9 @@ def new_state(
     return runstate.RunState(
         run=run_id or runstate.new_id(trial.scenario.name),
         token=secrets.token_urlsafe(24),
-        scenario=trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True),
+        scenario=trial.scenario.model_dump(
+            mode="json", by_alias=True, exclude_none=True
+        ),
         point=trial.point,
         repetition=trial.repetition,
         results=None if results is None else str(results),
@@ -477,7 +577,9 @@ def _tolerate(*codes: int) -> Iterator[None]:
     try:
         yield
     except APIError as error:
-        if error.status_code not in codes and "container state improper" not in str(error.explanation):
+        if error.status_code not in codes and "container state improper" not in str(
+            error.explanation
+        ):
             raise HostError(f"the engine refused: {error.explanation}") from error
 
 
@@ -502,7 +604,9 @@ class ContainerChanges:
         Ends after `close`. Raises HostError if the engine stops responding.
         """
         lab = self._lab
-        names = {container_name(lab.run_id, name): name for name in [*lab.devices, SHAPER]}
+        names = {
+            container_name(lab.run_id, name): name for name in [*lab.devices, SHAPER]
+        }
         filters = {
             "type": "container",
             # The last two are Podman's names.
@@ -533,6 +637,9 @@ class ContainerChanges:
 
     def _query(self, name: str) -> Iterator[DeviceContainer]:
         container = self._lab.look(name)
-        if self._last.get(name) != (container.state, container.pid) and not self._over.is_set():
+        if (
+            self._last.get(name) != (container.state, container.pid)
+            and not self._over.is_set()
+        ):
             self._last[name] = container.state, container.pid
             yield container

@@ -24,7 +24,11 @@ def device_memory(device: DeviceSpec, *, torch: bool = True) -> float:
 def too_small(devices: Iterable[DeviceSpec], *, torch: bool) -> str | None:
     """Return an error about devices with too little memory for an agent, or None."""
     agent = TORCH_AGENT if torch else AGENT
-    small = [f"{device.name} ({size(device.memory)})" for device in devices if device.memory < agent]
+    small = [
+        f"{device.name} ({size(device.memory)})"
+        for device in devices
+        if device.memory < agent
+    ]
     if not small:
         return None
     return (
@@ -38,7 +42,11 @@ def check_memory(devices: Iterable[DeviceSpec], memory: float, *, torch: bool) -
     required = [device_memory(device, torch=torch) for device in devices]
     if sum(required) <= memory - RESERVED:
         return
-    agent = f"{size(TORCH_AGENT)} for each agent with torch" if torch else f"{size(AGENT)} for each agent"
+    agent = (
+        f"{size(TORCH_AGENT)} for each agent with torch"
+        if torch
+        else f"{size(AGENT)} for each agent"
+    )
     raise HostError(
         f"{len(required)} devices take at least {size(sum(required))} of memory ({agent}), the engine's machine has "
         f"{size(memory)}, and {size(RESERVED)} is reserved for engine and shaper: use fewer devices, several hosts "

@@ -29,7 +29,9 @@ CLOSED = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
 """Options of the control network, which must not lead beyond this host."""
 
 
-def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network], key: str = "subnet") -> Iterator[IPv4Network]:
+def free_subnets(
+    within: str, devices: int, taken: Iterable[IPv4Network], key: str = "subnet"
+) -> Iterator[IPv4Network]:
     """Yield the subnets of a range with room for the devices and without overlaps with ``taken``, lowest first.
 
     Raises InputError, located at ``key`` of the scenario's network, if the range is too small.
@@ -44,7 +46,9 @@ def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network], key: s
             yield subnet
 
 
-def device_addresses(subnet: IPv4Network, names: Sequence[str]) -> dict[str, IPv4Address]:
+def device_addresses(
+    subnet: IPv4Network, names: Sequence[str]
+) -> dict[str, IPv4Address]:
     """Return the address of each device, in the order of the scenario, from the third of the subnet on.
 
     Raises `HostError` if the subnet is too small.
@@ -71,7 +75,9 @@ def host_routes(within: str) -> list[IPv4Network]:
         routes = kernel.get_routes(family=AF_INET)
     networks = set()
     for route in routes:
-        network = IPv4Network((route.get("dst") or "0.0.0.0", route["dst_len"]), strict=False)
+        network = IPv4Network(
+            (route.get("dst") or "0.0.0.0", route["dst_len"]), strict=False
+        )
         if network.prefixlen >= whole.prefixlen and network.overlaps(whole):
             networks.add(network)
     return sorted(networks)
@@ -90,7 +96,9 @@ def data_subnet(within: str, devices: int) -> IPv4Network:
     return next(free_subnets(within, devices, ()))
 
 
-def make_control_network(client: docker.DockerClient, run: str, within: str | None = None) -> None:
+def make_control_network(
+    client: docker.DockerClient, run: str, within: str | None = None
+) -> None:
     """Create the network over which the controller reaches the shaper.
 
     Its subnet comes from ``within``; by default from `DEFAULT_RANGE`, or from the engine's address pools if the range
@@ -105,11 +113,22 @@ def make_control_network(client: docker.DockerClient, run: str, within: str | No
     if within is None:
         pools.append(None)
     complaint = describe_obstacles(chosen, routed, {"the engine": engine_subnets})
-    make_network(client, run, "control", pools, "the control network", complaint, driver="bridge", options=CLOSED)
+    make_network(
+        client,
+        run,
+        "control",
+        pools,
+        "the control network",
+        complaint,
+        driver="bridge",
+        options=CLOSED,
+    )
 
 
 def describe_obstacles(
-    within: str, routed: Iterable[IPv4Network], engine_networks: Mapping[str, Iterable[IPv4Network]]
+    within: str,
+    routed: Iterable[IPv4Network],
+    engine_networks: Mapping[str, Iterable[IPv4Network]],
 ) -> str:
     """Name the obstacles in a range: routes of this machine and networks of engines."""
     whole = IPv4Network(within)
@@ -140,7 +159,9 @@ def make_network(
     for pool in pools:
         ipam = None if pool is None else IPAMConfig(pool_configs=[pool])
         try:
-            client.api.create_network(name, ipam=ipam, labels={RUN: run}, check_duplicate=True, **settings)
+            client.api.create_network(
+                name, ipam=ipam, labels={RUN: run}, check_duplicate=True, **settings
+            )
         except APIError as error:
             refusal = str(error.explanation)
             if "already exists" in refusal:  # created by an earlier try of the request
@@ -154,7 +175,9 @@ def make_network(
             continue  # occupied by another run in the meantime
         return
     key = "subnet" if kind == "data" else "control_subnet"
-    raise HostError(f"cannot create {title} ({'; '.join(complaints)}): choose a free range with network.{key}")
+    raise HostError(
+        f"cannot create {title} ({'; '.join(complaints)}): choose a free range with network.{key}"
+    )
 
 
 def subnet_of(client: docker.DockerClient, run: str, kind: str) -> IPv4Network:
@@ -168,7 +191,9 @@ def subnet_of(client: docker.DockerClient, run: str, kind: str) -> IPv4Network:
         if pools:
             return IPv4Network(pools[0]["Subnet"])
         if time.monotonic() > deadline:
-            raise HostError(f"the engine assigned no subnet to {network_name(run, kind)}: is its swarm healthy?")
+            raise HostError(
+                f"the engine assigned no subnet to {network_name(run, kind)}: is its swarm healthy?"
+            )
         time.sleep(0.1)
 
 

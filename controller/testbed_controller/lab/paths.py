@@ -16,7 +16,11 @@ ROOT = _HERE.parents[2] if IS_CHECKOUT else _HERE.parents[1]
 """The checkout, or the installation folder of the packages."""
 RECIPES = ROOT / "images" if IS_CHECKOUT else _HERE / "recipes"
 """Folder with Dockerfiles and package lists; setup.py includes it in the wheel."""
-BUILD = ROOT / ".build" if IS_CHECKOUT else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "testbed"
+BUILD = (
+    ROOT / ".build"
+    if IS_CHECKOUT
+    else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "testbed"
+)
 """Folder of downloads for the images; may be deleted."""
 _OWNED = ".owned"
 
@@ -31,7 +35,10 @@ def package_folder(package: str) -> Path:
 
 def state_path() -> Path:
     """Return the path of the folder for state files and logs, which may not exist yet."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "testbed"
+    return (
+        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        / "testbed"
+    )
 
 
 def state_folder() -> Path:
@@ -41,7 +48,9 @@ def state_folder() -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         why = error.strerror or error
-        raise HostError(f"{folder}: cannot create the folder: {why}: choose another one with XDG_STATE_HOME") from None
+        raise HostError(
+            f"{folder}: cannot create the folder: {why}: choose another one with XDG_STATE_HOME"
+        ) from None
     return folder
 
 

@@ -25,7 +25,9 @@ def port_problem(client: docker.DockerClient, container: str, url: str) -> str:
     # Check again after the query inside, since the container may have begun to listen in between.
     if _is_reachable(url) or not _is_listening(client, container) or _is_reachable(url):
         return ""
-    remedy = "if the engine is on another machine, run testbed there, or add '--hosts NAME'"
+    remedy = (
+        "if the engine is on another machine, run testbed there, or add '--hosts NAME'"
+    )
     if _is_in_container():
         remedy = f"testbed seems to run in a container: start the container with '--network host'; {remedy}"
     return f"the engine publishes its port at {urlsplit(url).netloc}, which is unreachable from here; {remedy}"
@@ -34,7 +36,9 @@ def port_problem(client: docker.DockerClient, container: str, url: str) -> str:
 def _is_reachable(url: str) -> bool:
     parts = urlsplit(url)
     try:
-        socket.create_connection((str(parts.hostname), int(parts.port or 0)), _CONNECT_SECONDS).close()
+        socket.create_connection(
+            (str(parts.hostname), int(parts.port or 0)), _CONNECT_SECONDS
+        ).close()
     except OSError:
         return False
     return True

@@ -28,7 +28,11 @@ from testbed_controller.lab.wheels import fetch_program_wheels
 
 
 def device_images(
-    client: docker.DockerClient, workload: WorkloadPart, experiment: Experiment, ours: ImageTags, say: Say
+    client: docker.DockerClient,
+    workload: WorkloadPart,
+    experiment: Experiment,
+    ours: ImageTags,
+    say: Say,
 ) -> dict[str, str]:
     """Return the tag of each device's image, after building missing images of programs.
 
@@ -42,7 +46,9 @@ def device_images(
     return tags
 
 
-def _ensure_program_image(client: docker.DockerClient, part: ProgramPart, ours: ImageTags, say: Say) -> str:
+def _ensure_program_image(
+    client: docker.DockerClient, part: ProgramPart, ours: ImageTags, say: Say
+) -> str:
     """Return the tag of a program's image with the agent added."""
     with build_lock():
         agent = ensure_agent(client, say)
@@ -50,24 +56,48 @@ def _ensure_program_image(client: docker.DockerClient, part: ProgramPart, ours: 
         try:
             identity = str(client.images.get(image).id)
         except ImageNotFound:
-            text = f"the engine has no image '{image}': pull or build it, then try again"
+            text = (
+                f"the engine has no image '{image}': pull or build it, then try again"
+            )
             raise InputError(text, ("workload", "programs")) from None
         file = recipe("program")
         tag = f"testbed/program:{digest({'agent': agent.encode(), 'image': identity.encode(), 'recipe': file})}"
         if not image_exists(client, tag):
             say(f"adding the agent to {image} as {tag}")
-            build(client, tag, file, {}, {"AGENT": agent, "IMAGE": image}, {LABEL: "program"})
+            build(
+                client,
+                tag,
+                file,
+                {},
+                {"AGENT": agent, "IMAGE": image},
+                {LABEL: "program"},
+            )
     return tag
 
 
-def _ensure_packages_image(client: docker.DockerClient, packages: Sequence[str], ours: ImageTags, say: Say) -> str:
+def _ensure_packages_image(
+    client: docker.DockerClient, packages: Sequence[str], ours: ImageTags, say: Say
+) -> str:
     """Return the tag of an image with Debian, Python, torch and these packages."""
     file, wanted = recipe("packages"), "\n".join(sorted(packages)).encode()
     tag = f"testbed/packages:{digest({'on': ours.device_runtime.encode(), 'packages': wanted, 'recipe': file})}"
     if not image_exists(client, tag):
         say(f"building {tag} with {', '.join(packages)}")
-        folder = BUILD / "packages" / digest({ours.device_runtime: b"", **dict.fromkeys(packages, b"")})
+        folder = (
+            BUILD
+            / "packages"
+            / digest({ours.device_runtime: b"", **dict.fromkeys(packages, b"")})
+        )
         wheels = fetch_program_wheels(folder, packages, ours.target, say)
-        files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in wheels}
-        build(client, tag, file, files, {"RUNTIME": ours.device_runtime}, {LABEL: "packages"})
+        files: dict[str, bytes | Path] = {
+            f"wheels/{path.name}": path for path in wheels
+        }
+        build(
+            client,
+            tag,
+            file,
+            files,
+            {"RUNTIME": ours.device_runtime},
+            {LABEL: "packages"},
+        )
     return tag

@@ -33,7 +33,9 @@ _UNSURE: list[Reaper] = []
 class Reaper:
     """The guardian of a run, started before anything of the run exists."""
 
-    def __init__(self, run: str, program: str = "testbed_controller.lab.reaper") -> None:
+    def __init__(
+        self, run: str, program: str = "testbed_controller.lab.reaper"
+    ) -> None:
         """``program`` is the module whose `main` the process runs."""
         self._run = run
         self._lock = own(run)
@@ -113,7 +115,10 @@ def main(run: str, remove: Callable[[str], object]) -> None:
             if time.monotonic() > until:
                 raise
             time.sleep(_PAUSE)
-    print(f"{run}: the controller has ended; removed {removed} containers and networks", flush=True)
+    print(
+        f"{run}: the controller has ended; removed {removed} containers and networks",
+        flush=True,
+    )
 
 
 def _remove_run(run: str) -> int:

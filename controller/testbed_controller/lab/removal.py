@@ -69,7 +69,9 @@ def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) ->
     return count
 
 
-def remove_from(client: docker.DockerClient, run: str, *, settle: bool = True, networks: bool = True) -> int:
+def remove_from(
+    client: docker.DockerClient, run: str, *, settle: bool = True, networks: bool = True
+) -> int:
     """Remove a run from one engine of several, and keep its state file; raises `HostError`.
 
     Without ``networks``, the swarm's networks stay, since they can be removed only after an absent host returns.
@@ -108,7 +110,11 @@ def _phases(
     def list_networks() -> list[str]:
         labelled = api.networks(filters=label)
         # Only a swarm's managers can remove its networks, after the last container has left.
-        swarm = any(one["Scope"] == "swarm" for one in labelled) and networks and _is_manager(client)
+        swarm = (
+            any(one["Scope"] == "swarm" for one in labelled)
+            and networks
+            and _is_manager(client)
+        )
         return [str(one["Id"]) for one in labelled if swarm or one["Scope"] != "swarm"]
 
     def list_volumes() -> list[str]:

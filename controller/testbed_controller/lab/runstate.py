@@ -98,7 +98,9 @@ def read(run: str) -> RunState:
         known = ", ".join(runs()) or "none"
         raise InputError(f"unknown run '{run}' (runs: {known})") from None
     engine = document.get("engine")
-    return RunState(**{**document, "engine": None if engine is None else EngineAddress(**engine)})
+    return RunState(
+        **{**document, "engine": None if engine is None else EngineAddress(**engine)}
+    )
 
 
 def hosts_of(run: str) -> dict[str, list[str]]:
@@ -121,7 +123,9 @@ def choose(run: str | None) -> str:
     if run is not None:
         return run
     if not known:
-        raise InputError("no run is up: start one with 'testbed up SCENARIO' or 'testbed run SCENARIO'")
+        raise InputError(
+            "no run is up: start one with 'testbed up SCENARIO' or 'testbed run SCENARIO'"
+        )
     if len(known) > 1:
         raise InputError(f"several runs are up: choose one of {', '.join(known)}")
     return known[0]

@@ -22,7 +22,12 @@ from pathlib import Path
 
 from packaging import tags
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import InvalidWheelFilename, NormalizedName, canonicalize_name, parse_wheel_filename
+from packaging.utils import (
+    InvalidWheelFilename,
+    NormalizedName,
+    canonicalize_name,
+    parse_wheel_filename,
+)
 from packaging.version import Version
 
 from testbed.common import formats
@@ -34,7 +39,11 @@ PYTHON = "3.11"
 """Python version of every image, that of Debian 12, independent of the controller's."""
 _GLIBC = 36
 """Minor version of glibc in Debian 12."""
-REQUIREMENTS = {"device": ("agent", "device"), "shaper": ("shaper",), "agent": ("agent",)}
+REQUIREMENTS = {
+    "device": ("agent", "device"),
+    "shaper": ("shaper",),
+    "agent": ("agent",),
+}
 """Package lists of each image."""
 _FULL = 20 << 20
 """A disk with less free space, in bytes, counts as full."""
@@ -73,7 +82,9 @@ class Target:
     @property
     def platforms(self) -> list[str]:
         """The platform tags of compatible wheels, the closest one first."""
-        names = [f"manylinux_2_{minor}_{self.machine}" for minor in range(_GLIBC, 4, -1)]
+        names = [
+            f"manylinux_2_{minor}_{self.machine}" for minor in range(_GLIBC, 4, -1)
+        ]
         legacy = [f"manylinux{year}_{self.machine}" for year in ("2014", "2010", "1")]
         return [*names, *legacy, f"linux_{self.machine}"]
 
@@ -81,13 +92,19 @@ class Target:
         """Return the tags of all compatible wheels."""
         version = tuple(int(part) for part in PYTHON.split("."))
         own = tags.cpython_tags(version, platforms=self.platforms)
-        pure = tags.compatible_tags(version, f"cp{version[0]}{version[1]}", self.platforms)
+        pure = tags.compatible_tags(
+            version, f"cp{version[0]}{version[1]}", self.platforms
+        )
         return {*own, *pure}
 
     def is_this_machine(self) -> bool:
         """Return whether wheels that pip builds or selects for this process fit the image."""
         library, _, minor = platform.libc_ver()[1].partition(".")
-        old_enough = platform.libc_ver()[0] == "glibc" and library == "2" and int(minor or _GLIBC + 1) <= _GLIBC
+        old_enough = (
+            platform.libc_ver()[0] == "glibc"
+            and library == "2"
+            and int(minor or _GLIBC + 1) <= _GLIBC
+        )
         same_python = platform.python_version_tuple()[:2] == tuple(PYTHON.split("."))
         return old_enough and same_python and host_machine() == self.machine
 
@@ -112,7 +129,9 @@ def torch_builds() -> tuple[str, ...]:
     try:
         installed = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        raise HostError("the Python package 'torch' is not installed: install it with pip, or run 'make'") from None
+        raise HostError(
+            "the Python package 'torch' is not installed: install it with pip, or run 'make'"
+        ) from None
     wish = os.environ.get("TESTBED_TORCH") or "cpu"
     if wish not in ("cpu", "cuda"):
         raise HostError(f"unknown TESTBED_TORCH={wish}: set it to cpu or cuda")
@@ -124,12 +143,29 @@ def torch_builds() -> tuple[str, ...]:
 def fetch_cpu_torch(target: Target, say: Say) -> bool:
     """Fetch the CPU build of torch for an image; return whether a package index provides the build."""
     folder = _wheel_folder()
-    if _find_wheel(folder, Requirement(f"torch=={target.torch}"), target.supported_tags()) is not None:
+    if (
+        _find_wheel(
+            folder, Requirement(f"torch=={target.torch}"), target.supported_tags()
+        )
+        is not None
+    ):
         return True
-    say(f"fetching torch {target.torch} for the images; TESTBED_TORCH=cuda takes the CUDA build")
-    command = ["sh", str(RECIPES / "cpu-torch"), target.torch, *_pip_command(folder, target), "--no-deps"]
+    say(
+        f"fetching torch {target.torch} for the images; TESTBED_TORCH=cuda takes the CUDA build"
+    )
+    command = [
+        "sh",
+        str(RECIPES / "cpu-torch"),
+        target.torch,
+        *_pip_command(folder, target),
+        "--no-deps",
+    ]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if done.returncode:
         say(done.stdout.strip())
@@ -169,18 +205,24 @@ def requirements(kind: str, target: Target) -> dict[str, str]:
         packages[name] = f"=={distribution.version}"
         if name == "torch":
             # "==2.13.0" would also accept 2.13.0+cpu.
-            packages[name] = f"==={target.torch}" if "+" not in target.torch else f"=={target.torch}"
+            packages[name] = (
+                f"==={target.torch}" if "+" not in target.torch else f"=={target.torch}"
+            )
             if target.torch.endswith("+cpu"):
                 # The CUDA packages of other builds are marked as needed on Linux.
                 environment["platform_system"] = ""
         for extra in ("", *requirement.extras):
             if (name, extra) not in expanded:
                 expanded.add((name, extra))
-                waiting += _filter_requirements(distribution.requires or (), {**environment, "extra": extra})
+                waiting += _filter_requirements(
+                    distribution.requires or (), {**environment, "extra": extra}
+                )
     return dict(sorted(packages.items()))
 
 
-def _filter_requirements(lines: Iterable[str], environment: Mapping[str, str]) -> list[Requirement]:
+def _filter_requirements(
+    lines: Iterable[str], environment: Mapping[str, str]
+) -> list[Requirement]:
     needed = []
     for line in lines:
         requirement = Requirement(line)
@@ -223,10 +265,16 @@ def fetch_wheels(packages: Mapping[str, str], target: Target) -> list[Path]:
     Raises `HostError` if pip fails.
     """
     wanted = {**packages, "pip": f"=={pip_version()}"}
-    return complete_wheels(_wheel_folder(), [Requirement(name + text) for name, text in wanted.items()], target)
+    return complete_wheels(
+        _wheel_folder(),
+        [Requirement(name + text) for name, text in wanted.items()],
+        target,
+    )
 
 
-def complete_wheels(folder: Path, roots: Iterable[Requirement], target: Target) -> list[Path]:
+def complete_wheels(
+    folder: Path, roots: Iterable[Requirement], target: Target
+) -> list[Path]:
     """Return wheels for some packages and all dependencies from a folder, after fetching missing ones.
 
     pip evaluates markers for the host, so dependencies specific to the image are resolved here, from the metadata of
@@ -239,13 +287,17 @@ def complete_wheels(folder: Path, roots: Iterable[Requirement], target: Target) 
         if not missing:
             return sorted(wheels.values())
         if lost := tried.intersection(missing):
-            raise HostError(f"pip made no wheel of {', '.join(sorted(lost))}: remove {folder} and try again")
+            raise HostError(
+                f"pip made no wheel of {', '.join(sorted(lost))}: remove {folder} and try again"
+            )
         tried.update(missing)
         if complaint := pip_wheels(folder, target, "--no-deps", *sorted(missing)):
             raise HostError(f"pip cannot fetch the wheels for the images: {complaint}")
 
 
-def fetch_program_wheels(folder: Path, packages: Sequence[str], target: Target, say: Say) -> list[Path]:
+def fetch_program_wheels(
+    folder: Path, packages: Sequence[str], target: Target, say: Say
+) -> list[Path]:
     """Return wheels for a program's packages, their dependencies beyond the device image, and pip.
 
     The packages share the device image's torch unless they name another version. Raises `HostError` if pip fails.
@@ -259,12 +311,21 @@ def fetch_program_wheels(folder: Path, packages: Sequence[str], target: Target, 
             fetch_cpu_torch(target, say)
         constraints = folder / "constraints.txt"
         constraints.write_text(f"torch{present['torch']}\n")
-        arguments += ["--constraint", str(constraints), "--find-links", str(_wheel_folder())]
+        arguments += [
+            "--constraint",
+            str(constraints),
+            "--find-links",
+            str(_wheel_folder()),
+        ]
     if complaint := pip_wheels(folder, target, *arguments):
-        raise HostError(f"pip cannot fetch {', '.join(packages)}: {complaint}; check the names of the packages")
+        raise HostError(
+            f"pip cannot fetch {', '.join(packages)}: {complaint}; check the names of the packages"
+        )
     if not target.is_this_machine():
         complete_wheels(folder, roots, target)
-    return [path for path in sorted(folder.glob("*.whl")) if not _is_present(path, present)]
+    return [
+        path for path in sorted(folder.glob("*.whl")) if not _is_present(path, present)
+    ]
 
 
 def _parse_requirements(packages: Iterable[str]) -> list[Requirement]:
@@ -304,19 +365,27 @@ def _walk_wheels(
         for extra in extras:
             if (name, extra) not in expanded:
                 expanded.add((name, extra))
-                waiting += _filter_requirements(_wheel_requirements(path), {**target.environment, "extra": extra})
+                waiting += _filter_requirements(
+                    _wheel_requirements(path), {**target.environment, "extra": extra}
+                )
     return wheels, missing
 
 
 def _wheel_requirements(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
         # At the top: setuptools carries the metadata of other packages further down.
-        name = next(each for each in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", each))
+        name = next(
+            each
+            for each in archive.namelist()
+            if re.fullmatch(r"[^/]+\.dist-info/METADATA", each)
+        )
         folder = zipfile.Path(archive, name.removesuffix("METADATA"))
         return metadata.PathDistribution(folder).requires or []
 
 
-def _find_wheel(folder: Path, requirement: Requirement, supported: set[tags.Tag]) -> Path | None:
+def _find_wheel(
+    folder: Path, requirement: Requirement, supported: set[tags.Tag]
+) -> Path | None:
     """Return the newest wheel in a folder with a matching requirement and platform."""
     wheels: dict[Version, Path] = {}
     wanted = canonicalize_name(requirement.name)
@@ -325,7 +394,11 @@ def _find_wheel(folder: Path, requirement: Requirement, supported: set[tags.Tag]
             name, version, _, wheel_tags = parse_wheel_filename(path.name)
         except InvalidWheelFilename:
             continue
-        if name == wanted and requirement.specifier.contains(version, prereleases=True) and supported & wheel_tags:
+        if (
+            name == wanted
+            and requirement.specifier.contains(version, prereleases=True)
+            and supported & wheel_tags
+        ):
             wheels[version] = path
     return wheels[max(wheels)] if wheels else None
 
@@ -369,7 +442,10 @@ def pip_wheels(folder: Path, target: Target, *arguments: str) -> str:
     Source packages can be built only on a host with the image's platform.
     """
     done = subprocess.run(
-        [*_pip_command(folder, target), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        [*_pip_command(folder, target), *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     return _explain(done.stderr, folder) if done.returncode else ""
 
@@ -378,7 +454,16 @@ def _pip_command(folder: Path, target: Target) -> list[str]:
     pip = [sys.executable, "-m", "pip", "--quiet"]
     if target.is_this_machine():
         return [*pip, "wheel", "--wheel-dir", str(folder)]
-    command = [*pip, "download", "--only-binary", ":all:", "--python-version", PYTHON, "--dest", str(folder)]
+    command = [
+        *pip,
+        "download",
+        "--only-binary",
+        ":all:",
+        "--python-version",
+        PYTHON,
+        "--dest",
+        str(folder),
+    ]
     for name in target.platforms:
         command += ["--platform", name]
     return command
@@ -388,7 +473,10 @@ def _explain(errors: str, folder: Path) -> str:
     """Return the cause of a pip failure in one line."""
     if full := describe_full_disk(errors, folder):
         return full
-    complaint = next((line for line in errors.splitlines() if line.startswith("ERROR")), errors[-200:].strip())
+    complaint = next(
+        (line for line in errors.splitlines() if line.startswith("ERROR")),
+        errors[-200:].strip(),
+    )
     if "from versions: none" in complaint and "after connection broken" in errors:
         return "no package index can be reached: check the network and pip's proxy and indexes ('pip config list')"
     return f"{complaint}; check pip's configuration"

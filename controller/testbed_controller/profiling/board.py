@@ -78,7 +78,9 @@ def seconds(module: nn.Module, inputs: torch.Tensor) -> float:
     return min(forwards) + min(backwards)
 
 
-def fitted(work: Sequence[tuple[float, ...]], relative: bool = False) -> tuple[float | None, ...]:
+def fitted(
+    work: Sequence[tuple[float, ...]], relative: bool = False
+) -> tuple[float | None, ...]:
     """Return the rates that best predict layer times; each row has amounts of work, then seconds.
 
     The time of a layer is the sum of its amounts divided by their rates, fitted by least squares of the absolute or
@@ -97,27 +99,66 @@ def fitted(work: Sequence[tuple[float, ...]], relative: bool = False) -> tuple[f
             times = torch.linalg.lstsq(scaled, wanted, driver="gelsd").solution
             error = float(((scaled @ times - wanted) ** 2).sum())
             if bool((times > 0).all()) and error < best[0] - rounding:
-                solution = dict(zip(columns, (scale[columns] / times).tolist(), strict=True))
-                best = (error, tuple(solution.get(place) for place in range(len(scale))))
+                solution = dict(
+                    zip(columns, (scale[columns] / times).tolist(), strict=True)
+                )
+                best = (
+                    error,
+                    tuple(solution.get(place) for place in range(len(scale))),
+                )
     return best[1]
 
 
 def layers() -> Iterator[tuple[str, str, nn.Module, tuple[int, ...], float]]:
     """Yield layers of small networks: kind, name, module, input shape, and forward FLOPs of one sample."""
     for entering, leaving, side, kernel, groups in _CONVOLUTIONS:
-        convolution = nn.Conv2d(entering, leaving, kernel, padding=kernel // 2, groups=groups)
+        convolution = nn.Conv2d(
+            entering, leaving, kernel, padding=kernel // 2, groups=groups
+        )
         flops = 2.0 * kernel**2 * entering // groups * leaving * side * side
-        kind = "depthwise" if groups > 1 else "pointwise" if kernel == 1 else "convolution"
-        yield kind, f"{entering}-{leaving} {side}x{side}", convolution, (entering, side, side), flops
-    for entering, leaving in ((784, 128), (1024, 128), (256, 256), (96, 96), (2048, 512)):
-        yield "linear", f"{entering}-{leaving}", nn.Linear(entering, leaving), (entering,), 2.0 * entering * leaving
+        kind = (
+            "depthwise" if groups > 1 else "pointwise" if kernel == 1 else "convolution"
+        )
+        yield (
+            kind,
+            f"{entering}-{leaving} {side}x{side}",
+            convolution,
+            (entering, side, side),
+            flops,
+        )
+    for entering, leaving in (
+        (784, 128),
+        (1024, 128),
+        (256, 256),
+        (96, 96),
+        (2048, 512),
+    ):
+        yield (
+            "linear",
+            f"{entering}-{leaving}",
+            nn.Linear(entering, leaving),
+            (entering,),
+            2.0 * entering * leaving,
+        )
     for kind, make in _WITHOUT_FLOPS:
         for channels, side in ((32, 32), (16, 28), (64, 16), (160, 6)):
-            yield kind, f"{channels} {side}x{side}", make(channels), (channels, side, side), 0.0
+            yield (
+                kind,
+                f"{channels} {side}x{side}",
+                make(channels),
+                (channels, side, side),
+                0.0,
+            )
 
 
 _CONVOLUTIONS = (
-    *((3, 32, 32, 3, 1), (16, 16, 28, 3, 1), (32, 64, 16, 3, 1), (32, 32, 14, 3, 1), (64, 64, 8, 3, 1)),
+    *(
+        (3, 32, 32, 3, 1),
+        (16, 16, 28, 3, 1),
+        (32, 64, 16, 3, 1),
+        (32, 32, 14, 3, 1),
+        (64, 64, 8, 3, 1),
+    ),
     *((96, 96, 8, 3, 1), (192, 192, 4, 3, 1), (384, 384, 2, 3, 1), (384, 384, 4, 3, 1)),
     *((24, 96, 24, 1, 1), (96, 24, 24, 1, 1), (48, 160, 12, 1, 1), (320, 80, 6, 1, 1)),
     *((72, 72, 20, 3, 72), (160, 160, 10, 3, 160), (448, 448, 5, 3, 448)),
@@ -150,18 +191,40 @@ def measure() -> list[Measured]:
         for kind, name, module, shape, flops in layers():
             inputs = torch.randn(BATCH, *shape)
             values = inputs.numel() + module(inputs).numel()
-            matrices = sum(each.numel() for each in module.parameters() if each.ndim > 1)
-            amounts = (3 * flops * BATCH, 2.0 * _BYTES * values, 3.0 * _BYTES * matrices)
-            measurements.append(Measured(kind, name, *amounts, max(_LEAST, seconds(module, inputs) - idle)))
+            matrices = sum(
+                each.numel() for each in module.parameters() if each.ndim > 1
+            )
+            amounts = (
+                3 * flops * BATCH,
+                2.0 * _BYTES * values,
+                3.0 * _BYTES * matrices,
+            )
+            measurements.append(
+                Measured(
+                    kind, name, *amounts, max(_LEAST, seconds(module, inputs) - idle)
+                )
+            )
         for values in (1 << 16, 1 << 20):
-            measurements.append(Measured("other", f"SGD {values}", 2.0 * values, 0.0, 0.0, update_seconds(values)))
+            measurements.append(
+                Measured(
+                    "other",
+                    f"SGD {values}",
+                    2.0 * values,
+                    0.0,
+                    0.0,
+                    update_seconds(values),
+                )
+            )
     return measurements
 
 
 def memory() -> int:
     """Return the available memory in bytes: the container's limit, if any."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for path in (
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+    ):
         try:
             sizes.append(int(Path(path).read_text()))
         except (OSError, ValueError):
@@ -201,9 +264,13 @@ def link(peer: str, port: int = PORT) -> tuple[float, float]:
 def profile(peer: str | None = None) -> str:
     """Return the profile of this machine as YAML. Raises ValueError for a machine busy with other work."""
     measurements = measure()
-    speed, memory_rate = fitted([(each.flops, each.accessed, each.seconds) for each in measurements])
+    speed, memory_rate = fitted(
+        [(each.flops, each.accessed, each.seconds) for each in measurements]
+    )
     if speed is None:
-        raise ValueError("layer times do not grow with the work: stop other programs and try again")
+        raise ValueError(
+            "layer times do not grow with the work: stop other programs and try again"
+        )
     about = f"{platform.node()}, {platform.machine()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     lines = [
         f"# {json.dumps(about)[1:-1]}; processor time of one thread, forward and backward of {BATCH} samples.",
@@ -216,7 +283,9 @@ def profile(peer: str | None = None) -> str:
         rate, delay = link(peer)
         written = f"{{rate: {rate / 1e6:.4g}mbit, delay: {delay * 1e3:.4g}ms}}"
         lines.append(f"# The link to {peer}, for the scenario's network: {written}")
-    lines.append("# By kind of layer, with what was measured, and what these rates make of it.")
+    lines.append(
+        "# By kind of layer, with what was measured, and what these rates make of it."
+    )
     lines.append("kinds:")
     for kind, alike in itertools.groupby(measurements, lambda each: each.kind):
         lines += _of_kind(kind, list(alike))
@@ -225,19 +294,33 @@ def profile(peer: str | None = None) -> str:
 
 def _of_kind(kind: str, measured: Sequence[Measured]) -> Iterator[str]:
     rates = fitted([each[2:] for each in measured], relative=True)
-    units = (("speed", 1e9, "gflops"), ("memory_rate", 1e9, "GB/s"), ("weight_rate", 1e9, "GB/s"))
-    keys = (f"{key}: {rate / size:.4g}{unit}" for (key, size, unit), rate in zip(units, rates, strict=True) if rate)
+    units = (
+        ("speed", 1e9, "gflops"),
+        ("memory_rate", 1e9, "GB/s"),
+        ("weight_rate", 1e9, "GB/s"),
+    )
+    keys = (
+        f"{key}: {rate / size:.4g}{unit}"
+        for (key, size, unit), rate in zip(units, rates, strict=True)
+        if rate
+    )
     yield f"  {kind}: {{{', '.join(keys)}}}"
     for each in measured:
-        charged = sum(amount / rate for amount, rate in zip(each[2:5], rates, strict=True) if rate)
+        charged = sum(
+            amount / rate for amount, rate in zip(each[2:5], rates, strict=True) if rate
+        )
         yield f"    # {each.name:16} {each.seconds * 1e3:8.3f} ms {charged * 1e3:8.3f} ms"
 
 
 def main() -> None:
     """Print the profile of this machine, or serve another machine as its peer."""
     parser = argparse.ArgumentParser(prog="profile", description=main.__doc__)
-    parser.add_argument("--peer", help="measure the link to this machine too, where --serve runs")
-    parser.add_argument("--serve", action="store_true", help="be the peer of one measurement")
+    parser.add_argument(
+        "--peer", help="measure the link to this machine too, where --serve runs"
+    )
+    parser.add_argument(
+        "--serve", action="store_true", help="be the peer of one measurement"
+    )
     given = parser.parse_args()
     if given.serve:
         serve()

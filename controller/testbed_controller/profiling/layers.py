@@ -32,9 +32,18 @@ def measure(model: Model, batch_size: int) -> list[LayerTime]:
             shape = unit.input
             for layer in unit.layers:
                 module = layer.build(shape, torch.Generator().manual_seed(0))
-                cost = forward_of(layer.cost(shape), batch_size) + backward_of(layer.cost(shape), batch_size)
+                cost = forward_of(layer.cost(shape), batch_size) + backward_of(
+                    layer.cost(shape), batch_size
+                )
                 inputs = torch.randn(batch_size, *shape)
-                measurements.append(LayerTime(unit.name, type(layer).__name__, cost, board.seconds(module, inputs)))
+                measurements.append(
+                    LayerTime(
+                        unit.name,
+                        type(layer).__name__,
+                        cost,
+                        board.seconds(module, inputs),
+                    )
+                )
                 shape = layer.output(shape)
     return measurements
 
@@ -48,7 +57,11 @@ def measure_whole(model: Model, batch_size: int) -> float:
 
 def rates(times: Sequence[LayerTime]) -> tuple[float, float | None]:
     """Return speed (FLOP/s) and memory rate (bytes/s) that best fit the layers. Raises ValueError without a fit."""
-    speed, memory_rate = board.fitted([(*each.cost.of()[:2], each.seconds) for each in times])
+    speed, memory_rate = board.fitted(
+        [(*each.cost.of()[:2], each.seconds) for each in times]
+    )
     if speed is None:
-        raise ValueError("no speed fits these layers: take a larger batch, or another model")
+        raise ValueError(
+            "no speed fits these layers: take a larger batch, or another model"
+        )
     return speed, memory_rate

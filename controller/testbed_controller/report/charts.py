@@ -33,7 +33,9 @@ Ito (Color Universal Design, 2008) for colour-blind readers."""
 SERIES = ("blue", "orange", "green", "violet", "teal", "grey")
 """Colours of the series of a plot, in order."""
 Dash = Literal["solid", "dashed", "dotted"]
-STYLES: tuple[tuple[str, Dash], ...] = tuple((colour, dash) for dash, colour in product(get_args(Dash), SERIES))
+STYLES: tuple[tuple[str, Dash], ...] = tuple(
+    (colour, dash) for dash, colour in product(get_args(Dash), SERIES)
+)
 """Colour and dash of the series of a plot, in order, and the maximum number of series."""
 MOST_POINTS = 1500
 """Points drawn of a line at most: more than the plot has pixels add size without detail."""
@@ -90,10 +92,15 @@ class Axis:
         """Upper bound of values and intervals: 1 for shares."""
         return 1.0 if self.kind == "share" else math.inf
 
-    def intervals(self, values: Numbers, halves: Sequence[float | None]) -> np.ndarray[Any, Any]:
+    def intervals(
+        self, values: Numbers, halves: Sequence[float | None]
+    ) -> np.ndarray[Any, Any]:
         """Return the lower and upper half widths of intervals around values, (2, values); NaN without an interval."""
         half = np.array([math.nan if each is None else each for each in halves], float)
-        room = np.maximum(self.most - np.array(values), np.where(np.array(values) > self.most, math.inf, 0.0))
+        room = np.maximum(
+            self.most - np.array(values),
+            np.where(np.array(values) > self.most, math.inf, 0.0),
+        )
         return np.array([half, np.minimum(half, room)])
 
 
@@ -194,6 +201,9 @@ def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
     kept: list[tuple[float, float]] = []
     for start in range(0, len(finite), size):
         stretch = finite[start : start + size]
-        ends = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
+        ends = {
+            min(stretch, key=lambda point: point[1]),
+            max(stretch, key=lambda point: point[1]),
+        }
         kept += sorted(ends)
     return kept

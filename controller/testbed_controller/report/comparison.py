@@ -16,7 +16,15 @@ from testbed.common import formats
 from testbed.common.formats import Scale
 from testbed.common.intervals import interval
 from testbed_controller.report import html
-from testbed_controller.report.charts import FEW, STYLES, Axis, Chart, Dash, Line, LinePlot
+from testbed_controller.report.charts import (
+    FEW,
+    STYLES,
+    Axis,
+    Chart,
+    Dash,
+    Line,
+    LinePlot,
+)
 from testbed_controller.report.tables import BARS, Cell, Column, Section, draw, figures
 from testbed_controller.report.terminal import VERDICTS
 from testbed_controller.results.run import Run
@@ -46,10 +54,14 @@ def figures_of(compared: Mapping[str, Any]) -> Section:
     """Return the figures of runs side by side."""
     rows = [_figure_row(row) for row in compared["figures"]]
     repeated = any(run["count"] > 1 for run in compared["runs"])
-    brief = "mean ± half width of the 95% confidence interval (Student)" if repeated else ""
+    brief = (
+        "mean ± half width of the 95% confidence interval (Student)" if repeated else ""
+    )
     note = "Small: how many times the first column's figure."
     note += f" Figures of several runs: {brief}." if brief else ""
-    return Section("Runs side by side", note, brief, _table_columns("Figure", compared), rows)
+    return Section(
+        "Runs side by side", note, brief, _table_columns("Figure", compared), rows
+    )
 
 
 def _figure_row(row: Mapping[str, Any]) -> list[Cell]:
@@ -65,32 +77,53 @@ def _cell_note(row: Mapping[str, Any], at: int, scale: Scale) -> str:
     """Return a metric's interval and its ratio to the first column; empty if both are unknown."""
     half, ratio = row["half_widths"][at], row["ratios"][at]
     parts = [f"± {scale.write(half)}" if half else ""]
-    return " ".join(filter(None, [*parts, formats.ratio(ratio) if at and ratio is not None else ""]))
+    return " ".join(
+        filter(None, [*parts, formats.ratio(ratio) if at and ratio is not None else ""])
+    )
 
 
 def _table_columns(first: str, compared: Mapping[str, Any]) -> tuple[Column, ...]:
     heads = []
     for run in compared["runs"]:
-        lines = [line for part in run["label"].split(",") for line in textwrap.wrap(part, HEAD) or [""]]
+        lines = [
+            line
+            for part in run["label"].split(",")
+            for line in textwrap.wrap(part, HEAD) or [""]
+        ]
         again = f"\u00a0×\u00a0{run['count']}" if run["count"] > 1 else ""
-        heads.append("\n".join([*lines, f"{run['runtime']}d\u00a0{VERDICTS[run['verdict']][0]}{again}"]))
+        heads.append(
+            "\n".join(
+                [*lines, f"{run['runtime']}d\u00a0{VERDICTS[run['verdict']][0]}{again}"]
+            )
+        )
     return Column(first, "name"), *figures(*heads)
 
 
 def _other_sections(compared: Mapping[str, Any]) -> Iterator[Section]:
     """Yield the sections of the page besides the metrics."""
     rows = [
-        [Cell(name), *(Cell("–") if share is None else Cell(_format_share(share), shares=share) for share in shares)]
+        [
+            Cell(name),
+            *(
+                Cell("–") if share is None else Cell(_format_share(share), shares=share)
+                for share in shares
+            ),
+        ]
         for name, shares in compared["devices"].items()
     ]
     note = "Share of the run that a device spent computing / communicating without computing; red: down."
     yield Section("Devices", note, "", _table_columns("Device", compared), rows)
     if compared["differences"]:
         rows = [
-            [Cell(key), *(Cell("–" if value is None else str(value)) for value in values)]
+            [
+                Cell(key),
+                *(Cell("–" if value is None else str(value)) for value in values),
+            ]
             for key, values in compared["differences"].items()
         ]
-        yield Section("Where the scenarios differ", "", "", _table_columns("Key", compared), rows)
+        yield Section(
+            "Where the scenarios differ", "", "", _table_columns("Key", compared), rows
+        )
 
 
 def _format_share(share: Mapping[str, float]) -> str:
@@ -112,7 +145,10 @@ def render(grouped: Mapping[str, Sequence[Run]], compared: Mapping[str, Any]) ->
     runs = compared["runs"]
     return html.page(
         f"{sum(run['count'] for run in runs)} runs side by side",
-        chips=[f"{VERDICTS[run['verdict']][0]} {run['label']}, {run['runtime']}d" for run in runs],
+        chips=[
+            f"{VERDICTS[run['verdict']][0]} {run['label']}, {run['runtime']}d"
+            for run in runs
+        ],
         warnings=compared["warnings"],
         notice=clocks_text(compared["clocks"]) if compared["clocks"] else "",
         charts=list(plots(grouped)),
@@ -150,11 +186,20 @@ def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
     if steps:
         # Around the first step that any run had to resume with.
         first, last = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
-        lines, y = _mean_lines(grouped, "steps", begin=first, end=last), Axis("time per step", "seconds")
-        yield "Time per step around the fault", note, LinePlot(lines, range_=(first, last), x="step", y=y)
+        lines, y = (
+            _mean_lines(grouped, "steps", begin=first, end=last),
+            Axis("time per step", "seconds"),
+        )
+        yield (
+            "Time per step around the fault",
+            note,
+            LinePlot(lines, range_=(first, last), x="step", y=y),
+        )
 
 
-def _mean_lines(grouped: Mapping[str, Sequence[Run]], what: str, **options: Any) -> list[Line]:
+def _mean_lines(
+    grouped: Mapping[str, Sequence[Run]], what: str, **options: Any
+) -> list[Line]:
     """Return the mean curve of each group with data."""
     lines = []
     for (label, runs), style in zip(grouped.items(), STYLES, strict=False):
@@ -165,7 +210,13 @@ def _mean_lines(grouped: Mapping[str, Sequence[Run]], what: str, **options: Any)
 
 
 def curve(
-    run: Run, what: str, *, over: str = "steps", begin: float = 0.0, end: float = float("inf"), steady: bool = False
+    run: Run,
+    what: str,
+    *,
+    over: str = "steps",
+    begin: float = 0.0,
+    end: float = float("inf"),
+    steady: bool = False,
 ) -> Points:
     """Return (x, value) of a run's steps in order: the time for `steps`, or the value named by `PaperChart.what`.
 
@@ -179,13 +230,19 @@ def curve(
         "test_loss": ("evaluations", "loss"),
         "latency": ("requests", "latency"),
     }[what]
-    rows = [row for row in run.metrics["series"][table] if row.get(key) is not None and (not steady or row["steady"])]
+    rows = [
+        row
+        for row in run.metrics["series"][table]
+        if row.get(key) is not None and (not steady or row["steady"])
+    ]
     last = {row.get("step", number): row for number, row in enumerate(rows)}
     x = "step" if over == "steps" else "time"
     return sorted((row[x], row[key]) for row in last.values() if begin <= row[x] <= end)
 
 
-def mean_line(name: str, curves: Sequence[Points], colour: str, dash: Dash = "solid") -> Line:
+def mean_line(
+    name: str, curves: Sequence[Points], colour: str, dash: Dash = "solid"
+) -> Line:
     """Return the mean of curves over their common x range, with its 95% confidence interval (Student).
 
     Curves that do not stand at the same x are read in between, linearly. Those without a point do not count.
@@ -199,6 +256,16 @@ def mean_line(name: str, curves: Sequence[Points], colour: str, dash: Dash = "so
     places = arrays[0][:, 0]
     places = places[(places >= low) & (places <= high)]
     places = places[:: math.ceil(len(places) / MOST_PLACES) or 1]
-    values = np.column_stack([np.interp(places, each[:, 0], each[:, 1]) for each in arrays])
-    means, halves = zip(*map(interval, values.tolist()), strict=True) if len(places) else ((), ())
-    return Line(name, list(zip(places.tolist(), means, strict=True)), colour, dash, half_widths=halves)
+    values = np.column_stack(
+        [np.interp(places, each[:, 0], each[:, 1]) for each in arrays]
+    )
+    means, halves = (
+        zip(*map(interval, values.tolist()), strict=True) if len(places) else ((), ())
+    )
+    return Line(
+        name,
+        list(zip(places.tolist(), means, strict=True)),
+        colour,
+        dash,
+        half_widths=halves,
+    )

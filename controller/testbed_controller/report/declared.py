@@ -34,7 +34,9 @@ def _render_row(row: Row, run: Run) -> tuple[str, str] | None:
     texts = []
     # In this order: the function that makes a note may count on the figures of the text.
     for template in (row.text, row.note):
-        text = fill(template if isinstance(template, str) else template(run.metrics), run)
+        text = fill(
+            template if isinstance(template, str) else template(run.metrics), run
+        )
         if text is None:
             return None
         texts.append(text)
@@ -51,23 +53,34 @@ def fill(template: str, run: Run) -> str | None:
     values = {name: look_up(run.metrics, name) for name in _NAMED.findall(template)}
     if any(value is None for value in values.values()):
         return None
-    return _NAMED.sub(lambda match: figure(match[1], values[match[1]], run.figures), template)
+    return _NAMED.sub(
+        lambda match: figure(match[1], values[match[1]], run.figures), template
+    )
 
 
 def tables(run: Run) -> Iterator[Section]:
     """Yield the non-empty defined tables; the terminal shows the first sentence of the note and the last rows."""
     for table in tables_of(run.declared):
         columns = tuple(
-            Column(each.heading, _cell_kind(each, first=not number), "wide" if each.wide else "")
+            Column(
+                each.heading,
+                _cell_kind(each, first=not number),
+                "wide" if each.wide else "",
+            )
             for number, each in enumerate(table.columns)
         )
-        rows = [[Cell(_cell_text(column, item)) for column in table.columns] for item in table.listed(run.metrics)]
+        rows = [
+            [Cell(_cell_text(column, item)) for column in table.columns]
+            for item in table.listed(run.metrics)
+        ]
         brief = table.note.partition(". ")[0].rstrip(".")
         if rows:
             yield Section(table.title, table.note, brief, columns, rows, most=-12)
 
 
-def _cell_kind(column: metrics_spec.Column, *, first: bool) -> Literal["name", "text", "figure"]:
+def _cell_kind(
+    column: metrics_spec.Column, *, first: bool
+) -> Literal["name", "text", "figure"]:
     return "figure" if column.kind != "text" else "name" if first else "text"
 
 
@@ -94,12 +107,25 @@ def curves(run: Run) -> Iterator[Drawn]:
                 name = "" if curve.by is None else str(item.get(curve.by))
                 points.setdefault(name, []).append((item["time"], item[curve.value]))
         if points:
-            marks = tuple(item["time"] for item in run.metrics.get(curve.marks or "", ()))
-            yield Drawn(curve.title, curve.note, curve.kind, list(points.items()), curve.stacked, marks)
+            marks = tuple(
+                item["time"] for item in run.metrics.get(curve.marks or "", ())
+            )
+            yield Drawn(
+                curve.title,
+                curve.note,
+                curve.kind,
+                list(points.items()),
+                curve.stacked,
+                marks,
+            )
 
 
 def _cell_text(column: metrics_spec.Column, item: Mapping[str, Any]) -> str:
     value = column.of(item)
     if column.kind == "text":
         return str(value) if value not in (None, "") else formats.NONE
-    return formats.moment(value) if column.kind == "moment" else formats.of_kind(column.kind, value)
+    return (
+        formats.moment(value)
+        if column.kind == "moment"
+        else formats.of_kind(column.kind, value)
+    )

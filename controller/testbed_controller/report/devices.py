@@ -16,7 +16,12 @@ from testbed.network.radio import Position
 from testbed_controller.report.charts import COLOURS, DeviceMap, Ownership
 from testbed_controller.report.plots import HEIGHT, STYLE, legend
 
-GRADES = ((0.9, "green", 1.8), (0.7, "blue", 1.3), (0.4, "orange", 0.9), (0.0, "fault", 0.6))
+GRADES = (
+    (0.9, "green", 1.8),
+    (0.7, "blue", 1.3),
+    (0.4, "orange", 0.9),
+    (0.0, "fault", 0.6),
+)
 """Minimum PRR, colour and line width in points of each grade of links; a PRR of 0 is not drawn."""
 MOST_HOLDING = 8
 """Maximum number of devices labelled with their model pieces; for more, see the table of devices."""
@@ -37,16 +42,31 @@ def draw_map(plot: DeviceMap, width: float) -> Figure:
     above = math.inf
     for least, colour, width in GRADES:
         halves = [
-            _half_way(positions, pair) for pair, ratio in plot.ratios.items() if max(least, 1e-9) <= ratio < above
+            _half_way(positions, pair)
+            for pair, ratio in plot.ratios.items()
+            if max(least, 1e-9) <= ratio < above
         ]
         label = f"PRR from {least:.0%}" if least else f"PRR below {above:.0%}"
         axes.add_collection(
-            LineCollection(halves, colors=COLOURS[colour], linewidths=width, label=label if halves else f"_{label}")
+            LineCollection(
+                halves,
+                colors=COLOURS[colour],
+                linewidths=width,
+                label=label if halves else f"_{label}",
+            )
         )
         above = least
-    axes.plot([x for x, _ in positions.values()], [y for _, y in positions.values()], "o", color=COLOURS["ink"], ms=4)
+    axes.plot(
+        [x for x, _ in positions.values()],
+        [y for _, y in positions.values()],
+        "o",
+        color=COLOURS["ink"],
+        ms=4,
+    )
     if len(positions) <= MOST_NAMED:
-        _label_devices(axes, positions, held if len(positions) <= MOST_HOLDING else {}, area)
+        _label_devices(
+            axes, positions, held if len(positions) <= MOST_HOLDING else {}, area
+        )
     axes.set_xlim(0, area[0])
     axes.set_ylim(0, area[1])
     axes.set_aspect("equal")
@@ -57,12 +77,18 @@ def draw_map(plot: DeviceMap, width: float) -> Figure:
 
 
 def _label_devices(
-    axes: Axes, positions: Mapping[str, Position], held: Mapping[str, str], area: tuple[float, float]
+    axes: Axes,
+    positions: Mapping[str, Position],
+    held: Mapping[str, str],
+    area: tuple[float, float],
 ) -> None:
     """Label each device with its name and pieces, placed to avoid other labels."""
     above: list[Position] = []
     for name, (x, y) in positions.items():
-        near = any(abs(x - one) < area[0] / 2 and abs(y - other) < area[1] / 12 for one, other in above)
+        near = any(
+            abs(x - one) < area[0] / 2 and abs(y - other) < area[1] / 12
+            for one, other in above
+        )
         below, left = near or y > area[1] * 0.9, x > area[0] * 0.6
         if not below:
             above.append((x, y))
@@ -74,11 +100,18 @@ def _label_devices(
             ha="right" if left else "left",
             va="top" if below else "bottom",
             fontsize=7.5,
-            bbox={"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 0.4, "alpha": 0.7},
+            bbox={
+                "facecolor": COLOURS["card"],
+                "edgecolor": "none",
+                "pad": 0.4,
+                "alpha": 0.7,
+            },
         )
 
 
-def _half_way(positions: Mapping[str, Position], pair: Pair) -> tuple[Position, Position]:
+def _half_way(
+    positions: Mapping[str, Position], pair: Pair
+) -> tuple[Position, Position]:
     (x, y), (other_x, other_y) = positions[pair[0]], positions[pair[1]]
     return (x, y), ((x + other_x) / 2, (y + other_y) / 2)
 
@@ -89,13 +122,25 @@ def draw_owned(plot: Ownership, width: float) -> Figure:
     owned = plot.owned
     figure = Figure((width, HEIGHT))
     axes = figure.subplots()
-    discs = [(place, int(of), count) for place, each in enumerate(owned.values()) for of, count in each.items()]
+    discs = [
+        (place, int(of), count)
+        for place, each in enumerate(owned.values())
+        for of, count in each.items()
+    ]
     most = max(count for _, _, count in discs)
     places, classes, counts = zip(*discs, strict=True)
-    axes.scatter(places, classes, [_LARGEST * count / most for count in counts], color=COLOURS["blue"], linewidths=0)
+    axes.scatter(
+        places,
+        classes,
+        [_LARGEST * count / most for count in counts],
+        color=COLOURS["blue"],
+        linewidths=0,
+    )
     named = len(owned) <= MOST_OWNERS_NAMED
     if named:
-        axes.set_xticks(range(len(owned)), list(owned), rotation=30 if len(owned) > 6 else 0)
+        axes.set_xticks(
+            range(len(owned)), list(owned), rotation=30 if len(owned) > 6 else 0
+        )
     axes.set_xlabel("device" if named else f"device, by its place in {plot.order}")
     axes.set_ylabel("class")
     axes.set_xlim(-0.5, len(owned) - 0.5)

@@ -14,9 +14,24 @@ import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from testbed_controller.report.charts import COLOURS, BarPlot, Chart, DeviceMap, LinePlot, Ownership, Plot, StackedPlot
+from testbed_controller.report.charts import (
+    COLOURS,
+    BarPlot,
+    Chart,
+    DeviceMap,
+    LinePlot,
+    Ownership,
+    Plot,
+    StackedPlot,
+)
 from testbed_controller.report.devices import draw_map, draw_owned
-from testbed_controller.report.plots import STYLE, WIDTH, draw_bars, draw_lines, draw_stack
+from testbed_controller.report.plots import (
+    STYLE,
+    WIDTH,
+    draw_bars,
+    draw_lines,
+    draw_stack,
+)
 
 PRINT = {"": 3.5, "-wide": 7.16}
 """Suffix of a file name and its width in inches: one and two columns of an IEEE paper."""
@@ -44,7 +59,9 @@ def save(plot: Plot, path: Path) -> None:
         figure = draw(plot, width=width)
         name = path.with_name(path.name + end)
         figure.savefig(f"{name}.svg", metadata={"Date": None}, facecolor="white")
-        figure.savefig(f"{name}.pdf", metadata={"CreationDate": None}, facecolor="white")
+        figure.savefig(
+            f"{name}.pdf", metadata={"CreationDate": None}, facecolor="white"
+        )
 
 
 def save_all(folder: Path, charts: Iterable[Chart]) -> list[str]:
@@ -64,7 +81,10 @@ def inline(plot: Plot, title: str) -> Markup:
     draw(plot).savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()
     drawn = re.sub(
-        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>", "", text[text.index("<svg") :], flags=re.DOTALL
+        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>",
+        "",
+        text[text.index("<svg") :],
+        flags=re.DOTALL,
     )
     # Matplotlib numbers its elements; on a page with several plots the numbers would not be unique.
     drawn = re.sub(r' id="[a-z]+[\w.]*_\d+"', "", drawn)

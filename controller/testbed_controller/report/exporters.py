@@ -15,12 +15,20 @@ from testbed_controller.results.summary import summary_of
 
 def _refuse_metrics(runs: Sequence[Run], metrics: Sequence[str]) -> None:
     if metrics:
-        raise InputError("--metric needs --plots or --latex, and the results of a sweep")
+        raise InputError(
+            "--metric needs --plots or --latex, and the results of a sweep"
+        )
 
 
-def _write_tables(runs: Sequence[Run], folder: Path, metrics: Sequence[str], kind: str) -> None:
+def _write_tables(
+    runs: Sequence[Run], folder: Path, metrics: Sequence[str], kind: str
+) -> None:
     _refuse_metrics(runs, metrics)
-    write_tables(folder, {"points": points(runs)} if len(runs) > 1 else every_table(runs[0]), kind)
+    write_tables(
+        folder,
+        {"points": points(runs)} if len(runs) > 1 else every_table(runs[0]),
+        kind,
+    )
 
 
 def write_csv(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
@@ -69,4 +77,6 @@ def write_latex(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> No
 
     summary = summary_of(runs)
     names = sweep.choose_metrics(summary, metrics) if metrics else None
-    (folder / "points.tex").write_text(tables.latex(sweep.section(summary, names)), encoding="utf-8")
+    (folder / "points.tex").write_text(
+        tables.latex(sweep.section(summary, names)), encoding="utf-8"
+    )

@@ -33,7 +33,11 @@ def describe(link: Mapping[str, Any] | None) -> str:
     if not link.get("up", True):
         return "cut"
     parts = [formats.rate(link["rate"]), _format_delay(link), *_describe_losses(link)]
-    for key, text in (("duplicate", "duplicated"), ("reorder", "reordered"), ("corrupt", "corrupted")):
+    for key, text in (
+        ("duplicate", "duplicated"),
+        ("reorder", "reordered"),
+        ("corrupt", "corrupted"),
+    ):
         if link.get(key):
             parts.append(f"{_format_fraction(link[key])} {text}")
     if link.get("limit") is not None:
@@ -46,18 +50,30 @@ def _format_delay(link: Mapping[str, Any]) -> str:
     if not link.get("jitter"):
         return text
     kind = "" if link["distribution"] == "normal" else f" {link['distribution']}"
-    correlated = f" correlated {_format_fraction(link['jitter_correlation'])}" if link.get("jitter_correlation") else ""
+    correlated = (
+        f" correlated {_format_fraction(link['jitter_correlation'])}"
+        if link.get("jitter_correlation")
+        else ""
+    )
     return f"{text} ± {formats.seconds(link['jitter'])}{kind}{correlated}"
 
 
 def _describe_losses(link: Mapping[str, Any]) -> Iterator[str]:
     if link.get("loss"):
-        correlated = f" correlated {_format_fraction(link['loss_correlation'])}" if link.get("loss_correlation") else ""
+        correlated = (
+            f" correlated {_format_fraction(link['loss_correlation'])}"
+            if link.get("loss_correlation")
+            else ""
+        )
         yield f"{_format_fraction(link['loss'])} loss{correlated}"
     if (bursts := link.get("bursts")) is not None:
         yield f"bursts of loss p {_format_fraction(bursts['p'])} r {_format_fraction(bursts['r'])}"
     if link.get("message_loss"):
-        what = "casts" if link.get("frame") is None else f"casts' frames of {link['frame']} bytes"
+        what = (
+            "casts"
+            if link.get("frame") is None
+            else f"casts' frames of {link['frame']} bytes"
+        )
         yield f"{_format_fraction(link['message_loss'])} of {what} lost"
 
 
@@ -78,7 +94,12 @@ def group_links(rows: Sequence[Mapping[str, Any]]) -> list[LinkGroup]:
 
 def together(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
     """Return the total traffic of several links."""
-    return replace(_make_group(rows), name=f"all {len(rows):,}", requested=formats.NONE, problem=None)
+    return replace(
+        _make_group(rows),
+        name=f"all {len(rows):,}",
+        requested=formats.NONE,
+        problem=None,
+    )
 
 
 def _describe_request(row: Mapping[str, Any]) -> str:
@@ -114,7 +135,9 @@ def name_of(rows: Sequence[Mapping[str, Any]]) -> str:
         others = [name for name in names if name != hub]
         arrow = "↔" if len(pairs) == 2 * len(others) else "–"
         return f"{hub} {arrow} {_abbreviate_names(others)}"
-    return f"{', '.join(named[: MOST_NAMED - 1])} and {len(named) - MOST_NAMED + 1} more"
+    return (
+        f"{', '.join(named[: MOST_NAMED - 1])} and {len(named) - MOST_NAMED + 1} more"
+    )
 
 
 def _format_arrows(pairs: Sequence[Pair]) -> list[str]:
@@ -128,7 +151,11 @@ def _format_arrows(pairs: Sequence[Pair]) -> list[str]:
 
 def _abbreviate_names(names: Sequence[str]) -> str:
     """Name all of a few devices, the first and the last of many."""
-    return ", ".join(names) if len(names) <= 2 * MOST_NAMED else f"{names[0]}, {names[1]}, …, {names[-1]}"
+    return (
+        ", ".join(names)
+        if len(names) <= 2 * MOST_NAMED
+        else f"{names[0]}, {names[1]}, …, {names[-1]}"
+    )
 
 
 def measured(measurements: Sequence[Mapping[str, Any]]) -> str:
@@ -142,7 +169,9 @@ def measured(measurements: Sequence[Mapping[str, Any]]) -> str:
             parts.append(_format_range(write(min(values)), write(max(values))))
     lost = [item["loss"] for item in measurements if item["loss"] is not None]
     if lost and max(lost) > 0:
-        parts.append(f"{_format_range(formats.share(min(lost)), formats.share(max(lost)))} loss")
+        parts.append(
+            f"{_format_range(formats.share(min(lost)), formats.share(max(lost)))} loss"
+        )
     return ", ".join(parts)
 
 
@@ -150,4 +179,8 @@ def _format_range(low: str, high: str) -> str:
     if low == high:
         return low
     low_number, _, low_unit = low.partition(" ")
-    return f"{low_number}–{high}" if low_unit == high.partition(" ")[2] else f"{low}–{high}"
+    return (
+        f"{low_number}–{high}"
+        if low_unit == high.partition(" ")[2]
+        else f"{low}–{high}"
+    )

@@ -110,7 +110,10 @@ def draw_charts(charts: Sequence[Chart]) -> list[tuple[str, str, Markup | None]]
         return [("Charts", str(error), None)]
     from testbed_controller.report.drawing import inline
 
-    return [(title, note, None if plot is None else inline(plot, title)) for title, note, plot in charts]
+    return [
+        (title, note, None if plot is None else inline(plot, title))
+        for title, note, plot in charts
+    ]
 
 
 def write(run: Run) -> None:
@@ -140,8 +143,18 @@ def render(run: Run) -> str:
             directions=directions(run),
             reproduce=_reproduce_command(run),
             scenario_text=written(abridged(facts_of(run.trial), "scenario.yaml")),
-            plan_text=json.dumps(abridged(run.plan.model_dump(mode="json"), "plan.json"), indent=2),
-            manifest=list(_flatten_facts({key: value for key, value in run.manifest.items() if key != "owned"})),
+            plan_text=json.dumps(
+                abridged(run.plan.model_dump(mode="json"), "plan.json"), indent=2
+            ),
+            manifest=list(
+                _flatten_facts(
+                    {
+                        key: value
+                        for key, value in run.manifest.items()
+                        if key != "owned"
+                    }
+                )
+            ),
             version=run.manifest["versions"]["testbed"],
             date=run.manifest["date"],
         )
@@ -171,29 +184,59 @@ def _explain_verdict(judged: Mapping[str, Any]) -> str:
 def charts(run: Run) -> Iterator[Chart]:
     """Yield title, note and plot of each chart of a run."""
     series = run.metrics["series"]
-    steps, evaluations, requests = series["steps"], series["evaluations"], series["requests"]
+    steps, evaluations, requests = (
+        series["steps"],
+        series["evaluations"],
+        series["requests"],
+    )
     windows = [Window(**window) for window in shaded(run)]
     explained = " Shaded: faults, recoveries and pauses." if windows else ""
     draw = partial(LinePlot, windows=windows, range_=(0.0, run.metrics["duration"]))
     if steps:
-        tested = Line("test loss", _series_points(evaluations, "loss"), "violet", marks=True)
+        tested = Line(
+            "test loss", _series_points(evaluations, "loss"), "violet", marks=True
+        )
         lines = [Line("training loss", _series_points(steps, "loss"), "blue"), tested]
-        yield "Loss", f"Of every training step, and on the test data.{explained}", draw(lines, y=Axis("loss"))
+        yield (
+            "Loss",
+            f"Of every training step, and on the test data.{explained}",
+            draw(lines, y=Axis("loss")),
+        )
     # The one evaluation at the end of a run is a figure, not a curve.
     if len(evaluations) > 1:
-        lines = [Line("test accuracy", _series_points(evaluations, "accuracy"), "green", marks=True)]
+        lines = [
+            Line(
+                "test accuracy",
+                _series_points(evaluations, "accuracy"),
+                "green",
+                marks=True,
+            )
+        ]
         yield "Accuracy", "On the test data.", draw(lines, y=Axis("accuracy", "share"))
     if steps:
-        steady, others = ([row for row in steps if row["steady"] == is_steady] for is_steady in (True, False))
+        steady, others = (
+            [row for row in steps if row["steady"] == is_steady]
+            for is_steady in (True, False)
+        )
         lines = [
-            Line("undisturbed", _series_points(steady, "seconds"), "blue", joined=False),
-            Line("disturbed", _series_points(others, "seconds"), "orange", joined=False),
+            Line(
+                "undisturbed", _series_points(steady, "seconds"), "blue", joined=False
+            ),
+            Line(
+                "disturbed", _series_points(others, "seconds"), "orange", joined=False
+            ),
         ]
         note = "Since the step before. Disturbed: the first step, and steps with an evaluation, fault or recovery."
         yield "Time per step", note, draw(lines, y=Axis("time per step", "seconds"))
     if requests:
-        lines = [Line("latency", _series_points(requests, "latency"), "blue", joined=False)]
-        yield "Latency", f"Of every request.{explained}", draw(lines, y=Axis("latency", "seconds"))
+        lines = [
+            Line("latency", _series_points(requests, "latency"), "blue", joined=False)
+        ]
+        yield (
+            "Latency",
+            f"Of every request.{explained}",
+            draw(lines, y=Axis("latency", "seconds")),
+        )
     for curve in curves(run):
         yield _own_chart(curve, draw, run.metrics["duration"])
     if run.experiment.radio is not None:
@@ -211,7 +254,9 @@ def _device_map(run: Run) -> Chart:
     part, radio = run.trial.scenario.network.radio, run.experiment.radio
     assert part is not None
     assert radio is not None
-    ratios = {pair: 1 - link.message_loss for pair, link in run.experiment.links.items()}
+    ratios = {
+        pair: 1 - link.message_loss for pair, link in run.experiment.links.items()
+    }
     plot = DeviceMap(radio.positions, ratios, holdings(run), part.area)
     note = "The half of a line at a device is which share of its casts the other receives (PRR), before any fault."
     return "Map", note, plot
@@ -220,7 +265,11 @@ def _device_map(run: Run) -> Chart:
 def _ownership_charts(run: Run) -> Iterator[Chart]:
     """Draw the data ownership of the devices shown in the table."""
     owned = run.manifest.get("owned", {})
-    shown = {name: owned[name] for name in devices_shown(run.metrics["devices"]) if name in owned}
+    shown = {
+        name: owned[name]
+        for name in devices_shown(run.metrics["devices"])
+        if name in owned
+    }
     if not shown:
         return
     most = max(count for each in shown.values() for count in each.values())
@@ -239,20 +288,38 @@ def _own_chart(curve: Drawn, draw: Callable[..., LinePlot], end: float) -> Chart
         for (name, points), style in zip(curve.lines, STYLES, strict=False)
     ]
     left_out = len(curve.lines) - len(lines)
-    note = f"{curve.note} {left_out} more are in metrics.json." if left_out else curve.note
+    note = (
+        f"{curve.note} {left_out} more are in metrics.json." if left_out else curve.note
+    )
     y = Axis(curve.title[0].lower() + curve.title[1:], curve.kind)
-    plot = StackedPlot(lines, curve.marks, end=end, y=y) if curve.stacked else draw(lines, y=y)
+    plot = (
+        StackedPlot(lines, curve.marks, end=end, y=y)
+        if curve.stacked
+        else draw(lines, y=y)
+    )
     return curve.title, note, plot
 
 
 def _reproduce_command(run: Run) -> str:
     revision = run.manifest["revision"]
-    at = f"# testbed {run.manifest['versions']['testbed']}" + (f", revision {revision}" if revision else "")
-    again = shlex.join(["testbed", "run", str(run.path / "scenario.yaml"), "--runtime", run.outcome.runtime])
+    at = f"# testbed {run.manifest['versions']['testbed']}" + (
+        f", revision {revision}" if revision else ""
+    )
+    again = shlex.join(
+        [
+            "testbed",
+            "run",
+            str(run.path / "scenario.yaml"),
+            "--runtime",
+            run.outcome.runtime,
+        ]
+    )
     return f"{at}\n{run.manifest['command']}\n# or, from the resolved scenario of this folder\n{again}"
 
 
-def _flatten_facts(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten_facts(
+    value: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, text) of nested facts."""
     for key, item in value.items():
         if isinstance(item, Mapping):

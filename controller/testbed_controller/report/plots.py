@@ -114,7 +114,9 @@ def _set_range(axes: Axes, plot: LinePlot, drawn: Sequence[Line]) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{place:g}"))
         axes.set_xlim(low / 1.1, high * 1.1)
     elif all(float(place).is_integer() for line in drawn for place, _ in line.points):
-        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # there is no epoch 1.5
+        axes.xaxis.set_major_locator(
+            MaxNLocator("auto", integer=True)
+        )  # there is no epoch 1.5
 
 
 def _interval_ends(drawn: Sequence[Line], y: Axis) -> list[float]:
@@ -137,17 +139,23 @@ def _line_offset(axes: Axes, line: Line, spread: Sequence[Line]) -> Transform:
     return axes.transData + ScaledTranslation(aside / 72, 0.0, figure.dpi_scale_trans)
 
 
-def _draw_line(axes: Axes, line: Line, scale: _Scale, place: Transform, several: bool) -> None:
+def _draw_line(
+    axes: Axes, line: Line, scale: _Scale, place: Transform, several: bool
+) -> None:
     """Draw one line; several unmarked lines get a few marks each to distinguish them."""
     points = line.points if line.half_widths else thin(line.points)
     xs, ys = (np.array(part) for part in zip(*points, strict=True))
     number = SERIES.index(line.colour) if line.colour in SERIES else 0
     colour = COLOURS[line.colour]
     if line.half_widths and line.marked:
-        _draw_whiskers(axes, xs, ys, line.half_widths, scale, transform=place, ecolor=colour)
+        _draw_whiskers(
+            axes, xs, ys, line.half_widths, scale, transform=place, ecolor=colour
+        )
     elif line.half_widths:
         down, up = scale.intervals(ys, line.half_widths)
-        axes.fill_between(xs, scale(ys) - down, scale(ys) + up, color=colour, alpha=0.2, linewidth=0)
+        axes.fill_between(
+            xs, scale(ys) - down, scale(ys) + up, color=colour, alpha=0.2, linewidth=0
+        )
     axes.plot(
         xs,
         scale(ys),
@@ -163,14 +171,25 @@ def _draw_line(axes: Axes, line: Line, scale: _Scale, place: Transform, several:
 
 
 def _draw_whiskers(
-    axes: Axes, xs: Numbers, ys: Numbers, halves: Sequence[float | None], scale: _Scale, **looks: Any
+    axes: Axes,
+    xs: Numbers,
+    ys: Numbers,
+    halves: Sequence[float | None],
+    scale: _Scale,
+    **looks: Any,
 ) -> None:
     """Draw intervals around values as error bars."""
     down, up = scale.intervals(ys, halves)
-    down = np.minimum(down, scale(ys) - axes.get_ylim()[0])  # a logarithmic axis has no zero to reach
-    drawn = axes.errorbar(xs, scale(ys), [down, up], fmt="none", elinewidth=1, capthick=1, **looks)
+    down = np.minimum(
+        down, scale(ys) - axes.get_ylim()[0]
+    )  # a logarithmic axis has no zero to reach
+    drawn = axes.errorbar(
+        xs, scale(ys), [down, up], fmt="none", elinewidth=1, capthick=1, **looks
+    )
     for artist in drawn.get_children():
-        artist.set_clip_on(False)  # at the first and the last x, half of the whisker lies outside the axes
+        artist.set_clip_on(
+            False
+        )  # at the first and the last x, half of the whisker lies outside the axes
 
 
 @mpl.rc_context(STYLE)
@@ -184,7 +203,14 @@ def draw_stack(plot: StackedPlot, width: float) -> Figure:
     whole = held.sum(axis=0)
     scale = _scale_axis(axes, plot.y, whole, whole, math.inf)
     colours = [COLOURS[line.colour] for line in lines]
-    axes.stackplot(times, scale(held), step="post", colors=colours, alpha=0.75, labels=[line.name for line in lines])
+    axes.stackplot(
+        times,
+        scale(held),
+        step="post",
+        colors=colours,
+        alpha=0.75,
+        labels=[line.name for line in lines],
+    )
     for mark in plot.marks:
         axes.axvline(mark, color=COLOURS["ink"], linewidth=0.8, linestyle="dotted")
     legend(figure, axes)
@@ -209,7 +235,9 @@ def draw_bars(plot: BarPlot, width: float) -> Figure:
         first = (index + 0.5) * bar - 0.4
         _draw_kind(axes, kind, first, bar, scale, labelled=len(values) <= MOST_LABELLED)
     letters = max(6, int(width * 0.85 / max(1, len(groups)) / LETTER))
-    axes.set_xticks(range(len(groups)), [textwrap.fill(group, letters) for group in groups])
+    axes.set_xticks(
+        range(len(groups)), [textwrap.fill(group, letters) for group in groups]
+    )
     axes.tick_params(axis="x", length=0)
     if axes.get_yscale() == "linear":
         axes.set_ylim(None if min(values, default=0.0) < 0 else 0.0, None, auto=True)
@@ -218,7 +246,9 @@ def draw_bars(plot: BarPlot, width: float) -> Figure:
     return figure
 
 
-def _draw_kind(axes: Axes, kind: Bars, first: float, width: float, scale: _Scale, *, labelled: bool) -> None:
+def _draw_kind(
+    axes: Axes, kind: Bars, first: float, width: float, scale: _Scale, *, labelled: bool
+) -> None:
     """Draw the bars of one series, starting at ``first``."""
     groups = [group for group, value in enumerate(kind.values) if value is not None]
     at = first + np.array(groups)
@@ -234,7 +264,14 @@ def _draw_kind(axes: Axes, kind: Bars, first: float, width: float, scale: _Scale
         label=kind.name,
     )
     if any(kind.half_widths):
-        _draw_whiskers(axes, at, heights, [kind.half_widths[group] for group in groups], scale, ecolor=COLOURS["ink"])
+        _draw_whiskers(
+            axes,
+            at,
+            heights,
+            [kind.half_widths[group] for group in groups],
+            scale,
+            ecolor=COLOURS["ink"],
+        )
     if labelled:
         texts = [formats.number(float(f"{value:.3g}")) for value in scale(heights)]
         axes.bar_label(bars, texts, padding=2, color=COLOURS["soft"], fontsize=7.5)
@@ -257,12 +294,16 @@ class _Scale:
     def __call__(self, values: Numbers) -> np.ndarray[Any, Any]:
         return np.asarray(values) / self.factor
 
-    def intervals(self, values: Numbers, halves: Sequence[float | None]) -> np.ndarray[Any, Any]:
+    def intervals(
+        self, values: Numbers, halves: Sequence[float | None]
+    ) -> np.ndarray[Any, Any]:
         """Return the lower and upper half widths of intervals, see `Axis.intervals`."""
         return self.y.intervals(values, halves) / self.factor
 
 
-def _scale_axis(axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: float) -> _Scale:
+def _scale_axis(
+    axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: float
+) -> _Scale:
     """Set title, scale and limits of the y axis, including the ``ends`` of intervals."""
     lowest, highest = min(values, default=0.0), max(values, default=0.0)
     factor, unit = formats.unit(y.kind, max(highest, -lowest))
@@ -274,8 +315,12 @@ def _scale_axis(axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: f
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
         bottom, top = min(0.0, lowest, *ends), max(0.0, highest, *ends)
-        axes.set_ylim(bottom / factor * 1.06, top / factor * 1.06 if top > bottom else 1.0)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.number(float(value))))
+        axes.set_ylim(
+            bottom / factor * 1.06, top / factor * 1.06 if top > bottom else 1.0
+        )
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: formats.number(float(value)))
+    )
     return _Scale(y, factor)
 
 
@@ -292,7 +337,9 @@ def _shade_windows(axes: Axes, windows: Sequence[Window], width: float) -> None:
     for window in windows:
         colour = COLOURS[window.style]
         least = window.start + (end - begin) * 0.002
-        axes.axvspan(window.start, max(window.end, least), color=colour, alpha=0.15, linewidth=0)
+        axes.axvspan(
+            window.start, max(window.end, least), color=colour, alpha=0.15, linewidth=0
+        )
         length = letter * len(window.label)
         place = max(begin, min(window.start, end - length))
         if window.style == "fault" and place >= free:
@@ -306,7 +353,11 @@ def legend(figure: Figure, axes: Axes) -> None:
     handles, names = axes.get_legend_handles_labels()
     letters = int(figure.get_figwidth() / LETTER)
     wrapped = [textwrap.fill(name, letters - MARK_LETTERS) for name in names]
-    longest = max((len(line) for name in wrapped for line in name.split("\n")), default=0)
+    longest = max(
+        (len(line) for name in wrapped for line in name.split("\n")), default=0
+    )
     columns = max(1, letters // (longest + MARK_LETTERS))
     made = figure.legend(handles, wrapped, ncols=columns, loc="outside upper left")
-    figure.set_figheight(figure.get_figheight() + made.get_window_extent().height / figure.dpi)
+    figure.set_figheight(
+        figure.get_figheight() + made.get_window_extent().height / figure.dpi
+    )

@@ -17,7 +17,15 @@ from testbed.common.formats import MetricKind, Scale
 from testbed.common.quantities import RATE_UNITS, on_one_scale
 from testbed.scenario.points import point_text, short_keys, value_text
 from testbed_controller.report import comparison, html, tables
-from testbed_controller.report.charts import STYLES, Axis, BarPlot, Bars, Chart, Line, LinePlot
+from testbed_controller.report.charts import (
+    STYLES,
+    Axis,
+    BarPlot,
+    Bars,
+    Chart,
+    Line,
+    LinePlot,
+)
 from testbed_controller.report.tables import Cell, Column, Section
 from testbed_controller.report.terminal import where
 from testbed_controller.results.comparison import side_by_side
@@ -35,7 +43,11 @@ def write(folder: Path, summary: Mapping[str, Any], runs: Sequence[Run]) -> None
 
 def show(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """Print a sweep or a repeated run: a line a point, means with their confidence intervals."""
-    console.print(Text(), tables.draw(section(summary), console.width), where(folder, "sweep.html"))
+    console.print(
+        Text(),
+        tables.draw(section(summary), console.width),
+        where(folder, "sweep.html"),
+    )
 
 
 def render(summary: Mapping[str, Any], runs: Sequence[Run]) -> str:
@@ -45,7 +57,10 @@ def render(summary: Mapping[str, Any], runs: Sequence[Run]) -> str:
         runs[0].trial.scenario.name,
         runs=runs,
         lead=runs[0].trial.scenario.description,
-        chips=[f"{len(points)} point{'' if len(points) == 1 else 's'}", f"{len(runs)} runs"],
+        chips=[
+            f"{len(points)} point{'' if len(points) == 1 else 's'}",
+            f"{len(runs)} runs",
+        ],
         charts=list(charts(summary, runs)),
         sections=[section(summary)],
     )
@@ -60,9 +75,12 @@ def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
     points = summary["points"]
     keys = _varying_keys(points) or list(points[0]["point"])
     headings = names or _default_names(summary)
-    metrics = [_MetricColumn.of(summary, name, heading) for name, heading in headings.items()]
+    metrics = [
+        _MetricColumn.of(summary, name, heading) for name, heading in headings.items()
+    ]
     places: list[Sequence[float | str]] = [
-        _numeric_places(points, key) or [_value_label(point, key) for point in points] for key in keys
+        _numeric_places(points, key) or [_value_label(point, key) for point in points]
+        for key in keys
     ]
     columns = (
         *(Column(head, "name") for head in short_keys(keys).values()),
@@ -70,7 +88,10 @@ def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
     )
     rows = [
         [
-            *(Cell(_value_label(point, key), order=place[number]) for key, place in zip(keys, places, strict=True)),
+            *(
+                Cell(_value_label(point, key), order=place[number])
+                for key, place in zip(keys, places, strict=True)
+            ),
             _runs_cell(point),
             *(metric.cell(point) for metric in metrics),
         ]
@@ -87,8 +108,13 @@ def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
 
 def _runs_cell(point: Point) -> Cell:
     count = len(point["runs"])
-    doubtful = f"({count - point['trusted']} not trusted)" if point["trusted"] < count else ""
-    links = [(str(number), quote(f"{name}/report.html")) for number, name in enumerate(point["runs"], 1)]
+    doubtful = (
+        f"({count - point['trusted']} not trusted)" if point["trusted"] < count else ""
+    )
+    links = [
+        (str(number), quote(f"{name}/report.html"))
+        for number, name in enumerate(point["runs"], 1)
+    ]
     return Cell(str(count), doubtful, order=count, links=links)
 
 
@@ -102,7 +128,11 @@ class _MetricColumn:
 
     @classmethod
     def of(cls, summary: Mapping[str, Any], name: str, heading: str) -> _MetricColumn:
-        means = [point["figures"][name]["mean"] for point in summary["points"] if name in point["figures"]]
+        means = [
+            point["figures"][name]["mean"]
+            for point in summary["points"]
+            if name in point["figures"]
+        ]
         scale = Scale.of(summary["figures"][name]["kind"], means)
         return cls(name, scale.title(heading), scale)
 
@@ -121,13 +151,19 @@ def choose_metrics(summary: Mapping[str, Any], chosen: Sequence[str]) -> Names:
     for text in chosen:
         name, _, heading = text.partition(": ")
         if name not in summary["figures"]:
-            raise InputError(f"--metric: {name}: unknown metric; available: {', '.join(summary['figures'])}")
+            raise InputError(
+                f"--metric: {name}: unknown metric; available: {', '.join(summary['figures'])}"
+            )
         names[name] = heading or _metric_heading(name)
     return names
 
 
 def _default_names(summary: Mapping[str, Any]) -> Names:
-    return {name: _metric_heading(name) for name, about in summary["figures"].items() if about["brief"]}
+    return {
+        name: _metric_heading(name)
+        for name, about in summary["figures"].items()
+        if about["brief"]
+    }
 
 
 def _metric_heading(name: str) -> str:
@@ -135,7 +171,9 @@ def _metric_heading(name: str) -> str:
     return words[0].upper() + words[1:]
 
 
-def charts(summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None = None) -> Iterator[Chart]:
+def charts(
+    summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None = None
+) -> Iterator[Chart]:
     """Yield (title, note, plot) of each metric over the sweep, and of the courses of few points over time.
 
     ``names`` chooses the metrics and their titles, without the courses over time.
@@ -144,7 +182,9 @@ def charts(summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None 
     keys = _varying_keys(points)
     for name, title in (names or _default_names(summary)).items():
         if len(points) > 1:
-            yield _chart_over(name, title, summary["figures"][name]["kind"], points, keys)
+            yield _chart_over(
+                name, title, summary["figures"][name]["kind"], points, keys
+            )
     if names is None and len(points) <= len(STYLES):
         yield from comparison.plots(side_by_side(runs))
 
@@ -152,13 +192,24 @@ def charts(summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None 
 def _varying_keys(points: Sequence[Point]) -> list[str]:
     """Return the keys with varying values."""
     keys = dict.fromkeys(key for point in points for key in point["point"])
-    return [key for key in keys if len({_value_label(point, key) for point in points}) > 1]
+    return [
+        key for key in keys if len({_value_label(point, key) for point in points}) > 1
+    ]
 
 
-def _chart_over(name: str, title: str, kind: MetricKind, points: Sequence[Point], keys: Sequence[str]) -> Chart:
+def _chart_over(
+    name: str,
+    title: str,
+    kind: MetricKind,
+    points: Sequence[Point],
+    keys: Sequence[str],
+) -> Chart:
     """Draw a figure over the key with most numbers, a line for each value of the others; over words as bars."""
     numbers = [key for key in keys if _numeric_places(points, key)]
-    chosen = max(numbers or keys, key=lambda key: len({_value_label(point, key) for point in points}))
+    chosen = max(
+        numbers or keys,
+        key=lambda key: len({_value_label(point, key) for point in points}),
+    )
     along = _dependent_keys(points, keys, chosen)
     others = [key for key in keys if key not in (chosen, *along)]
     series: dict[str, list[Point]] = {}
@@ -173,46 +224,88 @@ def _chart_over(name: str, title: str, kind: MetricKind, points: Sequence[Point]
     if len(series) > len(STYLES):
         notes.append(f"{len(series) - len(STYLES)} more lines are in the table.")
     draw = _line_chart if chosen in numbers else _bar_chart
-    axis = Axis(title[0].lower() + title[1:] if title == _metric_heading(name) else title, kind)
+    axis = Axis(
+        title[0].lower() + title[1:] if title == _metric_heading(name) else title, kind
+    )
     return title, " ".join(notes), draw(name, chosen, points, series, axis)
 
 
-def _dependent_keys(points: Sequence[Point], keys: Sequence[str], chosen: str) -> list[str]:
+def _dependent_keys(
+    points: Sequence[Point], keys: Sequence[str], chosen: str
+) -> list[str]:
     """Return the other keys whose values always change together with the chosen one."""
     values = {_value_label(point, chosen) for point in points}
     pairs = {
-        key: {(_value_label(point, chosen), _value_label(point, key)) for point in points}
+        key: {
+            (_value_label(point, chosen), _value_label(point, key)) for point in points
+        }
         for key in keys
         if key != chosen
     }
-    return [key for key, combinations in pairs.items() if len(combinations) == len(values)]
+    return [
+        key for key, combinations in pairs.items() if len(combinations) == len(values)
+    ]
 
 
-def _line_chart(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> LinePlot:
-    values, unit = on_one_scale([point["point"].get(key) for point in points]) or ([], "")
-    place = dict(zip((_value_label(point, key) for point in points), values, strict=True))
+def _line_chart(
+    name: str,
+    key: str,
+    points: Sequence[Point],
+    series: Mapping[str, list[Point]],
+    y: Axis,
+) -> LinePlot:
+    values, unit = on_one_scale([point["point"].get(key) for point in points]) or (
+        [],
+        "",
+    )
+    place = dict(
+        zip((_value_label(point, key) for point in points), values, strict=True)
+    )
     lines = []
     for (label, some), style in zip(series.items(), STYLES, strict=False):
         ordered = sorted(
-            (place[_value_label(point, key)], point["figures"][name]["mean"], point["figures"][name]["ci95"])
+            (
+                place[_value_label(point, key)],
+                point["figures"][name]["mean"],
+                point["figures"][name]["ci95"],
+            )
             for point in some
             if name in point["figures"]
         )
         halves = [half for *_, half in ordered]
         drawn = [(x, mean) for x, mean, _ in ordered]
-        lines.append(Line(label, drawn, *style, marks=True, half_widths=halves if any(halves) else ()))
+        lines.append(
+            Line(
+                label,
+                drawn,
+                *style,
+                marks=True,
+                half_widths=halves if any(halves) else (),
+            )
+        )
     unit += "/s" if unit in RATE_UNITS else ""
     x = f"{_short_key(key)} ({unit})" if unit else _short_key(key)
     return LinePlot(lines, range_=(min(values), max(values)), x=x, y=y, swept=True)
 
 
-def _bar_chart(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> BarPlot:
+def _bar_chart(
+    name: str,
+    key: str,
+    points: Sequence[Point],
+    series: Mapping[str, list[Point]],
+    y: Axis,
+) -> BarPlot:
     groups = list(dict.fromkeys(_value_label(point, key) for point in points))
     kinds = []
     for (label, some), style in zip(series.items(), STYLES, strict=False):
-        statistics = {_value_label(point, key): point["figures"].get(name, {}) for point in some}
+        statistics = {
+            _value_label(point, key): point["figures"].get(name, {}) for point in some
+        }
         rows = [statistics.get(group, {}) for group in groups]
-        values, halves = [row.get("mean") for row in rows], [row.get("ci95") for row in rows]
+        values, halves = (
+            [row.get("mean") for row in rows],
+            [row.get("ci95") for row in rows],
+        )
         kinds.append(Bars(label, values, style[0], halves, style[1]))
     return BarPlot(groups, kinds, x=_short_key(key), y=y)
 

@@ -21,7 +21,11 @@ from testbed_controller.report.sections import expected, sections
 from testbed_controller.report.tables import Cell, Column, Section, draw
 from testbed_controller.results.run import Run
 
-VERDICTS = {"trusted": ("✔", "green"), "not trusted": ("✘", "red"), "prediction": ("◌", "cyan")}
+VERDICTS = {
+    "trusted": ("✔", "green"),
+    "not trusted": ("✘", "red"),
+    "prediction": ("◌", "cyan"),
+}
 
 
 def show(console: Console, run: Run) -> None:
@@ -31,19 +35,31 @@ def show(console: Console, run: Run) -> None:
 
 def show_briefly(console: Console, run: Run) -> None:
     """Print one of many runs in a line."""
-    values = [(each, run.metrics.get(each.name)) for each in run.figures.values() if each.brief]
+    values = [
+        (each, run.metrics.get(each.name))
+        for each in run.figures.values()
+        if each.brief
+    ]
     parts = [
         f"{_metric_heading(each.name)} {formats.of_kind(each.kind, value)}"
         for each, value in values
         if value is not None
     ]
     sign, colour = VERDICTS[run.metrics["verdict"]["kind"]]
-    console.print(Text(f" {sign} ", style=colour).append(", ".join(parts), style="default"))
+    console.print(
+        Text(f" {sign} ", style=colour).append(", ".join(parts), style="default")
+    )
 
 
 def render(run: Run, width: int) -> RenderableType:
     """Return the output of `show` for a given width."""
-    parts: list[RenderableType] = [Text(), _run_title(run), Text(), _metrics_table(run), Text()]
+    parts: list[RenderableType] = [
+        Text(),
+        _run_title(run),
+        Text(),
+        _metrics_table(run),
+        Text(),
+    ]
     parts += [draw(section, width) for section in sections(run)]
     if run.expectations:
         parts.append(draw(expected(run), width))
@@ -73,9 +89,17 @@ def measurements_table(measurements: Sequence[LinkMeasurement]) -> Section:
     rows = []
     for group in group_links(groups):
         wrong = group.problem or ""
-        cells = [Cell(group.measured, tone="no" if wrong else ""), Cell(wrong, tone="no")]
+        cells = [
+            Cell(group.measured, tone="no" if wrong else ""),
+            Cell(wrong, tone="no"),
+        ]
         rows.append([Cell(group.name), Cell(group.requested), *cells])
-    columns = (Column("Link", "name"), Column("Requested"), Column("Measured"), Column("What is wrong"))
+    columns = (
+        Column("Link", "name"),
+        Column("Requested"),
+        Column("Measured"),
+        Column("What is wrong"),
+    )
     return Section("", "", "", columns, rows)
 
 
@@ -87,7 +111,10 @@ def _run_title(run: Run) -> Text:
     text = Text(" ")
     text.append(run.trial.scenario.name, style="bold")
     count = len(run.experiment.devices)
-    text.append(f"  {workload.title()}, {count} device{'' if count == 1 else 's'}, {runtime}", style="dim")
+    text.append(
+        f"  {workload.title()}, {count} device{'' if count == 1 else 's'}, {runtime}",
+        style="dim",
+    )
     if run.outcome.status != "finished":
         text.append(f"  {run.outcome.status}", style="bold red")
     return text
@@ -111,14 +138,23 @@ def _verdict_panel(judged: Mapping[str, Any]) -> Panel:
             text.append(f"\n  {reason}", style="default")
     else:
         text.append(f"  {judged['summary']}", style="not bold default")
-    return Panel(text, box=box.ROUNDED, border_style=colour, title="Verdict", title_align="left", padding=(0, 1))
+    return Panel(
+        text,
+        box=box.ROUNDED,
+        border_style=colour,
+        title="Verdict",
+        title_align="left",
+        padding=(0, 1),
+    )
 
 
 def where(folder: Path, name: str = "report.html") -> Text:
     """Describe the location of the page of one or several runs."""
     shown = folder / name
     path = shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown
-    return Text(" Report  ", style="dim").append(str(path), style="bold cyan" if shown.exists() else "cyan")
+    return Text(" Report  ", style="dim").append(
+        str(path), style="bold cyan" if shown.exists() else "cyan"
+    )
 
 
 def _metric_heading(name: str) -> str:

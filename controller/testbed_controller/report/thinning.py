@@ -17,7 +17,9 @@ EACH = 10
 Item = TypeVar("Item")
 
 
-def standing_out(items: Sequence[Item], by: Mapping[str, Callable[[Item], float]]) -> list[tuple[Item, str]]:
+def standing_out(
+    items: Sequence[Item], by: Mapping[str, Callable[[Item], float]]
+) -> list[tuple[Item, str]]:
     """Return the selected items, each with the reason for its selection.
 
     Up to `MOST` items are all returned without reasons. Of more, those with the largest positive value of each metric
@@ -38,7 +40,9 @@ def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Select devices from ``metrics()["devices"]``, each with the reason."""
     figures: dict[str, Callable[[str], float]] = {
         "longest down": lambda name: devices[name]["down"],
-        "busiest": lambda name: devices[name]["compute_share"] + devices[name]["communicate_share"],
+        "busiest": lambda name: (
+            devices[name]["compute_share"] + devices[name]["communicate_share"]
+        ),
         "computes longest": lambda name: devices[name]["compute"],
         "sends most": lambda name: devices[name]["bytes_sent"],
         "receives most": lambda name: devices[name]["bytes_received"],
@@ -48,7 +52,9 @@ def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return dict(standing_out(list(devices), figures))
 
 
-def links_shown(links: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], str]]:
+def links_shown(
+    links: Sequence[Mapping[str, Any]],
+) -> list[tuple[Mapping[str, Any], str]]:
     """Select links from ``metrics()["links"]``, each with the reason."""
     figures: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "out of tolerance": lambda link: link["problem"] is not None,
@@ -74,7 +80,10 @@ def abridged(value: Any, file: str) -> Any:
     many = len(value) > MOST
     more = f"{len(value) - EACH:,} more are in {file}"
     if isinstance(value, Mapping):
-        shown = {key: abridged(each, file) for key, each in islice(value.items(), EACH if many else None)}
+        shown = {
+            key: abridged(each, file)
+            for key, each in islice(value.items(), EACH if many else None)
+        }
         return {**shown, "...": more} if many else shown
     begun = [abridged(each, file) for each in islice(value, EACH if many else None)]
     return [*begun, f"... {more}"] if many else begun

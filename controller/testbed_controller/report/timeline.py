@@ -41,11 +41,17 @@ def timeline(run: Run) -> dict[str, Any]:
     many = len(log.of(*CHARTED)) > MOST_BARS
     known = set(devices)
     all_bars = (
-        _joined_bars(log, end, [(view["start"], view["end"]) for view in views[1:]], known) if many else bars(log, end)
+        _joined_bars(
+            log, end, [(view["start"], view["end"]) for view in views[1:]], known
+        )
+        if many
+        else bars(log, end)
     )
     shown = (bar for bar in all_bars if bar.device in known and bar.start <= end)
     charted = sorted(shown, key=lambda bar: (bar.start, bar.end))
-    words = sorted({bar.label for bar in charted} | {bar.peer for bar in charted if bar.peer})
+    words = sorted(
+        {bar.label for bar in charted} | {bar.peer for bar in charted if bar.peer}
+    )
     number = {word: index for index, word in enumerate(words)}
     return {
         "end": end,
@@ -70,12 +76,33 @@ def shaded(run: Run) -> list[dict[str, Any]]:
             continue
         undone = fault["undone"] if fault["undone"] is not None else end
         label = f"{fault['action']} {fault['target']}"
-        windows.append({"start": fault["struck"], "end": min(undone, end), "label": label, "style": "fault"})
+        windows.append(
+            {
+                "start": fault["struck"],
+                "end": min(undone, end),
+                "label": label,
+                "style": "fault",
+            }
+        )
     for item in metrics["recovery_list"]:
         resumed = end if item["resumed"] is None else item["resumed"]
-        windows.append({"start": item["detected"], "end": resumed, "label": "recovering", "style": "recovery"})
+        windows.append(
+            {
+                "start": item["detected"],
+                "end": resumed,
+                "label": "recovering",
+                "style": "recovery",
+            }
+        )
     for pause in run.pauses:
-        windows.append({"start": pause.start, "end": pause.end, "label": pause.name, "style": "recovery"})
+        windows.append(
+            {
+                "start": pause.start,
+                "end": pause.end,
+                "label": pause.name,
+                "style": "recovery",
+            }
+        )
     return windows if len(windows) <= MOST else list(_merge_windows(windows))
 
 
@@ -83,8 +110,12 @@ def _merge_windows(windows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, A
     """Merge overlapping windows, hundreds of which would hide everything else."""
     for style in ("fault", "recovery"):
         own = [window for window in windows if window["style"] == style]
-        for start, end in union((window["start"], window["end"]) for window in own).tolist():
-            labels = [window["label"] for window in own if start <= window["start"] < end]
+        for start, end in union(
+            (window["start"], window["end"]) for window in own
+        ).tolist():
+            labels = [
+                window["label"] for window in own if start <= window["start"] < end
+            ]
             label = labels[0] if len(labels) == 1 else f"{len(labels)} times a {style}"
             yield {"start": start, "end": end, "label": label, "style": style}
 
@@ -96,25 +127,39 @@ def interesting(run: Run) -> list[dict[str, Any]]:
     end = metrics["duration"]
     steps, requests = metrics["series"]["steps"], metrics["series"]["requests"]
     windows = [("whole run", 0.0, end)]
-    pairs = [(left, right) for left, right in pairwise(steps) if left["steady"] and right["steady"]]
+    pairs = [
+        (left, right)
+        for left, right in pairwise(steps)
+        if left["steady"] and right["steady"]
+    ]
     if pairs:
         left, right = pairs[len(pairs) // 2]
         windows.append(("two steps", left["time"] - left["seconds"], right["time"]))
     if requests:
         middle = requests[len(requests) // 2]
-        windows.append(("a request", middle["time"] - middle["latency"], middle["time"]))
+        windows.append(
+            ("a request", middle["time"] - middle["latency"], middle["time"])
+        )
     for pause in run.pauses[:MOST_PAUSES]:
         windows.append((pause.name, pause.start - AROUND, min(end, pause.end + AROUND)))
     for fault in metrics["fault_list"][:6]:
         if not fault["mends"]:
-            last = max(fault[key] or fault["struck"] for key in ("struck", "undone", "recovered"))
+            last = max(
+                fault[key] or fault["struck"]
+                for key in ("struck", "undone", "recovered")
+            )
             name = f"{fault['action']} {fault['target']}"
             windows.append((name, fault["struck"] - AROUND, min(end, last + AROUND)))
-    views = [{"name": name, "start": max(0.0, start), "end": until} for name, start, until in windows]
+    views = [
+        {"name": name, "start": max(0.0, start), "end": until}
+        for name, start, until in windows
+    ]
     return [view for view in views if view["end"] > view["start"]]
 
 
-def _joined_bars(log: EventLog, end: float, keep: Sequence[Interval], devices: Collection[str]) -> Iterator[Bar]:
+def _joined_bars(
+    log: EventLog, end: float, keep: Sequence[Interval], devices: Collection[str]
+) -> Iterator[Bar]:
     """Yield the bars of given time spans and all outages, and merge equal neighbouring bars elsewhere.
 
     The bars in those stretches are of all devices, the others of ``devices`` alone.
@@ -126,10 +171,15 @@ def _joined_bars(log: EventLog, end: float, keep: Sequence[Interval], devices: C
                 near = [(own[:, 0] < to) & (since < own[:, 1]) for since, to in keep]
                 rest = own[~np.logical_or.reduce([own[:, 0] > end, *near])]
                 shown = rest if kind == "down" else joined(rest, keep, end * FINEST)
-                yield from (Bar(device, kind, start, stop, label) for start, stop in shown.tolist())
+                yield from (
+                    Bar(device, kind, start, stop, label)
+                    for start, stop in shown.tolist()
+                )
 
 
-def _compact_bar(bar: Bar, devices: Sequence[str], number: Mapping[str, int]) -> list[Any]:
+def _compact_bar(
+    bar: Bar, devices: Sequence[str], number: Mapping[str, int]
+) -> list[Any]:
     row: list[Any] = [
         devices.index(bar.device),
         KINDS.index(bar.kind),

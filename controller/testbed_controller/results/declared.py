@@ -16,7 +16,15 @@ from testbed.common.errors import InputError
 from testbed.scenario.schema import Trial
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import EventType, finite
-from testbed.trace.metrics_spec import NOTHING, Column, Metric, MetricsSpec, Row, Table, TimeSeries
+from testbed.trace.metrics_spec import (
+    NOTHING,
+    Column,
+    Metric,
+    MetricsSpec,
+    Row,
+    Table,
+    TimeSeries,
+)
 from testbed.trace.record import RunView
 from testbed.validation import find_method, reporting
 
@@ -30,11 +38,15 @@ def declared_by(trial: Trial) -> MetricsSpec:
     return reporting(find_method(trial.scenario), trial.scenario.workload)
 
 
-def keep(folder: Path, trial: Trial, declared: MetricsSpec, metrics: Mapping[str, Any]) -> None:
+def keep(
+    folder: Path, trial: Trial, declared: MetricsSpec, metrics: Mapping[str, Any]
+) -> None:
     """Write the definitions of a user's method into the results folder; ``metrics`` are empty at the start."""
     if trial.scenario.workload.method.file is not None:
         kept = finite(_as_data(declared, metrics))
-        (folder / FILE).write_text(json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8")
+        (folder / FILE).write_text(
+            json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8"
+        )
 
 
 def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
@@ -49,20 +61,43 @@ def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
     try:
         kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
         figures = folder / "metrics.json"  # not there yet, or the run was cut off
-        return _of_data(kept, json.loads(figures.read_text(encoding="utf-8")) if figures.is_file() else {})
-    except (OSError, ValueError, KeyError, TypeError):  # written by an earlier version, or damaged
+        return _of_data(
+            kept,
+            json.loads(figures.read_text(encoding="utf-8"))
+            if figures.is_file()
+            else {},
+        )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # written by an earlier version, or damaged
         return NOTHING
 
 
 def _as_data(declared: MetricsSpec, metrics: Mapping[str, Any]) -> dict[str, Any]:
     figures = ("name", "kind", "meaning", "brief", "compared")
-    rows = [row for row in declared.rows if metrics and (row.when is None or row.when(metrics))]
+    rows = [
+        row
+        for row in declared.rows
+        if metrics and (row.when is None or row.when(metrics))
+    ]
     return {
-        "figures": [{name: getattr(figure, name) for name in figures} for figure in declared.figures],
+        "figures": [
+            {name: getattr(figure, name) for name in figures}
+            for figure in declared.figures
+        ],
         "lists": list(declared.lists or ()),
         "events": [asdict(event) for event in declared.events],
         "rows": [
-            [row.label, *(each if isinstance(each, str) else each(metrics) for each in (row.text, row.note))]
+            [
+                row.label,
+                *(
+                    each if isinstance(each, str) else each(metrics)
+                    for each in (row.text, row.note)
+                ),
+            ]
             for row in rows
         ],
         "tables": [_table_data(table, metrics) for table in declared.tables if metrics],
@@ -74,14 +109,20 @@ def _table_data(table: Table, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "title": table.title,
         "note": table.note,
-        "columns": [[column.heading, column.kind, column.wide] for column in table.columns],
-        "items": [[column.of(item) for column in table.columns] for item in table.listed(metrics)],
+        "columns": [
+            [column.heading, column.kind, column.wide] for column in table.columns
+        ],
+        "items": [
+            [column.of(item) for column in table.columns]
+            for item in table.listed(metrics)
+        ],
     }
 
 
 def _of_data(kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSpec:
     added = {
-        item["detected"]: {key: item[key] for key in item.keys() - _OF_ANY} for item in metrics.get("recovery_list", ())
+        item["detected"]: {key: item[key] for key in item.keys() - _OF_ANY}
+        for item in metrics.get("recovery_list", ())
     }
 
     def recovered(item: Recovery, record: RunView) -> dict[str, Any]:
@@ -89,9 +130,14 @@ def _of_data(kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSpec
 
     return MetricsSpec(
         figures=tuple(
-            Metric(compute=_constant_function(_metric_value(metrics, each["name"])), **each) for each in kept["figures"]
+            Metric(
+                compute=_constant_function(_metric_value(metrics, each["name"])), **each
+            )
+            for each in kept["figures"]
         ),
-        lists={name: _constant_function(metrics.get(name, [])) for name in kept["lists"]},
+        lists={
+            name: _constant_function(metrics.get(name, [])) for name in kept["lists"]
+        },
         recovery=recovered,
         events=tuple(EventType(**each) for each in kept["events"]),
         rows=tuple(Row(*row) for row in kept["rows"]),
@@ -102,9 +148,13 @@ def _of_data(kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSpec
 
 def _kept_table(kept: Mapping[str, Any]) -> Table:
     columns = tuple(
-        Column(heading, kind, str(place), wide) for place, (heading, kind, wide) in enumerate(kept["columns"])
+        Column(heading, kind, str(place), wide)
+        for place, (heading, kind, wide) in enumerate(kept["columns"])
     )
-    items = [{str(place): value for place, value in enumerate(item)} for item in kept["items"]]
+    items = [
+        {str(place): value for place, value in enumerate(item)}
+        for item in kept["items"]
+    ]
     return Table(kept["title"], kept["note"], _constant_function(items), columns)
 
 
@@ -113,7 +163,11 @@ def _metric_value(metrics: Mapping[str, Any], name: str) -> Any:
     if "<" not in name:
         return metrics.get(name)
     group, _, last = name.split(".")
-    return {member: each[last] for member, each in metrics.get(group, {}).items() if last in each}
+    return {
+        member: each[last]
+        for member, each in metrics.get(group, {}).items()
+        if last in each
+    }
 
 
 def _constant_function(value: Any) -> Any:

@@ -52,7 +52,9 @@ class Callback:
 
 def _require_callable(candidate: Any) -> Any:
     if not callable(candidate):
-        raise TypeError(f"{candidate!r} must be a function, or a class derived from testbed.Callback")
+        raise TypeError(
+            f"{candidate!r} must be a function, or a class derived from testbed.Callback"
+        )
     return candidate
 
 
@@ -84,7 +86,9 @@ def stream_of(name: str) -> Callable[[Path], Callback]:
     """Return a live exporter by name. Raises `InputError` for an unknown name."""
     exporter: Callable[[Path], Callback] = EXPORTERS.find(_OTHER_NAMES.get(name, name))
     if not _is_live(exporter):
-        raise InputError(f"--stream {name}: writes finished results: use 'testbed export RESULTS_DIR --format {name}'")
+        raise InputError(
+            f"--stream {name}: writes finished results: use 'testbed export RESULTS_DIR --format {name}'"
+        )
     return exporter
 
 
@@ -92,5 +96,7 @@ def writer_of(name: str) -> Writer:
     """Return an exporter of finished results by name. Raises `InputError` for an unknown name."""
     writer: Writer = EXPORTERS.find(name)
     if _is_live(writer):
-        raise InputError(f"--format {name}: follows a running experiment: use 'testbed run SCENARIO --stream {name}'")
+        raise InputError(
+            f"--format {name}: follows a running experiment: use 'testbed run SCENARIO --stream {name}'"
+        )
     return writer

@@ -33,7 +33,15 @@ from testbed_controller.results.declared import declared_in
 from testbed_controller.results.recorder import RUNNING, with_local_sources
 from testbed_controller.results.run import Run
 
-ALWAYS = {"status", "trusted", "duration", "series", "devices", "recovery_list", "verdict"}
+ALWAYS = {
+    "status",
+    "trusted",
+    "duration",
+    "series",
+    "devices",
+    "recovery_list",
+    "verdict",
+}
 """Metrics required by pages of several runs; older runs may lack some."""
 UNSHOWN = ("description", "time_limit")
 """Scenario keys without effect on any metric."""
@@ -52,7 +60,9 @@ def begun(folder: Path) -> Trial:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / "scenario.yaml").is_file():
-        raise InputError(f"{folder}: has no run: name a folder written by `testbed run`, such as results/<run>")
+        raise InputError(
+            f"{folder}: has no run: name a folder written by `testbed run`, such as results/<run>"
+        )
     return _read_json(folder / "manifest.json")
 
 
@@ -67,7 +77,9 @@ def load(folder: Path) -> Run:
     Survives what a crash leaves: a last line of events that was cut off, no figures. Such a run counts as interrupted.
     """
     if is_written(folder) and not (folder / "events.jsonl").is_file():
-        raise InputError(f"{folder}: has no events, being run with --no-events: run it again without")
+        raise InputError(
+            f"{folder}: has no events, being run with --no-events: run it again without"
+        )
     return _load_run(folder, _read_events(folder / "events.jsonl"), None)
 
 
@@ -77,7 +89,11 @@ def load_figures(folder: Path) -> Run:
         return load(folder).alone()
     figures = _read_json(folder / "metrics.json")
     figures.pop("expectations", None)
-    return _load_run(folder, EventLog(), figures) if figures.keys() >= ALWAYS else load(folder).alone()
+    return (
+        _load_run(folder, EventLog(), figures)
+        if figures.keys() >= ALWAYS
+        else load(folder).alone()
+    )
 
 
 def load_any(folder: Path) -> Run:
@@ -87,16 +103,26 @@ def load_any(folder: Path) -> Run:
 
 def is_written(folder: Path) -> bool:
     """Return whether a run is complete, including metrics."""
-    return _read_manifest(folder).get("status") != RUNNING and (folder / "metrics.json").is_file()
+    return (
+        _read_manifest(folder).get("status") != RUNNING
+        and (folder / "metrics.json").is_file()
+    )
 
 
 def _load_run(folder: Path, events: EventLog, figures: dict[str, Any] | None) -> Run:
     """Load everything except the events; without ``figures``, recompute the metrics."""
     facts = _read_manifest(folder)
-    fidelity = _read_json(folder / "fidelity.json") if (folder / "fidelity.json").is_file() else {}
+    fidelity = (
+        _read_json(folder / "fidelity.json")
+        if (folder / "fidelity.json").is_file()
+        else {}
+    )
     if facts.get("status") == RUNNING:
         last = events.latest
-        facts |= {"status": "interrupted", "error": f"cut off after {last:.2f} s: testbed ended before the run did"}
+        facts |= {
+            "status": "interrupted",
+            "error": f"cut off after {last:.2f} s: testbed ended before the run did",
+        }
     try:
         trial = _read_trial(folder, facts)
         plan = Plan.model_validate(_read_json(folder / "plan.json"))
@@ -105,16 +131,22 @@ def _load_run(folder: Path, events: EventLog, figures: dict[str, Any] | None) ->
             status=facts["status"],
             events=events,
             error=facts["error"],
-            links=[LinkMeasurement.from_json(item) for item in fidelity.get("links", [])],
+            links=[
+                LinkMeasurement.from_json(item) for item in fidelity.get("links", [])
+            ],
             host=facts["host"],
             fidelity=fidelity.get("figures", {}),
             wall_seconds=facts["wall_seconds"],
         )
     except (KeyError, TypeError) as error:
-        raise InputError(f"{folder}: was not written by this version of the testbed: lacks {error}") from None
+        raise InputError(
+            f"{folder}: was not written by this version of the testbed: lacks {error}"
+        ) from None
     except ValidationError as error:
         key = ".".join(map(str, error.errors()[0]["loc"]))
-        raise InputError(f"{folder}: was not written by this version of the testbed: plan.json: {key}") from None
+        raise InputError(
+            f"{folder}: was not written by this version of the testbed: plan.json: {key}"
+        ) from None
     declared = declared_in(folder, trial)
     if figures is None:
         figures = metrics(outcome, trial.experiment, plan, declared)
@@ -127,9 +159,18 @@ def places(folder: Path) -> list[Path]:
         return [folder]
     summary = folder / "summary.json"
     points = _read_json(summary).get("points", ()) if summary.is_file() else ()
-    order = {name: number for number, name in enumerate(name for point in points for name in point["runs"])}
-    folders = sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural_order)
-    return sorted(folders, key=lambda path: order.get(path.name, len(order))) or [folder]
+    order = {
+        name: number
+        for number, name in enumerate(
+            name for point in points for name in point["runs"]
+        )
+    }
+    folders = sorted(
+        (path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural_order
+    )
+    return sorted(folders, key=lambda path: order.get(path.name, len(order))) or [
+        folder
+    ]
 
 
 def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:
@@ -142,8 +183,12 @@ def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int
         if not place.exists():
             continue
         run = load_figures(place)
-        if _scenario_facts(run.trial.scenario) != _scenario_facts(with_local_sources(trial.scenario)[0]):
-            raise InputError(f"{place}: is a run of another scenario: resume with the original scenario")
+        if _scenario_facts(run.trial.scenario) != _scenario_facts(
+            with_local_sources(trial.scenario)[0]
+        ):
+            raise InputError(
+                f"{place}: is a run of another scenario: resume with the original scenario"
+            )
         if run.outcome.status == "finished":
             finished_runs[number] = run
         else:
@@ -152,23 +197,34 @@ def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int
 
 
 def _scenario_facts(scenario: Scenario) -> dict[str, Any]:
-    return scenario.model_dump(mode="json", by_alias=True, exclude=set(UNSHOWN), exclude_none=True)
+    return scenario.model_dump(
+        mode="json", by_alias=True, exclude=set(UNSHOWN), exclude_none=True
+    )
 
 
 def _natural_order(path: Path) -> list[tuple[bool, float, str]]:
     parts = re.split(r"(\d+(?:\.\d+)?)", path.name)
-    return [(index % 2 == 0, float(part) if index % 2 else 0.0, part) for index, part in enumerate(parts)]
+    return [
+        (index % 2 == 0, float(part) if index % 2 else 0.0, part)
+        for index, part in enumerate(parts)
+    ]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path}: is missing: the run was not written to its end") from None
+        raise InputError(
+            f"{path}: is missing: the run was not written to its end"
+        ) from None
     except ValueError:
-        raise InputError(f"{path}: is not JSON: the file is damaged, run the scenario again") from None
+        raise InputError(
+            f"{path}: is not JSON: the file is damaged, run the scenario again"
+        ) from None
     if not isinstance(content, dict):
-        raise InputError(f"{path}: is not a JSON object: the file is damaged, run the scenario again")
+        raise InputError(
+            f"{path}: is not a JSON object: the file is damaged, run the scenario again"
+        )
     return content
 
 
@@ -184,13 +240,17 @@ def _read_events(path: Path) -> EventLog:
             try:
                 parsed = _read_lines(lines)
                 begun = {keys[:3] for keys in set(map(tuple, parsed))}
-                if begun != {LEADING} or {type(fields["event"]) for fields in parsed} != {str}:
+                if begun != {LEADING} or {
+                    type(fields["event"]) for fields in parsed
+                } != {str}:
                     raise ValueError
             except _DAMAGED:
                 for event in _one_by_one(path, lines, first):
                     events.append(event)
             else:
-                for fields in parsed:  # no `Event` of each, which takes as long as all else
+                for (
+                    fields
+                ) in parsed:  # no `Event` of each, which takes as long as all else
                     keys, values = tuple(fields), tuple(fields.values())
                     if (form := forms.get((values[2], keys))) is None:
                         form = forms[values[2], keys] = (values[2], keys[3:])
@@ -217,7 +277,9 @@ def _one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Event]:
             events.append(Event.from_json(line))
         except _DAMAGED:
             if line.endswith("\n"):
-                raise InputError(f"{path}:{number}: is not an event: the file is damaged") from None
+                raise InputError(
+                    f"{path}:{number}: is not an event: the file is damaged"
+                ) from None
     return events
 
 

@@ -29,20 +29,30 @@ CLOCK_SLACK = 0.005
 """Tolerance in seconds for a reception outside its send, due to separate clocks of containers."""
 
 
-def write(file: IO[str], events: Sequence[Event], end: float, title: str = "testbed") -> None:
+def write(
+    file: IO[str], events: Sequence[Event], end: float, title: str = "testbed"
+) -> None:
     """Write the trace of a run of ``end`` seconds; ``otherData`` contains the number of omitted bars."""
     log = EventLog.made_of(events)
-    charted = sorted(islice(bars(log, end), MOST_BARS), key=lambda bar: (bar.start, bar.end))
+    charted = sorted(
+        islice(bars(log, end), MOST_BARS), key=lambda bar: (bar.start, bar.end)
+    )
     other = {"title": title, "left_out": max(0, len(log.of(*CHARTED)) - len(charted))}
-    file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n')
+    file.write(
+        f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n'
+    )
     between, records = "", _trace_records(log, charted, end, title)
-    while some := list(islice(records, _AT_ONCE)):  # all of them together are large, one by one takes twice as long
+    while some := list(
+        islice(records, _AT_ONCE)
+    ):  # all of them together are large, one by one takes twice as long
         file.write(between + LINES.encode(some)[1:-1])
         between = ",\n"
     file.write("\n]}\n")
 
 
-def _trace_records(log: EventLog, charted: Sequence[Bar], end: float, title: str) -> Iterator[dict[str, Any]]:
+def _trace_records(
+    log: EventLog, charted: Sequence[Bar], end: float, title: str
+) -> Iterator[dict[str, Any]]:
     names = sorted({bar.device for bar in charted} | log.devices - {TESTBED})
     numbers = {name: index + 2 for index, name in enumerate(names)}
     yield from _process_records(1, f"{title}: faults and progress", 0)
@@ -55,13 +65,22 @@ def _trace_records(log: EventLog, charted: Sequence[Bar], end: float, title: str
     for name in names:
         for kind, first in TRACKS.items():
             for row, content in enumerate(_split_lanes(kept[name, kind])):
-                yield _metadata_record("thread_name", numbers[name], first + row, f"{kind} {row + 1}" if row else kind)
-                yield _metadata_record("thread_sort_index", numbers[name], first + row, first + row)
+                yield _metadata_record(
+                    "thread_name",
+                    numbers[name],
+                    first + row,
+                    f"{kind} {row + 1}" if row else kind,
+                )
+                yield _metadata_record(
+                    "thread_sort_index", numbers[name], first + row, first + row
+                )
                 for bar in content:
                     placed[id(bar)] = (numbers[name], first + row)
                     yield _slice_record(bar, numbers[name], first + row)
     for number, (sent, received) in enumerate(deliveries(charted)):
-        yield from _flow_records(number, sent, placed[id(sent)], received, placed[id(received)])
+        yield from _flow_records(
+            number, sent, placed[id(sent)], received, placed[id(received)]
+        )
     yield from _window_records(log, end)
     yield from _counter_records(log)
 
@@ -69,7 +88,9 @@ def _trace_records(log: EventLog, charted: Sequence[Bar], end: float, title: str
 def _split_lanes(charted: Sequence[Bar]) -> list[list[Bar]]:
     """Split bars, given in the order of their starts, into as few rows as possible without overlap in a row."""
     rows: list[list[Bar]] = []
-    for bar, row in zip(charted, lanes((bar.start, bar.end) for bar in charted).tolist(), strict=True):
+    for bar, row in zip(
+        charted, lanes((bar.start, bar.end) for bar in charted).tolist(), strict=True
+    ):
         if row == len(rows):
             rows.append([])
         rows[row].append(bar)
@@ -78,11 +99,15 @@ def _split_lanes(charted: Sequence[Bar]) -> list[list[Bar]]:
 
 def deliveries(charted: Sequence[Bar]) -> Iterator[tuple[Bar, Bar]]:
     """Pair each reception with its send: same devices, kind and size, in order, at the same time."""
-    waiting: dict[tuple[str, str | None, str, int | None], deque[Bar]] = defaultdict(deque)
+    waiting: dict[tuple[str, str | None, str, int | None], deque[Bar]] = defaultdict(
+        deque
+    )
     for bar in charted:
         if bar.kind == "send":
             waiting[bar.device, bar.peer, bar.label, bar.size].append(bar)
-    for bar in sorted((bar for bar in charted if bar.kind == "receive"), key=lambda bar: bar.end):
+    for bar in sorted(
+        (bar for bar in charted if bar.kind == "receive"), key=lambda bar: bar.end
+    ):
         queue = waiting[bar.peer or "", bar.device, bar.label, bar.size]
         while queue and queue[0].end < bar.end - CLOCK_SLACK:
             queue.popleft()
@@ -94,13 +119,24 @@ def _to_microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _metadata_record(what: str, process: int, thread: int, value: str | int) -> dict[str, Any]:
+def _metadata_record(
+    what: str, process: int, thread: int, value: str | int
+) -> dict[str, Any]:
     key = "sort_index" if what.endswith("sort_index") else "name"
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {key: value}}
+    return {
+        "ph": "M",
+        "name": what,
+        "pid": process,
+        "tid": thread,
+        "args": {key: value},
+    }
 
 
 def _process_records(number: int, name: str, order: int) -> list[dict[str, Any]]:
-    return [_metadata_record("process_name", number, 0, name), _metadata_record("process_sort_index", number, 0, order)]
+    return [
+        _metadata_record("process_name", number, 0, name),
+        _metadata_record("process_sort_index", number, 0, order),
+    ]
 
 
 def _slice_record(bar: Bar, process: int, thread: int) -> dict[str, Any]:
@@ -109,7 +145,12 @@ def _slice_record(bar: Bar, process: int, thread: int) -> dict[str, Any]:
         name += f" {bar.batch}" + ("" if bar.micro is None else f".{bar.micro}")
     if bar.peer:
         name += f" to {bar.peer}" if bar.kind == "send" else f" from {bar.peer}"
-    details = {"batch": bar.batch, "micro": bar.micro, "bytes": bar.size, "interrupted": bar.interrupted or None}
+    details = {
+        "batch": bar.batch,
+        "micro": bar.micro,
+        "bytes": bar.size,
+        "interrupted": bar.interrupted or None,
+    }
     return {
         "ph": "X",
         "name": name,
@@ -124,30 +165,58 @@ def _slice_record(bar: Bar, process: int, thread: int) -> dict[str, Any]:
 
 
 def _flow_records(
-    number: int, sent: Bar, source: tuple[int, int], received: Bar, destination: tuple[int, int]
+    number: int,
+    sent: Bar,
+    source: tuple[int, int],
+    received: Bar,
+    destination: tuple[int, int],
 ) -> list[dict[str, Any]]:
     """Return both ends of a flow; each lies inside its slice, which binds the flow to the slice."""
     common = {"name": "message", "cat": "message", "id": number}
     middle = _to_microseconds((received.start + received.end) / 2)
     return [
-        {**common, "ph": "s", "pid": source[0], "tid": source[1], "ts": _to_microseconds(sent.start)},
-        {**common, "ph": "f", "bp": "e", "pid": destination[0], "tid": destination[1], "ts": middle},
+        {
+            **common,
+            "ph": "s",
+            "pid": source[0],
+            "tid": source[1],
+            "ts": _to_microseconds(sent.start),
+        },
+        {
+            **common,
+            "ph": "f",
+            "bp": "e",
+            "pid": destination[0],
+            "tid": destination[1],
+            "ts": middle,
+        },
     ]
 
 
 def _window_records(log: EventLog, end: float) -> list[dict[str, Any]]:
-    records = [_metadata_record("thread_name", 1, 1, "faults"), _metadata_record("thread_name", 1, 2, "recoveries")]
+    records = [
+        _metadata_record("thread_name", 1, 1, "faults"),
+        _metadata_record("thread_name", 1, 2, "recoveries"),
+    ]
     windows = []
     for strike in strikes(log):
-        start, stop = (strike.struck, strike.struck) if strike.mends else strike.window(end)
-        windows.append(Bar(TESTBED, "down", start, stop, f"{strike.action} {strike.target}"))
+        start, stop = (
+            (strike.struck, strike.struck) if strike.mends else strike.window(end)
+        )
+        windows.append(
+            Bar(TESTBED, "down", start, stop, f"{strike.action} {strike.target}")
+        )
     for row, content in enumerate(_split_lanes(windows)):
         if row:
-            records.append(_metadata_record("thread_name", 1, 10 + row, f"faults {row + 1}"))
+            records.append(
+                _metadata_record("thread_name", 1, 10 + row, f"faults {row + 1}")
+            )
         records += [_slice_record(bar, 1, 10 + row if row else 1) for bar in content]
     for item in recoveries(log):
         stop = end if item.resumed is None else item.resumed
-        records.append(_slice_record(Bar(TESTBED, "down", item.detected, stop, "recovery"), 1, 2))
+        records.append(
+            _slice_record(Bar(TESTBED, "down", item.detected, stop, "recovery"), 1, 2)
+        )
     return records
 
 
@@ -159,4 +228,11 @@ def _counter_records(log: EventLog) -> Iterator[dict[str, Any]]:
         figure = event.fields.get(key)
         if isinstance(figure, int | float) and figure == figure:
             moment = _to_microseconds(event.time)
-            yield {"ph": "C", "name": key, "pid": 1, "tid": 0, "ts": moment, "args": {key: figure}}
+            yield {
+                "ph": "C",
+                "name": key,
+                "pid": 1,
+                "tid": 0,
+                "ts": moment,
+                "args": {key: figure},
+            }

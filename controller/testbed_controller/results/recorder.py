@@ -37,13 +37,30 @@ from testbed_controller.results.run import Run
 
 RUNNING = "running"
 """Status of a run in progress or cut off."""
-WITHOUT_EFFECT = (":!docs", ":!papers/*.md", ":!papers/*.json", ":!papers/*.svg", ":!papers/*/figures.yaml")
+WITHOUT_EFFECT = (
+    ":!docs",
+    ":!papers/*.md",
+    ":!papers/*.json",
+    ":!papers/*.svg",
+    ":!papers/*/figures.yaml",
+)
 """Files without effect on runs, as git patterns."""
-RECORDED_PACKAGES = ("torch", "numpy", "flask", "waitress", "requests", "pydantic", "docker", "pyroute2")
+RECORDED_PACKAGES = (
+    "torch",
+    "numpy",
+    "flask",
+    "waitress",
+    "requests",
+    "pydantic",
+    "docker",
+    "pyroute2",
+)
 
 
 def manifest(
-    trial: Trial, runtime: Literal["emulate", "simulate"], weights: Mapping[str, Any] | str | None
+    trial: Trial,
+    runtime: Literal["emulate", "simulate"],
+    weights: Mapping[str, Any] | str | None,
 ) -> dict[str, Any]:
     """Return the manifest at the start of a run, with status ``running``."""
     return {
@@ -99,10 +116,14 @@ def revision(checkout: Path = ROOT) -> str | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(checkout), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", *WITHOUT_EFFECT)
+        changed = git(
+            "status", "--porcelain", "--untracked-files=no", "--", *WITHOUT_EFFECT
+        )
         return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
@@ -145,12 +166,19 @@ class Recorder:
                 raise _folder_taken(folder)
             # A line at a time: what was written is there, whatever ends this process. A simulation has thousands of
             # lines a second: the last few do not matter.
-            file, mode = (self.path / "events.jsonl", "x") if events else (Path(os.devnull), "w")
+            file, mode = (
+                (self.path / "events.jsonl", "x") if events else (Path(os.devnull), "w")
+            )
             try:
-                self._events = file.open(mode, encoding="utf-8", buffering=1 if runtime == "emulate" else -1)
+                self._events = file.open(
+                    mode, encoding="utf-8", buffering=1 if runtime == "emulate" else -1
+                )
             except FileExistsError:  # by another run, a moment ago
                 raise _folder_taken(folder) from None
-            self._manifest = {**manifest(trial, runtime, weights), **({"owned": owned} if owned else {})}
+            self._manifest = {
+                **manifest(trial, runtime, weights),
+                **({"owned": owned} if owned else {}),
+            }
             self._manifest_file(self._manifest)
             scenario, sources = with_local_sources(trial.scenario)
             for name, text in {
@@ -180,7 +208,9 @@ class Recorder:
         # As the file has them, so that the figures are those that will be computed from it.
         kept = replace(outcome, events=log.rounded(), weights_file=None, parts={})
         figures = metrics(kept, self._trial.experiment, self._plan, self._declared)
-        run = Run(self.path, self._trial, self._plan, kept, facts, figures, self._declared)
+        run = Run(
+            self.path, self._trial, self._plan, kept, facts, figures, self._declared
+        )
         with self._report_failures():
             self._events.close()
             if self.keeps_events and (not self._ordered or self._written != len(log)):
@@ -205,10 +235,19 @@ class Recorder:
         # Nothing more can be done where the disk is full: what is there stays.
         with suppress(OSError):
             self._events.close()
-            self._manifest_file({**self._manifest, "status": "failed", "error": str(error) or type(error).__name__})
+            self._manifest_file(
+                {
+                    **self._manifest,
+                    "status": "failed",
+                    "error": str(error) or type(error).__name__,
+                }
+            )
 
     def _manifest_file(self, facts: Mapping[str, Any]) -> None:
-        _replace_file(self.path / "manifest.json", [json.dumps(finite(facts), indent=2, default=str) + "\n"])
+        _replace_file(
+            self.path / "manifest.json",
+            [json.dumps(finite(facts), indent=2, default=str) + "\n"],
+        )
 
     @contextmanager
     def _report_failures(self) -> Iterator[None]:
@@ -222,7 +261,9 @@ class Recorder:
 
 
 def _folder_taken(folder: Path) -> InputError:
-    return InputError(f"{folder}: already exists: name another folder, or remove this one")
+    return InputError(
+        f"{folder}: already exists: name another folder, or remove this one"
+    )
 
 
 def rebuild(run: Run) -> None:
@@ -257,7 +298,9 @@ def numbered(folder: Path) -> Path:
         except FileExistsError:
             pass
         except OSError as error:
-            raise HostError(f"{place}: cannot be written: {error.strerror or error}") from None
+            raise HostError(
+                f"{place}: cannot be written: {error.strerror or error}"
+            ) from None
     return place
 
 
@@ -279,11 +322,19 @@ def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
     parts: dict[str, Any] = {}
     for file in _further_files(scenario.workload):
         if Path(file).name == file:
-            _add_sources(sources, usercode.read(scenario.source.folder / file, "", ("training", "file")), "")
+            _add_sources(
+                sources,
+                usercode.read(scenario.source.folder / file, "", ("training", "file")),
+                "",
+            )
     for key, part in scenario.workload.sources().items():
         if part.file is not None:
-            code = usercode.read(scenario.source.folder / part.file, part.name, (key, "file"))
-            parts[key] = part.model_copy(update={"file": _add_sources(sources, code, f"{key}/")})
+            code = usercode.read(
+                scenario.source.folder / part.file, part.name, (key, "file")
+            )
+            parts[key] = part.model_copy(
+                update={"file": _add_sources(sources, code, f"{key}/")}
+            )
     workload = scenario.workload.model_copy(update=parts)
     return scenario.model_copy(update={"workload": workload}), sources
 
@@ -318,7 +369,9 @@ def _replace_file(path: Path, lines: Iterable[str]) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(finite(value), indent=2, default=str) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(finite(value), indent=2, default=str) + "\n", encoding="utf-8"
+    )
 
 
 def _fidelity_facts(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:

@@ -30,13 +30,20 @@ def _metric_rows(run: Run) -> list[Row]:
 
 def _event_rows(run: Run) -> list[Row]:
     return [
-        {"time": event.time, "device": event.device, "event": event.event, **event.fields}
+        {
+            "time": event.time,
+            "device": event.device,
+            "event": event.event,
+            **event.fields,
+        }
         for event in run.outcome.events
     ]
 
 
 def _device_rows(run: Run) -> list[Row]:
-    return [{"device": name, **figures} for name, figures in run.metrics["devices"].items()]
+    return [
+        {"device": name, **figures} for name, figures in run.metrics["devices"].items()
+    ]
 
 
 def _link_rows(run: Run) -> list[Row]:
@@ -46,7 +53,9 @@ def _link_rows(run: Run) -> list[Row]:
         columns: Row = {}
         for key, value in row.items():
             columns |= (
-                {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+                {f"{key}.{name}": each for name, each in value.items()}
+                if isinstance(value, dict)
+                else {key: value}
             )
         link_rows.append(columns)
     return link_rows
@@ -85,18 +94,27 @@ def write_tables(folder: Path, tables: Mapping[str, Sequence[Row]], kind: str) -
     """Write all non-empty tables as ``csv`` or ``parquet`` files."""
     for name, table_rows in tables.items():
         if table_rows:
-            (write_parquet if kind == "parquet" else write_csv)(folder / f"{name}.{kind}", table_rows)
+            (write_parquet if kind == "parquet" else write_csv)(
+                folder / f"{name}.{kind}", table_rows
+            )
 
 
 def points(runs: Sequence[Run]) -> list[Row]:
     """Return a row for each run of a sweep: swept values, verdict, and scalar metrics."""
     return [
         {
-            **{key: value_text(value) if value_label(value) else value for key, value in run.trial.point.items()},
+            **{
+                key: value_text(value) if value_label(value) else value
+                for key, value in run.trial.point.items()
+            },
             "repetition": run.trial.repetition,
             "verdict": run.metrics["verdict"]["kind"],
             # A simulation is neither trusted nor not: the verdict says so.
-            **{row["figure"]: row["value"] for row in _metric_rows(run) if row["figure"] != "trusted"},
+            **{
+                row["figure"]: row["value"]
+                for row in _metric_rows(run)
+                if row["figure"] != "trusted"
+            },
         }
         for run in runs
     ]
@@ -104,7 +122,9 @@ def points(runs: Sequence[Run]) -> list[Row]:
 
 def frame(table_rows: Sequence[Row]) -> pd.DataFrame:
     """Return rows as a pandas frame; raises `InputError` where pandas is not installed."""
-    made: pd.DataFrame = need("pandas", "frames", "a frame or Parquet file").DataFrame(table_rows)
+    made: pd.DataFrame = need("pandas", "frames", "a frame or Parquet file").DataFrame(
+        table_rows
+    )
     return made
 
 
@@ -118,7 +138,11 @@ def write_parquet(path: Path, table_rows: Sequence[Row]) -> None:
         if str(kind) == "object":
             lacking = table[name].isna()
             table[name] = [
-                None if none else each if isinstance(each, str) else json.dumps(each, default=str)
+                None
+                if none
+                else each
+                if isinstance(each, str)
+                else json.dumps(each, default=str)
                 for each, none in zip(table[name], lacking, strict=True)
             ]
     table.to_parquet(path)
@@ -131,7 +155,9 @@ def write_csv(path: Path, table_rows: Iterable[Row]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
-        writer.writerows({key: _csv_cell(value) for key, value in row.items()} for row in table_rows)
+        writer.writerows(
+            {key: _csv_cell(value) for key, value in row.items()} for row in table_rows
+        )
 
 
 def _csv_cell(value: object) -> object:

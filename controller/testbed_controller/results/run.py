@@ -71,7 +71,10 @@ class Run:
     @property
     def pauses(self) -> list[Standstill]:
         """When work stood still without a fault, as the method declares."""
-        return pauses(EventLog.made_of(self.outcome.events).within(-math.inf, self.end), self.declared.events)
+        return pauses(
+            EventLog.made_of(self.outcome.events).within(-math.inf, self.end),
+            self.declared.events,
+        )
 
     @property
     def end(self) -> float:
@@ -85,7 +88,10 @@ def run_name(trial: Trial) -> str:
     if trial.repetition:
         parts.append(f"repetition={trial.repetition + 1}")
     text = ",".join([trial.scenario.name, *parts])
-    name = "".join(character if character.isalnum() or character in "=,.-_" else "_" for character in text)
+    name = "".join(
+        character if character.isalnum() or character in "=,.-_" else "_"
+        for character in text
+    )
     if len(name) <= LONGEST_NAME:
         return name
     # File systems allow 255 bytes; what is cut off must not make two runs one.

@@ -47,13 +47,23 @@ class Csv(Callback):
     """Writes ``stream.csv``, a row an event."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / "stream.csv").open("w", newline="", encoding="utf-8", buffering=1)
+        self._file = (folder / "stream.csv").open(
+            "w", newline="", encoding="utf-8", buffering=1
+        )
         self._table = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")
         self._table.writeheader()
 
     def _write_row(self, event: Event) -> None:
-        row = {"time": event.time, "device": event.device, "event": event.event, "step": _step_of_event(event)}
-        self._table.writerow(row | {name: event.fields.get(name) for name in ("loss", "accuracy", "latency")})
+        row = {
+            "time": event.time,
+            "device": event.device,
+            "event": event.event,
+            "step": _step_of_event(event),
+        }
+        self._table.writerow(
+            row
+            | {name: event.fields.get(name) for name in ("loss", "accuracy", "latency")}
+        )
 
     on_step = on_evaluate = on_request = _write_row
 
@@ -86,14 +96,22 @@ class MlFlow(Logger):
     def __init__(self, folder: Path) -> None:
         library = need("mlflow", "mlflow", "--stream mlflow")
         named = library.get_tracking_uri() if library.is_tracking_uri_set() else None
-        self._client = library.MlflowClient(named or f"sqlite:///{folder.resolve()}/mlflow.db")
+        self._client = library.MlflowClient(
+            named or f"sqlite:///{folder.resolve()}/mlflow.db"
+        )
         found = self._client.get_experiment_by_name("testbed")
-        experiment = found.experiment_id if found else self._client.create_experiment("testbed")
-        self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment("testbed")
+        )
+        self._run = self._client.create_run(
+            experiment, run_name=folder.name
+        ).info.run_id
 
     def write(self, name: str, value: float, step: int, seconds: float) -> None:
         """Log a metric at a step; the timestamp is the time of the run in milliseconds."""
-        self._client.log_metric(self._run, name, value, timestamp=int(1000 * seconds), step=step)
+        self._client.log_metric(
+            self._run, name, value, timestamp=int(1000 * seconds), step=step
+        )
 
     def on_end(self, run: Run | None) -> None:
         """Log the scenario's name and the end status."""
@@ -107,7 +125,9 @@ class WeightsAndBiases(Logger):
 
     def __init__(self, folder: Path) -> None:
         library = need("wandb", "wandb", "--stream wandb")
-        self._run = library.init(project="testbed", name=folder.name, dir=str(folder), mode="offline")
+        self._run = library.init(
+            project="testbed", name=folder.name, dir=str(folder), mode="offline"
+        )
 
     def write(self, name: str, value: float, step: int, seconds: float) -> None:
         """Log a metric with step and time as values, because steps of several devices may be out of order."""
@@ -125,7 +145,9 @@ class Following:
     a logger whose package is not installed.
     """
 
-    def __init__(self, folder: Path, kinds: Iterable[str], callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(
+        self, folder: Path, kinds: Iterable[str], callbacks: Sequence[Callback] = ()
+    ) -> None:
         self._callbacks = [*(stream_of(kind)(folder) for kind in kinds), *callbacks]
         self.finished: Run | None = None
         """The finished run, set by the caller once stored."""

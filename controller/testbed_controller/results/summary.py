@@ -18,7 +18,9 @@ from testbed_controller.results.run import Run
 def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
     """Write ``summary.json`` and ``summary.csv`` of the runs in a folder; return their `summary_of`."""
     summary = summary_of(runs)
-    (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2, default=str) + "\n", encoding="utf-8")
+    (folder / "summary.json").write_text(
+        json.dumps(finite(summary), indent=2, default=str) + "\n", encoding="utf-8"
+    )
     write_csv(folder / "summary.csv", _summary_rows(summary))
     return summary
 
@@ -48,7 +50,12 @@ def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
         for name, figure in all_figures(runs).items()
         if any(name in point["figures"] for point in points)
     }
-    return {"scenario": name, "confidence": CONFIDENCE, "figures": about, "points": points}
+    return {
+        "scenario": name,
+        "confidence": CONFIDENCE,
+        "figures": about,
+        "points": points,
+    }
 
 
 def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:

@@ -60,7 +60,11 @@ LONGEST = 1 << 20
 # Requests
 
 
-def answer(request: Request, containers: DockerFaultTarget, record: Record = lambda _step, _changed: None) -> Answer:
+def answer(
+    request: Request,
+    containers: DockerFaultTarget,
+    record: Record = lambda _step, _changed: None,
+) -> Answer:
     """Execute a request on these containers; return ``text``, a summary, and further keys by request.
 
     Raises InputError for a request that would be invalid in a scenario, and TestbedError if the execution fails.
@@ -69,17 +73,24 @@ def answer(request: Request, containers: DockerFaultTarget, record: Record = lam
         answer({"strike": {"kill": "worker1"}}, containers)
     """
     if "show" in request:
-        actions = {handle: f"{action.name} {action.target}" for handle, action in _active_actions(containers).items()}
+        actions = {
+            handle: f"{action.name} {action.target}"
+            for handle, action in _active_actions(containers).items()
+        }
         return {"in_force": actions, "devices": dict(containers.states())}
     if "set" in request:
         links = LinkFigures.parse_request(request["set"], containers.experiment.links)
         record(links, apply_step(links, containers))
         state = containers.shown
-        return {"links": links_to_json({pair: state.link(pair) for pair in links.pairs})}
+        return {
+            "links": links_to_json({pair: state.link(pair) for pair in links.pairs})
+        }
     if "undo" in request:
         handle, active = request["undo"], _active_actions(containers)
         if handle not in active:
-            raise InputError(f"no active fault '{handle}'; active: {', '.join(active) or 'none'}")
+            raise InputError(
+                f"no active fault '{handle}'; active: {', '.join(active) or 'none'}"
+            )
         step = FaultOperation(active[handle], handle, "undo")
     else:
         step = _parse_strike(request, containers)
@@ -114,8 +125,12 @@ def _parse_strike(request: Request, containers: DockerFaultTarget) -> FaultOpera
     devices = [device.name for device in run.devices]
     for _, name in action.named():
         if name not in devices:
-            raise InputError(f"unknown device '{name}'; {containers.run_id} has {', '.join(devices)}")
-    for _, text in action.problems(FaultContext(run.devices, run.links, radio=run.radio)):
+            raise InputError(
+                f"unknown device '{name}'; {containers.run_id} has {', '.join(devices)}"
+            )
+    for _, text in action.problems(
+        FaultContext(run.devices, run.links, radio=run.radio)
+    ):
         raise InputError(text)
     if isinstance(action, StateAction):
         return FaultOperation(action, _state_handle(action))
@@ -127,13 +142,26 @@ def new_handle(action: str) -> str:
     return f"{action}-{secrets.token_hex(3)}"
 
 
-def _summarise(step: FaultOperation, changed: StateDiff, containers: DockerFaultTarget) -> str:
+def _summarise(
+    step: FaultOperation, changed: StateDiff, containers: DockerFaultTarget
+) -> str:
     action = step.action
     if action.switches:
-        nothing = "" if changed.devices else f" is {containers.states()[action.target]}, nothing to do"
+        nothing = (
+            ""
+            if changed.devices
+            else f" is {containers.states()[action.target]}, nothing to do"
+        )
         return f"{action.name}: {action.target}{nothing}"
-    links = [f"{len(changed.links)} directed links changed"] if changed.links or not changed.speeds else []
-    speeds = [f"{name} computes at {factor:.4g} times its own speed" for name, factor in changed.speeds.items()]
+    links = (
+        [f"{len(changed.links)} directed links changed"]
+        if changed.links or not changed.speeds
+        else []
+    )
+    speeds = [
+        f"{name} computes at {factor:.4g} times its own speed"
+        for name, factor in changed.speeds.items()
+    ]
     text = ", ".join(links + speeds)
     if action.undoes or step.phase == "undo":
         return text
@@ -155,31 +183,51 @@ class LinkFigures:
         """Parse the ``set`` value of a request about some of these links; raises `InputError`."""
         part = parse(LinkPart, request["part"])
         if part.preset is not None and part.preset not in PRESETS:
-            raise InputError(f"unknown preset '{part.preset}'; available: {', '.join(PRESETS)}")
+            raise InputError(
+                f"unknown preset '{part.preset}'; available: {', '.join(PRESETS)}"
+            )
         pairs = []
         for ends in request["pairs"]:
             pairs += choose_links(links, *ends)
-        direct = {key: value for key, value in request["direct"].items() if key in ("rate", "up")}
+        direct = {
+            key: value
+            for key, value in request["direct"].items()
+            if key in ("rate", "up")
+        }
         return LinkFigures(pairs, part, direct)
 
     def apply(self, now: SystemState) -> SystemState:
         """Return the state after the change; raises InputError for an invalid link."""
-        return now.set_figures({pair: self._compute_link(pair, now) for pair in self.pairs})
+        return now.set_figures(
+            {pair: self._compute_link(pair, now) for pair in self.pairs}
+        )
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return no events: the events of the changed links suffice."""
         return []
 
     def _compute_link(self, pair: Pair, now: SystemState) -> Link:
-        wanted = replace(overlay(now.own_link(pair), self.part, now.from_first(pair)), **self.direct)
+        wanted = replace(
+            overlay(now.own_link(pair), self.part, now.from_first(pair)), **self.direct
+        )
         if problems := checks.problems(wanted):
-            raise InputError("; ".join(f"{pair[0]} -> {pair[1]}: {problem.text}" for problem in problems))
+            raise InputError(
+                "; ".join(
+                    f"{pair[0]} -> {pair[1]}: {problem.text}" for problem in problems
+                )
+            )
         return wanted
 
 
-def choose_links(links: Iterable[Pair], source: str | None, destination: str | None) -> list[Pair]:
+def choose_links(
+    links: Iterable[Pair], source: str | None, destination: str | None
+) -> list[Pair]:
     """Return the links between two ends, where None matches any device; raises InputError if none matches."""
-    chosen = [pair for pair in links if source in (None, pair[0]) and destination in (None, pair[1])]
+    chosen = [
+        pair
+        for pair in links
+        if source in (None, pair[0]) and destination in (None, pair[1])
+    ]
     if not chosen:
         names: set[str] = set()
         for pair in links:
@@ -227,9 +275,16 @@ def flap(
         for phase, when in action.turns(0.0, math.inf if seconds is None else seconds):
             time.sleep(max(0.0, start + when - time.monotonic()))
             down = phase == "strike" or down
-            ask({"strike": request, "handle": handle} if phase == "strike" else {"undo": handle})
+            ask(
+                {"strike": request, "handle": handle}
+                if phase == "strike"
+                else {"undo": handle}
+            )
             down = phase == "strike"
-            interruptions, lateness = interruptions + down, max(lateness, time.monotonic() - start - when)
+            interruptions, lateness = (
+                interruptions + down,
+                max(lateness, time.monotonic() - start - when),
+            )
             yield interruptions, lateness
     except InputError:  # the run refused the action, so no link is down
         down = False
@@ -252,7 +307,9 @@ def serve_requests(run_id: str, respond: Callable[[Request], Answer]) -> Iterato
             response: Answer
             try:
                 request = json.loads(self.rfile.readline(LONGEST))
-                if not hmac.compare_digest(str(request.pop("token", "")).encode(), token.encode()):
+                if not hmac.compare_digest(
+                    str(request.pop("token", "")).encode(), token.encode()
+                ):
                     raise InputError("the token of the run is missing or wrong")
                 response = respond(request)
             except TestbedError as error:
@@ -267,7 +324,9 @@ def serve_requests(run_id: str, respond: Callable[[Request], Answer]) -> Iterato
     with _short_path(run_id) as path:
         server = socketserver.ThreadingUnixStreamServer(path, Handler)
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.1,), name="control", daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, args=(0.1,), name="control", daemon=True
+    ).start()
     try:
         yield
     finally:

@@ -59,7 +59,14 @@ def emulate(
         if results is not None:
             stack.enter_context(controller_log(results))
         if standing is None:
-            lab = create_lab(prepared.trial, where, links=links, progress=stage, results=results, keep=keep)
+            lab = create_lab(
+                prepared.trial,
+                where,
+                links=links,
+                progress=stage,
+                results=results,
+                keep=keep,
+            )
             if not keep:
                 stack.callback(_remove_lab, lab, stage)
         else:
@@ -68,12 +75,18 @@ def emulate(
             lab.note_results(results)
             stack.callback(save_container_logs, lab, results)
         stage("measuring the links")
-        measured = verify_links(lab.shaper.probe, list(prepared.experiment.links), accept_links)
+        measured = verify_links(
+            lab.shaper.probe, list(prepared.experiment.links), accept_links
+        )
         stage("deploying the programs")
         # Query the facts before the run: its results must not be lost if the engine does not respond afterwards.
         facts, before = lab.facts(), lab.shaper.statistics(reset=True)
         outcome = Execution(lab, prepared, data, weights, on_event).run(stage)
-        _LOG.info("the run is %s%s", outcome.status, f": {outcome.error}" if outcome.error else "")
+        _LOG.info(
+            "the run is %s%s",
+            outcome.status,
+            f": {outcome.error}" if outcome.error else "",
+        )
         outcome.links = measured
         _note_host(outcome, lab, facts, before)
         if keep or standing is not None:
@@ -82,7 +95,9 @@ def emulate(
     return outcome
 
 
-def _note_host(outcome: Outcome, lab: AnyLab, facts: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+def _note_host(
+    outcome: Outcome, lab: AnyLab, facts: Mapping[str, Any], before: Mapping[str, Any]
+) -> None:
     """Add facts about the hosts, and link statistics since the start of the run."""
     outcome.host |= facts
     with suppress(HostError):
@@ -96,4 +111,6 @@ def _note_host(outcome: Outcome, lab: AnyLab, facts: Mapping[str, Any], before: 
 def _remove_lab(lab: AnyLab, on_stage: Callable[[str], None]) -> None:
     on_stage("removing the containers")
     if not lab.down():
-        on_stage("the remaining containers are removed in the background when the engine responds")
+        on_stage(
+            "the remaining containers are removed in the background when the engine responds"
+        )

@@ -50,7 +50,9 @@ WORKERS = 16
 T = TypeVar("T")
 
 
-def _unique_processors(computing: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+def _unique_processors(
+    computing: Iterable[dict[str, Any] | None],
+) -> list[dict[str, Any]]:
     """Return each combination of processor and kernels once."""
     kinds: list[dict[str, Any]] = []
     for entry in computing:
@@ -99,16 +101,22 @@ class Execution:
         self._prepared = prepared
         self._lead = prepared.plan.lead
         addresses = {name: container.address for name, container in lab.devices.items()}
-        self._deployments = deployments(prepared, lab.run_id, lab.token, addresses, lab.broadcast)
+        self._deployments = deployments(
+            prepared, lab.run_id, lab.token, addresses, lab.broadcast
+        )
         self._inputs = prepared.workload.inputs(prepared, data, weights)
         self._on_event = on_event
-        self._news: queue.SimpleQueue[Event | Callable[[], End | None]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Event | Callable[[], End | None]] = (
+            queue.SimpleQueue()
+        )
         """Events, and functions that handle other news and may end the run."""
         self._events = EventLog()
         self._script = FaultScript(prepared.scenario.faults)
         self._trace = TraceScript(prepared.experiment.changes)
         self._containers = DockerFaultTarget(lab, self._admit)
-        self._speeds = {device.name: device.speed for device in prepared.experiment.devices}
+        self._speeds = {
+            device.name: device.speed for device in prepared.experiment.devices
+        }
         self._origin = 0.0
         """Start of the workload on this machine's monotonic clock; `Agent` converts it to the clock of a device's
         host."""
@@ -126,8 +134,15 @@ class Execution:
         """Deploy the programs, start them, apply faults, and follow the run until the coordinator finishes."""
         # One thread for trace changes keeps the order of two values for the same link.
         with self._pool as pool, ThreadPoolExecutor(1, "trace") as replayer:
-            done = pool.map(lambda name: self._unless_down(name, lambda: self._deploy(name)), self._lab.devices)
-            deployed = {name: after for name, after in zip(self._lab.devices, done, strict=True) if after is not None}
+            done = pool.map(
+                lambda name: self._unless_down(name, lambda: self._deploy(name)),
+                self._lab.devices,
+            )
+            deployed = {
+                name: after
+                for name, after in zip(self._lab.devices, done, strict=True)
+                if after is not None
+            }
             on_stage("running")
             self._lab.shaper.host_load(reset=True)
             controller = time.process_time()
@@ -135,22 +150,40 @@ class Execution:
             # The run begins with the first values of a trace.
             first = self._trace.due(0.0)
             self._record_result(first, 0.0, 0.0, apply_step(first, self._containers))
-            self._origin = time.monotonic() + START_SECONDS + START_SECONDS_EACH * len(deployed)
+            self._origin = (
+                time.monotonic() + START_SECONDS + START_SECONDS_EACH * len(deployed)
+            )
             list(
-                pool.map(lambda item: self._unless_down(item[0], lambda: self._start_program(*item)), deployed.items())
+                pool.map(
+                    lambda item: self._unless_down(
+                        item[0], lambda: self._start_program(*item)
+                    ),
+                    deployed.items(),
+                )
             )
             changes = self._lab.changes(self._note_return)
-            threading.Thread(target=self._follow_containers, args=(changes,), name="changes", daemon=True).start()
+            threading.Thread(
+                target=self._follow_containers,
+                args=(changes,),
+                name="changes",
+                daemon=True,
+            ).start()
             try:
                 with control.serve_requests(self._lab.run_id, self._answer_command):
-                    status, error = self._follow(KeyedExecutor(pool), KeyedExecutor(replayer))
+                    status, error = self._follow(
+                        KeyedExecutor(pool), KeyedExecutor(replayer)
+                    )
             except KeyboardInterrupt:
                 status, error = "interrupted", "stopped by the user"
             finally:
                 self._over.set()
                 changes.close()
-        status, error = ended(status, error, self._events, weights_given=self._inputs.begins_with_weights)
-        fidelity: dict[str, Any] = {"controller_seconds": time.process_time() - controller}
+        status, error = ended(
+            status, error, self._events, weights_given=self._inputs.begins_with_weights
+        )
+        fidelity: dict[str, Any] = {
+            "controller_seconds": time.process_time() - controller
+        }
         with suppress(HostError):  # the end of the shaper may have ended the run
             fidelity |= self._lab.shaper.host_load()
         computed = self._prepared.problem.workload.is_computed
@@ -190,7 +223,9 @@ class Execution:
             if ending is not None and ending.starved:
                 raise TestbedError(f"{name} {ending.text}") from error
             if name == self._lead:
-                raise TestbedError(f"{name} coordinates the run and went down before the start: {error}") from error
+                raise TestbedError(
+                    f"{name} coordinates the run and went down before the start: {error}"
+                ) from error
             self._log_message(f"{name} is down as the run starts")
             return None
 
@@ -213,7 +248,10 @@ class Execution:
         self._lab.agent(name).start(self._origin)
         _LOG.info("started the program of %s", name)
         listener = threading.Thread(
-            target=self._follow_device, args=(name, pid, after), name=f"events-{name}", daemon=True
+            target=self._follow_device,
+            args=(name, pid, after),
+            name=f"events-{name}",
+            daemon=True,
         )
         self._reports[name] = pid, listener
         listener.start()
@@ -227,7 +265,9 @@ class Execution:
                 self._start_program(name, self._deploy(name))
 
     def _is_reporting(self, device: DeviceContainer) -> bool:
-        return device.name in self._reports and self._reports[device.name][0] == device.pid
+        return (
+            device.name in self._reports and self._reports[device.name][0] == device.pid
+        )
 
     def _follow_device(self, name: str, pid: int, seen: int) -> None:
         """Forward a device's events from number ``seen`` on, until the program ends or the device restarts."""
@@ -241,7 +281,12 @@ class Execution:
             except TestbedError as error:  # killed, paused or removed: a device's state, not an error of the run
                 if str(error) != problem:
                     problem = str(error)
-                    _LOG.info("the events of %s are interrupted after %d: %s", name, seen, problem)
+                    _LOG.info(
+                        "the events of %s are interrupted after %d: %s",
+                        name,
+                        seen,
+                        problem,
+                    )
             self._over.wait(0.1)
 
     def _follow_containers(self, containers: Iterable[DeviceContainer]) -> None:
@@ -276,37 +321,58 @@ class Execution:
         return time.monotonic() - self._origin
 
     def _log_message(self, text: str) -> None:
-        self._news.put(Event(max(0.0, self._now()) if self._origin else 0.0, TESTBED, "log", {"text": text}))
+        self._news.put(
+            Event(
+                max(0.0, self._now()) if self._origin else 0.0,
+                TESTBED,
+                "log",
+                {"text": text},
+            )
+        )
 
     def _follow(self, strikers: KeyedExecutor, replayer: KeyedExecutor) -> End:
         """Process events, deadlines and faults in order; return the end of the run."""
         limit = self._prepared.scenario.time_limit
         while True:
             deadline = limit
-            for scheduled in (self._script.next_deadline(), self._trace.next_deadline()):
+            for scheduled in (
+                self._script.next_deadline(),
+                self._trace.next_deadline(),
+            ):
                 if scheduled is not None:
                     deadline = min(deadline, scheduled)
             operations: list[FaultOperation] = []
             with suppress(queue.Empty):
                 news = self._news.get(timeout=max(0.0, deadline - self._now()))
                 if isinstance(news, Event):
-                    operations = self._script.observe(news.time, news.device, news.event, news.fields)
+                    operations = self._script.observe(
+                        news.time, news.device, news.event, news.fields
+                    )
                     self._log(news)
                 if end := self._end_of(news) if isinstance(news, Event) else news():
                     return end
             for operation in operations + self._script.due(self._now()):
-                strikers.submit(operation.action.target, partial(self._apply_step, operation))
+                strikers.submit(
+                    operation.action.target, partial(self._apply_step, operation)
+                )
             if changes := self._trace.due(self._now()):
                 replayer.submit("trace", partial(self._apply_step, changes))
             if self._now() >= limit:
-                return "timed out", f"not finished after {limit:g} s{self._describe_missing()}"
+                return (
+                    "timed out",
+                    f"not finished after {limit:g} s{self._describe_missing()}",
+                )
 
     def _react_to_container(self, container: DeviceContainer) -> None:
         """React to a container whose state differs from the desired one."""
         _LOG.info("the container of %s is %s", container.name, container.state)
         if container.state in ("exited", "dead", "gone", "lost"):
             self._pool.submit(self._explain_end, container.name)
-        elif container.state == "running" and container.name != SHAPER and not self._is_reporting(container):
+        elif (
+            container.state == "running"
+            and container.name != SHAPER
+            and not self._is_reporting(container)
+        ):
             self._pool.submit(self._admit_unasked, container.name)
 
     def _explain_end(self, name: str) -> None:
@@ -328,20 +394,34 @@ class Execution:
     def _note_end(self, name: str, ending: Ending) -> End | None:
         """Record the end of a container, or return the end of the run."""
         if name == SHAPER:
-            return "failed", f"the shaper, which emulates the links, {ending.text}{self._away}"
+            return (
+                "failed",
+                f"the shaper, which emulates the links, {ending.text}{self._away}",
+            )
         if ending.starved:
             return "failed", f"{name} {ending.text}"
         if name == self._lead and self._lab.devices[name].state == "lost":
             return "failed", f"{name}, which coordinates the run, {ending.text}"
         if not ending.asked:
-            self._log(Event(max(0.0, self._now()), TESTBED, "log", {"text": f"{name} {ending.text}"}))
+            self._log(
+                Event(
+                    max(0.0, self._now()),
+                    TESTBED,
+                    "log",
+                    {"text": f"{name} {ending.text}"},
+                )
+            )
         return None
 
     def _describe_missing(self) -> str:
         """Name the missing devices, as a suffix of a message."""
         down: list[str] = []
         with suppress(HostError):
-            down = [name for name, state in self._containers.states().items() if state != "up"]
+            down = [
+                name
+                for name, state in self._containers.states().items()
+                if state != "up"
+            ]
         if self._lead in down:
             return f"; {without_lead(self._lead)}"
         return f"; down: {', '.join(down)}" if down else ""
@@ -349,9 +429,17 @@ class Execution:
     def _end_of(self, event: Event) -> End | None:
         if event.event != "state":
             return None
-        _LOG.info("%s at %.3f s: %s", event.device, event.time, ", ".join(map(str, event.fields.values())))
+        _LOG.info(
+            "%s at %.3f s: %s",
+            event.device,
+            event.time,
+            ", ".join(map(str, event.fields.values())),
+        )
         if event.fields["state"] == "failed":
-            return "failed", f"{event.device}: {event.fields.get('error', 'its program failed')}"
+            return (
+                "failed",
+                f"{event.device}: {event.fields.get('error', 'its program failed')}",
+            )
         if event.fields["state"] == "finished" and event.device == self._lead:
             return "finished", None
         return None
@@ -368,10 +456,17 @@ class Execution:
         except Exception as failure:  # noqa: BLE001 - passed to the loop, which decides about the run
             _LOG.info("%s failed", step, exc_info=True)
             error = failure
-        self._news.put(partial(self._record_result, step, start, self._now(), changed, error))
+        self._news.put(
+            partial(self._record_result, step, start, self._now(), changed, error)
+        )
 
     def _record_result(
-        self, step: RecordedStep, began: float, actual: float, changed: StateDiff, error: Exception | None = None
+        self,
+        step: RecordedStep,
+        began: float,
+        actual: float,
+        changed: StateDiff,
+        error: Exception | None = None,
     ) -> End | None:
         """Record the result of a fault or a trace change; an error ends the run, whose results would be meaningless."""
         if error is not None:
@@ -382,9 +477,15 @@ class Execution:
             self._script.done(step, actual)
             own = {"began": began} if step.action.waits else {}
         for event, fields in events_of(step, changed, self._speeds):
-            self._log(Event(actual, TESTBED, event, fields | (own if event == "fault" else {})))
+            self._log(
+                Event(
+                    actual, TESTBED, event, fields | (own if event == "fault" else {})
+                )
+            )
         # A user who kills the coordinator may restart it; after a scenario's fault, nothing will.
-        if changed.devices.get(self._lead) == "down" and not self._script.may_start(self._lead):
+        if changed.devices.get(self._lead) == "down" and not self._script.may_start(
+            self._lead
+        ):
             return "failed", without_lead(self._lead)
         return None
 
@@ -400,7 +501,9 @@ class Execution:
         for handle, action in state.in_force.items():
             for event, fields in FaultOperation(action, handle).events():
                 self._log(Event(0.0, TESTBED, event, fields))
-        for event, fields in changes_of(state.changed(self._containers.untouched), self._speeds):
+        for event, fields in changes_of(
+            state.changed(self._containers.untouched), self._speeds
+        ):
             self._log(Event(0.0, TESTBED, event, fields))
 
     # The end
@@ -424,8 +527,12 @@ class Execution:
             return None
 
         with ThreadPoolExecutor(WORKERS, "weights") as pool:
-            answers = dict(zip(self._lab.devices, pool.map(ask, self._lab.devices), strict=True))
-        return {name: weights for name, weights in answers.items() if weights is not None}
+            answers = dict(
+                zip(self._lab.devices, pool.map(ask, self._lab.devices), strict=True)
+            )
+        return {
+            name: weights for name, weights in answers.items() if weights is not None
+        }
 
     def _stop_all(self) -> None:
         """Stop all running programs and collect their last events."""

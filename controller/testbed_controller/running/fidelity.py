@@ -23,7 +23,9 @@ _PAUSE = 1.0
 """Pause between two measurements of links outside their tolerance, in seconds."""
 
 
-def statistics_since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def statistics_since(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the shaper's statistics between two readings: dropped packets, bytes, processor time in seconds.
 
     The difference excludes the measurement of the links before the run.
@@ -40,7 +42,9 @@ def statistics_since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dic
         sent[name] = max(0, count - before.get("sent", {}).get(name, 0))
     difference = {**after, "queues": queues, "sent": sent}
     if "processor_seconds" in after:
-        difference["processor_seconds"] = after["processor_seconds"] - before.get("processor_seconds", 0.0)
+        difference["processor_seconds"] = after["processor_seconds"] - before.get(
+            "processor_seconds", 0.0
+        )
     return difference
 
 
@@ -51,7 +55,11 @@ class LinksError(HostError):
     neighbour table was full meanwhile.
     """
 
-    def __init__(self, measurements: Sequence[LinkMeasurement], host: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        measurements: Sequence[LinkMeasurement],
+        host: Mapping[str, float] | None = None,
+    ) -> None:
         failed = [measurement for measurement in measurements if measurement.problem]
         causes = "; ".join(_find_causes(measurements, host or {}))
         super().__init__(
@@ -77,10 +85,20 @@ def verify_links(
     monitor.start()
     refused_before = neighbours_refused()
     try:
-        latest = {(measurement.source, measurement.destination): measurement for measurement in probe(pairs)}
-        while not accept and (failed := _pairs_outside(latest.values())) and time.monotonic() < until:
+        latest = {
+            (measurement.source, measurement.destination): measurement
+            for measurement in probe(pairs)
+        }
+        while (
+            not accept
+            and (failed := _pairs_outside(latest.values()))
+            and time.monotonic() < until
+        ):
             time.sleep(_PAUSE)
-            latest |= {(measurement.source, measurement.destination): measurement for measurement in probe(failed)}
+            latest |= {
+                (measurement.source, measurement.destination): measurement
+                for measurement in probe(failed)
+            }
     finally:
         host = monitor.stop()
     if not accept and _pairs_outside(latest.values()):
@@ -116,9 +134,13 @@ def neighbours_refused(statistics: Path = Path("/proc/net/stat/arp_cache")) -> i
     return sum(int(line.split()[column], 16) for line in processors)
 
 
-def _find_causes(measurements: Sequence[LinkMeasurement], host: Mapping[str, float]) -> list[str]:
+def _find_causes(
+    measurements: Sequence[LinkMeasurement], host: Mapping[str, float]
+) -> list[str]:
     """Return the causes of failed measurements, each with a remedy."""
-    from testbed.trace.verdict import STOLEN_SHARE  # late: a program that monitors a host needs no numpy
+    from testbed.trace.verdict import (
+        STOLEN_SHARE,
+    )  # late: a program that monitors a host needs no numpy
 
     causes = []
     stolen, load = host.get("host_stolen", 0.0), host.get("host_load")
@@ -128,19 +150,30 @@ def _find_causes(measurements: Sequence[LinkMeasurement], host: Mapping[str, flo
             "net.ipv4.neigh.default.gc_thresh1, gc_thresh2 and gc_thresh3 by sysctl"
         )
     if stolen > STOLEN_SHARE:
-        causes.append(f"the hypervisor took {stolen:.0%} of the processor time for other machines: try again later")
+        causes.append(
+            f"the hypervisor took {stolen:.0%} of the processor time for other machines: try again later"
+        )
     if load is not None and load >= BUSY:
-        causes.append(f"the processors of this host were {load:.0%} busy: use a less loaded host")
+        causes.append(
+            f"the processors of this host were {load:.0%} busy: use a less loaded host"
+        )
     if worst := _beyond_the_host(measurements):
         assert worst.rate
-        asked, carried = format_rate(worst.expected.rate or 0), format_rate(nearest_rate(worst.rate))
+        asked, carried = (
+            format_rate(worst.expected.rate or 0),
+            format_rate(nearest_rate(worst.rate)),
+        )
         causes.append(
             f"the rate of {worst.source} -> {worst.destination}, {asked}, exceeds the measured capacity of "
             f"this host: use at most {carried}"
         )
     if causes:
         return causes
-    idle = "" if load is None else f"the processors of this host were {load:.0%} busy, so load is not the cause; "
+    idle = (
+        ""
+        if load is None
+        else f"the processors of this host were {load:.0%} busy, so load is not the cause; "
+    )
     return [f"{idle}'testbed up' and 'testbed link measure' measure single links"]
 
 
@@ -153,7 +186,11 @@ def _beyond_the_host(measurements: Sequence[LinkMeasurement]) -> LinkMeasurement
         # A rate up to the highest reached one cannot exceed this host's capacity.
         if _is_slow(link) and (link.expected.rate or 0) > highest:
             candidates.append(link)
-    return min(candidates, key=lambda link: (link.rate or 0) / (link.expected.rate or 1), default=None)
+    return min(
+        candidates,
+        key=lambda link: (link.rate or 0) / (link.expected.rate or 1),
+        default=None,
+    )
 
 
 def _is_slow(link: LinkMeasurement) -> bool:

@@ -44,7 +44,11 @@ class InitialWeights:
             from testbed.ml.models.weights import read
 
             first = pretraining_of(prepared)
-            self._last = file, model, read(file, model) if first is None else self._train(first, file)
+            self._last = (
+                file,
+                model,
+                read(file, model) if first is None else self._train(first, file),
+            )
         return self._last[2]
 
     def _train(self, first: Prepared, file: Path) -> Weights:
@@ -52,9 +56,13 @@ class InitialWeights:
 
         scenario = first.scenario
         begun = InitialWeights(self._console).weights_for(first)
-        with LiveProgress(self._console, scenario.name, batches(scenario, first.plan), "steps") as live:
+        with LiveProgress(
+            self._console, scenario.name, batches(scenario, first.plan), "steps"
+        ) as live:
             live.stage("training the initial weights")
             outcome = simulate(first, first.workload.load(first), live.event, begun)
         if outcome.status != "finished" or outcome.weights is None:
-            raise TestbedError(f"{file}, which trains the initial weights, {outcome.status}: {outcome.error}")
+            raise TestbedError(
+                f"{file}, which trains the initial weights, {outcome.status}: {outcome.error}"
+            )
         return outcome.weights

@@ -8,7 +8,13 @@ from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 from testbed.trace.events import Event
@@ -22,7 +28,9 @@ SPEED_WINDOW = 20
 class LiveProgress:
     """The progress display of one run: redrawn in place on a terminal, otherwise one line for each important event."""
 
-    def __init__(self, console: Console, title: str, total: int | None, unit: str) -> None:
+    def __init__(
+        self, console: Console, title: str, total: int | None, unit: str
+    ) -> None:
         self._console = console
         self._total = total
         self._unit = unit
@@ -33,10 +41,21 @@ class LiveProgress:
         self._loss: float | None = None
         self._accuracy: float | None = None
         self._next_report = 0.1
-        columns = (TextColumn(f"[bold]{title}[/]"), BarColumn(bar_width=None), MofNCompleteColumn())
-        self._bar = Progress(*columns, TextColumn(unit), TimeElapsedColumn(), expand=True)
+        columns = (
+            TextColumn(f"[bold]{title}[/]"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+        )
+        self._bar = Progress(
+            *columns, TextColumn(unit), TimeElapsedColumn(), expand=True
+        )
         self._task = self._bar.add_task("", total=total)
-        self._live = Live(console=console, refresh_per_second=8, get_renderable=self._render, transient=True)
+        self._live = Live(
+            console=console,
+            refresh_per_second=8,
+            get_renderable=self._render,
+            transient=True,
+        )
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -71,16 +90,24 @@ class LiveProgress:
         self._loss = event.fields.get("loss", self._loss)
         self._ends.append(event.time)
         self._bar.update(self._task, completed=self._done)
-        if self._total and not self._console.is_terminal and self._done / self._total >= self._next_report:
+        if (
+            self._total
+            and not self._console.is_terminal
+            and self._done / self._total >= self._next_report
+        ):
             self._next_report = self._done / self._total + 0.1
             self._console.print(
-                Text(f"{event.time:8.2f} s  {self._done}/{self._total} {self._unit}  {self._format_metrics()}")
+                Text(
+                    f"{event.time:8.2f} s  {self._done}/{self._total} {self._unit}  {self._format_metrics()}"
+                )
             )
 
     def _format_metrics(self) -> str:
         parts = []
         if len(self._ends) > 1 and self._ends[-1] > self._ends[0]:
-            parts.append(f"{(len(self._ends) - 1) / (self._ends[-1] - self._ends[0]):.1f} {self._unit}/s")
+            parts.append(
+                f"{(len(self._ends) - 1) / (self._ends[-1] - self._ends[0]):.1f} {self._unit}/s"
+            )
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4g}")
         if self._accuracy is not None:
@@ -88,7 +115,9 @@ class LiveProgress:
         return "  ".join(parts)
 
     def _render(self) -> Group:
-        return Group(self._bar, Text(f"{self._stage}  {self._format_metrics()}", style="cyan"))
+        return Group(
+            self._bar, Text(f"{self._stage}  {self._format_metrics()}", style="cyan")
+        )
 
 
 def _describe_event(event: Event) -> tuple[str, str] | None:
@@ -99,11 +128,17 @@ def _describe_event(event: Event) -> tuple[str, str] | None:
             return f"request {fields.get('request')} failed: {fields.get('error')}", bad
         case "fault":
             verb = "undone" if fields.get("phase") == "undo" else "strikes"
-            return f"fault {verb}: {fields.get('action')} {fields.get('target') or ''}", bad
+            return (
+                f"fault {verb}: {fields.get('action')} {fields.get('target') or ''}",
+                bad,
+            )
         case "recovery":
             missing = ", ".join(fields.get("missing", ()))
             silent = f": {missing} silent" if missing else ""
-            return f"recovery {fields.get('phase')} at step {fields.get('step')}{silent}", "yellow"
+            return (
+                f"recovery {fields.get('phase')} at step {fields.get('step')}{silent}",
+                "yellow",
+            )
         case "state" if fields.get("state") == "failed":
             return f"{event.device} failed", bad
         case "log":

@@ -74,7 +74,9 @@ class DockerFaultTarget:
     @property
     def untouched(self) -> SystemState:
         """The links and speeds of the scenario."""
-        return SystemState.of(self.experiment.devices, self.experiment.links, self.experiment.radio)
+        return SystemState.of(
+            self.experiment.devices, self.experiment.links, self.experiment.radio
+        )
 
     def links(self) -> dict[Pair, Link]:
         """Return every link in the current state."""
@@ -83,7 +85,10 @@ class DockerFaultTarget:
 
     def states(self) -> dict[str, DeviceState]:
         """Return the state of every device from the engine."""
-        return {name: _STATES.get(state, "down") for name, state in self._lab.states().items()}
+        return {
+            name: _STATES.get(state, "down")
+            for name, state in self._lab.states().items()
+        }
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -131,7 +136,9 @@ class DockerFaultTarget:
                 end = time.monotonic() + RETIRE_SECONDS
                 while agent.health()["state"] == "running":
                     if time.monotonic() > end:
-                        raise TestbedError(f"{device} did not finish its graceful shutdown within {RETIRE_SECONDS:g} s")
+                        raise TestbedError(
+                            f"{device} did not finish its graceful shutdown within {RETIRE_SECONDS:g} s"
+                        )
                     time.sleep(RETIRE_INTERVAL)
         self.kill(device)
 
@@ -173,11 +180,16 @@ class DockerFaultTarget:
         changes: dict[str, _LinkChanges] = defaultdict(_LinkChanges)
         for source, destination in pairs:
             outward, inward = (source, destination), (destination, source)
-            if before is None or now(outward).message_loss != before(outward).message_loss:
+            if (
+                before is None
+                or now(outward).message_loss != before(outward).message_loss
+            ):
                 changes[destination].message_loss[source] = now(outward).message_loss
             if inward in self.experiment.links:
                 round_trip = slowness(now(outward), now(inward))
-                if before is None or _round_down(round_trip) != _round_down(slowness(before(outward), before(inward))):
+                if before is None or _round_down(round_trip) != _round_down(
+                    slowness(before(outward), before(inward))
+                ):
                     changes[source].slowness[destination] = round_trip
                     changes[destination].slowness[source] = round_trip
         for name, change in changes.items():
@@ -215,8 +227,14 @@ def _to_json(now: SystemState) -> dict[str, Any]:
     in_force = {}
     for handle, action in now.in_force.items():
         part = ActionPart.of(action)
-        in_force[handle] = part.model_dump(mode="json", by_alias=True, exclude_none=True)
-    return {"links": links_to_json(now.set_links), "speeds": dict(now.set_speeds), "in_force": in_force}
+        in_force[handle] = part.model_dump(
+            mode="json", by_alias=True, exclude_none=True
+        )
+    return {
+        "links": links_to_json(now.set_links),
+        "speeds": dict(now.set_speeds),
+        "in_force": in_force,
+    }
 
 
 def _from_json(document: Mapping[str, Any], untouched: SystemState) -> SystemState:
@@ -225,16 +243,23 @@ def _from_json(document: Mapping[str, Any], untouched: SystemState) -> SystemSta
         untouched,
         set_links=links_from_json(document["links"]),
         set_speeds=document["speeds"],
-        in_force={handle: ActionPart.model_validate(part).action for handle, part in document["in_force"].items()},
+        in_force={
+            handle: ActionPart.model_validate(part).action
+            for handle, part in document["in_force"].items()
+        },
     )
 
 
-def events_of(step: RecordedStep, changed: StateDiff, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
+def events_of(
+    step: RecordedStep, changed: StateDiff, speeds: Mapping[str, float]
+) -> list[tuple[str, dict[str, Any]]]:
     """Return the name and fields of the events for a step and the resulting changes; see `changes_of`."""
     return [*step.events(), *changes_of(changed, speeds)]
 
 
-def changes_of(changed: StateDiff, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
+def changes_of(
+    changed: StateDiff, speeds: Mapping[str, float]
+) -> list[tuple[str, dict[str, Any]]]:
     """Return the name and fields of the events for changed links and devices.
 
     ``speeds`` are those of the scenario, in FLOP/s.

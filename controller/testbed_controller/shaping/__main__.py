@@ -21,7 +21,10 @@ def main() -> int:
     """Read the environment (TESTBED_TOKEN, TESTBED_LINKS, TESTBED_HOST, TESTBED_PORT) and serve until SIGTERM."""
     token = os.environ.get("TESTBED_TOKEN", "")
     if not token:
-        print("shaper: TESTBED_TOKEN is not set: set it to the token of the run", file=sys.stderr)
+        print(
+            "shaper: TESTBED_TOKEN is not set: set it to the token of the run",
+            file=sys.stderr,
+        )
         return 2
     log_to_stderr(os.environ)
     # Before any thread starts, since the filter applies to the calling thread and its children.
@@ -36,7 +39,10 @@ def main() -> int:
     except TestbedError as error:
         print(f"shaper: {error}", file=sys.stderr)
         return error.exit_code
-    host, port = os.environ.get("TESTBED_HOST", "0.0.0.0"), int(os.environ.get("TESTBED_PORT") or CONTROL_PORT)
+    host, port = (
+        os.environ.get("TESTBED_HOST", "0.0.0.0"),
+        int(os.environ.get("TESTBED_PORT") or CONTROL_PORT),
+    )
     lease = Lease(os.environ, lambda: os._exit(0))
     server.serve(shaping, token, host, port, lease.renew)
     return 0

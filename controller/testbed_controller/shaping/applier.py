@@ -49,7 +49,9 @@ class Applier:
             "congestion_control": CONGESTION_CONTROL,
             "refused": self._refused,
             "priority": self._backend.priority,
-            "gate": self._gate.priority if self._gate else self._no_gate or "not needed",
+            "gate": self._gate.priority
+            if self._gate
+            else self._no_gate or "not needed",
         }
 
     def has_gate(self, required: bool) -> bool:
@@ -72,19 +74,29 @@ class Applier:
         """Return the reason why the backend cannot apply a plan, or an empty text."""
         return attached.namespace.run(partial(self._backend.problem, wanted)) or ""
 
-    def apply(self, attached: Attached, wanted: InterfacePlan, routes: dict[str, Route]) -> None:
+    def apply(
+        self, attached: Attached, wanted: InterfacePlan, routes: dict[str, Route]
+    ) -> None:
         """Apply a plan to a device's interface and verify the kernel's state; raises HostError for differences."""
         if attached.plan == wanted and (attached.routes or {}) == routes:
             return
         name, old = attached.endpoint.name, attached.plan
         # After a failure the state is unknown, and the next plan is applied from scratch.
         attached.plan = None
-        if problems := attached.namespace.run(lambda: self._apply_inside(attached, old, wanted, routes)):
-            raise HostError(f"links of {name} could not be applied: {'; '.join(problems)}")
+        if problems := attached.namespace.run(
+            lambda: self._apply_inside(attached, old, wanted, routes)
+        ):
+            raise HostError(
+                f"links of {name} could not be applied: {'; '.join(problems)}"
+            )
         attached.plan = wanted
 
     def _apply_inside(
-        self, attached: Attached, old: InterfacePlan | None, wanted: InterfacePlan, routes: dict[str, Route]
+        self,
+        attached: Attached,
+        old: InterfacePlan | None,
+        wanted: InterfacePlan,
+        routes: dict[str, Route],
     ) -> list[str]:
         """Apply a plan in the device's namespace; return the remaining differences."""
         name = attached.endpoint.name
@@ -98,33 +110,51 @@ class Applier:
             set_congestion_control(wanted.interface, CONGESTION_CONTROL)
         if attached.endpoint.network is not None:
             unknown = linked_addresses(wanted) - attached.neighbours
-            set_neighbours(wanted.interface, {address: hardware_address(address) for address in unknown})
+            set_neighbours(
+                wanted.interface,
+                {address: hardware_address(address) for address in unknown},
+            )
             attached.neighbours |= unknown
         if old is None or old.segments != wanted.segments:
             bound_segments(wanted.interface, wanted.segments)
         self._backend.apply(name, old, wanted)
         lines = sender.build(wanted) if old is None else sender.change(old, wanted)
-        return self._differences(attached, wanted, [*lines, *self._backend.lines(old, wanted)])
+        return self._differences(
+            attached, wanted, [*lines, *self._backend.lines(old, wanted)]
+        )
 
     def differences(self, attached: Attached, wanted: InterfacePlan) -> list[str]:
         """Return the differences between a device's plan and the state of the kernel."""
         return attached.namespace.run(partial(self._differences, attached, wanted))
 
-    def _differences(self, attached: Attached, plan: InterfacePlan, lines: Sequence[str] = ()) -> list[str]:
+    def _differences(
+        self, attached: Attached, plan: InterfacePlan, lines: Sequence[str] = ()
+    ) -> list[str]:
         """Execute ``tc`` commands, then compare the kernel's state with the plan."""
         classes, filters = self._backend.reads(plan)
-        shown = tc.run(lines, [plan.interface, *classes], [(plan.interface, "1:"), *filters], self._backend.tables)
+        shown = tc.run(
+            lines,
+            [plan.interface, *classes],
+            [(plan.interface, "1:"), *filters],
+            self._backend.tables,
+        )
         segments = segments_of(plan.interface)
         problems = (
-            [] if segments == plan.segments else [f"TCP may send {segments} packets at once, not {plan.segments}"]
+            []
+            if segments == plan.segments
+            else [f"TCP may send {segments} packets at once, not {plan.segments}"]
         )
-        problems += sender.differences(plan, shown.classes, shown.qdiscs, shown.filters[0])
+        problems += sender.differences(
+            plan, shown.classes, shown.qdiscs, shown.filters[0]
+        )
         problems += self._backend.differences(plan, shown)
         if self._gate and attached.routes:
             problems += self._gate.differences(plan.interface, attached.routes)
         return problems
 
-    def statistics(self, devices: Mapping[str, Attached], reset: bool) -> dict[str, Any]:
+    def statistics(
+        self, devices: Mapping[str, Attached], reset: bool
+    ) -> dict[str, Any]:
         """Return queue drops, lateness and sent bytes; ``reset`` clears the lateness."""
         queues = {}
         for name, attached in sorted(devices.items()):
@@ -138,7 +168,9 @@ class Applier:
             "sent": sent,
         }
         own = os.times()
-        figures["processor_seconds"] = figures.get("processor_seconds", 0.0) + own.user + own.system
+        figures["processor_seconds"] = (
+            figures.get("processor_seconds", 0.0) + own.user + own.system
+        )
         if self._gate is not None:
             _add_gate(figures, self._gate.statistics())
         if reset:
@@ -150,7 +182,9 @@ class Applier:
     def _queue_counts(self, attached: Attached) -> dict[str, int]:
         """Count the packets dropped by full queues, and the bytes sent, in the device's namespace."""
         counts = {"sender_drops": 0, "bytes": 0}
-        for entry in json.loads(command(["tc", "-s", "-j", "qdisc", "show", "dev", attached.interface.name])):
+        for entry in json.loads(
+            command(["tc", "-s", "-j", "qdisc", "show", "dev", attached.interface.name])
+        ):
             if entry.get("kind") == "pfifo":
                 counts["sender_drops"] += entry.get("drops", 0)
             if entry.get("root"):
@@ -178,7 +212,10 @@ def _add_gate(figures: dict[str, Any], gate: Mapping[str, Any]) -> None:
     """Add the statistics of the gate to the backend's."""
     figures["gate"] = gate
     lateness = figures.get("lateness", {})
-    figures["lateness"] = {key: max(value, lateness.get(key, 0.0)) for key, value in gate["lateness"].items()}
+    figures["lateness"] = {
+        key: max(value, lateness.get(key, 0.0))
+        for key, value in gate["lateness"].items()
+    }
     figures["processor_seconds"] += gate["processor_seconds"]
     for name, dropped in gate["dropped"].items():
         if name in figures["queues"]:

@@ -64,7 +64,9 @@ class Backend:
 
     def problem(self, plan: InterfacePlan) -> str | None:
         """Return the unsupported part of a plan in the device's namespace with a remedy, or None."""
-        problems = (self.link_problem(line.link, plan.downlink) for line in plan.receivers)
+        problems = (
+            self.link_problem(line.link, plan.downlink) for line in plan.receivers
+        )
         return next(filter(None, problems), None)
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
@@ -110,7 +112,9 @@ LINK_BACKENDS = Registry(
 def check_name(name: str) -> str:
     """Return a valid backend name or ``auto``; raises `InputError` for an unknown name."""
     if name != AUTO and name not in LINK_BACKENDS:
-        raise InputError(f"unknown link backend '{name}'; available: {', '.join((AUTO, *LINK_BACKENDS))}")
+        raise InputError(
+            f"unknown link backend '{name}'; available: {', '.join((AUTO, *LINK_BACKENDS))}"
+        )
     return name
 
 
@@ -119,7 +123,9 @@ def environment_for(names: Iterable[str]) -> dict[str, str]:
 
     Raises `InputError` for an unusable package.
     """
-    from testbed.common.usercode import code_of_package  # late: imports pydantic, which the shaper's image lacks
+    from testbed.common.usercode import (
+        code_of_package,
+    )  # late: imports pydantic, which the shaper's image lacks
 
     objects: dict[str, str] = {}
     sources: dict[str, str] = {}
@@ -131,10 +137,17 @@ def environment_for(names: Iterable[str]) -> dict[str, str]:
         sources |= code_of_package(backend.__qualname__, backend.__module__, ()).sources
     if not objects:
         return {}
-    packed = json.dumps({"objects": objects, "packages": base64.b64encode(_make_archive(sources)).decode()})
+    packed = json.dumps(
+        {
+            "objects": objects,
+            "packages": base64.b64encode(_make_archive(sources)).decode(),
+        }
+    )
     if len(packed) > _MOST_BYTES:
         text = f"the package of the link backend '{next(iter(objects))}' is too large for a container's environment"
-        raise InputError(f"{text} (more than {_MOST_BYTES:,} bytes compressed): move the backend to a smaller package")
+        raise InputError(
+            f"{text} (more than {_MOST_BYTES:,} bytes compressed): move the backend to a smaller package"
+        )
     return {_ENVIRONMENT: packed}
 
 
@@ -145,7 +158,9 @@ def _make_archive(sources: Mapping[str, str]) -> bytes:
         for module, text in sources.items():
             path = module.replace(".", "/")
             is_package = any(other.startswith(f"{module}.") for other in sources)
-            archive.writestr(f"{path}/__init__.py" if is_package else f"{path}.py", text)
+            archive.writestr(
+                f"{path}/__init__.py" if is_package else f"{path}.py", text
+            )
     return file.getvalue()
 
 
@@ -154,7 +169,9 @@ def adopt(environment: Mapping[str, str]) -> None:
     if _ENVIRONMENT not in environment:
         return
     packed = json.loads(environment[_ENVIRONMENT])
-    with tempfile.NamedTemporaryFile(prefix="testbed-backends-", suffix=".zip", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        prefix="testbed-backends-", suffix=".zip", delete=False
+    ) as file:
         file.write(base64.b64decode(packed["packages"]))
     sys.path.append(str(Path(file.name)))
     LINK_BACKENDS.own |= packed["objects"]

@@ -20,7 +20,12 @@ from testbed_controller.shaping.chain import receiving
 from testbed_controller.shaping.helper import DelayLine, QueueImpairment
 from testbed_controller.shaping.namespaces import Namespace, command
 from testbed_controller.shaping.nfqueue import kernel_queues, open_socket
-from testbed_controller.shaping.plan import Access, InterfacePlan, ReceiverLine, SenderClass
+from testbed_controller.shaping.plan import (
+    Access,
+    InterfacePlan,
+    ReceiverLine,
+    SenderClass,
+)
 from testbed_controller.shaping.tc import Shown
 
 MODULES_HELP = (
@@ -48,7 +53,9 @@ def _tc_trial(words: str) -> Callable[[], object]:
 
 _SENDER: dict[str, Callable[[], object]] = {
     "sch_htb": _tc_trial("qdisc add dev lo root handle 1: htb"),
-    "cls_u32": _tc_trial("filter add dev lo parent 1: protocol ip u32 match ip dst 198.18.0.1/32 flowid 1:1"),
+    "cls_u32": _tc_trial(
+        "filter add dev lo parent 1: protocol ip u32 match ip dst 198.18.0.1/32 flowid 1:1"
+    ),
 }
 _NETEM: dict[str, Callable[[], object]] = {
     **_SENDER,
@@ -69,7 +76,10 @@ def _iptables_for_a_queue() -> str:
     problems = []
     for program in _IPTABLES:
         try:
-            command([f"{program}-restore", "-w", "--noflush"], f"*filter\n{_QUEUE}\nCOMMIT\n")
+            command(
+                [f"{program}-restore", "-w", "--noflush"],
+                f"*filter\n{_QUEUE}\nCOMMIT\n",
+            )
         except HostError as error:
             problems.append(str(error))
         else:
@@ -111,8 +121,13 @@ class Userspace(Backend):
 
     def problem(self, plan: InterfacePlan) -> str | None:
         """Return an error for duplicates with a strict reverse-path filter, which drops packets on loopback."""
-        duplicates = any(line.link.up and line.link.duplicate for line in plan.receivers)
-        strict = max(_read_setting(f"ipv4/conf/{name}/rp_filter") for name in ("all", "lo")) == 1
+        duplicates = any(
+            line.link.up and line.link.duplicate for line in plan.receivers
+        )
+        strict = (
+            max(_read_setting(f"ipv4/conf/{name}/rp_filter") for name in ("all", "lo"))
+            == 1
+        )
         if duplicates and strict:
             return "duplicates need net.ipv4.conf.all.rp_filter and .lo.rp_filter other than 1: set both to 0"
         return None
@@ -127,12 +142,21 @@ class Userspace(Backend):
             self._line.set(device, impairments, new.downlink)
         receiving(new).apply(self._iptables, None if old is None else receiving(old))
 
-    def _impairments(self, device: str, plan: InterfacePlan, old: InterfacePlan | None) -> list[QueueImpairment]:
+    def _impairments(
+        self, device: str, plan: InterfacePlan, old: InterfacePlan | None
+    ) -> list[QueueImpairment]:
         before = {line.number: line for line in old.receivers} if old else {}
         # A new downlink needs the sizes of packets, which requires all queues to be configured again.
-        all_lines = old is not None and old.downlink is None and plan.downlink is not None
+        all_lines = (
+            old is not None and old.downlink is None and plan.downlink is not None
+        )
         return [
-            QueueImpairment(line.number, line.limit, line.link, str(derive(self._seed(), device, line.number)))
+            QueueImpairment(
+                line.number,
+                line.limit,
+                line.link,
+                str(derive(self._seed(), device, line.number)),
+            )
             for line in plan.receivers
             if line.queued and (all_lines or before.get(line.number) != line)
         ]
@@ -142,7 +166,9 @@ class Userspace(Backend):
         problems = receiving(plan).differences(command([self._iptables, "-w", "-S"]))
         served = {row["queue"] for row in kernel_queues()}
         wanted = {line.number for line in plan.receivers if line.queued}
-        return problems + [f"netfilter queue {number} has no reader" for number in wanted - served]
+        return problems + [
+            f"netfilter queue {number} has no reader" for number in wanted - served
+        ]
 
     def forget(self, device: str) -> None:
         """Release an ended device."""
@@ -172,7 +198,9 @@ def _open_injector() -> socket.socket:
         injector = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         injector.bind(("lo", 0))
     except OSError as error:
-        raise HostError(f"cannot open a packet socket: {error.strerror} (needs CAP_NET_RAW)") from error
+        raise HostError(
+            f"cannot open a packet socket: {error.strerror} (needs CAP_NET_RAW)"
+        ) from error
     return injector
 
 
@@ -199,7 +227,9 @@ class Netem(Backend):
         self._folder = tempfile.TemporaryDirectory(prefix="testbed-tc-")
         self.tables = self._folder.name
         for distribution in get_args(Distribution):
-            Path(self._folder.name, f"{distribution}.dist").write_text(netem.table(distribution))
+            Path(self._folder.name, f"{distribution}.dist").write_text(
+                netem.table(distribution)
+            )
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
         """Create the intermediate devices."""
@@ -235,12 +265,19 @@ class Netem(Backend):
 
 def missing_modules() -> dict[str, list[str]]:
     """Return the kernel modules missing for each backend, tested in scratch namespaces."""
-    return {name: _find_missing(LINK_BACKENDS.find(name).requirements) for name in LINK_BACKENDS.own}
+    return {
+        name: _find_missing(LINK_BACKENDS.find(name).requirements)
+        for name in LINK_BACKENDS.own
+    }
 
 
 def _find_missing(requirements: Mapping[str, Callable[[], object]]) -> list[str]:
     with closing(Namespace.scratch()) as scratch:
-        return [name for name, trial in requirements.items() if not scratch.run(partial(_succeeds, trial))]
+        return [
+            name
+            for name, trial in requirements.items()
+            if not scratch.run(partial(_succeeds, trial))
+        ]
 
 
 def _succeeds(trial: Callable[[], object]) -> bool:
@@ -266,8 +303,12 @@ def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str
             return backend.open(_run_in_scratch(backend.check_kernel), seed), problems
         except HostError as error:
             problems[name] = str(error)
-    reasons = "; ".join(f"{name} {reason}" for name, reason in _explain_failures(problems).items())
-    raise HostError(f"this kernel ({os.uname().release}) cannot shape links: {reasons}; {MODULES_HELP}")
+    reasons = "; ".join(
+        f"{name} {reason}" for name, reason in _explain_failures(problems).items()
+    )
+    raise HostError(
+        f"this kernel ({os.uname().release}) cannot shape links: {reasons}; {MODULES_HELP}"
+    )
 
 
 def _explain_failures(problems: Mapping[str, str]) -> dict[str, str]:
@@ -275,7 +316,9 @@ def _explain_failures(problems: Mapping[str, str]) -> dict[str, str]:
     reasons = {}
     for name, problem in problems.items():
         lacking = _find_missing(LINK_BACKENDS.find(name).requirements)
-        reasons[name] = f"lacks {', '.join(lacking)}" if lacking else f"fails ({problem})"
+        reasons[name] = (
+            f"lacks {', '.join(lacking)}" if lacking else f"fails ({problem})"
+        )
     return reasons
 
 
@@ -287,7 +330,11 @@ def backend_problems() -> dict[str, str]:
             _run_in_scratch(LINK_BACKENDS.find(name).check_kernel)
         except HostError as error:
             problems[name] = str(error)
-    reasons = dict.fromkeys(LINK_BACKENDS.own, "") | _explain_failures(problems) | {"gate": ""}
+    reasons = (
+        dict.fromkeys(LINK_BACKENDS.own, "")
+        | _explain_failures(problems)
+        | {"gate": ""}
+    )
     try:
         queueing_iptables()
     except HostError:
@@ -306,7 +353,19 @@ def _run_in_scratch(check_kernel: Callable[[InterfacePlan], Any]) -> Any:
 
 
 def _with_interface(check_kernel: Callable[[InterfacePlan], Any]) -> Any:
-    command(["ip", "link", "add", _TRIAL.interface, "type", "veth", "peer", "name", "trial-peer"])
+    command(
+        [
+            "ip",
+            "link",
+            "add",
+            _TRIAL.interface,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "trial-peer",
+        ]
+    )
     command(["ip", "link", "set", _TRIAL.interface, "up"])
     tc.run(sender.build(_TRIAL), [], [])
     return check_kernel(_TRIAL)

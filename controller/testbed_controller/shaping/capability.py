@@ -65,10 +65,18 @@ def measure(backend: str = "auto") -> Capability:
         Shaping,  # late: imports pyroute2, which readers of stored results do not need
     )
 
-    with _joined_namespaces() as endpoints, contextlib.closing(Shaping(backend)) as shaping:
+    with (
+        _joined_namespaces() as endpoints,
+        contextlib.closing(Shaping(backend)) as shaping,
+    ):
         shaping.attach(endpoints, {_PAIR: Link(delay=DELAY), _PAIR[::-1]: Link()})
         rate = next(
-            (rate for rate in RATES if _measure_link(shaping, Link(rate=rate, delay=DELAY)).problem is None), None
+            (
+                rate
+                for rate in RATES
+                if _measure_link(shaping, Link(rate=rate, delay=DELAY)).problem is None
+            ),
+            None,
         )
         shortest = None
         for delay in DELAYS:
@@ -84,7 +92,9 @@ def measure(backend: str = "auto") -> Capability:
         delay=None if shortest is None else shortest.requested.delay,
         found_delay=None if shortest is None else shortest.delay,
         packet_cost=cost,
-        devices=None if cost is None else int(HEADROOM * (os.cpu_count() or 1) / (cost * DEVICE_RATE / 8 / FRAME)),
+        devices=None
+        if cost is None
+        else int(HEADROOM * (os.cpu_count() or 1) / (cost * DEVICE_RATE / 8 / FRAME)),
     )
 
 
@@ -104,13 +114,21 @@ def _packet_cost(shaping: Shaping, receiver: int) -> float | None:
     for _ in range(_TRAINS):
         shaping.probe([_PAIR])
     passed = _count_received(receiver) - packets
-    return (shaping.statistics()["processor_seconds"] - busy) / passed if passed > 0 else None
+    return (
+        (shaping.statistics()["processor_seconds"] - busy) / passed
+        if passed > 0
+        else None
+    )
 
 
 def _count_received(process: int) -> int:
     """Return the number of packets received in a process's network namespace."""
     lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
-    return next(int(line.split(":")[1].split()[1]) for line in lines if line.strip().startswith("data:"))
+    return next(
+        int(line.split(":")[1].split()[1])
+        for line in lines
+        if line.strip().startswith("data:")
+    )
 
 
 @contextlib.contextmanager
@@ -124,13 +142,27 @@ def _joined_namespaces() -> Iterator[list[Endpoint]]:
         pids = [process.pid for process in processes]
         namespaces[0].run(
             lambda: command(
-                ["ip", "link", "add", "data", "type", "veth", "peer", "name", "data", "netns", str(pids[1])]
+                [
+                    "ip",
+                    "link",
+                    "add",
+                    "data",
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    "data",
+                    "netns",
+                    str(pids[1]),
+                ]
             )
         )
         addresses = [f"198.18.0.{number}" for number in (1, 2)]
         for namespace, address in zip(namespaces, addresses, strict=True):
             namespace.run(partial(_configure_interface, address))
-        yield [Endpoint(*endpoint) for endpoint in zip(_PAIR, pids, addresses, strict=True)]
+        yield [
+            Endpoint(*endpoint) for endpoint in zip(_PAIR, pids, addresses, strict=True)
+        ]
 
 
 def _configure_interface(address: str) -> None:

@@ -25,7 +25,9 @@ class RuleChain:
 
     def restore(self) -> str:
         """Return the input for ``iptables-restore --noflush`` to replace all rules."""
-        return "\n".join(["*filter", f":{self.name} - [0:0]", *self.lines, "COMMIT", ""])
+        return "\n".join(
+            ["*filter", f":{self.name} - [0:0]", *self.lines, "COMMIT", ""]
+        )
 
     def _entry_rule(self) -> str:
         return f"-A {' '.join(self.entry)} -j {self.name}"
@@ -34,15 +36,23 @@ class RuleChain:
         """Replace the rules in the calling thread's namespace; the first time, also add the entry rule."""
         if before is None or before.rules != self.rules:
             command([f"{iptables}-restore", "-w", "--noflush"], self.restore())
-        if before is None and self._entry_rule() not in command([iptables, "-w", "-S", self.entry[0]]).splitlines():
+        if (
+            before is None
+            and self._entry_rule()
+            not in command([iptables, "-w", "-S", self.entry[0]]).splitlines()
+        ):
             command([iptables, "-w", "-I", *self.entry, "-j", self.name])
 
     def differences(self, shown: str) -> list[str]:
         """Compare the chain with the output of ``iptables -S``."""
         lines = shown.splitlines()
         present = [line for line in lines if line.startswith(f"-A {self.name} ")]
-        problems = [f"missing rule: {rule}" for rule in self.lines if rule not in present]
-        problems += [f"unexpected rule: {rule}" for rule in present if rule not in self.lines]
+        problems = [
+            f"missing rule: {rule}" for rule in self.lines if rule not in present
+        ]
+        problems += [
+            f"unexpected rule: {rule}" for rule in present if rule not in self.lines
+        ]
         if self._entry_rule() not in lines:
             problems.append(f"missing rule from {self.entry[0]} to {self.name}")
         return problems

@@ -11,9 +11,35 @@ import ctypes
 import errno
 
 DENIED = (
-    *("mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "fsopen", "fsmount", "mount_setattr"),
-    *("open_by_handle_at", "ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "process_madvise"),
-    *("bpf", "perf_event_open", "init_module", "finit_module", "kexec_load", "keyctl", "sethostname", "swapon"),
+    *(
+        "mount",
+        "umount2",
+        "pivot_root",
+        "chroot",
+        "move_mount",
+        "open_tree",
+        "fsopen",
+        "fsmount",
+        "mount_setattr",
+    ),
+    *(
+        "open_by_handle_at",
+        "ptrace",
+        "process_vm_readv",
+        "process_vm_writev",
+        "pidfd_getfd",
+        "process_madvise",
+    ),
+    *(
+        "bpf",
+        "perf_event_open",
+        "init_module",
+        "finit_module",
+        "kexec_load",
+        "keyctl",
+        "sethostname",
+        "swapon",
+    ),
 )
 _LIBRARY = "libseccomp.so.2"
 """Library in every Debian, since apt depends on it."""

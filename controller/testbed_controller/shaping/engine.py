@@ -78,7 +78,9 @@ class _Port:
         self.injector = injector
         """A packet socket on the namespace's loopback, which delivers duplicates and altered copies."""
         self.lines: dict[int, _DelayQueue] = {}
-        self.downlink: Bottleneck[tuple[_DelayQueue, bytearray | bytes, bytes | None]] | None = None
+        self.downlink: (
+            Bottleneck[tuple[_DelayQueue, bytearray | bytes, bytes | None]] | None
+        ) = None
         """Never removed, since packets may wait in it; without a rate, all packets pass."""
         self.downlink_listed = math.inf
         self.verdicts: list[bytes | bytearray] = []
@@ -157,7 +159,9 @@ class Loop:
         self._send_verdicts(port)
         return emptied
 
-    def _handle_packet(self, port: _Port, buffer: bytearray, length: int, now: float, wall: float) -> None:
+    def _handle_packet(
+        self, port: _Port, buffer: bytearray, length: int, now: float, wall: float
+    ) -> None:
         line = port.lines[nfqueue.packet_queue(buffer)]
         identity = nfqueue.packet_identity(buffer)
         stamp = self._arrivals.read(buffer, length)
@@ -166,7 +170,9 @@ class Loop:
         if stamp is not None and -1.0 < stamp - wall - now < 1e-3:
             arrived = stamp - wall
         if line.duplicates or line.corrupts or port.downlink:
-            self._arrive_with_content(port, line, identity, nfqueue.content(buffer, length), arrived)
+            self._arrive_with_content(
+                port, line, identity, nfqueue.content(buffer, length), arrived
+            )
         elif line.lost is not None and line.lost():
             line.dropped += 1
             port.verdicts += (line.drop, identity)
@@ -174,7 +180,12 @@ class Loop:
             self._hold_packet(port, line, arrived, (identity, 0, None))
 
     def _arrive_with_content(
-        self, port: _Port, line: _DelayQueue, identity: bytearray, packet: bytes, arrived: float
+        self,
+        port: _Port,
+        line: _DelayQueue,
+        identity: bytearray,
+        packet: bytes,
+        arrived: float,
     ) -> None:
         size = ETHERNET_HEADER + (packet[2] << 8 | packet[3]) if packet else 0
         copies = 1
@@ -189,13 +200,22 @@ class Loop:
                 content = impairments.corrupted(packet, line.random)
                 lost = content is None
             if not lost:
-                self._hold_packet(port, line, arrived, (identity + _COPY if copy else identity, size, content))
+                self._hold_packet(
+                    port,
+                    line,
+                    arrived,
+                    (identity + _COPY if copy else identity, size, content),
+                )
             elif not copy:
                 line.dropped += 1
                 port.verdicts += (line.drop, identity)
 
     def _hold_packet(
-        self, port: _Port, line: _DelayQueue, arrived: float, entry: tuple[bytearray | bytes, int, bytes | None]
+        self,
+        port: _Port,
+        line: _DelayQueue,
+        arrived: float,
+        entry: tuple[bytearray | bytes, int, bytes | None],
     ) -> None:
         """Store a packet, or a copy, until the end of the delay."""
         due = arrived + (line.constant if line.delay is None else line.delay())
@@ -228,7 +248,9 @@ class Loop:
             if line is None:
                 if due == port.downlink_listed:
                     port.downlink_listed = math.inf
-                    self._lateness.add(max(0.0, now - due), self._serve_downlink(port, ripe))
+                    self._lateness.add(
+                        max(0.0, now - due), self._serve_downlink(port, ripe)
+                    )
                     touched.add(port)
                 continue
             if due != line.listed:
@@ -256,7 +278,9 @@ class Loop:
             due, identity, size, content = heapq.heappop(heap)
             count += 1
             if port.downlink is not None:
-                if not port.downlink.enter(line.queue, due, size, (line, identity, content)):
+                if not port.downlink.enter(
+                    line.queue, due, size, (line, identity, content)
+                ):
                     line.dropped += 1
                     if len(identity) == nfqueue.IDENTITY:
                         port.verdicts += (line.drop, identity)
@@ -280,13 +304,19 @@ class Loop:
         return count
 
     def _deliver_packet(
-        self, port: _Port, line: _DelayQueue, identity: bytearray | bytes, content: bytes | None
+        self,
+        port: _Port,
+        line: _DelayQueue,
+        identity: bytearray | bytes,
+        content: bytes | None,
     ) -> None:
         if content is None:
             port.verdicts += (line.accept, identity)
         elif len(identity) == nfqueue.IDENTITY:
             self._send_verdicts(port)
-            self._send_messages(port, nfqueue.accept_altered(line.queue, identity, content))
+            self._send_messages(
+                port, nfqueue.accept_altered(line.queue, identity, content)
+            )
         else:
             try:
                 port.injector.send(_LOOPBACK_FRAME + content)
@@ -308,10 +338,15 @@ class Loop:
 
     # Requests
 
-    def _execute_request(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+    def _execute_request(
+        self, request: dict[str, Any], descriptors: list[int]
+    ) -> dict[str, Any] | None:
         match request["do"]:
             case "open":
-                self._open_port(request["device"], *(socket.socket(fileno=each) for each in descriptors))
+                self._open_port(
+                    request["device"],
+                    *(socket.socket(fileno=each) for each in descriptors),
+                )
             case "close":
                 self._close_port(request["device"])
             case "set":
@@ -322,7 +357,9 @@ class Loop:
                 self._lateness = LatenessHistogram()
         return None
 
-    def _open_port(self, device: str, opened: socket.socket, injector: socket.socket) -> None:
+    def _open_port(
+        self, device: str, opened: socket.socket, injector: socket.socket
+    ) -> None:
         self._close_port(device)
         port = _Port(opened, injector)
         self._ports[device] = port
@@ -351,7 +388,11 @@ class Loop:
         elif rate < math.inf:
             port.downlink = Bottleneck(rate, limit)
         for each in request["impairments"]:
-            queue, link, seed = each["queue"], Link.from_json(each["link"]), each["seed"]
+            queue, link, seed = (
+                each["queue"],
+                Link.from_json(each["link"]),
+                each["seed"],
+            )
             content = 0
             if link.duplicate or link.corrupt:
                 content = nfqueue.WHOLE
@@ -362,7 +403,9 @@ class Loop:
                 port.lines[queue].alter(link, seed)
             else:
                 port.lines[queue] = _DelayQueue(queue, link, seed)
-                nfqueue.configure_socket(port.socket, partial(nfqueue.bind, queue), self._buffer, arrived)
+                nfqueue.configure_socket(
+                    port.socket, partial(nfqueue.bind, queue), self._buffer, arrived
+                )
             limits = partial(nfqueue.configure, queue, each["limit"], content)
             nfqueue.configure_socket(port.socket, limits, self._buffer, arrived)
         delays = []

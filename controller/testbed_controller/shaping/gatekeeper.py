@@ -50,7 +50,12 @@ class Loop:
         while True:
             wait = self._media.next_end - _EARLY - time.monotonic()
             # select has a resolution of microseconds, epoll only of milliseconds.
-            select.select([self._epoll.fileno()], [], [], None if wait == float("inf") else max(0.0, wait))
+            select.select(
+                [self._epoll.fileno()],
+                [],
+                [],
+                None if wait == float("inf") else max(0.0, wait),
+            )
             woken = time.monotonic()
             self._release_finished()
             for descriptor, _ in self._epoll.poll(0):
@@ -100,17 +105,23 @@ class Loop:
             self._dropped[device] += 1
             self._send_verdict(device, self._drop + identity)
 
-    def _execute_request(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+    def _execute_request(
+        self, request: dict[str, Any], descriptors: list[int]
+    ) -> dict[str, Any] | None:
         match request["do"]:
             case "open":
-                self._open_device(request["device"], socket.socket(fileno=descriptors[0]))
+                self._open_device(
+                    request["device"], socket.socket(fileno=descriptors[0])
+                )
             case "close":
                 self._close_device(request["device"])
             case "set":
                 routes = {}
                 for address, fields in request["routes"].items():
                     # JSON has lists, but channels are compared as tuples.
-                    routes[address] = Route(**{**fields, "channels": tuple(fields["channels"])})
+                    routes[address] = Route(
+                        **{**fields, "channels": tuple(fields["channels"])}
+                    )
                 self._media.set_routes(request["device"], routes, time.monotonic())
             case "statistics":
                 return self._get_statistics()
@@ -125,7 +136,9 @@ class Loop:
         self._names[opened.fileno()] = device
         self._epoll.register(opened.fileno(), select.EPOLLIN)
         nfqueue.configure_socket(opened, partial(nfqueue.bind, QUEUE), self._buffer)
-        nfqueue.configure_socket(opened, partial(nfqueue.configure, QUEUE, LIMIT, _IP_HEADER), self._buffer)
+        nfqueue.configure_socket(
+            opened, partial(nfqueue.configure, QUEUE, LIMIT, _IP_HEADER), self._buffer
+        )
 
     def _close_device(self, device: str) -> None:
         opened = self._sockets.pop(device, None)
@@ -145,5 +158,7 @@ class Loop:
             "dropped": dict(self._dropped),
             "refused": self._refused,
             "overflows": self._overflows,
-            "waiting": {device: self._media.waiting(device) for device in self._sockets},
+            "waiting": {
+                device: self._media.waiting(device) for device in self._sockets
+            },
         }

@@ -77,7 +77,9 @@ def run(loop: Callable[[socket.socket], Any], descriptor: int) -> None:
 
 
 def serve_request(
-    control: socket.socket, execute: Callable[[dict[str, Any], list[int]], dict[str, Any] | None], descriptors: int
+    control: socket.socket,
+    execute: Callable[[dict[str, Any], list[int]], dict[str, Any] | None],
+    descriptors: int,
 ) -> bool:
     """Receive one request, execute a function of (request, file descriptors), and send the result.
 
@@ -112,7 +114,9 @@ class Helper:
         self._lock = threading.Lock()
         code = f"from {module} import Loop; from {__name__} import run; run(Loop, {theirs.fileno()})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
         )
         theirs.close()
         self.priority = str(self._receive_answer()["priority"])
@@ -124,24 +128,34 @@ class Helper:
         except OSError as error:
             raise HostError(f"the {self._title} does not respond: {error}") from error
         if not data:
-            raise HostError(f"the {self._title} has ended with status {self._process.wait()}; see the shaper's log")
+            raise HostError(
+                f"the {self._title} has ended with status {self._process.wait()}; see the shaper's log"
+            )
         answer: dict[str, Any] = json.loads(data)
         if "error" in answer:
             raise HostError(answer["error"])
         return answer
 
-    def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+    def ask(
+        self, request: dict[str, Any], descriptors: Sequence[int] = ()
+    ) -> dict[str, Any]:
         """Send a request, optionally with file descriptors, and return the response; raises HostError."""
         data = json.dumps(request).encode()
         with self._lock:
             try:
                 if descriptors:
-                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+                    rights = (
+                        socket.SOL_SOCKET,
+                        socket.SCM_RIGHTS,
+                        array.array("i", descriptors),
+                    )
                     self._control.sendmsg([data], [rights])
                 else:
                     self._control.send(data)
             except OSError as error:
-                raise HostError(f"the {self._title} has ended: {error}; see the shaper's log") from error
+                raise HostError(
+                    f"the {self._title} has ended: {error}; see the shaper's log"
+                ) from error
             return self._receive_answer()
 
     def forget(self, device: str) -> None:
@@ -223,20 +237,40 @@ class DelayLine(Helper):
     def __init__(self) -> None:
         super().__init__("testbed_controller.shaping.engine", "delay line")
 
-    def open(self, device: str, netfilter: socket.socket, injector: socket.socket) -> None:
+    def open(
+        self, device: str, netfilter: socket.socket, injector: socket.socket
+    ) -> None:
         """Pass on a device's netfilter socket and its loopback packet socket; the caller's copies are closed."""
         with netfilter, injector:
-            self.ask({"do": "open", "device": device}, (netfilter.fileno(), injector.fileno()))
+            self.ask(
+                {"do": "open", "device": device},
+                (netfilter.fileno(), injector.fileno()),
+            )
 
-    def set(self, device: str, impairments: Sequence[QueueImpairment], downlink: Access | None) -> None:
+    def set(
+        self,
+        device: str,
+        impairments: Sequence[QueueImpairment],
+        downlink: Access | None,
+    ) -> None:
         """Configure the impairments of queues; raises HostError if the kernel refuses.
 
         ``downlink`` is shared by all queues of the device.
         """
         shared = None if downlink is None else (downlink.rate, downlink.limit)
         for first in range(0, max(1, len(impairments)), _AT_ONCE):
-            batch = [asdict(impairment) for impairment in impairments[first : first + _AT_ONCE]]
-            self.ask({"do": "set", "device": device, "impairments": batch, "downlink": shared})
+            batch = [
+                asdict(impairment)
+                for impairment in impairments[first : first + _AT_ONCE]
+            ]
+            self.ask(
+                {
+                    "do": "set",
+                    "device": device,
+                    "impairments": batch,
+                    "downlink": shared,
+                }
+            )
 
 
 class Gate(Helper):
@@ -249,7 +283,13 @@ class Gate(Helper):
         super().__init__("testbed_controller.shaping.gatekeeper", "gate of the medium")
         self._iptables = iptables
 
-    def apply(self, device: str, interface: str, old: Mapping[str, Route] | None, new: Mapping[str, Route]) -> None:
+    def apply(
+        self,
+        device: str,
+        interface: str,
+        old: Mapping[str, Route] | None,
+        new: Mapping[str, Route],
+    ) -> None:
         """Lead a device's packets for these addresses through the gate.
 
         ``old`` are the routes applied before in the same namespace, or None the first time.
@@ -258,13 +298,21 @@ class Gate(Helper):
             with nfqueue.open_socket() as netfilter:
                 self.ask({"do": "open", "device": device}, [netfilter.fileno()])
         # The gate must know the routes before a rule leads packets here.
-        self.ask({"do": "set", "device": device, "routes": {address: asdict(route) for address, route in new.items()}})
+        self.ask(
+            {
+                "do": "set",
+                "device": device,
+                "routes": {address: asdict(route) for address, route in new.items()},
+            }
+        )
         before = None if old is None else gate_rules(interface, old)
         gate_rules(interface, new).apply(self._iptables, before)
 
     def differences(self, interface: str, routes: Mapping[str, Route]) -> list[str]:
         """Return the differences between the routes and the rules and queues of the kernel."""
-        problems = gate_rules(interface, routes).differences(command([self._iptables, "-w", "-S"]))
+        problems = gate_rules(interface, routes).differences(
+            command([self._iptables, "-w", "-S"])
+        )
         if routes and QUEUE not in {row["queue"] for row in nfqueue.kernel_queues()}:
             problems.append("the queue of the medium has no reader")
         return problems

@@ -24,7 +24,10 @@ class _Ticks:
     @staticmethod
     def now() -> _Ticks:
         """Read the ticks from /proc/stat."""
-        fields = [float(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        fields = [
+            float(field)
+            for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        ]
         idle, total = fields[3] + fields[4], sum(fields[:8])
         return _Ticks(total - idle, fields[7], total)
 
@@ -36,7 +39,9 @@ class HostMonitor:
         self._samples: list[float] = []
         self._first = self._last = _Ticks(0.0, 0.0, 0.0)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._take_samples, name="host-monitor", daemon=True)
+        self._thread = threading.Thread(
+            target=self._take_samples, name="host-monitor", daemon=True
+        )
 
     def start(self) -> None:
         """Start sampling."""
@@ -54,11 +59,15 @@ class HostMonitor:
         """Return the mean load, and the share of saturated samples, so far."""
         if not self._samples:
             return {}
-        stolen, total = self._last.stolen - self._first.stolen, self._last.total - self._first.total
+        stolen, total = (
+            self._last.stolen - self._first.stolen,
+            self._last.total - self._first.total,
+        )
         return {
             "host_cores": os.cpu_count(),
             "host_load": sum(self._samples) / len(self._samples),
-            "host_saturated": sum(sample >= SATURATED for sample in self._samples) / len(self._samples),
+            "host_saturated": sum(sample >= SATURATED for sample in self._samples)
+            / len(self._samples),
             "host_stolen": stolen / total if total > 0 else 0.0,
         }
 

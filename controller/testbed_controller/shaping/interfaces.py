@@ -81,12 +81,17 @@ def plug(port: str, bridge: str, interface: str, hardware: str, namespace: int) 
     """Create a bridge port here, joined to an interface in the network namespace of a descriptor."""
     with _netlink(f"adding the port {port}") as route:
         route.link(
-            "add", ifname=port, kind="veth", peer={"ifname": interface, "net_ns_fd": namespace, "address": hardware}
+            "add",
+            ifname=port,
+            kind="veth",
+            peer={"ifname": interface, "net_ns_fd": namespace, "address": hardware},
         )
         _bring_up(route, port, master=socket.if_nametoindex(bridge))
         # A bridge floods frames to all ports until it has learned the address.
         index = socket.if_nametoindex(port)
-        route.fdb("add", ifindex=index, lladdr=hardware, flags=_OF_BRIDGE, state=_STATIC)
+        route.fdb(
+            "add", ifindex=index, lladdr=hardware, flags=_OF_BRIDGE, state=_STATIC
+        )
 
 
 def set_neighbours(name: str, hardware: Mapping[str, str]) -> None:
@@ -106,7 +111,14 @@ def set_address(name: str, address: str, network: IPv4Network) -> None:
     """Set the address of an interface and activate the interface."""
     with _netlink(f"setting the address of {name}") as route:
         index, broadcast = socket.if_nametoindex(name), str(network.broadcast_address)
-        route.addr("add", index=index, address=address, prefixlen=network.prefixlen, broadcast=broadcast, label=name)
+        route.addr(
+            "add",
+            index=index,
+            address=address,
+            prefixlen=network.prefixlen,
+            broadcast=broadcast,
+            label=name,
+        )
         _bring_up(route, name)
 
 
@@ -114,14 +126,20 @@ def _bring_up(route: Any, name: str, **settings: Any) -> None:
     """Bring an interface up without an IPv6 address, since links do not shape IPv6."""
     index = socket.if_nametoindex(name)
     if Path("/proc/thread-self/net/if_inet6").exists():
-        none = {"attrs": [["AF_INET6", {"attrs": [["IFLA_INET6_ADDR_GEN_MODE", _NO_ADDRESS]]}]]}
+        none = {
+            "attrs": [
+                ["AF_INET6", {"attrs": [["IFLA_INET6_ADDR_GEN_MODE", _NO_ADDRESS]]}]
+            ]
+        }
         route.link("set", index=index, IFLA_AF_SPEC=none)
     route.link("set", index=index, state="up", **settings)
 
 
 def add_ifb(name: str) -> None:
     """Create an intermediate device for redirected packets; raises HostError if the kernel lacks the module ifb."""
-    with _netlink(f"adding the intermediate device {name} (kernel module ifb)") as route:
+    with _netlink(
+        f"adding the intermediate device {name} (kernel module ifb)"
+    ) as route:
         route.link("add", ifname=name, kind="ifb")
         route.link("set", ifname=name, state="up")
 
@@ -149,7 +167,12 @@ def route_by_default(name: str) -> None:
     """Make the interface the default route, also for multicast, in place of the existing one."""
     with _netlink(f"making {name} the default route") as route:
         # Without a gateway, packets for addresses outside the network find no neighbour and are dropped.
-        route.route("replace", dst="0.0.0.0/0", oif=socket.if_nametoindex(name), scope=_LINK_SCOPE)
+        route.route(
+            "replace",
+            dst="0.0.0.0/0",
+            oif=socket.if_nametoindex(name),
+            scope=_LINK_SCOPE,
+        )
 
 
 def set_congestion_control(name: str, algorithm: str) -> None:
@@ -160,13 +183,27 @@ def set_congestion_control(name: str, algorithm: str) -> None:
     """
     index = socket.if_nametoindex(name)
     with _netlink(f"setting TCP's congestion control on {name}") as route:
-        for entry in list(route.get_routes(family=socket.AF_INET, table=_MAIN_TABLE, oif=index)):
+        for entry in list(
+            route.get_routes(family=socket.AF_INET, table=_MAIN_TABLE, oif=index)
+        ):
             length = entry["dst_len"]
-            settings = {"proto": entry["proto"], "scope": entry["scope"], "metrics": {"cc_algo": algorithm}}
-            for key, value in (("prefsrc", entry.get("prefsrc")), ("gateway", entry.get("gateway"))):
+            settings = {
+                "proto": entry["proto"],
+                "scope": entry["scope"],
+                "metrics": {"cc_algo": algorithm},
+            }
+            for key, value in (
+                ("prefsrc", entry.get("prefsrc")),
+                ("gateway", entry.get("gateway")),
+            ):
                 if value is not None:
                     settings[key] = value
-            route.route("replace", dst=f"{entry.get('dst', '0.0.0.0')}/{length}", oif=index, **settings)
+            route.route(
+                "replace",
+                dst=f"{entry.get('dst', '0.0.0.0')}/{length}",
+                oif=index,
+                **settings,
+            )
 
 
 def forbid_offloads(interface: str) -> None:
@@ -185,7 +222,11 @@ def _ethtool(control: socket.socket, interface: str, request: int, value: int) -
     data = array.array("B", struct.pack("II", request, value))
     address, _ = data.buffer_info()
     try:
-        fcntl.ioctl(control, _SIOCETHTOOL, struct.pack("16sP8x", interface.encode(), address))
+        fcntl.ioctl(
+            control, _SIOCETHTOOL, struct.pack("16sP8x", interface.encode(), address)
+        )
     except OSError as error:
-        raise HostError(f"ethtool request {request:#x} on {interface} failed: {error.strerror}") from error
+        raise HostError(
+            f"ethtool request {request:#x} on {interface} failed: {error.strerror}"
+        ) from error
     return int(struct.unpack("II", data.tobytes())[1])

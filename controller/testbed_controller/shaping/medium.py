@@ -45,7 +45,9 @@ def routes(
     for pair, link in outgoing.items():
         peer = endpoints.get(pair[1])
         if peer is not None:
-            route = _unicast_route(pair, link, cell_of(pair, cells), (device.uplink, peer.downlink))
+            route = _unicast_route(
+                pair, link, cell_of(pair, cells), (device.uplink, peer.downlink)
+            )
             if route is not None:
                 by_address[peer.address] = route
     cast = _broadcast_route(device.name, outgoing, cells, device.uplink)
@@ -66,7 +68,9 @@ def _broadcast_route(
     return Route(channels, rate, queue_limit(Link(rate=rate)))
 
 
-def _unicast_route(pair: Pair, link: Link, cell: Cell | None, access: Iterable[float | None]) -> Route | None:
+def _unicast_route(
+    pair: Pair, link: Link, cell: Cell | None, access: Iterable[float | None]
+) -> Route | None:
     """Return the route of a link if a cell carries the link, or if its rate or an access limit is low."""
     if cell is not None:
         rate, channel = least_rate(cell.rate, link.rate), _channel_name(cell)
@@ -83,7 +87,9 @@ def _channel_name(cell: Cell) -> str:
 
 def gate_rules(interface: str, gated: Mapping[str, Route]) -> RuleChain:
     """Return the iptables chain from the data interface to the gate, for packets to the given addresses."""
-    rules = tuple(f"-d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated)
+    rules = tuple(
+        f"-d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated
+    )
     return RuleChain("TESTBED-GATE", ("OUTPUT", "-o", interface), rules)
 
 
@@ -132,12 +138,16 @@ class Media(Generic[T]):
         self._ties = 0
         self._waiting: Counter[tuple[Hashable, Hashable]] = Counter()
 
-    def set_routes(self, station: Hashable, routes: Mapping[Hashable, Route], now: float) -> None:
+    def set_routes(
+        self, station: Hashable, routes: Mapping[Hashable, Route], now: float
+    ) -> None:
         """Set the routes of a station; ongoing transmissions are unaffected."""
         self._routes[station] = routes
         self._reschedule(now)
 
-    def offer(self, station: Hashable, address: Hashable, now: float, size: int, item: T) -> bool:
+    def offer(
+        self, station: Hashable, address: Hashable, now: float, size: int, item: T
+    ) -> bool:
         """Queue a packet for transmission; return False if too many packets wait for the address."""
         route = self._routes.get(station, {}).get(address)
         if route is not None and self._waiting[station, address] >= route.limit:
@@ -177,13 +187,19 @@ class Media(Generic[T]):
 
     def waiting(self, station: Hashable) -> int:
         """Return the number of a station's unsent packets."""
-        return sum(count for (name, _), count in self._waiting.items() if name == station)
+        return sum(
+            count for (name, _), count in self._waiting.items() if name == station
+        )
 
     def _schedule(self, transmission: Transmission[T], now: float) -> None:
         route = self._routes.get(transmission.station, {}).get(transmission.address)
         transmission.channels = route.channels if route else ()
-        transmission.start = max([now, *(self._free.get(channel, now) for channel in transmission.channels)])
-        transmission.end = transmission.start + (transmission.size * 8 / route.rate if route else 0.0)
+        transmission.start = max(
+            [now, *(self._free.get(channel, now) for channel in transmission.channels)]
+        )
+        transmission.end = transmission.start + (
+            transmission.size * 8 / route.rate if route else 0.0
+        )
         for channel in transmission.channels:
             self._free[channel] = transmission.end
         self._ties += 1

@@ -50,7 +50,9 @@ class Namespace:
 
         def enter() -> int:
             if _libc.unshare(_CLONE_NEWNET) != 0:
-                raise HostError(f"cannot create a network namespace ({os.strerror(ctypes.get_errno())}): run as root")
+                raise HostError(
+                    f"cannot create a network namespace ({os.strerror(ctypes.get_errno())}): run as root"
+                )
             return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
         return cls(_in_thread(enter))
@@ -83,22 +85,36 @@ def _in_thread(work: Callable[[], T]) -> T:
         return thread.submit(work).result()
 
 
-def command(arguments: Sequence[str], text: str = "", environment: Mapping[str, str] | None = None) -> str:
+def command(
+    arguments: Sequence[str],
+    text: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Run a program with ``text`` as input in the calling thread's namespace; return the output.
 
     Raises HostError with the program's error output if its exit status is not zero.
     """
     try:
         done = subprocess.run(
-            arguments, input=text, capture_output=True, text=True, check=False, timeout=30, env=environment
+            arguments,
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+            env=environment,
         )
     except FileNotFoundError as error:
-        raise HostError(f"'{arguments[0]}' is not installed in the shaper: install iproute2 and iptables") from error
+        raise HostError(
+            f"'{arguments[0]}' is not installed in the shaper: install iproute2 and iptables"
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise HostError(f"'{' '.join(arguments)}' did not end within 30 s") from error
     if done.returncode != 0:
         complaint = " ".join(done.stderr.split())
-        raise HostError(f"'{' '.join(arguments)}' failed: {complaint}{_failed_line(complaint, text)}")
+        raise HostError(
+            f"'{' '.join(arguments)}' failed: {complaint}{_failed_line(complaint, text)}"
+        )
     return done.stdout
 
 

@@ -13,7 +13,13 @@ from typing import Any
 
 from testbed.network.impairments import QUANTILES, chain, quantiles
 from testbed.network.link import Distribution, Link
-from testbed_controller.shaping.plan import CEILING, FIRST_PEER_CLASS, Access, InterfacePlan, ReceiverLine
+from testbed_controller.shaping.plan import (
+    CEILING,
+    FIRST_PEER_CLASS,
+    Access,
+    InterfacePlan,
+    ReceiverLine,
+)
 from testbed_controller.shaping.tc import Tree
 
 IFB = "testbed-ifb"
@@ -74,7 +80,9 @@ def _format_percent(fraction: float) -> str:
 
 
 def _redirected_lines(plan: InterfacePlan) -> dict[int, ReceiverLine]:
-    return {line.number: line for line in plan.receivers if line.queued or not line.link.up}
+    return {
+        line.number: line for line in plan.receivers if line.queued or not line.link.up
+    }
 
 
 def device_of(line: ReceiverLine) -> str:
@@ -109,7 +117,11 @@ def change(old: InterfacePlan, new: InterfacePlan) -> list[str]:
         if previous is None:
             lines += _add_source(new, line)
         elif (previous.address, device_of(previous)) != (line.address, device_of(line)):
-            lines += [*_leaf_commands(new, line), *_remove_filter(old, previous), *_add_filter(new, line)]
+            lines += [
+                *_leaf_commands(new, line),
+                *_remove_filter(old, previous),
+                *_add_filter(new, line),
+            ]
         else:
             if netem_arguments(previous) != netem_arguments(line):
                 lines.append(_netem_command(line))
@@ -127,29 +139,48 @@ def _class_number(line: ReceiverLine) -> int:
 def _netem_command(line: ReceiverLine) -> str:
     device, number = device_of(line), _class_number(line)
     place = f"parent {_TREE.identity(number)}" if device == IFB else "root"
-    return f"qdisc replace dev {device} {place} handle {number:x}: {netem_arguments(line)}"
+    return (
+        f"qdisc replace dev {device} {place} handle {number:x}: {netem_arguments(line)}"
+    )
 
 
 def _queue_commands(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     """Return the commands for the queue before the downlink, after the delay."""
     number = _class_number(line)
     limit = plan.downlink.limit if plan.downlink else _DRAINING
-    return [f"qdisc replace dev {IFB} parent {number:x}:1 handle {_INNER + number:x}: pfifo limit {limit}"]
+    return [
+        f"qdisc replace dev {IFB} parent {number:x}:1 handle {_INNER + number:x}: pfifo limit {limit}"
+    ]
 
 
 def _leaf_commands(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     if device_of(line) != IFB:
         return [_netem_command(line)]
     queue = _queue_commands(plan, line) if plan.downlink else []
-    return [_TREE.leaf("replace", _class_number(line), CEILING), _netem_command(line), *queue]
+    return [
+        _TREE.leaf("replace", _class_number(line), CEILING),
+        _netem_command(line),
+        *queue,
+    ]
 
 
 def _add_filter(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     number, device = _class_number(line), device_of(line)
-    source = f"protocol ip prio 1 handle 800::{number:x} u32 match ip src {line.address}/32"
-    leads = [f"filter add dev {IFB} parent {_ROOT} {source} flowid {_TREE.identity(number)}"] if device == IFB else []
+    source = (
+        f"protocol ip prio 1 handle 800::{number:x} u32 match ip src {line.address}/32"
+    )
+    leads = (
+        [
+            f"filter add dev {IFB} parent {_ROOT} {source} flowid {_TREE.identity(number)}"
+        ]
+        if device == IFB
+        else []
+    )
     # The redirecting filter is last, so that no packet enters an incomplete tree.
-    return [*leads, f"filter add dev {plan.interface} parent ffff: {source} action mirred egress redirect dev {device}"]
+    return [
+        *leads,
+        f"filter add dev {plan.interface} parent ffff: {source} action mirred egress redirect dev {device}",
+    ]
 
 
 def _add_source(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
@@ -159,11 +190,18 @@ def _add_source(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
 def _remove_filter(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     handle = f"protocol ip prio 1 handle 800::{_class_number(line):x} u32"
     lines = [f"filter del dev {plan.interface} parent ffff: {handle}"]
-    return [*lines, f"filter del dev {IFB} parent {_ROOT} {handle}"] if device_of(line) == IFB else lines
+    return (
+        [*lines, f"filter del dev {IFB} parent {_ROOT} {handle}"]
+        if device_of(line) == IFB
+        else lines
+    )
 
 
 def differences(
-    plan: InterfacePlan, classes: str, qdiscs: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str, Any]]
+    plan: InterfacePlan,
+    classes: str,
+    qdiscs: Sequence[Mapping[str, Any]],
+    filters: Sequence[Mapping[str, Any]],
 ) -> list[str]:
     """Compare a plan with ``tc class show`` of the IFB, ``tc -j qdisc show``, and the ingress filters.
 
@@ -171,22 +209,41 @@ def differences(
     """
     wanted = _redirected_lines(plan)
     shared = [line for line in wanted.values() if device_of(line) == IFB]
-    problems = _TREE.differences(classes, plan.downlink, ((_class_number(line), CEILING) for line in shared))
-    options_by_handle = {(entry.get("dev"), entry["handle"]): entry["options"] for entry in qdiscs if "handle" in entry}
+    problems = _TREE.differences(
+        classes, plan.downlink, ((_class_number(line), CEILING) for line in shared)
+    )
+    options_by_handle = {
+        (entry.get("dev"), entry["handle"]): entry["options"]
+        for entry in qdiscs
+        if "handle" in entry
+    }
     redirected = _redirections(filters)
     for line in wanted.values():
-        device, where = device_of(line), redirected.pop(inet_aton(line.address).hex(), None)
+        device, where = (
+            device_of(line),
+            redirected.pop(inet_aton(line.address).hex(), None),
+        )
         if where != device:
-            problems.append(f"packets from {line.address} are redirected to {where} instead of {device}")
+            problems.append(
+                f"packets from {line.address} are redirected to {where} instead of {device}"
+            )
         options = options_by_handle.get((device, f"{_class_number(line):x}:"))
         if options is None:
             problems.append(f"no netem for {line.address}")
             continue
-        problems += [f"netem for {line.address} {text}" for text in _netem_differences(line, options)]
+        problems += [
+            f"netem for {line.address} {text}"
+            for text in _netem_differences(line, options)
+        ]
         inner = options_by_handle.get((IFB, f"{_INNER + _class_number(line):x}:"), {})
         if plan.downlink and inner.get("limit") != plan.downlink.limit:
-            problems.append(f"the queue of {line.address} before the downlink holds {inner.get('limit')} packets")
-    return problems + [f"packets from {key} (hexadecimal) are redirected without a link" for key in redirected]
+            problems.append(
+                f"the queue of {line.address} before the downlink holds {inner.get('limit')} packets"
+            )
+    return problems + [
+        f"packets from {key} (hexadecimal) are redirected without a link"
+        for key in redirected
+    ]
 
 
 def _redirections(filters: Iterable[Mapping[str, Any]]) -> dict[str, str | None]:
@@ -207,20 +264,42 @@ def _netem_differences(line: ReceiverLine, held: Mapping[str, Any]) -> list[str]
     if states is not None:
         loss, chances = 0.0, (states.p, states.r, states.bad_loss, states.good_loss)
     compared = [
-        ("holds {} packets instead of {}", held.get("limit"), line.limit if line.link.up else 1000, 0.0),
+        (
+            "holds {} packets instead of {}",
+            held.get("limit"),
+            line.limit if line.link.up else 1000,
+            0.0,
+        ),
         ("delays by {} s instead of {} s", delay.get("delay", 0.0), link.delay, 1e-6),
-        ("jitters by {} s instead of {} s", delay.get("jitter", 0.0), link.jitter, 1e-6),
-        ("loses {} instead of {}", held.get("loss-random", {}).get("loss", 0.0), loss, 1e-5),
+        (
+            "jitters by {} s instead of {} s",
+            delay.get("jitter", 0.0),
+            link.jitter,
+            1e-6,
+        ),
+        (
+            "loses {} instead of {}",
+            held.get("loss-random", {}).get("loss", 0.0),
+            loss,
+            1e-5,
+        ),
         ("goes bad with {} instead of {}", bursts.get("p", 0.0), chances[0], 1e-5),
         ("goes good with {} instead of {}", bursts.get("r", 0.0), chances[1], 1e-5),
         ("loses {} of the bad instead of {}", bursts.get("1-h", 0.0), chances[2], 1e-5),
-        ("loses {} of the good instead of {}", bursts.get("1-k", 0.0), chances[3], 1e-5),
+        (
+            "loses {} of the good instead of {}",
+            bursts.get("1-k", 0.0),
+            chances[3],
+            1e-5,
+        ),
     ]
     for name in ("duplicate", "reorder", "corrupt"):
         rate = held.get(name, {}).get(name, 0.0)
         if name == "reorder" and not held.get("gap"):
             rate = 0.0  # the kernel still shows an earlier setting, but ignores it without a gap
-        compared.append((f"has a {name} of {{}} instead of {{}}", rate, getattr(link, name), 1e-5))
+        compared.append(
+            (f"has a {name} of {{}} instead of {{}}", rate, getattr(link, name), 1e-5)
+        )
     return [
         text.format(is_now, asked)
         for text, is_now, asked, tolerance in compared

@@ -54,18 +54,26 @@ IDENTITY = 4
 def open_socket(receive_buffer: int = 64 << 20) -> socket.socket:
     """Open a socket to netfilter in the calling thread's network namespace; raises `HostError`."""
     try:
-        netfilter = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER)
+        netfilter = socket.socket(
+            socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER
+        )
         netfilter.bind((0, 0))
         netfilter.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, receive_buffer)
         netfilter.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 1 << 20)
     except OSError as error:
-        raise HostError(f"cannot open a netfilter socket: {error.strerror} (needs CAP_NET_ADMIN)") from error
+        raise HostError(
+            f"cannot open a netfilter socket: {error.strerror} (needs CAP_NET_ADMIN)"
+        ) from error
     return netfilter
 
 
-def _make_message(kind: int, queue: int, flags: int, sequence: int, attributes: bytes) -> bytes:
+def _make_message(
+    kind: int, queue: int, flags: int, sequence: int, attributes: bytes
+) -> bytes:
     body = struct.pack(">BBH", 0, 0, queue) + attributes
-    return _HEADER.pack(16 + len(body), kind, _NLM_F_REQUEST | flags, sequence, 0) + body
+    return (
+        _HEADER.pack(16 + len(body), kind, _NLM_F_REQUEST | flags, sequence, 0) + body
+    )
 
 
 def _make_attribute(kind: int, value: bytes) -> bytes:
@@ -75,7 +83,9 @@ def _make_attribute(kind: int, value: bytes) -> bytes:
 def bind(queue: int, sequence: int) -> bytes:
     """Return a message for binding a queue to a socket."""
     command = struct.pack(">BBH", _COMMAND_BIND, 0, socket.AF_INET)
-    return _make_message(_CONFIG, queue, _NLM_F_ACK, sequence, _make_attribute(_CONFIG_COMMAND, command))
+    return _make_message(
+        _CONFIG, queue, _NLM_F_ACK, sequence, _make_attribute(_CONFIG_COMMAND, command)
+    )
 
 
 def configure(queue: int, limit: int, content: int, sequence: int) -> bytes:
@@ -105,7 +115,9 @@ def verdict_prefix(queue: int, verdict: int, batch: bool = False) -> bytes:
 def accept_altered(queue: int, identity: bytes | bytearray, packet: bytes) -> bytes:
     """Return a verdict for accepting a packet with changed content."""
     verdict = struct.pack(">I", ACCEPT) + identity
-    attributes = _make_attribute(_ATTRIBUTE_VERDICT, verdict) + _make_attribute(_ATTRIBUTE_PAYLOAD, packet)
+    attributes = _make_attribute(_ATTRIBUTE_VERDICT, verdict) + _make_attribute(
+        _ATTRIBUTE_PAYLOAD, packet
+    )
     return _make_message(_VERDICT, queue, 0, 0, attributes)
 
 
@@ -143,7 +155,9 @@ def check() -> None:
         try:
             configure_socket(opened, partial(bind, 1), bytearray(4096))
         except OSError as error:
-            raise HostError(f"cannot bind a netfilter queue: {error.strerror or error}") from error
+            raise HostError(
+                f"cannot bind a netfilter queue: {error.strerror or error}"
+            ) from error
 
 
 def configure_socket(
@@ -172,7 +186,10 @@ def configure_socket(
                     error, _, _, _, answered = struct.unpack_from("=iIHHI", buffer, 16)
                     if answered == sequence:
                         if error:
-                            raise OSError(-error, f"the kernel refused a netfilter queue: {os.strerror(-error)}")
+                            raise OSError(
+                                -error,
+                                f"the kernel refused a netfilter queue: {os.strerror(-error)}",
+                            )
                         return
     raise OSError("the kernel did not respond to the request for a netfilter queue")
 
@@ -207,6 +224,17 @@ def message_type(data: bytearray) -> int:
 
 def kernel_queues() -> list[dict[str, int]]:
     """Return the netfilter queues of the calling thread's namespace with their drop counters."""
-    columns = ("queue", "port", "waiting", "mode", "range", "queue_dropped", "user_dropped")
+    columns = (
+        "queue",
+        "port",
+        "waiting",
+        "mode",
+        "range",
+        "queue_dropped",
+        "user_dropped",
+    )
     text = read_proc("netfilter/nfnetlink_queue")
-    return [dict(zip(columns, map(int, line.split()), strict=False)) for line in text.splitlines()]
+    return [
+        dict(zip(columns, map(int, line.split()), strict=False))
+        for line in text.splitlines()
+    ]

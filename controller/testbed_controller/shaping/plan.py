@@ -118,11 +118,19 @@ def plan(
     for peer, (number, address) in sorted(peers.items(), key=lambda item: item[1][0]):
         link = links.get((device, peer))
         if link is not None:
-            senders.append(_make_sender(FIRST_PEER_CLASS + number, address, link, uplink))
+            senders.append(
+                _make_sender(FIRST_PEER_CLASS + number, address, link, uplink)
+            )
             if link.up:
-                rates.append(class_rate(least_rate(gated.get(address), link.rate, uplink)))
+                rates.append(
+                    class_rate(least_rate(gated.get(address), link.rate, uplink))
+                )
         if peer != device:
-            receivers.append(_make_receiver(number, address, links.get((peer, device), DOWN), endpoint.downlink))
+            receivers.append(
+                _make_receiver(
+                    number, address, links.get((peer, device), DOWN), endpoint.downlink
+                )
+            )
     outgoing = [link for (source, _), link in links.items() if source == device]
     if broadcast and outgoing:
         # As on a radio, one transmission for all receivers uses the rate of the slowest.
@@ -141,7 +149,9 @@ def plan(
 
 def linked_addresses(plan: InterfacePlan) -> set[str]:
     """Return the addresses of a device's communication partners."""
-    senders = {sender.address for sender in plan.senders if sender.number >= FIRST_PEER_CLASS}
+    senders = {
+        sender.address for sender in plan.senders if sender.number >= FIRST_PEER_CLASS
+    }
     return senders | {line.address for line in plan.receivers if line.link.up}
 
 
@@ -151,7 +161,12 @@ def most_segments(rates: Iterable[float]) -> int:
     HTB releases a piece at once, however long its transmission takes: five packets at 250 kbit/s would be 0.2 s early.
     Packet by packet, however, few hosts reach 1 Gbit/s.
     """
-    return max(1, min(MOST_SEGMENTS, int(max(rates, default=CEILING) / 8 * BURST_SECONDS / FRAME)))
+    return max(
+        1,
+        min(
+            MOST_SEGMENTS, int(max(rates, default=CEILING) / 8 * BURST_SECONDS / FRAME)
+        ),
+    )
 
 
 def is_impaired(link: Link) -> bool:
@@ -159,9 +174,13 @@ def is_impaired(link: Link) -> bool:
     return any((link.delay, link.loss, link.bursts, link.duplicate, link.corrupt))
 
 
-def _make_sender(number: int, address: str, link: Link, uplink: float | None) -> SenderClass:
+def _make_sender(
+    number: int, address: str, link: Link, uplink: float | None
+) -> SenderClass:
     rate = class_rate(link.rate)
-    return SenderClass(number, address, rate, queue_limit(replace(link, rate=least_rate(rate, uplink))))
+    return SenderClass(
+        number, address, rate, queue_limit(replace(link, rate=least_rate(rate, uplink)))
+    )
 
 
 def class_rate(rate: float | None) -> int:
@@ -169,7 +188,9 @@ def class_rate(rate: float | None) -> int:
     return CEILING if rate is None else round(rate)
 
 
-def _make_receiver(number: int, address: str, link: Link, downlink: float | None) -> ReceiverLine:
+def _make_receiver(
+    number: int, address: str, link: Link, downlink: float | None
+) -> ReceiverLine:
     queued = link.up and (is_impaired(link) or downlink is not None)
     return ReceiverLine(number, address, link, line_limit(link), queued)
 
@@ -198,10 +219,26 @@ def queue_limit(link: Link) -> int:
     """
     if link.limit is not None:
         return link.limit
-    return min(20_000, max(300, math.ceil(class_rate(link.rate) / 8 * (2 * link.delay + QUEUE_SECONDS) / FRAME)))
+    return min(
+        20_000,
+        max(
+            300,
+            math.ceil(
+                class_rate(link.rate) / 8 * (2 * link.delay + QUEUE_SECONDS) / FRAME
+            ),
+        ),
+    )
 
 
 def line_limit(link: Link) -> int:
     """Return the capacity of the delay line in packets: the line represents the wire and must never overflow."""
     smallest_frame = 60
-    return min(200_000, max(10_000, math.ceil(1.2 * class_rate(link.rate) / 8 * longest_delay(link) / smallest_frame)))
+    return min(
+        200_000,
+        max(
+            10_000,
+            math.ceil(
+                1.2 * class_rate(link.rate) / 8 * longest_delay(link) / smallest_frame
+            ),
+        ),
+    )

@@ -27,12 +27,24 @@ class Planner:
         """Return the shared-medium routes of a device, by address."""
         if not self.gated:
             return {}
-        return routes(self.endpoints[name], interface.broadcast, self.endpoints, self.links, self.cells)
+        return routes(
+            self.endpoints[name],
+            interface.broadcast,
+            self.endpoints,
+            self.links,
+            self.cells,
+        )
 
     def plan(self, name: str, interface: Interface) -> InterfacePlan:
         """Return the plan of a device's interface."""
-        peers = {peer: (self.numbers[peer], endpoint.address) for peer, endpoint in self.endpoints.items()}
-        gated = {address: route.rate for address, route in self.routes(name, interface).items()}
+        peers = {
+            peer: (self.numbers[peer], endpoint.address)
+            for peer, endpoint in self.endpoints.items()
+        }
+        gated = {
+            address: route.rate
+            for address, route in self.routes(name, interface).items()
+        }
         return planning.plan(
             self.endpoints[name],
             interface.name,
@@ -42,9 +54,13 @@ class Planner:
             gated,
         )
 
-    def media(self, pairs: Sequence[Pair], interfaces: Mapping[str, Interface]) -> dict[Pair, Route]:
+    def media(
+        self, pairs: Sequence[Pair], interfaces: Mapping[str, Interface]
+    ) -> dict[Pair, Route]:
         """Return the shared-medium routes of these links, for senders with an interface on this host."""
-        by_source = {name: self.routes(name, interface) for name, interface in interfaces.items()}
+        by_source = {
+            name: self.routes(name, interface) for name, interface in interfaces.items()
+        }
         media = {}
         for source, destination in pairs:
             route = by_source.get(source, {}).get(self.endpoints[destination].address)

@@ -19,7 +19,9 @@ class Prober:
         self._open: dict[str, tuple[dict[str, Ends], contextlib.ExitStack]] = {}
         """Sockets of prepared measurements with other hosts."""
 
-    def sites(self, names: Collection[str], stack: contextlib.ExitStack) -> dict[str, Site]:
+    def sites(
+        self, names: Collection[str], stack: contextlib.ExitStack
+    ) -> dict[str, Site]:
         """Return the sites of devices on this host; the stack owns their namespaces."""
         sites = {}
         for name in names:
@@ -27,7 +29,9 @@ class Prober:
             namespace = attached.namespace.duplicate()
             stack.callback(namespace.close)
             endpoint = attached.endpoint
-            sites[name] = Site(namespace, endpoint.address, endpoint.uplink, endpoint.downlink)
+            sites[name] = Site(
+                namespace, endpoint.address, endpoint.uplink, endpoint.downlink
+            )
         return sites
 
     def open_ends(self, run: str, pairs: Sequence[Pair]) -> dict[str, int]:
@@ -50,6 +54,8 @@ class Prober:
         endpoints = self._registry.endpoints
         for name in names:
             endpoint = endpoints[name]
-            sites[name] = Site(None, endpoint.address, endpoint.uplink, endpoint.downlink)
+            sites[name] = Site(
+                None, endpoint.address, endpoint.uplink, endpoint.downlink
+            )
             ends.setdefault(name, FarEnds((endpoint.address, ports[name])))
         return sites, ends, held

@@ -100,12 +100,16 @@ class _Tally:
             delay=delay,
             loss=lost / self.sent if self.sent else None,
             packets=self.sent,
-            problem=tolerance.problem(self.link, self.rate, delay, self.sent, lost, self.gate),
+            problem=tolerance.problem(
+                self.link, self.rate, delay, self.sent, lost, self.gate
+            ),
         )
 
 
 def measure(
-    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route] | None = None
+    links: Mapping[Pair, Link],
+    sites: Mapping[str, Site],
+    media: Mapping[Pair, Route] | None = None,
 ) -> list[LinkMeasurement]:
     """Measure links; repeat for links outside their tolerance, since hosts may stall occasionally.
 
@@ -127,13 +131,17 @@ def measure(
     return [results[pair] for pair in links]
 
 
-def _representatives(links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> set[Pair]:
+def _representatives(
+    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route]
+) -> set[Pair]:
     """Return the first link of every kind."""
     users = Counter(media[pair].channels for pair in links if pair in media)
     kinds: dict[tuple[Link, Hashable], Pair] = {}
     for pair, link in links.items():
         # A channel with a single link does not make a kind of its own.
-        shared = media[pair] if pair in media and users[media[pair].channels] > 1 else None
+        shared = (
+            media[pair] if pair in media and users[media[pair].channels] > 1 else None
+        )
         kinds.setdefault((_on_the_way(pair, link, sites, media), shared), pair)
     return {*kinds.values()}
 
@@ -190,14 +198,19 @@ def _measure_parts(
 
 
 def _make_tallies(
-    links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route], representatives: set[Pair]
+    links: Mapping[Pair, Link],
+    sites: Mapping[str, Site],
+    media: Mapping[Pair, Route],
+    representatives: set[Pair],
 ) -> list[_Tally]:
     """Return an empty tally for each link."""
     tallies = []
     turns, crowds = _assign_turns(links, sites, media)
     for pair, asked in links.items():
         tally = _Tally(pair, asked, _on_the_way(pair, asked, sites, media), 0)
-        tally.late = tally.link.rate is not None and tally.link.rate == sites[pair[1]].downlink
+        tally.late = (
+            tally.link.rate is not None and tally.link.rate == sites[pair[1]].downlink
+        )
         tally.crowd, tally.place = crowds.get(pair, 1), turns.get(pair)
         tally.medium = media[pair].channels if pair in media else None
         tally.packets = _packet_count(tally, len(links), pair in representatives)
@@ -230,7 +243,9 @@ def _assign_turns(
     return turns, crowds
 
 
-def _shared_rates(pair: Pair, sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> set[Hashable]:
+def _shared_rates(
+    pair: Pair, sites: Mapping[str, Site], media: Mapping[Pair, Route]
+) -> set[Hashable]:
     """Return the rates shared with other links: uplink, downlink, channels."""
     source, destination = pair
     shared: set[Hashable] = set(media[pair].channels) if pair in media else set()
@@ -252,16 +267,28 @@ def _make_trains(
     for tally in tallies:
         if tally.link.up and tally.link.rate and tally.pair in representatives:
             trains[tally.pair] = make_train(tally.pair, tally.link, tally.late, ends)
-    return [[trains[pair] for pair in trains if pair in together] for together in rounds(list(trains), media)]
+    return [
+        [trains[pair] for pair in trains if pair in together]
+        for together in rounds(list(trains), media)
+    ]
 
 
-def _on_the_way(pair: Pair, link: Link, sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> Link:
+def _on_the_way(
+    pair: Pair, link: Link, sites: Mapping[str, Site], media: Mapping[Pair, Route]
+) -> Link:
     """Return a link with the lowest rate on its way: its own, its channel's, or an access limit."""
     shared = media[pair].rate if pair in media else None
-    return replace(link, rate=least_rate(link.rate, sites[pair[0]].uplink, sites[pair[1]].downlink, shared))
+    return replace(
+        link,
+        rate=least_rate(
+            link.rate, sites[pair[0]].uplink, sites[pair[1]].downlink, shared
+        ),
+    )
 
 
-def rounds(pairs: Sequence[Pair], media: Mapping[Pair, Route] | None = None) -> list[set[Pair]]:
+def rounds(
+    pairs: Sequence[Pair], media: Mapping[Pair, Route] | None = None
+) -> list[set[Pair]]:
     """Split links into rounds whose links share neither a device nor a channel."""
     made: list[tuple[set[Pair], set[Hashable]]] = []
     for pair in pairs:
@@ -293,7 +320,10 @@ def _packet_count(tally: _Tally, links: int, representative: bool) -> int:
 
 
 def _measure_delays(
-    tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes | None, begin: float | None
+    tallies: Sequence[_Tally],
+    ends: Mapping[str, Ends | FarEnds],
+    run: bytes | None,
+    begin: float | None,
 ) -> float:
     """Send the small packets of all links, interleaved, and record the delay of each.
 
@@ -302,12 +332,20 @@ def _measure_delays(
     began = time.monotonic()
     exchange = _DelayExchange(tallies, ends, run or os.urandom(8))
     for index, tally in enumerate(tallies):
-        exchange.send(index, tally.packets)  # resolves the addresses; its number is ignored
+        exchange.send(
+            index, tally.packets
+        )  # resolves the addresses; its number is ignored
     pause = max(tally.gap for tally in tallies) / 2
     time.sleep(0.01 + pause)
     starts, gaps = _schedule(tallies, began + 0.015 + pause)
     rest = max(longest_delay(tally.link) + tally.gap for tally in tallies) + 0.1
-    planned = max(starts[index] + gaps[index] * (tally.packets - 1) for index, tally in enumerate(tallies)) + rest
+    planned = (
+        max(
+            starts[index] + gaps[index] * (tally.packets - 1)
+            for index, tally in enumerate(tallies)
+        )
+        + rest
+    )
     # Other hosts follow the same schedule; a single host may fall behind without harm.
     latest = planned if begin is not None else planned + _BEHIND_SECONDS
     exchange.start(starts, gaps)
@@ -318,11 +356,15 @@ def _measure_delays(
 class _DelayExchange:
     """The exchange of the small packets of all links."""
 
-    def __init__(self, tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes) -> None:
+    def __init__(
+        self, tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes
+    ) -> None:
         self._tallies = tallies
         self._ends = ends
         self._run = run
-        self._coming = [tally for tally in tallies if isinstance(ends[tally.pair[1]], Ends)]
+        self._coming = [
+            tally for tally in tallies if isinstance(ends[tally.pair[1]], Ends)
+        ]
         self._gaps: Sequence[float] = ()
         self._upcoming: list[tuple[float, int, int]] = []
         """Heap of (instant, link index, packet number) of packets to send."""
@@ -333,7 +375,9 @@ class _DelayExchange:
         if isinstance(source, FarEnds):
             return False
         # A packet refused by a full buffer counts as lost, as on any host that is too slow.
-        source.send(CONTENT.pack(self._run, index, number, time.monotonic()), destination.target)
+        source.send(
+            CONTENT.pack(self._run, index, number, time.monotonic()), destination.target
+        )
         return True
 
     def start(self, starts: Sequence[float], gaps: Sequence[float]) -> None:
@@ -349,12 +393,16 @@ class _DelayExchange:
             while (now := time.monotonic()) < (latest if self._upcoming else until):
                 if self._send_due(now):
                     until = max(until, min(latest, now + rest))
-                elif not self._upcoming and all(len(tally.delays) == tally.packets for tally in self._coming):
+                elif not self._upcoming and all(
+                    len(tally.delays) == tally.packets for tally in self._coming
+                ):
                     break
                 following = self._upcoming[0][0] if self._upcoming else until
                 for receiver in listener.ready(following - time.monotonic()):
                     self._note_arrivals(receiver)
-        for receiver in sockets_here:  # packets that arrived while this process was not running
+        for (
+            receiver
+        ) in sockets_here:  # packets that arrived while this process was not running
             self._note_arrivals(receiver)
 
     def _send_due(self, now: float) -> bool:
@@ -366,7 +414,10 @@ class _DelayExchange:
         tally.sent += self.send(index, number)
         if number + 1 < tally.packets:
             # After a stall, keep the packets apart: on a slow link the second would wait for the first.
-            heapq.heappush(self._upcoming, (max(when + self._gaps[index], now + tally.gap), index, number + 1))
+            heapq.heappush(
+                self._upcoming,
+                (max(when + self._gaps[index], now + tally.gap), index, number + 1),
+            )
         return True
 
     def _note_arrivals(self, receiver: socket.socket) -> None:
@@ -381,13 +432,17 @@ class _DelayExchange:
                     self._tallies[index].delays.setdefault(number, now - sent)
 
 
-def _schedule(tallies: Sequence[_Tally], start: float) -> tuple[list[float], list[float]]:
+def _schedule(
+    tallies: Sequence[_Tally], start: float
+) -> tuple[list[float], list[float]]:
     """Return the start and the interval of the small packets of each link, in seconds."""
     span = max(0.1, sum(tally.packets for tally in tallies) / _PACKETS_PER_SECOND)
     starts, gaps = [], []
     for index, tally in enumerate(tallies):
         gap = max(span / tally.packets, tally.gap)
-        among, place = (len(tallies), index) if tally.place is None else (tally.crowd, tally.place)
+        among, place = (
+            (len(tallies), index) if tally.place is None else (tally.crowd, tally.place)
+        )
         starts.append(start + gap * place / among)
         gaps.append(gap)
     return starts, gaps

@@ -29,8 +29,16 @@ Connect = Callable[[str], socket.socket]
 async def serve(connect: Connect, listening: socket.socket) -> None:
     """Answer requests forever."""
 
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+    async def handle(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        with suppress(
+            OSError,
+            TimeoutError,
+            ValueError,
+            asyncio.IncompleteReadError,
+            asyncio.LimitOverrunError,
+        ):
             await _forward(connect, reader, writer)
         writer.close()
 
@@ -38,8 +46,12 @@ async def serve(connect: Connect, listening: socket.socket) -> None:
     await server.serve_forever()
 
 
-async def _forward(connect: Connect, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    device, head = _split_address(await asyncio.wait_for(reader.readuntil(_END), HEAD_SECONDS))
+async def _forward(
+    connect: Connect, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    device, head = _split_address(
+        await asyncio.wait_for(reader.readuntil(_END), HEAD_SECONDS)
+    )
     while True:
         try:
             connected = await asyncio.to_thread(connect, device)
@@ -48,7 +60,9 @@ async def _forward(connect: Connect, reader: asyncio.StreamReader, writer: async
             return
         connected.setblocking(False)
         answers, requests = await asyncio.open_connection(sock=connected)
-        asking = asyncio.ensure_future(_forward_requests(device, head, reader, requests))
+        asking = asyncio.ensure_future(
+            _forward_requests(device, head, reader, requests)
+        )
         answering = asyncio.ensure_future(_forward_responses(answers, writer))
         try:
             await asyncio.wait([asking, answering], return_when=asyncio.FIRST_COMPLETED)
@@ -63,7 +77,10 @@ async def _forward(connect: Connect, reader: asyncio.StreamReader, writer: async
 
 
 async def _forward_requests(
-    device: str, head: bytes, reader: asyncio.StreamReader, requests: asyncio.StreamWriter
+    device: str,
+    head: bytes,
+    reader: asyncio.StreamReader,
+    requests: asyncio.StreamWriter,
 ) -> tuple[str, bytes]:
     """Forward requests to one device; return the first request to another one, after earlier responses."""
     wanted = device
@@ -82,7 +99,9 @@ async def _forward_requests(
     return wanted, head
 
 
-async def _forward_responses(answers: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _forward_responses(
+    answers: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     while piece := await answers.read(_PIECE):
         writer.write(piece)
         await writer.drain()

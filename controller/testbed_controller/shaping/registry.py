@@ -14,7 +14,14 @@ from functools import partial
 from ipaddress import IPv4Address, IPv4Network
 
 from testbed.common.errors import HostError
-from testbed_controller.shaping.interfaces import Interface, delete, interface_of, make_bridge, plug, set_address
+from testbed_controller.shaping.interfaces import (
+    Interface,
+    delete,
+    interface_of,
+    make_bridge,
+    plug,
+    set_address,
+)
 from testbed_controller.shaping.medium import Route
 from testbed_controller.shaping.namespaces import Namespace
 from testbed_controller.shaping.plan import Endpoint, InterfacePlan
@@ -58,7 +65,9 @@ class Attached:
 
 def hardware_address(address: str) -> str:
     """Return the hardware address derived from a device's IPv4 address."""
-    return ":".join(f"{byte:02x}" for byte in (0x02, 0x42, *IPv4Address(address).packed))
+    return ":".join(
+        f"{byte:02x}" for byte in (0x02, 0x42, *IPv4Address(address).packed)
+    )
 
 
 def _any_ended(processes: Iterable[int], seconds: float) -> bool:
@@ -123,16 +132,22 @@ class Registry:
                     text = f"no interface of {endpoint.name} has the address {endpoint.address}"
                     raise HostError(f"{text}: is it attached to the data network?")
                 port = f"p{next(self._ports)}"
-                interface = self._plug(port, namespace, endpoint.address, IPv4Network(endpoint.network))
+                interface = self._plug(
+                    port, namespace, endpoint.address, IPv4Network(endpoint.network)
+                )
             process = os.pidfd_open(endpoint.pid)
             stack.pop_all()
         return Attached(endpoint, namespace, interface, process, port)
 
-    def _plug(self, port: str, namespace: Namespace, address: str, network: IPv4Network) -> Interface:
+    def _plug(
+        self, port: str, namespace: Namespace, address: str, network: IPv4Network
+    ) -> Interface:
         """Create a device's interface with a fixed hardware address, which other devices have been given."""
         assert self.bridge is not None
         hardware = hardware_address(address)
-        self.bridge.run(lambda: plug(port, _BRIDGE, INTERFACE, hardware, namespace.descriptor))
+        self.bridge.run(
+            lambda: plug(port, _BRIDGE, INTERFACE, hardware, namespace.descriptor)
+        )
         namespace.run(partial(set_address, INTERFACE, address, network))
         return Interface(INTERFACE, str(network.broadcast_address))
 
@@ -153,7 +168,9 @@ class Registry:
 
     def await_end(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the end of a device; return whether one has ended."""
-        return _any_ended([attached.process for attached in list(self.devices.values())], seconds)
+        return _any_ended(
+            [attached.process for attached in list(self.devices.values())], seconds
+        )
 
     def close(self) -> None:
         """Release all namespaces."""

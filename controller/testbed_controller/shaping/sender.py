@@ -79,20 +79,33 @@ def _change_class(device: str, old: SenderClass, new: SenderClass) -> list[str]:
 
 
 def differences(
-    plan: InterfacePlan, classes: str, qdiscs: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str, Any]]
+    plan: InterfacePlan,
+    classes: str,
+    qdiscs: Sequence[Mapping[str, Any]],
+    filters: Sequence[Mapping[str, Any]],
 ) -> list[str]:
     """Compare a plan with ``tc class show``, ``tc -j qdisc show`` and ``tc -j filter show``."""
-    limits = {entry["handle"]: entry["options"].get("limit") for entry in qdiscs if entry.get("kind") == "pfifo"}
+    limits = {
+        entry["handle"]: entry["options"].get("limit")
+        for entry in qdiscs
+        if entry.get("kind") == "pfifo"
+    }
     flows = {
         entry["options"]["match"]["value"].rjust(8, "0"): entry["options"].get("flowid")
         for entry in filters
         if "match" in entry.get("options", {})
     }
-    problems = _tree_of(plan).differences(classes, plan.uplink, ((one.number, one.rate) for one in plan.senders))
+    problems = _tree_of(plan).differences(
+        classes, plan.uplink, ((one.number, one.rate) for one in plan.senders)
+    )
     for one in plan.senders:
         if limits.get(f"{one.number:x}:") != one.limit:
-            problems.append(f"queue {one.number:x}: holds {limits.get(f'{one.number:x}:')} packets, not {one.limit}")
+            problems.append(
+                f"queue {one.number:x}: holds {limits.get(f'{one.number:x}:')} packets, not {one.limit}"
+            )
         flow = flows.get(inet_aton(one.address).hex())
         if flow != f"1:{one.number:x}":
-            problems.append(f"packets to {one.address} go to class {flow} instead of 1:{one.number:x}")
+            problems.append(
+                f"packets to {one.address} go to class {flow} instead of 1:{one.number:x}"
+            )
     return problems

@@ -40,7 +40,9 @@ def refuse(links: Mapping[Pair, Link]) -> None:
     """Raise InputError for links without support by any backend."""
     for (source, destination), link in links.items():
         if errors := problems(link):
-            raise InputError(f"link {source} -> {destination}: {'; '.join(problem.text for problem in errors)}")
+            raise InputError(
+                f"link {source} -> {destination}: {'; '.join(problem.text for problem in errors)}"
+            )
 
 
 class Shaping:
@@ -67,7 +69,9 @@ class Shaping:
         self._links: dict[Pair, Link] = {}
         self._cells: tuple[Cell, ...] = ()
         self._monitor = HostMonitor()
-        self._pool = ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2), thread_name_prefix="shape")
+        self._pool = ThreadPoolExecutor(
+            max_workers=max(2, os.cpu_count() or 2), thread_name_prefix="shape"
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return kernel, backend and the clocks of this host in seconds."""
@@ -88,7 +92,10 @@ class Shaping:
         return self._monitor.summary()
 
     def attach(
-        self, endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], cells: Iterable[Cell] | None = None
+        self,
+        endpoints: Iterable[Endpoint],
+        links: Mapping[Pair, Link],
+        cells: Iterable[Cell] | None = None,
     ) -> None:
         """Shape the interfaces of these devices, and adapt the interfaces of the others.
 
@@ -100,7 +107,9 @@ class Shaping:
         with self._lock:
             if cells is not None:
                 self._cells = tuple(cells)
-            _LOG.info("attaching %s", ", ".join(endpoint.name for endpoint in endpoints))
+            _LOG.info(
+                "attaching %s", ", ".join(endpoint.name for endpoint in endpoints)
+            )
             self.registry.add(endpoints, self._pool)
             if not any(endpoint.pid for endpoint in endpoints):
                 self._require_known(links)
@@ -116,9 +125,13 @@ class Shaping:
     def _require_known(self, links: Mapping[Pair, Link]) -> None:
         known = self.registry.numbers
         for name in sorted(set(chain.from_iterable(links)) - known.keys()):
-            raise InputError(f"device '{name}' is not attached; attached: {', '.join(sorted(known))}")
+            raise InputError(
+                f"device '{name}' is not attached; attached: {', '.join(sorted(known))}"
+            )
 
-    def _apply_changes(self, names: Collection[str], links: Mapping[Pair, Link]) -> None:
+    def _apply_changes(
+        self, names: Collection[str], links: Mapping[Pair, Link]
+    ) -> None:
         """Apply links to the interfaces of the running devices among ``names``."""
         self.registry.release_ended()
         planner = self._make_planner({**self._links, **links})
@@ -126,21 +139,32 @@ class Shaping:
         for name, attached in sorted(self.registry.devices.items()):
             if name in names:
                 plan = planner.plan(name, attached.interface)
-                changes.append((attached, plan, planner.routes(name, attached.interface)))
+                changes.append(
+                    (attached, plan, planner.routes(name, attached.interface))
+                )
                 if problem := self._applier.problem(attached, plan):
                     raise HostError(f"links to {name}: {problem}")
         self._log_changes(links)
         self._links |= links
         # Finish all changes before raising an error: a half-changed lab is worse than a late message.
-        outcomes = [self._pool.submit(self._applier.apply, *change) for change in changes]
-        errors = [error for outcome in outcomes if (error := outcome.exception()) is not None]
+        outcomes = [
+            self._pool.submit(self._applier.apply, *change) for change in changes
+        ]
+        errors = [
+            error for outcome in outcomes if (error := outcome.exception()) is not None
+        ]
         for error in errors:
             raise error
 
     def _make_planner(self, links: Mapping[Pair, Link]) -> Planner:
         """Return a planner for these links, with a gate if needed and possible."""
-        planner = Planner(self.registry.endpoints, self.registry.numbers, links, self._cells)
-        if any(planner.routes(name, attached.interface) for name, attached in self.registry.devices.items()):
+        planner = Planner(
+            self.registry.endpoints, self.registry.numbers, links, self._cells
+        )
+        if any(
+            planner.routes(name, attached.interface)
+            for name, attached in self.registry.devices.items()
+        ):
             planner.gated = self._applier.has_gate(required=bool(self._cells))
         return planner
 
@@ -151,7 +175,9 @@ class Shaping:
             return
         for pair, link in links.items():
             old, new = asdict(self._links.get(pair, Link())), asdict(link)
-            changed = ", ".join(f"{key} {new[key]}" for key in new if new[key] != old[key])
+            changed = ", ".join(
+                f"{key} {new[key]}" for key in new if new[key] != old[key]
+            )
             if changed:
                 _LOG.info("link %s -> %s: %s", *pair, changed)
 
@@ -172,7 +198,9 @@ class Shaping:
             raise HostError(f"'{name}' is not running")
         namespace = attached.namespace.duplicate()
         try:
-            return namespace.run(lambda: socket.create_connection(("127.0.0.1", port), _CONNECT_SECONDS))
+            return namespace.run(
+                lambda: socket.create_connection(("127.0.0.1", port), _CONNECT_SECONDS)
+            )
         finally:
             namespace.close()
 
@@ -190,7 +218,11 @@ class Shaping:
                     "differences": self._applier.differences(attached, plan),
                 }
             links = links_to_json(dict(sorted(self._links.items())))
-            return {"backend": self._applier.facts()["backend"], "devices": devices, "links": links}
+            return {
+                "backend": self._applier.facts()["backend"],
+                "devices": devices,
+                "links": links,
+            }
 
     def statistics(self, reset: bool = False) -> dict[str, Any]:
         """Return queue drops, lateness and sent bytes; ``reset`` clears the lateness."""
@@ -238,12 +270,16 @@ class Shaping:
         """
         with self._lock:
             links = {pair: self._links[pair] for pair in pairs}
-            sites, ends, held = self._prober.take_ends(run, set(chain.from_iterable(pairs)), ports)
+            sites, ends, held = self._prober.take_ends(
+                run, set(chain.from_iterable(pairs)), ports
+            )
             media = self._media(pairs)
         with held:
             return measure_half(links, sites, ends, bytes.fromhex(run), begin, media)
 
     def _media(self, pairs: Sequence[Pair]) -> dict[Pair, Route]:
         """Return the gate's channels of these links, for senders on this host."""
-        interfaces = {name: attached.interface for name, attached in self.registry.devices.items()}
+        interfaces = {
+            name: attached.interface for name, attached in self.registry.devices.items()
+        }
         return self._make_planner(self._links).media(pairs, interfaces)

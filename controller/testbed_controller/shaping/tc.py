@@ -14,13 +14,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from testbed_controller.shaping.namespaces import command
-from testbed_controller.shaping.plan import ACCESS_CLASS, CEILING, DEFAULT_CLASS, FRAME, Access, burst
+from testbed_controller.shaping.plan import (
+    ACCESS_CLASS,
+    CEILING,
+    DEFAULT_CLASS,
+    FRAME,
+    Access,
+    burst,
+)
 
 Entries = Sequence[Mapping[str, Any]]
 _OWN = "rate 1000bit burst 1"
 """Guaranteed rate of a class: too small to reduce the shared rate."""
 _CLASS = re.compile(
-    r"^class htb ([0-9a-f]+):([0-9a-f]+) .*?\bceil (\d+)([KMGT]?)bit .*?\bcburst (\d+)([KM]?)b", re.MULTILINE
+    r"^class htb ([0-9a-f]+):([0-9a-f]+) .*?\bceil (\d+)([KMGT]?)bit .*?\bcburst (\d+)([KM]?)b",
+    re.MULTILINE,
 )
 _FACTOR = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}
@@ -39,20 +47,32 @@ class Shown:
 
 
 def run(
-    lines: Sequence[str], classes: Sequence[str], filters: Sequence[tuple[str, str]], tables: str | None = None
+    lines: Sequence[str],
+    classes: Sequence[str],
+    filters: Sequence[tuple[str, str]],
+    tables: str | None = None,
 ) -> Shown:
     """Execute ``tc -batch`` lines, then read back the classes and filters of these interfaces and parents.
 
     ``tables`` is the folder of netem's delay distributions. Raises HostError with the refused line.
     """
     reads = [f"class show dev {device}" for device in classes]
-    reads += ["qdisc show", *(f"filter show dev {device} parent {parent}" for device, parent in filters)]
+    reads += [
+        "qdisc show",
+        *(f"filter show dev {device} parent {parent}" for device, parent in filters),
+    ]
     environment = None if tables is None else {**os.environ, "TC_LIB_DIR": tables}
-    shown = command(["tc", "-j", "-batch", "-"], "\n".join([*lines, *reads]) + "\n", environment)
+    shown = command(
+        ["tc", "-j", "-batch", "-"], "\n".join([*lines, *reads]) + "\n", environment
+    )
     # tc prints classes as text even with -j, and all else as one JSON array per command.
     texts = shown.splitlines()
     arrays = [json.loads(text) for text in texts if text.startswith("[")]
-    return Shown("\n".join(text for text in texts if text.startswith("class ")), arrays[0], arrays[1:])
+    return Shown(
+        "\n".join(text for text in texts if text.startswith("class ")),
+        arrays[0],
+        arrays[1:],
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +112,9 @@ class Tree:
         words = f"htb rate {rate}bit ceil {rate}bit burst {bucket} cburst {bucket} quantum {FRAME}"
         return f"class {verb} dev {self.device} parent {self.number:x}: classid {self.identity(number)} {words}"
 
-    def differences(self, shown: str, access: Access | None, rates: Iterable[tuple[int, int]]) -> list[str]:
+    def differences(
+        self, shown: str, access: Access | None, rates: Iterable[tuple[int, int]]
+    ) -> list[str]:
         """Compare the output of ``tc class show`` with the rates of the classes."""
         held = _parse_classes(shown)
         problems = []
@@ -101,10 +123,14 @@ class Tree:
             if present is None:
                 problems.append(f"class {self.identity(number)} is missing")
             elif abs(present.rate - rate) > 0.002 * rate:
-                problems.append(f"class {self.identity(number)} has a rate of {present.rate} bit/s instead of {rate}")
+                problems.append(
+                    f"class {self.identity(number)} has a rate of {present.rate} bit/s instead of {rate}"
+                )
             # tc stores a bucket as its transmission time, rounded to microseconds.
             elif abs(present.burst - bucket) > 0.01 * bucket + 1e-6 * rate / 8 + 1:
-                problems.append(f"class {self.identity(number)} has a bucket of {present.burst} bytes, not {bucket}")
+                problems.append(
+                    f"class {self.identity(number)} has a bucket of {present.burst} bytes, not {bucket}"
+                )
         return problems
 
 
@@ -123,6 +149,8 @@ class _Held:
 def _parse_classes(shown: str) -> dict[tuple[int, int], _Held]:
     """Parse the output of ``tc class show`` for one or several interfaces."""
     return {
-        (int(tree, 16), int(number, 16)): _Held(int(rate) * _FACTOR[unit], int(bucket) * _BINARY[bucket_unit])
+        (int(tree, 16), int(number, 16)): _Held(
+            int(rate) * _FACTOR[unit], int(bucket) * _BINARY[bucket_unit]
+        )
         for tree, number, rate, unit, bucket, bucket_unit in _CLASS.findall(shown)
     }

@@ -21,7 +21,9 @@ def delay_tolerance(delay: float) -> float:
     return max(DELAY_SECONDS, DELAY_FRACTION * delay)
 
 
-def binomial_interval(packets: int, probability: float, confidence: float = LOSS_CONFIDENCE) -> tuple[int, int]:
+def binomial_interval(
+    packets: int, probability: float, confidence: float = LOSS_CONFIDENCE
+) -> tuple[int, int]:
     """Return the central interval of ``packets`` draws, excluding ``(1 - confidence) / 2`` on each side."""
     if packets == 0 or probability <= 0:
         return 0, 0
@@ -49,7 +51,9 @@ def loss_interval(link: Link, packets: int) -> tuple[int, int]:
     """
     lowest, highest = binomial_interval(packets, expected_loss(link))
     mean, scale = packets * expected_loss(link), math.sqrt(memory(link))
-    return max(0, math.floor(mean - (mean - lowest) * scale)), min(packets, math.ceil(mean + (highest - mean) * scale))
+    return max(0, math.floor(mean - (mean - lowest) * scale)), min(
+        packets, math.ceil(mean + (highest - mean) * scale)
+    )
 
 
 def median_tolerance(link: Link, packets: int, gate: float = 0.0) -> float:
@@ -62,21 +66,36 @@ def median_tolerance(link: Link, packets: int, gate: float = 0.0) -> float:
     return delay_tolerance(link.delay + gate) + 2.6 * scatter
 
 
-def problem(link: Link, rate: float | None, delay: float | None, sent: int, lost: int, gate: float = 0.0) -> str | None:
+def problem(
+    link: Link,
+    rate: float | None,
+    delay: float | None,
+    sent: int,
+    lost: int,
+    gate: float = 0.0,
+) -> str | None:
     """Describe the values outside their tolerance (rates in bit/s, delay in seconds), or return None.
 
     ``delay`` is the median of the received packets; the link's rate is the lowest on its way, including access limits.
     ``gate`` is as for `median_tolerance`.
     """
     if not link.up:
-        return None if lost == sent else f"is down, yet {sent - lost} of {sent} packets arrived"
+        return (
+            None
+            if lost == sent
+            else f"is down, yet {sent - lost} of {sent} packets arrived"
+        )
     problems = []
     if delay is None:
         if expected_loss(link) < 0.9:
             problems.append(f"none of {sent} packets arrived")
     else:
         problems += _delay_problems(link, delay, sent, lost, gate)
-    if rate is not None and link.rate and not RATE_LOWEST <= rate / link.rate <= RATE_HIGHEST:
+    if (
+        rate is not None
+        and link.rate
+        and not RATE_LOWEST <= rate / link.rate <= RATE_HIGHEST
+    ):
         problems.append(
             f"carries {rate / 1e6:.4g} mbit instead of {link.rate / 1e6:g} mbit "
             f"({RATE_LOWEST * 100:.0f} to {RATE_HIGHEST * 100:.0f}% are tolerated)"
@@ -84,7 +103,9 @@ def problem(link: Link, rate: float | None, delay: float | None, sent: int, lost
     return "; ".join(problems) or None
 
 
-def _delay_problems(link: Link, delay: float, sent: int, lost: int, gate: float) -> list[str]:
+def _delay_problems(
+    link: Link, delay: float, sent: int, lost: int, gate: float
+) -> list[str]:
     """Return problems of delay and loss, if some packets arrived."""
     problems = []
     asked, bound = median_delay(link), median_tolerance(link, sent - lost, gate)
@@ -95,5 +116,7 @@ def _delay_problems(link: Link, delay: float, sent: int, lost: int, gate: float)
     lowest, highest = loss_interval(link, sent)
     if not lowest <= lost <= highest:
         share = expected_loss(link) * 100
-        problems.append(f"loses {lost} of {sent} packets, {lowest} to {highest} would be {share:g}%")
+        problems.append(
+            f"loses {lost} of {sent} packets, {lowest} to {highest} would be {share:g}%"
+        )
     return problems

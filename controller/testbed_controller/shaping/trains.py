@@ -87,11 +87,15 @@ class FarEnds:
 
 def receivers(ends: Iterable[Ends | FarEnds]) -> list[socket.socket]:
     """Return the receiving sockets on this host."""
-    return [device_ends.receiver for device_ends in ends if isinstance(device_ends, Ends)]
+    return [
+        device_ends.receiver for device_ends in ends if isinstance(device_ends, Ends)
+    ]
 
 
 @contextlib.contextmanager
-def sockets(sites: Mapping[str, Site], names: Iterable[str]) -> Iterator[dict[str, Ends]]:
+def sockets(
+    sites: Mapping[str, Site], names: Iterable[str]
+) -> Iterator[dict[str, Ends]]:
     """Open a sending and a receiving socket in each device."""
     with contextlib.ExitStack() as stack:
         ends = {}
@@ -105,11 +109,15 @@ def sockets(sites: Mapping[str, Site], names: Iterable[str]) -> Iterator[dict[st
 
 
 def _open_ends(address: str) -> Ends:
-    sender, receiver = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+    sender, receiver = (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)
+    )
     for endpoint in (sender, receiver):
         endpoint.bind((address, 0))
         endpoint.setblocking(False)
-    receiver.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 2 * MOST_FRAMES * BUFFER_PER_FRAME)
+    receiver.setsockopt(
+        socket.SOL_SOCKET, _SO_RCVBUFFORCE, 2 * MOST_FRAMES * BUFFER_PER_FRAME
+    )
     receiver.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
     return Ends(sender, receiver, _largest_frame(sender, address))
 
@@ -119,8 +127,12 @@ def _largest_frame(link: socket.socket, address: str) -> int:
     for _, name in socket.if_nameindex():
         request = struct.pack("16s24x", name.encode())
         with contextlib.suppress(OSError):  # the interface has no address
-            if fcntl.ioctl(link, _SIOCGIFADDR, request)[20:24] == socket.inet_aton(address):
-                mtu: int = struct.unpack_from("=i", fcntl.ioctl(link, _SIOCGIFMTU, request), 16)[0]
+            if fcntl.ioctl(link, _SIOCGIFADDR, request)[20:24] == socket.inet_aton(
+                address
+            ):
+                mtu: int = struct.unpack_from(
+                    "=i", fcntl.ioctl(link, _SIOCGIFMTU, request), 16
+                )[0]
                 return min(FRAME, mtu + ETHERNET)
     return FRAME
 
@@ -177,7 +189,9 @@ class Train:
     @property
     def seconds(self) -> float:
         """Time until all frames have arrived, in seconds."""
-        return (2 * self.frames + 1) * self.frame_seconds + longest_delay(self.link) + 0.2
+        return (
+            (2 * self.frames + 1) * self.frame_seconds + longest_delay(self.link) + 0.2
+        )
 
     @property
     def quiet(self) -> float:
@@ -194,8 +208,12 @@ class Train:
         if isinstance(self.source, Ends):
             # Limit the data sent ahead to the queue of the link, which would drop more.
             buffer = int(0.6 * queue_limit(self.link)) * BUFFER_PER_FRAME
-            self.source.sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
-            self.source.sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, self.frame - HEADERS)
+            self.source.sender.setsockopt(
+                socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2
+            )
+            self.source.sender.setsockopt(
+                socket.SOL_UDP, _UDP_SEGMENT, self.frame - HEADERS
+            )
 
     def close(self) -> None:
         """Restore the sending socket for single datagrams."""
@@ -210,7 +228,10 @@ class Train:
         most = min(self.frames, self.sent + _AT_ONCE) if self.late else self.frames
         while self.sent < most:
             following = range(self.sent, min(self.frames, self.sent + self.together))
-            piece = b"".join(CONTENT.pack(run, index, number, 0.0).ljust(size, b"\0") for number in following)
+            piece = b"".join(
+                CONTENT.pack(run, index, number, 0.0).ljust(size, b"\0")
+                for number in following
+            )
             if not self.source.send(piece, self.destination.target):
                 break
             self.sent = following.stop
@@ -270,16 +291,31 @@ def _burst_frames(rate: float, frame: int) -> int:
     return 2 * burst(rate) // frame + 2
 
 
-def make_train(pair: Pair, link: Link, late: bool, ends: Mapping[str, Ends | FarEnds]) -> Train:
+def make_train(
+    pair: Pair, link: Link, late: bool, ends: Mapping[str, Ends | FarEnds]
+) -> Train:
     """Return a train for a link; a slow link gets small frames, for a bounded duration."""
     rate = link.rate
     assert rate
     source, destination = ends[pair[0]], ends[pair[1]]
     largest = min(source.frame, destination.frame)
-    frame = int(min(largest, max(SMALL_FRAME, rate / 8 * _MOST_SECONDS / _FEWEST_FRAMES)))
-    frames = int(min(MOST_FRAMES, max(_FEWEST_FRAMES, rate / 8 * _TRAIN_SECONDS / frame)))
+    frame = int(
+        min(largest, max(SMALL_FRAME, rate / 8 * _MOST_SECONDS / _FEWEST_FRAMES))
+    )
+    frames = int(
+        min(MOST_FRAMES, max(_FEWEST_FRAMES, rate / 8 * _TRAIN_SECONDS / frame))
+    )
     together = max(1, min(40, burst(rate) // FRAME // 2))
-    return Train(pair, link, late, source, destination, frame, _burst_frames(rate, frame) + frames, together)
+    return Train(
+        pair,
+        link,
+        late,
+        source,
+        destination,
+        frame,
+        _burst_frames(rate, frame) + frames,
+        together,
+    )
 
 
 def seconds(trains: Iterable[Train]) -> float:
@@ -287,7 +323,9 @@ def seconds(trains: Iterable[Train]) -> float:
     return max(train.seconds for train in trains)
 
 
-def rates(trains: Sequence[Train], run: bytes | None = None) -> dict[Pair, float | None]:
+def rates(
+    trains: Sequence[Train], run: bytes | None = None
+) -> dict[Pair, float | None]:
     """Send trains whose links share no device; return the rate of each link in bit/s, or None with too few arrivals.
 
     Another host sends or receives the remote end of a train; ``run`` is then common to both hosts.
@@ -310,7 +348,9 @@ def _run_trains(trains: Sequence[Train], run: bytes) -> None:
     with Listener(receivers(train.destination for train in trains)) as listener:
         while (now := time.monotonic()) < deadline:
             pause = _send_pieces(trains, run)
-            if pause is None and (now > last_heard + quiet or all(train.done for train in trains)):
+            if pause is None and (
+                now > last_heard + quiet or all(train.done for train in trains)
+            ):
                 break
             for receiver in listener.ready(0.02 if pause is None else pause):
                 last_heard = time.monotonic()
@@ -325,7 +365,9 @@ def _send_pieces(trains: Sequence[Train], run: bytes) -> float | None:
     return 0.0 if any(train.late for train in trains) else 0.002
 
 
-def _note_arrivals(receiver: socket.socket, run: bytes, trains: Sequence[Train]) -> None:
+def _note_arrivals(
+    receiver: socket.socket, run: bytes, trains: Sequence[Train]
+) -> None:
     with contextlib.suppress(BlockingIOError):
         for _ in range(256):
             data, ancillary, _, _ = receiver.recvmsg(FRAME, 64)

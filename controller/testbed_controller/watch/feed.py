@@ -61,7 +61,9 @@ class Tail:
         return float(json.loads(last)["time"]) if begun else 0.0
 
 
-def batches(folder: Path, drawn: Collection[str], pace: float | None = None) -> Iterator[dict[str, Any]]:
+def batches(
+    folder: Path, drawn: Collection[str], pace: float | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield batches of ``events`` (see `select_shown`), ``now`` (seconds of the run) and ``over`` (status at the end).
 
     ``pace`` replays the run from its start at this multiple of real time; None yields all events at once and then
@@ -98,7 +100,9 @@ def _pop_due(waiting: deque[dict[str, Any]], due: float) -> list[dict[str, Any]]
     return ready
 
 
-def select_shown(events: list[dict[str, Any]], drawn: Collection[str], now: float) -> list[dict[str, Any]]:
+def select_shown(
+    events: list[dict[str, Any]], drawn: Collection[str], now: float
+) -> list[dict[str, Any]]:
     """Return the events for the page: recent bars of the ``drawn`` devices, and all other relevant events."""
     selected = []
     for event in events:

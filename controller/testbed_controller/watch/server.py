@@ -34,7 +34,11 @@ LARGEST_REQUEST = 1 << 16
 
 
 def application(
-    folder: Path, token: str, origin: str, strike: Strike | None = None, pace: float | None = None
+    folder: Path,
+    token: str,
+    origin: str,
+    strike: Strike | None = None,
+    pace: float | None = None,
 ) -> flask.Flask:
     """Return the WSGI application for the page of one run.
 
@@ -42,19 +46,28 @@ def application(
     the page's own, ``http://127.0.0.1:PORT``, is refused. Without ``strike``, the page cannot inject faults.
     """
     app = flask.Flask("watch")
-    page = Environment(loader=PackageLoader("testbed_controller.watch", "."), autoescape=True).get_template("page.html")
+    page = Environment(
+        loader=PackageLoader("testbed_controller.watch", "."), autoescape=True
+    ).get_template("page.html")
     facts = {"token": token, "strikes": strike is not None}
     trial = begun(folder)
     run = describe_run(trial, declared_in(folder, trial))
     drawn = frozenset(run["devices"])
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_REQUEST
     app.before_request(lambda: _authorise(token, origin))
-    app.register_error_handler(RecursionError, lambda _error: ({"error": "the request is nested too deeply"}, 400))
-    app.register_error_handler(TestbedError, lambda error: ({"error": refusal(str(error))}, 400))
+    app.register_error_handler(
+        RecursionError,
+        lambda _error: ({"error": "the request is nested too deeply"}, 400),
+    )
+    app.register_error_handler(
+        TestbedError, lambda error: ({"error": refusal(str(error))}, 400)
+    )
     app.get("/", endpoint="page")(lambda: page.render(facts=run | facts))
     app.get("/events", endpoint="events")(lambda: _stream(folder, drawn, pace))
     if strike is not None:
-        app.post("/strike", endpoint="strike")(lambda: {"done": strike(_check_fault(flask.request.get_json()))})
+        app.post("/strike", endpoint="strike")(
+            lambda: {"done": strike(_check_fault(flask.request.get_json()))}
+        )
     return app
 
 
@@ -69,14 +82,21 @@ def _authorise(token: str, origin: str) -> tuple[dict[str, str], int] | None:
     if not authorised(request.environ, token):
         return {"error": "the token is missing or wrong: open the printed address"}, 401
     # DNS rebinding: a foreign host name that resolves to loopback must not pass as our own page.
-    if f"http://{request.host}" != origin or request.headers.get("Origin", origin) != origin:
+    if (
+        f"http://{request.host}" != origin
+        or request.headers.get("Origin", origin) != origin
+    ):
         return {"error": "requests from other origins are refused"}, 403
     return None
 
 
 def _stream(folder: Path, drawn: Collection[str], pace: float | None) -> flask.Response:
-    lines = (f"data: {LINES.encode(batch)}\n\n" for batch in batches(folder, drawn, pace))
-    return flask.Response(lines, mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
+    lines = (
+        f"data: {LINES.encode(batch)}\n\n" for batch in batches(folder, drawn, pace)
+    )
+    return flask.Response(
+        lines, mimetype="text/event-stream", headers={"Cache-Control": "no-store"}
+    )
 
 
 def describe_run(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
@@ -84,22 +104,33 @@ def describe_run(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
     experiment, radio = trial.experiment, trial.experiment.radio
     drawn = [device.name for device in experiment.devices[:MOST]]
     names = frozenset(drawn)
-    links = [(pair, link) for pair, link in experiment.links.items() if names.issuperset(pair)]
+    links = [
+        (pair, link)
+        for pair, link in experiment.links.items()
+        if names.issuperset(pair)
+    ]
     return {
         "name": trial.scenario.name,
         "steps": trial.scenario.workload.total,
         "devices": drawn,
         "left_out": len(experiment.devices) - len(drawn),
-        "positions": {} if radio is None else {name: list(radio.positions[name]) for name in drawn},
+        "positions": {}
+        if radio is None
+        else {name: list(radio.positions[name]) for name in drawn},
         "pauses": [each.name for each in declared.events if each.pause],
-        "links": [{"source": a, "destination": b, "rate": link.rate, "delay": link.delay} for (a, b), link in links],
+        "links": [
+            {"source": a, "destination": b, "rate": link.rate, "delay": link.delay}
+            for (a, b), link in links
+        ],
     }
 
 
 class PageServer:
     """A server for the page of a run, in a separate thread, on a free port of 127.0.0.1."""
 
-    def __init__(self, folder: Path, strike: Strike | None = None, pace: float | None = None) -> None:
+    def __init__(
+        self, folder: Path, strike: Strike | None = None, pace: float | None = None
+    ) -> None:
         self._server = PatientServer(("127.0.0.1", 0), None, READERS)
         origin = f"http://127.0.0.1:{self._server.address[1]}"
         token = secrets.token_urlsafe(24)
@@ -110,7 +141,11 @@ class PageServer:
 
     def show(self) -> None:
         """Open the page in a graphical browser; a text browser would take over the terminal."""
-        if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        if (
+            sys.platform == "darwin"
+            or os.environ.get("DISPLAY")
+            or os.environ.get("WAYLAND_DISPLAY")
+        ):
             webbrowser.open(self.address)
 
     def close(self) -> None:

@@ -22,12 +22,40 @@ PAGE = PAPERS.parent / "docs" / "papers.md"
 
 @click.command()
 @click.argument("systems", nargs=-1)
-@click.option("--only", default="*", help="Run only scenarios with names of this pattern, such as 'stahl-table-*'.")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Simulate this many runs at a time.")
-@click.option("--again", is_flag=True, help="Also run scenarios whose results are up to date.")
-@click.option("--list", "listing", is_flag=True, help="Print the commands of missing and stale scenarios.")
-@click.option("--tables", is_flag=True, help="Run nothing; write the tables from the kept results.")
-def papers(systems: tuple[str, ...], only: str, jobs: int, again: bool, listing: bool, tables: bool) -> None:
+@click.option(
+    "--only",
+    default="*",
+    help="Run only scenarios with names of this pattern, such as 'stahl-table-*'.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Simulate this many runs at a time.",
+)
+@click.option(
+    "--again", is_flag=True, help="Also run scenarios whose results are up to date."
+)
+@click.option(
+    "--list",
+    "listing",
+    is_flag=True,
+    help="Print the commands of missing and stale scenarios.",
+)
+@click.option(
+    "--tables",
+    is_flag=True,
+    help="Run nothing; write the tables from the kept results.",
+)
+def papers(
+    systems: tuple[str, ...],
+    only: str,
+    jobs: int,
+    again: bool,
+    listing: bool,
+    tables: bool,
+) -> None:
     """Compare the testbed's metrics with the figures of published papers.
 
     SYSTEMS are folders of papers/, by default all of them. Scenarios that are missing in results.json of a folder, or
@@ -46,19 +74,33 @@ def papers(systems: tuple[str, ...], only: str, jobs: int, again: bool, listing:
     everything = {folder.name: folder for folder in folders()}
     unknown = sorted(set(systems) - everything.keys())
     if unknown:
-        raise InputError(f"unknown system '{unknown[0]}'; available: {', '.join(everything)}")
+        raise InputError(
+            f"unknown system '{unknown[0]}'; available: {', '.join(everything)}"
+        )
     for name in systems or everything:
-        _compare(everything[name], only=only, jobs=jobs, again=again, listing=listing, tables=tables)
+        _compare(
+            everything[name],
+            only=only,
+            jobs=jobs,
+            again=again,
+            listing=listing,
+            tables=tables,
+        )
     if not listing:
         found = {name: open_system(folder) for name, folder in everything.items()}
-        PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), headline_page(found)), encoding="utf-8")
+        PAGE.write_text(
+            fill(PAGE.read_text(encoding="utf-8"), headline_page(found)),
+            encoding="utf-8",
+        )
 
 
 def folders() -> Iterable[Path]:
     """Return the folders of all systems, in the order of their names."""
     found = sorted(file.parent for file in PAPERS.glob("*/figures.yaml"))
     if not found:
-        raise InputError(f"{PAPERS}: contains no figures.yaml; papers are compared in a checkout of the testbed")
+        raise InputError(
+            f"{PAPERS}: contains no figures.yaml; papers are compared in a checkout of the testbed"
+        )
     return found
 
 
@@ -76,18 +118,29 @@ def _write_page(system: System) -> None:
     from testbed_comparison.tables import fill, system_page
 
     page = system.folder / "README.md"
-    page.write_text(fill(page.read_text(encoding="utf-8"), system_page(system, draw(system))), encoding="utf-8")
+    page.write_text(
+        fill(page.read_text(encoding="utf-8"), system_page(system, draw(system))),
+        encoding="utf-8",
+    )
 
 
-def _compare(folder: Path, *, only: str, jobs: int, again: bool, listing: bool, tables: bool) -> None:
+def _compare(
+    folder: Path, *, only: str, jobs: int, again: bool, listing: bool, tables: bool
+) -> None:
     from testbed_comparison.results import run_command
 
     system = open_system(folder)
     figures, results = system.figures, system.results
-    names = {scenario for scenario, _ in figures.values()} if again else results.stale(figures)
+    names = (
+        {scenario for scenario, _ in figures.values()}
+        if again
+        else results.stale(figures)
+    )
     wanted = [name for name in sorted(names) if fnmatch(name, only)]
     for name in wanted if not tables else ():
-        click.echo(shlex.join(run_command(f"papers/{name}", figures.changes.get(name, {}))))
+        click.echo(
+            shlex.join(run_command(f"papers/{name}", figures.changes.get(name, {})))
+        )
         if listing:
             continue
         results.run(name, figures, jobs=jobs, again=again)

@@ -21,7 +21,9 @@ def draw(system: System) -> dict[str, str]:
     for plot in system.figures.plots:
         place = f"{FOLDER}/{plot.file_name}"
         file = system.folder / place
-        rows = [system.figures.row(name) for series in plot.series for name in series.rows]
+        rows = [
+            system.figures.row(name) for series in plot.series for name in series.rows
+        ]
         if find_spec("matplotlib") and any(map(system.ours, rows)):
             file.parent.mkdir(exist_ok=True)
             _figure(system, plot).savefig(file, metadata={"Date": None})
@@ -41,17 +43,29 @@ def _figure(system: System, plot: Plot) -> Any:
     for number, series in enumerate(plot.series):
         rows = dict(zip(plot.x, map(system.figures.row, series.rows), strict=True))
         _draw_ours(axes, system, rows, color=f"C{number}", label=series.label)
-        paper = {x: float(row.paper) for x, row in rows.items() if isinstance(row.paper, str)}
-        style: dict[str, Any] = {"color": f"C{number}", "marker": "x", "linestyle": "--"}
+        paper = {
+            x: float(row.paper) for x, row in rows.items() if isinstance(row.paper, str)
+        }
+        style: dict[str, Any] = {
+            "color": f"C{number}",
+            "marker": "x",
+            "linestyle": "--",
+        }
         axes.plot([*paper], [*paper.values()], label=f"{series.label}, paper", **style)
         axes.set_ylabel(next(iter(rows.values())).unit)
     axes.legend()
     return figure
 
 
-def _draw_ours(axes: Any, system: System, rows: Mapping[float | str, Row], **style: str) -> None:
+def _draw_ours(
+    axes: Any, system: System, rows: Mapping[float | str, Row], **style: str
+) -> None:
     """Draw our values with their intervals, as far as they were run."""
-    found = {x: ours for x, ours in ((x, system.ours(row)) for x, row in rows.items()) if ours is not None}
+    found = {
+        x: ours
+        for x, ours in ((x, system.ours(row)) for x, row in rows.items())
+        if ours is not None
+    }
     means = [each.low for each in found.values()]
     halves = [each.half_width or 0.0 for each in found.values()]
     axes.errorbar([*found], means, halves, marker="o", **style)

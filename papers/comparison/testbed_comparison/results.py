@@ -39,12 +39,18 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         file = folder / FILE
-        self.scenarios: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self.scenarios: dict[str, Any] = (
+            json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        )
 
     def save(self) -> None:
         """Write ``results.json``."""
-        text = json.dumps(dict(sorted(self.scenarios.items())), indent=1, ensure_ascii=False)
-        one_line = re.sub(r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), text)
+        text = json.dumps(
+            dict(sorted(self.scenarios.items())), indent=1, ensure_ascii=False
+        )
+        one_line = re.sub(
+            r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), text
+        )
         (self._folder / FILE).write_text(one_line + "\n", encoding="utf-8")
 
     def stale(self, figures: Figures) -> list[str]:
@@ -52,7 +58,11 @@ class Results:
         needed: dict[str, set[str]] = {}
         for scenario, value in figures.values():
             needed.setdefault(scenario, set()).add(_key(value))
-        return [name for name, keys in needed.items() if not self._is_current(name, keys, figures)]
+        return [
+            name
+            for name, keys in needed.items()
+            if not self._is_current(name, keys, figures)
+        ]
 
     def _is_current(self, name: str, keys: set[str], figures: Figures) -> bool:
         found = self.scenarios.get(name)
@@ -63,9 +73,15 @@ class Results:
     def digest(self, name: str, changes: Mapping[str, Any]) -> str:
         """Return a hash of all keys of a scenario that have an effect on its runs."""
         # Only keys that the file sets: a new option with a default must not make every result stale.
-        keys = testbed.load(self._file(name), changes).model_dump(mode="json", by_alias=True, exclude_unset=True)
-        relevant = {key: value for key, value in keys.items() if key not in WITHOUT_EFFECT}
-        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
+        keys = testbed.load(self._file(name), changes).model_dump(
+            mode="json", by_alias=True, exclude_unset=True
+        )
+        relevant = {
+            key: value for key, value in keys.items() if key not in WITHOUT_EFFECT
+        }
+        return hashlib.sha256(
+            json.dumps(relevant, sort_keys=True).encode()
+        ).hexdigest()[:16]
 
     def _file(self, name: str) -> Path:
         return self._folder / "scenarios" / f"{name}.yaml"
@@ -74,21 +90,37 @@ class Results:
         """Remove scenarios and values that no row needs any more."""
         needed = {(scenario, _key(value)) for scenario, value in figures.values()}
         names = {scenario for scenario, _ in needed}
-        self.scenarios = {name: found for name, found in self.scenarios.items() if name in names}
+        self.scenarios = {
+            name: found for name, found in self.scenarios.items() if name in names
+        }
         for name, found in self.scenarios.items():
-            found["values"] = {key: each for key, each in found["values"].items() if (name, key) in needed}
+            found["values"] = {
+                key: each
+                for key, each in found["values"].items()
+                if (name, key) in needed
+            }
 
-    def ours(self, scenario: str, expressions: Sequence[Expression], unit: str) -> Ours | None:
+    def ours(
+        self, scenario: str, expressions: Sequence[Expression], unit: str
+    ) -> Ours | None:
         """Return our value of expressions in a unit; None where a run is missing."""
-        used = {term.scenario or scenario for expression in expressions for term in terms(expression)}
+        used = {
+            term.scenario or scenario
+            for expression in expressions
+            for term in terms(expression)
+        }
         if not used <= self.scenarios.keys():
             return None
         is_timing = not any(self.scenarios[name]["trains"] for name in used)
-        return measure(expressions, unit, self._values_of(scenario), is_timing=is_timing)
+        return measure(
+            expressions, unit, self._values_of(scenario), is_timing=is_timing
+        )
 
     def _values_of(self, scenario: str) -> Callable[[Value], Sequence[float]]:
         def values(value: Value) -> Sequence[float]:
-            found: Mapping[str, list[float]] = self.scenarios[value.scenario or scenario]["values"]
+            found: Mapping[str, list[float]] = self.scenarios[
+                value.scenario or scenario
+            ]["values"]
             return found.get(_key(value), ())
 
         return values
@@ -101,12 +133,18 @@ class Results:
         if again:
             shutil.rmtree(runs, ignore_errors=True)
         place = ["--resume" if runs.exists() else "--out", str(runs)]
-        program = [sys.executable, "-c", "from testbed_controller.cli.main import main; main()"]
+        program = [
+            sys.executable,
+            "-c",
+            "from testbed_controller.cli.main import main; main()",
+        ]
         _, *arguments = run_command(str(self._file(name)), changes)
         command = [*program, *arguments, *place, "--jobs", str(jobs), "--no-events"]
         status = subprocess.run(command, check=False).returncode
         if status not in (0, UNMET):
-            raise InputError(f"{name}: 'testbed run' failed with exit status {status}; its output names the reason")
+            raise InputError(
+                f"{name}: 'testbed run' failed with exit status {status}; its output names the reason"
+            )
         wanted = [value for scenario, value in figures.values() if scenario == name]
         self.scenarios[name] = _record(testbed.open_results(runs), wanted) | {
             "command": shlex.join(run_command(f"papers/{name}", changes)),
@@ -118,7 +156,10 @@ def run_command(scenario: str, changes: Mapping[str, Any]) -> list[str]:
     """Return the command that runs a scenario with some keys changed."""
     command = ["testbed", "run", scenario, "--runtime", "simulate"]
     for key, value in changes.items():
-        command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+        command += [
+            "--set",
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}",
+        ]
     return command
 
 
@@ -132,7 +173,11 @@ def _record(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any
     runs = [result.run for result in results]
     _check(results)
     manifests = [run.manifest for run in runs]
-    computing = {json.dumps(each) for one in manifests for each in one["host"].get("computing") or ()}
+    computing = {
+        json.dumps(each)
+        for one in manifests
+        for each in one["host"].get("computing") or ()
+    }
     return {
         "date": manifests[0]["date"][:10],
         "revision": manifests[0]["revision"],
@@ -147,8 +192,13 @@ def _record(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any
 
 def _check(results: Sequence[Result]) -> None:
     for run in (result.run for result in results):
-        if run.outcome.status != "finished" or run.metrics["verdict"]["kind"] == "not trusted":
-            raise InputError(f"{run.path}: the run did not finish or is not trusted; its report names the reason")
+        if (
+            run.outcome.status != "finished"
+            or run.metrics["verdict"]["kind"] == "not trusted"
+        ):
+            raise InputError(
+                f"{run.path}: the run did not finish or is not trusted; its report names the reason"
+            )
 
 
 def _values(results: Sequence[Result], value: Value) -> list[float]:
@@ -156,18 +206,25 @@ def _values(results: Sequence[Result], value: Value) -> list[float]:
     points: dict[str, list[float]] = {}
     for result in results:
         if _is_at(result, value):
-            numbers = points.setdefault(json.dumps(result.run.trial.point, sort_keys=True), [])
+            numbers = points.setdefault(
+                json.dumps(result.run.trial.point, sort_keys=True), []
+            )
             number = _metric(result, value.metric)
             numbers += [] if number is None else [number]
     if value.least:
         return min(filter(None, points.values()), key=fmean, default=[])
     if len(points) != 1:
-        raise InputError(f"{value.metric} at {value.at}: {len(points)} points of the sweep match; name exactly one")
+        raise InputError(
+            f"{value.metric} at {value.at}: {len(points)} points of the sweep match; name exactly one"
+        )
     return next(iter(points.values()))
 
 
 def _is_at(result: Result, value: Value) -> bool:
-    return all(_swept(result.run.trial.point, key) == wanted for key, wanted in value.at.items())
+    return all(
+        _swept(result.run.trial.point, key) == wanted
+        for key, wanted in value.at.items()
+    )
 
 
 def _swept(point: Mapping[str, Any], key: str) -> Any:
@@ -184,12 +241,20 @@ def _swept(point: Mapping[str, Any], key: str) -> Any:
 
 def _metric(result: Result, name: str) -> float | None:
     run = result.run
-    tree: Any = run.plan.details.model_dump(mode="json") if name.startswith(PLAN) else run.metrics
+    tree: Any = (
+        run.plan.details.model_dump(mode="json")
+        if name.startswith(PLAN)
+        else run.metrics
+    )
     for key in name.removeprefix(PLAN).split("."):
         if isinstance(tree, Mapping):
             tree = tree.get(key)
         else:
-            tree = tree[int(key)] if isinstance(tree, list) and int(key) < len(tree) else None
+            tree = (
+                tree[int(key)]
+                if isinstance(tree, list) and int(key) < len(tree)
+                else None
+            )
     if isinstance(tree, bool) or not isinstance(tree, int | float):
         return None
     return float(f"{tree:.9g}")

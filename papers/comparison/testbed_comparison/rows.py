@@ -9,15 +9,36 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from testbed import InputError
 
 FILE = "figures.yaml"
-UNITS = {"": 1.0, "x": 1.0, "%": 0.01, "points": 0.01, "s": 1.0, "min": 60.0, "MB": 1e6, "MiB": 2.0**20}
+UNITS = {
+    "": 1.0,
+    "x": 1.0,
+    "%": 0.01,
+    "points": 0.01,
+    "s": 1.0,
+    "min": 60.0,
+    "MB": 1e6,
+    "MiB": 2.0**20,
+}
 """Unit of a paper -> its size in the units of metrics: seconds, bytes, shares and plain numbers."""
-REFERENCE = re.compile(r"\b(figures?|tables?|equations?|sections?|algorithms?|phases?)\s*\(?\d+\)?(\([a-z]\))?", re.I)
-PAPERS_NUMBER = re.compile(r"\b(theirs?|papers?('s)?|authors?('s)?|prints?|printed|says?)\b[^;.]*?\d")
+REFERENCE = re.compile(
+    r"\b(figures?|tables?|equations?|sections?|algorithms?|phases?)\s*\(?\d+\)?(\([a-z]\))?",
+    re.I,
+)
+PAPERS_NUMBER = re.compile(
+    r"\b(theirs?|papers?('s)?|authors?('s)?|prints?|printed|says?)\b[^;.]*?\d"
+)
 
 
 class _Part(BaseModel):
@@ -93,7 +114,11 @@ class Row(_Part):
     @property
     def ends(self) -> tuple[str, ...]:
         """The paper's value, or the ends of its range that are not open."""
-        return tuple(filter(None, self.paper)) if isinstance(self.paper, tuple) else (self.paper,)
+        return (
+            tuple(filter(None, self.paper))
+            if isinstance(self.paper, tuple)
+            else (self.paper,)
+        )
 
     @property
     def expressions(self) -> tuple[Expression, ...]:
@@ -111,14 +136,20 @@ class Row(_Part):
     @classmethod
     def _without_numbers(cls, note: str) -> str:
         if PAPERS_NUMBER.search(REFERENCE.sub("", note)):
-            raise ValueError("a paper's number is graded in a row of its own; remove it from the note")
+            raise ValueError(
+                "a paper's number is graded in a row of its own; remove it from the note"
+            )
         return note
 
     @model_validator(mode="after")
     def _check(self) -> Row:
         if (self.kind == "ranking") != (self.paper in ("larger", "similar")):
-            raise ValueError("the paper's value of a ranking, and of no other row, is 'larger' or 'similar'")
-        if self.kind == "ranking" and any(isinstance(each, Value) for each in self.expressions):
+            raise ValueError(
+                "the paper's value of a ranking, and of no other row, is 'larger' or 'similar'"
+            )
+        if self.kind == "ranking" and any(
+            isinstance(each, Value) for each in self.expressions
+        ):
             raise ValueError("a ranking compares two values by a ratio or a difference")
         if self.kind != "ranking":
             list(map(float, self.ends))
@@ -217,10 +248,15 @@ class Figures(_Part):
         """Yield each value that rows and sensitivity need, with its scenario."""
         for row in self.rows:
             for expression in row.expressions:
-                yield from ((term.scenario or row.scenario, term) for term in terms(expression))
+                yield from (
+                    (term.scenario or row.scenario, term) for term in terms(expression)
+                )
         for each in self.sensitivity:
             for trial in each.values:
-                yield from ((term.scenario or trial.scenario, term) for term in terms(trial.ours))
+                yield from (
+                    (term.scenario or trial.scenario, term)
+                    for term in terms(trial.ours)
+                )
 
 
 def load(folder: Path) -> Figures:
@@ -229,7 +265,12 @@ def load(folder: Path) -> Figures:
     try:
         return Figures.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise InputError(f"{file}: not found; papers are compared in a checkout of the testbed") from None
+        raise InputError(
+            f"{file}: not found; papers are compared in a checkout of the testbed"
+        ) from None
     except ValidationError as error:
-        found = [f"{file}: {'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        found = [
+            f"{file}: {'.'.join(map(str, each['loc']))}: {each['msg']}"
+            for each in error.errors()
+        ]
         raise InputError("\n".join(found)) from None

@@ -37,19 +37,32 @@ class System:
 def fill(page: str, content: str) -> str:
     """Replace the text between the two marks of a page, or append both with the text."""
     block = f"<!-- comparison -->\n{content}\n<!-- /comparison -->"
-    return MARK.sub(lambda _: block, page) if MARK.search(page) else f"{page.rstrip()}\n\n{block}\n"
+    return (
+        MARK.sub(lambda _: block, page)
+        if MARK.search(page)
+        else f"{page.rstrip()}\n\n{block}\n"
+    )
 
 
 def system_page(system: System, plots: Mapping[str, str]) -> str:
     """Return conditions, table, plots and sensitivity of one paper as Markdown."""
     pictures = [f"![{title}]({place})" for title, place in plots.items()]
-    blocks = [_conditions(system), _rows(system), *pictures, _sensitivity(system), _provenance(system)]
+    blocks = [
+        _conditions(system),
+        _rows(system),
+        *pictures,
+        _sensitivity(system),
+        _provenance(system),
+    ]
     return "\n\n".join(block for block in blocks if block)
 
 
 def headline_page(systems: Mapping[str, System]) -> str:
     """Return the table of the headlines of all papers as Markdown."""
-    lines = ["| | claim | paper | ours | what differs | word |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| | claim | paper | ours | what differs | word |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, system in systems.items():
         link = f"[{system.figures.paper}](../papers/{name}/README.md)"
         for headline in system.figures.headlines:
@@ -69,7 +82,11 @@ def _headline(system: System, headline: Headline) -> Iterator[str]:
     yield headline.differs
     words = Counter(system.word(row) for row in rows)
     found = [word for word in WORDS if words[word]]
-    yield found[0] if len(found) == 1 else ", ".join(f"{words[word]} {word}" for word in found)
+    yield (
+        found[0]
+        if len(found) == 1
+        else ", ".join(f"{words[word]} {word}" for word in found)
+    )
 
 
 def _range(system: System, rows: list[Row]) -> tuple[str, str]:
@@ -78,7 +95,14 @@ def _range(system: System, rows: list[Row]) -> tuple[str, str]:
     if any(row.unit != unit for row in rows):
         return f"{len(rows)} figures", ""
     values = [ours for ours in map(system.ours, rows) if ours is not None]
-    ours = [_number(min(each.low for each in values)), _number(max(each.high for each in values))] if values else []
+    ours = (
+        [
+            _number(min(each.low for each in values)),
+            _number(max(each.high for each in values)),
+        ]
+        if values
+        else []
+    )
     if rows[0].kind == "ranking":
         paper = f"{len(rows)} rankings"
     else:
@@ -88,19 +112,42 @@ def _range(system: System, rows: list[Row]) -> tuple[str, str]:
 
 
 def _conditions(system: System) -> str:
-    lines = ["### Default conditions", "", "Chosen before the runs.", "", "| condition | reason |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {each.condition} | {each.reason} |" for each in system.figures.conditions)])
+    lines = [
+        "### Default conditions",
+        "",
+        "Chosen before the runs.",
+        "",
+        "| condition | reason |",
+        "|---|---|",
+    ]
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"| {each.condition} | {each.reason} |"
+                for each in system.figures.conditions
+            ),
+        ]
+    )
 
 
 def _rows(system: System) -> str:
     words = Counter(system.word(row) for row in system.figures.rows)
     summary = ", ".join(f"{words[word]} {word}" for word in WORDS if words[word])
     lines = ["### Figures", "", f"{len(system.figures.rows)} rows: {summary}.", ""]
-    lines += ["| | | paper | ours | runs | word | remarks |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "| | | paper | ours | runs | word | remarks |",
+        "|---|---|---|---|---|---|---|",
+    ]
     item = ""
     for row in system.figures.rows:
         ours = system.ours(row)
-        cells = ["" if row.item == item else row.item, row.name, _paper(row), _ours(ours, row.unit)]
+        cells = [
+            "" if row.item == item else row.item,
+            row.name,
+            _paper(row),
+            _ours(ours, row.unit),
+        ]
         cells += [str(ours.runs) if ours else "", system.word(row), _remarks(row)]
         lines.append(f"| {' | '.join(cells)} |")
         item = row.item
@@ -116,11 +163,24 @@ def _remarks(row: Row) -> str:
 def _sensitivity(system: System) -> str:
     if not system.figures.sensitivity:
         return ""
-    lines = ["### Sensitivity", "", "One parameter is changed at a time, unless several are named.", ""]
-    lines += ["| row | paper | default | parameter | value | ours |", "|---|---|---|---|---|---|"]
+    lines = [
+        "### Sensitivity",
+        "",
+        "One parameter is changed at a time, unless several are named.",
+        "",
+    ]
+    lines += [
+        "| row | paper | default | parameter | value | ours |",
+        "|---|---|---|---|---|---|",
+    ]
     for each in system.figures.sensitivity:
         row = system.figures.row(each.row)
-        head = [row.name, _paper(row), _ours(system.ours(row), row.unit), each.parameter]
+        head = [
+            row.name,
+            _paper(row),
+            _ours(system.ours(row), row.unit),
+            each.parameter,
+        ]
         for trial in each.values:
             unit = trial.unit or row.unit
             ours = _ours(system.results.ours(trial.scenario, (trial.ours,), unit), unit)
@@ -136,13 +196,29 @@ def _provenance(system: System) -> str:
     lines = ["### Runs", ""]
     if missing:
         lines += [f"Not run yet, or stale: {', '.join(missing)}.", ""]
-    lines += ["| scenario | runs | seeds | date | revision | processor | torch |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "| scenario | runs | seeds | date | revision | processor | torch |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, each in sorted(found.items()):
-        processors = {f"{one['processor']} ({one['instruction_set']})" for one in each["computing"]}
+        processors = {
+            f"{one['processor']} ({one['instruction_set']})"
+            for one in each["computing"]
+        }
         torch = {one["torch"] for one in each["computing"]}
-        cells = [name, str(each["runs"]), str(len(each["seeds"])), each["date"], str(each["revision"])[:8]]
-        lines.append(f"| {' | '.join([*cells, ', '.join(sorted(processors)), ', '.join(sorted(torch))])} |")
-    return "\n".join([*lines, "", "Commands and seeds are in [results.json](results.json)."])
+        cells = [
+            name,
+            str(each["runs"]),
+            str(len(each["seeds"])),
+            each["date"],
+            str(each["revision"])[:8],
+        ]
+        lines.append(
+            f"| {' | '.join([*cells, ', '.join(sorted(processors)), ', '.join(sorted(torch))])} |"
+        )
+    return "\n".join(
+        [*lines, "", "Commands and seeds are in [results.json](results.json)."]
+    )
 
 
 def _paper(row: Row) -> str:
@@ -150,7 +226,9 @@ def _paper(row: Row) -> str:
         return row.paper if row.kind == "ranking" else _with_unit(row.paper, row.unit)
     low, high = row.paper
     if low is None or high is None:
-        return _with_unit(f"at most {high}" if low is None else f"at least {low}", row.unit)
+        return _with_unit(
+            f"at most {high}" if low is None else f"at least {low}", row.unit
+        )
     return _with_unit(f"{low}–{high}", row.unit)
 
 

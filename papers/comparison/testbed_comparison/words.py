@@ -7,14 +7,31 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from testbed.common.intervals import interval
-from testbed_comparison.rows import UNITS, Difference, Expression, Ratio, Row, Saving, Value, terms
+from testbed_comparison.rows import (
+    UNITS,
+    Difference,
+    Expression,
+    Ratio,
+    Row,
+    Saving,
+    Value,
+    terms,
+)
 
 WITHIN = 0.1
 """Largest half width of an interval that agrees, and largest deviation of a calibrated value, as a share."""
 ROUNDING = 1e-9
 NEGLIGIBLE = 0.001
 """Share by which two times or sizes may differ without a ranking, since single runs differ by such trifles."""
-Word = Literal["exact", "agrees", "same ranking", "calibrated", "differs", "not comparable", "not run"]
+Word = Literal[
+    "exact",
+    "agrees",
+    "same ranking",
+    "calibrated",
+    "differs",
+    "not comparable",
+    "not run",
+]
 WORDS: tuple[Word, ...] = get_args(Word)
 
 
@@ -42,7 +59,9 @@ class Ours:
         return self.high + (self.half_width or 0.0)
 
 
-def combine(expression: Expression, values: Callable[[Value], Sequence[float]]) -> list[float]:
+def combine(
+    expression: Expression, values: Callable[[Value], Sequence[float]]
+) -> list[float]:
     """Return an expression's value for each repetition.
 
     Repetitions share their seed, so both values of a pair come from the same one.
@@ -57,10 +76,17 @@ def combine(expression: Expression, values: Callable[[Value], Sequence[float]]) 
 
 
 def measure(
-    expressions: Sequence[Expression], unit: str, values: Callable[[Value], Sequence[float]], *, is_timing: bool
+    expressions: Sequence[Expression],
+    unit: str,
+    values: Callable[[Value], Sequence[float]],
+    *,
+    is_timing: bool,
 ) -> Ours | None:
     """Return our value, or our range of several expressions; None where a run is missing."""
-    found = [[each / UNITS[unit] for each in combine(expression, values)] for expression in expressions]
+    found = [
+        [each / UNITS[unit] for each in combine(expression, values)]
+        for expression in expressions
+    ]
     if not all(found):
         return None
     runs = min(map(len, found))
@@ -102,7 +128,9 @@ def _contains(row: Row, ours: Ours) -> bool:
 
 def _is_near(row: Row, ours: Ours) -> bool:
     low, high = _printed(row)
-    return low - _margin(row, low) <= ours.low and ours.high <= high + _margin(row, high)
+    return low - _margin(row, low) <= ours.low and ours.high <= high + _margin(
+        row, high
+    )
 
 
 def _is_narrow(row: Row, ours: Ours) -> bool:

@@ -78,7 +78,10 @@ def write(folder, figures):
         ({"unit": "hours"}, "unknown unit 'hours'"),
         ({"paper": "larger"}, "the paper's value of a ranking"),
         ({"kind": "ranking", "paper": "larger"}, "a ranking compares two values"),
-        ({"name": "fast above slow"}, "each row needs a name of its own: fast above slow"),
+        (
+            {"name": "fast above slow"},
+            "each row needs a name of its own: fast above slow",
+        ),
         ({"name": "renamed"}, "unknown rows: run time"),
     ],
 )
@@ -89,7 +92,9 @@ def test_mistakes_are_refused(folder, keys, reason):
 
 
 def test_a_note_may_refer_to_a_figure_of_the_paper(folder):
-    write(folder, with_row(note="the paper's Figure 6(b) and equation (9) leave it out"))
+    write(
+        folder, with_row(note="the paper's Figure 6(b) and equation (9) leave it out")
+    )
     assert load(folder).rows[0].note
 
 
@@ -100,9 +105,20 @@ def result(folder, **values):
         f"accuracy {at['fast']}": values["fast"],
         f"accuracy {at['slow']}": values["slow"],
     }
-    computing = [{"processor": "A processor", "instruction_set": "AVX2", "torch": "2.9"}]
-    about = {"date": "2026-11-27", "revision": "abc", "computing": computing, "seeds": [1], "runs": 4, "trains": True}
-    (folder / "results.json").write_text(json.dumps({"one": {**about, "digest": "", "values": keys}}))
+    computing = [
+        {"processor": "A processor", "instruction_set": "AVX2", "torch": "2.9"}
+    ]
+    about = {
+        "date": "2026-11-27",
+        "revision": "abc",
+        "computing": computing,
+        "seeds": [1],
+        "runs": 4,
+        "trains": True,
+    }
+    (folder / "results.json").write_text(
+        json.dumps({"one": {**about, "digest": "", "values": keys}})
+    )
 
 
 def test_tables_show_words_intervals_and_provenance(folder):
@@ -110,7 +126,9 @@ def test_tables_show_words_intervals_and_provenance(folder):
     page = system_page(System(folder, load(folder), Results(folder)), {})
     assert "| batches of 100 | Section IV |" in page
     assert "| Table 1 | run time | 1.0 min | 1.003 ± 0.043 min | 3 | agrees |" in page
-    assert "|  | fast above slow | larger | 19.5 ± 6.4 points | 2 | same ranking |" in page
+    assert (
+        "|  | fast above slow | larger | 19.5 ± 6.4 points | 2 | same ranking |" in page
+    )
     assert "A processor (AVX2) | 2.9 |" in page
 
 
@@ -123,7 +141,9 @@ def test_what_was_not_run_is_said(folder):
 def test_headlines_are_one_row_each(folder):
     result(folder, duration=[80.0], fast=[0.9], slow=[0.7])
     page = headline_page({"system": System(folder, load(folder), Results(folder))})
-    assert page.endswith("(../papers/system/README.md) | fast | 1.0 min | 1.333 min | links | differs |")
+    assert page.endswith(
+        "(../papers/system/README.md) | fast | 1.0 min | 1.333 min | links | differs |"
+    )
 
 
 def test_only_the_text_between_the_marks_is_replaced():
@@ -153,8 +173,14 @@ def test_the_pages_of_the_papers_are_those_of_their_results():
     assert headline_page(systems) in PAGE.read_text(encoding="utf-8")
     for system in systems.values():
         plots = {plot.title: f"plots/{plot.file_name}" for plot in system.figures.plots}
-        drawn = {title: place for title, place in plots.items() if (system.folder / place).is_file()}
-        assert system_page(system, drawn) in (system.folder / "README.md").read_text(encoding="utf-8")
+        drawn = {
+            title: place
+            for title, place in plots.items()
+            if (system.folder / place).is_file()
+        }
+        assert system_page(system, drawn) in (system.folder / "README.md").read_text(
+            encoding="utf-8"
+        )
         assert {row.scenario for row in system.figures.rows} <= {
             file.stem for file in (system.folder / "scenarios").glob("*.yaml")
         }
@@ -162,10 +188,15 @@ def test_the_pages_of_the_papers_are_those_of_their_results():
 
 def test_a_missing_scenario_is_run_once_and_its_values_are_kept(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    steps = [{"metric": "steps", "at": {"workload.epochs": epochs}} for epochs in (2, 1)]
+    steps = [
+        {"metric": "steps", "at": {"workload.epochs": epochs}} for epochs in (2, 1)
+    ]
     file = folder / "scenarios" / "one.yaml"
     file.write_text(SCENARIO.replace("seed: 1", "seed: 1\nrepetitions: 2"))
-    write(folder, with_row(kind="arithmetic", paper="2.00", unit="x", ours={"ratio": steps}))
+    write(
+        folder,
+        with_row(kind="arithmetic", paper="2.00", unit="x", ours={"ratio": steps}),
+    )
     figures = load(folder)
     figures = figures.model_copy(update={"rows": figures.rows[:1]})
     results = Results(folder)
@@ -173,8 +204,14 @@ def test_a_missing_scenario_is_run_once_and_its_values_are_kept(folder, monkeypa
     results.save()
     kept = Results(folder)
     assert kept.stale(figures) == []
-    assert kept.scenarios["one"]["command"] == "testbed run papers/one --runtime simulate"
-    assert kept.scenarios["one"]["computing"][0].keys() == {"processor", "instruction_set", "torch"}
+    assert (
+        kept.scenarios["one"]["command"] == "testbed run papers/one --runtime simulate"
+    )
+    assert kept.scenarios["one"]["computing"][0].keys() == {
+        "processor",
+        "instruction_set",
+        "torch",
+    }
     assert kept.scenarios["one"]["trains"]
     assert kept.scenarios["one"]["seeds"] == [1, derive(1, "repetition", 1)]
     assert System(folder, figures, kept).word(figures.rows[0]) == "exact"
@@ -183,5 +220,7 @@ def test_a_missing_scenario_is_run_once_and_its_values_are_kept(folder, monkeypa
 def test_a_value_has_to_name_one_point_of_a_sweep(folder, monkeypatch):
     monkeypatch.chdir(folder)
     write(folder, with_row(ours={"metric": "steps"}))
-    with pytest.raises(InputError, match="2 points of the sweep match; name exactly one"):
+    with pytest.raises(
+        InputError, match="2 points of the sweep match; name exactly one"
+    ):
         Results(folder).run("one", load(folder), jobs=1, again=False)

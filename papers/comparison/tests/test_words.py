@@ -9,11 +9,22 @@ import pytest
 from testbed_comparison.rows import Difference, Ratio, Row, Saving, Value
 from testbed_comparison.words import Ours, combine, measure, word_for
 
-ACCURACY, OTHER = Value(metric="accuracy"), Value(metric="accuracy", at={"method": "other"})
+ACCURACY, OTHER = (
+    Value(metric="accuracy"),
+    Value(metric="accuracy", at={"method": "other"}),
+)
 
 
 def row(paper, kind="measured", ours=ACCURACY, **keys):
-    return Row(item="Table 1", name="a row", kind=kind, paper=paper, scenario="s", ours=ours, **keys)
+    return Row(
+        item="Table 1",
+        name="a row",
+        kind=kind,
+        paper=paper,
+        scenario="s",
+        ours=ours,
+        **keys,
+    )
 
 
 def trained(mean, half_width, runs=5):
@@ -24,8 +35,15 @@ def timed(low, high=None):
     return Ours(low, low if high is None else high, None, 1, is_timing=True)
 
 
-def ours_of(values: Mapping[str, Sequence[float]], *expressions, unit="", is_timing=False):
-    return measure(expressions, unit, lambda value: values[value.at.get("method", "")], is_timing=is_timing)
+def ours_of(
+    values: Mapping[str, Sequence[float]], *expressions, unit="", is_timing=False
+):
+    return measure(
+        expressions,
+        unit,
+        lambda value: values[value.at.get("method", "")],
+        is_timing=is_timing,
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,7 +71,12 @@ def test_arithmetic_is_exact_to_the_digits_that_the_paper_prints(paper, value, w
     ],
 )
 def test_a_training_agrees_by_its_interval(mean, half_width, word):
-    assert word_for(row("80.5", unit="%"), trained(mean, half_width, 5 if half_width else 1)) == word
+    assert (
+        word_for(
+            row("80.5", unit="%"), trained(mean, half_width, 5 if half_width else 1)
+        )
+        == word
+    )
 
 
 def test_a_time_agrees_to_the_printed_digits_and_inside_a_printed_range():
@@ -95,11 +118,18 @@ def test_other_data_are_not_comparable_and_missing_runs_are_not_run():
         ("larger", -3.0, 1.0, "differs"),
         ("similar", 1.0, 2.0, "same ranking"),
         ("similar", 3.0, 2.0, "differs"),
-        ("similar", 1.0, 20.0, "differs"),  # such an interval would contain nearly every difference
+        (
+            "similar",
+            1.0,
+            20.0,
+            "differs",
+        ),  # such an interval would contain nearly every difference
     ],
 )
 def test_a_ranking_needs_a_significant_difference(paper, mean, half_width, word):
-    ranking = row(paper, "ranking", Difference(difference=(ACCURACY, OTHER)), unit="points")
+    ranking = row(
+        paper, "ranking", Difference(difference=(ACCURACY, OTHER)), unit="points"
+    )
     assert word_for(ranking, trained(mean, half_width)) == word
 
 
@@ -115,8 +145,12 @@ def test_expressions_pair_repetitions_so_that_what_seeds_share_cancels():
     ours = ours_of(values, Difference(difference=(ACCURACY, OTHER)), unit="points")
     assert ours.low == pytest.approx(10)
     assert ours.half_width == pytest.approx(0, abs=1e-9)
-    assert combine(Ratio(ratio=(ACCURACY, OTHER)), lambda value: [1.0] if value.at else [2.0]) == [2.0]
-    assert combine(Saving(saving=(ACCURACY, OTHER)), lambda value: [4.0] if value.at else [3.0]) == [0.25]
+    assert combine(
+        Ratio(ratio=(ACCURACY, OTHER)), lambda value: [1.0] if value.at else [2.0]
+    ) == [2.0]
+    assert combine(
+        Saving(saving=(ACCURACY, OTHER)), lambda value: [4.0] if value.at else [3.0]
+    ) == [0.25]
 
 
 def test_the_interval_is_students():
@@ -132,7 +166,9 @@ def test_several_expressions_give_a_range_and_a_missing_one_gives_nothing():
     assert ours_of({"": [120.0], "other": []}, ACCURACY, OTHER) is None
 
 
-@pytest.mark.parametrize(("ratio", "word"), [(1.0005, "differs"), (1.002, "same ranking")])
+@pytest.mark.parametrize(
+    ("ratio", "word"), [(1.0005, "differs"), (1.002, "same ranking")]
+)
 def test_times_that_differ_by_a_trifle_have_no_ranking(ratio, word):
     ranking = row("larger", "ranking", Ratio(ratio=(ACCURACY, OTHER)), unit="x")
     assert word_for(ranking, Ours(ratio, ratio, None, 1)) == word

@@ -28,7 +28,11 @@ def _learned(record: RunView) -> float | None:
 
 
 def _informing(record: RunView) -> int | None:
-    sizes = [event.fields["bytes"] for event in record.of("send") if event.fields["message"] in INFORMING]
+    sizes = [
+        event.fields["bytes"]
+        for event in record.of("send")
+        if event.fields["message"] in INFORMING
+    ]
     return sum(sizes) or None
 
 
@@ -41,7 +45,10 @@ FIGURES = (
         brief=True,
     ),
     Metric(
-        "informing_bytes", "bytes", "by which the device that coordinates sends each what it is to hold", _informing
+        "informing_bytes",
+        "bytes",
+        "by which the device that coordinates sends each what it is to hold",
+        _informing,
     ),
 )
 
@@ -62,9 +69,17 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
         """Divide the layers, map the super neurons, time the slots. Raises `InputError` where that cannot be."""
         given = problem.options.micro_batches
         micro_batches = len(problem.devices) if given == "devices" else given
-        return plan(self.name, problem, problem.options.divide, micro_batches, problem.options.informs)
+        return plan(
+            self.name,
+            problem,
+            problem.options.divide,
+            micro_batches,
+            problem.options.informs,
+        )
 
-    async def program(self, device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
+    async def program(
+        self, device: Device, job: Job[EdgePipeOptions, SlotDetails]
+    ) -> None:
         """Be a super neuron, slot by slot."""
         if device.name in job.plan.devices:
             from testbed_edgepipe.program import run

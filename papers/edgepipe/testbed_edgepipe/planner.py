@@ -49,6 +49,8 @@ class EdgePipeOptions(SlotOptions):
         return partial(partition, allocation=self.layers or self.allocation)
 
 
-def arrangement(problem: Problem[EdgePipeOptions], plan: Plan[SlotDetails]) -> NeuronAssignment:
+def arrangement(
+    problem: Problem[EdgePipeOptions], plan: Plan[SlotDetails]
+) -> NeuronAssignment:
     """Return the placement of neurons in a plan."""
     return problem.options.divide(neurons_of(problem), plan.details.devices)

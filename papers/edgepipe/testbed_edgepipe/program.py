@@ -40,7 +40,13 @@ class TreatedAsNull:
 
     announces = False
 
-    def __init__(self, learns: Learns = "what_arrived", micro_batches: int = 1, *, masks: bool = True) -> None:
+    def __init__(
+        self,
+        learns: Learns = "what_arrived",
+        micro_batches: int = 1,
+        *,
+        masks: bool = True,
+    ) -> None:
         """Update after each last of so many micro-batches, with the gradients of those that came."""
         self.masks = masks
         self._learns = learns
@@ -61,20 +67,39 @@ class TreatedAsNull:
     async def results(self, arrived: Arrived) -> Usable:
         """Use zeros for missing values if the output layer learns from such results."""
         enough = arrived.complete or self._learns == "what_arrived"
-        return self._usable(arrived.layer, arrived, arrived.together() if enough else None)
+        return self._usable(
+            arrived.layer, arrived, arrived.together() if enough else None
+        )
 
     async def losses(self, arrived: Arrived) -> Usable:
         """Return the gradient of the own outputs, if everyone's part of it has arrived."""
-        return self._usable(arrived.layer - 1, arrived, arrived.added() if arrived.complete else None)
+        return self._usable(
+            arrived.layer - 1, arrived, arrived.added() if arrived.complete else None
+        )
 
-    def _usable(self, layer: int, arrived: Arrived, values: torch.Tensor | None) -> Usable:
+    def _usable(
+        self, layer: int, arrived: Arrived, values: torch.Tensor | None
+    ) -> Usable:
         """Leave out a batch of which inputs of the layer were missing; forget those before it, which are over."""
         incomplete = (layer, arrived.batch) in self._incomplete
-        self._incomplete -= {each for each in self._incomplete if each[0] == layer and each[1] <= arrived.batch}
-        return Usable(None, "nothing") if incomplete or values is None else Usable(values, "new")
+        self._incomplete -= {
+            each
+            for each in self._incomplete
+            if each[0] == layer and each[1] <= arrived.batch
+        }
+        return (
+            Usable(None, "nothing")
+            if incomplete or values is None
+            else Usable(values, "new")
+        )
 
     def learn(
-        self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable
+        self,
+        shard: LayerShard,
+        layer: int,
+        batch: int,
+        gradient: torch.Tensor | None,
+        usable: Usable,
     ) -> Work | None:
         """Update with each gradient, (samples, values), as it comes; without one no layer up to this one learns."""
         last = (batch + 1) % self._micro_batches == 0
@@ -93,26 +118,44 @@ class TreatedAsNull:
         """Need no loss."""
 
 
-async def informed(mailbox: Mailbox, job: Job[EdgePipeOptions, SlotDetails]) -> NeuronAssignment:
+async def informed(
+    mailbox: Mailbox, job: Job[EdgePipeOptions, SlotDetails]
+) -> NeuronAssignment:
     """Return the placement: as planned on the coordinator, and as received from the coordinator elsewhere."""
     planned = arrangement(job.problem, job.plan)
     if not job.problem.options.informs:
         return planned
 
     def task() -> Arranged:
-        return Arranged([{name: [held[0], held[-1] + 1] for name, held in layer.items()} for layer in planned.layers])
+        return Arranged(
+            [
+                {name: [held[0], held[-1] + 1] for name, held in layer.items()}
+                for layer in planned.layers
+            ]
+        )
 
-    received = await ask(mailbox, job.plan.details.coordinator, NeedsArrangement, Arranged, task)
-    layers = tuple({name: range(*ends) for name, ends in layer.items()} for layer in received.layers)
+    received = await ask(
+        mailbox, job.plan.details.coordinator, NeedsArrangement, Arranged, task
+    )
+    layers = tuple(
+        {name: range(*ends) for name, ends in layer.items()}
+        for layer in received.layers
+    )
     return replace(planned, layers=layers)
 
 
 async def run(device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
     """Train and test, slot by slot, from the slot that it is."""
-    async with Mailbox(device, job.problem.links, (*KINDS, NeedsArrangement, Arranged)) as mailbox:
+    async with Mailbox(
+        device, job.problem.links, (*KINDS, NeedsArrangement, Arranged)
+    ) as mailbox:
         arranged = await informed(mailbox, job)
         neurons = Neurons(device, job.problem, await given_weights(mailbox, job))
         held = FixedAssignment(arranged, neurons, device.name)
         options = job.problem.options
-        null = TreatedAsNull(options.learns, job.plan.details.micro_batches, masks=options.masks)
-        await SlotProgram(mailbox, job, neurons, held, null, transmit_of(mailbox, job)).run()
+        null = TreatedAsNull(
+            options.learns, job.plan.details.micro_batches, masks=options.masks
+        )
+        await SlotProgram(
+            mailbox, job, neurons, held, null, transmit_of(mailbox, job)
+        ).run()

@@ -28,7 +28,9 @@ SIX = {"workers": 5, "workload": {"training": {"optimizer": {"learning_rate": 0.
 
 def six(method=(), model=None, **keys):
     workload = SIX["workload"] | ({} if model is None else {"model": model})
-    return scenario(5, workload=workload, method={"name": "edgepipe", **dict(method)}, **keys)
+    return scenario(
+        5, workload=workload, method={"name": "edgepipe", **dict(method)}, **keys
+    )
 
 
 def planned(scenario):
@@ -65,7 +67,9 @@ CNN = {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}
         ({"pipelined": False}, CNN, [1] * 6),
     ],
 )
-def test_without_losses_it_is_delayed_gradient_descent_on_the_undivided_network(method, model, spans):
+def test_without_losses_it_is_delayed_gradient_descent_on_the_undivided_network(
+    method, model, spans
+):
     written = six(method, model=model)
     expected, delays = reference(written)
     assert list(delays.values()) == spans
@@ -74,7 +78,9 @@ def test_without_losses_it_is_delayed_gradient_descent_on_the_undivided_network(
     assert [step["step"] for step in steps] == list(range(12))
     assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=1e-5)
     data = expected.data
-    logits = torch.func.functional_call(expected.model.eval(), expected.newest, (torch.from_numpy(data.test_images),))
+    logits = torch.func.functional_call(
+        expected.model.eval(), expected.newest, (torch.from_numpy(data.test_images),)
+    )
     loss = functional.cross_entropy(logits, torch.from_numpy(data.test_labels))
     (tested,) = of(outcome, "evaluate")
     assert tested["loss"] == pytest.approx(float(loss), rel=1e-5)
@@ -86,17 +92,26 @@ def test_a_pipeline_that_drains_for_tests_fills_again_with_the_newest_weights():
     expected, losses = Reference(written), []
     spans = {unit: table.staleness(unit + 1) for unit in range(5)}
     data = expected.data
-    images, labels = torch.from_numpy(data.test_images), torch.from_numpy(data.test_labels)
+    images, labels = (
+        torch.from_numpy(data.test_images),
+        torch.from_numpy(data.test_labels),
+    )
     for first, last in ((0, 5), (5, 10), (10, 12)):
         expected.train(first, last, spans)
-        logits = torch.func.functional_call(expected.model.eval(), expected.newest, (images,))
+        logits = torch.func.functional_call(
+            expected.model.eval(), expected.newest, (images,)
+        )
         losses.append(float(functional.cross_entropy(logits, labels)))
     outcome = run(written)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(expected.losses, rel=1e-5)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+        expected.losses, rel=1e-5
+    )
     tested = of(outcome, "evaluate")
     assert [each["step"] for each in tested] == [5, 10, 12]
     assert [each["loss"] for each in tested] == pytest.approx(losses, rel=1e-5)
-    assert [each["runs"] for each in tested] == [[each["accuracy"]] * 2 for each in tested]
+    assert [each["runs"] for each in tested] == [
+        [each["accuracy"]] * 2 for each in tested
+    ]
 
 
 def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_says():
@@ -106,7 +121,9 @@ def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_s
     assert table.slots(12) == 2 * 6 + 2 * 2 * 11 - 1
     outcome = run(written)
     ends = [event.time for event in outcome.events if event.event == "step"]
-    assert [later - earlier for earlier, later in pairwise(ends)] == pytest.approx([4 * slot] * 11)
+    assert [later - earlier for earlier, later in pairwise(ends)] == pytest.approx(
+        [4 * slot] * 11
+    )
     # 40 test samples are three batches; forward alone, two slots apart.
     last = max(event.time for event in outcome.events if event.event == "evaluate")
     assert last == pytest.approx((table.slots(12) + 6 + 2 * 2) * slot)
@@ -128,7 +145,9 @@ def test_one_device_in_slots_is_the_papers_naive_and_plain_gradient_descent():
     table = timetable_of(planned(written)[1].details)
     assert table.slots(12) == 11 * 12
     outcome = run(written)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(plain(written)[1], rel=1e-5)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+        plain(written)[1], rel=1e-5
+    )
     assert of(outcome, "cast") == []
 
 
@@ -143,11 +162,14 @@ def test_gpipe_is_plain_gradient_descent_and_casts_each_micro_batch():
     assert table.period == 2 * 6 + 2 * 6 - 3
     assert table.slots(12 * 6) == 12 * table.period
     outcome = run(written)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(plain(written)[1], rel=1e-5)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+        plain(written)[1], rel=1e-5
+    )
     (trial,) = trials(written)
     whole = run(six({"allocation": "vertical"}))
     cut, one = (
-        metrics(each, trial.experiment, chosen, EdgePipe.declared)["training_casts"] for each in (outcome, whole)
+        metrics(each, trial.experiment, chosen, EdgePipe.declared)["training_casts"]
+        for each in (outcome, whole)
     )
     assert cut == 6 * one
     assert metrics(outcome, trial.experiment, chosen, EdgePipe.declared)["learned"] == 1
@@ -170,9 +192,16 @@ def test_repeated_transmissions_are_casts_more_and_are_heard_more_often():
     network = {"link": {"message_loss": "50%"}}
     casts, learned = [], []
     for times in (1, 2, 6):
-        outcome = run(six({"recovery": "r-tx", "transmissions": times, "allocation": "vertical"}, network=network))
+        outcome = run(
+            six(
+                {"recovery": "r-tx", "transmissions": times, "allocation": "vertical"},
+                network=network,
+            )
+        )
         casts.append(len(of(outcome, "cast")))
-        learned.append(sum(each["span"] == "backward" for each in of(outcome, "compute")))
+        learned.append(
+            sum(each["span"] == "backward" for each in of(outcome, "compute"))
+        )
     assert learned[0] < learned[1] < learned[2] <= 12 * 5
     # The output layer's losses always go out; what is not learnt is not cast on.
     assert casts[0] < casts[1] < casts[2]
@@ -184,18 +213,35 @@ def casts_of(outcome):
 
 def test_acknowledged_casts_are_repeated_to_those_that_miss_them_until_nothing_is_lost():
     network = {"link": {"message_loss": "30%"}}
-    acknowledged, lost = (run(six({"recovery": name}, network=network)) for name in ("ack", "none"))
+    acknowledged, lost = (
+        run(six({"recovery": name}, network=network)) for name in ("ack", "none")
+    )
     kinds = casts_of(acknowledged)
     sent = sum(kind != "heard" for kind in kinds)
     assert sent > 1.5 * len(casts_of(lost))
-    assert kinds.count("heard") == sum(each["message"] != "heard" for each in of(acknowledged, "receive"))
-    peers = [len(each["peers"]) for each in of(acknowledged, "cast") if each["message"] != "heard"]
+    assert kinds.count("heard") == sum(
+        each["message"] != "heard" for each in of(acknowledged, "receive")
+    )
+    peers = [
+        len(each["peers"])
+        for each in of(acknowledged, "cast")
+        if each["message"] != "heard"
+    ]
     assert min(peers) == 1
     losses = [step["loss"] for step in of(run(six()), "step")]
-    assert [step["loss"] for step in of(acknowledged, "step")] == pytest.approx(losses, rel=1e-5)
+    assert [step["loss"] for step in of(acknowledged, "step")] == pytest.approx(
+        losses, rel=1e-5
+    )
     (trial,) = trials(six())
-    figures = metrics(acknowledged, trial.experiment, planned(six())[1], EdgePipe.declared)
-    assert figures["learned"] == figures["forward_passed"] == figures["backward_passed"] == 1
+    figures = metrics(
+        acknowledged, trial.experiment, planned(six())[1], EdgePipe.declared
+    )
+    assert (
+        figures["learned"]
+        == figures["forward_passed"]
+        == figures["backward_passed"]
+        == 1
+    )
     assert figures["training_casts"] < len(kinds)
 
 
@@ -205,8 +251,12 @@ def test_what_nobody_acknowledges_is_given_up_when_the_slot_is_over():
     _, chosen = planned(written)
     outcome = run(written)
     steps = [event.time for event in outcome.events if event.event == "step"]
-    assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx([4 * chosen.details.slot] * 11)
-    assert sum(named(event, "cast", devices[2]) for event in outcome.events) > 12 * 4 * 2
+    assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx(
+        [4 * chosen.details.slot] * 11
+    )
+    assert (
+        sum(named(event, "cast", devices[2]) for event in outcome.events) > 12 * 4 * 2
+    )
 
 
 def test_figures_count_what_came_and_tell_training_from_tests():
@@ -214,12 +264,16 @@ def test_figures_count_what_came_and_tell_training_from_tests():
     outcome = run(written)
     (trial,) = trials(written)
     figures = metrics(outcome, trial.experiment, planned(written)[1], EdgePipe.declared)
-    assert [figures[f"{each}_passed"] for each in ("forward", "backward", "sharing")] == [1, 1, 1]
+    assert [
+        figures[f"{each}_passed"] for each in ("forward", "backward", "sharing")
+    ] == [1, 1, 1]
     # For a batch each of six devices casts the outputs of two layers, and four of them the losses of two.
     assert figures["training_casts"] == 12 * (12 + 8)
     # To the next layer's devices but oneself: 16 transmissions of outputs and results, 12 of losses.
     assert figures["training_transmissions"] == 12 * 28
-    assert figures["transmissions_rate"] / figures["casts_rate"] == pytest.approx(28 / 20)
+    assert figures["transmissions_rate"] / figures["casts_rate"] == pytest.approx(
+        28 / 20
+    )
     # Twice two test runs of three batches.
     assert figures["casts"] == 12 * (12 + 8) + 2 * 2 * 3 * 12
     assert [each["step"] for each in of(outcome, "tests")] == [6, 12]
@@ -229,27 +283,47 @@ def test_the_coordinator_informs_all_others_before_the_first_timeslot_and_that_i
     written, usual = six({"informs": True}), six()
     _, chosen = planned(written)
     outcome, same = run(written), run(usual)
-    assert [step["loss"] for step in of(outcome, "step")] == [step["loss"] for step in of(same, "step")]
+    assert [step["loss"] for step in of(outcome, "step")] == [
+        step["loss"] for step in of(same, "step")
+    ]
     informed = {each["peer"]: event for event, each in sent(outcome, "arrangement")}
     assert informed.keys() == {*chosen.details.devices} - {chosen.details.coordinator}
     assert {event.device for event in informed.values()} == {chosen.details.coordinator}
     assert max(event.time for event in informed.values()) < chosen.details.begin
     (trial,) = trials(written)
     figures = metrics(outcome, trial.experiment, chosen, EdgePipe.declared)
-    told = [each["bytes"] for kind in ("arrangement", "needs_arrangement") for _, each in sent(outcome, kind)]
+    told = [
+        each["bytes"]
+        for kind in ("arrangement", "needs_arrangement")
+        for _, each in sent(outcome, kind)
+    ]
     assert figures["informing_bytes"] == sum(told)
-    assert figures["bytes_sent"] == sum(told) + metrics(same, trial.experiment, chosen, EdgePipe.declared)["bytes_sent"]
+    assert (
+        figures["bytes_sent"]
+        == sum(told)
+        + metrics(same, trial.experiment, chosen, EdgePipe.declared)["bytes_sent"]
+    )
 
 
 def sent(outcome, kind):
-    return [(each, each.fields) for each in outcome.events if each.event == "send" and each.fields["message"] == kind]
+    return [
+        (each, each.fields)
+        for each in outcome.events
+        if each.event == "send" and each.fields["message"] == kind
+    ]
 
 
 def test_a_device_that_restarts_is_informed_again():
-    kill = {"kill": "worker1", "when": {"device": "worker1", "begins": "backward", "batch": 3}, "for": "100ms"}
+    kill = {
+        "kill": "worker1",
+        "when": {"device": "worker1", "begins": "backward", "batch": 3},
+        "for": "100ms",
+    }
     outcome = run(six({"informs": True}, faults=[kill]))
     assert outcome.status == "finished"
-    assert sum(each["peer"] == "worker1" for _, each in sent(outcome, "arrangement")) == 2
+    assert (
+        sum(each["peer"] == "worker1" for _, each in sent(outcome, "arrangement")) == 2
+    )
 
 
 def test_a_test_batch_of_all_samples_has_slots_that_are_long_enough():
@@ -282,7 +356,11 @@ def test_test_runs_pass_over_the_lossy_links_each_by_itself():
 
 def lossy(method, *pairs, loss="99.9999999%", frame=None, **keys):
     links = [{"from": a, "to": b, "message_loss": loss} for a, b in pairs]
-    network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links, "frame": frame and f"{frame}B"}
+    network = {
+        "link": {"rate": "20mbit", "delay": "2ms"},
+        "links": links,
+        "frame": frame and f"{frame}B",
+    }
     return six({"mapping": "random", **method}, network=network, **keys)
 
 
@@ -298,13 +376,20 @@ def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(
     held = arrangement(problem, chosen)
     outcome = run(written)
     updated = {
-        name: sum(event.fields["span"] == "backward" for event in outcome.events if named(event, "compute", name))
+        name: sum(
+            event.fields["span"] == "backward"
+            for event in outcome.events
+            if named(event, "compute", name)
+        )
         for name in devices
     }
     (trial,) = trials(written)
     figures = metrics(outcome, trial.experiment, chosen, EdgePipe.declared)
     # Of layers 0 and 1 only layer 1 learns: never on the device that misses a loss.
-    learning = {name: 12 * sum(name in holders for holders in held.layers[1:]) for name in devices}
+    learning = {
+        name: 12 * sum(name in holders for holders in held.layers[1:])
+        for name in devices
+    }
     assert figures["learned"] == pytest.approx(1 - 12 / sum(learning.values()))
     assert updated == {**learning, devices[0]: 0}
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
@@ -324,9 +409,13 @@ def frozen(written, own):
     spans = reference(written)[1]
     rate = written.workload.training.optimizer.learning_rate
     for step in range(written.workload.steps):
-        used = {name: history[max(0, step - spans[int(name.split(".")[0])] + 1)][name] for name in expected.newest}
+        used = {
+            name: history[max(0, step - spans[int(name.split(".")[0])] + 1)][name]
+            for name in expected.newest
+        }
         following = {
-            name: history[-1][name] - rate * gradient for name, gradient in expected.gradients(step, used).items()
+            name: history[-1][name] - rate * gradient
+            for name, gradient in expected.gradients(step, used).items()
         }
         for name, value in following.items():
             if name.startswith("0."):
@@ -335,19 +424,28 @@ def frozen(written, own):
     return expected.losses
 
 
-@pytest.mark.parametrize(("model", "frame"), [(MLP, None), (CNN, None), (MLP, 64), (CNN, 256)])
-def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradient_from_them(model, frame):
+@pytest.mark.parametrize(
+    ("model", "frame"), [(MLP, None), (CNN, None), (MLP, 64), (CNN, 256)]
+)
+def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradient_from_them(
+    model, frame
+):
     # One device of layers 2 and 3 never hears one of layers 0 and 1, or half of its frames.
     method = {"pipelined": False}
     devices = planned(lossy(method, model=model))[1].details.devices
     loss = "99.9999999%" if frame is None else "50%"
-    written = lossy(method, (devices[0], devices[2]), loss=loss, frame=frame, model=model)
+    written = lossy(
+        method, (devices[0], devices[2]), loss=loss, frame=frame, model=model
+    )
     problem, chosen = planned(written)
     assert chosen.details.devices == devices
     held = arrangement(problem, chosen)
     lost, deaf = held.of(devices[0], 1), held.of(devices[2], 2)
     expected = Reference(written)
-    optimizer = torch.optim.SGD(expected.model.parameters(), lr=written.workload.training.optimizer.learning_rate)
+    optimizer = torch.optim.SGD(
+        expected.model.parameters(),
+        lr=written.workload.training.optimizer.learning_rate,
+    )
     losses, missed = [], []
     for step in range(written.workload.steps):
         chosen_samples = batch(len(expected.data.train_labels), 16, problem.seed, step)
@@ -357,21 +455,37 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradien
             if number == 1:
                 # The first device of layers 0 and 1 casts twice in each step.
                 part = values[:, lost.start : lost.stop]
-                gaps = missing(part.detach(), step, devices, written, frame).reshape(part.shape)
+                gaps = missing(part.detach(), step, devices, written, frame).reshape(
+                    part.shape
+                )
                 part = part.masked_fill(gaps, 0.0)
                 missed.append(float(gaps.float().mean()))
-                reached = unit(torch.cat([values[:, : lost.start], part, values[:, lost.stop :]], dim=1))
-                outputs = torch.cat([reached[:, : deaf.stop], outputs[:, deaf.stop :]], dim=1)
+                reached = unit(
+                    torch.cat(
+                        [values[:, : lost.start], part, values[:, lost.stop :]], dim=1
+                    )
+                )
+                outputs = torch.cat(
+                    [reached[:, : deaf.stop], outputs[:, deaf.stop :]], dim=1
+                )
                 assert deaf.start == 0
             values = outputs
-        loss = functional.cross_entropy(values, torch.from_numpy(expected.data.train_labels[chosen_samples]))
+        loss = functional.cross_entropy(
+            values, torch.from_numpy(expected.data.train_labels[chosen_samples])
+        )
         losses.append(float(loss.detach()))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     outcome = run(written)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(losses, rel=1e-5)
-    (counted,) = [each for name, each in events(outcome, "passed") if name == devices[2] and each["to"] == "forward"]
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+        losses, rel=1e-5
+    )
+    (counted,) = [
+        each
+        for name, each in events(outcome, "passed")
+        if name == devices[2] and each["to"] == "forward"
+    ]
     assert counted["due"] - counted["came"] == pytest.approx(sum(missed), rel=1e-4)
     assert counted["due"] == 12 * (2 + len(held.groups[held.group(devices[2])]) - 1)
 
@@ -385,12 +499,22 @@ def missing(values, step, devices, written, frame):
     header = len(CastForm(devices[0], devices).header(message, devices[2:4]))
     chance = partial(heard, written.seed, devices[0], devices[2], 2 * step + 1, 0.5)
     there = received(message, header, frame, chance)
-    return torch.ones(values.shape, dtype=torch.bool) if there is None else there.missing["tensor"]
+    return (
+        torch.ones(values.shape, dtype=torch.bool)
+        if there is None
+        else there.missing["tensor"]
+    )
 
 
 def test_what_is_cast_again_fills_what_frames_were_missing():
-    network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "20%"}, "frame": "64B"}
-    passed = [figures_of(each, run(each)) for each in (six({"recovery": each}, network=network) for each in RECOVERIES)]
+    network = {
+        "link": {"rate": "20mbit", "delay": "2ms", "message_loss": "20%"},
+        "frame": "64B",
+    }
+    passed = [
+        figures_of(each, run(each))
+        for each in (six({"recovery": each}, network=network) for each in RECOVERIES)
+    ]
     shares = [each["forward_passed"] for each in passed]
     assert 0.6 < shares[0] < 0.8 < shares[1] < 0.96 < shares[2]
     assert passed[0]["learned"] < 0.3 < passed[2]["learned"]
@@ -403,7 +527,9 @@ def figures_of(written, outcome):
     """Return the figures as they are computed from a run that is read again, with its details as plain values."""
     (trial,) = trials(written)
     plan = planned(written)[1]
-    plain = plan.model_copy(update={"details": Details.model_validate(plan.details.model_dump(mode="json"))})
+    plain = plan.model_copy(
+        update={"details": Details.model_validate(plan.details.model_dump(mode="json"))}
+    )
     return metrics(outcome, trial.experiment, plain, EdgePipe.declared)
 
 
@@ -416,24 +542,42 @@ def test_figures_tell_training_from_tests(method):
     assert found["training_casts"] == 12 * (2 * 6 + 2 * 4)
     assert "time_to_80" not in found
     if not method:
-        table, slot = timetable_of(planned(written)[1].details), planned(written)[1].details.slot
+        table, slot = (
+            timetable_of(planned(written)[1].details),
+            planned(written)[1].details.slot,
+        )
         assert found["timeslots"] == table.slots(12)
-        assert found["transmissions_rate"] == pytest.approx(12 * 28 / (table.slots(12) - 1) / slot / 6, rel=1e-3)
+        assert found["transmissions_rate"] == pytest.approx(
+            12 * 28 / (table.slots(12) - 1) / slot / 6, rel=1e-3
+        )
 
 
 def test_the_time_to_80_percent_leaves_tests_out():
     model = {"name": "mlp", "hidden": [32]}
-    workload = {"model": model, "training": {"optimizer": {"learning_rate": 0.3}}, "steps": 60, "batch_size": 32}
+    workload = {
+        "model": model,
+        "training": {"optimizer": {"learning_rate": 0.3}},
+        "steps": 60,
+        "batch_size": 32,
+    }
     method = {"name": "edgepipe", "allocation": "horizontal", "evaluate_every": 10}
     written = scenario(5, workload=workload, method=method)
     outcome = run(written)
-    step = next((each["step"] for each in of(outcome, "evaluate") if each["accuracy"] >= 0.8), None)
+    step = next(
+        (each["step"] for each in of(outcome, "evaluate") if each["accuracy"] >= 0.8),
+        None,
+    )
     assert step is not None
-    assert figures_of(written, outcome)["time_to_80"] == pytest.approx(step * 5 * planned(written)[1].details.slot)
+    assert figures_of(written, outcome)["time_to_80"] == pytest.approx(
+        step * 5 * planned(written)[1].details.slot
+    )
 
 
 def test_the_same_seed_loses_the_same_casts():
-    network = {"link": {"rate": "20mbit", "delay": "2ms"}, "radio": {"area": [50, 50], "packets": 50}}
+    network = {
+        "link": {"rate": "20mbit", "delay": "2ms"},
+        "radio": {"area": [50, 50], "packets": 50},
+    }
     one, same = (of(run(six(network=network)), "step") for _ in range(2))
     assert one == same
     assert one != of(run(six()), "step")
@@ -446,14 +590,28 @@ def test_a_device_that_is_cut_off_is_missing_until_it_is_healed():
     slot = chosen.details.slot
     outcome = run(six(faults=[{"partition": [[apart]], "at": "1.5s", "for": "1.2s"}]))
     steps = [event.time for event in outcome.events if event.event == "step"]
-    assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx([4 * slot] * 11)
-    learnt = [event.time for event in outcome.events if named(event, "compute", before) and is_backward(event)]
+    assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx(
+        [4 * slot] * 11
+    )
+    learnt = [
+        event.time
+        for event in outcome.events
+        if named(event, "compute", before) and is_backward(event)
+    ]
     assert not [time for time in learnt if 1.5 + slot < time < 2.7]
     assert [time for time in learnt if time < 1.5]
     assert [time for time in learnt if time > 2.7]
     # It goes on with what it has itself, and casts; nobody hears it.
-    cast = [event.time for event in outcome.events if named(event, "cast", apart) and 1.5 < event.time < 2.7]
-    heard = [event for event in outcome.events if event.event == "receive" and event.fields["peer"] == apart]
+    cast = [
+        event.time
+        for event in outcome.events
+        if named(event, "cast", apart) and 1.5 < event.time < 2.7
+    ]
+    heard = [
+        event
+        for event in outcome.events
+        if event.event == "receive" and event.fields["peer"] == apart
+    ]
     assert cast
     assert not [event for event in heard if 1.5 + slot < event.time < 2.7]
     assert max(event.time for event in heard) > 2.7
@@ -471,7 +629,9 @@ def test_nothing_stands_still_when_a_device_is_killed_and_comes_back():
     outcome = run(six(faults=faults))
     slot = chosen.details.slot
     steps = [event.time for event in outcome.events if event.event == "step"]
-    assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx([4 * slot] * 11)
+    assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx(
+        [4 * slot] * 11
+    )
     assert len(of(outcome, "evaluate")) == 1
     begun = [event.time for event in outcome.events if named(event, "begin", victim)]
     assert not [time for time in begun if 0.5 < time < 1]
@@ -482,21 +642,56 @@ def test_nothing_stands_still_when_a_device_is_killed_and_comes_back():
 @pytest.mark.parametrize(
     ("keys", "key", "said"),
     [
-        ({"workload": {"model": {"name": "resnet18"}}}, ("model", "name"), "of resnet18 is no convolution, pooling or"),
-        ({"method": {"slot": "1us"}}, ("method", "slot"), "is too short: computing takes up to"),
-        ({"method": {"time": "1ms"}}, ("method", "time"), "is too short: one step takes"),
-        ({"method": {"layers": 1}, "workers": 3}, ("method", "layers"), "makes 6 groups of layers for 4 devices"),
-        ({"method": {"mapping": "upper"}, "workers": 9}, ("method", "mapping"), "10 devices are too many"),
-        ({"network": {"topology": "star"}}, ("network", "topology"), "no link leads from"),
-        ({"network": {"link": {"message_loss": "100%"}}}, ("network",), "receives no cast of"),
-        ({"method": {"micro_batches": 2}}, ("method", "micro_batches"), "is GPipe, which divides layer by layer"),
+        (
+            {"workload": {"model": {"name": "resnet18"}}},
+            ("model", "name"),
+            "of resnet18 is no convolution, pooling or",
+        ),
+        (
+            {"method": {"slot": "1us"}},
+            ("method", "slot"),
+            "is too short: computing takes up to",
+        ),
+        (
+            {"method": {"time": "1ms"}},
+            ("method", "time"),
+            "is too short: one step takes",
+        ),
+        (
+            {"method": {"layers": 1}, "workers": 3},
+            ("method", "layers"),
+            "makes 6 groups of layers for 4 devices",
+        ),
+        (
+            {"method": {"mapping": "upper"}, "workers": 9},
+            ("method", "mapping"),
+            "10 devices are too many",
+        ),
+        (
+            {"network": {"topology": "star"}},
+            ("network", "topology"),
+            "no link leads from",
+        ),
+        (
+            {"network": {"link": {"message_loss": "100%"}}},
+            ("network",),
+            "receives no cast of",
+        ),
+        (
+            {"method": {"micro_batches": 2}},
+            ("method", "micro_batches"),
+            "is GPipe, which divides layer by layer",
+        ),
         (
             {"method": {**GPIPE, "micro_batches": 17}},
             ("method", "micro_batches"),
             "a batch of 16 samples into",
         ),
         (
-            {"workload": {"model": {"name": "mlp", "hidden": [4]}}, "method": {"allocation": "horizontal"}},
+            {
+                "workload": {"model": {"name": "mlp", "hidden": [4]}},
+                "method": {"allocation": "horizontal"},
+            },
             ("method", "allocation"),
             "layer 1 has 4 neurons for 6 devices",
         ),
@@ -506,7 +701,9 @@ def test_plans_that_cannot_be_are_refused_by_their_key(keys, key, said):
     keys = dict(keys)
     workload = {**SIX["workload"], **keys.pop("workload", {})}
     method = {"name": "edgepipe", **keys.pop("method", {})}
-    problem, _ = problem_of(scenario(keys.pop("workers", 5), workload=workload, method=method, **keys))
+    problem, _ = problem_of(
+        scenario(keys.pop("workers", 5), workload=workload, method=method, **keys)
+    )
     with pytest.raises(InputError, match=said) as caught:
         EdgePipe().plan(problem)
     assert caught.value.key == key
@@ -516,8 +713,14 @@ def test_acknowledgements_need_a_way_back():
     # What holds the input layer alone has to hear nothing but acknowledgements.
     method = {"allocation": "vertical", "mapping": "random"}
     deaf = planned(six(method))[1].details.devices[0]
-    others = [name for name in ("source", *(f"worker{number}" for number in range(1, 6))) if name != deaf]
-    network = {"links": [{"from": name, "to": deaf, "message_loss": "100%"} for name in others]}
+    others = [
+        name
+        for name in ("source", *(f"worker{number}" for number in range(1, 6)))
+        if name != deaf
+    ]
+    network = {
+        "links": [{"from": name, "to": deaf, "message_loss": "100%"} for name in others]
+    }
     assert planned(six(method, network=network))
     with pytest.raises(InputError, match="ack needs a return path") as caught:
         planned(six({**method, "recovery": "ack"}, network=network))
@@ -526,7 +729,9 @@ def test_acknowledgements_need_a_way_back():
 
 def test_answers_are_waited_for_as_long_as_the_slowest_link_takes_also_one_that_a_device_does_not_know():
     slow = {"from": "worker2", "to": "worker3", "rate": "10kbit"}
-    problem, chosen = planned(six({"recovery": "ack"}, network={"link": {"rate": "20mbit"}, "links": [slow]}))
+    problem, chosen = planned(
+        six({"recovery": "ack"}, network={"link": {"rate": "20mbit"}, "links": [slow]})
+    )
     known, plan = EdgePipe().facts(problem, chosen, "worker1")
     assert ("worker2", "worker3") not in known.links
     answered = dict(zip(plan.details.devices, plan.details.answered, strict=True))
@@ -536,8 +741,13 @@ def test_answers_are_waited_for_as_long_as_the_slowest_link_takes_also_one_that_
 
 def test_losses_of_outputs_that_nobody_received_are_masked_by_default():
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "30%"}}
-    outcomes = [run(six({"allocation": "hybrid", **masks}, network=network)) for masks in ({}, {"masks": False})]
-    masked, unmasked = ([each["loss"] for each in of(outcome, "step")] for outcome in outcomes)
+    outcomes = [
+        run(six({"allocation": "hybrid", **masks}, network=network))
+        for masks in ({}, {"masks": False})
+    ]
+    masked, unmasked = (
+        [each["loss"] for each in of(outcome, "step")] for outcome in outcomes
+    )
     assert masked[0] == unmasked[0]
     assert masked != unmasked
     explicit = run(six({"allocation": "hybrid", "masks": True}, network=network))

@@ -25,12 +25,27 @@ class FTPipeHDOptions(AsynchronousOptions):
     """Options of `FTPipeHD`."""
 
     aggregate: int = Field(
-        1, ge=0, description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never"
+        1,
+        ge=0,
+        description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never",
     )
-    profile_runs: int = Field(10, ge=1, description="times the first device tries each unit before training")
-    repartition_first: int = Field(10, ge=0, description="batches after which the first better partition is looked for")
-    repartition_every: int = Field(100, ge=0, description="batches between later ones; 0: never")
-    least_gain: float = Field(0.02, ge=0, lt=1, description="of the bottleneck, for which the partition is changed")
+    profile_runs: int = Field(
+        10, ge=1, description="times the first device tries each unit before training"
+    )
+    repartition_first: int = Field(
+        10,
+        ge=0,
+        description="batches after which the first better partition is looked for",
+    )
+    repartition_every: int = Field(
+        100, ge=0, description="batches between later ones; 0: never"
+    )
+    least_gain: float = Field(
+        0.02,
+        ge=0,
+        lt=1,
+        description="of the bottleneck, for which the partition is changed",
+    )
 
 
 class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
@@ -58,7 +73,9 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
 
     def unknown(self, partition: StagePartition) -> list[Pair]:
         """Return the neighbours, both ways, whose link was not measured."""
-        return [pair for pair in _both_ways(partition.devices) if pair not in self._rates]
+        return [
+            pair for pair in _both_ways(partition.devices) if pair not in self._rates
+        ]
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return the pipeline over these devices with measured capacities."""
@@ -73,24 +90,38 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         finite = [rate for rate in self._rates.values() if not math.isinf(rate)]
         unknown = fmean(finite) if finite else math.inf
         pairs = [*_both_ways(names), *((name, names[0]) for name in names[2:])]
-        back = {(target, source): rate for (source, target), rate in self._rates.items()}
+        back = {
+            (target, source): rate for (source, target), rate in self._rates.items()
+        }
         rates = {**back, **self._rates}
-        return measured({pair: rates.get(pair, unknown) for pair in pairs if pair in self.problem.links})
+        return measured(
+            {
+                pair: rates.get(pair, unknown)
+                for pair in pairs
+                if pair in self.problem.links
+            }
+        )
 
     def due(self, done: int) -> bool:
         """Return whether a better partition is looked for after ``done`` batches: after the first, then regularly."""
         options = self.problem.options
-        return 0 < done == options.repartition_first or is_due(done, options.repartition_every)
+        return 0 < done == options.repartition_first or is_due(
+            done, options.repartition_every
+        )
 
     def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
         """Estimate capacities from the mean seconds of a batch of each stage."""
         profile = self.pipeline(partition.devices).profile
         found = estimate(profile.execution, partition.cuts, times)
-        for device, capacity, seconds in zip(partition.devices, found, times, strict=True):
+        for device, capacity, seconds in zip(
+            partition.devices, found, times, strict=True
+        ):
             if seconds is not None:
                 self._capacities[device] = capacity
 
-    def better(self, old: StagePartition, there: Sequence[str]) -> StagePartition | None:
+    def better(
+        self, old: StagePartition, there: Sequence[str]
+    ) -> StagePartition | None:
         """Return a partition that is worth changing to, or None."""
         try:
             new = self.over(there)
@@ -98,14 +129,22 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
             return None
         before = self.pipeline(old.devices).bottleneck(old.cuts)
         after = self.pipeline(new.devices).bottleneck(new.cuts)
-        return new if new != old and worthwhile(before, after, self.problem.options.least_gain) else None
+        return (
+            new
+            if new != old and worthwhile(before, after, self.problem.options.least_gain)
+            else None
+        )
 
 
 def _both_ways(names: Sequence[str]) -> list[Pair]:
-    return [pair for one, other in pairwise(names) for pair in ((one, other), (other, one))]
+    return [
+        pair for one, other in pairwise(names) for pair in ((one, other), (other, one))
+    ]
 
 
-def estimate(execution: Sequence[float], cuts: Cuts, observed: Sequence[float | None]) -> tuple[float, ...]:
+def estimate(
+    execution: Sequence[float], cuts: Cuts, observed: Sequence[float | None]
+) -> tuple[float, ...]:
     """Return the capacities by equations (1) and (2): observed over profiled seconds of each stage's units.
 
     ``execution`` are the coordinator's profiled seconds of each unit for one batch, ``observed`` the mean seconds of

@@ -11,7 +11,11 @@ import pytest
 
 from testbed.common.errors import InputError
 from testbed.ml.data import load as load_data
-from testbed.ml.partition.asynchronous import AsynchronousPipeline, capacities, divisible_limit
+from testbed.ml.partition.asynchronous import (
+    AsynchronousPipeline,
+    capacities,
+    divisible_limit,
+)
 from testbed.ml.pipeline.planning import pipeline_over
 from testbed.ml.preparation import pretraining_of
 from testbed.prepare import Prepared, prepare
@@ -23,9 +27,17 @@ from testbed.trace.metrics import metrics
 from tests.helpers import ROOT
 
 FOLDER = ROOT / "papers" / "ftpipehd" / "scenarios"
-SMALL = ("workload.data={name: digits, train: 320, test: 64}", "workload.model.width=0.35", "workload.batch_size=8")
+SMALL = (
+    "workload.data={name: digits, train: 320, test: 64}",
+    "workload.model.width=0.35",
+    "workload.batch_size=8",
+)
 # A batch takes about as long as it does in the whole scenario: so links weigh no more than there.
-SLOWER = ("devices.centre.speed=10mflops", "devices.fast.speed=10mflops", "devices.slow.speed=1mflops")
+SLOWER = (
+    "devices.centre.speed=10mflops",
+    "devices.fast.speed=10mflops",
+    "devices.slow.speed=1mflops",
+)
 OURS = "{name: ftpipehd, profile_runs: 1, repartition_first: 3, chain_every: 5, global_every: 10}"
 
 
@@ -38,13 +50,19 @@ def run(trial: Trial, weights: Any = None) -> tuple[Prepared, dict[str, Any], An
     dataset = load_data(trial.scenario.workload.data)
     outcome = simulate(ready, dataset, weights=weights)
     assert outcome.status == "finished", outcome.error
-    return ready, metrics(outcome, trial.experiment, ready.plan, ready.method.declared), outcome.weights
+    return (
+        ready,
+        metrics(outcome, trial.experiment, ready.plan, ready.method.declared),
+        outcome.weights,
+    )
 
 
 def known(ready: Prepared, *names: str) -> AsynchronousPipeline:
     """The pipeline over these devices with the speeds that the scenario gives."""
     devices = [ready.problem.device(name) for name in names]
-    given = capacities(devices, ready.problem.model.units, ready.problem.workload.batch_size)
+    given = capacities(
+        devices, ready.problem.model.units, ready.problem.workload.batch_size
+    )
     return pipeline_over(ready.problem, names, capacities=given)
 
 
@@ -64,7 +82,9 @@ def test_figure_5_nears_the_ratio_that_the_units_permit() -> None:
     _, other, _ = run(theirs)
     pipeline = known(ready, "centre", "fast", "slow")
     alike = replace(pipeline, capacities=(1.0,) * len(pipeline.devices))
-    predicted = pipeline.bottleneck(alike.least_bottleneck()) / pipeline.bottleneck(pipeline.least_bottleneck())
+    predicted = pipeline.bottleneck(alike.least_bottleneck()) / pipeline.bottleneck(
+        pipeline.least_bottleneck()
+    )
     measured = other["step_time"] / found["step_time_after"]
     limit = divisible_limit([device.speed for device in ready.problem.devices])
     assert limit == pytest.approx(7.0)
@@ -79,17 +99,30 @@ def test_figure_5_nears_the_ratio_that_the_units_permit() -> None:
 
 def test_figure_6_goes_on_as_fast_as_the_devices_that_are_left_can() -> None:
     local = OURS.replace("global_every: 10", "global_every: 10, fetch: local-first")
-    methods = f"[{OURS}, {local}, {{name: respipe, partition: capacities, chain_every: 5}}]"
+    methods = (
+        f"[{OURS}, {local}, {{name: respipe, partition: capacities, chain_every: 5}}]"
+    )
     alone = ("points=[]",)
-    settings = (*SMALL, *SLOWER, *alone, "workload.steps=20", "faults.0.when.batch=12", "expect.steps='== 20'")
-    ours, at_hand, theirs = reduced("ftpipehd-figure-6", *settings, f"sweep={{workload.method: {methods}}}")
+    settings = (
+        *SMALL,
+        *SLOWER,
+        *alone,
+        "workload.steps=20",
+        "faults.0.when.batch=12",
+        "expect.steps='== 20'",
+    )
+    ours, at_hand, theirs = reduced(
+        "ftpipehd-figure-6", *settings, f"sweep={{workload.method: {methods}}}"
+    )
     ready, found, _ = run(ours)
     _, other, _ = run(theirs)
     for figures in (found, other):
         assert (figures["recoveries"], figures["steps"]) == (1, 20)
     left = known(ready, "centre", "slow")
     cuts = left.least_bottleneck()
-    assert found["step_time_before"] == pytest.approx(other["step_time_before"], rel=0.05)
+    assert found["step_time_before"] == pytest.approx(
+        other["step_time_before"], rel=0.05
+    )
     assert found["step_time_after"] == pytest.approx(left.batch_time(cuts), rel=0.05)
     assert other["step_time_after"] >= 5 * found["step_time_after"]
     # From the detection to the first new batch: what the moved weights need on their links, and one filling of the
@@ -97,8 +130,15 @@ def test_figure_6_goes_on_as_fast_as_the_devices_that_are_left_can() -> None:
     _, with_replicas, _ = run(at_hand)
     fill = left.passage_costs.of(cuts, lambda one, two: one + two)
     for figures in (found, with_replicas):
-        assert figures["first_batch_time"] <= 1.5 * (figures["recovery_bytes"] * 8 / 100e6 + fill)
-    assert found["recovery_bytes"] > with_replicas["recovery_bytes"] == other["recovery_bytes"] == 0
+        assert figures["first_batch_time"] <= 1.5 * (
+            figures["recovery_bytes"] * 8 / 100e6 + fill
+        )
+    assert (
+        found["recovery_bytes"]
+        > with_replicas["recovery_bytes"]
+        == other["recovery_bytes"]
+        == 0
+    )
 
 
 def test_figure_4_aggregation_changes_the_weights_and_nothing_else() -> None:
@@ -116,7 +156,10 @@ def test_figure_4_aggregation_changes_the_weights_and_nothing_else() -> None:
         _, figures, _ = run(trial)
         found[trial.scenario.workload.method.options()["aggregate"]] = figures
     assert found[0]["loss"] != found[1]["loss"]
-    assert [len(figures["series"]["evaluations"]) for figures in found.values()] == [2, 2]
+    assert [len(figures["series"]["evaluations"]) for figures in found.values()] == [
+        2,
+        2,
+    ]
 
 
 def stages(trial: Trial) -> Iterator[tuple[float, float]]:
@@ -130,7 +173,13 @@ def stages(trial: Trial) -> Iterator[tuple[float, float]]:
 def test_figure_8_continues_from_the_weights_of_another_run() -> None:
     few = ("workload.data.test=96", "workload.epochs=", "workload.steps=4")
     _, before, weights = run(reduced("ftpipehd-pretrained", *few)[0])
-    once = ("sweep={}", "repetitions=1", "workload.data.test=96", "workload.steps=3", "workload.method.profile_runs=1")
+    once = (
+        "sweep={}",
+        "repetitions=1",
+        "workload.data.test=96",
+        "workload.steps=3",
+        "workload.method.profile_runs=1",
+    )
     (trial,) = reduced("ftpipehd-figure-8", *once)
     ready, figures, _ = run(trial, weights)
     assert pretraining_of(ready) is not None
@@ -153,4 +202,6 @@ def test_three_devices_train_what_none_has_the_memory_for() -> None:
     (trial,) = reduced("ftpipehd-figure-8", *small)
     assert all(need <= there for need, there in stages(trial))
     with pytest.raises(InputError, match=r"of memory, its part of the model needs"):
-        prepare(reduced("ftpipehd-figure-8", *small, "workload.method={name: single}")[0])
+        prepare(
+            reduced("ftpipehd-figure-8", *small, "workload.method={name: single}")[0]
+        )

@@ -44,24 +44,36 @@ def parallel_batches(profile: PairProfile, split: int, batch_size: int) -> int:
     its own layers, P+1..Q; the equation as printed has 1..P for the forward.
     """
     whole = profile.durations(split, batch_size)
-    idle = whole["upload"] + whole["server forward"] + whole["server backward"] + whole["download"]
+    idle = (
+        whole["upload"]
+        + whole["server forward"]
+        + whole["server backward"]
+        + whole["download"]
+    )
     idle += profile.up.delay + profile.down.delay
     shorter = min(whole["forward"], whole["backward"])
     wanted = 1 + math.ceil(idle / shorter) if shorter > 0 else batch_size
     return min(wanted, batch_size)
 
 
-def shortlist(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[Choice, ...]:
+def shortlist(
+    profile: PairProfile, batch_size: int, least: int = 1
+) -> tuple[Choice, ...]:
     """Return the paper's candidates: for each split point P = 1..Q the N of equation (14).
 
     ``least`` is the fewest samples of a mini-batch; the paper has no such limit.
     """
     most = max(1, batch_size // least)
     splits = range(1, profile.depth + 1)
-    return tuple(Choice(split, min(most, parallel_batches(profile, split, batch_size))) for split in splits)
+    return tuple(
+        Choice(split, min(most, parallel_batches(profile, split, batch_size)))
+        for split in splits
+    )
 
 
-def candidates(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[Choice, ...]:
+def candidates(
+    profile: PairProfile, batch_size: int, least: int = 1
+) -> tuple[Choice, ...]:
     """Return the shortlist, and for each size of a mini-batch the most that the batch gives, at every split point.
 
     Equation (14) stops where the device would no longer idle. Where a link is what holds up the pipeline, smaller
@@ -71,7 +83,11 @@ def candidates(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[C
     found = list(shortlist(profile, batch_size, least))
     sizes = range(max(1, min(least, batch_size)), batch_size + 1)
     counts = sorted({batch_size // size for size in sizes})
-    found += [Choice(split, count) for split in range(1, profile.depth + 1) for count in counts]
+    found += [
+        Choice(split, count)
+        for split in range(1, profile.depth + 1)
+        for count in counts
+    ]
     return tuple(dict.fromkeys(found))
 
 

@@ -34,14 +34,20 @@ Pi 3B is 10, and another factor of 2 for the 3B at 32 bits."""
 def exhaustive(profile: PairProfile, samples: int, batch_size: int) -> Choice:
     """Return the best of all P and N by formula: what the planner is scored against."""
     counts = range(1, batch_size + 1)
-    everything = (Choice(split, count) for split in range(1, profile.depth + 1) for count in counts)
+    everything = (
+        Choice(split, count)
+        for split in range(1, profile.depth + 1)
+        for count in counts
+    )
     return shortest_epoch(profile, samples, batch_size, everything)
 
 
 def score(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
     """Return the shortest possible epoch over that of a choice: equation (15), by formula; 1 is the best."""
     best = exhaustive(profile, samples, batch_size)
-    return epoch(profile, best, samples, batch_size) / epoch(profile, choice, samples, batch_size)
+    return epoch(profile, best, samples, batch_size) / epoch(
+        profile, choice, samples, batch_size
+    )
 
 
 # Share of each layer in the time of forward and backward, batch 100, torch 2.13, one thread, x86: by FLOPs the first
@@ -65,7 +71,8 @@ def cell(name: str, network: str) -> PairProfile:
 
     def layers(speed: float) -> tuple[LayerTimes, ...]:
         return tuple(
-            LayerTimes(sample * share / 3 / speed, sample * share * 2 / 3 / speed, 0.0) for share in SHARES[name]
+            LayerTimes(sample * share / 3 / speed, sample * share * 2 / 3 / speed, 0.0)
+            for share in SHARES[name]
         )
 
     return replace(plain, device=layers(1.0), server=layers(SERVER_SPEED))
@@ -75,7 +82,13 @@ CELLS = [(name, network) for name in SHARES for network in NETWORKS]
 
 
 def test_mini_batches_have_the_floor_of_the_batch_over_their_number() -> None:
-    assert [mini_batch(100, count) for count in (1, 3, 7, 12, 100)] == [100, 33, 14, 8, 1]
+    assert [mini_batch(100, count) for count in (1, 3, 7, 12, 100)] == [
+        100,
+        33,
+        14,
+        8,
+        1,
+    ]
     for wrong in (0, 101):
         with pytest.raises(ValueError, match="take 1 to 100"):
             mini_batch(100, wrong)
@@ -88,9 +101,15 @@ def test_an_epoch_leaves_out_what_is_no_whole_iteration() -> None:
 
 
 def test_durations_are_the_papers_equations_5_to_10() -> None:
-    layers = tuple(LayerTimes(forward=q, backward=2 * q, update=0.0) for q in (1.0, 2.0, 4.0))
-    server = tuple(LayerTimes(forward=q / 10, backward=q / 5, update=0.0) for q in (1.0, 2.0, 4.0))
-    found = PairProfile(layers, server, (1_000_000, 10, 10), (0, 0, 0), Link(rate=8e6), Link(rate=16e6)).durations(1, 3)
+    layers = tuple(
+        LayerTimes(forward=q, backward=2 * q, update=0.0) for q in (1.0, 2.0, 4.0)
+    )
+    server = tuple(
+        LayerTimes(forward=q / 10, backward=q / 5, update=0.0) for q in (1.0, 2.0, 4.0)
+    )
+    found = PairProfile(
+        layers, server, (1_000_000, 10, 10), (0, 0, 0), Link(rate=8e6), Link(rate=16e6)
+    ).durations(1, 3)
     assert found["forward"] == pytest.approx(3 * 1.0)
     assert found["backward"] == pytest.approx(3 * 2.0)
     assert found["server forward"] == pytest.approx(3 * 0.6)
@@ -113,10 +132,17 @@ def _profiles(draw: st.DrawFn) -> PairProfile:
     depth = draw(st.integers(1, 4))
     seconds = st.floats(1e-4, 1e-1)
     layers = [
-        tuple(LayerTimes(draw(seconds) / speed, draw(seconds) / speed, 0.0) for _ in range(depth)) for speed in (1, 20)
+        tuple(
+            LayerTimes(draw(seconds) / speed, draw(seconds) / speed, 0.0)
+            for _ in range(depth)
+        )
+        for speed in (1, 20)
     ]
     volumes = tuple(draw(st.integers(100, 100_000)) for _ in range(depth))
-    up, down = (Link(rate=draw(st.floats(1e6, 1e8)), delay=draw(st.floats(0, 0.05))) for _ in range(2))
+    up, down = (
+        Link(rate=draw(st.floats(1e6, 1e8)), delay=draw(st.floats(0, 0.05)))
+        for _ in range(2)
+    )
     return PairProfile(layers[0], layers[1], volumes, volumes, up, down)
 
 
@@ -135,12 +161,16 @@ def test_nothing_is_better_than_the_exhaustive_choice_and_the_optimiser_takes_it
     assert epoch(found, chosen, samples, batch) == min(
         epoch(found, each, samples, batch) for each in candidates(found, batch)
     )
-    assert epoch(found, best_split(found, samples, batch), samples, batch) <= min(times[::batch])
+    assert epoch(found, best_split(found, samples, batch), samples, batch) <= min(
+        times[::batch]
+    )
 
 
 def best_split(found: PairProfile, samples: int, batch: int) -> Choice:
     """Return split-federated learning's: N is 1."""
-    return shortest_epoch(found, samples, batch, [Choice(split) for split in range(1, found.depth + 1)])
+    return shortest_epoch(
+        found, samples, batch, [Choice(split) for split in range(1, found.depth + 1)]
+    )
 
 
 def test_the_shortlist_has_one_number_of_mini_batches_for_each_split_point() -> None:
@@ -157,21 +187,38 @@ def test_no_mini_batch_is_smaller_than_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("name", "network"), CELLS)
-def test_the_choice_scores_at_least_96_percent_in_the_papers_cells(name: str, network: str) -> None:
+def test_the_choice_scores_at_least_96_percent_in_the_papers_cells(
+    name: str, network: str
+) -> None:
     found = cell(name, network)
     chosen = shortest_epoch(found, SAMPLES, BATCH, candidates(found, BATCH))
     assert chosen.split == 1
     assert score(found, chosen, SAMPLES, BATCH) >= 0.96
-    assert score(found, shortest_epoch(found, SAMPLES, BATCH, shortlist(found, BATCH)), SAMPLES, BATCH) >= 0.83
+    assert (
+        score(
+            found,
+            shortest_epoch(found, SAMPLES, BATCH, shortlist(found, BATCH)),
+            SAMPLES,
+            BATCH,
+        )
+        >= 0.83
+    )
 
 
 @pytest.mark.parametrize(("name", "network"), CELLS)
 def test_methods_rank_as_in_figure_4(name: str, network: str) -> None:
     found = cell(name, network)
     # Devices are alike; split learning has them train one after the other, the others average their models.
-    aggregation = aggregation_time(create(name, {}, (3, 32, 32), 10), DeviceSpec("server", 2e10, 1e9), DEVICES)
-    split, choice = best_split(found, SAMPLES, BATCH), shortest_epoch(found, SAMPLES, BATCH, candidates(found, BATCH))
-    fl = found.local_training(SAMPLES, BATCH) + found.exchange(found.depth) + aggregation
+    aggregation = aggregation_time(
+        create(name, {}, (3, 32, 32), 10), DeviceSpec("server", 2e10, 1e9), DEVICES
+    )
+    split, choice = (
+        best_split(found, SAMPLES, BATCH),
+        shortest_epoch(found, SAMPLES, BATCH, candidates(found, BATCH)),
+    )
+    fl = (
+        found.local_training(SAMPLES, BATCH) + found.exchange(found.depth) + aggregation
+    )
     sfl = epoch(found, split, SAMPLES, BATCH) + aggregation
     pipelearn = epoch(found, choice, SAMPLES, BATCH) + aggregation
     sl = epoch(found, split, SAMPLES, BATCH) * DEVICES
@@ -192,7 +239,9 @@ def test_devices_that_share_the_servers_processor_find_it_slower(at_once: int) -
     server = DeviceSpec("server", 1e10, 1e9)
     device = layer_times(model, sgd(), DeviceSpec("device", 1e9, 1e9))
     alone, shared = (
-        profile(model, device, layer_times(model, sgd(), server, share), Link(), Link()).durations(1, 10)
+        profile(
+            model, device, layer_times(model, sgd(), server, share), Link(), Link()
+        ).durations(1, 10)
         for share in (1, at_once)
     )
     assert math.isclose(shared["server forward"], at_once * alone["server forward"])

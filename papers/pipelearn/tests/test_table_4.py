@@ -28,7 +28,12 @@ def measured(options: dict, *, samples: int = 10_000, **work: object) -> dict:
         1,
         workload={
             "model": {"name": "vgg5"},
-            "data": {"name": "synthetic-3x32x32", "train": samples, "test": 1, "split": "iid"},
+            "data": {
+                "name": "synthetic-3x32x32",
+                "train": samples,
+                "test": 1,
+                "split": "iid",
+            },
             "batch_size": 100,
             "numerics": "none",
             **(work or {"steps": 2}),
@@ -36,7 +41,11 @@ def measured(options: dict, *, samples: int = 10_000, **work: object) -> dict:
         options=options if work else {"local_steps": 2, **options},
         network={"topology": "star", "link": {"preset": "4g"}},
     )
-    found = prepared(Scenario.model_validate(spec.model_dump(mode="json", by_alias=True, exclude_none=True) | DEVICES))
+    found = prepared(
+        Scenario.model_validate(
+            spec.model_dump(mode="json", by_alias=True, exclude_none=True) | DEVICES
+        )
+    )
     outcome = simulate(found, load(spec.workload.data, blank=True))
     kept = Plan.model_validate_json(found.plan.model_dump_json())
     return metrics(outcome, found.trial.experiment, kept, DECLARED)
@@ -55,6 +64,9 @@ def test_the_choice_is_that_of_equation_14_by_default() -> None:
 
 def test_two_iterations_tell_an_epoch() -> None:
     options = {"split": 1, "parallel": 3}
-    whole, two = measured(options, samples=900, epochs=1), measured(options, samples=900)
+    whole, two = (
+        measured(options, samples=900, epochs=1),
+        measured(options, samples=900),
+    )
     assert whole["epoch_time"] == pytest.approx(whole["round_time"], rel=1e-9)
     assert two["epoch_time"] == pytest.approx(whole["round_time"], rel=1e-3)

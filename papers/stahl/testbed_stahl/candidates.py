@@ -17,7 +17,14 @@ from testbed.ml.partition.cuts import Costs, best
 from testbed_stahl.dataflow import Dataflow, dataflow
 from testbed_stahl.demands import divided_weights, memory
 from testbed_stahl.options import PlanSettings, SchemeName
-from testbed_stahl.plan import DistributedPlan, LayerPlan, Range, Tiling, divide, proportional
+from testbed_stahl.plan import (
+    DistributedPlan,
+    LayerPlan,
+    Range,
+    Tiling,
+    divide,
+    proportional,
+)
 from testbed_stahl.schemes import (
     Schemes,
     WorkerTotals,
@@ -41,11 +48,17 @@ def divided_plan(
     layers: list[LayerPlan] = []
     for index, (layer, scheme) in enumerate(zip(graph.layers, schemes, strict=True)):
         if scheme in ("lop", "fuse1"):
-            layers.append(LayerPlan(scheme=scheme, outputs=divide(layer.output_channels, shares)))
+            layers.append(
+                LayerPlan(scheme=scheme, outputs=divide(layer.output_channels, shares))
+            )
         elif scheme in ("lip", "fuse2"):
-            layers.append(LayerPlan(scheme=scheme, inputs=_split_input(graph, index, shares)))
+            layers.append(
+                LayerPlan(scheme=scheme, inputs=_split_input(graph, index, shares))
+            )
         else:
-            layers.append(LayerPlan(scheme=scheme, owner=source if scheme == "whole" else None))
+            layers.append(
+                LayerPlan(scheme=scheme, owner=source if scheme == "whole" else None)
+            )
     return DistributedPlan(
         scheme=name,
         devices=tuple(devices),
@@ -56,23 +69,33 @@ def divided_plan(
     )
 
 
-def _split_input(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
+def _split_input(
+    graph: Graph, index: int, shares: Sequence[Fraction]
+) -> tuple[Range, ...]:
     layer = graph.layers[index]
     if not graph.follows(index) or not graph.layers[index - 1].splits:
         return divide(layer.input_channels, shares)
     channels = graph.layers[index - 1].output_channels
     # More than one where a fully connected layer takes a feature map, of which each device has whole channels.
     factor = layer.input_channels // channels
-    return tuple(Range(first * factor, last * factor) for first, last in divide(channels, shares))
+    return tuple(
+        Range(first * factor, last * factor) for first, last in divide(channels, shares)
+    )
 
 
-def single_plan(name: str, graph: Graph, devices: Sequence[str], source: int) -> DistributedPlan:
+def single_plan(
+    name: str, graph: Graph, devices: Sequence[str], source: int
+) -> DistributedPlan:
     """Build the plan in which the source computes everything: equation (6)."""
     return _owned_layers(name, devices, source, [source] * len(graph.layers))
 
 
 def sequential_plan(
-    name: str, graph: Graph, devices: Sequence[str], source: int, capacities: Sequence[float]
+    name: str,
+    graph: Graph,
+    devices: Sequence[str],
+    source: int,
+    capacities: Sequence[float],
 ) -> DistributedPlan:
     """Build a plan of sequential layer mapping (DL): contiguous layers over the devices, the source first.
 
@@ -80,19 +103,32 @@ def sequential_plan(
 
     The cuts are those for which the weights on the fullest device are the least, in relation to its capacity.
     """
-    order = [source, *(index for index in range(len(devices)) if index != source)][: len(graph.layers)]
+    order = [source, *(index for index in range(len(devices)) if index != source)][
+        : len(graph.layers)
+    ]
     costs = Costs(
-        lambda stage, first, last: sum(layer.weights for layer in graph.layers[first:last]) / capacities[order[stage]],
+        lambda stage, first, last: (
+            sum(layer.weights for layer in graph.layers[first:last])
+            / capacities[order[stage]]
+        ),
         lambda _stage, _cut: 0.0,
     )
     _, cuts = best(len(graph.layers), len(order), costs, max)
-    owners = [owner for owner, (first, last) in zip(order, pairwise(cuts), strict=True) for _ in range(first, last)]
+    owners = [
+        owner
+        for owner, (first, last) in zip(order, pairwise(cuts), strict=True)
+        for _ in range(first, last)
+    ]
     return _owned_layers(name, devices, source, owners)
 
 
-def _owned_layers(name: str, devices: Sequence[str], source: int, owners: Sequence[int]) -> DistributedPlan:
+def _owned_layers(
+    name: str, devices: Sequence[str], source: int, owners: Sequence[int]
+) -> DistributedPlan:
     layers = tuple(LayerPlan(scheme="whole", owner=owner) for owner in owners)
-    return DistributedPlan(scheme=name, devices=tuple(devices), source=source, layers=layers)
+    return DistributedPlan(
+        scheme=name, devices=tuple(devices), source=source, layers=layers
+    )
 
 
 MOST_TILES = 144
@@ -117,26 +153,45 @@ class Candidate:
     def excess(self, devices: Sequence[DeviceSpec]) -> dict[int, float]:
         """Return the missing bytes by device."""
         pairs = enumerate(zip(self.needs, devices, strict=True))
-        return {index: need - device.memory for index, (need, device) in pairs if need > device.memory}
+        return {
+            index: need - device.memory
+            for index, (need, device) in pairs
+            if need > device.memory
+        }
 
     def fullest(self, devices: Sequence[DeviceSpec]) -> int:
         """Return the device with the highest ratio of demand to memory."""
-        return max(range(len(devices)), key=lambda index: self.needs[index] / devices[index].memory)
+        return max(
+            range(len(devices)),
+            key=lambda index: self.needs[index] / devices[index].memory,
+        )
 
     def shortfall(self, devices: Sequence[DeviceSpec]) -> float:
         """Return the bytes missing on the fullest device; 0 if every device fits."""
         return self.excess(devices).get(self.fullest(devices), 0.0)
 
 
-def candidate(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> Candidate:
+def candidate(
+    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
+) -> Candidate:
     """Return a plan that fits, otherwise the one with the smallest shortfall; raises `InputError` for invalid ones."""
     names, scheme = [device.name for device in devices], settings.options.scheme
     if scheme == "single":
-        return Candidate.of(dataflow(graph, single_plan(scheme, graph, names, settings.source), settings))
+        return Candidate.of(
+            dataflow(
+                graph, single_plan(scheme, graph, names, settings.source), settings
+            )
+        )
     if scheme == "sequential":
-        plan = sequential_plan(scheme, graph, names, settings.source, [device.memory for device in devices])
+        plan = sequential_plan(
+            scheme, graph, names, settings.source, [device.memory for device in devices]
+        )
         return Candidate.of(dataflow(graph, plan, settings))
-    early = early_layers(graph) if settings.options.early is None else settings.options.early
+    early = (
+        early_layers(graph)
+        if settings.options.early is None
+        else settings.options.early
+    )
     check_early(graph, early)
     candidates: list[Candidate] = []
     for tiling in _candidate_tilings(graph, devices, settings, early):
@@ -147,7 +202,11 @@ def candidate(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSetting
 
 
 def _bound_by_memory(
-    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, early: int, tiling: Tiling | None
+    graph: Graph,
+    devices: Sequence[DeviceSpec],
+    settings: PlanSettings,
+    early: int,
+    tiling: Tiling | None,
 ) -> Candidate:
     """Shrink the shares of devices without enough memory while other devices can take over."""
     names = [device.name for device in devices]
@@ -155,7 +214,15 @@ def _bound_by_memory(
     while True:
         shares = _divide_shares(devices, settings, caps)
         schemes = _candidate_schemes(graph, shares, early, settings)
-        plan = divided_plan(settings.options.scheme, graph, names, settings.source, shares, schemes, tiling)
+        plan = divided_plan(
+            settings.options.scheme,
+            graph,
+            names,
+            settings.source,
+            shares,
+            schemes,
+            tiling,
+        )
         bounded = Candidate.of(dataflow(graph, plan, settings))
         excess = bounded.excess(devices)
         if not excess or any(shares[index] == 0 for index in excess):
@@ -173,19 +240,32 @@ def _divide_shares(
 ) -> tuple[Fraction, ...]:
     """Divide the remaining share among the devices without a memory bound, in proportion to their speed."""
     free = [index for index in range(len(devices)) if index not in caps]
-    speeds = [devices[index].speed if settings.options.shares == "speed" else 1.0 for index in free]
+    speeds = [
+        devices[index].speed if settings.options.shares == "speed" else 1.0
+        for index in free
+    ]
     rest = 1 - sum(caps.values())
-    shares = {**caps, **{index: rest * share for index, share in zip(free, proportional(speeds), strict=True)}}
+    shares = {
+        **caps,
+        **{
+            index: rest * share
+            for index, share in zip(free, proportional(speeds), strict=True)
+        },
+    }
     return tuple(shares[index] for index in range(len(devices)))
 
 
-def _candidate_schemes(graph: Graph, shares: Sequence[Fraction], early: int, settings: PlanSettings) -> Schemes:
+def _candidate_schemes(
+    graph: Graph, shares: Sequence[Fraction], early: int, settings: PlanSettings
+) -> Schemes:
     options, workers = settings.options, WorkerTotals.of(shares, settings.source)
     if options.scheme == "lop" or options.scheme == "lip":
         return everywhere(graph, options.scheme, early)
     if options.scheme == "fuse" and options.fused is not None:
         return fused(graph, options.fused, early)
-    return least_communication(graph, workers, options.reuse, early, lip=options.scheme == "optimal")
+    return least_communication(
+        graph, workers, options.reuse, early, lip=options.scheme == "optimal"
+    )
 
 
 def _candidate_tilings(
@@ -195,7 +275,10 @@ def _candidate_tilings(
     if not early:
         yield None
         return
-    speeds = [device.speed if settings.options.shares == "speed" else 1.0 for device in devices]
+    speeds = [
+        device.speed if settings.options.shares == "speed" else 1.0
+        for device in devices
+    ]
     layers = graph.layers[:early]
     reuse = settings.options.overlap == "reuse"
     if settings.options.grid is not None:
@@ -205,7 +288,10 @@ def _candidate_tilings(
     yield best
     _, height, width = layers[-1].output
     for factor in (2, 3, 4):
-        rows, columns = min(factor * best.rows, height), min(factor * best.columns, width)
+        rows, columns = (
+            min(factor * best.rows, height),
+            min(factor * best.columns, width),
+        )
         if rows * columns <= MOST_TILES:
             yield tile(layers, rows, columns, speeds, settings.source, reuse)
 
@@ -214,7 +300,9 @@ _PROBES = (*range(1, 9), 12, 16, 24, 32, 48, 64)
 """Numbers of devices that are tried in the search for one that would do."""
 
 
-def fitting_plan(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> DistributedPlan:
+def fitting_plan(
+    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
+) -> DistributedPlan:
     """Return the plan of a scheme; raises `InputError` if none fits, with the number of devices required."""
     best = candidate(graph, devices, settings)
     if not best.excess(devices):
@@ -228,16 +316,24 @@ def fitting_plan(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSett
     )
 
 
-def _what_fits(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> str:
+def _what_fits(
+    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
+) -> str:
     """Describe the smallest sufficient number of devices, for another scheme if this one never fits."""
-    ways: list[SchemeName] = [settings.options.scheme] if settings.options.scheme != "single" else []
+    ways: list[SchemeName] = (
+        [settings.options.scheme] if settings.options.scheme != "single" else []
+    )
     if settings.options.scheme in ("single", "sequential"):
         ways.append("optimal")
     for scheme in ways:
         count = enough_devices(graph, devices, settings.with_options(scheme=scheme))
         if count:
             by = "" if scheme == settings.options.scheme else f" by the scheme {scheme}"
-            like = f", the added ones like {devices[-1].name}" if count > len(devices) else ""
+            like = (
+                f", the added ones like {devices[-1].name}"
+                if count > len(devices)
+                else ""
+            )
             return f"{count} devices would do{by}{like}"
     return (
         "no number of such devices would do, for what each needs whatever its share, activations above all, is too "
@@ -246,11 +342,15 @@ def _what_fits(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettin
     )
 
 
-def enough_devices(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> int:
+def enough_devices(
+    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
+) -> int:
     """Return how many devices a scheme needs, extra ones being copies of the last; 0 if no number in `_PROBES`
     suffices.
     """
-    others = [device for index, device in enumerate(devices) if index != settings.source]
+    others = [
+        device for index, device in enumerate(devices) if index != settings.source
+    ]
     ordered = [devices[settings.source], *others]
     inner = replace(settings, source=0)
 
@@ -264,6 +364,10 @@ def enough_devices(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSe
     missed = 0
     for probe in _PROBES:
         if fits(probe):
-            return next(count for count in range(missed + 1, probe + 1) if count == probe or fits(count))
+            return next(
+                count
+                for count in range(missed + 1, probe + 1)
+                if count == probe or fits(count)
+            )
         missed = probe
     return 0

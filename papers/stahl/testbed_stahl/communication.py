@@ -50,7 +50,10 @@ class Transfer:
     def wire_bytes(self, samples: int) -> float:
         """Return the bytes on the wire of a request of ``samples`` samples, headers included."""
         sizes = Counter(self.messages)
-        return sum(count * size_around(samples * BYTES_PER_VALUE * elements) for elements, count in sizes.items())
+        return sum(
+            count * size_around(samples * BYTES_PER_VALUE * elements)
+            for elements, count in sizes.items()
+        )
 
 
 def transfers(flow: Dataflow) -> tuple[Transfer, ...]:
@@ -74,17 +77,30 @@ def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
     for tile in flow.plan.tiles:
         if tile.device != source:
             first, last = flow.graph.layers[0], flow.graph.layers[flow.tiled - 1]
-            there, back = first.input[0] * tile.regions[0].pixels, last.output[0] * tile.regions[-1].pixels
+            there, back = (
+                first.input[0] * tile.regions[0].pixels,
+                last.output[0] * tile.regions[-1].pixels,
+            )
             transfers.append(Transfer(source, tile.device, INPUT, (there,)))
             transfers.append(Transfer(tile.device, source, flow.tiled - 1, (back,)))
     for (lender, borrower), taken in flow.overlaps.items():
         size = sum(map(flow.values, taken))
         way = [tiles[lender].device, tiles[borrower].device]
-        if flow.settings.options.stealing or (way[0] != way[1] and flow.way == "source"):
+        if flow.settings.options.stealing or (
+            way[0] != way[1] and flow.way == "source"
+        ):
             way.insert(1, source)
         for leg, (one, other) in enumerate(pairwise(way)):
             if one != other:
-                transfers.append(Transfer(one, other, flow.tiled - 2, (size,), forwarded=leg == 1 and source != way[0]))
+                transfers.append(
+                    Transfer(
+                        one,
+                        other,
+                        flow.tiled - 2,
+                        (size,),
+                        forwarded=leg == 1 and source != way[0],
+                    )
+                )
     return tuple(transfers)
 
 
@@ -96,12 +112,18 @@ def _of_values(flow: Dataflow) -> Iterator[Transfer]:
             if not home.size:
                 continue
             pieces = flow.pieces(value, maker)
-            merges = value != INPUT and (value == flow.tiled - 1 or flow.tasks[value][maker].work == "sums")
+            merges = value != INPUT and (
+                value == flow.tiled - 1 or flow.tasks[value][maker].work == "sums"
+            )
             for receiver, part in flow.receivers(value, maker, home):
-                yield Transfer(maker, receiver, value, _cut_part(pieces, part), forwarded=merges)
+                yield Transfer(
+                    maker, receiver, value, _cut_part(pieces, part), forwarded=merges
+                )
             if flow.way == "source" and maker != source:
                 for receiver, part in flow.forwarded(value, maker, home):
-                    yield Transfer(source, receiver, value, _cut_part(pieces, part), forwarded=True)
+                    yield Transfer(
+                        source, receiver, value, _cut_part(pieces, part), forwarded=True
+                    )
 
 
 def _cut_part(pieces: Pieces, part: Range) -> tuple[int, ...]:
@@ -118,7 +140,9 @@ def _of_sums(flow: Dataflow) -> Iterator[Transfer]:
         for merger, merging in enumerate(tasks):
             if merging.work != "sums" or not merging.makes.size:
                 continue
-            messages = tuple(each * chunk.size for chunk in flow.chunks(index, merging.makes))
+            messages = tuple(
+                each * chunk.size for chunk in flow.chunks(index, merging.makes)
+            )
             for device, task in enumerate(tasks):
                 if device != merger and task.takes.size:
                     yield Transfer(device, merger, index, messages, sums=True)
@@ -157,12 +181,17 @@ class Phase:
     def seconds(self) -> float:
         """Seconds from the complete input to the complete output."""
         if self.layerwise:
-            return self.compute + sum(leg.busy + leg.delay for leg in (self.gathering, self.own, self.forwarding))
+            return self.compute + sum(
+                leg.busy + leg.delay
+                for leg in (self.gathering, self.own, self.forwarding)
+            )
         # One message is sent when all is computed and forwarded when all is received. Of several, the first passes
         # while the layer before still sends its last, so the slowest station alone counts.
         share = 1.0 if self.chunks == 1 else 0.0
         gathered, sent = (
-            max(self.compute, leg.busy) + share * min(self.compute, leg.busy) + leg.delay
+            max(self.compute, leg.busy)
+            + share * min(self.compute, leg.busy)
+            + leg.delay
             for leg in (self.gathering, self.own)
         )
         if not self.forwarding.busy:
@@ -170,7 +199,9 @@ class Phase:
         # The way out of the source is busy with its own output until there is something to forward.
         first = share * (self.compute + self.gathering.busy) + self.gathering.delay
         begun = max(share * self.compute + self.own.busy, first)
-        forwarded = max(begun + self.forwarding.busy, gathered + share * self.forwarding.busy)
+        forwarded = max(
+            begun + self.forwarding.busy, gathered + share * self.forwarding.busy
+        )
         return max(forwarded + self.forwarding.delay, sent)
 
 
@@ -181,17 +212,25 @@ def overlapped(phases: Sequence[Phase]) -> float:
 
 def interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
     """Return the seconds between two results: the latency of one request, or less if several requests overlap."""
-    computing, sending = sum(phase.compute for phase in phases), sum(phase.network for phase in phases)
+    computing, sending = (
+        sum(phase.compute for phase in phases),
+        sum(phase.network for phase in phases),
+    )
     return max(computing, sending, overlapped(phases) / in_flight)
 
 
-def phases(flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]) -> tuple[Phase, ...]:
+def phases(
+    flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]
+) -> tuple[Phase, ...]:
     """Return the phases of one full request, with devices in the order of the plan."""
     moved: dict[int, list[Transfer]] = {}
     for transfer in transfers(flow):
         moved.setdefault(transfer.value, []).append(transfer)
     rows = costs(flow)
-    work = {index: _last_finish(rows[index : index + 1], devices) for index in range(flow.tiled, len(rows))}
+    work = {
+        index: _last_finish(rows[index : index + 1], devices)
+        for index in range(flow.tiled, len(rows))
+    }
     # All tiled layers count as one, between the image and their map; or as two, the second of the tiles that wait.
     work[INPUT] = _last_finish(rows[: flow.tiled], devices)
     if flow.overlaps:
@@ -202,9 +241,13 @@ def phases(flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, L
     )
 
 
-def _last_finish(rows: Sequence[Sequence[Cost]], devices: Sequence[DeviceSpec]) -> float:
+def _last_finish(
+    rows: Sequence[Sequence[Cost]], devices: Sequence[DeviceSpec]
+) -> float:
     """Return the seconds until the last device has finished its part of these layers."""
-    loads = (sum((row[device] for row in rows), Cost()) for device in range(len(devices)))
+    loads = (
+        sum((row[device] for row in rows), Cost()) for device in range(len(devices))
+    )
     return max(spec.seconds(load) for load, spec in zip(loads, devices, strict=True))
 
 
@@ -216,7 +259,10 @@ def _in_turns(flow: Dataflow, devices: Sequence[DeviceSpec]) -> tuple[float, flo
         cost = sum(tile_costs(layers, made, flow.settings.samples), Cost())
         loads[tile.device][is_late(tile.row, tile.column)] += cost
     for (early, late), spec in zip(loads, devices, strict=True):
-        ends = [max(ends[0], spec.seconds(early)), max(ends[1], spec.seconds(early + late))]
+        ends = [
+            max(ends[0], spec.seconds(early)),
+            max(ends[1], spec.seconds(early + late)),
+        ]
     return ends[0], max(0.0, ends[1] - ends[0])
 
 
@@ -233,7 +279,9 @@ def _make_phase(
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
 ) -> Phase:
-    busy: dict[str, defaultdict[tuple[str, int, int], float]] = defaultdict(lambda: defaultdict(float))
+    busy: dict[str, defaultdict[tuple[str, int, int], float]] = defaultdict(
+        lambda: defaultdict(float)
+    )
     delays: defaultdict[str, float] = defaultdict(float)
     for transfer in moved:
         sender, receiver = transfer.sender, transfer.receiver
@@ -244,7 +292,9 @@ def _make_phase(
         for way in (busy["all"], busy[leg]):
             way["link", sender, receiver] += size / link.rate if link.rate else 0.0
             way["up", sender, sender] += size / (devices[sender].uplink or inf)
-            way["down", receiver, receiver] += size / (devices[receiver].downlink or inf)
+            way["down", receiver, receiver] += size / (
+                devices[receiver].downlink or inf
+            )
     legs = {leg: Leg(max(busy[leg].values()), delays[leg]) for leg in delays}
     chunks = max((len(transfer.messages) for transfer in moved), default=1)
     # Each receiver of sums gets others, computed one after the other.

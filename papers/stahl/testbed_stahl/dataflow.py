@@ -73,37 +73,53 @@ def by_chunks(layer: GraphLayer, task: LayerTask) -> bool:
     return task.work in ("outputs", "sums") or (task.work == "whole" and layer.splits)
 
 
-def tasks_of(graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: Homes) -> tuple[LayerTask, ...]:
+def tasks_of(
+    graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: Homes
+) -> tuple[LayerTask, ...]:
     """Return the task of each device in an untiled layer; ``homes`` maps each value and device to its elements."""
     layer, decided = graph.layers[index], plan.layers[index]
     if decided.scheme in ("lop", "fuse1"):
         everything = Range(0, layer.inputs)
-        return tuple(LayerTask("outputs", everything, made) if made.size else IDLE for made in decided.outputs)
+        return tuple(
+            LayerTask("outputs", everything, made) if made.size else IDLE
+            for made in decided.outputs
+        )
     if decided.scheme in ("lip", "fuse2"):
         merging = _merged_ranges(graph, plan, way, index)
         each = layer.inputs // layer.input_channels
         return tuple(
-            LayerTask("sums", scaled(taken, each), made) for taken, made in zip(decided.inputs, merging, strict=True)
+            LayerTask("sums", scaled(taken, each), made)
+            for taken, made in zip(decided.inputs, merging, strict=True)
         )
-    if way == "direct" and (local := _without_exchange(layer, len(plan.devices), homes)):
+    if way == "direct" and (
+        local := _without_exchange(layer, len(plan.devices), homes)
+    ):
         return local
     tasks = [IDLE] * len(plan.devices)
     tasks[plan.source if decided.owner is None else decided.owner] = _whole_task(layer)
     return tuple(tasks)
 
 
-def _without_exchange(layer: GraphLayer, devices: int, homes: Homes) -> tuple[LayerTask, ...]:
+def _without_exchange(
+    layer: GraphLayer, devices: int, homes: Homes
+) -> tuple[LayerTask, ...]:
     """Return the tasks in a layer applied locally to existing elements; empty for other layers."""
     if layer.joins:
         return (IDLE,) * devices
     if layer.division == "moves":
         return (_whole_task(layer),) * devices
     homes_before = homes.get(layer.sources[0], ())
-    if not layer.by_channel or len(layer.sources) > 1 or not any(home.size for home in homes_before):
+    if (
+        not layer.by_channel
+        or len(layer.sources) > 1
+        or not any(home.size for home in homes_before)
+    ):
         return ()
     channel = layer.inputs // layer.output[0]
     return tuple(
-        LayerTask("channels", home, Range(home.first // channel, home.last // channel)) if home.size else IDLE
+        LayerTask("channels", home, Range(home.first // channel, home.last // channel))
+        if home.size
+        else IDLE
         for home in homes_before
     )
 
@@ -112,12 +128,17 @@ def _whole_task(layer: GraphLayer) -> LayerTask:
     return LayerTask("whole", Range(0, layer.inputs), Range(0, layer.output[0]))
 
 
-def _merged_ranges(graph: Graph, plan: DistributedPlan, way: Way, index: int) -> tuple[Range, ...]:
+def _merged_ranges(
+    graph: Graph, plan: DistributedPlan, way: Way, index: int
+) -> tuple[Range, ...]:
     """Return the range of output channels merged by each device."""
     channels, decided = graph.layers[index].output[0], plan.layers[index]
     if way == "direct" and graph.readers[index]:
         return divide(channels, proportional([taken.size for taken in decided.inputs]))
-    return tuple(Range(0, channels if device == plan.source else 0) for device in range(len(plan.devices)))
+    return tuple(
+        Range(0, channels if device == plan.source else 0)
+        for device in range(len(plan.devices))
+    )
 
 
 class Origin(NamedTuple):
@@ -197,7 +218,11 @@ class Dataflow:
         for source in self.graph.layers[index].sources:
             there = Range(at, at + self.graph.outputs_of(source))
             part = intersection(there, taken)
-            if part.size and source != INPUT and is_alias(self.graph.layers[source], self.way):
+            if (
+                part.size
+                and source != INPUT
+                and is_alias(self.graph.layers[source], self.way)
+            ):
                 for origin in self.origins(source, shifted(part, -at)):
                     yield origin._replace(at=origin.at + at)
             elif part.size:
@@ -218,9 +243,22 @@ class Dataflow:
         communication.
         """
         options = self.settings.options
-        size = made.size * self.graph.layers[index].pixels * self.settings.samples * BYTES_PER_VALUE
-        count = 1 if options.layerwise else max(1, min(options.chunks, made.size, size // options.least_chunk))
-        return tuple(shifted(part, made.first) for part in evenly(made.size, count)) if made.size else ()
+        size = (
+            made.size
+            * self.graph.layers[index].pixels
+            * self.settings.samples
+            * BYTES_PER_VALUE
+        )
+        count = (
+            1
+            if options.layerwise
+            else max(1, min(options.chunks, made.size, size // options.least_chunk))
+        )
+        return (
+            tuple(shifted(part, made.first) for part in evenly(made.size, count))
+            if made.size
+            else ()
+        )
 
     def pieces(self, value: int, device: int) -> Pieces:
         """Return the ranges of elements a device produces of a value, in order of production."""
@@ -234,12 +272,19 @@ class Dataflow:
 
     def _made_in(self, value: int, device: int) -> Pieces:
         home = self.homes[value][device]
-        if value < self.tiled or not by_chunks(self.graph.layers[value], self.tasks[value][device]):
+        if value < self.tiled or not by_chunks(
+            self.graph.layers[value], self.tasks[value][device]
+        ):
             return (home,) if home.size else ()
         each = self.graph.layers[value].pixels
-        return tuple(scaled(chunk, each) for chunk in self.chunks(value, self.tasks[value][device].makes))
+        return tuple(
+            scaled(chunk, each)
+            for chunk in self.chunks(value, self.tasks[value][device].makes)
+        )
 
-    def receivers(self, value: int, device: int, made: Range) -> Iterator[tuple[int, Range]]:
+    def receivers(
+        self, value: int, device: int, made: Range
+    ) -> Iterator[tuple[int, Range]]:
         """Yield the receivers of a device's part of a value, with the elements each needs."""
         source = self.plan.source
         if self.way != "source" or device == source:
@@ -249,7 +294,9 @@ class Dataflow:
             if wanted.size:
                 yield source, wanted
 
-    def forwarded(self, value: int, origin: int, made: Range) -> Iterator[tuple[int, Range]]:
+    def forwarded(
+        self, value: int, origin: int, made: Range
+    ) -> Iterator[tuple[int, Range]]:
         """Yield the receivers the source forwards a part of ``origin`` to, if all traffic passes through the source."""
         for receiver, pieces in self._missing_parts(value, origin):
             if self.way == "source" and receiver == self.plan.source != origin:
@@ -276,7 +323,9 @@ class Dataflow:
 
     def _for_source(self, value: int, maker: int) -> Range:
         """Return the elements of another device's part collected by the source, for itself and for others."""
-        needed = [piece for _, pieces in self._missing_parts(value, maker) for piece in pieces]
+        needed = [
+            piece for _, pieces in self._missing_parts(value, maker) for piece in pieces
+        ]
         return hull([*self.wants[value][self.plan.source], *needed])
 
     def _missing_parts(self, value: int, maker: int) -> Iterator[tuple[int, Pieces]]:
@@ -291,7 +340,11 @@ class Dataflow:
 
 def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dataflow:
     """Determine the tasks of every device and the elements each needs from others."""
-    way: Way = "row" if all(layer.scheme == "whole" for layer in plan.layers) else settings.options.exchange
+    way: Way = (
+        "row"
+        if all(layer.scheme == "whole" for layer in plan.layers)
+        else settings.options.exchange
+    )
     tasks, homes = _assign_tasks(graph, plan, way)
     draft = Dataflow(graph, plan, settings, way, (), {}, {}, {})
     needs = _Needs(homes, len(plan.devices))
@@ -304,7 +357,11 @@ def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dat
         for device, task in enumerate(tasks[index]):
             needs.add(draft.origins(index, task.takes), device, index)
     return replace(
-        draft, tasks=tuple(tasks), homes=homes, wants=_freeze_pieces(needs.wants), last=_freeze_pieces(needs.last)
+        draft,
+        tasks=tuple(tasks),
+        homes=homes,
+        wants=_freeze_pieces(needs.wants),
+        last=_freeze_pieces(needs.last),
     )
 
 
@@ -327,7 +384,9 @@ class _Needs:
     """The elements of each value read by each device and the last layer reading them."""
 
     def __init__(self, values: Iterable[int], devices: int) -> None:
-        self.wants: dict[int, list[Pieces]] = {value: [()] * devices for value in values}
+        self.wants: dict[int, list[Pieces]] = {
+            value: [()] * devices for value in values
+        }
         self.last = {value: [INPUT - 1] * devices for value in self.wants}
 
     def add(self, origins: Iterable[Origin], device: int, reader: int) -> None:
@@ -336,9 +395,14 @@ class _Needs:
             self.wants[value][device] = union(self.wants[value][device], (part,))
             self.last[value][device] = max(self.last[value][device], reader)
 
-    def without_unread(self, index: int, tasks: Sequence[LayerTask]) -> tuple[LayerTask, ...]:
+    def without_unread(
+        self, index: int, tasks: Sequence[LayerTask]
+    ) -> tuple[LayerTask, ...]:
         """Keep the tasks of a layer on devices whose later tasks read the output."""
-        return tuple(task if self.wants[index][device] else IDLE for device, task in enumerate(tasks))
+        return tuple(
+            task if self.wants[index][device] else IDLE
+            for device, task in enumerate(tasks)
+        )
 
 
 def _freeze_pieces(rows: Mapping[int, Sequence[T]]) -> dict[int, tuple[T, ...]]:
@@ -346,7 +410,10 @@ def _freeze_pieces(rows: Mapping[int, Sequence[T]]) -> dict[int, tuple[T, ...]]:
 
 
 def _at_source(plan: DistributedPlan, elements: int) -> tuple[Range, ...]:
-    return tuple(Range(0, elements if device == plan.source else 0) for device in range(len(plan.devices)))
+    return tuple(
+        Range(0, elements if device == plan.source else 0)
+        for device in range(len(plan.devices))
+    )
 
 
 def _made_pieces(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, ...]:
@@ -357,7 +424,9 @@ def _made_pieces(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, 
 def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
     """Return the slices stored by a device, in layer order. Each device with a tile stores complete tiled layers."""
     slices: dict[int, Slice] = {}
-    tiles = flow.settings.options.stealing or any(tile.device == device for tile in flow.plan.tiles)
+    tiles = flow.settings.options.stealing or any(
+        tile.device == device for tile in flow.plan.tiles
+    )
     for index, layer in enumerate(flow.graph.layers):
         task, whole = flow.tasks[index][device], layer.whole
         makes = as_range(task.makes)
@@ -376,7 +445,9 @@ def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
 
 def layers_stored(flow: Dataflow, device: int) -> list[tuple[GraphLayer, Slice]]:
     """Return the slices stored by a device together with their layers."""
-    return [(flow.graph.layers[index], part) for index, part in stored(flow, device).items()]
+    return [
+        (flow.graph.layers[index], part) for index, part in stored(flow, device).items()
+    ]
 
 
 def as_range(part: Range) -> range:

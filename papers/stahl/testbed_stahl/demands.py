@@ -21,7 +21,9 @@ from testbed_stahl.tiles import Overlap
 
 def weights(flow: Dataflow, device: int) -> int:
     """Return F: the weight elements stored by a device, biases excluded."""
-    return sum(layer.share(layer.weights, part) for layer, part in layers_stored(flow, device))
+    return sum(
+        layer.share(layer.weights, part) for layer, part in layers_stored(flow, device)
+    )
 
 
 def divided_weights(flow: Dataflow, device: int) -> int:
@@ -44,12 +46,16 @@ def multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
     layers = flow.graph.layers
     rows = [[0] * len(flow.devices) for _ in layers]
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
-        for row, work in zip(rows, tiles.multiplications(layers[: flow.tiled], made), strict=False):
+        for row, work in zip(
+            rows, tiles.multiplications(layers[: flow.tiled], made), strict=False
+        ):
             row[tile.device] += work
     for device in flow.devices:
         for index, part in stored(flow, device).items():
             if index >= flow.tiled:
-                rows[index][device] = layers[index].share(layers[index].multiplications, part)
+                rows[index][device] = layers[index].share(
+                    layers[index].multiplications, part
+                )
     return tuple(map(tuple, rows))
 
 
@@ -58,10 +64,15 @@ def costs(flow: Dataflow) -> list[list[Cost]]:
     layers, samples = flow.graph.layers, flow.settings.samples
     rows = [[Cost()] * len(flow.devices) for _ in layers]
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
-        for row, cost in zip(rows, tiles.costs(layers[: flow.tiled], made, samples), strict=False):
+        for row, cost in zip(
+            rows, tiles.costs(layers[: flow.tiled], made, samples), strict=False
+        ):
             row[tile.device] += cost
     for index in range(flow.tiled, len(layers)):
-        rows[index] = [forward_of(_layer_cost(flow, index, device), samples) for device in flow.devices]
+        rows[index] = [
+            forward_of(_layer_cost(flow, index, device), samples)
+            for device in flow.devices
+        ]
     return rows
 
 
@@ -84,7 +95,9 @@ def _layer_cost(flow: Dataflow, index: int, device: int) -> Cost:
 def longest_path(flow: Dataflow) -> int:
     """Return T: the sequential multiplications if devices compute in parallel between exchanges."""
     rows = multiplications(flow)
-    early = max((sum(column) for column in zip(*rows[: flow.tiled], strict=True)), default=0)
+    early = max(
+        (sum(column) for column in zip(*rows[: flow.tiled], strict=True)), default=0
+    )
     return early + sum(max(row) for row in rows[flow.tiled :])
 
 
@@ -92,7 +105,10 @@ def memory(flow: Dataflow) -> tuple[float, ...]:
     """Return the bytes each device needs: parameters once, activations for each request under way."""
     samples = flow.settings.options.in_flight * flow.settings.samples
     return tuple(
-        float(BYTES_PER_VALUE * (parameters(flow, device) + samples * activations(flow, device)))
+        float(
+            BYTES_PER_VALUE
+            * (parameters(flow, device) + samples * activations(flow, device))
+        )
         for device in flow.devices
     )
 
@@ -130,9 +146,15 @@ class _Held:
         return max(accumulate(self._changes))
 
 
-def _hold_value(held: _Held, flow: Dataflow, device: int, value: int, begins: int) -> None:
+def _hold_value(
+    held: _Held, flow: Dataflow, device: int, value: int, begins: int
+) -> None:
     """Hold the elements of a value while the device produces, receives or collects them."""
-    made, lacking, last = flow.homes[value][device].size, size(flow.lacks(value, device)), flow.last[value][device]
+    made, lacking, last = (
+        flow.homes[value][device].size,
+        size(flow.lacks(value, device)),
+        flow.last[value][device],
+    )
     merges = value >= flow.tiled and flow.tasks[value][device].work == "sums"
     # Chunk by chunk a result takes the place of its sums.
     held.hold(value + merges, last, made)
@@ -149,7 +171,9 @@ def _hold_value(held: _Held, flow: Dataflow, device: int, value: int, begins: in
         held.hold(begins, len(flow.graph.layers), flow.collected(value) - lacking)
 
 
-def _hold_sums(held: _Held, flow: Dataflow, device: int, index: int, begins: Mapping[int, int]) -> None:
+def _hold_sums(
+    held: _Held, flow: Dataflow, device: int, index: int, begins: Mapping[int, int]
+) -> None:
     """Hold the partial sums merged or accumulated during a layer."""
     layer, task = flow.graph.layers[index], flow.tasks[index][device]
     made = task.makes.size * layer.pixels
@@ -171,27 +195,45 @@ def _first_arrivals(flow: Dataflow, device: int) -> dict[int, int]:
     for value in flow.homes:
         if value < flow.tiled:
             first_layers[value] = flow.tiled
-        elif flow.tasks[value][device].work == "sums" and flow.tasks[value][device].takes.size:
+        elif (
+            flow.tasks[value][device].work == "sums"
+            and flow.tasks[value][device].takes.size
+        ):
             # They wait for its sums, which it sends one after the other, its own merging coming last.
             messages = sum(len(flow.pieces(value, merger)) for merger in flow.devices)
-            first_layers[value] = value + (messages == 1 and _has_sent_all(flow, device, value))
+            first_layers[value] = value + (
+                messages == 1 and _has_sent_all(flow, device, value)
+            )
         else:
             first_layers[value] = _earliest_layer(flow, device, value, first_layers)
     return first_layers
 
 
-def _earliest_layer(flow: Dataflow, device: int, index: int, begins: Mapping[int, int]) -> int:
+def _earliest_layer(
+    flow: Dataflow, device: int, index: int, begins: Mapping[int, int]
+) -> int:
     """Return the earliest own layer during which another device can finish a part of the given layer."""
-    taken = {task.takes: None for other, task in enumerate(flow.tasks[index]) if other != device and task.takes.size}
-    return min((_needed_progress(flow, device, index, takes, begins) for takes in taken), default=index)
+    taken = {
+        task.takes: None
+        for other, task in enumerate(flow.tasks[index])
+        if other != device and task.takes.size
+    }
+    return min(
+        (_needed_progress(flow, device, index, takes, begins) for takes in taken),
+        default=index,
+    )
 
 
-def _needed_progress(flow: Dataflow, device: int, index: int, takes: Range, begins: Mapping[int, int]) -> int:
+def _needed_progress(
+    flow: Dataflow, device: int, index: int, takes: Range, begins: Mapping[int, int]
+) -> int:
     """Return the progress of a device required before all inputs of this part exist."""
     progress = []
     for value, part, _ in flow.origins(index, takes):
         whole = part.size == flow.graph.outputs_of(value)
-        needed = intersection(flow.homes[value][device], part).size or (whole and _has_sent_all(flow, device, value))
+        needed = intersection(flow.homes[value][device], part).size or (
+            whole and _has_sent_all(flow, device, value)
+        )
         progress.append(value + 1 if needed else begins[value])
     return max(progress)
 
@@ -229,9 +271,19 @@ def _while_tiling(flow: Dataflow, device: int) -> int:
         return _while_stealing(flow, device)
     own = [number for number, tile in enumerate(tiles) if tile.device == device]
     within = max((_tile_peak(flow, number) for number in own), default=0)
-    taken = sum(sum(map(flow.values, each)) for (_, borrower), each in flow.overlaps.items() if borrower in own)
+    taken = sum(
+        sum(map(flow.values, each))
+        for (_, borrower), each in flow.overlaps.items()
+        if borrower in own
+    )
     if device != flow.plan.source:
-        return within + taken + sum(layers[0].input[0] * tiles[number].regions[0].pixels for number in own)
+        return (
+            within
+            + taken
+            + sum(
+                layers[0].input[0] * tiles[number].regions[0].pixels for number in own
+            )
+        )
     if len(tiles) == 1:
         return layers[0].inputs + max(within, layers[-1].outputs)
     return layers[0].inputs + layers[-1].outputs + within + taken
@@ -242,12 +294,18 @@ def _while_stealing(flow: Dataflow, device: int) -> int:
     layers, everything = flow.graph.layers[: flow.tiled], range(len(flow.plan.tiles))
     within = max(_tile_peak(flow, number) for number in everything)
     taken = [
-        sum(sum(map(flow.values, each)) for pair, each in flow.overlaps.items() if pair[1] == number)
+        sum(
+            sum(map(flow.values, each))
+            for pair, each in flow.overlaps.items()
+            if pair[1] == number
+        )
         for number in everything
     ]
     if device == flow.plan.source:
         return layers[0].inputs + layers[-1].outputs + within + sum(taken)
-    inputs = max(layers[0].input[0] * tile.regions[0].pixels for tile in flow.plan.tiles)
+    inputs = max(
+        layers[0].input[0] * tile.regions[0].pixels for tile in flow.plan.tiles
+    )
     return within + inputs + max(taken)
 
 
@@ -257,9 +315,14 @@ def _tile_peak(flow: Dataflow, number: int) -> int:
     Counted are the input and output of one layer; the computed part and the assembled map where a tile merges reused
     data; and lent regions, both in parts and in one message.
     """
-    layers, lent = flow.graph.layers, sum(sum(map(flow.values, each)) for each in _lent_elements(flow, number))
+    layers, lent = (
+        flow.graph.layers,
+        sum(sum(map(flow.values, each)) for each in _lent_elements(flow, number)),
+    )
     most = before = 0
-    for layer, made, whole in zip(layers, flow.computed[number], flow.plan.tiles[number].regions[1:], strict=False):
+    for layer, made, whole in zip(
+        layers, flow.computed[number], flow.plan.tiles[number].regions[1:], strict=False
+    ):
         parts, after = layer.output[0] * made.pixels, layer.output[0] * whole.pixels
         most = max(most, before + parts, parts + after if made != whole else 0)
         before = after

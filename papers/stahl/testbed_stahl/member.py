@@ -20,7 +20,13 @@ from testbed.ml.models.sliced import SlicedLayer, SlicedShape, draw
 from testbed.ml.pipeline.messages import Activation
 from testbed_stahl.dataflow import Dataflow, layers_stored, stored
 from testbed_stahl.demands import parameters
-from testbed_stahl.messages import OutputPiece, PartialSums, TileInput, TileOutput, TileOverlap
+from testbed_stahl.messages import (
+    OutputPiece,
+    PartialSums,
+    TileInput,
+    TileOutput,
+    TileOverlap,
+)
 from testbed_stahl.plan import Range
 from testbed_stahl.request_work import MemberContext, RequestWork
 from testbed_stahl.tile_work import TileWork
@@ -32,7 +38,12 @@ class InferenceMember:
     """A `testbed.messaging.membership.Role` bound to one configuration."""
 
     def __init__(
-        self, mailbox: Mailbox, problem: Problem, flow: Dataflow, coordinator: str, state: State | None
+        self,
+        mailbox: Mailbox,
+        problem: Problem,
+        flow: Dataflow,
+        coordinator: str,
+        state: State | None,
     ) -> None:
         """``state`` is the member's slices of the weights; None draws them from the seed."""
         self._mailbox = mailbox
@@ -40,11 +51,17 @@ class InferenceMember:
         self._flow = flow
         self._state = state
         self._computes = problem.workload.numerics == "full"
-        self._context = MemberContext(mailbox, flow, coordinator, problem.device(mailbox.device.name).memory)
+        self._context = MemberContext(
+            mailbox, flow, coordinator, problem.device(mailbox.device.name).memory
+        )
         self._requests: dict[int, RequestWork] = {}
         speeds = [problem.device(name).speed for name in flow.plan.devices]
         self._tiles = TileWork(
-            self._context, speeds, lambda request, value: self._request_work(request).spread(flow.tiled - 1, value)
+            self._context,
+            speeds,
+            lambda request, value: self._request_work(request).spread(
+                flow.tiled - 1, value
+            ),
         )
         self._reported = -1
 
@@ -67,27 +84,44 @@ class InferenceMember:
             if not self._computes:
                 for layer, part in stored(flow, context.index).items():
                     context.layers[layer] = SlicedShape(flow.graph.layers[layer], part)
-                context.ledger.weights = BYTES_PER_VALUE * parameters(flow, context.index)
+                context.ledger.weights = BYTES_PER_VALUE * parameters(
+                    flow, context.index
+                )
                 return
-            state = draw(problem.model, held, problem.seed) if self._state is None else self._state
+            state = (
+                draw(problem.model, held, problem.seed)
+                if self._state is None
+                else self._state
+            )
             for layer, part in stored(flow, context.index).items():
-                context.layers[layer] = SlicedLayer(flow.graph.layers[layer], part, state)
+                context.layers[layer] = SlicedLayer(
+                    flow.graph.layers[layer], part, state
+                )
             context.ledger.weights = sum(tensor.nbytes for tensor in state.values())
 
         # One operation for each value, as `costs.copy` has it for a stage without momentum.
         await context.compute(load, Cost(parameters(flow, context.index)), Span("load"))
         self._report_memory()
         self._register_handler(
-            Activation, lambda message: self._begin_request(message.batch, self._input_image(message.tensor))
+            Activation,
+            lambda message: self._begin_request(
+                message.batch, self._input_image(message.tensor)
+            ),
         )
         self._register_handler(OutputPiece, self._take_values)
         self._register_handler(PartialSums, self._take_sums)
         tiles = self._tiles
         self._register_handler(TileInput, self._take_tile)
         self._register_handler(
-            TileOverlap, lambda lent: tiles.take_overlap(lent.request, lent.lender, lent.borrower, lent.tensor)
+            TileOverlap,
+            lambda lent: tiles.take_overlap(
+                lent.request, lent.lender, lent.borrower, lent.tensor
+            ),
         )
-        self._register_handler(TileOutput, lambda made: tiles.place(made.request, made.tile, made.tensor, made.sender))
+        self._register_handler(
+            TileOutput,
+            lambda made: tiles.place(made.request, made.tile, made.tensor, made.sender),
+        )
 
     def _begin_request(self, number: int, images: torch.Tensor) -> None:
         """Start a request on the source by distributing its images."""
@@ -121,11 +155,18 @@ class InferenceMember:
 
     def _take_values(self, message: OutputPiece) -> None:
         maker = self._flow.plan.devices.index(message.sender)
-        self._request_work(message.request).take_values(message.value, message.first, message.tensor, maker)
+        self._request_work(message.request).take_values(
+            message.value, message.first, message.tensor, maker
+        )
 
     def _take_sums(self, message: PartialSums) -> None:
-        channels, sender = Range(message.first, message.last), self._flow.plan.devices.index(message.sender)
-        self._request_work(message.request).store.put_sums(message.layer, channels, sender, message.tensor)
+        channels, sender = (
+            Range(message.first, message.last),
+            self._flow.plan.devices.index(message.sender),
+        )
+        self._request_work(message.request).store.put_sums(
+            message.layer, channels, sender, message.tensor
+        )
 
     def _request_work(self, number: int) -> RequestWork:
         """Return the state of a request, created by the first message about the request."""
@@ -143,4 +184,6 @@ class InferenceMember:
         ledger = self._context.ledger
         if ledger.peak > self._reported:
             self._reported = ledger.peak
-            self._mailbox.device.record("memory", weights=ledger.weights, activations=ledger.peak)
+            self._mailbox.device.record(
+                "memory", weights=ledger.weights, activations=ledger.peak
+            )

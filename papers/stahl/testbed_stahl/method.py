@@ -22,7 +22,13 @@ from testbed.trace.metrics_spec import Metric, Metrics, MetricsSpec, Row
 from testbed.trace.record import RunView
 from testbed_stahl.dataflow import layers_stored
 from testbed_stahl.member import InferenceMember
-from testbed_stahl.messages import MEMBER_KINDS, ConfigureMember, TileInput, TileOutput, TileOverlap
+from testbed_stahl.messages import (
+    MEMBER_KINDS,
+    ConfigureMember,
+    TileInput,
+    TileOutput,
+    TileOverlap,
+)
 from testbed_stahl.options import DistributedOptions
 from testbed_stahl.plan import DistributedPlan
 from testbed_stahl.planner import (
@@ -45,7 +51,10 @@ TILE_KINDS = (TileInput.kind, TileOverlap.kind, TileOutput.kind)
 def _fullest_device(metrics: Metrics) -> tuple[str, Mapping[str, Any]]:
     """Return the device with the highest reported memory use."""
     held = {name: row for name, row in metrics["devices"].items() if "weights" in row}
-    return max(held.items(), key=lambda item: float(item[1]["weights"] + item[1]["activations"]))
+    return max(
+        held.items(),
+        key=lambda item: float(item[1]["weights"] + item[1]["activations"]),
+    )
 
 
 def _peak_memory(metrics: Metrics) -> str:
@@ -59,11 +68,17 @@ def _part_bytes(metrics: Metrics) -> str:
 
 
 def _has_plan_metrics(metrics: Metrics) -> bool:
-    return "requests" in metrics and any("weights" in row for row in metrics["devices"].values())
+    return "requests" in metrics and any(
+        "weights" in row for row in metrics["devices"].values()
+    )
 
 
 def _tile_bytes(record: RunView) -> int | None:
-    about = [event.fields["bytes"] for event in record.of("send") if event.fields["message"] in TILE_KINDS]
+    about = [
+        event.fields["bytes"]
+        for event in record.of("send")
+        if event.fields["message"] in TILE_KINDS
+    ]
     return sum(about) if about else None
 
 
@@ -74,7 +89,12 @@ def _stolen_tiles(record: RunView) -> int | None:
 
 DECLARED = MetricsSpec(
     events=(
-        EventType("tile", "the source has a device compute a tile", ("batch",), ("request", "tile", "owner", "by")),
+        EventType(
+            "tile",
+            "the source has a device compute a tile",
+            ("batch",),
+            ("request", "tile", "owner", "by"),
+        ),
     ),
     figures=(
         Metric(
@@ -84,7 +104,10 @@ DECLARED = MetricsSpec(
             _stolen_tiles,
         ),
         Metric(
-            "tile_bytes", "bytes", "sent about tiles: of the image, what tiles reuse, what they become", _tile_bytes
+            "tile_bytes",
+            "bytes",
+            "sent about tiles: of the image, what tiles reuse, what they become",
+            _tile_bytes,
         ),
     ),
     rows=(Row("Memory", _peak_memory, _part_bytes, when=_has_plan_metrics),),
@@ -117,7 +140,9 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
         """Return the largest pieces of layer outputs and initial weights."""
         return part_messages(problem, plan)
 
-    def alternatives(self, problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
+    def alternatives(
+        self, problem: Problem[DistributedOptions]
+    ) -> tuple[Alternative, ...]:
         """Return every scheme over the same devices."""
         return alternatives(problem)
 
@@ -127,16 +152,28 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
 
         def member_of(configure: ConfigureMember) -> InferenceMember:
             flow = flow_of(problem, DistributedPlan.model_validate(configure.plan))
-            return InferenceMember(mailbox, problem, flow, source, configure.state if configure.given else None)
+            return InferenceMember(
+                mailbox,
+                problem,
+                flow,
+                source,
+                configure.state if configure.given else None,
+            )
 
-        async with Mailbox(device, problem.links, (*MEMBERSHIP_KINDS, *MEMBER_KINDS)) as mailbox:
+        async with Mailbox(
+            device, problem.links, (*MEMBERSHIP_KINDS, *MEMBER_KINDS)
+        ) as mailbox:
             holder = RoleHolder(mailbox, source)
             holder.follow(ConfigureMember, member_of)
             if device.name != source:
                 await holder.serve()
-            timeouts = Timeouts(options.patience, options.return_window, options.return_window)
+            timeouts = Timeouts(
+                options.patience, options.return_window, options.return_window
+            )
             # A member may be sending its share of the activations of the requests in flight.
-            supervisor = Supervisor(mailbox, holder.presence, problem, timeouts, lambda piece: piece.memory)
+            supervisor = Supervisor(
+                mailbox, holder.presence, problem, timeouts, lambda piece: piece.memory
+            )
             recovery = CheckpointRecovery(
                 supervisor,
                 partial(_configuration_for, job, supervisor),
@@ -145,7 +182,9 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
                 job.weights,
             )
             supervisor.start(job.plan.pieces)
-            serving = Serving(supervisor, job, options.in_flight, gives_up=options.on_loss == "fail")
+            serving = Serving(
+                supervisor, job, options.in_flight, gives_up=options.on_loss == "fail"
+            )
             await run_with_recovery(serving, recovery, supervisor)
 
 
@@ -155,11 +194,24 @@ def _configuration_for(
     """Return the message for a member, with its slices of a state; None draws the weights from the seed."""
     there = {piece.device for piece in supervisor.layout}
     planned = there == {piece.device for piece in job.plan.pieces}
-    decided = job.plan.details.distributed if planned else distributed(job.problem, there)
-    given = {} if state is None else _slices_of(job.problem, decided, part.device, state)
+    decided = (
+        job.plan.details.distributed if planned else distributed(job.problem, there)
+    )
+    given = (
+        {} if state is None else _slices_of(job.problem, decided, part.device, state)
+    )
     configuration = supervisor.mailbox.configuration
-    return ConfigureMember(configuration, decided.model_dump(mode="json"), state is not None, given)
+    return ConfigureMember(
+        configuration, decided.model_dump(mode="json"), state is not None, given
+    )
 
 
-def _slices_of(problem: Problem[DistributedOptions], decided: DistributedPlan, device: str, state: State) -> State:
-    return cut_copies(layers_stored(flow_of(problem, decided), decided.devices.index(device)), state)
+def _slices_of(
+    problem: Problem[DistributedOptions],
+    decided: DistributedPlan,
+    device: str,
+    state: State,
+) -> State:
+    return cut_copies(
+        layers_stored(flow_of(problem, decided), decided.devices.index(device)), state
+    )

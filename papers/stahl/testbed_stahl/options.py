@@ -12,7 +12,14 @@ from testbed.ml.method import Options
 from testbed_stahl.schemes import Reuse
 
 SchemeName = Literal["single", "sequential", "lop", "lip", "fuse", "optimal"]
-SCHEMES: tuple[SchemeName, ...] = ("single", "sequential", "lop", "lip", "fuse", "optimal")
+SCHEMES: tuple[SchemeName, ...] = (
+    "single",
+    "sequential",
+    "lop",
+    "lip",
+    "fuse",
+    "optimal",
+)
 
 
 class DistributedOptions(Options):
@@ -24,13 +31,16 @@ class DistributedOptions(Options):
         "communication of all three; sequential: layers in a row; single: the source alone",
     )
     fused: tuple[tuple[int, int], ...] | None = Field(
-        None, description="pairs of layers, by index, for the scheme fuse; default: those with the least communication"
+        None,
+        description="pairs of layers, by index, for the scheme fuse; default: those with the least communication",
     )
     reuse: Reuse = Field(
-        "everywhere", description="by which formula it is the least; paper: equation (9) as printed, for comparison"
+        "everywhere",
+        description="by which formula it is the least; paper: equation (9) as printed, for comparison",
     )
     shares: Literal["speed", "equal"] = Field(
-        "speed", description="of each layer: in proportion to the devices' speed, or equal; within their memory"
+        "speed",
+        description="of each layer: in proportion to the devices' speed, or equal; within their memory",
     )
     early: int | None = Field(
         None,
@@ -38,10 +48,16 @@ class DistributedOptions(Options):
         description="number of first layers that are done by fused tiles, in all schemes but sequential and single; "
         "none: those dominated by features",
     )
-    grid: tuple[int, int] | None = Field(None, description="rows and columns of tiles; default: what is done soonest")
-    source: str | None = Field(None, description="the device that has the images; default: the first of the scenario")
+    grid: tuple[int, int] | None = Field(
+        None, description="rows and columns of tiles; default: what is done soonest"
+    )
+    source: str | None = Field(
+        None,
+        description="the device that has the images; default: the first of the scenario",
+    )
     exchange: Literal["source", "direct"] = Field(
-        "source", description="source: everything passes the source, as in the paper; direct: between all devices"
+        "source",
+        description="source: everything passes the source, as in the paper; direct: between all devices",
     )
     """By ``source`` it collects and merges, pools and routes, and spreads. By ``direct`` each device sends its parts to
     those that need them. The sums of LIP and of a fused pair's second layer are merged in ranges, one on each device,
@@ -54,14 +70,17 @@ class DistributedOptions(Options):
         "computed, and the source sends on what it has collected whole; otherwise all of this overlaps, in pieces",
     )
     on_loss: Literal["replan", "fail"] = Field(
-        "replan", description="requests under way when a device is lost: finish them with the others, or fail"
+        "replan",
+        description="requests under way when a device is lost: finish them with the others, or fail",
     )
     patience: Duration = Field(
         2.0,
         gt=0,
         description="without progress before devices are polled, and without a reply before they count as lost",
     )
-    return_window: Duration = Field(5.0, description="how long a lost device may take to come back")
+    return_window: Duration = Field(
+        5.0, description="how long a lost device may take to come back"
+    )
 
     # Beyond the paper, from here on.
 
@@ -76,8 +95,16 @@ class DistributedOptions(Options):
         description="whether idle devices take tiles that wait for others (DeepThings); each device has one tile at a "
         "time, and the early layers' weights",
     )
-    chunks: int = Field(16, ge=1, description="parts in which a device's share of a layer is computed and sent")
-    least_chunk: int = Field(65_536, ge=1, description="bytes that a chunk has at least, unless it is the only one")
+    chunks: int = Field(
+        16,
+        ge=1,
+        description="parts in which a device's share of a layer is computed and sent",
+    )
+    least_chunk: int = Field(
+        65_536,
+        ge=1,
+        description="bytes that a chunk has at least, unless it is the only one",
+    )
     """Smaller ones would hardly overlap more, and each message keeps an emulating host busy for about a millisecond."""
 
     @model_validator(mode="after")
@@ -87,7 +114,9 @@ class DistributedOptions(Options):
                 f"'fused' names pairs for the scheme fuse, but the scheme is {self.scheme}: use scheme fuse"
             )
         if self.layerwise and self.exchange != "source":
-            raise ValueError("'layerwise' applies to traffic through the source: remove it or 'exchange: direct'")
+            raise ValueError(
+                "'layerwise' applies to traffic through the source: remove it or 'exchange: direct'"
+            )
         return self
 
 
@@ -103,4 +132,6 @@ class PlanSettings:
 
     def with_options(self, **changes: object) -> PlanSettings:
         """Return a copy with other options, without validation."""
-        return PlanSettings(self.options.model_copy(update=changes), self.source, self.samples)
+        return PlanSettings(
+            self.options.model_copy(update=changes), self.source, self.samples
+        )

@@ -83,7 +83,9 @@ def hull(pieces: Iterable[Range]) -> Range:
     every = [*pieces]
     if not every:
         return NOTHING
-    return Range(min(piece.first for piece in every), max(piece.last for piece in every))
+    return Range(
+        min(piece.first for piece in every), max(piece.last for piece in every)
+    )
 
 
 def equal(count: int) -> tuple[Fraction, ...]:
@@ -106,10 +108,14 @@ def divide(size: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
     """
     exact = [size * share for share in shares]
     counts = [int(amount) for amount in exact]
-    by_remainder = sorted(range(len(shares)), key=lambda index: (counts[index] - exact[index], index))
+    by_remainder = sorted(
+        range(len(shares)), key=lambda index: (counts[index] - exact[index], index)
+    )
     for index in by_remainder[: size - sum(counts)]:
         counts[index] += 1
-    return tuple(Range(first, last) for first, last in pairwise([0, *accumulate(counts)]))
+    return tuple(
+        Range(first, last) for first, last in pairwise([0, *accumulate(counts)])
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,14 @@ from testbed.plan import Details, Piece, Plan
 from testbed_stahl.candidates import Candidate, candidate, fitting_plan
 from testbed_stahl.communication import elements, interval, of_tiles, phases, transfers
 from testbed_stahl.dataflow import Dataflow, dataflow
-from testbed_stahl.demands import costs, longest_path, memory, multiplications, parameters, weights
+from testbed_stahl.demands import (
+    costs,
+    longest_path,
+    memory,
+    multiplications,
+    parameters,
+    weights,
+)
 from testbed_stahl.options import SCHEMES, DistributedOptions, PlanSettings
 from testbed_stahl.plan import DistributedPlan, equal
 from testbed_stahl.schemes import REUSES, Reuse, WorkerTotals, pairs_of, total
@@ -72,12 +79,22 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedD
     names = [device.name for device in problem.devices]
     source = problem.options.source or names[0]
     if source not in names:
-        raise InputError(f"unknown device '{source}': {nearest(source, names)}", ("method", "source"))
+        raise InputError(
+            f"unknown device '{source}': {nearest(source, names)}", ("method", "source")
+        )
     _check_links(problem, source)
     spread = flow_of(problem, distributed(problem, names))
     options = problem.options
-    about = [key for key in ("grid", "overlap", "stealing") if getattr(options, key) != _DEFAULTS[key].default]
-    if about and spread.plan.tiling is None and options.scheme not in ("single", "sequential"):
+    about = [
+        key
+        for key in ("grid", "overlap", "stealing")
+        if getattr(options, key) != _DEFAULTS[key].default
+    ]
+    if (
+        about
+        and spread.plan.tiling is None
+        and options.scheme not in ("single", "sequential")
+    ):
         raise InputError(
             f"no layer of {problem.model.name} is tiled: leave it out, or tile some of the first layers "
             "by method.early",
@@ -120,19 +137,40 @@ def formula(flow: Dataflow, reuse: Reuse) -> float:
     graph, plan = flow.graph, flow.plan
     if flow.way == "row":
         # The result's way back is left out.
-        return float(elements([each for each in transfers(flow) if each.value != len(graph.layers) - 1]))
+        return float(
+            elements(
+                [
+                    each
+                    for each in transfers(flow)
+                    if each.value != len(graph.layers) - 1
+                ]
+            )
+        )
     # As shares they are ratios of small numbers, of which a plan that travels as JSON keeps the nearest float.
-    shares = [Fraction(share).limit_denominator(10**9) for share in plan.shares] or equal(len(plan.devices))
-    return float(total(graph, [part.scheme for part in plan.layers], WorkerTotals.of(shares, plan.source), reuse))
+    shares = [
+        Fraction(share).limit_denominator(10**9) for share in plan.shares
+    ] or equal(len(plan.devices))
+    return float(
+        total(
+            graph,
+            [part.scheme for part in plan.layers],
+            WorkerTotals.of(shares, plan.source),
+            reuse,
+        )
+    )
 
 
-def _reuse_savings(problem: Problem[DistributedOptions], flow: Dataflow) -> dict[str, float]:
+def _reuse_savings(
+    problem: Problem[DistributedOptions], flow: Dataflow
+) -> dict[str, float]:
     """Return the savings of tile reuse over the same grid without reuse."""
     tiling = flow.plan.tiling
     if tiling is None or not flow.overlaps:
         return {}
     grid = (tiling.rows, tiling.columns)
-    alone = settings_of(problem, problem.devices).with_options(grid=grid, overlap="compute")
+    alone = settings_of(problem, problem.devices).with_options(
+        grid=grid, overlap="compute"
+    )
     without = candidate(flow.graph, problem.devices, alone).flow
     return {
         "saved_tile_bytes": _tile_bytes(without) - _tile_bytes(flow),
@@ -148,20 +186,27 @@ def _of_tiles(flow: Dataflow) -> int:
     return sum(sum(row) for row in multiplications(flow)[: flow.tiled])
 
 
-def distributed(problem: Problem[DistributedOptions], there: Collection[str]) -> DistributedPlan:
+def distributed(
+    problem: Problem[DistributedOptions], there: Collection[str]
+) -> DistributedPlan:
     """Return the distributed plan over the present devices; raises `InputError` if their memory is insufficient."""
     devices = _present_devices(problem, there)
     return fitting_plan(graph_of(problem.model), devices, settings_of(problem, devices))
 
 
-def over(problem: Problem[DistributedOptions], there: Collection[str]) -> tuple[Piece, ...]:
+def over(
+    problem: Problem[DistributedOptions], there: Collection[str]
+) -> tuple[Piece, ...]:
     """Plan for the present devices; raises `InputError` if their memory is insufficient."""
     return pieces(problem, flow_of(problem, distributed(problem, there)))
 
 
 def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piece, ...]:
     """Return the placements of a plan, one part of every unit per device, with the source first as coordinator."""
-    needs, work = memory(spread), [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)]
+    needs, work = (
+        memory(spread),
+        [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)],
+    )
     charged = [sum(column, Cost()) for column in zip(*costs(spread), strict=True)]
     placements = [
         Piece(
@@ -181,17 +226,27 @@ def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piec
 
 def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> Dataflow:
     """Return the dataflow of a plan."""
-    settings = PlanSettings(problem.options, decided.source, problem.workload.batch_size)
+    settings = PlanSettings(
+        problem.options, decided.source, problem.workload.batch_size
+    )
     return dataflow(graph_of(problem.model), decided, settings)
 
 
 def alternatives(problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
     """Return every scheme over the same devices, except schemes requiring a missing link."""
-    candidates = compare(graph_of(problem.model), problem.devices, settings_of(problem, problem.devices))
-    return tuple(_describe_alternative(problem, each) for each in candidates if _has_links(problem, each.flow))
+    candidates = compare(
+        graph_of(problem.model), problem.devices, settings_of(problem, problem.devices)
+    )
+    return tuple(
+        _describe_alternative(problem, each)
+        for each in candidates
+        if _has_links(problem, each.flow)
+    )
 
 
-def compare(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> list[Candidate]:
+def compare(
+    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
+) -> list[Candidate]:
     """Return a plan for every scheme; the configured scheme uses the configured pairs.
 
     Impossible schemes are omitted. Raises `InputError` if the configured scheme is impossible.
@@ -199,7 +254,9 @@ def compare(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings)
     candidates = []
     for name in SCHEMES:
         try:
-            candidates.append(candidate(graph, devices, settings.with_options(scheme=name)))
+            candidates.append(
+                candidate(graph, devices, settings.with_options(scheme=name))
+            )
         except InputError:
             if name == settings.options.scheme:
                 raise
@@ -208,15 +265,30 @@ def compare(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings)
 
 def _has_links(problem: Problem[DistributedOptions], flow: Dataflow) -> bool:
     names = flow.plan.devices
-    return all((names[transfer.sender], names[transfer.receiver]) in problem.links for transfer in transfers(flow))
+    return all(
+        (names[transfer.sender], names[transfer.receiver]) in problem.links
+        for transfer in transfers(flow)
+    )
 
 
-def _describe_alternative(problem: Problem[DistributedOptions], candidate: Candidate) -> Alternative:
+def _describe_alternative(
+    problem: Problem[DistributedOptions], candidate: Candidate
+) -> Alternative:
     flow, plan = candidate.flow, candidate.flow.plan
-    names, layers, schemes = plan.devices, flow.graph.layers, tuple(part.scheme for part in plan.layers)
+    names, layers, schemes = (
+        plan.devices,
+        flow.graph.layers,
+        tuple(part.scheme for part in plan.layers),
+    )
     pairs = [f"{one}+{other}" for one, other in pairs_of(schemes)]
-    lip = [str(index) for index, scheme in enumerate(schemes) if scheme == "lip" and plan.scheme != "lip"]
-    notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [f"LIP {', '.join(lip)}"] * bool(lip)
+    lip = [
+        str(index)
+        for index, scheme in enumerate(schemes)
+        if scheme == "lip" and plan.scheme != "lip"
+    ]
+    notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [
+        f"LIP {', '.join(lip)}"
+    ] * bool(lip)
     demands = figures(flow)
     return Alternative(
         name=plan.scheme,
@@ -232,10 +304,15 @@ def _describe_alternative(problem: Problem[DistributedOptions], candidate: Candi
         step_time=_step_time(problem, flow),
         notes="; ".join(notes),
         details={
-            "layers": {layer.name: scheme for layer, scheme in zip(layers, schemes, strict=True)},
+            "layers": {
+                layer.name: scheme
+                for layer, scheme in zip(layers, schemes, strict=True)
+            },
             "tiled_elements": elements(of_tiles(flow)),
             "redundant_multiplications": (
-                redundant_multiplications(layers[: plan.tiled], flow.computed) if plan.tiling else 0
+                redundant_multiplications(layers[: plan.tiled], flow.computed)
+                if plan.tiling
+                else 0
             ),
         },
     )
@@ -244,14 +321,20 @@ def _describe_alternative(problem: Problem[DistributedOptions], candidate: Candi
 def _step_time(problem: Problem[DistributedOptions], spread: Dataflow) -> float:
     """Predict the seconds between two results; with one concurrent request, its latency."""
     devices = _present_devices(problem, spread.plan.devices)
-    return interval(phases(spread, devices, problem.links), spread.settings.options.in_flight)
+    return interval(
+        phases(spread, devices, problem.links), spread.settings.options.in_flight
+    )
 
 
-def _present_devices(problem: Problem[DistributedOptions], there: Collection[str]) -> list[DeviceSpec]:
+def _present_devices(
+    problem: Problem[DistributedOptions], there: Collection[str]
+) -> list[DeviceSpec]:
     return [device for device in problem.devices if device.name in there]
 
 
-def settings_of(problem: Problem[DistributedOptions], devices: Collection[DeviceSpec]) -> PlanSettings:
+def settings_of(
+    problem: Problem[DistributedOptions], devices: Collection[DeviceSpec]
+) -> PlanSettings:
     """Return the common settings of all plans over these devices."""
     options, names = problem.options, [device.name for device in devices]
     source = names.index(options.source) if options.source else 0
@@ -264,7 +347,9 @@ def _check_links(problem: Problem[DistributedOptions], source: str) -> None:
     Idle devices need links too: they register with the source and may take over work.
     """
     options = problem.options
-    everyone = options.scheme != "single" and (options.exchange == "direct" or options.scheme == "sequential")
+    everyone = options.scheme != "single" and (
+        options.exchange == "direct" or options.scheme == "sequential"
+    )
     for one, other in permutations([device.name for device in problem.devices], 2):
         if (everyone or source in (one, other)) and (one, other) not in problem.links:
             raise InputError(
@@ -274,12 +359,21 @@ def _check_links(problem: Problem[DistributedOptions], source: str) -> None:
             )
 
 
-def part_messages(problem: Problem[DistributedOptions], plan: Plan[DistributedDetails]) -> Iterator[PlannedMessage]:
+def part_messages(
+    problem: Problem[DistributedOptions], plan: Plan[DistributedDetails]
+) -> Iterator[PlannedMessage]:
     """Yield each transmitted part of an output, and the initial weights of each device."""
-    decided, value_bytes = plan.details.distributed, BYTES_PER_VALUE * problem.workload.batch_size
+    decided, value_bytes = (
+        plan.details.distributed,
+        BYTES_PER_VALUE * problem.workload.batch_size,
+    )
     for each in transfers(flow_of(problem, decided)):
         elements = max(each.messages, default=0)
-        yield decided.devices[each.sender], decided.devices[each.receiver], value_bytes * elements
+        yield (
+            decided.devices[each.sender],
+            decided.devices[each.receiver],
+            value_bytes * elements,
+        )
     if problem.workload.model.weights is not None:
         for piece in plan.pieces:
             yield plan.lead, piece.device, BYTES_PER_VALUE * (piece.parameters or 0)

@@ -63,7 +63,9 @@ T = TypeVar("T")
 class MemberContext:
     """A device in one configuration: its layer slices, processor, messages and tasks."""
 
-    def __init__(self, mailbox: Mailbox, flow: Dataflow, coordinator: str, memory: float) -> None:
+    def __init__(
+        self, mailbox: Mailbox, flow: Dataflow, coordinator: str, memory: float
+    ) -> None:
         """``memory`` is the memory of the device in bytes."""
         self.actions = 0
         self.computing = False
@@ -75,7 +77,9 @@ class MemberContext:
         self.layers: dict[int, SlicedLayer | SlicedShape] = {}
         """What it holds, by layer."""
         self.ledger = Ledger(mailbox.device.name, memory)
-        self.done_after: dict[int, list[int]] = {index: [] for index in range(len(flow.graph.layers))}
+        self.done_after: dict[int, list[int]] = {
+            index: [] for index in range(len(flow.graph.layers))
+        }
         """Values that the device needs no more after a layer."""
         for value, readers in flow.last.items():
             self.done_after.get(readers[self.index], []).append(value)
@@ -96,7 +100,10 @@ class MemberContext:
 
     def post(self, device: int | None, message: Typed) -> None:
         """Queue a message to a device of the plan or to the coordinator, without waiting."""
-        self._mailbox.post(self._coordinator if device is None else self.flow.plan.devices[device], message)
+        self._mailbox.post(
+            self._coordinator if device is None else self.flow.plan.devices[device],
+            message,
+        )
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
         """Compute on the device's processor, without gradients."""
@@ -132,7 +139,9 @@ class Store:
         self._pieces.setdefault(value, []).append((part, self._ledger.hold(tensor)))
         self._wake_waiters()
 
-    def put_sums(self, layer: int, made: Range, device: int, tensor: torch.Tensor) -> None:
+    def put_sums(
+        self, layer: int, made: Range, device: int, tensor: torch.Tensor
+    ) -> None:
         """Store a device's partial sums for some output channels of a layer, (samples, elements)."""
         self._sums.setdefault((layer, made), {})[device] = self._ledger.hold(tensor)
         self._wake_waiters()
@@ -203,7 +212,9 @@ class RequestWork:
         self._member = member
         self._flow = member.flow
         self._layers = member.flow.graph.layers
-        self._collects = member.flow.way == "source" and member.index == member.flow.plan.source
+        self._collects = (
+            member.flow.way == "source" and member.index == member.flow.plan.source
+        )
         self._collected: dict[int, list[tuple[int, Range, torch.Tensor]]] = {}
         """Parts of values, with who made them, that the source has not sent on."""
 
@@ -211,7 +222,9 @@ class RequestWork:
         """Compute this device's part of every layer in order; submit the result on the source."""
         for index in range(self._flow.tiled, len(self._layers)):
             task = self._flow.tasks[index][self._member.index]
-            if task.work == "outputs" or (task.work == "whole" and self._layers[index].splits):
+            if task.work == "outputs" or (
+                task.work == "whole" and self._layers[index].splits
+            ):
                 await self._by_outputs(index, task)
             elif task.work == "sums":
                 await self._by_inputs(index, task)
@@ -222,7 +235,9 @@ class RequestWork:
         if self._member.index == self._flow.plan.source:
             result = _join_blocks(await self.store.all_of(self._flow.result()))
             shaped = result.reshape(-1, *self._layers[-1].output)
-            self._member.post(None, Output(self._member.configuration, "infer", self.number, shaped))
+            self._member.post(
+                None, Output(self._member.configuration, "infer", self.number, shaped)
+            )
         self.store.clear()
 
     # Divided layers.
@@ -237,7 +252,9 @@ class RequestWork:
         blocks = await self._new_blocks(index, task, used)
         while sum(taken.size for taken in used) < task.takes.size:
             work = partial(self._add_products, index, blocks, task.makes, total)
-            added = await self._compute_layer(index, work, self._product_cost(index, blocks, task.makes.size))
+            added = await self._compute_layer(
+                index, work, self._product_cost(index, blocks, task.makes.size)
+            )
             if total is None:
                 self._member.ledger.hold(added)
             total = added
@@ -245,22 +262,34 @@ class RequestWork:
         for chunk in self._flow.chunks(index, task.makes):
             before = None
             if total is not None:
-                before = total[:, (chunk.first - task.makes.first) * each : (chunk.last - task.makes.first) * each]
+                before = total[
+                    :,
+                    (chunk.first - task.makes.first) * each : (
+                        chunk.last - task.makes.first
+                    )
+                    * each,
+                ]
             work = partial(self._finish_channels, index, blocks, chunk, before)
             cost = self._product_cost(index, blocks, chunk.size)
-            cost += forward_of(self._layers[index].finish_cost(chunk.size), len(blocks[0][1]))
+            cost += forward_of(
+                self._layers[index].finish_cost(chunk.size), len(blocks[0][1])
+            )
             made = await self._compute_layer(index, work, cost)
             self._publish(index, chunk.first * each, made)
         if total is not None:
             self._member.ledger.drop(total)
 
-    async def _new_blocks(self, index: int, task: LayerTask, used: set[Range]) -> list[Block]:
+    async def _new_blocks(
+        self, index: int, task: LayerTask, used: set[Range]
+    ) -> list[Block]:
         """Wait for unused parts of a layer's input and mark them as used."""
         origins = self._flow.origins(index, task.takes)
         if self._flow.settings.options.layerwise:
             await self.store.all_of(origins)
         while True:
-            blocks = [block for block in self.store.blocks(origins) if block[0] not in used]
+            blocks = [
+                block for block in self.store.blocks(origins) if block[0] not in used
+            ]
             if blocks:
                 used.update(taken for taken, _ in blocks)
                 return blocks
@@ -277,8 +306,12 @@ class RequestWork:
             sums = await self.store.sums(index, chunk, senders)
             # An addition for each value that is merged.
             cost = Cost(sum(each.numel() for each in sums[1:]))
-            cost += forward_of(self._layers[index].finish_cost(chunk.size), len(sums[0]))
-            made = await self._compute_layer(index, partial(self._merge_sums, index, sums, chunk), cost)
+            cost += forward_of(
+                self._layers[index].finish_cost(chunk.size), len(sums[0])
+            )
+            made = await self._compute_layer(
+                index, partial(self._merge_sums, index, sums, chunk), cost
+            )
             self._publish(index, chunk.first * self._layers[index].pixels, made)
 
     async def _send_sums(self, index: int, task: LayerTask) -> None:
@@ -288,35 +321,55 @@ class RequestWork:
             merger = (own + step) % len(tasks)
             for chunk in self._flow.chunks(index, tasks[merger].makes):
                 work = partial(self._add_products, index, blocks, chunk, None)
-                added = await self._compute_layer(index, work, self._product_cost(index, blocks, chunk.size))
+                added = await self._compute_layer(
+                    index, work, self._product_cost(index, blocks, chunk.size)
+                )
                 if merger == own:
                     self.store.put_sums(index, chunk, own, added)
                 else:
-                    sums = PartialSums(self._member.configuration, self.number, index, *chunk, added)
+                    sums = PartialSums(
+                        self._member.configuration, self.number, index, *chunk, added
+                    )
                     self._member.post(merger, sums)
 
     def _product_cost(self, index: int, blocks: Sequence[Block], channels: int) -> Cost:
         read = sum(taken.size for taken, _ in blocks)
-        return forward_of(self._layers[index].product_cost(read, channels), len(blocks[0][1]))
+        return forward_of(
+            self._layers[index].product_cost(read, channels), len(blocks[0][1])
+        )
 
     def _add_products(
-        self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None
+        self,
+        index: int,
+        blocks: Sequence[Block],
+        made: Range,
+        before: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the accumulated sums of some output channels after adding parts of the input."""
         layer, sliced = self._layers[index], self._member.layers[index]
         each, total = layer.inputs // layer.input_channels, before
         for taken, inputs in blocks:
-            sums = sliced.sums(inputs, range(taken.first // each, taken.last // each), as_range(made))
+            sums = sliced.sums(
+                inputs, range(taken.first // each, taken.last // each), as_range(made)
+            )
             total = sums if total is None else _add_tensors(total, sums)
         assert total is not None
         return total
 
     def _finish_channels(
-        self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None
+        self,
+        index: int,
+        blocks: Sequence[Block],
+        made: Range,
+        before: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self._member.layers[index].finish(self._add_products(index, blocks, made, before), as_range(made))
+        return self._member.layers[index].finish(
+            self._add_products(index, blocks, made, before), as_range(made)
+        )
 
-    def _merge_sums(self, index: int, sums: Sequence[torch.Tensor], made: Range) -> torch.Tensor:
+    def _merge_sums(
+        self, index: int, sums: Sequence[torch.Tensor], made: Range
+    ) -> torch.Tensor:
         total = sums[0]
         for each in sums[1:]:
             total = _add_tensors(total, each)
@@ -326,16 +379,24 @@ class RequestWork:
         """Compute a whole layer, or pool some channels."""
         layer = self._layers[index]
         blocks = await self.store.all_of(self._flow.origins(index, task.takes))
-        cost = forward_of(layer.cost(task.takes.size, task.makes.size), len(blocks[0][1]))
-        made = await self._compute_layer(index, lambda: self._member.layers[index].run(_join_blocks(blocks)), cost)
+        cost = forward_of(
+            layer.cost(task.takes.size, task.makes.size), len(blocks[0][1])
+        )
+        made = await self._compute_layer(
+            index, lambda: self._member.layers[index].run(_join_blocks(blocks)), cost
+        )
         self._publish(index, task.makes.first * layer.pixels, made)
 
-    async def _compute_layer(self, index: int, work: Callable[[], torch.Tensor], cost: Cost) -> torch.Tensor:
+    async def _compute_layer(
+        self, index: int, work: Callable[[], torch.Tensor], cost: Cost
+    ) -> torch.Tensor:
         return await self._member.compute(work, cost, Span(SPAN, self.number, index))
 
     # The exchange.
 
-    def take_values(self, value: int, first: int, tensor: torch.Tensor, maker: int) -> None:
+    def take_values(
+        self, value: int, first: int, tensor: torch.Tensor, maker: int
+    ) -> None:
         """Store another device's output, (samples, elements); the source may forward it."""
         part = Range(first, first + tensor.shape[1])
         if self._collects:
@@ -349,25 +410,45 @@ class RequestWork:
         if self._collects:
             self._send_on(value, part, tensor, self._member.index)
         else:
-            for receiver, wanted in self._flow.receivers(value, self._member.index, part):
+            for receiver, wanted in self._flow.receivers(
+                value, self._member.index, part
+            ):
                 self._send_part(value, receiver, wanted, part, tensor)
         self._keep_part(value, part, tensor)
 
-    def _send_on(self, value: int, part: Range, tensor: torch.Tensor, maker: int) -> None:
+    def _send_on(
+        self, value: int, part: Range, tensor: torch.Tensor, maker: int
+    ) -> None:
         """Forward another device's part to its receivers, all parts of a value in layer order."""
         parts = self._collected.setdefault(value, [])
         parts.append((maker, part, tensor))
         if self._flow.settings.options.layerwise:
-            whole = self._flow.homes[value][self._member.index].size + self._flow.collected(value)
+            whole = self._flow.homes[value][
+                self._member.index
+            ].size + self._flow.collected(value)
             if sum(each.size for _, each, _ in parts) < whole:
                 return
         for origin, each, made in self._collected.pop(value):
             for receiver, wanted in self._flow.forwarded(value, origin, each):
                 self._send_part(value, receiver, wanted, each, made)
 
-    def _send_part(self, value: int, receiver: int, wanted: Range, part: Range, tensor: torch.Tensor) -> None:
-        sent = tensor[:, wanted.first - part.first : wanted.last - part.first].contiguous()
-        self._member.post(receiver, OutputPiece(self._member.configuration, self.number, value, wanted.first, sent))
+    def _send_part(
+        self,
+        value: int,
+        receiver: int,
+        wanted: Range,
+        part: Range,
+        tensor: torch.Tensor,
+    ) -> None:
+        sent = tensor[
+            :, wanted.first - part.first : wanted.last - part.first
+        ].contiguous()
+        self._member.post(
+            receiver,
+            OutputPiece(
+                self._member.configuration, self.number, value, wanted.first, sent
+            ),
+        )
 
     def _keep_part(self, value: int, part: Range, tensor: torch.Tensor) -> None:
         if self._flow.last[value][self._member.index] >= 0:
@@ -384,7 +465,9 @@ def _join_blocks(blocks: Sequence[Block]) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0]
     if tensors[0].is_meta:
-        return torch.empty((len(tensors[0]), sum(each.shape[1] for each in tensors)), device="meta")
+        return torch.empty(
+            (len(tensors[0]), sum(each.shape[1] for each in tensors)), device="meta"
+        )
     return torch.cat(tensors, dim=1)
 
 

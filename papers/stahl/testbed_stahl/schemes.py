@@ -36,7 +36,10 @@ class WorkerTotals:
     @classmethod
     def of(cls, shares: Sequence[Fraction], source: int) -> WorkerTotals:
         """Return the totals of devices with these shares."""
-        return cls(sum(share > 0 for index, share in enumerate(shares) if index != source), 1 - shares[source])
+        return cls(
+            sum(share > 0 for index, share in enumerate(shares) if index != source),
+            1 - shares[source],
+        )
 
     @classmethod
     def equal(cls, devices: int) -> WorkerTotals:
@@ -45,7 +48,11 @@ class WorkerTotals:
 
 
 def elements(
-    layer: GraphLayer, scheme: Scheme, workers: WorkerTotals, held: bool, reuse: Reuse = "everywhere"
+    layer: GraphLayer,
+    scheme: Scheme,
+    workers: WorkerTotals,
+    held: bool,
+    reuse: Reuse = "everywhere",
 ) -> Fraction:
     """Return the elements sent and returned by a layer.
 
@@ -59,7 +66,9 @@ def elements(
     if scheme == "fuse1":
         return everything - (held and reuse == "everywhere") * shares
     if scheme == "lip":
-        return (not (held and reuse == "everywhere")) * shares + Fraction(k * workers.count)
+        return (not (held and reuse == "everywhere")) * shares + Fraction(
+            k * workers.count
+        )
     if scheme == "fuse2":
         return Fraction(k * workers.count)
     return Fraction(0)
@@ -70,12 +79,19 @@ def held(graph: Graph, schemes: Sequence[Scheme], index: int) -> bool:
     return graph.follows(index) and schemes[index - 1] == "lop"
 
 
-def total(graph: Graph, schemes: Sequence[Scheme], workers: WorkerTotals, reuse: Reuse = "everywhere") -> Fraction:
+def total(
+    graph: Graph,
+    schemes: Sequence[Scheme],
+    workers: WorkerTotals,
+    reuse: Reuse = "everywhere",
+) -> Fraction:
     """Return C of a whole network, in elements: equation (10). Layers ``whole`` and ``tiled`` add nothing to it."""
     return sum(
         (
             elements(layer, scheme, workers, held(graph, schemes, index), reuse)
-            for index, (layer, scheme) in enumerate(zip(graph.layers, schemes, strict=True))
+            for index, (layer, scheme) in enumerate(
+                zip(graph.layers, schemes, strict=True)
+            )
         ),
         Fraction(0),
     )
@@ -88,7 +104,8 @@ LayerPair = tuple[int, int]
 def everywhere(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
     """Return one scheme for all splittable layers from layer ``first`` on; earlier layers are tiled."""
     return tuple(
-        "tiled" if index < first else scheme if layer.splits else "whole" for index, layer in enumerate(graph.layers)
+        "tiled" if index < first else scheme if layer.splits else "whole"
+        for index, layer in enumerate(graph.layers)
     )
 
 
@@ -96,8 +113,17 @@ def fused(graph: Graph, pairs: Collection[LayerPair], first: int = 0) -> Schemes
     """Return LOP with the given pairs of layers fused; raises `InputError` listing the valid pairs."""
     schemes = list(everywhere(graph, "lop", first))
     for one, other in pairs:
-        if other != one + 1 or one < first or not graph.fuses(one) or {schemes[one], schemes[other]} != {"lop"}:
-            able = ", ".join(f"{index}+{index + 1}" for index in range(first, len(schemes)) if graph.fuses(index))
+        if (
+            other != one + 1
+            or one < first
+            or not graph.fuses(one)
+            or {schemes[one], schemes[other]} != {"lop"}
+        ):
+            able = ", ".join(
+                f"{index}+{index + 1}"
+                for index in range(first, len(schemes))
+                if graph.fuses(index)
+            )
             raise InputError(
                 f"layers {one} and {other} of {graph.name} cannot be fused: a pair is two layers with "
                 f"weights right after each other, in no other pair, whose output between is needed nowhere else; "
@@ -109,7 +135,11 @@ def fused(graph: Graph, pairs: Collection[LayerPair], first: int = 0) -> Schemes
 
 
 def least_communication(
-    graph: Graph, workers: WorkerTotals, reuse: Reuse = "everywhere", first: int = 0, lip: bool = True
+    graph: Graph,
+    workers: WorkerTotals,
+    reuse: Reuse = "everywhere",
+    first: int = 0,
+    lip: bool = True,
 ) -> Schemes:
     """Return the schemes with the least C from layer ``first`` on; ties prefer LOP, then LIP, then FUSE.
 
@@ -117,7 +147,9 @@ def least_communication(
     """
     count = len(graph.layers)
     # best[index][after_lop]: the least C of this and all later layers, and their schemes.
-    best: dict[int, dict[bool, tuple[Fraction, Schemes]]] = {count: dict.fromkeys((False, True), (Fraction(0), ()))}
+    best: dict[int, dict[bool, tuple[Fraction, Schemes]]] = {
+        count: dict.fromkeys((False, True), (Fraction(0), ()))
+    }
     for index in reversed(range(first, count)):
         best[index] = {}
         for after_lop in (False, True):
@@ -126,7 +158,13 @@ def least_communication(
             for way in _possible_schemes(graph, index, lip):
                 cost, rest = best[index + len(way)][way[-1] == "lop"]
                 for offset, scheme in enumerate(way):
-                    cost += elements(graph.layers[index + offset], scheme, workers, held and offset == 0, reuse)
+                    cost += elements(
+                        graph.layers[index + offset],
+                        scheme,
+                        workers,
+                        held and offset == 0,
+                        reuse,
+                    )
                 options.append((cost, (*way, *rest)))
             best[index][after_lop] = min(options, key=lambda each: each[0])
     return (*everywhere(graph, "lop", first)[:first], *best[first][False][1])
@@ -146,4 +184,6 @@ def _possible_schemes(graph: Graph, index: int, lip: bool) -> list[Schemes]:
 
 def pairs_of(schemes: Sequence[Scheme]) -> tuple[LayerPair, ...]:
     """Return the fused pairs among the schemes."""
-    return tuple((index, index + 1) for index, scheme in enumerate(schemes) if scheme == "fuse1")
+    return tuple(
+        (index, index + 1) for index, scheme in enumerate(schemes) if scheme == "fuse1"
+    )

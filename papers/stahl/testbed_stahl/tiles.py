@@ -44,7 +44,11 @@ def is_late(row: int, column: int) -> bool:
 
 def between(needed: Range, before: Range | None, after: Range | None) -> Range:
     """Return the part of a range along one axis covered by neither neighbour; None means no neighbour."""
-    first = needed.first if before is None else min(max(needed.first, before.last), needed.last)
+    first = (
+        needed.first
+        if before is None
+        else min(max(needed.first, before.last), needed.last)
+    )
     last = needed.last if after is None else max(first, min(needed.last, after.first))
     return Range(first, last)
 
@@ -57,9 +61,20 @@ def computed(tiling: Tiling, number: int) -> tuple[Region, ...]:
     sides = _neighbour_tiles(tiling, tile)
     regions = []
     for level, region in enumerate(tile.regions[1:-1], 1):
-        above, below = (None if each is None else _row_range(each.regions[level]) for each in sides[:2])
-        left, right = (None if each is None else _column_range(each.regions[level]) for each in sides[2:])
-        regions.append(Region(*between(_row_range(region), above, below), *between(_column_range(region), left, right)))
+        above, below = (
+            None if each is None else _row_range(each.regions[level])
+            for each in sides[:2]
+        )
+        left, right = (
+            None if each is None else _column_range(each.regions[level])
+            for each in sides[2:]
+        )
+        regions.append(
+            Region(
+                *between(_row_range(region), above, below),
+                *between(_column_range(region), left, right),
+            )
+        )
     return (*regions, tile.regions[-1])
 
 
@@ -76,7 +91,9 @@ def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
             if neighbour is None:
                 continue
             lender = tiling.tiles.index(neighbour)
-            for layer, (all_, own) in enumerate(zip(tile.regions[1:-1], computed(tiling, number), strict=False)):
+            for layer, (all_, own) in enumerate(
+                zip(tile.regions[1:-1], computed(tiling, number), strict=False)
+            ):
                 region = (
                     all_._replace(bottom=own.top),
                     all_._replace(top=own.bottom),
@@ -94,7 +111,12 @@ def _neighbour_tiles(tiling: Tiling, tile: Tile) -> tuple[Tile | None, ...]:
         return tiling.tiles[row * tiling.columns + column] if inside else None
 
     row, column = tile.row, tile.column
-    return at(row - 1, column), at(row + 1, column), at(row, column - 1), at(row, column + 1)
+    return (
+        at(row - 1, column),
+        at(row + 1, column),
+        at(row, column - 1),
+        at(row, column + 1),
+    )
 
 
 def _row_range(region: Region) -> Range:
@@ -131,7 +153,11 @@ def check_early(graph: Graph, count: int) -> None:
     """Raise `InputError` naming the nearest valid number if the first ``count`` layers cannot be tiled."""
     if count <= len(graph.layers) and _can_be(graph, count):
         return
-    nearest = max(fewer for fewer in range(min(count, len(graph.layers)) + 1) if _can_be(graph, fewer))
+    nearest = max(
+        fewer
+        for fewer in range(min(count, len(graph.layers)) + 1)
+        if _can_be(graph, fewer)
+    )
     raise InputError(
         f"the first {count} layers of {graph.name} cannot be tiled together, which takes convolutions and pooling in a "
         "row, with less padding than their kernels, of which only the last one's output is used further on: "
@@ -142,7 +168,10 @@ def check_early(graph: Graph, count: int) -> None:
 
 def _can_be(graph: Graph, count: int) -> bool:
     """Whether the first ``count`` layers can be tiled."""
-    return count == 0 or (all(_is_tileable(graph, index) for index in range(count)) and _closes_stack(graph, count))
+    return count == 0 or (
+        all(_is_tileable(graph, index) for index in range(count))
+        and _closes_stack(graph, count)
+    )
 
 
 def _is_tileable(graph: Graph, index: int) -> bool:
@@ -158,7 +187,11 @@ def _is_tileable(graph: Graph, index: int) -> bool:
 def _closes_stack(graph: Graph, count: int) -> bool:
     """Whether no later layer reads a value inside the first ``count`` layers, or the image."""
     inside = range(INPUT, count - 1)
-    return all(source not in inside for layer in graph.layers[count:] for source in layer.sources)
+    return all(
+        source not in inside
+        for layer in graph.layers[count:]
+        for source in layer.sources
+    )
 
 
 def needed(layer: GraphLayer, out: Range, size: int) -> Range:
@@ -173,7 +206,10 @@ def _padded_range(layer: GraphLayer, first: int, last: int) -> Range:
     """Return the padded input range along one axis read for a range of output pixels."""
     window = layer.window
     assert window is not None
-    return Range(first * window.stride - window.padding, (last - 1) * window.stride - window.padding + window.kernel)
+    return Range(
+        first * window.stride - window.padding,
+        (last - 1) * window.stride - window.padding + window.kernel,
+    )
 
 
 def padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
@@ -219,27 +255,48 @@ class _Grid:
         return self._axis_lines(self.columns, 2)
 
     def _axis_lines(self, count: int, axis: int) -> list[tuple[_AxisTiles, _AxisTiles]]:
-        whole = [_trace_axis(self.layers, out, axis) for out in evenly(self.layers[-1].output[axis], count)]
+        whole = [
+            _trace_axis(self.layers, out, axis)
+            for out in evenly(self.layers[-1].output[axis], count)
+        ]
         ranges = []
         for index, each in enumerate(whole):
             early = _AxisTiles(each, each[1:])
             before = whole[index - 1] if index else None
             after = whole[index + 1] if index + 1 < count else None
-            late = _trace_between(self.layers, each[-1], axis, before, after) if self.reuse else early
+            late = (
+                _trace_between(self.layers, each[-1], axis, before, after)
+                if self.reuse
+                else early
+            )
             ranges.append((early, late))
         return ranges
 
     @cached_property
     def work(self) -> list[int]:
         """Multiplications of each tile, row by row."""
-        per_pixel = [layer.multiplications // (layer.output[1] * layer.output[2]) for layer in self.layers]
+        per_pixel = [
+            layer.multiplications // (layer.output[1] * layer.output[2])
+            for layer in self.layers
+        ]
         products = []
         for row, highs in enumerate(self._row_lines):
-            per_column = [[each * high.size for each, high in zip(per_pixel, of.computed, strict=True)] for of in highs]
+            per_column = [
+                [
+                    each * high.size
+                    for each, high in zip(per_pixel, of.computed, strict=True)
+                ]
+                for of in highs
+            ]
             for column, wides in enumerate(self._column_lines):
                 late = is_late(row, column)
                 wide = wides[late].computed
-                products.append(sum(each * part.size for each, part in zip(per_column[late], wide, strict=True)))
+                products.append(
+                    sum(
+                        each * part.size
+                        for each, part in zip(per_column[late], wide, strict=True)
+                    )
+                )
         return products
 
     def least_time(self, speeds: Sequence[float]) -> float:
@@ -251,14 +308,24 @@ class _Grid:
         loads = [0] * len(speeds)
         owners = [source] * len(self.work)
         order = range(len(owners))
-        for index in sorted(order, key=lambda index: (self.reuse and self._is_late_tile(index), -self.work[index])):
+        for index in sorted(
+            order,
+            key=lambda index: (
+                self.reuse and self._is_late_tile(index),
+                -self.work[index],
+            ),
+        ):
             more = self.work[index]
-            ends = [(load + more) / speed for load, speed in zip(loads, speeds, strict=True)]
+            ends = [
+                (load + more) / speed for load, speed in zip(loads, speeds, strict=True)
+            ]
             soonest = min(ends)
             device = source if ends[source] == soonest else ends.index(soonest)
             loads[device] += more
             owners[index] = device
-        return owners, max(load / speed for load, speed in zip(loads, speeds, strict=True))
+        return owners, max(
+            load / speed for load, speed in zip(loads, speeds, strict=True)
+        )
 
     def _is_late_tile(self, index: int) -> bool:
         return is_late(*divmod(index, self.columns))
@@ -289,7 +356,12 @@ class _Grid:
 
 
 def tile(
-    layers: Sequence[GraphLayer], rows: int, columns: int, speeds: Sequence[float], source: int, reuse: bool = False
+    layers: Sequence[GraphLayer],
+    rows: int,
+    columns: int,
+    speeds: Sequence[float],
+    source: int,
+    reuse: bool = False,
 ) -> Tiling:
     """Cut early layers into a grid and assign the tiles to devices, with ``reuse`` of neighbours' data if requested.
 
@@ -310,11 +382,18 @@ def tile(
     return grid.tiling(grid.owners(speeds, source)[0])
 
 
-def best_tiling(layers: Sequence[GraphLayer], speeds: Sequence[float], source: int, reuse: bool = False) -> Tiling:
+def best_tiling(
+    layers: Sequence[GraphLayer],
+    speeds: Sequence[float],
+    source: int,
+    reuse: bool = False,
+) -> Tiling:
     """Return the fastest grid with about one or two tiles per device; the coarsest on ties."""
     grids = [_Grid(layers, *each, reuse) for each in _grid_sizes(layers, len(speeds))]
     best: tuple[float, int, list[int], _Grid] | None = None
-    for bound, grid in sorted(((grid.least_time(speeds), grid) for grid in grids), key=lambda each: each[0]):
+    for bound, grid in sorted(
+        ((grid.least_time(speeds), grid) for grid in grids), key=lambda each: each[0]
+    ):
         if best is not None and bound > best[0]:
             break
         owners, time = grid.owners(speeds, source)
@@ -329,7 +408,11 @@ def _grid_sizes(layers: Sequence[GraphLayer], devices: int) -> list[tuple[int, i
     _, height, width = layers[-1].output
     sizes = set()
     for rows in range(1, min(devices, height) + 1):
-        for columns in (max(1, devices // rows), -(-devices // rows), 2 * devices // rows):
+        for columns in (
+            max(1, devices // rows),
+            -(-devices // rows),
+            2 * devices // rows,
+        ):
             sizes.add((rows, min(columns, width)))
     return sorted(sizes)
 
@@ -343,7 +426,11 @@ def _trace_axis(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Ran
 
 
 def _trace_between(
-    layers: Sequence[GraphLayer], out: Range, axis: int, before: list[Range] | None, after: list[Range] | None
+    layers: Sequence[GraphLayer],
+    out: Range,
+    axis: int,
+    before: list[Range] | None,
+    after: list[Range] | None,
 ) -> _AxisTiles:
     """Return the ranges needed and computed along one axis with data from the neighbours."""
     needs, makes = [out], [out]
@@ -363,17 +450,23 @@ def multiplications(layers: Sequence[GraphLayer], made: Sequence[Region]) -> lis
     ]
 
 
-def costs(layers: Sequence[GraphLayer], made: Sequence[Region], samples: int) -> list[Cost]:
+def costs(
+    layers: Sequence[GraphLayer], made: Sequence[Region], samples: int
+) -> list[Cost]:
     """Return the cost of each layer in a tile computing these regions: its share of pixels and all weights."""
     by_layer = []
     for layer, region in zip(layers, made, strict=True):
         share = region.pixels / (layer.output[1] * layer.output[2])
-        one = layer.cost(layer.inputs, layer.output_channels).scaled(flops=share, accessed=share, weights=1)
+        one = layer.cost(layer.inputs, layer.output_channels).scaled(
+            flops=share, accessed=share, weights=1
+        )
         by_layer.append(forward_of(one, samples))
     return by_layer
 
 
-def redundant_multiplications(layers: Sequence[GraphLayer], made: Sequence[Sequence[Region]]) -> int:
+def redundant_multiplications(
+    layers: Sequence[GraphLayer], made: Sequence[Sequence[Region]]
+) -> int:
     """Return the extra multiplications of these regions over an undivided computation (halo overhead)."""
     tiled = sum(sum(multiplications(layers, each)) for each in made)
     return tiled - sum(layer.multiplications for layer in layers)

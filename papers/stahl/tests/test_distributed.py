@@ -6,7 +6,13 @@ import pytest
 
 from testbed.ml.models import create
 from testbed.ml.models.chain import chain
-from testbed.ml.models.layers import Conv2d, GlobalAveragePool2d, Linear, MaxPool2d, ReLU
+from testbed.ml.models.layers import (
+    Conv2d,
+    GlobalAveragePool2d,
+    Linear,
+    MaxPool2d,
+    ReLU,
+)
 from testbed.wire.message import ENVELOPE
 from testbed_stahl.communication import transfers
 from tests.helpers.inferences import CNN, FC, distributed, infer
@@ -19,7 +25,9 @@ TRAFFIC = ("piece", "sums", "tile", "tiled")
 @pytest.mark.parametrize("exchange", ["source", "direct"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("devices", range(1, 9))
-def test_fully_connected_layers_give_what_the_single_device_gives(scheme, exchange, devices):
+def test_fully_connected_layers_give_what_the_single_device_gives(
+    scheme, exchange, devices
+):
     found = infer(distributed(devices - 1, {"scheme": scheme, "exchange": exchange}))
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-4
@@ -28,8 +36,15 @@ def test_fully_connected_layers_give_what_the_single_device_gives(scheme, exchan
 @pytest.mark.parametrize("exchange", ["source", "direct"])
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
 @pytest.mark.parametrize(("devices", "early"), [(2, 0), (3, 2), (5, 3), (8, 0)])
-def test_convolutions_and_tiles_give_what_the_single_device_gives(scheme, exchange, devices, early):
-    method = {"scheme": scheme, "exchange": exchange, "early": early, "source": "worker1"}
+def test_convolutions_and_tiles_give_what_the_single_device_gives(
+    scheme, exchange, devices, early
+):
+    method = {
+        "scheme": scheme,
+        "exchange": exchange,
+        "early": early,
+        "source": "worker1",
+    }
     found = infer(distributed(devices - 1, method, {"model": CNN}))
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-4
@@ -45,7 +60,9 @@ def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, least_chunk
     flow = found.flow
     planned, sent = defaultdict(list), defaultdict(list)
     for transfer in transfers(flow):
-        planned[flow.plan.devices[transfer.sender], flow.plan.devices[transfer.receiver]] += transfer.messages
+        planned[
+            flow.plan.devices[transfer.sender], flow.plan.devices[transfer.receiver]
+        ] += transfer.messages
     for device, fields in events(found.outcome, "receive"):
         if fields["message"] in TRAFFIC:
             sent[fields["peer"], device].append(fields["bytes"])
@@ -54,7 +71,10 @@ def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, least_chunk
         # Message by message, each exceeds its values by its header alone.
         values = [4 * flow.settings.samples * elements for elements in planned[pair]]
         assert len(sizes) == len(values)
-        assert all(0 < size - each <= ENVELOPE for size, each in zip(sorted(sizes), sorted(values), strict=True))
+        assert all(
+            0 < size - each <= ENVELOPE
+            for size, each in zip(sorted(sizes), sorted(values), strict=True)
+        )
 
 
 @pytest.mark.parametrize("exchange", ["source", "direct"])
@@ -79,16 +99,25 @@ SMALL = {"hidden": [100, 90]}
 @pytest.mark.parametrize(
     ("name", "options", "shape", "scheme", "devices"),
     [
-        *(("alexnet", SMALL, (3, 80, 80), scheme, 5) for scheme in ("lop", "lip", "fuse", "optimal")),
-        *(("vgg16", SMALL, (3, 32, 32), scheme, 3) for scheme in ("lop", "lip", "optimal")),
+        *(
+            ("alexnet", SMALL, (3, 80, 80), scheme, 5)
+            for scheme in ("lop", "lip", "fuse", "optimal")
+        ),
+        *(
+            ("vgg16", SMALL, (3, 32, 32), scheme, 3)
+            for scheme in ("lop", "lip", "optimal")
+        ),
         ("mobilenetv2", {}, (3, 32, 32), "lop", 3),
         ("yolov2", {}, (3, 64, 32), "optimal", 2),
     ],
 )
-def test_large_networks_give_what_the_single_device_gives(name, options, shape, scheme, devices, exchange):
+def test_large_networks_give_what_the_single_device_gives(
+    name, options, shape, scheme, devices, exchange
+):
     method = {"scheme": scheme, "exchange": exchange, "early": None}
     found = infer(
-        distributed(devices - 1, method, {"requests": 1, "batch_size": 1}, **FAST), create(name, options, shape, 10)
+        distributed(devices - 1, method, {"requests": 1, "batch_size": 1}, **FAST),
+        create(name, options, shape, 10),
     )
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-4

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from testbed.hardware import DeviceSpec
 from testbed.ml.models.chain import chain
 from testbed.ml.models.graph import graph_of
-from testbed.ml.models.layers import BatchNorm2d, Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d
+from testbed.ml.models.layers import (
+    BatchNorm2d,
+    Conv2d,
+    Flatten,
+    LeakyReLU,
+    Linear,
+    MaxPool2d,
+)
 from testbed.ml.models.sliced import SlicedLayer, cut
 from testbed.ml.models.slices import NONE, Slice
 from testbed_stahl.candidates import candidate
@@ -43,13 +50,21 @@ def sent_through_the_source(graph, plan):
         for device in range(count):
             if part.outputs:
                 taken[device] = part.outputs[device].size > 0
-                made[index].reshape(count, layer.output[0], -1)[device, slice(*part.outputs[device])] = True
+                made[index].reshape(count, layer.output[0], -1)[
+                    device, slice(*part.outputs[device])
+                ] = True
             elif part.inputs:
-                taken.reshape(count, layer.input_channels, -1)[device, slice(*part.inputs[device])] = True
+                taken.reshape(count, layer.input_channels, -1)[
+                    device, slice(*part.inputs[device])
+                ] = True
                 made[index][source] = True
-                total += layer.outputs * (device != source and part.inputs[device].size > 0)
+                total += layer.outputs * (
+                    device != source and part.inputs[device].size > 0
+                )
             else:
-                taken[device] = made[index][device] = device == (source if part.owner is None else part.owner)
+                taken[device] = made[index][device] = device == (
+                    source if part.owner is None else part.owner
+                )
         ends = [0, *accumulate(graph.outputs_of(each) for each in layer.sources)]
         for each, (first, last) in zip(layer.sources, pairwise(ends), strict=True):
             need[each] |= taken[:, first:last]
@@ -60,38 +75,54 @@ def sent_through_the_source(graph, plan):
             total += lacking.sum()
         else:
             workers = [device for device in range(count) if device != source]
-            total += lacking[workers].sum() + (made[value][workers] & lacking.any(axis=0)).sum()
+            total += (
+                lacking[workers].sum()
+                + (made[value][workers] & lacking.any(axis=0)).sum()
+            )
     return total
 
 
 @settings(deadline=None, max_examples=150)
 @given(chains(), SPEEDS, SCHEMES, st.data())
-def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(graph, speeds, scheme, data):
+def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(
+    graph, speeds, scheme, data
+):
     source = data.draw(st.integers(0, len(speeds) - 1))
-    found = candidate(graph, crew(speeds), asked(scheme=scheme, source=source, early=0)).flow
+    found = candidate(
+        graph, crew(speeds), asked(scheme=scheme, source=source, early=0)
+    ).flow
     assert elements(transfers(found)) == sent_through_the_source(graph, found.plan)
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
 def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
     graph = yolov2(224)
-    found = candidate(graph, crew([1.0, 2.5, 1.0, 4.0]), asked(scheme, early=16, source=2)).flow
+    found = candidate(
+        graph, crew([1.0, 2.5, 1.0, 4.0]), asked(scheme, early=16, source=2)
+    ).flow
     later = sent_through_the_source(graph, found.plan)
     assert elements(transfers(found)) == later + elements(of_tiles(found))
 
 
 @settings(deadline=None, max_examples=150)
 @given(chains(), SPEEDS, SCHEMES)
-def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(graph, speeds, scheme):
+def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(
+    graph, speeds, scheme
+):
     for exchange in ("source", "direct"):
-        found = candidate(graph, crew(speeds), asked(scheme=scheme, early=0, exchange=exchange)).flow
+        found = candidate(
+            graph, crew(speeds), asked(scheme=scheme, early=0, exchange=exchange)
+        ).flow
         for value, homes in found.homes.items():
             if value < 0 or not found.graph.layers[value].joins:
                 assert sum(home.size for home in homes) == graph.outputs_of(value)
             for device, wanted in enumerate(found.wants[value]):
                 here = [homes[device]]
                 for maker, home in enumerate(homes):
-                    for to, part in (*found.receivers(value, maker, home), *found.forwarded(value, maker, home)):
+                    for to, part in (
+                        *found.receivers(value, maker, home),
+                        *found.forwarded(value, maker, home),
+                    ):
                         here += [part] * (to == device and home.size > 0)
                 assert all(not without_all(piece, here) for piece in wanted)
 
@@ -103,7 +134,9 @@ def without_all(piece, parts):
     return left
 
 
-RANGES = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda ends: Range(min(ends), max(ends)))
+RANGES = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(
+    lambda ends: Range(min(ends), max(ends))
+)
 
 
 @given(st.lists(RANGES, max_size=6), RANGES)
@@ -112,8 +145,13 @@ def test_pieces_are_sets_of_numbers(ranges, gone):
     numbers = {number for each in ranges for number in range(*each)}
     assert {number for piece in pieces for number in range(*piece)} == numbers
     assert size(pieces) == len(numbers)
-    assert {number for piece in difference(pieces, gone) for number in range(*piece)} == numbers - {*range(*gone)}
-    assert all({*range(*intersection(each, gone))} == {*range(*each)} & {*range(*gone)} for each in ranges)
+    assert {
+        number for piece in difference(pieces, gone) for number in range(*piece)
+    } == numbers - {*range(*gone)}
+    assert all(
+        {*range(*intersection(each, gone))} == {*range(*each)} & {*range(*gone)}
+        for each in ranges
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -121,9 +159,17 @@ def test_pieces_are_sets_of_numbers(ranges, gone):
     st.integers(1, 7), st.integers(1, 9), st.sampled_from([1, 3]), st.integers(1, 2), st.booleans(),
     st.lists(st.integers(1, 5), min_size=1, max_size=8),
 )  # fmt: skip
-def test_parts_by_output_and_sums_by_input_are_the_whole_layer(entering, leaving, kernel, stride, norm, shares):
-    layers = [Conv2d(leaving, kernel, stride, kernel // 2), *[BatchNorm2d()] * norm, LeakyReLU(0.1)]
-    model = chain("two", (entering, 7, 5), 3, [("conv", layers), ("out", [Flatten(), Linear(3)])])
+def test_parts_by_output_and_sums_by_input_are_the_whole_layer(
+    entering, leaving, kernel, stride, norm, shares
+):
+    layers = [
+        Conv2d(leaving, kernel, stride, kernel // 2),
+        *[BatchNorm2d()] * norm,
+        LeakyReLU(0.1),
+    ]
+    model = chain(
+        "two", (entering, 7, 5), 3, [("conv", layers), ("out", [Flatten(), Linear(3)])]
+    )
     graph = graph_of(model)
     layer, module = graph.layers[0], model.build(0, 1, 4).eval()
     for name, tensor in module.state_dict().items():
@@ -143,15 +189,29 @@ def test_parts_by_output_and_sums_by_input_are_the_whole_layer(entering, leaving
     sums = []
     for taken in (range(*part) for part in divide(entering, exact) if part.size):
         part = Slice(every, taken, NONE)
-        sums.append(SlicedLayer(layer, part, cut(layer, part, state)).sums(flat[:, taken.start * 35 : taken.stop * 35]))
-    assert close(SlicedLayer(layer, layer.whole, state).finish(torch.stack(sums).sum(0)), whole)
+        sums.append(
+            SlicedLayer(layer, part, cut(layer, part, state)).sums(
+                flat[:, taken.start * 35 : taken.stop * 35]
+            )
+        )
+    assert close(
+        SlicedLayer(layer, layer.whole, state).finish(torch.stack(sums).sum(0)), whole
+    )
     chunks = [range(leaving)[first : first + 2] for first in range(0, leaving, 2)]
     chunked = SlicedLayer(layer, layer.whole, state)
-    assert close(torch.cat([chunked.finish(chunked.sums(flat, None, each), each) for each in chunks], dim=1), whole)
+    assert close(
+        torch.cat(
+            [chunked.finish(chunked.sums(flat, None, each), each) for each in chunks],
+            dim=1,
+        ),
+        whole,
+    )
 
 
 def close(found, wanted):
-    return bool((found - wanted).abs().max() <= 1e-4 * wanted.abs().max().clamp(min=1e-6))
+    return bool(
+        (found - wanted).abs().max() <= 1e-4 * wanted.abs().max().clamp(min=1e-6)
+    )
 
 
 @settings(deadline=None, max_examples=40)

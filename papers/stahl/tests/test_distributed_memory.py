@@ -5,7 +5,14 @@ from collections import defaultdict
 import pytest
 
 from testbed.ml.models.chain import chain
-from testbed.ml.models.layers import Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d, Reorganise
+from testbed.ml.models.layers import (
+    Conv2d,
+    Flatten,
+    LeakyReLU,
+    Linear,
+    MaxPool2d,
+    Reorganise,
+)
 from testbed.trace.metrics import metrics
 from testbed_stahl.demands import parameters
 from tests.helpers.inferences import CNN, Inference, distributed, infer
@@ -25,7 +32,10 @@ ROUTED = chain(
         ("pool1", (MaxPool2d(),)),
         ("conv2", convolution(16, 3)),
         ("pool3", (MaxPool2d(),)),
-        *((f"conv{index}", convolution(*each)) for index, each in enumerate([(24, 3), (12, 1), (24, 3)], start=4)),
+        *(
+            (f"conv{index}", convolution(*each))
+            for index, each in enumerate([(24, 3), (12, 1), (24, 3)], start=4)
+        ),
         ("route7", ()),
         ("conv8", convolution(4, 1)),
         ("reorg9", (Reorganise(2),)),
@@ -37,7 +47,11 @@ ROUTED = chain(
     {7: (2,), 10: (9, 6)},
 )
 WAYS = [
-    *((scheme, exchange) for scheme in ("lop", "lip", "fuse", "optimal") for exchange in ("source", "direct")),
+    *(
+        (scheme, exchange)
+        for scheme in ("lop", "lip", "fuse", "optimal")
+        for exchange in ("source", "direct")
+    ),
     ("sequential", "source"),
     ("single", "source"),
 ]
@@ -60,23 +74,45 @@ def shares_used(found: Inference) -> dict[int, float]:
 @pytest.mark.parametrize(("scheme", "exchange"), WAYS)
 @pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize(
-    ("model", "devices", "early"), [("cnn", 2, 2), ("cnn", 6, 0), ("routed", 1, 2), ("routed", 3, 0), ("routed", 3, 2)]
+    ("model", "devices", "early"),
+    [
+        ("cnn", 2, 2),
+        ("cnn", 6, 0),
+        ("routed", 1, 2),
+        ("routed", 3, 0),
+        ("routed", 3, 2),
+    ],
 )
-def test_no_device_holds_more_than_the_plan_says(model, scheme, exchange, devices, early, in_flight):
-    method = {"scheme": scheme, "exchange": exchange, "early": early, "in_flight": in_flight, "least_chunk": 64}
+def test_no_device_holds_more_than_the_plan_says(
+    model, scheme, exchange, devices, early, in_flight
+):
+    method = {
+        "scheme": scheme,
+        "exchange": exchange,
+        "early": early,
+        "in_flight": in_flight,
+        "least_chunk": 64,
+    }
     work = {"model": CNN, "requests": in_flight, "batch_size": 1}
     # The source is slower than the others: their parts come while it still has its own to do.
     keys = {"devices": {"source": {"speed": "5mflops"}}}
     if devices > 1:
         keys["devices"]["worker"] = {"speed": "40mflops", "count": devices - 1}
         method["shares"] = "equal"
-    used = shares_used(infer(distributed(devices - 1, method, work, **keys), ROUTED if model == "routed" else None))
+    used = shares_used(
+        infer(
+            distributed(devices - 1, method, work, **keys),
+            ROUTED if model == "routed" else None,
+        )
+    )
     assert all(each <= 1 for each in used.values())
 
 
 @pytest.mark.parametrize(("scheme", "exchange"), WAYS)
 @pytest.mark.parametrize("early", [0, 2])
-def test_what_the_plan_says_is_needed_when_some_devices_are_slower(scheme, exchange, early):
+def test_what_the_plan_says_is_needed_when_some_devices_are_slower(
+    scheme, exchange, early
+):
     """What is held at once depends on who waits for whom; the prediction is within 1.1 of the most."""
     most: defaultdict[int, float] = defaultdict(float)
     method = {
@@ -87,12 +123,23 @@ def test_what_the_plan_says_is_needed_when_some_devices_are_slower(scheme, excha
         "grid": (2, 2) if early else None,
     }
     for odd in range(3):
-        for speed, others, rate in (("1mflops", "20mflops", "1gbit"), ("20mflops", "1mflops", "20mbit")):
+        for speed, others, rate in (
+            ("1mflops", "20mflops", "1gbit"),
+            ("20mflops", "1mflops", "20mbit"),
+        ):
             speeds = [others] * 3
             speeds[odd] = speed
-            keys = {"devices": {f"d{index}": {"speed": each} for index, each in enumerate(speeds)}}
+            keys = {
+                "devices": {
+                    f"d{index}": {"speed": each} for index, each in enumerate(speeds)
+                }
+            }
             keys["network"] = {"link": {"rate": rate, "delay": "100us"}}
-            found = infer(distributed(2, method, {"model": CNN, "requests": 1, "batch_size": 8}, **keys))
+            found = infer(
+                distributed(
+                    2, method, {"model": CNN, "requests": 1, "batch_size": 8}, **keys
+                )
+            )
             for device, used in shares_used(found).items():
                 most[device] = max(most[device], used)
     assert all(1 / 1.1 <= each <= 1 for each in most.values())

@@ -14,7 +14,15 @@ from testbed.hardware import DeviceSpec
 from testbed.ml.models import create
 from testbed.ml.models.chain import chain
 from testbed.ml.models.graph import Graph, graph_of
-from testbed.ml.models.layers import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Residual
+from testbed.ml.models.layers import (
+    BatchNorm2d,
+    Conv2d,
+    Flatten,
+    Linear,
+    MaxPool2d,
+    ReLU,
+    Residual,
+)
 from testbed.ml.models.shapes import INPUT
 from testbed.wire.framing import wire_bytes
 from testbed_stahl.candidates import enough_devices, fitting_plan
@@ -39,7 +47,9 @@ HALF_AND_HALO = 304 + 1 + 2 + 4 + 4 + 8 + 8 + 16 + 16
 
 
 def devices(*speeds: float, memory: float = 4e9) -> list[DeviceSpec]:
-    return [DeviceSpec(f"d{index}", speed, memory) for index, speed in enumerate(speeds)]
+    return [
+        DeviceSpec(f"d{index}", speed, memory) for index, speed in enumerate(speeds)
+    ]
 
 
 def even(count: int, memory: float = 4e9) -> list[DeviceSpec]:
@@ -70,11 +80,15 @@ def held(found: Dataflow) -> tuple[int, ...]:
         (asked("optimal"), ((120, 120), 120, 22)),
     ],
 )
-def test_the_four_layer_example_is_the_papers(wanted: PlanSettings, expected: tuple[tuple[int, int], int, int]) -> None:
+def test_the_four_layer_example_is_the_papers(
+    wanted: PlanSettings, expected: tuple[tuple[int, int], int, int]
+) -> None:
     assert counted(planned(FOUR_LAYERS, even(2), wanted)) == expected
 
 
-def test_sequential_mapping_of_the_four_layer_example_is_the_papers_and_also_returns_the_result() -> None:
+def test_sequential_mapping_of_the_four_layer_example_is_the_papers_and_also_returns_the_result() -> (
+    None
+):
     found = planned(FOUR_LAYERS, even(2), asked("sequential"))
     assert counted(found)[:2] == ((160, 80), 240)
     assert transfers(found) == (Transfer(0, 1, 1, (16,)), Transfer(1, 0, 3, (4,)))
@@ -82,15 +96,23 @@ def test_sequential_mapping_of_the_four_layer_example_is_the_papers_and_also_ret
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(scheme: SchemeName, count: int) -> None:
+def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(
+    scheme: SchemeName, count: int
+) -> None:
     graph = graph_of(create("mlp", {"hidden": [64, 128, 32, 64]}, (1, 8, 8), 16))
     found = planned(graph, even(count), asked(scheme))
     schemes = [part.scheme for part in found.plan.layers]
-    assert elements(transfers(found)) == total(graph, schemes, WorkerTotals.equal(count))
+    assert elements(transfers(found)) == total(
+        graph, schemes, WorkerTotals.equal(count)
+    )
 
 
 @settings(deadline=None)
-@given(chains(), st.lists(st.sampled_from([1.0, 2.0, 3.5, 10.0]), min_size=1, max_size=8), st.data())
+@given(
+    chains(),
+    st.lists(st.sampled_from([1.0, 2.0, 3.5, 10.0]), min_size=1, max_size=8),
+    st.data(),
+)
 def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
     graph: Graph, speeds: list[float], data: st.DataObject
 ) -> None:
@@ -112,7 +134,9 @@ def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
         assert sum(parameters(spread, device) for device in spread.devices) == sum(
             each.parameters for each in graph.layers
         )
-        assert [sum(row) for row in multiplications(spread)] == [layer.multiplications for layer in graph.layers]
+        assert [sum(row) for row in multiplications(spread)] == [
+            layer.multiplications for layer in graph.layers
+        ]
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 6, 7])
@@ -124,12 +148,19 @@ def test_weights_per_device_fall_as_one_over_n(count: int) -> None:
         found = planned(YOLO, even(count), asked(scheme))
         for device, stored in enumerate(held(found)):
             assert stored == pytest.approx(
-                early * any(tile.device == device for tile in found.plan.tiles) + split / count, rel=0.02
+                early * any(tile.device == device for tile in found.plan.tiles)
+                + split / count,
+                rel=0.02,
             )
 
 
-def test_memory_of_the_weights_is_that_of_table_1_where_all_layers_are_divided() -> None:
-    found = [max(held(planned(YOLO, even(count), asked("lop", early=0)))) for count in (1, 3, 5, 6, 7)]
+def test_memory_of_the_weights_is_that_of_table_1_where_all_layers_are_divided() -> (
+    None
+):
+    found = [
+        max(held(planned(YOLO, even(count), asked("lop", early=0))))
+        for count in (1, 3, 5, 6, 7)
+    ]
     assert [round(4 * most / 1e6) for most in found] == [204, 68, 41, 34, 29]
 
 
@@ -160,7 +191,10 @@ def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
     found = planned(YOLO, even(4), asked(grid=(2, 2), source=1))
     elsewhere = [tile for tile in found.plan.tiles if tile.device != 1]
     assert set(of_tiles(found)) == {
-        *(Transfer(1, tile.device, INPUT, (3 * tile.regions[0].pixels,)) for tile in elsewhere),
+        *(
+            Transfer(1, tile.device, INPUT, (3 * tile.regions[0].pixels,))
+            for tile in elsewhere
+        ),
         *(Transfer(tile.device, 1, 15, (256 * 19 * 19,)) for tile in elsewhere),
     }
     # A 3x3 needs one pixel more of its input, and each pooling before it doubles that: 59 of the image.
@@ -170,12 +204,20 @@ def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
 def test_bytes_on_the_wire_are_those_of_every_message() -> None:
     found = transfers(planned(FOUR_LAYERS, even(2), asked("lop")))
     assert [len(each.messages) for each in found] == [1] * 8
-    assert all(each.wire_bytes(3) == wire_bytes(3 * 4 * each.elements + 320) for each in found)
+    assert all(
+        each.wire_bytes(3) == wire_bytes(3 * 4 * each.elements + 320) for each in found
+    )
     graph = graph_of(create("mlp", {"hidden": [1000]}, (1, 8, 8), 10))
     some = {"samples": 2, "chunks": 3, "least_chunk": 1}
-    first, *_ = (each for each in transfers(planned(graph, even(2), asked("lop", **some))) if each.value == 0)
+    first, *_ = (
+        each
+        for each in transfers(planned(graph, even(2), asked("lop", **some)))
+        if each.value == 0
+    )
     assert sorted(first.messages) == [166, 167, 167]
-    assert first.wire_bytes(2) == sum(wire_bytes(2 * 4 * each + 320) for each in first.messages)
+    assert first.wire_bytes(2) == sum(
+        wire_bytes(2 * 4 * each + 320) for each in first.messages
+    )
 
 
 def test_shares_follow_speed() -> None:
@@ -189,7 +231,11 @@ def test_shares_follow_speed() -> None:
 
 def test_memory_bounds_the_share_of_a_fast_device_and_the_others_take_over() -> None:
     graph = graph_of(create("mlp", {"hidden": [1000, 1000, 1000]}, (1, 8, 8), 10))
-    crew = [DeviceSpec("small", 8e9, 1e6), DeviceSpec("b", 2e9, 1e9), DeviceSpec("c", 1e9, 1e9)]
+    crew = [
+        DeviceSpec("small", 8e9, 1e6),
+        DeviceSpec("b", 2e9, 1e9),
+        DeviceSpec("c", 1e9, 1e9),
+    ]
     for scheme in ("lop", "optimal"):
         spread = planned(graph, crew, asked(scheme, source=1))
         assert 0.95e6 < memory(spread)[0] <= 1e6
@@ -200,16 +246,29 @@ def test_memory_bounds_the_share_of_a_fast_device_and_the_others_take_over() -> 
 
 @settings(deadline=None, max_examples=40)
 @given(
-    chains(), st.lists(st.tuples(st.sampled_from([1.0, 3.0]), st.sampled_from([2e3, 4e3, 1e4])), min_size=1, max_size=5)
+    chains(),
+    st.lists(
+        st.tuples(st.sampled_from([1.0, 3.0]), st.sampled_from([2e3, 4e3, 1e4])),
+        min_size=1,
+        max_size=5,
+    ),
 )
-def test_a_plan_fits_or_is_refused(graph: Graph, kinds: list[tuple[float, float]]) -> None:
-    crew = [DeviceSpec(f"d{index}", speed, memory) for index, (speed, memory) in enumerate(kinds)]
+def test_a_plan_fits_or_is_refused(
+    graph: Graph, kinds: list[tuple[float, float]]
+) -> None:
+    crew = [
+        DeviceSpec(f"d{index}", speed, memory)
+        for index, (speed, memory) in enumerate(kinds)
+    ]
     for scheme in ("lop", "optimal"):
         try:
             found = planned(graph, crew, asked(scheme))
         except InputError:
             continue
-        assert all(need <= device.memory for need, device in zip(memory(found), crew, strict=True))
+        assert all(
+            need <= device.memory
+            for need, device in zip(memory(found), crew, strict=True)
+        )
 
 
 @pytest.mark.parametrize(("name", "memory"), [("alexnet", 80e6), ("vgg16", 150e6)])
@@ -218,7 +277,9 @@ def test_a_plan_too_large_is_refused_with_a_number_of_devices_that_is_indeed_the
     name: str, memory: float, scheme: SchemeName
 ) -> None:
     graph = graph_of(create(name, {}, (3, 224, 224), 0))
-    with pytest.raises(InputError, match=r"d\d has \d+ MB of memory, .* needs .* would do") as caught:
+    with pytest.raises(
+        InputError, match=r"d\d has \d+ MB of memory, .* needs .* would do"
+    ) as caught:
         fitting_plan(graph, even(2, memory=memory), asked(scheme))
     count = int(str(caught.value).partition(" devices would do")[0].rpartition(" ")[2])
     scheme = "optimal" if "by the scheme optimal" in str(caught.value) else scheme
@@ -229,14 +290,19 @@ def test_a_plan_too_large_is_refused_with_a_number_of_devices_that_is_indeed_the
 
 
 def test_a_finer_grid_is_used_where_tiles_take_too_much_memory() -> None:
-    coarse, fine = (fitting_plan(YOLO, even(6, memory=memory), asked()).tiling for memory in (80e6, 60e6))
+    coarse, fine = (
+        fitting_plan(YOLO, even(6, memory=memory), asked()).tiling
+        for memory in (80e6, 60e6)
+    )
     assert coarse is not None
     assert fine is not None
     assert (fine.rows, fine.columns) == (2 * coarse.rows, 2 * coarse.columns)
 
 
 def test_no_number_of_devices_helps_where_activations_alone_are_too_much() -> None:
-    with pytest.raises(InputError, match=r"no number of such devices would do.*smaller input"):
+    with pytest.raises(
+        InputError, match=r"no number of such devices would do.*smaller input"
+    ):
         fitting_plan(YOLO, even(3, memory=10e6), asked())
     assert enough_devices(YOLO, even(3, memory=10e6), asked()) == 0
 
@@ -262,7 +328,11 @@ def test_activations_are_what_each_device_holds_at_its_widest_layer() -> None:
 
 
 def test_a_described_model_has_the_models_figures_and_places() -> None:
-    for name, shape in (("yolov2", (3, 608, 608)), ("alexnet", (3, 224, 224)), ("vgg16", (3, 224, 224))):
+    for name, shape in (
+        ("yolov2", (3, 608, 608)),
+        ("alexnet", (3, 224, 224)),
+        ("vgg16", (3, 224, 224)),
+    ):
         model = create(name, {}, shape, 0)
         graph = graph_of(model)
         assert graph.weights == model.weights
@@ -271,14 +341,35 @@ def test_a_described_model_has_the_models_figures_and_places() -> None:
     described = graph_of(create("yolov2", {}, (3, 608, 608), 0))
     assert len(described.layers) == 31
     for ours, theirs in zip(described.layers, YOLO.layers, strict=True):
-        facts = ("division", "input", "output", "sources", "weights", "multiplications", "window")
-        assert [getattr(ours, fact) for fact in facts] == [getattr(theirs, fact) for fact in facts]
+        facts = (
+            "division",
+            "input",
+            "output",
+            "sources",
+            "weights",
+            "multiplications",
+            "window",
+        )
+        assert [getattr(ours, fact) for fact in facts] == [
+            getattr(theirs, fact) for fact in facts
+        ]
 
 
-def test_layers_of_one_unit_are_described_apart_with_what_follows_each_value_by_value() -> None:
+def test_layers_of_one_unit_are_described_apart_with_what_follows_each_value_by_value() -> (
+    None
+):
     block = Residual((Conv2d(4, padding=1),))
     units = [
-        ("a", [Conv2d(4, padding=1, bias=False), BatchNorm2d(), ReLU(), MaxPool2d(), Flatten()]),
+        (
+            "a",
+            [
+                Conv2d(4, padding=1, bias=False),
+                BatchNorm2d(),
+                ReLU(),
+                MaxPool2d(),
+                Flatten(),
+            ],
+        ),
         ("b", [Linear(6), ReLU(), Linear(2)]),
     ]
     graph = graph_of(chain("n", (3, 8, 8), 2, units))
@@ -293,14 +384,26 @@ def test_layers_of_one_unit_are_described_apart_with_what_follows_each_value_by_
     assert graph.layers[2].input_channels == 4 * 4 * 4
     assert graph.layers[2].weights == prod((4, 4, 4)) * 6
     assert graph.layers[3].sources == (2,)
-    (blocked, _) = graph_of(chain("n", (4, 2, 2), 2, [("r", [block]), ("b", [Flatten(), Linear(2)])])).layers
-    assert (blocked.division, blocked.splits, blocked.parameters) == ("no", False, block.parameters((4, 2, 2)))
+    (blocked, _) = graph_of(
+        chain("n", (4, 2, 2), 2, [("r", [block]), ("b", [Flatten(), Linear(2)])])
+    ).layers
+    assert (blocked.division, blocked.splits, blocked.parameters) == (
+        "no",
+        False,
+        block.parameters((4, 2, 2)),
+    )
 
 
 def test_figures_of_all_schemes_beside_each_other() -> None:
-    found = {each.flow.plan.scheme: each for each in compare(FOUR_LAYERS, even(2, memory=900.0), asked())}
+    found = {
+        each.flow.plan.scheme: each
+        for each in compare(FOUR_LAYERS, even(2, memory=900.0), asked())
+    }
     described = {name: figures(each.flow) for name, each in found.items()}
-    assert {name: (max(each.weights), each.longest_path, each.communication) for name, each in described.items()} == {
+    assert {
+        name: (max(each.weights), each.longest_path, each.communication)
+        for name, each in described.items()
+    } == {
         "single": (240, 240, 0),
         "sequential": (160, 240, 16),
         "lop": (120, 120, 34),
@@ -308,6 +411,13 @@ def test_figures_of_all_schemes_beside_each_other() -> None:
         "fuse": (120, 120, 22),
         "optimal": (120, 120, 22),
     }
-    assert [name for name, each in found.items() if each.excess(even(2, memory=900.0))] == ["single"]
+    assert [
+        name for name, each in found.items() if each.excess(even(2, memory=900.0))
+    ] == ["single"]
     assert described["sequential"].elements == 20
-    assert [part.scheme for part in found["optimal"].flow.plan.layers] == ["lop", "fuse1", "fuse2", "lop"]
+    assert [part.scheme for part in found["optimal"].flow.plan.layers] == [
+        "lop",
+        "fuse1",
+        "fuse2",
+        "lop",
+    ]

@@ -27,9 +27,18 @@ from testbed_stahl.planner import DistributedDetails, alternatives, over, plan
 from tests.helpers.graphs import FOUR_LAYERS, asked
 
 
-def problem(options: dict[str, Any] | None = None, memory: float = 1e9, count: int = 3, mesh: bool = True) -> Problem:
+def problem(
+    options: dict[str, Any] | None = None,
+    memory: float = 1e9,
+    count: int = 3,
+    mesh: bool = True,
+) -> Problem:
     names = [f"d{index}" for index in range(count)]
-    pairs = [(one, other) for one, other in permutations(names, 2) if mesh or "d0" in (one, other)]
+    pairs = [
+        (one, other)
+        for one, other in permutations(names, 2)
+        if mesh or "d0" in (one, other)
+    ]
     workload = {
         "task": "infer",
         "model": {"name": "mlp"},
@@ -49,29 +58,45 @@ def problem(options: dict[str, Any] | None = None, memory: float = 1e9, count: i
 
 def test_a_plan_travels_as_json_and_says_what_each_device_has_to_do() -> None:
     posed = problem({"source": "d1"})
-    found = Plan.model_validate_json(plan("distributed", posed).model_dump_json()).with_details(DistributedDetails)
+    found = Plan.model_validate_json(
+        plan("distributed", posed).model_dump_json()
+    ).with_details(DistributedDetails)
     decided = found.details.distributed
     assert (found.lead, decided.devices[decided.source]) == ("d1", "d1")
     assert sum(part.parameters or 0 for part in found.pieces) == posed.model.parameters
     assert sum(part.flops or 0 for part in found.pieces) == posed.model.forward_flops
     assert over(posed, ["d0", "d1", "d2"]) == found.pieces
-    assert sum(part.parameters or 0 for part in over(posed, ["d1", "d2"])) == posed.model.parameters
+    assert (
+        sum(part.parameters or 0 for part in over(posed, ["d1", "d2"]))
+        == posed.model.parameters
+    )
 
 
 def test_the_time_of_a_request_is_computing_or_sending_phase_by_phase() -> None:
     # LOP on 4-8-16-4-4 over two devices at 10 multiplications a second; each message is alone on its link in its phase.
     crew = [DeviceSpec("a", 20.0, 1e9), DeviceSpec("b", 20.0, 1e9, downlink=4000.0)]
     links = {("a", "b"): Link(8000.0, 0.5), ("b", "a"): Link(2000.0, 0.25)}
-    there, back = ([8 * wire_bytes(4 * size + ENVELOPE) for size in sizes] for sizes in ((4, 4, 8, 2), (4, 8, 2, 2)))
+    there, back = (
+        [8 * wire_bytes(4 * size + ENVELOPE) for size in sizes]
+        for sizes in ((4, 4, 8, 2), (4, 8, 2, 2))
+    )
     expected = there[0] / 4000 + 0.5
     for work, sent, returned in zip((1.6, 6.4, 3.2), there[1:], back, strict=False):
         expected += work + max(sent / 4000 + 0.5, returned / 2000 + 0.25)
     expected += 0.8 + back[3] / 2000 + 0.25
-    divided = phases(dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, asked("lop")), asked()), crew, links)
+    divided = phases(
+        dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, asked("lop")), asked()),
+        crew,
+        links,
+    )
     assert overlapped(divided) == pytest.approx(expected)
     assert interval(divided) == overlapped(divided)
-    assert interval(divided, in_flight=9) == pytest.approx(max(12, sum(phase.network for phase in divided)))
-    alone = dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, asked("single")), asked())
+    assert interval(divided, in_flight=9) == pytest.approx(
+        max(12, sum(phase.network for phase in divided))
+    )
+    alone = dataflow(
+        FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, asked("single")), asked()
+    )
     assert interval(phases(alone, crew, links)) == 24
 
 
@@ -80,7 +105,9 @@ def test_communication_is_that_of_the_shares_that_are_planned() -> None:
     posed = problem({"scheme": "lip", "early": 0})
     source, *others = posed.devices
     unequal = replace(posed, devices=(replace(source, speed=8e9), *others))
-    equal, found = (plan("distributed", each).details.figures for each in (posed, unequal))
+    equal, found = (
+        plan("distributed", each).details.figures for each in (posed, unequal)
+    )
     assert found.communication < equal.communication
     assert found.communication == pytest.approx(found.elements, rel=0.02)
     assert equal.communication == pytest.approx(equal.elements, rel=0.02)
@@ -89,7 +116,14 @@ def test_communication_is_that_of_the_shares_that_are_planned() -> None:
 def test_every_scheme_is_shown_beside_the_one_that_is_chosen() -> None:
     found = alternatives(problem({"scheme": "fuse"}))
     assert [each.name for each in found if each.chosen] == ["fuse"]
-    assert [each.name for each in found] == ["single", "sequential", "lop", "lip", "fuse", "optimal"]
+    assert [each.name for each in found] == [
+        "single",
+        "sequential",
+        "lop",
+        "lip",
+        "fuse",
+        "optimal",
+    ]
     assert found[0].wire_bytes == 0
     assert found[0].step_time == 2 * problem().model.forward_flops / 1e9
     assert all(each.step_time for each in alternatives(problem({"exchange": "direct"})))
@@ -103,7 +137,14 @@ def test_the_alternatives_are_a_table(capsys: pytest.CaptureFixture[str]) -> Non
     Console(width=160).print(draw(table, 160))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["scheme", "weights", "memory"]
-    assert [line.split()[0] for line in lines[2:8]] == ["single", "sequential", "lop", "lip", "fuse", "optimal"]
+    assert [line.split()[0] for line in lines[2:8]] == [
+        "single",
+        "sequential",
+        "lop",
+        "lip",
+        "fuse",
+        "optimal",
+    ]
     assert "does not fit" in lines[2]
     assert "*" in lines[7]
 
@@ -113,28 +154,50 @@ def test_a_star_suffices_where_everything_passes_the_source() -> None:
     # Layers in a row need a link between the others.
     found = [each.name for each in alternatives(problem(mesh=False))]
     assert found == ["single", "lop", "lip", "fuse", "optimal"]
-    with pytest.raises(InputError, match="no link leads from d1 to d2: use the topology mesh"):
+    with pytest.raises(
+        InputError, match="no link leads from d1 to d2: use the topology mesh"
+    ):
         plan("distributed", problem({"exchange": "direct"}, mesh=False))
     for scheme in ("lop", "single"):
         with pytest.raises(InputError, match="no link leads from d0 to d2"):
             plan("distributed", star_around_another(scheme))
-    assert plan("distributed", problem({"scheme": "single", "exchange": "direct"}, mesh=False))
+    assert plan(
+        "distributed", problem({"scheme": "single", "exchange": "direct"}, mesh=False)
+    )
 
 
 def star_around_another(scheme: str) -> Problem:
     posed = problem({"source": "d2", "scheme": scheme})
     links = {pair: link for pair, link in posed.links.items() if "d1" in pair}
-    return Problem(posed.devices, links, posed.workload, posed.options, posed.seed, model=posed.model)
+    return Problem(
+        posed.devices,
+        links,
+        posed.workload,
+        posed.options,
+        posed.seed,
+        model=posed.model,
+    )
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(InputError, match=r"method.source: unknown device 'd9': choose one of d0, d1, d2"):
+    with pytest.raises(
+        InputError,
+        match=r"method.source: unknown device 'd9': choose one of d0, d1, d2",
+    ):
         plan("distributed", problem({"source": "d9"}))
-    with pytest.raises(InputError, match=r"d0 has 450 kB of memory.* 4 devices would do, the added ones like d2"):
+    with pytest.raises(
+        InputError,
+        match=r"d0 has 450 kB of memory.* 4 devices would do, the added ones like d2",
+    ):
         plan("distributed", problem(memory=0.45e6))
-    with pytest.raises(InputError, match=r"method.fused: layers 0 and 2 .* choose from 0\+1, 1\+2, 2\+3"):
+    with pytest.raises(
+        InputError,
+        match=r"method.fused: layers 0 and 2 .* choose from 0\+1, 1\+2, 2\+3",
+    ):
         plan("distributed", problem({"scheme": "fuse", "fused": [[0, 2]]}))
     with pytest.raises(InputError, match=r"method.early: .* use 0"):
         plan("distributed", problem({"early": 1}))
-    with pytest.raises(InputError, match=r"method.grid: no layer of mlp is tiled: leave it out"):
+    with pytest.raises(
+        InputError, match=r"method.grid: no layer of mlp is tiled: leave it out"
+    ):
         plan("distributed", problem({"grid": [2, 2]}))

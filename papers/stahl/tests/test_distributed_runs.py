@@ -36,11 +36,17 @@ def test_devices_have_the_same_weights_drawn_or_given(given):
     for index in range(4):
         held = layers_stored(found.flow, index)
         drawn = draw(model, held, 5)
-        sliced = {name: tensor for one in held for name, tensor in cut(*one, whole).items()}
+        sliced = {
+            name: tensor for one in held for name, tensor in cut(*one, whole).items()
+        }
         assert drawn.keys() == sliced.keys()
         assert all(drawn[name].equal(sliced[name]) for name in drawn)
     if given:
-        again = infer(distributed(3, {"early": None}, network={"link": {"rate": "1gbit"}}), model, weights=whole)
+        again = infer(
+            distributed(3, {"early": None}, network={"link": {"rate": "1gbit"}}),
+            model,
+            weights=whole,
+        )
         assert again.error < 1e-4
 
 
@@ -48,30 +54,43 @@ def test_a_device_without_enough_memory_is_refused_before_it_fails():
     with pytest.raises(InputError, match="memory"):
         infer(
             distributed(
-                2, devices={"source": {"speed": "1gflops", "memory": "0.5kB"}, "w": {"speed": "1gflops", "count": 2}}
+                2,
+                devices={
+                    "source": {"speed": "1gflops", "memory": "0.5kB"},
+                    "w": {"speed": "1gflops", "count": 2},
+                },
             )
         )
 
 
-KILL = {"kill": "worker2", "when": {"device": "worker2", "begins": "forward", "batch": 1}}
+KILL = {
+    "kill": "worker2",
+    "when": {"device": "worker2", "begins": "forward", "batch": 1},
+}
 CALM = {"patience": "500ms", "return_window": "1s"}
 
 
 @pytest.mark.parametrize("exchange", ["source", "direct"])
-def test_a_request_is_finished_by_the_other_devices_where_the_scenario_says_so(exchange):
+def test_a_request_is_finished_by_the_other_devices_where_the_scenario_says_so(
+    exchange,
+):
     method = {"exchange": exchange, "on_loss": "replan", **CALM}
     found = infer(distributed(3, method, {"requests": 4, "model": CNN}, faults=[KILL]))
     assert found.outcome.status == "finished", found.outcome.error
     assert [event["request"] for event in of(found.outcome, "request")] == [0, 1, 2, 3]
     assert found.error < 1e-4
     after = [
-        event.device for event in found.outcome.events if event.event == "begin" and event.fields.get("batch") == 3
+        event.device
+        for event in found.outcome.events
+        if event.event == "begin" and event.fields.get("batch") == 3
     ]
     assert {*after} == {"source", "worker1", "worker3"}
 
 
 @pytest.mark.parametrize("exchange", ["source", "direct"])
-def test_a_request_fails_clearly_where_the_scenario_says_so_and_the_next_one_works(exchange):
+def test_a_request_fails_clearly_where_the_scenario_says_so_and_the_next_one_works(
+    exchange,
+):
     method = {"exchange": exchange, "on_loss": "fail", **CALM}
     found = infer(distributed(3, method, {"requests": 4, "model": CNN}, faults=[KILL]))
     assert found.outcome.status == "finished", found.outcome.error
@@ -85,21 +104,42 @@ def test_a_request_fails_clearly_where_the_scenario_says_so_and_the_next_one_wor
 def test_several_requests_under_way_are_done_sooner_and_never_more_than_asked_for():
     ends, outputs = {}, {}
     for in_flight in (1, 3):
-        method = {"scheme": "lop", "exchange": "direct", "in_flight": in_flight, "chunks": 1}
+        method = {
+            "scheme": "lop",
+            "exchange": "direct",
+            "in_flight": in_flight,
+            "chunks": 1,
+        }
         network = {"link": {"rate": "10mbit", "delay": "10us"}}
-        found = infer(distributed(2, method, {"requests": 8, "model": CNN}, network=network, speed="5mflops"))
+        found = infer(
+            distributed(
+                2,
+                method,
+                {"requests": 8, "model": CNN},
+                network=network,
+                speed="5mflops",
+            )
+        )
         spans = [
             (event["start"], event["start"] + event["duration"], event["batch"])
             for event in of(found.outcome, "compute")
             if event.get("batch") is not None
         ]
         life = {
-            batch: (min(s for s, _, b in spans if b == batch), max(e for _, e, b in spans if b == batch))
+            batch: (
+                min(s for s, _, b in spans if b == batch),
+                max(e for _, e, b in spans if b == batch),
+            )
             for batch in range(8)
         }
-        most = max(sum(begin <= at < end for begin, end in life.values()) for at, _ in life.values())
+        most = max(
+            sum(begin <= at < end for begin, end in life.values())
+            for at, _ in life.values()
+        )
         assert most == in_flight
-        times = [event.time for event in found.outcome.events if event.event == "request"]
+        times = [
+            event.time for event in found.outcome.events if event.event == "request"
+        ]
         ends[in_flight] = times[-1] - times[0]
         outputs[in_flight] = found.error
     assert ends[3] < 0.8 * ends[1]
@@ -107,9 +147,13 @@ def test_several_requests_under_way_are_done_sooner_and_never_more_than_asked_fo
 
 
 def test_two_runs_are_alike_to_the_last_byte():
-    spec = distributed(4, {"exchange": "direct", "in_flight": 2}, {"model": CNN, "requests": 4})
+    spec = distributed(
+        4, {"exchange": "direct", "in_flight": 2}, {"model": CNN, "requests": 4}
+    )
     one, other = (infer(spec) for _ in range(2))
-    assert [event.to_json() for event in one.outcome.events] == [event.to_json() for event in other.outcome.events]
+    assert [event.to_json() for event in one.outcome.events] == [
+        event.to_json() for event in other.outcome.events
+    ]
     assert one.outputs.equal(other.outputs)
 
 
@@ -117,32 +161,50 @@ def test_two_runs_are_alike_to_the_last_byte():
 def test_parts_are_sent_while_the_next_are_computed(exchange):
     model = {"name": "cnn", "channels": [32, 32, 32], "hidden": [64]}
     method = {"scheme": "lop", "exchange": exchange, "least_chunk": 256}
-    found = infer(distributed(2, method, {"model": model, "requests": 1, "batch_size": 8}))
+    found = infer(
+        distributed(2, method, {"model": model, "requests": 1, "batch_size": 8})
+    )
     computing, sending = defaultdict(list), defaultdict(list)
     for device, fields in events(found.outcome, "compute", "send"):
         span = (fields["start"], fields["start"] + fields["duration"])
         (computing if "span" in fields else sending)[device].append(span)
     for device in ("worker1", "worker2"):
         apart = total(computing[device]), total(sending[device])
-        assert sum(apart) - total([*computing[device], *sending[device]]) > 0.5 * min(apart)
+        assert sum(apart) - total([*computing[device], *sending[device]]) > 0.5 * min(
+            apart
+        )
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
 def test_layer_by_layer_nothing_is_sent_while_the_same_device_computes(scheme):
     model = {"name": "mlp", "hidden": [512, 256, 512, 256, 512]}
     board = {"speed": "100mflops", "uplink": "20mbit", "downlink": "20mbit"}
-    keys = {"network": {"link": {"delay": "1ms"}}, "devices": {"source": board, "worker": {**board, "count": 4}}}
+    keys = {
+        "network": {"link": {"delay": "1ms"}},
+        "devices": {"source": board, "worker": {**board, "count": 4}},
+    }
     method = {"scheme": scheme, "least_chunk": 256, "layerwise": True}
-    found = infer(distributed(4, method, {"model": model, "requests": 1, "batch_size": 40}, **keys))
+    found = infer(
+        distributed(
+            4, method, {"model": model, "requests": 1, "batch_size": 40}, **keys
+        )
+    )
     assert found.error < 1e-4
     (request,) = of(found.outcome, "request")
     assert request["latency"] == pytest.approx(found.plan.step_time, rel=0.05)
     spans = defaultdict(list)
     for device, fields in events(found.outcome, "compute", "send"):
-        if fields.get("batch") is not None or fields.get("message") in ("piece", "sums"):
-            spans[device].append((fields["start"], fields["start"] + fields["duration"]))
+        if fields.get("batch") is not None or fields.get("message") in (
+            "piece",
+            "sums",
+        ):
+            spans[device].append(
+                (fields["start"], fields["start"] + fields["duration"])
+            )
     for device in ("worker1", "worker2", "worker3", "worker4"):
-        assert sum(last - first for first, last in spans[device]) == pytest.approx(total(spans[device]), rel=0.01)
+        assert sum(last - first for first, last in spans[device]) == pytest.approx(
+            total(spans[device]), rel=0.01
+        )
 
 
 def test_schemes_rank_by_run_time_as_by_communication():
@@ -151,9 +213,15 @@ def test_schemes_rank_by_run_time_as_by_communication():
     for scheme in ("lop", "lip", "fuse"):
         method = {"scheme": scheme, "shares": "equal"}
         keys = {"network": {"link": {"rate": "1gbit"}}, "speed": "10gflops"}
-        keys["devices"] = {"source": {"speed": "10gflops", "uplink": "10mbit", "downlink": "10mbit"}}
+        keys["devices"] = {
+            "source": {"speed": "10gflops", "uplink": "10mbit", "downlink": "10mbit"}
+        }
         keys["devices"]["worker"] = {**keys["devices"]["source"], "count": 5}
-        found = infer(distributed(5, method, {"model": model, "requests": 1, "batch_size": 32}, **keys))
+        found = infer(
+            distributed(
+                5, method, {"model": model, "requests": 1, "batch_size": 32}, **keys
+            )
+        )
         times[scheme] = of(found.outcome, "request")[0]["latency"]
         sent[scheme] = elements(transfers(found.flow))
     assert sorted(times, key=times.__getitem__) == sorted(sent, key=sent.__getitem__)
@@ -164,9 +232,16 @@ def test_schemes_rank_by_run_time_as_by_communication():
 def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exchange):
     model = {"name": "mlp", "hidden": [512, 256, 512, 256, 512]}
     board = {"speed": "100mflops", "uplink": "20mbit", "downlink": "20mbit"}
-    keys = {"network": {"link": {"delay": "1ms"}}, "devices": {"source": board, "worker": {**board, "count": 5}}}
+    keys = {
+        "network": {"link": {"delay": "1ms"}},
+        "devices": {"source": board, "worker": {**board, "count": 5}},
+    }
     method = {"scheme": scheme, "exchange": exchange, "least_chunk": 4096}
-    found = infer(distributed(5, method, {"model": model, "requests": 1, "batch_size": 40}, **keys))
+    found = infer(
+        distributed(
+            5, method, {"model": model, "requests": 1, "batch_size": 40}, **keys
+        )
+    )
     (request,) = of(found.outcome, "request")
     apart = phases(found.flow, found.experiment.devices, found.experiment.links)
     assert found.plan.step_time == overlapped(apart)
@@ -177,19 +252,31 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
     assert 0.9 * overlapped(apart) < request["latency"] < in_turn
     # What everything waited for was one of the two at every instant, and nothing beats the busiest link.
     figures = metrics(found.outcome, found.experiment, found.plan)
-    assert figures["path_compute"] + figures["path_network"] == pytest.approx(request["latency"], rel=0.01)
-    assert 1 <= figures["over_bound"] < request["latency"] / max(phase.network for phase in apart)
+    assert figures["path_compute"] + figures["path_network"] == pytest.approx(
+        request["latency"], rel=0.01
+    )
+    assert (
+        1
+        <= figures["over_bound"]
+        < request["latency"] / max(phase.network for phase in apart)
+    )
     assert figures["devices"]["source"]["weights"] == 4 * parameters(found.flow, 0)
 
 
 @pytest.mark.parametrize("exchange", ["source", "direct"])
 @pytest.mark.parametrize("scheme", ["lop", "lip", "optimal"])
 def test_faster_devices_take_larger_shares_of_the_same_result(scheme, exchange):
-    devices = {"source": {"speed": "20mflops"}, "slow": {"speed": "7mflops"}, "fast": {"speed": "53mflops", "count": 2}}
+    devices = {
+        "source": {"speed": "20mflops"},
+        "slow": {"speed": "7mflops"},
+        "fast": {"speed": "53mflops", "count": 2},
+    }
     method = {"scheme": scheme, "exchange": exchange, "source": "slow"}
     found = infer(distributed(3, method, {"model": CNN}, devices=devices))
     assert found.error < 1e-4
-    work = {name: figures["flops"] for name, figures in figures_of(found)["devices"].items()}
+    work = {
+        name: figures["flops"] for name, figures in figures_of(found)["devices"].items()
+    }
     assert work["fast1"] > 1.5 * work["slow"]
 
 
@@ -211,7 +298,16 @@ def test_the_lead_answers_again_after_each_of_several_losses():
         {"kill": name, "when": {"device": name, "begins": "forward", "batch": batch}}
         for name, batch in (("worker1", 1), ("worker3", 3))
     ]
-    found = infer(distributed(3, {"exchange": "direct", **CALM}, {"requests": 6, "model": CNN}, faults=faults))
+    found = infer(
+        distributed(
+            3,
+            {"exchange": "direct", **CALM},
+            {"requests": 6, "model": CNN},
+            faults=faults,
+        )
+    )
     assert found.outcome.status == "finished", found.outcome.error
-    assert [event["request"] for event in of(found.outcome, "request")] == list(range(6))
+    assert [event["request"] for event in of(found.outcome, "request")] == list(
+        range(6)
+    )
     assert found.error < 1e-4

@@ -33,8 +33,19 @@ def early(draw: st.DrawFn) -> list[GraphLayer]:
         if min(shape[1:]) >= 4 and draw(st.booleans()):
             layers.append(pooling(f"p{index}", shape, index - 1))
         else:
-            kernel, stride = draw(st.sampled_from([(1, 1), (3, 1), (3, 2), (5, 1), (5, 3)]))
-            layers.append(convolution(f"c{index}", shape, draw(st.integers(1, 3)), kernel, index - 1, stride))
+            kernel, stride = draw(
+                st.sampled_from([(1, 1), (3, 1), (3, 2), (5, 1), (5, 3)])
+            )
+            layers.append(
+                convolution(
+                    f"c{index}",
+                    shape,
+                    draw(st.integers(1, 3)),
+                    kernel,
+                    index - 1,
+                    stride,
+                )
+            )
         shape = layers[-1].output
     return layers
 
@@ -45,13 +56,20 @@ def window(layer: GraphLayer) -> PixelWindow:
 
 
 def compute(
-    layer: GraphLayer, kernels: torch.Tensor | None, values: torch.Tensor, pad: tuple[int, ...]
+    layer: GraphLayer,
+    kernels: torch.Tensor | None,
+    values: torch.Tensor,
+    pad: tuple[int, ...],
 ) -> torch.Tensor:
     if layer.by_channel:
         assert pad == (0, 0, 0, 0)
         return functional.max_pool2d(values, window(layer).kernel, window(layer).stride)
     assert kernels is not None
-    return functional.relu(functional.conv2d(functional.pad(values, pad), kernels, stride=window(layer).stride))
+    return functional.relu(
+        functional.conv2d(
+            functional.pad(values, pad), kernels, stride=window(layer).stride
+        )
+    )
 
 
 def cut(values: torch.Tensor, region: Region) -> torch.Tensor:
@@ -60,12 +78,21 @@ def cut(values: torch.Tensor, region: Region) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(early(), st.data())
-def test_tiles_computed_each_alone_make_up_the_whole(layers: list[GraphLayer], data: st.DataObject) -> None:
+def test_tiles_computed_each_alone_make_up_the_whole(
+    layers: list[GraphLayer], data: st.DataObject
+) -> None:
     _, height, width = layers[-1].output
-    rows, columns = data.draw(st.integers(1, min(4, height))), data.draw(st.integers(1, min(4, width)))
+    rows, columns = (
+        data.draw(st.integers(1, min(4, height))),
+        data.draw(st.integers(1, min(4, width))),
+    )
     draws = torch.Generator().manual_seed(1)
     kernels = [
-        torch.rand(*layer.sequence[0].weight_shape(layer.input), generator=draws, dtype=torch.float64)
+        torch.rand(
+            *layer.sequence[0].weight_shape(layer.input),
+            generator=draws,
+            dtype=torch.float64,
+        )
         if layer.weights
         else None
         for layer in layers
@@ -83,8 +110,15 @@ def test_tiles_computed_each_alone_make_up_the_whole(layers: list[GraphLayer], d
         for layer, kernel, out in zip(layers, kernels, each.regions[1:], strict=True):
             values = compute(layer, kernel, values, padding(layer, out))
             assert values.shape[1:] == (out.bottom - out.top, out.right - out.left)
-            computed += values.numel() * window(layer).kernel ** 2 * layer.input[0] * bool(layer.weights)
-        torch.testing.assert_close(values, cut(whole, each.regions[-1]), rtol=1e-12, atol=1e-12)
+            computed += (
+                values.numel()
+                * window(layer).kernel ** 2
+                * layer.input[0]
+                * bool(layer.weights)
+            )
+        torch.testing.assert_close(
+            values, cut(whole, each.regions[-1]), rtol=1e-12, atol=1e-12
+        )
         assert sum(multiplications(layers, each.regions[1:])) == computed
         cut(covered[None], each.regions[-1]).add_(1)
     assert torch.equal(covered, torch.ones(height, width))
@@ -93,7 +127,11 @@ def test_tiles_computed_each_alone_make_up_the_whole(layers: list[GraphLayer], d
 def test_halo_of_a_small_example_by_hand() -> None:
     # 3x3 on 8x8, pooling to 4x4, 3x3 on that: a 2x1 grid.
     first = convolution("a", (1, 8, 8), 1, 3, -1)
-    layers = [first, pooling("b", first.output, 0), convolution("c", (1, 4, 4), 1, 3, 1)]
+    layers = [
+        first,
+        pooling("b", first.output, 0),
+        convolution("c", (1, 4, 4), 1, 3, 1),
+    ]
     upper, lower = tile(layers, 2, 1, [1.0, 1.0], 0).tiles
     # Two rows of the last layer need three of pooling, so six of the first, so seven of the image.
     assert upper.regions == ((0, 7, 0, 8), (0, 6, 0, 8), (0, 3, 0, 4), (0, 2, 0, 4))
@@ -101,7 +139,10 @@ def test_halo_of_a_small_example_by_hand() -> None:
     assert padding(layers[2], upper.regions[3]) == (1, 1, 1, 0)
     assert padding(layers[2], lower.regions[3]) == (1, 1, 0, 1)
     assert multiplications(layers, upper.regions[1:]) == [9 * 48, 0, 9 * 8]
-    assert redundant_multiplications(layers, [upper.regions[1:], lower.regions[1:]]) == 9 * 2 * 16
+    assert (
+        redundant_multiplications(layers, [upper.regions[1:], lower.regions[1:]])
+        == 9 * 2 * 16
+    )
     (one,) = tile(layers, 1, 1, [1.0], 0).tiles
     assert redundant_multiplications(layers, [one.regions[1:]]) == 0
 
@@ -135,14 +176,21 @@ def test_tiles_go_to_devices_by_speed_and_of_equals_to_the_source() -> None:
     layers = YOLO.layers[:12]
     tiling = tile(layers, 3, 3, [2.0, 1.0], 1)
     loads = [
-        sum(sum(multiplications(layers, each.regions[1:])) for each in tiling.tiles if each.device == n) for n in (0, 1)
+        sum(
+            sum(multiplications(layers, each.regions[1:]))
+            for each in tiling.tiles
+            if each.device == n
+        )
+        for n in (0, 1)
     ]
     assert 1.5 < loads[0] / loads[1] < 2.5
     assert [each.device for each in tile(layers, 1, 1, [1.0] * 4, 2).tiles] == [2]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8])
-def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(count: int) -> None:
+def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(
+    count: int,
+) -> None:
     layers = YOLO.layers[:16]
 
     def busiest(rows: int, columns: int) -> int:
@@ -153,12 +201,15 @@ def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(count: int
         return max(loads)
 
     best = best_tiling(layers, [1.0] * count, 0)
-    assert busiest(best.rows, best.columns) <= min(busiest(count, 1), busiest(1, count), busiest(1, 1))
+    assert busiest(best.rows, best.columns) <= min(
+        busiest(count, 1), busiest(1, count), busiest(1, 1)
+    )
 
 
 def test_grids_finer_than_the_map_are_refused() -> None:
     with pytest.raises(
-        InputError, match=r"method.grid: a map of 38x38 pixels cannot be cut into 39 columns: use 1 to 38"
+        InputError,
+        match=r"method.grid: a map of 38x38 pixels cannot be cut into 39 columns: use 1 to 38",
     ):
         tile(YOLO.layers[:16], 1, 39, [1.0], 0)
 

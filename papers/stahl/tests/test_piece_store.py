@@ -26,7 +26,9 @@ def test_an_input_is_put_together_from_pieces_of_several_values():
 
     blocks = asyncio.run(fill())
     assert [part for part, _ in blocks] == [Range(0, 2), Range(2, 3)]
-    assert torch.cat([values for _, values in blocks], dim=1).tolist() == [[2.0, 3.0, 9.0]]
+    assert torch.cat([values for _, values in blocks], dim=1).tolist() == [
+        [2.0, 3.0, 9.0]
+    ]
 
 
 def test_sums_come_in_the_order_of_devices_and_are_held_no_more():

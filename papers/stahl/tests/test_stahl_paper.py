@@ -18,12 +18,19 @@ ORDER = ("FUSE2", "FUSE1", "FUSE3", "LOP", "FUSE4")
 """Of Table 2 by communication, least first; the paper has the same for FUSE2 and FUSE1."""
 
 
-def latencies(folder: Path, name: str, *overrides: str, among: Callable[[Mapping[str, Any]], bool]) -> list[float]:
+def latencies(
+    folder: Path, name: str, *overrides: str, among: Callable[[Mapping[str, Any]], bool]
+) -> list[float]:
     """Run some points of a scenario on the virtual clock and return their latencies."""
-    scenario = load(f"papers/{name}", ["repetitions=1", "workload.numerics=none", *overrides])
+    scenario = load(
+        f"papers/{name}", ["repetitions=1", "workload.numerics=none", *overrides]
+    )
     data = load_data(scenario.workload.data, data_folder(scenario))
     chosen = [trial for trial in trials(scenario) if among(trial.point)]
-    runs = [files.load(run(folder / str(number), each, data)) for number, each in enumerate(chosen)]
+    runs = [
+        files.load(run(folder / str(number), each, data))
+        for number, each in enumerate(chosen)
+    ]
     return [each.metrics["latency"] for each in runs]
 
 
@@ -35,8 +42,15 @@ def run(place: Path, trial: Trial, data: Any) -> Path:
 
 
 def test_the_worked_example_of_stahl_et_al_is_exact() -> None:
-    plans = [prepare(each).plan.details.figures for each in trials(load("papers/stahl-example"))]
-    assert [tuple(each.weights) for each in plans] == [(240, 0), (160, 80), *[(120, 120)] * 4]
+    plans = [
+        prepare(each).plan.details.figures
+        for each in trials(load("papers/stahl-example"))
+    ]
+    assert [tuple(each.weights) for each in plans] == [
+        (240, 0),
+        (160, 80),
+        *[(120, 120)] * 4,
+    ]
     assert [each.longest_path for each in plans] == [240, 240, 120, 120, 120, 120]
     # Equation (9) leaves out, for FUSE1, the values that a device has already: without them the optimum is 22.
     assert [each.communication for each in plans] == [0, 16, 34, 48, 40, 22]
@@ -64,13 +78,18 @@ def test_communication_of_yolov2_is_that_of_table_2() -> None:
     # not fit its own formula, then 82.2, 75.5, 68.1, 68.1.
     assert printed == [80.1, 82.5, 75.5, 68.4, 68.4]
     assert needed == [80.1, 81.4, 74.3, 67.3, 68.4]
-    by_name = dict(zip(("LOP", "FUSE4", "FUSE3", "FUSE2", "FUSE1"), needed, strict=True))
+    by_name = dict(
+        zip(("LOP", "FUSE4", "FUSE3", "FUSE2", "FUSE1"), needed, strict=True)
+    )
     assert sorted(by_name, key=by_name.__getitem__) == list(ORDER)
 
 
 def test_fused_pairs_gain_at_10_mbit_as_in_table_1(tmp_path: Path) -> None:
     def six_at_10_mbit(point: Mapping[str, Any]) -> bool:
-        return point.get("devices.worker.count") == 5 and point["devices.source"]["uplink"] == "10mbit"
+        return (
+            point.get("devices.worker.count") == 5
+            and point["devices.source"]["uplink"] == "10mbit"
+        )
 
     # At the paper's size: of smaller images the messages' overhead is a larger part.
     lop, fuse = latencies(tmp_path, "stahl-table-1", among=six_at_10_mbit)

@@ -12,7 +12,13 @@ from testbed.hardware import DeviceSpec
 from testbed.ml.models.graph import Graph, GraphLayer
 from testbed.trace.metrics import metrics
 from testbed_stahl.candidates import candidate
-from testbed_stahl.communication import elements, of_tiles, overlapped, phases, transfers
+from testbed_stahl.communication import (
+    elements,
+    of_tiles,
+    overlapped,
+    phases,
+    transfers,
+)
 from testbed_stahl.demands import memory, multiplications
 from testbed_stahl.plan import Region
 from testbed_stahl.request_work import Ledger
@@ -34,7 +40,9 @@ class Kernels:
     values: torch.Tensor | None
 
     def tile(self, inputs: torch.Tensor, around: tuple[int, ...]) -> torch.Tensor:
-        return torch.stack([compute(self.layer, self.values, each, around) for each in inputs])
+        return torch.stack(
+            [compute(self.layer, self.values, each, around) for each in inputs]
+        )
 
 
 def crew(count: int) -> list[DeviceSpec]:
@@ -48,13 +56,23 @@ def flow_of(layers, rows, columns, devices=1, options=REUSE):
 
 @settings(max_examples=40, deadline=None)
 @given(early(), st.data())
-def test_the_map_is_that_of_the_undivided_layers_to_the_bit(layers: list[GraphLayer], data: st.DataObject) -> None:
+def test_the_map_is_that_of_the_undivided_layers_to_the_bit(
+    layers: list[GraphLayer], data: st.DataObject
+) -> None:
     _, height, width = layers[-1].output
-    rows, columns = data.draw(st.integers(1, min(5, height))), data.draw(st.integers(1, min(5, width)))
+    rows, columns = (
+        data.draw(st.integers(1, min(5, height))),
+        data.draw(st.integers(1, min(5, width))),
+    )
     flow = flow_of(layers, rows, columns)
     draws = torch.Generator().manual_seed(1)
     kernels = [
-        Kernels(each, torch.randint(-2, 3, each.sequence[0].weight_shape(each.input), generator=draws).double())
+        Kernels(
+            each,
+            torch.randint(
+                -2, 3, each.sequence[0].weight_shape(each.input), generator=draws
+            ).double(),
+        )
         if each.weights
         else Kernels(each, None)
         for each in layers
@@ -65,8 +83,12 @@ def test_the_map_is_that_of_the_undivided_layers_to_the_bit(layers: list[GraphLa
         whole = each.tile(whole, (window(each.layer).padding,) * 4)
     ledger, lent = Ledger("a", 1e12), {}
     tiles = list(enumerate(flow.plan.tiles))
-    for number, tile in sorted(tiles, key=lambda each: is_late(each[1].row, each[1].column)):
-        taken = {one: tensor for (one, other), tensor in lent.items() if other == number}
+    for number, tile in sorted(
+        tiles, key=lambda each: is_late(each[1].row, each[1].column)
+    ):
+        taken = {
+            one: tensor for (one, other), tensor in lent.items() if other == number
+        }
         part = cut(image[0], tile.regions[0])[None]
         made, found = compute_tile(flow, number, kernels, part, taken, ledger)
         assert torch.equal(made[0], cut(whole[0], tile.regions[-1]))
@@ -77,14 +99,24 @@ def test_the_map_is_that_of_the_undivided_layers_to_the_bit(layers: list[GraphLa
 
 @settings(max_examples=40, deadline=None)
 @given(early(), st.data())
-def test_a_tile_has_each_pixel_once_from_itself_or_one_neighbour(layers: list[GraphLayer], data: st.DataObject) -> None:
+def test_a_tile_has_each_pixel_once_from_itself_or_one_neighbour(
+    layers: list[GraphLayer], data: st.DataObject
+) -> None:
     _, height, width = layers[-1].output
-    flow = flow_of(layers, data.draw(st.integers(1, min(5, height))), data.draw(st.integers(1, min(5, width))))
+    flow = flow_of(
+        layers,
+        data.draw(st.integers(1, min(5, height))),
+        data.draw(st.integers(1, min(5, width))),
+    )
     for number, tile in enumerate(flow.plan.tiles):
-        for layer, (region, made) in enumerate(zip(tile.regions[1:], flow.computed[number], strict=True)):
+        for layer, (region, made) in enumerate(
+            zip(tile.regions[1:], flow.computed[number], strict=True)
+        ):
             found = torch.zeros(1, *layers[layer].output[1:])
             taken = [each for parts in flow.overlaps.values() for each in parts]
-            mine = [each for each in taken if (each.borrower, each.layer) == (number, layer)]
+            mine = [
+                each for each in taken if (each.borrower, each.layer) == (number, layer)
+            ]
             for part in [made, *(each.region for each in mine)]:
                 cut(found, part).add_(1)
             assert found.sum() == region.pixels
@@ -101,15 +133,27 @@ def _inside(one: Region, other: Region) -> bool:
 def test_what_yolov2_saves_on_six_devices() -> None:
     """At 16 layers and 3x4 tiles: two thirds more multiplications become a tenth, and fewer elements are sent."""
     figures = []
-    for options in ({"exchange": "direct"}, {"exchange": "direct", "overlap": "reuse"}, {"overlap": "reuse"}):
-        flow = candidate(YOLO, crew(6), asked("lop", early=16, grid=(3, 4), **options)).flow
-        redundant = redundant_multiplications(YOLO.layers[:16], flow.computed) / YOLO.multiplications
+    for options in (
+        {"exchange": "direct"},
+        {"exchange": "direct", "overlap": "reuse"},
+        {"overlap": "reuse"},
+    ):
+        flow = candidate(
+            YOLO, crew(6), asked("lop", early=16, grid=(3, 4), **options)
+        ).flow
+        redundant = (
+            redundant_multiplications(YOLO.layers[:16], flow.computed)
+            / YOLO.multiplications
+        )
         figures.append((redundant, elements(of_tiles(flow))))
     (plain, all_), (direct, saved), (through, less) = figures
     assert direct == through < plain / 6
     assert saved < less < all_
     # By hand: a 1x2 grid over one 3x3 after another, 8x8 pixels; the second tile takes two columns of the map between.
-    layers = [GraphLayer(f"c{index}", YOLO.layers[0].sequence, (32, 8, 8), (index - 1,)) for index in range(2)]
+    layers = [
+        GraphLayer(f"c{index}", YOLO.layers[0].sequence, (32, 8, 8), (index - 1,))
+        for index in range(2)
+    ]
     flow = flow_of(layers, 1, 2, devices=2)
     ((pair, (taken,)),) = flow.overlaps.items()
     assert (pair, taken.layer, taken.region) == ((0, 1), 0, (0, 8, 3, 5))
@@ -119,23 +163,50 @@ def test_what_yolov2_saves_on_six_devices() -> None:
 
 @pytest.mark.parametrize("exchange", ["source", "direct"])
 @pytest.mark.parametrize("grid", [[1, 4], [3, 3], [4, 4]])
-def test_runs_give_what_the_whole_network_gives_within_the_memory_that_is_planned(exchange, grid) -> None:
-    method = {"early": 4, "grid": grid, "exchange": exchange, "overlap": "reuse", "in_flight": 2}
+def test_runs_give_what_the_whole_network_gives_within_the_memory_that_is_planned(
+    exchange, grid
+) -> None:
+    method = {
+        "early": 4,
+        "grid": grid,
+        "exchange": exchange,
+        "overlap": "reuse",
+        "in_flight": 2,
+    }
     found = infer(distributed(2, method, {"model": CNN, "requests": 3}))
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-6
     held = metrics(found.outcome, found.experiment, found.plan)["devices"]
     for name, bound in zip(found.flow.plan.devices, memory(found.flow), strict=True):
         assert held[name]["weights"] + held[name]["activations"] <= bound
-    sent = [event for event in of(found.outcome, "send") if event["message"] in ("tile", "overlap", "tiled")]
+    sent = [
+        event
+        for event in of(found.outcome, "send")
+        if event["message"] in ("tile", "overlap", "tiled")
+    ]
     assert len(sent) == 3 * len(of_tiles(found.flow))
-    computed = sum(event["flops"] for event in of(found.outcome, "compute") if event.get("micro") == 0)
-    assert computed == 3 * 2 * 2 * sum(sum(row) for row in multiplications(found.flow)[: found.flow.tiled])
+    computed = sum(
+        event["flops"]
+        for event in of(found.outcome, "compute")
+        if event.get("micro") == 0
+    )
+    assert computed == 3 * 2 * 2 * sum(
+        sum(row) for row in multiplications(found.flow)[: found.flow.tiled]
+    )
 
 
 def test_a_device_that_dies_between_tiles_is_done_without() -> None:
-    kill = {"kill": "worker1", "when": {"device": "worker1", "begins": "forward", "batch": 1}}
-    method = {"early": 4, "grid": [3, 3], "overlap": "reuse", "patience": "500ms", "return_window": "1s"}
+    kill = {
+        "kill": "worker1",
+        "when": {"device": "worker1", "begins": "forward", "batch": 1},
+    }
+    method = {
+        "early": 4,
+        "grid": [3, 3],
+        "overlap": "reuse",
+        "patience": "500ms",
+        "return_window": "1s",
+    }
     found = infer(distributed(2, method, {"model": CNN, "requests": 3}, faults=[kill]))
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-6
@@ -143,9 +214,21 @@ def test_a_device_that_dies_between_tiles_is_done_without() -> None:
 
 def test_the_time_is_predicted() -> None:
     method = {"early": 4, "grid": [2, 3], "overlap": "reuse"}
-    keys = {"network": {"link": {"rate": "20mbit", "delay": "2ms"}}, "speed": "200mflops"}
-    found = infer(distributed(2, method, {"model": {"name": "cnn", "channels": [16, 16, 16]}, "requests": 3}, **keys))
+    keys = {
+        "network": {"link": {"rate": "20mbit", "delay": "2ms"}},
+        "speed": "200mflops",
+    }
+    found = infer(
+        distributed(
+            2,
+            method,
+            {"model": {"name": "cnn", "channels": [16, 16, 16]}, "requests": 3},
+            **keys,
+        )
+    )
     latency = of(found.outcome, "request")[-1]["latency"]
-    predicted = overlapped(phases(found.flow, found.experiment.devices, found.experiment.links))
+    predicted = overlapped(
+        phases(found.flow, found.experiment.devices, found.experiment.links)
+    )
     assert latency == pytest.approx(predicted, rel=0.15)
     assert elements(transfers(found.flow)) > elements(of_tiles(found.flow))

@@ -18,7 +18,9 @@ SLOW = {"throttle": {"device": "worker1", "slowdown": 20}, "at": "0s"}
 
 
 def queue(rows, columns, devices=2, overlap="compute"):
-    flow = flow_of(LAYERS, rows, columns, devices, {"overlap": overlap, "stealing": True})
+    flow = flow_of(
+        LAYERS, rows, columns, devices, {"overlap": overlap, "stealing": True}
+    )
     return flow, tile_queue(flow, [each.speed for each in crew(devices)])
 
 
@@ -31,7 +33,9 @@ def test_a_device_has_its_own_tiles_first_and_one_at_a_time() -> None:
         assert found.take(device, 0.0) is None
 
 
-def test_who_is_done_takes_what_waits_for_a_slower_one_and_leaves_what_that_does_sooner() -> None:
+def test_who_is_done_takes_what_waits_for_a_slower_one_and_leaves_what_that_does_sooner() -> (
+    None
+):
     flow, found = queue(2, 2)
     found.add(0)
     first = found.take(0, 0.0), found.take(1, 0.0)
@@ -67,29 +71,61 @@ def test_a_tile_waits_for_those_that_it_takes_from_and_other_requests_go_on() ->
 @pytest.mark.parametrize("overlap", ["compute", "reuse"])
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_slow_device_loses_tiles_and_nothing_else_changes(overlap, in_flight) -> None:
-    method = {"early": 4, "grid": [4, 4], "overlap": overlap, "stealing": True, "in_flight": in_flight}
+    method = {
+        "early": 4,
+        "grid": [4, 4],
+        "overlap": overlap,
+        "stealing": True,
+        "in_flight": in_flight,
+    }
     found = infer(distributed(2, method, {"model": CNN, "requests": 4}, faults=[SLOW]))
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-6
     figures = metrics(found.outcome, found.experiment, found.plan, DECLARED)
     given = of(found.outcome, "tile")
-    assert sorted((each["request"], each["tile"]) for each in given) == [(n, k) for n in range(4) for k in range(16)]
-    assert figures["tiles_stolen"] == sum(each["owner"] != each["by"] for each in given) > 0
-    kept, own = (sum(each[key] == "worker1" for each in given) for key in ("by", "owner"))
+    assert sorted((each["request"], each["tile"]) for each in given) == [
+        (n, k) for n in range(4) for k in range(16)
+    ]
+    assert (
+        figures["tiles_stolen"]
+        == sum(each["owner"] != each["by"] for each in given)
+        > 0
+    )
+    kept, own = (
+        sum(each[key] == "worker1" for each in given) for key in ("by", "owner")
+    )
     assert kept < own / 2
     for name, bound in zip(found.flow.plan.devices, memory(found.flow), strict=True):
-        assert figures["devices"][name]["weights"] + figures["devices"][name]["activations"] <= bound
-    alone = infer(distributed(2, {**method, "stealing": False}, {"model": CNN, "requests": 4}, faults=[SLOW]))
-    assert "tiles_stolen" not in metrics(alone.outcome, alone.experiment, alone.plan, DECLARED)
+        assert (
+            figures["devices"][name]["weights"]
+            + figures["devices"][name]["activations"]
+            <= bound
+        )
+    alone = infer(
+        distributed(
+            2,
+            {**method, "stealing": False},
+            {"model": CNN, "requests": 4},
+            faults=[SLOW],
+        )
+    )
+    assert "tiles_stolen" not in metrics(
+        alone.outcome, alone.experiment, alone.plan, DECLARED
+    )
     ends = [each.outcome.events[-1].time for each in (found, alone)]
     assert ends[0] < ends[1]
 
 
 def test_a_thief_that_dies_is_done_without() -> None:
-    kill = {"kill": "worker2", "when": {"device": "worker2", "begins": "forward", "batch": 1}}
+    kill = {
+        "kill": "worker2",
+        "when": {"device": "worker2", "begins": "forward", "batch": 1},
+    }
     method = {"early": 4, "grid": [4, 4], "overlap": "reuse", "stealing": True}
     method |= {"patience": "500ms", "return_window": "1s"}
-    found = infer(distributed(2, method, {"model": CNN, "requests": 3}, faults=[SLOW, kill]))
+    found = infer(
+        distributed(2, method, {"model": CNN, "requests": 3}, faults=[SLOW, kill])
+    )
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-6
 

@@ -67,9 +67,19 @@ class ArrangementController:
         self._handover = handover
         self._maintenance = maintenance
         self._rules = DecisionRules(details.threshold, job.plan.lead, problem.seed)
-        self._others = [device.name for device in problem.devices if device.name != mailbox.device.name]
-        self._steps, self._seconds = window, window * timetable_of(details).period * details.slot
-        self._rearranges, self._until = problem.options.rearrangement, problem.options.naive_after
+        self._others = [
+            device.name
+            for device in problem.devices
+            if device.name != mailbox.device.name
+        ]
+        self._steps, self._seconds = (
+            window,
+            window * timetable_of(details).period * details.slot,
+        )
+        self._rearranges, self._until = (
+            problem.options.rearrangement,
+            problem.options.naive_after,
+        )
         self._reported = 0
         """Windows of which the maintenance was recorded."""
         self._joining: dict[str, int] = {}
@@ -116,7 +126,10 @@ class ArrangementController:
                 return None
             if device.now() >= until:
                 return None
-            if not await self._mailbox.changed(min(due, until) - device.now()) and device.now() >= due:
+            if (
+                not await self._mailbox.changed(min(due, until) - device.now())
+                and device.now() >= due
+            ):
                 await self._mailbox.cast(self._others, Join())
                 due = device.now() + self._seconds
             self._handover.carry_out()
@@ -159,7 +172,9 @@ class ArrangementController:
         window = (segment.batches.stop if step is None else step) // self._steps
         if not segment.tests and (step is None or window > self._reported):
             self._reported = window
-            self._maintenance.report(self._device, segment.trained if step is None else step)
+            self._maintenance.report(
+                self._device, segment.trained if step is None else step
+            )
 
     def _judge(self, step: int) -> int | None:
         """Close a window as it ends; return the last one when its records have come round."""
@@ -186,12 +201,17 @@ class ArrangementController:
                 cause=decision.cause,
                 devices=list(decision.devices),
                 version=decision.arrangement.version,
-                moved=sum(len(move.neurons) for move in changes if move.giver is not None),
+                moved=sum(
+                    len(move.neurons) for move in changes if move.giver is not None
+                ),
                 anew=sum(len(move.neurons) for move in changes if move.giver is None),
             )
             now = decision.arrangement
         if now.version != first.version:
-            layers = [{name: list(held) for name, held in layer.items()} for layer in now.layers]
+            layers = [
+                {name: list(held) for name, held in layer.items()}
+                for layer in now.layers
+            ]
             self._post(Arrange(now.version, layers))
             self._handover.apply(now)
             self._forget_arrived()
@@ -215,7 +235,9 @@ class ArrangementController:
     def _forget_arrived(self) -> None:
         """Forget who wanted to join before the present arrangement."""
         version = self.now.version
-        self._joining = {name: known for name, known in self._joining.items() if known == version}
+        self._joining = {
+            name: known for name, known in self._joining.items() if known == version
+        }
 
     def _post(self, message: Typed) -> None:
         for name in self._others:

@@ -9,7 +9,14 @@ from typing import Any
 
 from testbed.ml.slots.figures import DECLARED as SLOTS
 from testbed.trace.events import Event, EventType
-from testbed.trace.metrics_spec import Column, Metric, MetricsSpec, Row, Table, TimeSeries
+from testbed.trace.metrics_spec import (
+    Column,
+    Metric,
+    MetricsSpec,
+    Row,
+    Table,
+    TimeSeries,
+)
 from testbed.trace.record import RunView
 
 _UPDATES = ("fresh", "reused", "idle")
@@ -19,9 +26,21 @@ _SHARES: dict[str, tuple[str, tuple[str, ...], str]] = {
         ("due",),
         "of the inputs of layers in training, those that were missing and counted as zero",
     ),
-    "dropped": ("dropped", ("batches",), "of the batches that reached a layer of a device, those that went no further"),
-    "gradients_reused": ("reused", _UPDATES, "of the updates of layers that were due, those made with saved gradients"),
-    "gradients_fresh": ("fresh", _UPDATES, "of the updates of layers that were due, those made with new gradients"),
+    "dropped": (
+        "dropped",
+        ("batches",),
+        "of the batches that reached a layer of a device, those that went no further",
+    ),
+    "gradients_reused": (
+        "reused",
+        _UPDATES,
+        "of the updates of layers that were due, those made with saved gradients",
+    ),
+    "gradients_fresh": (
+        "fresh",
+        _UPDATES,
+        "of the updates of layers that were due, those made with new gradients",
+    ),
 }
 """By figure: which counts of ``maintenance`` events, over which."""
 
@@ -47,27 +66,53 @@ def _reports(record: RunView, *keys: str) -> list[tuple[tuple[int, ...], list[Ev
 
 def _of_layers(name: str, record: RunView) -> dict[str, float]:
     """Return a share by layer, over the whole run."""
-    shares = {str(layer): _share(name, events) for (layer,), events in _reports(record, "layer")}
+    shares = {
+        str(layer): _share(name, events)
+        for (layer,), events in _reports(record, "layer")
+    }
     return {layer: share for layer, share in shares.items() if share is not None}
 
 
 def _over_time(name: str, record: RunView) -> list[dict[str, Any]]:
     """Return a share by layer over time, of all devices that reported it in the same step."""
-    shares = [(each[-1].time, layer, _share(name, each)) for (_, layer), each in _reports(record, "step", "layer")]
-    return [{"time": at, "layer": f"layer {layer}", name: share} for at, layer, share in shares if share is not None]
+    shares = [
+        (each[-1].time, layer, _share(name, each))
+        for (_, layer), each in _reports(record, "step", "layer")
+    ]
+    return [
+        {"time": at, "layer": f"layer {layer}", name: share}
+        for at, layer, share in shares
+        if share is not None
+    ]
 
 
 def _neurons(record: RunView) -> list[dict[str, Any]]:
     """Return how many neurons each device holds, whenever that changes; one that has failed says nothing of it."""
-    changes = [(event.time, event.device, event.fields["neurons"]) for event in record.of("arranged")]
-    failures = (event for event in record.of("rearrangement") if event.fields["cause"] == "failure")
-    changes += [(event.time, name, 0) for event in failures for name in event.fields["devices"]]
-    return [{"time": time, "device": name, "neurons": held} for time, name, held in sorted(changes, key=itemgetter(0))]
+    changes = [
+        (event.time, event.device, event.fields["neurons"])
+        for event in record.of("arranged")
+    ]
+    failures = (
+        event
+        for event in record.of("rearrangement")
+        if event.fields["cause"] == "failure"
+    )
+    changes += [
+        (event.time, name, 0) for event in failures for name in event.fields["devices"]
+    ]
+    return [
+        {"time": time, "device": name, "neurons": held}
+        for time, name, held in sorted(changes, key=itemgetter(0))
+    ]
 
 
 def _rearrangements(record: RunView) -> list[dict[str, Any]]:
     return [
-        {**event.fields, "time": event.time, "devices": ", ".join(event.fields["devices"])}
+        {
+            **event.fields,
+            "time": event.time,
+            "devices": ", ".join(event.fields["devices"]),
+        }
         for event in record.of("rearrangement")
     ]
 
@@ -76,13 +121,22 @@ def _credibility(record: RunView) -> list[dict[str, Any]]:
     """Return it device by device in their usual order, so that they have the same colours as elsewhere."""
     order = [spec.name for spec in record.experiment.devices]
     return [
-        {"time": event.time, "device": event.fields["of"], "credibility": event.fields["value"]}
-        for event in sorted(record.of("credibility"), key=lambda event: (event.time, order.index(event.fields["of"])))
+        {
+            "time": event.time,
+            "device": event.fields["of"],
+            "credibility": event.fields["value"],
+        }
+        for event in sorted(
+            record.of("credibility"),
+            key=lambda event: (event.time, order.index(event.fields["of"])),
+        )
     ]
 
 
 def _changes(cause: str | None, record: RunView) -> int:
-    return sum(cause in (None, event.fields["cause"]) for event in record.of("rearrangement"))
+    return sum(
+        cause in (None, event.fields["cause"]) for event in record.of("rearrangement")
+    )
 
 
 def _anew(record: RunView) -> int:
@@ -90,18 +144,28 @@ def _anew(record: RunView) -> int:
 
 
 def _least_credible(record: RunView) -> float | None:
-    return min((event.fields["value"] for event in record.of("credibility")), default=None)
+    return min(
+        (event.fields["value"] for event in record.of("credibility")), default=None
+    )
 
 
 def _risen(record: RunView) -> float | None:
     """Credibility moves neurons all the time: that does not count here."""
-    moved = [event.time for event in record.of("rearrangement") if event.fields["cause"] != "credibility"]
+    moved = [
+        event.time
+        for event in record.of("rearrangement")
+        if event.fields["cause"] != "credibility"
+    ]
     found = record.of("evaluate")
     before = [event for event in found if moved and event.time < moved[-1]]
-    return found[-1].fields["accuracy"] - before[-1].fields["accuracy"] if before else None
+    return (
+        found[-1].fields["accuracy"] - before[-1].fields["accuracy"] if before else None
+    )
 
 
-def _last(list_of: Callable[[RunView], list[dict[str, Any]]], name: str, record: RunView) -> dict[str, float]:
+def _last(
+    list_of: Callable[[RunView], list[dict[str, Any]]], name: str, record: RunView
+) -> dict[str, float]:
     """Return the last entry of each device in a list."""
     return {each["device"]: each[name] for each in list_of(record)}
 
@@ -114,15 +178,29 @@ DECLARED = MetricsSpec(
     figures=(
         *SLOTS.figures,
         *(
-            Metric(name, "share", meaning, partial(_of_run, name), brief=name in ("substituted", "gradients_reused"))
+            Metric(
+                name,
+                "share",
+                meaning,
+                partial(_of_run, name),
+                brief=name in ("substituted", "gradients_reused"),
+            )
             for name, (_, _, meaning) in _SHARES.items()
         ),
         *(
-            Metric(f"layers.<layer>.{name}", "share", f"{meaning}, of one layer", partial(_of_layers, name))
+            Metric(
+                f"layers.<layer>.{name}",
+                "share",
+                f"{meaning}, of one layer",
+                partial(_of_layers, name),
+            )
             for name, (_, _, meaning) in _SHARES.items()
         ),
         Metric(
-            "devices.<device>.neurons", "number", "held by one device at the end", partial(_last, _neurons, "neurons")
+            "devices.<device>.neurons",
+            "number",
+            "held by one device at the end",
+            partial(_last, _neurons, "neurons"),
         ),
         Metric(
             "devices.<device>.credibility",
@@ -137,7 +215,12 @@ DECLARED = MetricsSpec(
             partial(_changes, None),
             compared=True,
         ),
-        Metric("failures_found", "number", "devices that nobody heard for a window", partial(_changes, "failure")),
+        Metric(
+            "failures_found",
+            "number",
+            "devices that nobody heard for a window",
+            partial(_changes, "failure"),
+        ),
         Metric(
             "joins",
             "number",
@@ -156,22 +239,48 @@ DECLARED = MetricsSpec(
             "by which the last accuracy is above that before a device last failed, retired or joined",
             _risen,
         ),
-        Metric("least_credibility", "share", "of any device at the end of any window", _least_credible),
+        Metric(
+            "least_credibility",
+            "share",
+            "of any device at the end of any window",
+            _least_credible,
+        ),
     ),
     lists={
-        **{f"{name}_list": partial(_over_time, name) for name in ("substituted", "dropped", "gradients_reused")},
+        **{
+            f"{name}_list": partial(_over_time, name)
+            for name in ("substituted", "dropped", "gradients_reused")
+        },
         "neurons_list": _neurons,
         "credibility_list": _credibility,
         "rearrangement_list": _rearrangements,
     },
     events=(
         *SLOTS.events,
-        EventType("rearrangement", "neurons are to move, and why", (), ("cause", "devices", "moved", "anew")),
-        EventType("arranged", "the neurons that the device holds from now on", None, ("version", "neurons")),
         EventType(
-            "credibility", "of a device in a window, as the coordinator knows it", None, ("window", "of", "value")
+            "rearrangement",
+            "neurons are to move, and why",
+            (),
+            ("cause", "devices", "moved", "anew"),
         ),
-        EventType("maintenance", "what a device counted of a layer since it last did", None, ("step", "layer")),
+        EventType(
+            "arranged",
+            "the neurons that the device holds from now on",
+            None,
+            ("version", "neurons"),
+        ),
+        EventType(
+            "credibility",
+            "of a device in a window, as the coordinator knows it",
+            None,
+            ("window", "of", "value"),
+        ),
+        EventType(
+            "maintenance",
+            "what a device counted of a layer since it last did",
+            None,
+            ("step", "layer"),
+        ),
     ),
     rows=(
         Row(
@@ -196,10 +305,27 @@ DECLARED = MetricsSpec(
         ),
     ),
     curves=(
-        _curve("Substituted", "share of a layer's inputs that were missing", "substituted", "layer"),
-        _curve("Dropped", "share of the batches that went no further", "dropped", "layer"),
-        _curve("Saved gradients", "share of a layer's updates made with them", "gradients_reused", "layer"),
-        _curve("Credibility", "of each device, at the end of each window", "credibility", "device"),
+        _curve(
+            "Substituted",
+            "share of a layer's inputs that were missing",
+            "substituted",
+            "layer",
+        ),
+        _curve(
+            "Dropped", "share of the batches that went no further", "dropped", "layer"
+        ),
+        _curve(
+            "Saved gradients",
+            "share of a layer's updates made with them",
+            "gradients_reused",
+            "layer",
+        ),
+        _curve(
+            "Credibility",
+            "of each device, at the end of each window",
+            "credibility",
+            "device",
+        ),
         TimeSeries(
             "Neurons",
             "held by each device; dotted: they are rearranged",

@@ -41,7 +41,11 @@ class Handover:
     """
 
     def __init__(
-        self, mailbox: Mailbox, neurons: Neurons, first: NeuronAssignment, changed: Callable[[int], None]
+        self,
+        mailbox: Mailbox,
+        neurons: Neurons,
+        first: NeuronAssignment,
+        changed: Callable[[int], None],
     ) -> None:
         """``first``: the arrangement of the plan, not yet carried out; ``changed`` is called with a layer."""
         self.known: NeuronAssignment | None = None
@@ -63,7 +67,9 @@ class Handover:
     def now(self) -> NeuronAssignment:
         """The newest arrangement. Raises ValueError where there is none."""
         if self.known is None:
-            raise ValueError(f"{self._device.name} has no arrangement yet: nobody has sent one since it booted")
+            raise ValueError(
+                f"{self._device.name} has no arrangement yet: nobody has sent one since it booted"
+            )
         return self.known
 
     def carry_out(self) -> None:
@@ -71,7 +77,10 @@ class Handover:
         if self._arranged:
             newest = max(self._arranged, key=lambda each: each.version)
             self._arranged.clear()
-            layers = tuple({name: as_channels(held) for name, held in layer.items()} for layer in newest.layers)
+            layers = tuple(
+                {name: as_channels(held) for name, held in layer.items()}
+                for layer in newest.layers
+            )
             self.apply(replace(self._first, layers=layers, version=newest.version))
         if self.known is not None:
             self._receive_until(self.known)
@@ -79,7 +88,9 @@ class Handover:
     def _receive_until(self, arrangement: NeuronAssignment) -> None:
         """Take the neurons that were moved by this arrangement or an earlier one."""
         moved = [each for each in self._moved if each.version <= arrangement.version]
-        self._moved[:] = [each for each in self._moved if each.version > arrangement.version]
+        self._moved[:] = [
+            each for each in self._moved if each.version > arrangement.version
+        ]
         for each in moved:
             self._receive(arrangement, each)
 
@@ -91,16 +102,35 @@ class Handover:
         self.known = self.past[arrangement.version] = arrangement
         for layer in range(1, len(arrangement.sizes)):
             shard = self._neurons.shards.get(layer)
-            held, wanted = set(shard.part.rows if shard else ()), set(arrangement.of(me, layer))
+            held, wanted = (
+                set(shard.part.rows if shard else ()),
+                set(arrangement.of(me, layer)),
+            )
             away, more = as_channels(held - wanted), as_channels(wanted - held)
             if away:
-                self._send(arrangement, Moved(arrangement.version, layer, list(away), self._neurons.give(layer, away)))
+                self._send(
+                    arrangement,
+                    Moved(
+                        arrangement.version,
+                        layer,
+                        list(away),
+                        self._neurons.give(layer, away),
+                    ),
+                )
             if more:
                 self._neurons.take(layer, more)
             if away or more:
                 self._changed(layer)
-        holds = {str(layer): len(arrangement.of(me, layer)) for layer in range(len(arrangement.sizes))}
-        self._device.record("arranged", version=arrangement.version, neurons=sum(holds.values()), layers=holds)
+        holds = {
+            str(layer): len(arrangement.of(me, layer))
+            for layer in range(len(arrangement.sizes))
+        }
+        self._device.record(
+            "arranged",
+            version=arrangement.version,
+            neurons=sum(holds.values()),
+            layers=holds,
+        )
 
     async def sent(self) -> None:
         """Wait until all that was given has arrived."""
@@ -115,7 +145,9 @@ class Handover:
 
     def _receive(self, arrangement: NeuronAssignment, moved: Moved) -> None:
         """Take the neurons that are one's own, and pass on those that are another's by now."""
-        own = as_channels(set(moved.neurons) & set(arrangement.of(self._device.name, moved.layer)))
+        own = as_channels(
+            set(moved.neurons) & set(arrangement.of(self._device.name, moved.layer))
+        )
         if own:
             self._neurons.give(moved.layer, own)
             self._neurons.take(moved.layer, own, _part(moved, own).state)
@@ -125,5 +157,8 @@ class Handover:
 
 def _part(moved: Moved, neurons: Channels) -> Moved:
     """Return the weights of some neurons in a message."""
-    state = {name: pick(tensor, 0, neurons, moved.neurons) for name, tensor in moved.state.items()}
+    state = {
+        name: pick(tensor, 0, neurons, moved.neurons)
+        for name, tensor in moved.state.items()
+    }
     return replace(moved, neurons=list(neurons), state=state)

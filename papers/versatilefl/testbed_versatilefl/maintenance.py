@@ -48,7 +48,11 @@ class DynamicUpdate:
     def thres_fw(self) -> float:
         """As given, or 0, then 0.1 more in each stage, up to 0.5."""
         given = self.options.thres_fw
-        return min(MOST_FORWARD, round(self.stage * FORWARD_STEP, 9)) if given is None else given
+        return (
+            min(MOST_FORWARD, round(self.stage * FORWARD_STEP, 9))
+            if given is None
+            else given
+        )
 
     @property
     def grad_reuse_bw(self) -> int:
@@ -89,7 +93,10 @@ def merged(heard: Sequence[Rates], layers: int) -> Rates:
     Each device knows only what it received itself; the rate of a layer is the mean over those that were heard, 0 where
     nobody was.
     """
-    return tuple(sum(rates[layer] for rates in heard) / len(heard) if heard else 0.0 for layer in range(layers))
+    return tuple(
+        sum(rates[layer] for rates in heard) / len(heard) if heard else 0.0
+        for layer in range(layers)
+    )
 
 
 def _heard_rates(arrived: Arrived, layers: int) -> Rates:
@@ -133,7 +140,9 @@ class Maintenance:
         options = self._update.options
         baseline = options.baselines[options.naive]
         given = type(options).model_validate(baseline)
-        self._update.options = options.model_copy(update={key: getattr(given, key) for key in baseline})
+        self._update.options = options.model_copy(
+            update={key: getattr(given, key) for key in baseline}
+        )
 
     def forget(self, layer: int) -> None:
         """Forget the saved values of a layer after its neurons have changed."""
@@ -147,7 +156,10 @@ class Maintenance:
 
     def inputs(self, arrived: Arrived) -> torch.Tensor | None:
         """Return inputs, (samples, values), zeros for missing ones (equation 1), if the forward criterion is met."""
-        layer, rates = arrived.layer + 1, (*_heard_rates(arrived, arrived.layer), arrived.rate)
+        layer, rates = (
+            arrived.layer + 1,
+            (*_heard_rates(arrived, arrived.layer), arrived.rate),
+        )
         for part in arrived.parts:
             self._counts[layer]["due"] += len(part.neurons)
             self._counts[layer]["missing"] += len(part.neurons) * (part.tensor is None)
@@ -158,7 +170,11 @@ class Maintenance:
 
     def tested(self, arrived: Arrived) -> Arrived | None:
         """Return the parts of the inputs, as in training; without substitution, None if any part is missing."""
-        return self._substituted(arrived) if self._update.options.substitution or arrived.complete else None
+        return (
+            self._substituted(arrived)
+            if self._update.options.substitution or arrived.complete
+            else None
+        )
 
     def _substituted(self, arrived: Arrived) -> Arrived:
         """Put past outputs, if these are to be substitutes, in the place of missing ones, which else are zeros."""
@@ -171,7 +187,11 @@ class Maintenance:
                 self._past[key] = sent.mean(dim=0)
             elif key in self._past:
                 past = self._past[key].expand(arrived.samples, -1)
-                mixed = past if sent is None or part.missing is None else past.where(part.missing, sent)
+                mixed = (
+                    past
+                    if sent is None or part.missing is None
+                    else past.where(part.missing, sent)
+                )
                 part = part._replace(tensor=mixed)
             parts.append(part)
         return replace(arrived, parts=tuple(parts))
@@ -182,7 +202,9 @@ class Maintenance:
         self._counts[layer]["batches"] += 1
         if key in self._dropped:
             return False
-        if valid(rates, self._update.thres_fw) and (self._update.options.substitution or arrived.complete):
+        if valid(rates, self._update.thres_fw) and (
+            self._update.options.substitution or arrived.complete
+        ):
             return True
         self._dropped.add(key)
         self._counts[layer]["dropped"] += 1
@@ -190,17 +212,27 @@ class Maintenance:
 
     async def results(self, arrived: Arrived) -> Usable:
         """Return all results; those of a batch of which some are missing give no exact loss."""
-        others = self._update.options.sharing != "layer" or await self._confirm(arrived.layer, arrived)
-        if not self._goes_on(arrived.layer, arrived, _heard_rates(arrived, arrived.layer)):
+        others = self._update.options.sharing != "layer" or await self._confirm(
+            arrived.layer, arrived
+        )
+        if not self._goes_on(
+            arrived.layer, arrived, _heard_rates(arrived, arrived.layer)
+        ):
             return Usable(None, "nothing")
-        return Usable(arrived.together(), "new") if arrived.complete and others else Usable(None, "saved")
+        return (
+            Usable(arrived.together(), "new")
+            if arrived.complete and others
+            else Usable(None, "saved")
+        )
 
     async def losses(self, arrived: Arrived) -> Usable:
         """Return the sum of the losses that have arrived (equation 2); they are new gradients by the granularity."""
         layer, granularity = arrived.layer - 1, self._update.options.backward
         others = granularity != "layer" or await self._confirm(layer, arrived)
         here = sum(part.tensor is not None for part in arrived.parts)
-        enough = here > 0 if granularity == "link" else here == len(arrived.parts) and others
+        enough = (
+            here > 0 if granularity == "link" else here == len(arrived.parts) and others
+        )
         usable = here > 0 and (self._update.options.substitution or arrived.complete)
         losses = arrived.added() if usable else None
         if self._was_dropped(layer, arrived.batch):
@@ -210,18 +242,30 @@ class Maintenance:
     def _was_dropped(self, layer: int, batch: int) -> bool:
         """Return whether a batch went no further than a layer, and forget earlier batches of the layer."""
         dropped = (layer, batch) in self._dropped
-        self._dropped -= {each for each in self._dropped if each[0] == layer and each[1] <= batch}
+        self._dropped -= {
+            each for each in self._dropped if each[0] == layer and each[1] <= batch
+        }
         return dropped
 
     def learn(
-        self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable
+        self,
+        shard: LayerShard,
+        layer: int,
+        batch: int,
+        gradient: torch.Tensor | None,
+        usable: Usable,
     ) -> Work | None:
         """Learn from new gradients, (samples, values), or saved ones while gradReuse_bw allows it; pass losses on."""
         if usable.learns == "nothing":
             return None
         saved, options = self._saved[layer], self._update.options
         new = gradient is not None and usable.learns == "new"
-        reuses = not new and options.reuse and bool(saved.gradients) and saved.used < self._update.grad_reuse_bw
+        reuses = (
+            not new
+            and options.reuse
+            and bool(saved.gradients)
+            and saved.used < self._update.grad_reuse_bw
+        )
         self._counts[layer]["fresh" if new else "reused" if reuses else "idle"] += 1
         if gradient is None and not reuses:
             return None
@@ -262,7 +306,9 @@ class Confirming:
     Those casts are lost as any; then the others count as incomplete.
     """
 
-    def __init__(self, mailbox: Mailbox, arrangement: Callable[[], NeuronAssignment], wait: float) -> None:
+    def __init__(
+        self, mailbox: Mailbox, arrangement: Callable[[], NeuronAssignment], wait: float
+    ) -> None:
         """``arrangement`` returns the present one; ``wait`` is in seconds."""
         self._mailbox = mailbox
         self._arrangement = arrangement
@@ -271,12 +317,19 @@ class Confirming:
     async def __call__(self, layer: int, arrived: Arrived) -> bool:
         """Return whether the others have everything, too; True where not even this device has."""
         device = self._mailbox.device
-        others = [name for name in self._arrangement().holders(layer) if name != device.name]
+        others = [
+            name for name in self._arrangement().holders(layer) if name != device.name
+        ]
         if not arrived.complete or not others:
             return True
         await self._mailbox.cast(others, Complete(arrived.batch, layer))
         deadline = device.now() + self._wait
-        found = [await self._mailbox.take(Complete, (arrived.batch, layer, name), deadline=deadline) for name in others]
+        found = [
+            await self._mailbox.take(
+                Complete, (arrived.batch, layer, name), deadline=deadline
+            )
+            for name in others
+        ]
         self._mailbox.discard_before(Complete, (arrived.batch,))
         return None not in found
 
@@ -291,7 +344,9 @@ class Ideal:
         self._output = output
         self.heard = transmit.heard
 
-    async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
+    async def __call__(
+        self, receivers: Sequence[str], message: Values, until: float
+    ) -> None:
         """Cast, or send reliably."""
         if not isinstance(message, Outputs) or message.layer != self._output:
             await self._transmit(receivers, message, until)

@@ -35,12 +35,17 @@ class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
         return plan(problem)
 
     def facts(
-        self, problem: Problem[VersatileOptions], plan: Plan[VersatileDetails], device: str
+        self,
+        problem: Problem[VersatileOptions],
+        plan: Plan[VersatileDetails],
+        device: str,
     ) -> tuple[Problem[VersatileOptions], Plan[VersatileDetails]]:
         """Return all to each: whoever is heard first decides for all, by how well all hear each other."""
         return problem, plan
 
-    async def program(self, device: Device, job: Job[VersatileOptions, VersatileDetails]) -> None:
+    async def program(
+        self, device: Device, job: Job[VersatileOptions, VersatileDetails]
+    ) -> None:
         """Be a super neuron, slot by slot, whichever neurons it has."""
         if device.name in job.plan.devices:
             from testbed_versatilefl.program import run

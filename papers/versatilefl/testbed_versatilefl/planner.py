@@ -31,8 +31,18 @@ class VersatileOptions(SlotOptions):
 
     baselines: ClassVar[Baselines] = {
         "naive": {"substitution": False, "reuse": False, "rearrangement": False},
-        "naive-zeros": {"thres_fw": 0, "backward": "neuron", "reuse": False, "rearrangement": False},
-        "naive-blocked": {"thres_fw": "100%", "backward": "neuron", "reuse": False, "rearrangement": False},
+        "naive-zeros": {
+            "thres_fw": 0,
+            "backward": "neuron",
+            "reuse": False,
+            "rearrangement": False,
+        },
+        "naive-blocked": {
+            "thres_fw": "100%",
+            "backward": "neuron",
+            "reuse": False,
+            "rearrangement": False,
+        },
     }
     """The paper's Naive "does not have any maintenance scheme against failures". `naive` drops a batch with anything
     missing: "there is no perfect data delivery until the output layer in horizontal allocation at all, which means it
@@ -90,9 +100,13 @@ class VersatileDetails(SlotDetails):
 def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
     """Plan as for EdgePipe, scattered neurons as if they were Horizontal. Raises `InputError`."""
     options = problem.options
-    allocation: Allocation = "horizontal" if options.allocation == "random" else options.allocation
+    allocation: Allocation = (
+        "horizontal" if options.allocation == "random" else options.allocation
+    )
     planned = planner.plan(
-        "versatile", problem, lambda sizes, names: partition(sizes, names, options.layers or allocation)
+        "versatile",
+        problem,
+        lambda sizes, names: partition(sizes, names, options.layers or allocation),
     )
     table = planner.timetable_of(planned.details)
     grace = math.ceil(table.slots(1) / table.period) + MARGIN_STEPS
@@ -102,7 +116,9 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
     ratios = [1 - link.message_loss for link in problem.links.values()]
     details = VersatileDetails(
         **planned.details.model_dump(),
-        threshold=options.credibility if options.credibility is not None else fmean(ratios or [1.0]),
+        threshold=options.credibility
+        if options.credibility is not None
+        else fmean(ratios or [1.0]),
         window=options.window,
         grace=grace,
         scattered=options.allocation == "random",
@@ -110,7 +126,9 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
     return Plan(**{**dict(planned), "details": details})
 
 
-def arrangement(problem: Problem[VersatileOptions], details: VersatileDetails) -> NeuronAssignment:
+def arrangement(
+    problem: Problem[VersatileOptions], details: VersatileDetails
+) -> NeuronAssignment:
     """Return the first placement of neurons."""
     options, names = problem.options, details.devices
     sizes = planner.neurons_of(problem)
@@ -123,6 +141,11 @@ def arrangement(problem: Problem[VersatileOptions], details: VersatileDetails) -
         # Whoever has none would never be heard.
         holders[: len(names)] = names
         draws.shuffle(holders)
-        layers.append({name: as_channels(n for n, each in enumerate(holders) if each == name) for name in names})
+        layers.append(
+            {
+                name: as_channels(n for n, each in enumerate(holders) if each == name)
+                for name in names
+            }
+        )
     groups = tuple(range(first, stop) for first, stop in details.groups)
     return NeuronAssignment(groups, sizes, tuple(layers))

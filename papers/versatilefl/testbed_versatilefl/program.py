@@ -18,7 +18,13 @@ from testbed.ml.slots.weights import given_weights
 from testbed.wire.message import Message
 from testbed_versatilefl.controller import ArrangementController, Join, Leave
 from testbed_versatilefl.handover import Arrange, Handover, Moved
-from testbed_versatilefl.maintenance import Complete, Confirming, DynamicUpdate, Ideal, Maintenance
+from testbed_versatilefl.maintenance import (
+    Complete,
+    Confirming,
+    DynamicUpdate,
+    Ideal,
+    Maintenance,
+)
 from testbed_versatilefl.planner import VersatileDetails, VersatileOptions, arrangement
 from testbed_versatilefl.records import ReceptionRecords
 
@@ -42,10 +48,15 @@ class VersatileNotes:
         note: dict[str, Any] = {
             "version": self.handover.now.version,
             "stage": self.update.stage,
-            "records": {name: [window, shares] for name, (window, shares) in self.records.newest.items()},
+            "records": {
+                name: [window, shares]
+                for name, (window, shares) in self.records.newest.items()
+            },
         }
         if isinstance(message, Outputs):
-            note["rates"] = self.maintenance.rates.pop((message.layer, message.batch), ())
+            note["rates"] = self.maintenance.rates.pop(
+                (message.layer, message.batch), ()
+            )
         return replace(message, note=note)
 
     def heard(self, message: Values) -> Channels | None:
@@ -72,17 +83,28 @@ async def run(device: Device, job: VersatileJob) -> None:
     epoch = steps_per_epoch(len(job.dataset.train_labels), problem.workload.batch_size)
     window = details.window or max(epoch, details.grace + 1)
     async with Mailbox(device, problem.links, KINDS) as mailbox:
-        update, neurons = DynamicUpdate(options), Neurons(device, problem, await given_weights(mailbox, job))
-        confirm = Confirming(mailbox, lambda: handover.now, answering_time(mailbox, details))
+        update, neurons = (
+            DynamicUpdate(options),
+            Neurons(device, problem, await given_weights(mailbox, job)),
+        )
+        confirm = Confirming(
+            mailbox, lambda: handover.now, answering_time(mailbox, details)
+        )
         maintenance = Maintenance(update, confirm)
         handover = Handover(mailbox, neurons, first, maintenance.forget)
         if not booted:
             handover.apply(first)
         ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
-        records = ReceptionRecords(device.name, ratios, options.alpha, window, details.grace)
-        controller = ArrangementController(mailbox, job, records, handover, maintenance, window)
+        records = ReceptionRecords(
+            device.name, ratios, options.alpha, window, details.grace
+        )
+        controller = ArrangementController(
+            mailbox, job, records, handover, maintenance, window
+        )
         transmit = transmit_of(mailbox, job)
         if options.sharing == "ideal":
             transmit = Ideal(mailbox, transmit, first.output)
         notes = VersatileNotes(handover, records, maintenance, update)
-        await SlotProgram(mailbox, job, neurons, controller, maintenance, transmit, notes).run()
+        await SlotProgram(
+            mailbox, job, neurons, controller, maintenance, transmit, notes
+        ).run()

@@ -47,7 +47,10 @@ class DecisionRules:
 
 
 def after_window(
-    now: NeuronAssignment, failed: Iterable[str], averages: Mapping[str, float], rules: DecisionRules
+    now: NeuronAssignment,
+    failed: Iterable[str],
+    averages: Mapping[str, float],
+    rules: DecisionRules,
 ) -> Iterator[Decision]:
     """Yield the decisions of a window: silent devices leave, groups with a poor device are rearranged.
 
@@ -76,31 +79,54 @@ def _poor_members(
     return tuple(name for name in members if averages[name] < threshold)
 
 
-def without(now: NeuronAssignment, device: str, averages: Mapping[str, float], seed: int) -> NeuronAssignment:
+def without(
+    now: NeuronAssignment, device: str, averages: Mapping[str, float], seed: int
+) -> NeuronAssignment:
     """Return the arrangement without a device. Raises `GroupLostError`."""
     group = now.group(device)
     after = left(now, device, averages, seed)
     if group is not None and not after.members(group):
         layers = now.groups[group]
-        which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
-        raise GroupLostError(f"group {group} ({which}) is left with no device: {device} was its last")
+        which = (
+            f"layer {layers[0]}"
+            if len(layers) == 1
+            else f"layers {layers[0]} to {layers[-1]}"
+        )
+        raise GroupLostError(
+            f"group {group} ({which}) is left with no device: {device} was its last"
+        )
     return after
 
 
-def entered(now: NeuronAssignment, device: str, averages: Mapping[str, float], rules: DecisionRules) -> Decision:
+def entered(
+    now: NeuronAssignment,
+    device: str,
+    averages: Mapping[str, float],
+    rules: DecisionRules,
+) -> Decision:
     """Return the decision about a device without neurons that has booted or is heard again.
 
     The lead takes its own place.
     """
     if device == rules.lead:
-        return Decision(replace(now, version=now.version + 1), "join", (device,), frozenset({device}))
+        return Decision(
+            replace(now, version=now.version + 1),
+            "join",
+            (device,),
+            frozenset({device}),
+        )
     after = joined(left(now, device, averages, rules.seed), device, rules.seed)
     return Decision(after, "join", (device,), frozenset({device}))
 
 
 def coordinator(now: NeuronAssignment, absent: Collection[str]) -> str | None:
     """Return the first member who is not known to be absent; who has the input layer alone hears nobody."""
-    hearing = (name for group, layers in enumerate(now.groups) if layers[-1] for name in now.members(group))
+    hearing = (
+        name
+        for group, layers in enumerate(now.groups)
+        if layers[-1]
+        for name in now.members(group)
+    )
     return next((name for name in hearing if name not in absent), None)
 
 
@@ -125,22 +151,31 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
         raise ValueError(f"{total} neurons are too few for {len(weights)} devices")
     summed = math.fsum(weights)
     # Without the guard, 0.6 / 0.75 * 10 would be a hair below 8.
-    exact = [total * weight / summed if summed else total / len(weights) for weight in weights]
+    exact = [
+        total * weight / summed if summed else total / len(weights)
+        for weight in weights
+    ]
     found = [max(1, math.floor(value + 1e-9)) for value in exact]
     while sum(found) != total:
         step = 1 if sum(found) < total else -1
         movable = [index for index in range(len(found)) if found[index] + step > 0]
-        found[max(movable, key=lambda index: step * (exact[index] - found[index]))] += step
+        found[max(movable, key=lambda index: step * (exact[index] - found[index]))] += (
+            step
+        )
     return found
 
 
-def rearranged(now: NeuronAssignment, group: int, credibility: Mapping[str, float], seed: int) -> NeuronAssignment:
+def rearranged(
+    now: NeuronAssignment, group: int, credibility: Mapping[str, float], seed: int
+) -> NeuronAssignment:
     """Return the same members of a group with neurons in proportion to their credibility."""
     weights = {name: credibility[name] for name in now.members(group)}
     return _with(now, group, [weights] * len(now.groups[group]), seed)
 
 
-def left(now: NeuronAssignment, device: str, credibility: Mapping[str, float], seed: int) -> NeuronAssignment:
+def left(
+    now: NeuronAssignment, device: str, credibility: Mapping[str, float], seed: int
+) -> NeuronAssignment:
     """Return the arrangement without a device: the others of its group share all neurons by their credibility.
 
     A group without devices keeps none; its neurons wait for a device that joins.
@@ -166,33 +201,51 @@ def joined(now: NeuronAssignment, device: str, seed: int) -> NeuronAssignment:
     if now.group(device) is not None:
         raise ValueError(f"{device} is a member already")
     counts = [len(now.members(index)) for index in range(len(now.groups))]
-    room = [index for index, count in enumerate(counts) if count < min(now.sizes[layer] for layer in now.groups[index])]
+    room = [
+        index
+        for index, count in enumerate(counts)
+        if count < min(now.sizes[layer] for layer in now.groups[index])
+    ]
     if not room:
         raise ValueError(f"no group has a neuron for {device}")
     group = min(room, key=lambda index: counts[index])
     weights = []
     for layer in now.groups[group]:
-        held = {name: float(len(neurons)) for name, neurons in now.layers[layer].items()}
+        held = {
+            name: float(len(neurons)) for name, neurons in now.layers[layer].items()
+        }
         weights.append({**held, device: now.sizes[layer] / max(1, len(held))})
     return _with(now, group, weights, seed)
 
 
-def moves(before: NeuronAssignment, after: NeuronAssignment, gone: Collection[str] = ()) -> list[Move]:
+def moves(
+    before: NeuronAssignment, after: NeuronAssignment, gone: Collection[str] = ()
+) -> list[Move]:
     """Return the neurons to hand over; those without a holder, or of ``gone`` devices, begin with new weights."""
     found = []
     for layer, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
-        held = {neuron: name for name, neurons in old.items() if name not in gone for neuron in neurons}
+        held = {
+            neuron: name
+            for name, neurons in old.items()
+            if name not in gone
+            for neuron in neurons
+        }
         for taker, neurons in new.items():
             own = set(old.get(taker, ())) if taker not in gone else set()
             changing: dict[str | None, list[int]] = {}
             for neuron in neurons:
                 if neuron not in own:
                     changing.setdefault(held.get(neuron), []).append(neuron)
-            found += [Move(layer, as_channels(each), giver, taker) for giver, each in changing.items()]
+            found += [
+                Move(layer, as_channels(each), giver, taker)
+                for giver, each in changing.items()
+            ]
     return found
 
 
-def _with(now: NeuronAssignment, group: int, weights: Sequence[Mapping[str, float]], seed: int) -> NeuronAssignment:
+def _with(
+    now: NeuronAssignment, group: int, weights: Sequence[Mapping[str, float]], seed: int
+) -> NeuronAssignment:
     """Return the next arrangement, in which the layers of a group are shared in proportion to weights."""
     layers = list(now.layers)
     for layer, wanted in zip(now.groups[group], weights, strict=True):
@@ -201,7 +254,9 @@ def _with(now: NeuronAssignment, group: int, weights: Sequence[Mapping[str, floa
     return replace(now, layers=tuple(layers), version=now.version + 1)
 
 
-def _shared(holders: Holders, weights: Mapping[str, float], size: int, draws: random.Random) -> dict[str, Channels]:
+def _shared(
+    holders: Holders, weights: Mapping[str, float], size: int, draws: random.Random
+) -> dict[str, Channels]:
     """Return a layer's neurons by device: those with too many give some by chance, those with too few take them."""
     if not weights:
         return {}
@@ -210,7 +265,9 @@ def _shared(holders: Holders, weights: Mapping[str, float], size: int, draws: ra
     for name, count in counts.items():
         held = holders.get(name, ())
         kept[name] = draws.sample(held, min(count, len(held)))
-    free = sorted(set(range(size)) - {neuron for neurons in kept.values() for neuron in neurons})
+    free = sorted(
+        set(range(size)) - {neuron for neurons in kept.values() for neuron in neurons}
+    )
     draws.shuffle(free)
     found = {}
     for name, count in counts.items():

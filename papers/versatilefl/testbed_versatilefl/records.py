@@ -31,7 +31,9 @@ def credibility(recent: float, before: float, alpha: float = ALPHA) -> float:
 
 def average(table: Ratios, device: str) -> float:
     """Return the credibility of a device, as a sender and as a receiver; 0 where there is no record of it."""
-    found = [value for pair, value in table.items() if device in pair and pair[0] != pair[1]]
+    found = [
+        value for pair, value in table.items() if device in pair and pair[0] != pair[1]
+    ]
     return fmean(found) if found else 0.0
 
 
@@ -51,7 +53,9 @@ class ReceptionRecords:
     ends with the last step of its ``steps``.
     """
 
-    def __init__(self, device: str, initial: Ratios, alpha: float, steps: int, grace: int) -> None:
+    def __init__(
+        self, device: str, initial: Ratios, alpha: float, steps: int, grace: int
+    ) -> None:
         """``initial``: reception ratios of the plan; ``grace``: steps in which records travel."""
         self.newest: dict[str, tuple[int, Record]] = {}
         """By receiver: the newest window of which its record is known, and that record."""
@@ -82,7 +86,10 @@ class ReceptionRecords:
         """Take records that came with a cast, as they are in JSON: window and shares by receiver."""
         for receiver, (window, shares) in records.items():
             if window > self.newest.get(receiver, (-1, {}))[0]:
-                self.newest[receiver] = (window, {name: tuple(pair) for name, pair in shares.items()})
+                self.newest[receiver] = (
+                    window,
+                    {name: tuple(pair) for name, pair in shares.items()},
+                )
 
     def close(self, step: int, arrangement: NeuronAssignment) -> None:
         """Close the window before that of a step, unless that is done."""
@@ -93,7 +100,9 @@ class ReceptionRecords:
         record = {}
         for sender in arrangement.senders(self._device):
             pair, noted = (sender, self._device), self._noted[sender]
-            value = credibility(_share(noted), self._credibility.get(pair, 0.0), self._alpha)
+            value = credibility(
+                _share(noted), self._credibility.get(pair, 0.0), self._alpha
+            )
             self._credibility[pair] = value
             record[sender] = (round(_share(noted[-SERIES:]), 4), round(value, 4))
         self._noted.clear()
@@ -118,7 +127,9 @@ class ReceptionRecords:
             if at == window
             for sender, values in shares.items()
         }
-        return {pair: share for pair, (share, _) in known.items()}, {pair: value for pair, (_, value) in known.items()}
+        return {pair: share for pair, (share, _) in known.items()}, {
+            pair: value for pair, (_, value) in known.items()
+        }
 
 
 def _share(noted: Sequence[bool]) -> float:

@@ -34,7 +34,10 @@ class Expected:
 
     def learn(self, neuron, inputs, gradient, fresh):
         if fresh:
-            self.saved[neuron], self.used[neuron] = (gradient @ inputs, gradient.sum()), 0
+            self.saved[neuron], self.used[neuron] = (
+                (gradient @ inputs, gradient.sum()),
+                0,
+            )
         elif self.saved[neuron] is None or self.used[neuron] >= self.limit:
             return
         else:
@@ -52,10 +55,19 @@ def test_gradients_are_as_numpy_has_them(granularity, limit, place):
     layer = graph_of(model).layers[0]
     parts = [slice_of(layer, neurons) for neurons in NEURONS]
     shards = [
-        LayerShard(layer, part, draw(model, [(layer, part)], 7), OptimizerPart(learning_rate=RATE)) for part in parts
+        LayerShard(
+            layer,
+            part,
+            draw(model, [(layer, part)], 7),
+            OptimizerPart(learning_rate=RATE),
+        )
+        for part in parts
     ]
     whole = draw(model, [(layer, slice_of(layer, range(5)))], 7)
-    named = {tensor.dim(): tensor.detach().numpy().copy().astype(np.float64) for tensor in whole.values()}
+    named = {
+        tensor.dim(): tensor.detach().numpy().copy().astype(np.float64)
+        for tensor in whole.values()
+    }
     expected = Expected(named[2], named[1], limit)
     options = VersatileOptions(backward=granularity, grad_reuse=limit)
     complete = [True, True]
@@ -73,33 +85,54 @@ def test_gradients_are_as_numpy_has_them(granularity, limit, place):
         losses = draws.normal(size=(SENDERS, SAMPLES, 5)).astype(np.float32)
         heard = draws.random((SENDERS, 2)) < (0.75 if granularity == "layer" else 0.5)
         before = expected.weight.copy()
-        for at, (shard, missing, neurons) in enumerate(zip(shards, devices, NEURONS, strict=True)):
+        for at, (shard, missing, neurons) in enumerate(
+            zip(shards, devices, NEURONS, strict=True)
+        ):
             shard.forward(step, torch.from_numpy(inputs))
             sent = tuple(
                 SenderPart(
                     f"s{s}",
                     range(1),
-                    torch.from_numpy(losses[s][:, neurons.start : neurons.stop]) if heard[s, at] else None,
+                    torch.from_numpy(losses[s][:, neurons.start : neurons.stop])
+                    if heard[s, at]
+                    else None,
                 )
                 for s in range(SENDERS)
             )
             complete[1 - at] = bool(heard[:, 1 - at].all())
-            usable = asyncio.run(missing.losses(Arrived(place + 1, step, SAMPLES, 2, sent)))
+            usable = asyncio.run(
+                missing.losses(Arrived(place + 1, step, SAMPLES, 2, sent))
+            )
             work = missing.learn(shard, place, step, usable.values, usable)
             passed = None if work is None else work()
             some = heard[:, at].any() and place > 1
             assert (passed is not None) == some
             if some:
-                own = (losses * heard[:, at, None, None]).sum(axis=0)[:, neurons.start : neurons.stop]
-                assert passed.numpy() == pytest.approx(own @ before[neurons.start : neurons.stop], abs=1e-4)
-        fresh = {"layer": [heard.all()] * 2, "neuron": heard.all(axis=0), "link": heard.any(axis=0)}[granularity]
+                own = (losses * heard[:, at, None, None]).sum(axis=0)[
+                    :, neurons.start : neurons.stop
+                ]
+                assert passed.numpy() == pytest.approx(
+                    own @ before[neurons.start : neurons.stop], abs=1e-4
+                )
+        fresh = {
+            "layer": [heard.all()] * 2,
+            "neuron": heard.all(axis=0),
+            "link": heard.any(axis=0),
+        }[granularity]
         for at, neurons in enumerate(NEURONS):
             for neuron in neurons:
                 gradient = (losses[:, :, neuron] * heard[:, at, None]).sum(axis=0)
                 expected.learn(neuron, inputs, gradient, fresh[at])
-        found = [{tensor.dim(): tensor.numpy() for tensor in shard.state().values()} for shard in shards]
-        assert np.concatenate([each[2] for each in found]) == pytest.approx(expected.weight, abs=1e-4)
-        assert np.concatenate([each[1] for each in found]) == pytest.approx(expected.bias, abs=1e-4)
+        found = [
+            {tensor.dim(): tensor.numpy() for tensor in shard.state().values()}
+            for shard in shards
+        ]
+        assert np.concatenate([each[2] for each in found]) == pytest.approx(
+            expected.weight, abs=1e-4
+        )
+        assert np.concatenate([each[1] for each in found]) == pytest.approx(
+            expected.bias, abs=1e-4
+        )
     assert max(expected.used) <= limit
 
 
@@ -108,11 +141,16 @@ def test_results_are_new_gradients_only_where_all_have_arrived_and_a_dropped_bat
     missing = Maintenance(DynamicUpdate(options), None)
     mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": [1.0, 1.0]})
     lost = SenderPart("b", range(1, 2), None)
-    assert asyncio.run(missing.results(Arrived(2, 0, 2, 2, (mine, lost)))) == Usable(None, "saved")
+    assert asyncio.run(missing.results(Arrived(2, 0, 2, 2, (mine, lost)))) == Usable(
+        None, "saved"
+    )
     other = SenderPart("b", range(1, 2), torch.ones(2, 1), {"rates": [0.5, 0.5]})
     usable = asyncio.run(missing.results(Arrived(2, 1, 2, 2, (mine, other))))
     assert (usable.values.tolist(), usable.learns) == ([[1, 1], [1, 1]], "new")
-    poor = tuple(SenderPart(name, range(1), torch.ones(2, 1), {"rates": [1.0, 0.25]}) for name in "ab")
+    poor = tuple(
+        SenderPart(name, range(1), torch.ones(2, 1), {"rates": [1.0, 0.25]})
+        for name in "ab"
+    )
     nothing = asyncio.run(missing.results(Arrived(2, 2, 2, 2, poor)))
     assert nothing == Usable(None, "nothing")
     assert missing.learn(None, 2, 2, None, nothing) is None
@@ -130,5 +168,8 @@ def test_past_outputs_stand_where_these_are_missing_as_a_whole_or_in_part():
     assert inputs(1, torch.tensor([[2.0, 3.0], [4.0, 7.0]])) == [[1, 2, 3], [1, 4, 7]]
     assert inputs(2, None) == [[1, 3, 5]] * 2
     gaps = torch.tensor([[True, False], [False, False]])
-    assert inputs(3, torch.tensor([[0.0, 8.0], [9.0, 9.0]]), gaps) == [[1, 3, 8], [1, 9, 9]]
+    assert inputs(3, torch.tensor([[0.0, 8.0], [9.0, 9.0]]), gaps) == [
+        [1, 3, 8],
+        [1, 9, 9],
+    ]
     assert inputs(4, None) == [[1, 3, 5]] * 2, "what came in part is not kept"

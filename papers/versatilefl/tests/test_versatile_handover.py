@@ -25,7 +25,10 @@ def rows(devices):
         for layer, shard in neurons.shards.items():
             for at, neuron in enumerate(shard.part.rows):
                 assert (layer, neuron) not in found
-                found[layer, neuron] = device, {name: tensor[at] for name, tensor in shard.state().items()}
+                found[layer, neuron] = (
+                    device,
+                    {name: tensor[at] for name, tensor in shard.state().items()},
+                )
     return found
 
 
@@ -40,7 +43,9 @@ def learn(neurons, inputs):
 
 async def arrange(mailbox, handover, now, devices):
     """Tell an arrangement to all, and give what is on its way ten seconds."""
-    layers = [{name: list(held) for name, held in layer.items()} for layer in now.layers]
+    layers = [
+        {name: list(held) for name, held in layer.items()} for layer in now.layers
+    ]
     for name in devices:
         if name != mailbox.device.name:
             mailbox.post(name, Arrange(now.version, layers))
@@ -52,18 +57,32 @@ async def arrange(mailbox, handover, now, devices):
 
 @pytest.mark.parametrize("allocation", ["horizontal", "hybrid"])
 def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
-    workload = {**CNN, "training": {"optimizer": {"learning_rate": 0.1, "momentum": 0.9}}}
-    problem, _ = problem_of(scenario(5, workload=workload, method={"name": "versatile", "allocation": allocation}))
+    workload = {
+        **CNN,
+        "training": {"optimizer": {"learning_rate": 0.1, "momentum": 0.9}},
+    }
+    problem, _ = problem_of(
+        scenario(
+            5, workload=workload, method={"name": "versatile", "allocation": allocation}
+        )
+    )
     first = arrangement(problem, plan(problem).details)
-    inputs = [size * values for size, values in zip(first.sizes, neuron_values(problem), strict=True)]
+    inputs = [
+        size * values
+        for size, values in zip(first.sizes, neuron_values(problem), strict=True)
+    ]
     victim, lead = first.members(0)[:2]
     gone = left(first, victim, {}, seed=1)
     back = joined(gone, victim, seed=1)
-    after = rearranged(back, 0, {name: 0.1 if name == lead else 1.0 for name in first.devices}, seed=1)
+    after = rearranged(
+        back, 0, {name: 0.1 if name == lead else 1.0 for name in first.devices}, seed=1
+    )
     devices, seen = {}, []
 
     async def program(device):
-        async with Mailbox(device, dict.fromkeys(problem.links, LINK), KINDS) as mailbox:
+        async with Mailbox(
+            device, dict.fromkeys(problem.links, LINK), KINDS
+        ) as mailbox:
             own = devices[device.name] = Neurons(device, problem)
             handover = Handover(mailbox, own, first, lambda layer: None)
             handover.apply(first)
@@ -84,4 +103,6 @@ def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
             assert neuron in now.of(holder, layer)
             _, expected = before[layer, neuron]
             assert tensors.keys() == expected.keys()
-            assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+            assert all(
+                torch.equal(tensor, expected[name]) for name, tensor in tensors.items()
+            )

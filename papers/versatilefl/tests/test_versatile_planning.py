@@ -11,22 +11,51 @@ from testbed_versatilefl.maintenance import DynamicUpdate, merged, valid
 from testbed_versatilefl.method import Versatile
 from testbed_versatilefl.planner import VersatileOptions
 from testbed_versatilefl.rearrangement import joined, left, moves, rearranged, shares
-from testbed_versatilefl.records import ALPHA, SERIES, ReceptionRecords, average, credibility, silent
+from testbed_versatilefl.records import (
+    ALPHA,
+    SERIES,
+    ReceptionRecords,
+    average,
+    credibility,
+    silent,
+)
 from tests.helpers.runs import problem_of, scenario
 
-INITIAL = [[1.0, 0.9, 0.3, 0.5], [0.6, 1.0, 0.9, 1.0], [0.3, 0.8, 1.0, 0.8], [0.5, 1.0, 0.9, 1.0]]
-RUNTIME = [[1.0, 0.0, 0.5, 0.1], [0.0, 1.0, 0.0, 0.0], [0.6, 0.0, 1.0, 0.3], [0.0, 0.0, 0.2, 0.1]]
+INITIAL = [
+    [1.0, 0.9, 0.3, 0.5],
+    [0.6, 1.0, 0.9, 1.0],
+    [0.3, 0.8, 1.0, 0.8],
+    [0.5, 1.0, 0.9, 1.0],
+]
+RUNTIME = [
+    [1.0, 0.0, 0.5, 0.1],
+    [0.0, 1.0, 0.0, 0.0],
+    [0.6, 0.0, 1.0, 0.3],
+    [0.0, 0.0, 0.2, 0.1],
+]
 # Of the paper's Table I (c), but for device 4 with itself: it does not follow from (b), and is 1 as all others.
-AFTER = [[1.0, 0.09, 0.48, 0.14], [0.06, 1.0, 0.09, 0.10], [0.57, 0.08, 1.0, 0.35], [0.05, 0.10, 0.27, 1.0]]
+AFTER = [
+    [1.0, 0.09, 0.48, 0.14],
+    [0.06, 1.0, 0.09, 0.10],
+    [0.57, 0.08, 1.0, 0.35],
+    [0.05, 0.10, 0.27, 1.0],
+]
 
 
 def table(rows):
-    return {(str(a), str(b)): value for a, row in enumerate(rows, 1) for b, value in enumerate(row, 1) if a != b}
+    return {
+        (str(a), str(b)): value
+        for a, row in enumerate(rows, 1)
+        for b, value in enumerate(row, 1)
+        if a != b
+    }
 
 
 def test_the_credibility_of_table_1_follows_from_the_two_before_it():
     before, runtime = table(INITIAL), table(RUNTIME)
-    found = {pair: credibility(runtime[pair], before[pair], alpha=0.9) for pair in before}
+    found = {
+        pair: credibility(runtime[pair], before[pair], alpha=0.9) for pair in before
+    }
     assert found == pytest.approx(table(AFTER))
     assert average(found, "2") == pytest.approx(0.087, abs=5e-4)
     assert [name for name in "1234" if silent(runtime, name)] == ["2"]
@@ -52,10 +81,21 @@ def records_of(alpha, initial=()):
 
 def test_what_is_not_there_when_it_is_due_was_lost():
     records, window = records_of(alpha=1)
-    found = window(1, ("a", True), ("a", False), ("a", True), ("a", True), ("b", True), ("c", False), ("e", True))
+    found = window(
+        1,
+        ("a", True),
+        ("a", False),
+        ("a", True),
+        ("a", True),
+        ("b", True),
+        ("c", False),
+        ("e", True),
+    )
     assert found == {"a": (0.75, 0.75), "b": (1, 1), "c": (0, 0), "d": (0, 0)}
     # One that dies in mid-window: it was heard, but no more at the end.
-    assert window(2, *(("a", step < 3 * SERIES) for step in range(4 * SERIES)))["a"] == (0, 0.75)
+    assert window(2, *(("a", step < 3 * SERIES) for step in range(4 * SERIES)))[
+        "a"
+    ] == (0, 0.75)
     assert records.cut_off
     assert window(3, ("b", True))["a"] == (0, 0)
     assert not records.cut_off
@@ -63,12 +103,22 @@ def test_what_is_not_there_when_it_is_due_was_lost():
 
 def test_a_device_of_which_nothing_is_heard_loses_its_credibility_window_by_window():
     _, window = records_of(ALPHA, {("a", "e"): 0.5})
-    assert window(1, ("b", True), ("b", False)) == {"a": (0, 0.05), "b": (0.5, 0.45), "c": (0, 0), "d": (0, 0)}
+    assert window(1, ("b", True), ("b", False)) == {
+        "a": (0, 0.05),
+        "b": (0.5, 0.45),
+        "c": (0, 0),
+        "d": (0, 0),
+    }
     assert window(2)["a"] == (0, 0.005)
 
 
-@pytest.mark.parametrize(("rates", "goes_on"), [([0.75, 1, 0.5], True), ([0.75, 0.25, 0.5], False), ([], True)])
-def test_a_batch_goes_on_while_every_success_rate_is_at_least_the_threshold(rates, goes_on):
+@pytest.mark.parametrize(
+    ("rates", "goes_on"),
+    [([0.75, 1, 0.5], True), ([0.75, 0.25, 0.5], False), ([], True)],
+)
+def test_a_batch_goes_on_while_every_success_rate_is_at_least_the_threshold(
+    rates, goes_on
+):
     assert valid(rates, 0.5) is goes_on
 
 
@@ -81,17 +131,29 @@ def test_ten_neurons_are_shared_in_proportion_to_credibility():
     assert shares([0.15, 0.6], 10) == [2, 8]
     before = partition([10], ["a", "b"], "horizontal")
     after = rearranged(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
-    assert [len(after.of(name, 0)) - len(before.of(name, 0)) for name in "ab"] == [-3, 3]
+    assert [len(after.of(name, 0)) - len(before.of(name, 0)) for name in "ab"] == [
+        -3,
+        3,
+    ]
     (move,) = moves(before, after)
     assert (move.giver, move.taker, len(move.neurons)) == ("a", "b", 3)
     assert set(move.neurons) < set(before.of("a", 0))
     # Which of them is drawn from the seed.
     assert after == rearranged(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
-    assert len({rearranged(before, 0, {"a": 0.15, "b": 0.6}, seed).of("a", 0) for seed in range(20)}) > 5
+    assert (
+        len(
+            {
+                rearranged(before, 0, {"a": 0.15, "b": 0.6}, seed).of("a", 0)
+                for seed in range(20)
+            }
+        )
+        > 5
+    )
 
 
 @pytest.mark.parametrize(
-    ("weights", "total", "found"), [([1, 1, 1], 10, [4, 3, 3]), ([0, 0], 4, [2, 2]), ([5], 3, [3])]
+    ("weights", "total", "found"),
+    [([1, 1, 1], 10, [4, 3, 3]), ([0, 0], 4, [2, 2]), ([5], 3, [3])],
 )
 def test_shares_add_up(weights, total, found):
     assert shares(weights, total) == found
@@ -108,7 +170,9 @@ def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
     assert without.of("d2", 3) == range(12)
     after = joined(without, "new", seed=1)
     assert after.members(1) == ("d2", "new")
-    assert [len(after.of(name, layer)) for name in ("d2", "new") for layer in (2, 3)] == [6] * 4
+    assert [
+        len(after.of(name, layer)) for name in ("d2", "new") for layer in (2, 3)
+    ] == [6] * 4
     # The other group is as it was.
     assert after.layers[:2] == before.layers[:2]
     third = joined(after, "third", seed=1)
@@ -122,7 +186,9 @@ def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
 def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retires_travel():
     before = partition([8, 8], devices(2), "horizontal")
     after = left(before, "d1", {"d0": 1.0}, seed=3)
-    assert {(move.giver, move.taker) for move in moves(before, after, gone={"d1"})} == {(None, "d0")}
+    assert {(move.giver, move.taker) for move in moves(before, after, gone={"d1"})} == {
+        (None, "d0")
+    }
     assert {(move.giver, move.taker) for move in moves(before, after)} == {("d1", "d0")}
     nobody = left(after, "d0", {}, seed=3)
     assert nobody.members(0) == ()
@@ -146,7 +212,9 @@ def carried_out(held, found, now):
         taken = held.setdefault((move.taker, move.layer), set())
         assert not taken & set(move.neurons)
         taken |= set(move.neurons)
-    return {place: neurons for place, neurons in held.items() if place[0] in now.devices}
+    return {
+        place: neurons for place, neurons in held.items() if place[0] in now.devices
+    }
 
 
 @pytest.mark.parametrize("kind", ["vertical", "hybrid", "horizontal"])
@@ -154,7 +222,10 @@ def test_who_is_out_finds_room_again_however_few_neurons_there_are(kind):
     for seed in range(100):
         draws = random.Random(seed)
         names = devices(draws.randint(4, 6))
-        sizes = [-(-len(names) // {"vertical": 4, "hybrid": 2, "horizontal": 1}[kind]) for _ in range(4)]
+        sizes = [
+            -(-len(names) // {"vertical": 4, "hybrid": 2, "horizontal": 1}[kind])
+            for _ in range(4)
+        ]
         now, away = partition(sizes, names, kind), []
         for _ in range(20):
             if away and draws.random() < 0.5:
@@ -172,7 +243,11 @@ def test_neurons_are_neither_lost_nor_doubled_whoever_fails_retires_and_joins(ki
         sizes = [draws.randint(6, 20) for _ in range(draws.randint(1, 5))]
         names = devices(draws.randint(len(sizes), 6))
         now = partition(sizes, names, kind)
-        held = {(name, layer): set(now.of(name, layer)) for name in names for layer in range(len(sizes))}
+        held = {
+            (name, layer): set(now.of(name, layer))
+            for name in names
+            for layer in range(len(sizes))
+        }
         away: list[str] = []
         for _ in range(10):
             before, credibility = now, {name: draws.random() for name in now.devices}
@@ -180,17 +255,30 @@ def test_neurons_are_neither_lost_nor_doubled_whoever_fails_retires_and_joins(ki
             if event == "join" and away:
                 now = joined(now, away.pop(), seed)
             elif event == "rearrange":
-                now = rearranged(now, draws.randrange(len(now.groups)), credibility, seed)
+                now = rearranged(
+                    now, draws.randrange(len(now.groups)), credibility, seed
+                )
             elif event in ("fail", "retire") and now.devices:
                 away.append(draws.choice(now.devices))
                 now = left(now, away[-1], credibility, seed)
                 gone = {away[-1]} if event == "fail" else set()
-                held = {place: neurons for place, neurons in held.items() if place[0] not in gone}
+                held = {
+                    place: neurons
+                    for place, neurons in held.items()
+                    if place[0] not in gone
+                }
             held = carried_out(held, moves(before, now, gone), now)
             for layer, size in enumerate(sizes):
-                every = [neuron for neurons in now.layers[layer].values() for neuron in neurons]
+                every = [
+                    neuron
+                    for neurons in now.layers[layer].values()
+                    for neuron in neurons
+                ]
                 assert sorted(every) == (list(range(size)) if now.layers[layer] else [])
-                assert all(held.get((name, layer), set()) == set(now.of(name, layer)) for name in now.layers[layer])
+                assert all(
+                    held.get((name, layer), set()) == set(now.of(name, layer))
+                    for name in now.layers[layer]
+                )
 
 
 def test_the_stages_become_stricter_as_the_loss_stops_improving():
@@ -211,12 +299,17 @@ def test_a_stage_begins_where_the_loss_was_not_better_for_so_many_steps():
         update.observe(step, 1.0 if step < 30 else 0.5)
         stages.append(update.stage)
     # Better at steps 0 and 30; 60 steps later, and then every 60, the next stage begins.
-    assert [step for step in range(1, 200) if stages[step] > stages[step - 1]] == [90, 150]
+    assert [step for step in range(1, 200) if stages[step] > stages[step - 1]] == [
+        90,
+        150,
+    ]
     impatient = DynamicUpdate(VersatileOptions(patience=1))
     impatient.observe(0, 2.0)
     assert impatient.stage == 0
 
 
 def test_a_single_device_is_planned_though_there_are_no_links_to_judge_by():
-    plan = Versatile().plan(problem_of(scenario(workers=0, method={"name": "versatile"}))[0])
+    plan = Versatile().plan(
+        problem_of(scenario(workers=0, method={"name": "versatile"}))[0]
+    )
     assert plan.details.threshold == 1.0

@@ -24,7 +24,12 @@ CNN = {"model": {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}}
 
 def six(method=(), name="versatile", workload=(), **keys):
     own = {"window": 12} if name == "versatile" else {}
-    return scenario(5, workload={**WORKLOAD, **dict(workload)}, method={"name": name, **own, **dict(method)}, **keys)
+    return scenario(
+        5,
+        workload={**WORKLOAD, **dict(workload)},
+        method={"name": name, **own, **dict(method)},
+        **keys,
+    )
 
 
 def devices_of(written):
@@ -42,12 +47,17 @@ def devices_of(written):
 )
 def test_without_losses_it_is_edgepipe(allocation, keys):
     keys = dict(keys)
-    short = {"steps": 12, "model": keys.pop("model", {"name": "mlp", "hidden": [12, 10, 8, 8]})}
+    short = {
+        "steps": 12,
+        "model": keys.pop("model", {"name": "mlp", "hidden": [12, 10, 8, 8]}),
+    }
     versatile = run(six({"allocation": allocation, **keys}, workload=short))
     edgepipe = run(six({"allocation": allocation}, "edgepipe", short))
     for event in ("step", "evaluate"):
         ours, theirs = of(versatile, event), of(edgepipe, event)
-        assert [each["loss"] for each in ours] == pytest.approx([each["loss"] for each in theirs], rel=1e-5)
+        assert [each["loss"] for each in ours] == pytest.approx(
+            [each["loss"] for each in theirs], rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("model", [{}, CNN])
@@ -55,27 +65,44 @@ def test_every_neuron_scattered_it_learns_the_same(model):
     short = {"steps": 12, **model}
     scattered = of(run(six({"allocation": "random"}, workload=short)), "step")
     together = of(run(six({"allocation": "horizontal"}, workload=short)), "step")
-    assert [each["loss"] for each in scattered] == pytest.approx([each["loss"] for each in together], rel=1e-5)
+    assert [each["loss"] for each in scattered] == pytest.approx(
+        [each["loss"] for each in together], rel=1e-5
+    )
 
 
 def counted(outcome):
     """Return what all devices counted of their layers together."""
     found = Counter()
     for each in of(outcome, "maintenance"):
-        found.update({name: value for name, value in each.items() if name not in ("layer", "step", "version")})
+        found.update(
+            {
+                name: value
+                for name, value in each.items()
+                if name not in ("layer", "step", "version")
+            }
+        )
     return found
 
 
 def test_each_kind_of_maintenance_can_be_switched_off():
     learns, off = {}, {"substitution": False, "reuse": False, "rearrangement": False}
     for kept in ("substitution", "reuse", "rearrangement", None):
-        outcome = run(six({"allocation": "horizontal", **{key: key == kept for key in off}}, network=LOSSY))
+        outcome = run(
+            six(
+                {"allocation": "horizontal", **{key: key == kept for key in off}},
+                network=LOSSY,
+            )
+        )
         learns[kept] = counted(outcome)
         assert bool(of(outcome, "rearrangement")) == (kept == "rearrangement")
     assert learns["substitution"]["dropped"] == 0
     assert learns["substitution"]["fresh"] > 10 * learns[None]["fresh"]
     assert learns[None]["dropped"] > 0
-    assert {kept: counts["reused"] > 0 for kept, counts in learns.items() if kept is not None} == {
+    assert {
+        kept: counts["reused"] > 0
+        for kept, counts in learns.items()
+        if kept is not None
+    } == {
         "substitution": False,
         "reuse": learns["reuse"]["fresh"] > 0 and learns["reuse"]["reused"] > 0,
         "rearrangement": False,
@@ -83,7 +110,11 @@ def test_each_kind_of_maintenance_can_be_switched_off():
 
 
 def test_what_was_lost_is_told_layer_by_layer_and_what_is_held_device_by_device():
-    written = six({"allocation": "horizontal", "window": 12, "thres_fw": "60%"}, network=LOSSY, workload={"steps": 20})
+    written = six(
+        {"allocation": "horizontal", "window": 12, "thres_fw": "60%"},
+        network=LOSSY,
+        workload={"steps": 20},
+    )
     (trial,) = trials(written)
     outcome = run(written)
     found = metrics(outcome, trial.experiment, devices_of(written), DECLARED)
@@ -92,14 +123,28 @@ def test_what_was_lost_is_told_layer_by_layer_and_what_is_held_device_by_device(
         sums.setdefault(str(each["layer"]), Counter()).update(each)
     assert found["layers"].keys() == sums.keys() == {"1", "2", "3", "4", "5"}
     for layer, counts in sums.items():
-        assert found["layers"][layer]["substituted"] == counts["missing"] / counts["due"]
-        assert found["layers"][layer]["dropped"] == counts["dropped"] / counts["batches"]
-    updates = [counts["fresh"] + counts["reused"] + counts["idle"] for counts in sums.values()]
+        assert (
+            found["layers"][layer]["substituted"] == counts["missing"] / counts["due"]
+        )
+        assert (
+            found["layers"][layer]["dropped"] == counts["dropped"] / counts["batches"]
+        )
+    updates = [
+        counts["fresh"] + counts["reused"] + counts["idle"] for counts in sums.values()
+    ]
     reused = [layer["gradients_reused"] for layer in found["layers"].values()]
-    assert sum(map(operator.mul, updates, reused)) / sum(updates) == pytest.approx(found["gradients_reused"])
-    held = [found["devices"][name]["neurons"] for name in devices_of(written).details.devices]
+    assert sum(map(operator.mul, updates, reused)) / sum(updates) == pytest.approx(
+        found["gradients_reused"]
+    )
+    held = [
+        found["devices"][name]["neurons"]
+        for name in devices_of(written).details.devices
+    ]
     assert sum(held) == 64 + 12 + 10 + 8 + 8 + 10
-    assert min(row.get("credibility", 1) for row in found["devices"].values()) == found["least_credibility"]
+    assert (
+        min(row.get("credibility", 1) for row in found["devices"].values())
+        == found["least_credibility"]
+    )
     assert found["devices"]["source"].keys() >= {"compute", "neurons"}
 
 
@@ -108,15 +153,24 @@ def test_a_killed_device_is_found_by_its_silence_and_its_neurons_start_anew_on_t
     planned = devices_of(written)
     victim = next(name for name in planned.details.devices if name != planned.lead)
     at = 5 * 11 * planned.details.slot
-    outcome = run(six({"allocation": "horizontal"}, faults=[{"kill": victim, "at": f"{at}s"}]))
+    outcome = run(
+        six({"allocation": "horizontal"}, faults=[{"kill": victim, "at": f"{at}s"}])
+    )
     assert outcome.status == "finished"
     # It was heard for five steps of the first window, and no more at its end.
     change = of(outcome, "rearrangement")[0]
     assert (change["cause"], change["devices"]) == ("failure", [victim])
     assert change["version"] == 1
     assert change["anew"] > 0
-    last = {event.device: event.fields["neurons"] for event in outcome.events if event.event == "arranged"}
-    assert sum(neurons for name, neurons in last.items() if name != victim) == 64 + 12 + 10 + 8 + 8 + 10
+    last = {
+        event.device: event.fields["neurons"]
+        for event in outcome.events
+        if event.event == "arranged"
+    }
+    assert (
+        sum(neurons for name, neurons in last.items() if name != victim)
+        == 64 + 12 + 10 + 8 + 8 + 10
+    )
     losses = [each["loss"] for each in of(outcome, "step")]
     assert sum(losses[-10:]) < sum(losses[:10])
 
@@ -128,17 +182,34 @@ def test_nothing_is_maintained_after_the_steps_of_naive_after():
     faults = [{"kill": victim, "at": f"{15 * 4 * planned.details.slot}s"}]
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "5%"}}
     keys = {"faults": faults, "network": network, "workload": {"steps": 60}}
-    naive, maintained = (run(six({**method, "naive_after": steps}, **keys)) for steps in (15, None))
-    before, still = ([each["loss"] for each in of(outcome, "step")][:15] for outcome in (naive, maintained))
+    naive, maintained = (
+        run(six({**method, "naive_after": steps}, **keys)) for steps in (15, None)
+    )
+    before, still = (
+        [each["loss"] for each in of(outcome, "step")][:15]
+        for outcome in (naive, maintained)
+    )
     assert before == still
     assert "failure" in {each["cause"] for each in of(maintained, "rearrangement")}
     assert "failure" not in {each["cause"] for each in of(naive, "rearrangement")}
-    reused = [each["reused"] for each in of(naive, "maintenance") if "reused" in each and each["step"] > 36]
+    reused = [
+        each["reused"]
+        for each in of(naive, "maintenance")
+        if "reused" in each and each["step"] > 36
+    ]
     assert not reused, "saved gradients are not used any more"
-    dropped, blocked = (run(six({**method, "naive": how}, **keys)) for how in ("naive", "naive-blocked"))
+    dropped, blocked = (
+        run(six({**method, "naive": how}, **keys)) for how in ("naive", "naive-blocked")
+    )
     for outcome, learns in ((naive, True), (dropped, False), (blocked, False)):
-        fresh = [each.get("fresh", 0) for each in of(outcome, "maintenance") if each["step"] > 36]
-        assert any(fresh) == learns, "with a batch that is nowhere whole training is blocked"
+        fresh = [
+            each.get("fresh", 0)
+            for each in of(outcome, "maintenance")
+            if each["step"] > 36
+        ]
+        assert any(fresh) == learns, (
+            "with a batch that is nowhere whole training is blocked"
+        )
 
 
 def test_neurons_of_a_device_that_retires_travel_and_it_joins_again_with_an_even_share():
@@ -146,16 +217,31 @@ def test_neurons_of_a_device_that_retires_travel_and_it_joins_again_with_an_even
     planned = devices_of(six(method))
     victim = next(name for name in planned.details.devices if name != planned.lead)
     step = 11 * planned.details.slot
-    faults = [{"retire": victim, "at": f"{5 * step}s"}, {"join": victim, "at": f"{20 * step}s"}]
+    faults = [
+        {"retire": victim, "at": f"{5 * step}s"},
+        {"join": victim, "at": f"{20 * step}s"},
+    ]
     outcome = run(six(method, faults=faults))
     assert outcome.error is None
     retired, joined = of(outcome, "rearrangement")[:2]
-    assert (retired["cause"], retired["devices"], retired["anew"]) == ("retirement", [victim], 0)
+    assert (retired["cause"], retired["devices"], retired["anew"]) == (
+        "retirement",
+        [victim],
+        0,
+    )
     assert joined["cause"] == "join"
     assert joined["anew"] == 0
-    states = [event.fields["state"] for event in outcome.events if event.event == "state" and event.device == victim]
+    states = [
+        event.fields["state"]
+        for event in outcome.events
+        if event.event == "state" and event.device == victim
+    ]
     assert states[:5] == ["up", "started", "finished", "up", "started"]
-    held = [event.fields["neurons"] for event in outcome.events if (event.event, event.device) == ("arranged", victim)]
+    held = [
+        event.fields["neurons"]
+        for event in outcome.events
+        if (event.event, event.device) == ("arranged", victim)
+    ]
     assert held[1] == 0
     assert held[-1] == pytest.approx(held[0], abs=6)  # as it is rounded in each layer
     # Nothing is learnt anew: it goes on where the run without them is, but for a batch that was under way.
@@ -171,12 +257,19 @@ def test_a_killed_device_that_restarts_joins_again(scored):
     planned = devices_of(six(method))
     victim = next(name for name in planned.details.devices if name != planned.lead)
     step = 4 * planned.details.slot
-    faults = [{"kill": victim, "at": f"{10 * step}s"}, {"restart": victim, "at": f"{12 * step}s"}]
+    faults = [
+        {"kill": victim, "at": f"{10 * step}s"},
+        {"restart": victim, "at": f"{12 * step}s"},
+    ]
     outcome = run(six(method, faults=faults, workload={"steps": 40}))
     assert outcome.error is None
     changes = of(outcome, "rearrangement")
     assert (changes[0]["cause"], changes[0]["devices"]) == ("join", [victim])
-    began = [event.time for event in outcome.events if event.event == "begin" and event.device == victim]
+    began = [
+        event.time
+        for event in outcome.events
+        if event.event == "begin" and event.device == victim
+    ]
     assert max(began) > 13 * step
 
 
@@ -189,30 +282,53 @@ def test_a_device_that_was_silent_for_long_joins_again_when_it_is_heard_again():
     links = [pair for other in others for pair in ((victim, other), (other, victim))]
 
     def lossy(loss, at):
-        return [{"degrade": {"from": a, "to": b, "message_loss": loss}, "at": f"{at}s"} for a, b in links]
+        return [
+            {"degrade": {"from": a, "to": b, "message_loss": loss}, "at": f"{at}s"}
+            for a, b in links
+        ]
 
     faults = [*lossy("100%", 0.5 * window), *lossy("0%", 4.25 * window)]
     outcome = run(six(method, faults=faults, workload={"steps": 84}))
     assert outcome.error is None
-    changes = [(event.time, event.fields) for event in outcome.events if event.event == "rearrangement"]
-    (lost, failure), (again, join) = [(at, each) for at, each in changes if each["cause"] in ("failure", "join")]
+    changes = [
+        (event.time, event.fields)
+        for event in outcome.events
+        if event.event == "rearrangement"
+    ]
+    (lost, failure), (again, join) = [
+        (at, each) for at, each in changes if each["cause"] in ("failure", "join")
+    ]
     assert (failure["devices"], join["devices"]) == ([victim], [victim])
     # Nobody hears it, and yet it lives: what began anew without it has its weights one slot later.
-    sent = [event.time for event in outcome.events if event.event == "receive" and event.fields["message"] == "moved"]
+    sent = [
+        event.time
+        for event in outcome.events
+        if event.event == "receive" and event.fields["message"] == "moved"
+    ]
     assert failure["anew"] > 0
     assert [at for at in sent if lost < at < lost + 2 * planned.details.slot]
     # Out for as long as nobody hears it, in within the window after.
     assert lost < 4.25 * window < again < 5.75 * window
     assert join["anew"] == 0
-    held = {event.device: event.fields["neurons"] for event in outcome.events if event.event == "arranged"}
+    held = {
+        event.device: event.fields["neurons"]
+        for event in outcome.events
+        if event.event == "arranged"
+    }
     assert held[victim] > 2
-    began = [event.time for event in outcome.events if event.event == "begin" and event.device == victim]
+    began = [
+        event.time
+        for event in outcome.events
+        if event.event == "begin" and event.device == victim
+    ]
     assert not [at for at in began if lost + 0.5 * window < at < again]
     assert max(began) > again
 
 
 @pytest.mark.parametrize("when", [{"at": "0.1s"}, {"when": {"event": "tests"}}])
-def test_a_device_that_hears_nobody_is_cut_off_and_does_not_take_all_others_for_dead(when):
+def test_a_device_that_hears_nobody_is_cut_off_and_does_not_take_all_others_for_dead(
+    when,
+):
     # In tests there are no losses: those that it heard before are the last ones of a window.
     method = {"allocation": "hybrid", "evaluate_every": 12, "test_runs": 10}
     planned = devices_of(six(method))
@@ -220,10 +336,17 @@ def test_a_device_that_hears_nobody_is_cut_off_and_does_not_take_all_others_for_
     others = [name for name in planned.details.devices if name != victim]
     if "when" in when:
         when = {"when": {"device": planned.lead, **when["when"]}}
-    lost = [{"degrade": {"from": name, "to": victim, "message_loss": "100%"}, **when} for name in others]
+    lost = [
+        {"degrade": {"from": name, "to": victim, "message_loss": "100%"}, **when}
+        for name in others
+    ]
     outcome = run(six(method, faults=lost))
     assert outcome.error is None
-    assert not [event for event in outcome.events if event.event == "rearrangement" and event.device == victim]
+    assert not [
+        event
+        for event in outcome.events
+        if event.event == "rearrangement" and event.device == victim
+    ]
     assert "failure" not in {change["cause"] for change in of(outcome, "rearrangement")}
 
 
@@ -231,9 +354,17 @@ def test_a_group_left_with_no_device_fails_the_run_and_is_named():
     planned = devices_of(six({"allocation": "vertical", "window": 20}))
     victim = planned.details.devices[2]
     faults = [{"kill": victim, "at": "0.1s"}]
-    outcome = run(six({"allocation": "vertical", "window": 20}, faults=faults, workload={"steps": 80}))
+    outcome = run(
+        six(
+            {"allocation": "vertical", "window": 20},
+            faults=faults,
+            workload={"steps": 80},
+        )
+    )
     assert outcome.status == "failed"
-    assert outcome.error.endswith(f"group 2 (layer 2) is left with no device: {victim} was its last")
+    assert outcome.error.endswith(
+        f"group 2 (layer 2) is left with no device: {victim} was its last"
+    )
 
 
 def test_the_neurons_of_a_device_that_is_heard_badly_go_to_the_others_of_its_group():
@@ -249,14 +380,21 @@ def test_the_neurons_of_a_device_that_is_heard_badly_go_to_the_others_of_its_gro
     ]
     network = {"link": {"rate": "20mbit", "delay": "2ms"}, "links": links}
     outcome = run(six(method, network=network))
-    last = {event.device: event.fields["neurons"] for event in outcome.events if event.event == "arranged"}
+    last = {
+        event.device: event.fields["neurons"]
+        for event in outcome.events
+        if event.event == "arranged"
+    }
     value = {each["of"]: each["value"] for each in of(outcome, "credibility")}
     assert value[poor] < 0.3
     assert 2 <= last[poor] < last[planned.details.devices[3]] / 3
 
 
 def test_the_same_seed_loses_and_rearranges_the_same():
-    one, same = (run(six({"allocation": "random"}, network=LOSSY, workload={"steps": 20})) for _ in range(2))
+    one, same = (
+        run(six({"allocation": "random"}, network=LOSSY, workload={"steps": 20}))
+        for _ in range(2)
+    )
     assert of(one, "step") == of(same, "step")
     assert of(one, "rearrangement") == of(same, "rearrangement")
 
@@ -264,12 +402,18 @@ def test_the_same_seed_loses_and_rearranges_the_same():
 @pytest.mark.parametrize(
     ("name", "device", "said"),
     [
-        ("edgepipe", "worker1", "method 'edgepipe' does not support graceful shutdown: use kill"),
+        (
+            "edgepipe",
+            "worker1",
+            "method 'edgepipe' does not support graceful shutdown: use kill",
+        ),
         ("versatile", "worker4", "'worker4' leads the run, which would end"),
     ],
 )
 def test_who_cannot_retire_is_refused(name, device, said):
-    written = six({"allocation": "hybrid"}, name, faults=[{"retire": device, "at": "1s"}])
+    written = six(
+        {"allocation": "hybrid"}, name, faults=[{"retire": device, "at": "1s"}]
+    )
     assert plan(problem_of(six({"allocation": "hybrid"}))[0]).lead == "worker4"
     with pytest.raises(InputError, match=said):
         prepare(trials(written)[0])
@@ -278,7 +422,10 @@ def test_who_cannot_retire_is_refused(name, device, said):
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        ({"window": 3}, "3 steps are too few: records take 7 steps to reach every device"),
+        (
+            {"window": 3},
+            "3 steps are too few: records take 7 steps to reach every device",
+        ),
     ],
 )
 def test_plans_that_cannot_be_are_refused_by_their_key(method, said):
@@ -291,7 +438,10 @@ def test_plans_that_cannot_be_are_refused_by_their_key(method, said):
     ("method", "said"),
     [
         ({"micro_batches": 2}, "micro_batches"),
-        ({"sharing": "link"}, "sharing: invalid value 'link': choose one of layer, neuron, ideal"),
+        (
+            {"sharing": "link"},
+            "sharing: invalid value 'link': choose one of layer, neuron, ideal",
+        ),
         ({"thres_fw": "120%"}, "thres_fw: "),
         ({"credibility": "101%"}, "credibility: "),
         ({"alpha": "200%"}, "alpha: "),

@@ -27,7 +27,12 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
 from testbed.method import Job, Method, Options, Problem
 from testbed.methods.program.processes import ProcessTree, killed_for_memory
-from testbed.methods.program.workload import ProgramPart, ProgramsPart, ProgramsProblem, by_device
+from testbed.methods.program.workload import (
+    ProgramPart,
+    ProgramsPart,
+    ProgramsProblem,
+    by_device,
+)
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.metrics_spec import MetricsSpec, Row
@@ -70,13 +75,19 @@ class Program(Method[Options]):
     needs_torch = False
     declared = MetricsSpec(
         events=(
-            EventType("output", "a program has written a line", None, ("stream", "text")),
+            EventType(
+                "output", "a program has written a line", None, ("stream", "text")
+            ),
             EventType("exit", "a program has ended", (), ("status",)),
             ROUND,
         ),
         figures=(ROUND_TIME,),
         rows=(
-            Row("Sent", "{wire_bytes}", "by all devices, as their kernels count; which link carried it is not known"),
+            Row(
+                "Sent",
+                "{wire_bytes}",
+                "by all devices, as their kernels count; which link carried it is not known",
+            ),
         ),
     )
 
@@ -88,21 +99,43 @@ class Program(Method[Options]):
         programs = _programs_by_device(problem)
         ending = [name for name, part in programs.items() if not part.background]
         if not ending:
-            raise InputError("all stay in the background: the run would be over at once", ("programs",))
+            raise InputError(
+                "all stay in the background: the run would be over at once",
+                ("programs",),
+            )
         names = [device.name for device in problem.devices]
-        lead = next((name for name in (*ending, *programs, *names) if _is_linked(problem, name, ending)), None)
+        lead = next(
+            (
+                name
+                for name in (*ending, *programs, *names)
+                if _is_linked(problem, name, ending)
+            ),
+            None,
+        )
         if lead is None:
             text = f"no device has links with all whose programs end, {', '.join(ending)}, to know when the run is over"
-            raise InputError(f"{text}: add links, or write `background: true` for some", ("programs",))
-        pieces = tuple(Piece(device=name, first=0, last=0, memory=0) for name in programs)
+            raise InputError(
+                f"{text}: add links, or write `background: true` for some",
+                ("programs",),
+            )
+        pieces = tuple(
+            Piece(device=name, first=0, last=0, memory=0) for name in programs
+        )
         return Plan(method=self.name, lead=lead, pieces=pieces)
 
-    def facts(self, problem: Problem[Options], plan: Plan, device: str) -> tuple[Problem[Options], Plan]:
+    def facts(
+        self, problem: Problem[Options], plan: Plan, device: str
+    ) -> tuple[Problem[Options], Plan]:
         """Return the files of the device's own program alone."""
         own, part = super().facts(problem, plan, device)
         program = _programs_by_device(problem).get(device)
         assert isinstance(own, ProgramsProblem)
-        return replace(own, files={name: own.files[name] for name in (program.files if program else ())}), part
+        return replace(
+            own,
+            files={
+                name: own.files[name] for name in (program.files if program else ())
+            },
+        ), part
 
     async def program(self, device: Device, job: Job[Options]) -> None:
         """Run the device's command, if any; the lead then waits for all others."""
@@ -124,15 +157,24 @@ class Program(Method[Options]):
 
 def _programs_by_device(problem: Problem[Options]) -> dict[str, ProgramPart]:
     assert isinstance(problem.workload, ProgramsPart)
-    return by_device(problem.workload.programs, [device.name for device in problem.devices])
+    return by_device(
+        problem.workload.programs, [device.name for device in problem.devices]
+    )
 
 
 def _is_linked(problem: Problem[Options], device: str, others: Sequence[str]) -> bool:
-    pairs = [pair for name in others if name != device for pair in ((device, name), (name, device))]
+    pairs = [
+        pair
+        for name in others
+        if name != device
+        for pair in ((device, name), (name, device))
+    ]
     return all(pair in problem.links for pair in pairs)
 
 
-def environment(problem: Problem[Options], device: str, names: list[str]) -> dict[str, str]:
+def environment(
+    problem: Problem[Options], device: str, names: list[str]
+) -> dict[str, str]:
     """Return the environment variables of a program besides those in the scenario.
 
     ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are what `torch.distributed` asks for; ranks are in
@@ -166,7 +208,9 @@ async def execute(device: Device, problem: Problem[Options], names: list[str]) -
                 stderr=PIPE,
             )
         except OSError as error:
-            raise TestbedError(f"{part.command[0]} cannot be run: {error.strerror}") from None
+            raise TestbedError(
+                f"{part.command[0]} cannot be run: {error.strerror}"
+            ) from None
         status, last = await _follow_output(device, process, tree)
     device.record("exit", status=status)
     if status != 0:
@@ -192,7 +236,9 @@ def _place_files(folder: Path, files: Mapping[str, bytes]) -> None:
         place.chmod(0o555)
 
 
-async def _follow_output(device: Device, process: Process, tree: ProcessTree) -> tuple[int, str]:
+async def _follow_output(
+    device: Device, process: Process, tree: ProcessTree
+) -> tuple[int, str]:
     """Record a program's output until its end; return its exit status and the last lines of its errors.
 
     Its descendants are killed as it ends, or as this is cancelled: they may keep its pipes open and ports occupied.
@@ -219,7 +265,9 @@ async def _follow_output(device: Device, process: Process, tree: ProcessTree) ->
     assert process.stdout is not None
     assert process.stderr is not None
     streams = {"stdout": process.stdout, "stderr": process.stderr}
-    readers = [asyncio.create_task(follow(stream, name)) for name, stream in streams.items()]
+    readers = [
+        asyncio.create_task(follow(stream, name)) for name, stream in streams.items()
+    ]
     collecting = asyncio.create_task(_collect_orphans(tree, process.pid))
     try:
         # `Process.wait` waits for the ends of both pipes as well in some versions of Python.
@@ -293,8 +341,13 @@ def event_of(line: str) -> dict[str, Any] | None:
         return None
     for key in (*needed, *optional):
         value = fields.get(key, 0 if key in optional else None)
-        if not isinstance(value, int | float) or (key in needed and not math.isfinite(value)):
+        if not isinstance(value, int | float) or (
+            key in needed and not math.isfinite(value)
+        ):
             return None
     if needed:
         fields[needed[0]] = int(fields[needed[0]])
-    return {"event": name, **{key: fields[key] for key in fields.keys() - {"time", "device", "event"}}}
+    return {
+        "event": name,
+        **{key: fields[key] for key in fields.keys() - {"time", "device", "event"}},
+    }

@@ -12,7 +12,10 @@ from pathlib import Path
 _PR_SET_CHILD_SUBREAPER = 36
 _END_SECONDS = 2.0
 """Seconds allowed for killed processes to vanish."""
-_OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+_OOM_COUNTERS = (
+    "/sys/fs/cgroup/memory.events",
+    "/sys/fs/cgroup/memory/memory.oom_control",
+)
 """Files with the kernel's count of out-of-memory kills, by version of cgroups."""
 
 
@@ -31,7 +34,12 @@ class ProcessTree:
         """Reap exited orphans; the ``program`` itself is awaited elsewhere."""
         own = os.getpid()
         for pid, (state, parent) in _visible_processes().items():
-            if state == "Z" and parent == own and pid != program and pid not in self._earlier:
+            if (
+                state == "Z"
+                and parent == own
+                and pid != program
+                and pid not in self._earlier
+            ):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
 
@@ -41,7 +49,11 @@ class ProcessTree:
         Takes milliseconds, and `_END_SECONDS` at most.
         """
         deadline = time.monotonic() + _END_SECONDS
-        while left := [pid for pid, state in _own_descendants().items() if not self._is_over(pid, state, program)]:
+        while left := [
+            pid
+            for pid, state in _own_descendants().items()
+            if not self._is_over(pid, state, program)
+        ]:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -27,22 +27,29 @@ _METHOD = "program"
 class ProgramPart(ConfigModel):
     """A command of the user's on a device, or on each device of a role."""
 
-    command: tuple[str, ...] = Field(min_length=1, description="program and arguments, in the device's container")
+    command: tuple[str, ...] = Field(
+        min_length=1, description="program and arguments, in the device's container"
+    )
     image: str | None = Field(
         None,
         description="image available on the engine; the testbed requires nothing in it. Default: Debian, Python "
         "with torch, `python3`",
     )
     packages: tuple[str, ...] = Field(
-        (), description="Python packages in the default image, as pip names them, such as flwr==1.22.0"
+        (),
+        description="Python packages in the default image, as pip names them, such as flwr==1.22.0",
     )
     files: tuple[str, ...] = Field(
-        (), description="files for its working directory (read-only), relative to the scenario file"
+        (),
+        description="files for its working directory (read-only), relative to the scenario file",
     )
     environment: dict[str, str] = Field(
-        default_factory=dict, description="environment variables, in addition to RANK and others"
+        default_factory=dict,
+        description="environment variables, in addition to RANK and others",
     )
-    background: bool = Field(False, description="the run does not wait for its end: for servers")
+    background: bool = Field(
+        False, description="the run does not wait for its end: for servers"
+    )
 
     @field_validator("command", mode="before", json_schema_input_type=str | list[str])
     @classmethod
@@ -52,21 +59,32 @@ class ProgramPart(ConfigModel):
     @model_validator(mode="after")
     def _one_image(self) -> Self:
         if self.image and self.packages:
-            raise ValueError("takes one of 'image' and 'packages': an image of your own has its packages")
+            raise ValueError(
+                "takes one of 'image' and 'packages': an image of your own has its packages"
+            )
         return self
 
 
 def programs_of(workload: WorkloadPart, names: Sequence[str]) -> dict[str, ProgramPart]:
     """Return each device's program; none for other kinds of work."""
-    return by_device(workload.programs, names) if isinstance(workload, ProgramsPart) else {}
+    return (
+        by_device(workload.programs, names)
+        if isinstance(workload, ProgramsPart)
+        else {}
+    )
 
 
-def by_device(written: Mapping[str, ProgramPart], names: Sequence[str]) -> dict[str, ProgramPart]:
+def by_device(
+    written: Mapping[str, ProgramPart], names: Sequence[str]
+) -> dict[str, ProgramPart]:
     """Return each device's program in the order of the devices. Raises `InputError` for an unknown name."""
     roles = {name: name.rstrip("0123456789") for name in names}
     for wanted in written:
         if wanted not in names and wanted not in roles.values():
-            raise InputError(f"unknown device '{wanted}': choose one of {', '.join(names)}", ("programs", wanted))
+            raise InputError(
+                f"unknown device '{wanted}': choose one of {', '.join(names)}",
+                ("programs", wanted),
+            )
     programs = {name: written.get(name) or written.get(roles[name]) for name in names}
     return {name: part for name, part in programs.items() if part is not None}
 
@@ -75,7 +93,9 @@ class ProgramsPart(WorkloadPart):
     """Keys of the user's own programs."""
 
     task: Literal["program"] = Field("program", description="kind of work")
-    method: MethodPart = Field(MethodPart(name=_METHOD), description="always `program`; left out")
+    method: MethodPart = Field(
+        MethodPart(name=_METHOD), description="always `program`; left out"
+    )
     programs: dict[str, ProgramPart] = Field(
         min_length=1,
         description="programs by device, or by group of devices (worker for worker1, worker2, ...)",
@@ -84,7 +104,9 @@ class ProgramsPart(WorkloadPart):
     progress: ClassVar[str] = "exit"
     unit: ClassVar[str] = "request"
     needs_record: ClassVar[bool] = False
-    why_not_simulated: ClassVar[str | None] = "programs require containers: remove '--runtime simulate'"
+    why_not_simulated: ClassVar[str | None] = (
+        "programs require containers: remove '--runtime simulate'"
+    )
     uses_gpu: ClassVar[bool] = True
     counts_links: ClassVar[bool] = False
     own_programs: ClassVar[bool] = True
@@ -101,12 +123,18 @@ class ProgramsPart(WorkloadPart):
     def _nothing_of_a_model(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        if value.get("model") == {"name": "none"}:  # results of version 1.0 have keys of training as well
+        if value.get("model") == {
+            "name": "none"
+        }:  # results of version 1.0 have keys of training as well
             value = {key: value[key] for key in value.keys() & cls.model_fields.keys()}
-        if given := [key for key in ("epochs", "steps", "requests") if value.get(key) is not None]:
+        if given := [
+            key for key in ("epochs", "steps", "requests") if value.get(key) is not None
+        ]:
             raise ValueError(f"programs end by themselves: remove '{given[0]}'")
         if value.get("reproducible"):
-            raise ValueError("the kernels of own programs are fixed by variables in their 'environment', not here")
+            raise ValueError(
+                "the kernels of own programs are fixed by variables in their 'environment', not here"
+            )
         return value
 
     def title(self) -> str:
@@ -140,17 +168,25 @@ class Programs(Workload):
     def own_facts(self, problem: Problem) -> Mapping[str, Any]:
         """Return the files of a device's program."""
         assert isinstance(problem, ProgramsProblem)
-        encoded: Mapping[str, Any] = TypeAdapter(dict[str, Base64Bytes]).dump_python(dict(problem.files), mode="json")
+        encoded: Mapping[str, Any] = TypeAdapter(dict[str, Base64Bytes]).dump_python(
+            dict(problem.files), mode="json"
+        )
         return {"files": encoded}
 
-    def posed(self, given: Problem, method: Method, facts: Mapping[str, Any]) -> Problem:
+    def posed(
+        self, given: Problem, method: Method, facts: Mapping[str, Any]
+    ) -> Problem:
         """Rebuild the problem of a device with the files of its program."""
-        return _with_files(given, TypeAdapter(dict[str, Base64Bytes]).validate_python(facts["files"]))
+        return _with_files(
+            given, TypeAdapter(dict[str, Base64Bytes]).validate_python(facts["files"])
+        )
 
 
 def _with_files(given: Problem, files: Mapping[str, bytes]) -> ProgramsProblem:
     assert isinstance(given.workload, ProgramsPart)
-    return ProgramsProblem(given.devices, given.links, given.workload, given.options, given.seed, files)
+    return ProgramsProblem(
+        given.devices, given.links, given.workload, given.options, given.seed, files
+    )
 
 
 def _read_files(scenario: Scenario) -> dict[str, bytes]:
@@ -166,5 +202,8 @@ def _read_files(scenario: Scenario) -> dict[str, bytes]:
                 text = f"{file} cannot be read ({error.strerror}): name a file, relative to the scenario"
                 raise InputError(text, ("programs", device, "files")) from None
     if sum(map(len, contents.values())) > MOST_BYTES:
-        raise InputError(f"the files of all programs are more than {formats.size(MOST_BYTES)}", ("programs",))
+        raise InputError(
+            f"the files of all programs are more than {formats.size(MOST_BYTES)}",
+            ("programs",),
+        )
     return contents

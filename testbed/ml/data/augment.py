@@ -37,13 +37,20 @@ class Drawing:
             return part.copies
         if steps is None:
             return self.workload.epochs or 1
-        return math.ceil(steps / steps_per_epoch(len(self.places), self.workload.batch_size, self.workload.drop_last))
+        return math.ceil(
+            steps
+            / steps_per_epoch(
+                len(self.places), self.workload.batch_size, self.workload.drop_last
+            )
+        )
 
     def part(self, indices: Indices) -> Drawing:
         """Return the augmentation of some samples, (indices,)."""
         return replace(self, places=self.places[indices])
 
-    def __call__(self, images: npt.NDArray[Any], indices: Indices, epoch: int) -> npt.NDArray[np.float32]:
+    def __call__(
+        self, images: npt.NDArray[Any], indices: Indices, epoch: int
+    ) -> npt.NDArray[np.float32]:
         """Return the images of an epoch, (samples, channels, height, width), like those given at ``indices``.
 
         Raises `InputError` for a transform that does not accept the images or changes their shape.
@@ -51,8 +58,12 @@ class Drawing:
         augmented, state = np.empty(images.shape, np.float32), random.getstate()
         with torch.random.fork_rng(devices=[]):
             for number, index in enumerate(indices):
-                drawn = derive(self.seed, "augment", epoch % self.copies, int(self.places[index]))
-                torch.default_generator.manual_seed(drawn)  # of this processor alone, as in `testbed.ml.layers.shard`
+                drawn = derive(
+                    self.seed, "augment", epoch % self.copies, int(self.places[index])
+                )
+                torch.default_generator.manual_seed(
+                    drawn
+                )  # of this processor alone, as in `testbed.ml.layers.shard`
                 random.seed(drawn)
                 try:
                     augmented[number] = self.chain(torch.tensor(images[number]))
@@ -64,22 +75,31 @@ class Drawing:
         return augmented
 
 
-def drawing(workload: LearningPart, seed: int, shape: tuple[int, ...], samples: int) -> Drawing:
+def drawing(
+    workload: LearningPart, seed: int, shape: tuple[int, ...], samples: int
+) -> Drawing:
     """Return the augmentation a workload configures for a number of training samples of one shape.
 
     Raises `InputError` for samples other than images, unknown transforms, and transforms changing the shape.
     """
     assert workload.data.augment is not None
     if len(shape) != 3:
-        raise InputError(f"requires images, but the samples have shape {shape}: remove the key", _KEY[:-1])
+        raise InputError(
+            f"requires images, but the samples have shape {shape}: remove the key",
+            _KEY[:-1],
+        )
     known = need("torchvision.transforms", "vision", "augmentation", _KEY)
     try:
         steps = [
-            getattr(known, each["name"])(**{key: value for key, value in each.items() if key != "name"})
+            getattr(known, each["name"])(
+                **{key: value for key, value in each.items() if key != "name"}
+            )
             for each in workload.data.augment.transforms
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"unknown torchvision transform: {error}", _KEY) from None
     augmentation = Drawing(known.Compose(steps), seed, workload, np.arange(samples))
-    augmentation(np.zeros((1, *shape), np.float32), np.arange(1), 0)  # what cannot be drawn is found before the run
+    augmentation(
+        np.zeros((1, *shape), np.float32), np.arange(1), 0
+    )  # what cannot be drawn is found before the run
     return augmentation

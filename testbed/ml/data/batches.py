@@ -24,9 +24,14 @@ def steps_per_epoch(samples: int, batch_size: int, drop_last: bool = True) -> in
     return max(1, samples // batch_size) if drop_last else -(-samples // batch_size)
 
 
-def batch_length(samples: int, batch_size: int, step: int, drop_last: bool = True) -> int:
+def batch_length(
+    samples: int, batch_size: int, step: int, drop_last: bool = True
+) -> int:
     """Return the number of samples of a training step from 0."""
-    return min(batch_size, samples - step % steps_per_epoch(samples, batch_size, drop_last) * batch_size)
+    return min(
+        batch_size,
+        samples - step % steps_per_epoch(samples, batch_size, drop_last) * batch_size,
+    )
 
 
 def left_out(samples: int, batch_size: int, drop_last: bool = True) -> int:
@@ -70,7 +75,9 @@ def _epoch_order(samples: int, seed: int, epoch: int) -> Indices:
     return order
 
 
-def batch(samples: int, batch_size: int, seed: int | None, step: int, drop_last: bool = True) -> Indices:
+def batch(
+    samples: int, batch_size: int, seed: int | None, step: int, drop_last: bool = True
+) -> Indices:
     """Return the sample indices of a training step counted from 0, (samples,); without a seed in stored order."""
     epoch, position = divmod(step, steps_per_epoch(samples, batch_size, drop_last))
     order = np.arange(samples) if seed is None else _epoch_order(samples, seed, epoch)
@@ -84,7 +91,11 @@ def cut_batch(size: int, micro_batches: int) -> tuple[slice, ...]:
     weighted by their sizes. Raises ValueError for more micro-batches than samples, which would leave some empty.
     """
     if not 1 <= micro_batches <= size:
-        raise ValueError(f"a batch of {size} cannot be cut into {micro_batches} micro-batches: take 1 to {size}")
+        raise ValueError(
+            f"a batch of {size} cannot be cut into {micro_batches} micro-batches: take 1 to {size}"
+        )
     small, larger = divmod(size, micro_batches)
-    edges = accumulate([small + 1] * larger + [small] * (micro_batches - larger), initial=0)
+    edges = accumulate(
+        [small + 1] * larger + [small] * (micro_batches - larger), initial=0
+    )
     return tuple(slice(begin, end) for begin, end in pairwise(edges))

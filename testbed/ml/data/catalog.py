@@ -87,10 +87,16 @@ class DataSource:
 
 def _all_of(source: DataSource, *folders: Path) -> list[Path]:
     """Return the files of a set, each from the first folder containing it; raises `InputError` for missing files."""
-    candidates = {name: [files.find(folder, name) for folder in folders] for name in source.files}
-    paths = [path for places in candidates.values() for path in [*filter(None, places)][:1]]
+    candidates = {
+        name: [files.find(folder, name) for folder in folders] for name in source.files
+    }
+    paths = [
+        path for places in candidates.values() for path in [*filter(None, places)][:1]
+    ]
     if len(paths) < len(candidates):
-        names = ", ".join(name for name, places in candidates.items() if not any(places))
+        names = ", ".join(
+            name for name, places in candidates.items() if not any(places)
+        )
         raise InputError(
             f"{folders[0]}: {source.name} needs {names} there (plain or .gz); "
             f"`testbed setup data {source.name}` downloads what is missing"
@@ -107,9 +113,13 @@ def _split_parts(samples: Samples) -> tuple[Samples, Samples]:
 def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
     def pair(images: Path, labels: Path) -> Samples:
         pixels = source.shape[1:]
-        return files.read_idx_pair(images, labels, (pixels[0], pixels[1]), source.classes)
+        return files.read_idx_pair(
+            images, labels, (pixels[0], pixels[1]), source.classes
+        )
 
-    train_images, train_labels, *tests = (files.find(folder, name) for name in source.files)
+    train_images, train_labels, *tests = (
+        files.find(folder, name) for name in source.files
+    )
     there = [path for path in tests if path is not None]
     if train_images is None and train_labels is None and len(there) == 2:
         return f"{source.name}-t10k", *_split_parts(pair(*there))
@@ -122,9 +132,13 @@ def _read_emnist(source: DataSource, folder: Path) -> tuple[str, Samples, Sample
     begin = 1 if source.name == "emnist-letters" else 0
 
     def pair(images: Path, labels: Path) -> Samples:
-        pixels, targets = files.read_idx_pair(images, labels, (28, 28), source.classes + begin)
+        pixels, targets = files.read_idx_pair(
+            images, labels, (28, 28), source.classes + begin
+        )
         if targets.min() < begin:
-            raise InputError(f"{labels}: label {targets.min()}, but the classes are numbered from {begin}")
+            raise InputError(
+                f"{labels}: label {targets.min()}, but the classes are numbered from {begin}"
+            )
         # EMNIST stores its images column by column.
         return pixels.transpose(0, 1, 3, 2), targets - np.uint8(begin)
 
@@ -144,35 +158,57 @@ def _digits_table() -> npt.NDArray[np.uint8]:
     The file is the test part of the UCI set "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998,
     CC BY 4.0), as scikit-learn's `load_digits` has it.
     """
-    return np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",").astype(np.uint8)
+    return np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",").astype(
+        np.uint8
+    )
 
 
 def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
     table = _digits_table()
     # 16 grey levels and black, stretched to the range of a byte like every other set.
-    images = np.round(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)[:, None]
+    images = np.round(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)[
+        :, None
+    ]
     if source.name == LARGE_DIGITS:
-        images = np.pad(images.repeat(3, axis=2).repeat(3, axis=3), ((0, 0), (0, 0), (2, 2), (2, 2)))
+        images = np.pad(
+            images.repeat(3, axis=2).repeat(3, axis=3), ((0, 0), (0, 0), (2, 2), (2, 2))
+        )
     return source.name, *_split_parts((images, table[:, -1].copy()))
 
 
 def _read_pictures(source: DataSource, place: Path) -> tuple[str, Samples, Samples]:
     """Read photographs as test samples only: training is impossible without labels."""
     photographs = [pictures.read(place)] if source.from_path else pictures.photos()
-    images = np.stack([pictures.letterbox(picture, source.shape) for picture in photographs])
+    images = np.stack(
+        [pictures.letterbox(picture, source.shape) for picture in photographs]
+    )
     labels = np.zeros(len(images), dtype=np.uint8)
     return source.name, (images[:0], labels[:0]), (images, labels)
 
 
-_IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_IDX = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 
 
-def _idx_remotes(bases: tuple[str, ...], md5s: tuple[str, str, str, str]) -> tuple[Remote, ...]:
-    return tuple(Remote(f"{name}.gz", bases, md5) for name, md5 in zip(_IDX, md5s, strict=True))
+def _idx_remotes(
+    bases: tuple[str, ...], md5s: tuple[str, str, str, str]
+) -> tuple[Remote, ...]:
+    return tuple(
+        Remote(f"{name}.gz", bases, md5) for name, md5 in zip(_IDX, md5s, strict=True)
+    )
 
 
 def _emnist_source(name: str, split: str, summary: str, classes: int) -> DataSource:
-    parts = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
+    parts = (
+        "train-images-idx3",
+        "train-labels-idx1",
+        "test-images-idx3",
+        "test-labels-idx1",
+    )
     names = tuple(f"emnist-{split}-{part}-ubyte" for part in parts)
     archive = Remote(
         "gzip.zip",
@@ -180,7 +216,9 @@ def _emnist_source(name: str, split: str, summary: str, classes: int) -> DataSou
         "58c8d27c78d21e728a6bc7b3cc06412e",
         tuple(f"{file}.gz" for file in names),
     )
-    return DataSource(name, summary, (1, 28, 28), classes, names, (archive,), _read_emnist)
+    return DataSource(
+        name, summary, (1, 28, 28), classes, names, (archive,), _read_emnist
+    )
 
 
 _CIFAR = (*(f"data_batch_{index}.bin" for index in range(1, 6)), "test_batch.bin")
@@ -188,7 +226,13 @@ _CIFAR = (*(f"data_batch_{index}.bin" for index in range(1, 6)), "test_batch.bin
 DATASETS: dict[str, DataSource] = {
     source.name: source
     for source in (
-        DataSource("digits", "1,797 handwritten digits of 8x8, from scikit-learn", (1, 8, 8), 10, read=_read_digits),
+        DataSource(
+            "digits",
+            "1,797 handwritten digits of 8x8, from scikit-learn",
+            (1, 8, 8),
+            10,
+            read=_read_digits,
+        ),
         DataSource(
             LARGE_DIGITS,
             "the same, three times as large in a frame of 2: 28x28 as MNIST",
@@ -203,7 +247,10 @@ DATASETS: dict[str, DataSource] = {
             10,
             _IDX,
             _idx_remotes(
-                ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/"),
+                (
+                    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+                    "http://yann.lecun.com/exdb/mnist/",
+                ),
                 (
                     "f68b3c2dcbeaaa9fbdd348bbdeb94873",
                     "d53e105ee54ea40749a09fcbcd1e9432",
@@ -231,10 +278,20 @@ DATASETS: dict[str, DataSource] = {
             _read_mnist,
         ),
         _emnist_source(
-            "emnist", "balanced", "131,600 letters and digits of 28x28, equally many of each of 47 classes", 47
+            "emnist",
+            "balanced",
+            "131,600 letters and digits of 28x28, equally many of each of 47 classes",
+            47,
         ),
-        _emnist_source("emnist-letters", "letters", "145,600 letters of 28x28, large and small as one class", 26),
-        _emnist_source("emnist-digits", "digits", "280,000 handwritten digits of 28x28", 10),
+        _emnist_source(
+            "emnist-letters",
+            "letters",
+            "145,600 letters of 28x28, large and small as one class",
+            26,
+        ),
+        _emnist_source(
+            "emnist-digits", "digits", "280,000 handwritten digits of 28x28", 10
+        ),
         DataSource(
             "cifar10",
             "60,000 colour photographs of 32x32",
@@ -266,7 +323,12 @@ DATASETS: dict[str, DataSource] = {
             read=_read_pictures,
             from_path=True,
         ),
-        DataSource("synthetic", "made up: synthetic-CxHxW[-CLASSES] of any size, prototypes and noise", (1, 8, 8), 10),
+        DataSource(
+            "synthetic",
+            "made up: synthetic-CxHxW[-CLASSES] of any size, prototypes and noise",
+            (1, 8, 8),
+            10,
+        ),
     )
 }
 
@@ -287,8 +349,13 @@ def describe(name: str) -> DataSource:
     if callable(packaged):
         return DataSource(name, inspect.getdoc(packaged) or "", (), 0)
     if packaged is not None:
-        raise InputError(f"the package's data set '{name}' must be a DataSource or a function", ("data", "name"))
-    raise InputError(f"unknown data set '{name}': {nearest(name, list_names())}", ("data", "name"))
+        raise InputError(
+            f"the package's data set '{name}' must be a DataSource or a function",
+            ("data", "name"),
+        )
+    raise InputError(
+        f"unknown data set '{name}': {nearest(name, list_names())}", ("data", "name")
+    )
 
 
 def list_names() -> list[str]:
@@ -303,7 +370,11 @@ def part_of(text: str) -> DataPart:
         return DataPart(file=place, name=name)
     if place.endswith(tables.SUFFIXES):
         return DataPart(path=place, label=name)
-    return DataPart(path=text) if Path(text).suffix or Path(text).is_dir() else DataPart(name=text)
+    return (
+        DataPart(path=text)
+        if Path(text).suffix or Path(text).is_dir()
+        else DataPart(name=text)
+    )
 
 
 def is_own(part: DataPart) -> bool:
@@ -322,7 +393,14 @@ def describe_part(part: DataPart, place: Path) -> DataSource:
     if not is_own(part):
         return describe(part.name)
     dataset = own.load(part, place, TEST_SHARE)
-    return DataSource(part.name, "", dataset.shape, dataset.classes, integers=dataset.integers, fields=dataset.fields)
+    return DataSource(
+        part.name,
+        "",
+        dataset.shape,
+        dataset.classes,
+        integers=dataset.integers,
+        fields=dataset.fields,
+    )
 
 
 def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
@@ -339,7 +417,11 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
 
 def train_groups(part: DataPart, folder: Path) -> npt.NDArray[np.int64] | None:
     """Return the group of each training sample by the split column, (samples,), or None; raises `InputError`."""
-    return _limit_samples(own.load(part, folder, TEST_SHARE), part).groups if is_own(part) else None
+    return (
+        _limit_samples(own.load(part, folder, TEST_SHARE), part).groups
+        if is_own(part)
+        else None
+    )
 
 
 def known_samples(part: DataPart) -> int | None:
@@ -360,16 +442,27 @@ def problems(part: DataPart, place: Path) -> Iterator[tuple[Key, str]]:
     if source.files:
         yield from _folder_problems(source, part.name, place)
     elif source.from_path and part.path is not None and not place.is_file():
-        yield ("path",), f"{place} not found: give the path of an image, relative to the scenario file"
+        yield (
+            ("path",),
+            f"{place} not found: give the path of an image, relative to the scenario file",
+        )
     if part.name in DIGITS and part.train is not None and part.train > DIGITS_TRAIN:
-        yield ("train",), f"{part.name} has {DIGITS_TRAIN} training samples, not {part.train}: use fewer"
+        yield (
+            ("train",),
+            f"{part.name} has {DIGITS_TRAIN} training samples, not {part.train}: use fewer",
+        )
 
 
-def _folder_problems(source: DataSource, name: str, folder: Path) -> Iterator[tuple[Key, str]]:
+def _folder_problems(
+    source: DataSource, name: str, folder: Path
+) -> Iterator[tuple[Key, str]]:
     present = [file for each in source.files if (file := files.find(folder, each))]
     download = f"`testbed setup data {name}` downloads them"
     if not folder.is_dir():
-        yield ("folder",), f"{name} is read from files, but the folder {folder} does not exist: {download}"
+        yield (
+            ("folder",),
+            f"{name} is read from files, but the folder {folder} does not exist: {download}",
+        )
     elif not present:
         yield ("folder",), f"{folder} contains no file of {name}: {download}"
     for file in present:
@@ -389,13 +482,19 @@ def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dat
     Raises `InputError` for an unknown name, missing or damaged files, and too few samples.
     """
     if is_own(part):
-        dataset = _limit_samples(own.load(part, folder or Path(part.path or part.file or ""), TEST_SHARE), part)
+        dataset = _limit_samples(
+            own.load(part, folder or Path(part.path or part.file or ""), TEST_SHARE),
+            part,
+        )
         return dataset.blank() if blank else dataset
     source = describe(part.name)
     if source.read is None:
         return synthetic.make(part.name, part.train, part.test, blank)
     name, train, test = source.read(source, _data_location(source, part, folder))
-    chosen = (*_take_first(name, "train", train, part.train), *_take_first(name, "test", test, part.test))
+    chosen = (
+        *_take_first(name, "train", train, part.train),
+        *_take_first(name, "test", test, part.test),
+    )
     dataset = Dataset(name, source.classes, *chosen)
     return dataset.blank() if blank else dataset
 
@@ -410,7 +509,10 @@ def _data_location(source: DataSource, part: DataPart, folder: Path | None) -> P
         text = f"{part.name} is read from files: give their folder; {download} downloads them"
         raise InputError(text, ("data", "folder"))
     if not folder.is_dir():
-        raise InputError(f"the folder {folder} does not exist; {download} creates it", ("data", "folder"))
+        raise InputError(
+            f"the folder {folder} does not exist; {download} creates it",
+            ("data", "folder"),
+        )
     return folder
 
 
@@ -441,4 +543,6 @@ def _take_first(
 
 def _check_limit(name: str, part: str, samples: int, limit: int | None) -> None:
     if limit is not None and limit > samples:
-        raise InputError(f"{name} has {samples} samples in this part, not {limit}", ("data", part))
+        raise InputError(
+            f"{name} has {samples} samples in this part, not {limit}", ("data", part)
+        )

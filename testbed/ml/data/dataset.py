@@ -43,16 +43,23 @@ class Dataset:
     drawing: Drawing | None = None
     """Changes training samples anew in each epoch. Not sent: `pack` draws them for all epochs."""
 
-    def batch(self, indices: npt.NDArray[np.int64], epoch: int, values: slice | None = None) -> Images:
+    def batch(
+        self, indices: npt.NDArray[np.int64], epoch: int, values: slice | None = None
+    ) -> Images:
         """Return training samples, (samples, ...), of an epoch; augmentation differs in each epoch.
 
         With ``values`` only these values of each sample, (samples, values), which is faster than selecting them later.
         """
         if self.drawing is not None:
-            return _select_values(values, self.drawing(_scale_bytes(self.train_images[indices]), indices, epoch))
+            return _select_values(
+                values,
+                self.drawing(_scale_bytes(self.train_images[indices]), indices, epoch),
+            )
         samples = len(self.train_labels)
         copy = epoch % max(1, len(self.train_images) // max(1, samples))
-        return _scale_bytes(_select_values(values, self.train_images)[indices + copy * samples])
+        return _scale_bytes(
+            _select_values(values, self.train_images)[indices + copy * samples]
+        )
 
     def tests(self, indices: Sequence[int]) -> Images:
         """Return test samples, (samples, ...)."""
@@ -67,12 +74,18 @@ class Dataset:
         """Return a copy with samples of float32, for networks that accept no integers."""
         if not self.integers:
             return self
-        train, test = (each.astype(np.float32) for each in (self.train_images, self.test_images))
+        train, test = (
+            each.astype(np.float32) for each in (self.train_images, self.test_images)
+        )
         return replace(self, train_images=train, test_images=test)
 
     def blank(self) -> Dataset:
         """Return the same number of black samples with the same labels, for shapes only. The samples take no memory."""
-        return replace(self, train_images=_blank_images(self.train_images), test_images=_blank_images(self.test_images))
+        return replace(
+            self,
+            train_images=_blank_images(self.train_images),
+            test_images=_blank_images(self.test_images),
+        )
 
     def part(self, train: npt.NDArray[np.int64], tests: bool) -> Dataset:
         """Return a set of the training samples with these indices, (samples,), and all or no test samples."""
@@ -91,13 +104,20 @@ class Dataset:
         if self.drawing is None or not len(self.train_labels):
             return replace(self, drawing=None)
         every = np.arange(len(self.train_labels))
-        copies: Images = np.concatenate([self.batch(every, epoch) for epoch in range(self.drawing.copies)])
+        copies: Images = np.concatenate(
+            [self.batch(every, epoch) for epoch in range(self.drawing.copies)]
+        )
         return replace(self, train_images=copies, drawing=None)
 
     def noisy(self, deviation: float, seed: int) -> Dataset:
         """Return a copy with Gaussian noise of a standard deviation on the training samples, as float32."""
-        noise = np.random.default_rng(seed).normal(0, deviation, self.train_images.shape)
-        return replace(self, train_images=(_scale_bytes(self.train_images) + noise).astype(np.float32))
+        noise = np.random.default_rng(seed).normal(
+            0, deviation, self.train_images.shape
+        )
+        return replace(
+            self,
+            train_images=(_scale_bytes(self.train_images) + noise).astype(np.float32),
+        )
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -111,7 +131,11 @@ def _select_values(values: slice | None, images: Images) -> Images:
 
 
 def _scale_bytes(images: Images) -> Images:
-    return images.astype(np.float32) / np.float32(255) if images.dtype.kind == "u" else images
+    return (
+        images.astype(np.float32) / np.float32(255)
+        if images.dtype.kind == "u"
+        else images
+    )
 
 
 def _blank_images(images: Images) -> Images:
@@ -120,7 +144,11 @@ def _blank_images(images: Images) -> Images:
 
 def _select_images(images: Images, indices: npt.NDArray[np.int64]) -> Images:
     """Return the selected images; a selection of blank images takes no memory either."""
-    return images[: len(indices)] if len(images) and images.strides[0] == 0 else images[indices]
+    return (
+        images[: len(indices)]
+        if len(images) and images.strides[0] == 0
+        else images[indices]
+    )
 
 
 _ARRAYS = {
@@ -144,7 +172,9 @@ def unpack(body: Buffer) -> Dataset:
     """Read the output of `pack`; the arrays share the memory of ``body``. Raises `TensorError` for other bytes."""
     raw, metadata = tensors.read(body)
     arrays = tensors.to_numpy(raw)
-    if set(metadata) != {"name", "classes"} or not re.fullmatch("[0-9]{1,9}", metadata["classes"]):
+    if set(metadata) != {"name", "classes"} or not re.fullmatch(
+        "[0-9]{1,9}", metadata["classes"]
+    ):
         raise TensorError("a data set has a name and a number of classes")
     _check_types(arrays)
     for part in ("train", "test"):
@@ -157,9 +187,13 @@ def unpack(body: Buffer) -> Dataset:
 
 
 def _check_types(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    if set(arrays) == set(_ARRAYS) and all(array.dtype.name in _ARRAYS[name] for name, array in arrays.items()):
+    if set(arrays) == set(_ARRAYS) and all(
+        array.dtype.name in _ARRAYS[name] for name, array in arrays.items()
+    ):
         return
-    wanted = ", ".join(f"{name} ({' or '.join(types)})" for name, types in _ARRAYS.items())
+    wanted = ", ".join(
+        f"{name} ({' or '.join(types)})" for name, types in _ARRAYS.items()
+    )
     raise TensorError(f"a data set has the arrays {wanted}")
 
 
@@ -167,6 +201,10 @@ def _check_lengths(arrays: Mapping[str, npt.NDArray[Any]], part: str) -> None:
     images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
     fits = len(images) == len(labels)
     if part == "train" and len(labels):
-        fits = len(images) % len(labels) == 0  # augmented samples are there once for each epoch
+        fits = (
+            len(images) % len(labels) == 0
+        )  # augmented samples are there once for each epoch
     if images.ndim < 2 or labels.ndim < 1 or not fits:
-        raise TensorError(f"{part}_images is (samples, ...), and {part}_labels (samples, ...) with as many")
+        raise TensorError(
+            f"{part}_images is (samples, ...), and {part}_labels (samples, ...) with as many"
+        )

@@ -27,7 +27,10 @@ _TIMEOUT = 30.0
 
 
 def fetch(
-    name: str, folder: Path, bases: Sequence[str] = (), progress: DownloadProgress = lambda _file, _done, _all: None
+    name: str,
+    folder: Path,
+    bases: Sequence[str] = (),
+    progress: DownloadProgress = lambda _file, _done, _all: None,
 ) -> list[Path]:
     """Download the missing files of a set; return all files of the set.
 
@@ -37,7 +40,9 @@ def fetch(
     """
     source = describe(name)
     if not source.remotes:
-        raise InputError(f"data set '{name}' needs no files: there is nothing to download")
+        raise InputError(
+            f"data set '{name}' needs no files: there is nothing to download"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for remote in source.remotes:
         wanted = remote.members or (remote.name,)
@@ -47,7 +52,9 @@ def fetch(
     return [path for path in paths if path is not None]
 
 
-def _download_file(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadProgress) -> None:
+def _download_file(
+    remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadProgress
+) -> None:
     """Download one file from the first working address, and unpack archives."""
     failures = []
     with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as unfinished:
@@ -57,17 +64,28 @@ def _download_file(remote: Remote, folder: Path, bases: Sequence[str], progress:
             try:
                 _write_download(address, download, remote, progress)
                 _keep_download(remote, download, folder)
-            except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            except (
+                requests.RequestException,
+                urllib3.exceptions.HTTPError,
+                OSError,
+                ValueError,
+            ) as error:
                 failures.append(f"{address}: {error}")
             else:
                 return
-    raise HostError(f"{remote.name} could not be downloaded into {folder}: " + "; ".join(failures))
+    raise HostError(
+        f"{remote.name} could not be downloaded into {folder}: " + "; ".join(failures)
+    )
 
 
-def _write_download(address: str, file: Path, remote: Remote, progress: DownloadProgress) -> None:
+def _write_download(
+    address: str, file: Path, remote: Remote, progress: DownloadProgress
+) -> None:
     """Write the content of an address to a file; raises ValueError for a wrong checksum."""
     digest, done = hashlib.md5(usedforsecurity=False), 0
-    with requests.get(address, stream=True, timeout=_TIMEOUT, headers={"Accept-Encoding": "identity"}) as response:
+    with requests.get(
+        address, stream=True, timeout=_TIMEOUT, headers={"Accept-Encoding": "identity"}
+    ) as response:
         response.raise_for_status()
         total = int(response.headers.get("Content-Length", 0)) or None
         with file.open("wb") as output:
@@ -80,7 +98,9 @@ def _write_download(address: str, file: Path, remote: Remote, progress: Download
     if total is not None and done < total:
         raise ValueError(f"the connection ended after {done} of {total} bytes")
     if digest.hexdigest() != remote.md5:
-        raise ValueError(f"the MD5 hash is {digest.hexdigest()}, not the published {remote.md5}")
+        raise ValueError(
+            f"the MD5 hash is {digest.hexdigest()}, not the published {remote.md5}"
+        )
 
 
 def _keep_download(remote: Remote, download: Path, folder: Path) -> None:
@@ -89,7 +109,9 @@ def _keep_download(remote: Remote, download: Path, folder: Path) -> None:
         download.replace(folder / remote.name)
         return
     missing = set(remote.members)
-    for name, content in _archive_members(download, zipped=remote.name.endswith(".zip")):
+    for name, content in _archive_members(
+        download, zipped=remote.name.endswith(".zip")
+    ):
         if name in missing:
             unpacked = folder / f".{name}.partial"
             with unpacked.open("wb") as file:

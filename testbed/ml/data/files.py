@@ -26,7 +26,10 @@ _CIFAR_RECORD = 1 + math.prod(CIFAR_IMAGE)
 
 def find(folder: Path, name: str) -> Path | None:
     """Return the file with this name, plain or with ``.gz``; None if both are missing."""
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+    return next(
+        (path for path in (folder / name, folder / f"{name}.gz") if path.is_file()),
+        None,
+    )
 
 
 def _read_content(path: Path) -> bytes:
@@ -34,9 +37,13 @@ def _read_content(path: Path) -> bytes:
         raw = path.read_bytes()
         return gzip.decompress(raw) if path.suffix == ".gz" else raw
     except EOFError as error:
-        raise InputError(f"{path}: truncated: the gzip stream ends early; download it again") from error
+        raise InputError(
+            f"{path}: truncated: the gzip stream ends early; download it again"
+        ) from error
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{path}: not a sound gzip file ({error}); download it again") from error
+        raise InputError(
+            f"{path}: not a sound gzip file ({error}); download it again"
+        ) from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -49,7 +56,9 @@ def read_idx(path: Path, axes: int) -> Bytes:
     if actual != announced:
         sizes = "x".join(map(str, shape))
         off = "truncated" if actual < announced else "too long"
-        raise InputError(f"{path}: {off}: its header announces {sizes} bytes, {actual} follow")
+        raise InputError(
+            f"{path}: {off}: its header announces {sizes} bytes, {actual} follow"
+        )
     return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
@@ -73,18 +82,26 @@ def _declared_sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
     header = 4 + 4 * axes
     magic = bytes([0, 0, _UNSIGNED_BYTE, axes])
     if content[:4] != magic:
-        raise InputError(f"{path}: wrong magic number {content[:4].hex()}: an IDX file of this kind has {magic.hex()}")
+        raise InputError(
+            f"{path}: wrong magic number {content[:4].hex()}: an IDX file of this kind has {magic.hex()}"
+        )
     if len(content) < header:
-        raise InputError(f"{path}: truncated: {len(content)} bytes are less than the header of {header}")
+        raise InputError(
+            f"{path}: truncated: {len(content)} bytes are less than the header of {header}"
+        )
     return tuple(int(size) for size in np.frombuffer(content, ">u4", axes, offset=4))
 
 
-def read_idx_pair(images: Path, labels: Path, shape: tuple[int, int], classes: int) -> tuple[Bytes, Bytes]:
+def read_idx_pair(
+    images: Path, labels: Path, shape: tuple[int, int], classes: int
+) -> tuple[Bytes, Bytes]:
     """Read images (samples, 1, height, width) and labels (samples,); raises `InputError` if their numbers differ."""
     pixels, targets = read_idx(images, 3), read_idx(labels, 1)
     _check_pixels(images, pixels.shape, shape)
     if len(pixels) != len(targets):
-        raise InputError(f"{labels}: {len(targets)} labels for the {len(pixels)} images of {images.name}")
+        raise InputError(
+            f"{labels}: {len(targets)} labels for the {len(pixels)} images of {images.name}"
+        )
     if len(targets) == 0:
         raise InputError(f"{labels}: no samples")
     _check_labels(labels, targets, classes)
@@ -93,7 +110,9 @@ def read_idx_pair(images: Path, labels: Path, shape: tuple[int, int], classes: i
 
 def _check_labels(path: Path, labels: Bytes, classes: int) -> None:
     if labels.max() >= classes:
-        raise InputError(f"{path}: label {labels.max()}, but there are {classes} classes from 0")
+        raise InputError(
+            f"{path}: label {labels.max()}, but there are {classes} classes from 0"
+        )
 
 
 def read_cifar(paths: Sequence[Path], classes: int = 10) -> tuple[Bytes, Bytes]:
@@ -102,7 +121,9 @@ def read_cifar(paths: Sequence[Path], classes: int = 10) -> tuple[Bytes, Bytes]:
     for path in paths:
         content = _read_content(path)
         if not content or len(content) % _CIFAR_RECORD:
-            raise InputError(f"{path}: truncated: {len(content)} bytes are no whole records of {_CIFAR_RECORD}")
+            raise InputError(
+                f"{path}: truncated: {len(content)} bytes are no whole records of {_CIFAR_RECORD}"
+            )
         records = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR_RECORD)
         _check_labels(path, records[:, 0], classes)
         labels.append(records[:, 0])

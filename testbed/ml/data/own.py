@@ -69,19 +69,31 @@ def load(part: DataPart, place: Path, test_share: float) -> Dataset:
 
 def is_packaged(part: DataPart) -> bool:
     """Return whether the samples come from a function of an installed package."""
-    return part.file is None and part.path is None and callable(plugins.find(GROUP, part.name, _NAME))
+    return (
+        part.file is None
+        and part.path is None
+        and callable(plugins.find(GROUP, part.name, _NAME))
+    )
 
 
 def _time_of_change(part: DataPart, place: Path) -> int:
     try:
-        return sum(each.stat().st_mtime_ns for each in (place, *(place.rglob("*") if place.is_dir() else ())))
+        return sum(
+            each.stat().st_mtime_ns
+            for each in (place, *(place.rglob("*") if place.is_dir() else ()))
+        )
     except OSError as error:
         key = _PATH if part.file is None else _FILE
-        raise InputError(f"{place} cannot be read: {error.strerror}: paths are relative to the scenario", key) from None
+        raise InputError(
+            f"{place} cannot be read: {error.strerror}: paths are relative to the scenario",
+            key,
+        ) from None
 
 
 @lru_cache(maxsize=2)
-def _load_cached(text: str, place: Path, changed: int, test_share: float, group: str | None) -> Dataset:
+def _load_cached(
+    text: str, place: Path, changed: int, test_share: float, group: str | None
+) -> Dataset:
     part = DataPart.model_validate_json(text)
     key = _PATH if part.file is None else _FILE
     read, read_test, groups = _read_parts(part, place, group)
@@ -94,14 +106,22 @@ def _load_cached(text: str, place: Path, changed: int, test_share: float, group:
     else:
         test, others = _check_part(read_test, f"{place}: the test samples", key)
         if fields != others:
-            shown = [", ".join(f"{each.name} {each.shape} {each.kind}" for each in of) for of in (fields, others)]
-            raise InputError(f"{place}: training samples have {shown[0]}, test samples {shown[1]}", key)
+            shown = [
+                ", ".join(f"{each.name} {each.shape} {each.kind}" for each in of)
+                for of in (fields, others)
+            ]
+            raise InputError(
+                f"{place}: training samples have {shown[0]}, test samples {shown[1]}",
+                key,
+            )
     train, test = _match_types(train, test, place, key)
     classes = _classes_of(train[1], test[1], place, key)
     return Dataset(part.name, classes, *train, *test, groups, fields)
 
 
-def _hold_out(train: Arrays, groups: Groups, share: float) -> tuple[Arrays, Arrays, Groups]:
+def _hold_out(
+    train: Arrays, groups: Groups, share: float
+) -> tuple[Arrays, Arrays, Groups]:
     """Move a share of the training samples to the test part."""
     samples, labels = train
     classes = labels if is_class(labels) else np.zeros(len(labels), np.int64)
@@ -111,34 +131,48 @@ def _hold_out(train: Arrays, groups: Groups, share: float) -> tuple[Arrays, Arra
     return train, test, None if groups is None else groups[kept]
 
 
-def _match_types(train: Arrays, test: Arrays, place: Path, key: Key) -> tuple[Arrays, Arrays]:
+def _match_types(
+    train: Arrays, test: Arrays, place: Path, key: Key
+) -> tuple[Arrays, Arrays]:
     """Return both parts with samples of one type; raises `InputError` for differing shapes or label types."""
     if train[0].shape[1:] != test[0].shape[1:]:
         shapes = f"training samples are of {train[0].shape[1:]}, test samples of {test[0].shape[1:]}"
         raise InputError(f"{place}: {shapes}: give both one shape", key)
     if train[1].dtype != test[1].dtype or train[1].shape[1:] != test[1].shape[1:]:
-        raise InputError(f"{place}: training and test labels differ in shape or type: give both the same", key)
+        raise InputError(
+            f"{place}: training and test labels differ in shape or type: give both the same",
+            key,
+        )
     if train[0].dtype != test[0].dtype:
         train = train[0].astype(np.float32), train[1]
         test = test[0].astype(np.float32), test[1]
     return train, test
 
 
-def _classes_of(train: npt.NDArray[Any], test: npt.NDArray[Any], place: Path, key: Key) -> int:
+def _classes_of(
+    train: npt.NDArray[Any], test: npt.NDArray[Any], place: Path, key: Key
+) -> int:
     """Return the number of classes, or of predicted values per sample; raises `InputError` for invalid labels."""
     if train.dtype.kind == "f":
         return math.prod(train.shape[1:])
     classes = 1 + int(max(train.max(initial=0), test.max(initial=0)))
     count = len(train) + len(test)
     if is_class(train) and classes > count:
-        raise InputError(f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0", key)
+        raise InputError(
+            f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0",
+            key,
+        )
     return classes
 
 
-def _read_parts(part: DataPart, place: Path, group: str | None) -> tuple[Samples, Samples | None, Groups]:
+def _read_parts(
+    part: DataPart, place: Path, group: str | None
+) -> tuple[Samples, Samples | None, Groups]:
     """Return training and test samples as stored in a file or folder, and the split column of the training samples."""
     if part.size is not None and not place.is_dir():
-        raise InputError("applies to folders of images only: remove the key", ("data", "size"))
+        raise InputError(
+            "applies to folders of images only: remove the key", ("data", "size")
+        )
     if part.path is None:
         _refuse_columns(part)
         return *_from_function(part, place), None
@@ -155,7 +189,10 @@ def _read_parts(part: DataPart, place: Path, group: str | None) -> tuple[Samples
 
 def _refuse_columns(part: DataPart) -> None:
     if part.label or part.columns:
-        raise InputError("names a table column, which requires a .csv or .parquet file", ("data", "label"))
+        raise InputError(
+            "names a table column, which requires a .csv or .parquet file",
+            ("data", "label"),
+        )
 
 
 def _drop_column(samples: Samples, group: str) -> tuple[Samples, Groups]:
@@ -175,25 +212,47 @@ def _check_part(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
             raise InputError(f"{what}: have no inputs: give at least one array", key)
         for name, each in values.items():
             _check_count(each, labels, f"{what}: input '{name}'", key)
-        arrays = {name: _convert_numbers(each, f"{what}: input '{name}'", key) for name, each in values.items()}
+        arrays = {
+            name: _convert_numbers(each, f"{what}: input '{name}'", key)
+            for name, each in values.items()
+        }
         rows, fields = pack(arrays)
         return (rows, _convert_labels(labels, what, key)), fields
     _check_count(values, labels, what, key)
     if values.ndim < 2:
         _refuse_type(values, what, key)
     numbers = _convert_numbers(values, what, key)
-    return (numbers.astype(np.float32) if numbers.dtype == bool else numbers, _convert_labels(labels, what, key)), ()
+    return (
+        numbers.astype(np.float32) if numbers.dtype == bool else numbers,
+        _convert_labels(labels, what, key),
+    ), ()
 
 
-def _check_count(values: npt.NDArray[Any], labels: npt.NDArray[Any], what: str, key: Key) -> None:
-    if values.ndim < 1 or labels.ndim < 1 or len(values) != len(labels) or not len(values):
-        counts = ["no array of" if not each.ndim else str(len(each)) for each in (values, labels)]
-        raise InputError(f"{what}: {counts[0]} samples and {counts[1]} labels: give each sample one label", key)
+def _check_count(
+    values: npt.NDArray[Any], labels: npt.NDArray[Any], what: str, key: Key
+) -> None:
+    if (
+        values.ndim < 1
+        or labels.ndim < 1
+        or len(values) != len(labels)
+        or not len(values)
+    ):
+        counts = [
+            "no array of" if not each.ndim else str(len(each))
+            for each in (values, labels)
+        ]
+        raise InputError(
+            f"{what}: {counts[0]} samples and {counts[1]} labels: give each sample one label",
+            key,
+        )
 
 
 def _refuse_type(values: npt.NDArray[Any], what: str, key: Key) -> NoReturn:
     is_ = f"an array {values.shape} of {values.dtype}"
-    raise InputError(f"{what}: {is_}: give numbers of (samples, ...), such as (samples, 3, 32, 32)", key)
+    raise InputError(
+        f"{what}: {is_}: give numbers of (samples, ...), such as (samples, 3, 32, 32)",
+        key,
+    )
 
 
 def _convert_numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
@@ -214,7 +273,10 @@ def _convert_numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArr
         if values.dtype == np.uint8:
             numbers /= 255
     if not _is_finite(numbers):
-        raise InputError(f"{what}: contain values that are not finite in float32: fix or remove them", key)
+        raise InputError(
+            f"{what}: contain values that are not finite in float32: fix or remove them",
+            key,
+        )
     return numbers
 
 
@@ -227,7 +289,10 @@ def _is_finite(values: npt.NDArray[Any]) -> bool:
     if values.dtype == np.uint8:
         return True
     step = max(1, _READ // max(1, values[0].size))
-    return all(np.isfinite(values[begin : begin + step]).all() for begin in range(0, len(values), step))
+    return all(
+        np.isfinite(values[begin : begin + step]).all()
+        for begin in range(0, len(values), step)
+    )
 
 
 def _convert_labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
@@ -235,7 +300,9 @@ def _convert_labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArra
     least = -np.inf if labels.dtype.kind == "f" else 0 if labels.ndim == 1 else IGNORED
     if labels.dtype.kind in "uif" and labels.min() >= least:
         with np.errstate(over="ignore"):
-            numbers = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64)
+            numbers = labels.astype(
+                np.float32 if labels.dtype.kind == "f" else np.int64
+            )
         if np.isfinite(numbers).all():
             return numbers
     is_ = f"labels {labels.shape} of {labels.dtype}"
@@ -248,14 +315,25 @@ def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None
     part.
     """
     if part.file is None:
-        result = plugins.load(plugins.installed(GROUP)[part.name], _NAME, lambda function: function())
+        result = plugins.load(
+            plugins.installed(GROUP)[part.name], _NAME, lambda function: function()
+        )
     else:
         result = usercode.call(usercode.read(place, part.name, _FILE), _FILE)
     if not isinstance(result, tuple | list) or len(result) != 2:
-        raise InputError(f"{place}: {part.name} returned {type(result).__name__}: return (train, test)", _FILE)
-    train, test = (None if each is None else _read_pair(each, f"{place}: {part.name}") for each in result)
+        raise InputError(
+            f"{place}: {part.name} returned {type(result).__name__}: return (train, test)",
+            _FILE,
+        )
+    train, test = (
+        None if each is None else _read_pair(each, f"{place}: {part.name}")
+        for each in result
+    )
     if train is None:
-        raise InputError(f"{place}: {part.name} returned no training samples: return (train, test)", _FILE)
+        raise InputError(
+            f"{place}: {part.name} returned no training samples: return (train, test)",
+            _FILE,
+        )
     return train, test
 
 
@@ -269,7 +347,9 @@ def _read_pair(part: Any, where: str) -> Samples:
         if isinstance(part, tuple) and len(part) == 2:
             return _read_inputs(part[0], _to_array(part[1]))
         pairs = [_read_sample(part[number]) for number in range(len(part))]
-        return _stack_inputs([sample for sample, _ in pairs], 0), _stack_samples([label for _, label in pairs], IGNORED)
+        return _stack_inputs([sample for sample, _ in pairs], 0), _stack_samples(
+            [label for _, label in pairs], IGNORED
+        )
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         text = "samples and labels have to be arrays, each sample of one shape, or a data set of pairs of such"
         raise InputError(f"{where}: {text}: {error}", _FILE) from None
@@ -290,17 +370,24 @@ def _read_sample(item: Any) -> tuple[Any, Any]:
     if isinstance(item, Mapping):
         label = next((name for name in ("labels", "label") if name in item), None)
         if label is None:
-            raise ValueError(f"a sample has {', '.join(item)}, and no 'label' or 'labels'")
+            raise ValueError(
+                f"a sample has {', '.join(item)}, and no 'label' or 'labels'"
+            )
         return {name: each for name, each in item.items() if name != label}, item[label]
     sample, label = item
-    return dict(zip(map(str, range(len(sample))), sample, strict=True)) if isinstance(sample, tuple) else sample, label
+    return dict(zip(map(str, range(len(sample))), sample, strict=True)) if isinstance(
+        sample, tuple
+    ) else sample, label
 
 
 def _stack_inputs(samples: Sequence[Any], filling: int) -> Values:
     """Stack samples into one array, or into one array for each of several inputs."""
     if not isinstance(samples[0], Mapping):
         return _stack_samples(samples, filling)
-    arrays = {name: _stack_samples([each[name] for each in samples], filling) for name in samples[0]}
+    arrays = {
+        name: _stack_samples([each[name] for each in samples], filling)
+        for name in samples[0]
+    }
     return _only_or_all(arrays)
 
 
@@ -315,7 +402,11 @@ def _stack_samples(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
     longest = max((len(each) for each in arrays if each.ndim), default=0)
     return np.stack(
         [
-            np.pad(each, [(0, longest - len(each)), *[(0, 0)] * (each.ndim - 1)], constant_values=filling)
+            np.pad(
+                each,
+                [(0, longest - len(each)), *[(0, 0)] * (each.ndim - 1)],
+                constant_values=filling,
+            )
             if each.ndim and len(each) < longest
             else each
             for each in arrays
@@ -341,53 +432,84 @@ def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
     inputs, test_inputs = (_inputs_of(arrays, prefix) for prefix in ("train_", "test_"))
     labels, test_labels = inputs.pop("labels", None), test_inputs.pop("labels", None)
     if not inputs or labels is None:
-        raise InputError(f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {_NEEDED}", _PATH)
+        raise InputError(
+            f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {_NEEDED}", _PATH
+        )
     if bool(test_inputs) != (test_labels is not None):
-        raise InputError(f"{place} holds test samples or labels, and not both: it needs both or none", _PATH)
+        raise InputError(
+            f"{place} holds test samples or labels, and not both: it needs both or none",
+            _PATH,
+        )
     return (inputs, labels), None if test_labels is None else (test_inputs, test_labels)
 
 
-def _test_part(place: Path, arrays: Mapping[str, npt.NDArray[Any]], names: tuple[str, str]) -> Arrays | None:
+def _test_part(
+    place: Path, arrays: Mapping[str, npt.NDArray[Any]], names: tuple[str, str]
+) -> Arrays | None:
     given = [arrays[name] for name in names if name in arrays]
     if len(given) == 1:
-        raise InputError(f"{place} holds one of {' and '.join(names)}: it needs both or none", _PATH)
+        raise InputError(
+            f"{place} holds one of {' and '.join(names)}: it needs both or none", _PATH
+        )
     return (given[0], given[1]) if given else None
 
 
-def _inputs_of(arrays: Mapping[str, npt.NDArray[Any]], prefix: str) -> dict[str, npt.NDArray[Any]]:
+def _inputs_of(
+    arrays: Mapping[str, npt.NDArray[Any]], prefix: str
+) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays with a prefix in their names, keyed by the rest of the name."""
-    return {name.removeprefix(prefix): each for name, each in arrays.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): each
+        for name, each in arrays.items()
+        if name.startswith(prefix)
+    }
 
 
 def _from_hugging_face(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
     """Read data saved by `datasets`; each column is an input of the samples, one column alone the only input."""
-    library = need("datasets", "datasets", f"{place}: a data set of Hugging Face", _PATH)
+    library = need(
+        "datasets", "datasets", f"{place}: a data set of Hugging Face", _PATH
+    )
     try:
         saved = library.load_from_disk(str(place))
     except (OSError, ValueError) as error:
-        raise InputError(f"{place}: cannot be read by `datasets`: {error}", _PATH) from None
+        raise InputError(
+            f"{place}: cannot be read by `datasets`: {error}", _PATH
+        ) from None
     parts = saved if isinstance(saved, Mapping) else {"train": saved}
     test = next((parts[name] for name in ("test", "validation") if name in parts), None)
     if "train" not in parts:
-        raise InputError(f"{place} holds {', '.join(parts)}: one has to be named train", _PATH)
-    return _of_columns(part, parts["train"], place), None if test is None else _of_columns(part, test, place)
+        raise InputError(
+            f"{place} holds {', '.join(parts)}: one has to be named train", _PATH
+        )
+    return _of_columns(
+        part, parts["train"], place
+    ), None if test is None else _of_columns(part, test, place)
 
 
 def _of_columns(part: DataPart, rows: Any, place: Path) -> Samples:
     names = list(rows.column_names)
     label = part.label or min(["label", "labels"], key=lambda name: name not in names)
     if isinstance(part.columns, Mapping):
-        raise InputError("columns of such a data set are inputs by their own names: write a list", ("data", "columns"))
+        raise InputError(
+            "columns of such a data set are inputs by their own names: write a list",
+            ("data", "columns"),
+        )
     chosen = part.columns or [name for name in names if name != label]
     for name in (label, *chosen):
         if name not in names:
             key = "label" if name == label else "columns"
-            raise InputError(f"{place} has no column {name}: there are {', '.join(names)}", ("data", key))
+            raise InputError(
+                f"{place} has no column {name}: there are {', '.join(names)}",
+                ("data", key),
+            )
     try:
         inputs = {name: _stack_samples(rows[name], 0) for name in chosen}
         labels = _stack_samples(rows[label], IGNORED)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{place}: samples have to be numbers: name their `columns`: {error}", _PATH) from None
+        raise InputError(
+            f"{place}: samples have to be numbers: name their `columns`: {error}", _PATH
+        ) from None
     return _only_or_all(inputs), labels
 
 
@@ -401,16 +523,29 @@ def _from_npz(place: Path) -> dict[str, npt.NDArray[Any]]:
 def _read_arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
     try:
         if place.is_dir():  # arrays that may be larger than memory
-            return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in place.glob("*.npy")}
+            return {
+                file.stem: np.load(file, mmap_mode="r", allow_pickle=False)
+                for file in place.glob("*.npy")
+            }
         if place.suffix == ".npz":
             return _from_npz(place)
         if place.suffix == ".safetensors":
             with safe_open(place, framework="numpy") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except TypeError as error:  # a type that numpy lacks
-        raise InputError(f"{place}: cannot be read: {error}: write it as float32", _PATH) from None
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, SafetensorError) as error:
-        unpickled = "holds Python objects, and nothing is unpickled: write arrays of numbers"
+        raise InputError(
+            f"{place}: cannot be read: {error}: write it as float32", _PATH
+        ) from None
+    except (
+        OSError,
+        ValueError,
+        zipfile.BadZipFile,
+        EOFError,
+        SafetensorError,
+    ) as error:
+        unpickled = (
+            "holds Python objects, and nothing is unpickled: write arrays of numbers"
+        )
         text = unpickled if "pickle" in str(error) else f"cannot be read: {error}"
         raise InputError(f"{place}: {text}", _PATH) from None
     raise InputError(
@@ -424,22 +559,39 @@ def _from_folders(place: Path, size: str | None) -> tuple[Samples, Samples | Non
     if (place / "train").is_dir() and (place / "test").is_dir():
         classes = _class_folders(place / "train")
         if unlike := set(_class_folders(place / "test")) - set(classes):
-            raise InputError(f"{place / 'test'}: no training images of {', '.join(sorted(unlike))}", _PATH)
-        return _read_pictures(place / "train", classes, size), _read_pictures(place / "test", classes, size)
+            raise InputError(
+                f"{place / 'test'}: no training images of {', '.join(sorted(unlike))}",
+                _PATH,
+            )
+        return _read_pictures(place / "train", classes, size), _read_pictures(
+            place / "test", classes, size
+        )
     return _read_pictures(place, _class_folders(place), size), None
 
 
 def _class_folders(folder: Path) -> list[str]:
-    names = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    names = sorted(
+        each.name
+        for each in folder.iterdir()
+        if each.is_dir() and not each.name.startswith(".")
+    )
     if not names:
-        raise InputError(f"{folder} holds no folders: put the images of each class into one, named by the class", _PATH)
+        raise InputError(
+            f"{folder} holds no folders: put the images of each class into one, named by the class",
+            _PATH,
+        )
     if empty := [name for name in names if not _picture_files(folder / name)]:
-        raise InputError(f"{folder}: no images of {', '.join(empty)}: add some or remove the folder", _PATH)
+        raise InputError(
+            f"{folder}: no images of {', '.join(empty)}: add some or remove the folder",
+            _PATH,
+        )
     return names
 
 
 def _picture_files(folder: Path) -> list[Path]:
-    return [file for file in sorted(folder.glob("*")) if file.suffix.lower() in _PICTURES]
+    return [
+        file for file in sorted(folder.glob("*")) if file.suffix.lower() in _PICTURES
+    ]
 
 
 def _read_pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
@@ -457,7 +609,10 @@ def _read_pictures(folder: Path, classes: list[str], size: str | None) -> Sample
         shape = shape or (3, picture.height, picture.width)
         if size is None and (picture.height, picture.width) != shape[1:]:
             here = f"{picture.height}x{picture.width}, others of {shape[1]}x{shape[2]}"
-            raise InputError(f"{file} is of {here}: write `size: HEIGHTxWIDTH`, and all are fitted into it", _PATH)
+            raise InputError(
+                f"{file} is of {here}: write `size: HEIGHTxWIDTH`, and all are fitted into it",
+                _PATH,
+            )
         images.append(pictures.letterbox(picture, shape))
         labels.append(label)
     return np.stack(images), np.asarray(labels)

@@ -51,7 +51,10 @@ def parse(name: str) -> tuple[str, tuple[int, int, int]]:
             f"'{name}' is not photos-HEIGHTxWIDTH or image-HEIGHTxWIDTH, such as photos-608x608",
             ("data", "name"),
         )
-    height, width = (int(match[key] or default) for key, default in zip(("height", "width"), SIZE, strict=True))
+    height, width = (
+        int(match[key] or default)
+        for key, default in zip(("height", "width"), SIZE, strict=True)
+    )
     if not (1 <= height <= MOST_PIXELS and 1 <= width <= MOST_PIXELS):
         raise InputError(
             f"'{name}' needs sides of 1 to {MOST_PIXELS} pixels, such as {match['kind']}-608x608",
@@ -73,16 +76,23 @@ def letterbox(picture: Image, shape: Sequence[int]) -> Bytes:
     from PIL import Image
 
     place = frame(picture.width, picture.height, shape)
-    resized = picture.convert("RGB").resize((place.wide, place.high), Image.Resampling.BILINEAR)
+    resized = picture.convert("RGB").resize(
+        (place.wide, place.high), Image.Resampling.BILINEAR
+    )
     filled = np.full(tuple(shape), BORDER, dtype=np.uint8)
-    inside = (slice(place.top, place.top + place.high), slice(place.left, place.left + place.wide))
+    inside = (
+        slice(place.top, place.top + place.high),
+        slice(place.left, place.left + place.wide),
+    )
     filled[:, *inside] = np.asarray(resized).transpose(2, 0, 1)
     return filled
 
 
 def photos() -> list[Image]:
     """Return scikit-learn's two photographs: a Chinese palace and a flower, each of 640x427."""
-    samples = need("sklearn.datasets", "pictures", "the data set of photographs").load_sample_images()
+    samples = need(
+        "sklearn.datasets", "pictures", "the data set of photographs"
+    ).load_sample_images()
     from_array = need("PIL.Image", "pictures", "the data set of photographs").fromarray
     return [from_array(pixels) for pixels in samples.images]
 
@@ -100,8 +110,12 @@ def read(path: Path) -> Image:
                 upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             return upright.convert("RGB")
     except UnidentifiedImageError:
-        raise InputError(f"{path}: cannot be read as an image: use a JPEG or PNG file") from None
+        raise InputError(
+            f"{path}: cannot be read as an image: use a JPEG or PNG file"
+        ) from None
     except (Image.DecompressionBombError, SyntaxError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as an image: {error}") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read as an image: {error.strerror or error}") from None
+        raise InputError(
+            f"{path}: cannot be read as an image: {error.strerror or error}"
+        ) from None

@@ -22,7 +22,12 @@ def is_class(labels: npt.NDArray[Any]) -> bool:
 
 
 def split(
-    labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None = None
+    labels: Indices,
+    classes: int,
+    owners: Sequence[str],
+    how: Split,
+    seed: int,
+    groups: Indices | None = None,
 ) -> dict[str, Indices]:
     """Distribute samples among the devices with data; each sample goes to at most one device.
 
@@ -42,9 +47,14 @@ def split(
     if len(owners) > len(labels):
         text = f"{len(labels)} samples are too few for {len(owners)} devices: use more samples or fewer devices"
         raise InputError(text, _KEY)
-    if isinstance(how, SplitPart) and (how.dirichlet or how.shards) and not is_class(labels):
+    if (
+        isinstance(how, SplitPart)
+        and (how.dirichlet or how.shards)
+        and not is_class(labels)
+    ):
         raise InputError(
-            "distributes classes, but the labels are not classes: use iid, sizes, quantity or column", _KEY
+            "distributes classes, but the labels are not classes: use iid, sizes, quantity or column",
+            _KEY,
         )
     shares, remedy = _large_enough(labels, classes, owners, how, seed, groups)
     for name, share in zip(owners, shares, strict=True):
@@ -54,7 +64,12 @@ def split(
 
 
 def _large_enough(
-    labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None
+    labels: Indices,
+    classes: int,
+    owners: Sequence[str],
+    how: Split,
+    seed: int,
+    groups: Indices | None,
 ) -> tuple[list[Indices], str]:
     """Return the first draw with `min_samples` for each device, and a remedy for devices without samples."""
     least = how.min_samples if isinstance(how, SplitPart) else None
@@ -68,11 +83,20 @@ def _large_enough(
             return shares, remedy
         most = max(most, smallest)
     text = f"{DRAWS:,} draws left a device with fewer than {least} samples, the best of them with {most}"
-    raise InputError(f"{text}: use a smaller value, fewer devices or more samples", (*_KEY, "min_samples"))
+    raise InputError(
+        f"{text}: use a smaller value, fewer devices or more samples",
+        (*_KEY, "min_samples"),
+    )
 
 
 def _draw_shares(
-    labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None, draw: int
+    labels: Indices,
+    classes: int,
+    owners: Sequence[str],
+    how: Split,
+    seed: int,
+    groups: Indices | None,
+    draw: int,
 ) -> tuple[list[Indices], str]:
     """Return the shares of a draw, counted from 0, and a remedy for devices without samples."""
     larger = "use a larger value, fewer devices or another seed, or write min_samples"
@@ -81,24 +105,44 @@ def _draw_shares(
     if how.sizes is not None:
         return _split_by_sizes(labels, owners, how.sizes, seed), ""
     if how.dirichlet is not None:
-        return _split_dirichlet(labels, len(owners), how.dirichlet, _seeded_generator(seed, "dirichlet", draw)), larger
+        return _split_dirichlet(
+            labels,
+            len(owners),
+            how.dirichlet,
+            _seeded_generator(seed, "dirichlet", draw),
+        ), larger
     if how.noise is not None:  # what differs is the samples themselves
         return _split_iid(labels, len(owners), seed), ""
     if how.quantity is not None:
-        return _split_by_quantity(labels, len(owners), how.quantity, _seeded_generator(seed, "quantity", draw)), larger
+        return _split_by_quantity(
+            labels, len(owners), how.quantity, _seeded_generator(seed, "quantity", draw)
+        ), larger
     if how.shards is not None:
-        return _split_by_shards(labels, classes, len(owners), how.shards, seed), "use more samples or fewer devices"
+        return _split_by_shards(
+            labels, classes, len(owners), how.shards, seed
+        ), "use more samples or fewer devices"
     if groups is None:
         raise InputError(
-            "requires a table, or samples with an input of this name: these data have no columns", (*_KEY, "column")
+            "requires a table, or samples with an input of this name: these data have no columns",
+            (*_KEY, "column"),
         )
-    return _split_by_column(groups, len(owners)), "the column has too few values: use fewer devices"
+    return _split_by_column(
+        groups, len(owners)
+    ), "the column has too few values: use fewer devices"
 
 
-def class_counts(labels: Indices, shares: Mapping[str, Indices]) -> dict[str, dict[int, int]]:
+def class_counts(
+    labels: Indices, shares: Mapping[str, Indices]
+) -> dict[str, dict[int, int]]:
     """Return the number of samples by device and class, without zeros."""
-    counted = {name: np.unique(labels[share], return_counts=True) for name, share in shares.items()}
-    return {name: dict(zip(of.tolist(), counts.tolist(), strict=True)) for name, (of, counts) in counted.items()}
+    counted = {
+        name: np.unique(labels[share], return_counts=True)
+        for name, share in shares.items()
+    }
+    return {
+        name: dict(zip(of.tolist(), counts.tolist(), strict=True))
+        for name, (of, counts) in counted.items()
+    }
 
 
 def _seeded_generator(seed: int, kind: str, draw: int = 0) -> np.random.Generator:
@@ -108,16 +152,26 @@ def _seeded_generator(seed: int, kind: str, draw: int = 0) -> np.random.Generato
 
 def _split_iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
     """Distribute samples at random; the sizes of shares differ by at most one."""
-    return np.array_split(_seeded_generator(seed, "iid").permutation(len(labels)), devices)
+    return np.array_split(
+        _seeded_generator(seed, "iid").permutation(len(labels)), devices
+    )
 
 
-def _split_by_sizes(labels: Indices, owners: Sequence[str], sizes: Sequence[int], seed: int) -> list[Indices]:
+def _split_by_sizes(
+    labels: Indices, owners: Sequence[str], sizes: Sequence[int], seed: int
+) -> list[Indices]:
     """Distribute samples at random in the given sizes."""
     key = (*_KEY, "sizes")
     if len(sizes) != len(owners):
-        raise InputError(f"names {len(sizes)} sizes, but {len(owners)} devices own data: {', '.join(owners)}", key)
+        raise InputError(
+            f"names {len(sizes)} sizes, but {len(owners)} devices own data: {', '.join(owners)}",
+            key,
+        )
     if sum(sizes) > len(labels):
-        raise InputError(f"add up to {sum(sizes)} samples, but there are {len(labels)}: use smaller ones", key)
+        raise InputError(
+            f"add up to {sum(sizes)} samples, but there are {len(labels)}: use smaller ones",
+            key,
+        )
     order = _seeded_generator(seed, "sizes").permutation(len(labels))
     return np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
 
@@ -130,7 +184,9 @@ def _split_dirichlet(
     for label in np.unique(labels):
         members = generator.permutation(np.flatnonzero(labels == label))
         edges = np.cumsum(generator.dirichlet([concentration] * devices))[:-1]
-        for share, part in zip(shares, np.split(members, (edges * len(members)).astype(int)), strict=True):
+        for share, part in zip(
+            shares, np.split(members, (edges * len(members)).astype(int)), strict=True
+        ):
             share.append(part)
     return [np.concatenate(share) for share in shares]
 
@@ -153,26 +209,36 @@ def _split_by_column(groups: Indices, devices: int) -> list[Indices]:
     return [np.concatenate([*share, np.empty(0, np.int64)]) for share in shares]
 
 
-def _split_by_shards(labels: Indices, classes: int, devices: int, each: int, seed: int) -> list[Indices]:
+def _split_by_shards(
+    labels: Indices, classes: int, devices: int, each: int, seed: int
+) -> list[Indices]:
     """Assign ``count`` classes to each device, all classes about equally often; owners share a class evenly.
 
     The "quantity-based label imbalance" of Li et al. (Federated learning on non-IID data silos, 2022).
     """
     if each > classes:
-        raise InputError(f"there are {classes} classes, not {each}: use fewer", (*_KEY, "shards"))
+        raise InputError(
+            f"there are {classes} classes, not {each}: use fewer", (*_KEY, "shards")
+        )
     generator = _seeded_generator(seed, "shards")
     hands = _deal_classes(classes, devices, each, generator)
     shares: list[list[Indices]] = [[] for _ in range(devices)]
     for label in range(classes):
-        holders = [share for share, hand in zip(shares, hands, strict=True) if label in hand]
+        holders = [
+            share for share, hand in zip(shares, hands, strict=True) if label in hand
+        ]
         members = generator.permutation(np.flatnonzero(labels == label))
         if holders:
-            for share, part in zip(holders, np.array_split(members, len(holders)), strict=True):
+            for share, part in zip(
+                holders, np.array_split(members, len(holders)), strict=True
+            ):
                 share.append(part)
     return [np.concatenate(share) for share in shares]
 
 
-def _deal_classes(classes: int, devices: int, each: int, generator: np.random.Generator) -> list[list[int]]:
+def _deal_classes(
+    classes: int, devices: int, each: int, generator: np.random.Generator
+) -> list[list[int]]:
     """Deal different classes to each device from decks of all classes."""
     deck: list[int] = []
     hands: list[list[int]] = [[] for _ in range(devices)]
@@ -197,7 +263,9 @@ def holdout(labels: Indices, fraction: float) -> tuple[Indices, Indices]:
     aside = np.concatenate(
         [
             generator.permutation(members)[: round(fraction * len(members))]
-            for members in (np.flatnonzero(labels == label) for label in np.unique(labels))
+            for members in (
+                np.flatnonzero(labels == label) for label in np.unique(labels)
+            )
         ]
     )
     mask = np.zeros(len(labels), dtype=bool)

@@ -33,7 +33,9 @@ class Table:
     """(rows,): the group of each row by the split column; None without a split column."""
 
 
-def read(place: Path, label: str | None, columns: Columns | None, group: str | None) -> Table:
+def read(
+    place: Path, label: str | None, columns: Columns | None, group: str | None
+) -> Table:
     """Read a table; words become integers in alphabetical order, in labels and in inputs.
 
     ``label`` names the label column, ``columns`` those of a sample (None: all others), or, by input name, those of each
@@ -46,7 +48,10 @@ def read(place: Path, label: str | None, columns: Columns | None, group: str | N
     names = list(dict.fromkeys([label, *chain.from_iterable(inputs.values())]))
     kinds, rows = _column_kinds(place, names)
     words = _distinct_words(place, [name for name in names if kinds[name] is str])
-    samples = {name: large.empty((rows, len(each)), _array_type(kinds, each)) for name, each in inputs.items()}
+    samples = {
+        name: large.empty((rows, len(each)), _array_type(kinds, each))
+        for name, each in inputs.items()
+    }
     labels = np.empty(rows, _array_type(kinds, [label]))
     begin = 0
     for block in _read_blocks(place, names):
@@ -54,9 +59,15 @@ def read(place: Path, label: str | None, columns: Columns | None, group: str | N
         begin = some.stop
         for name, each in inputs.items():
             for number, column in enumerate(each):
-                samples[name][some, number] = _column_values(block[column], kinds[column], words.get(column))
+                samples[name][some, number] = _column_values(
+                    block[column], kinds[column], words.get(column)
+                )
         labels[some] = _column_values(block[label], kinds[label], words.get(label))
-    return Table(samples if isinstance(columns, Mapping) else samples[""], labels, _read_groups(place, group))
+    return Table(
+        samples if isinstance(columns, Mapping) else samples[""],
+        labels,
+        _read_groups(place, group),
+    )
 
 
 def _read_groups(place: Path, name: str | None) -> npt.NDArray[np.int64] | None:
@@ -64,7 +75,9 @@ def _read_groups(place: Path, name: str | None) -> npt.NDArray[np.int64] | None:
     if name is None:
         return None
     words = _distinct_words(place, [name])[name]
-    parts = [_column_values(block[name], str, words) for block in _read_blocks(place, [name])]
+    parts = [
+        _column_values(block[name], str, words) for block in _read_blocks(place, [name])
+    ]
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
@@ -75,19 +88,29 @@ def _input_columns(
     existing = _column_names(place)
     names = ", ".join(existing)
     if label is None:
-        raise InputError(f"{place} has the columns {names}: name the one of the labels", ("data", "label"))
+        raise InputError(
+            f"{place} has the columns {names}: name the one of the labels",
+            ("data", "label"),
+        )
     if columns is None:
         columns = [name for name in existing if name not in (label, group)]
-    inputs: Mapping[str, Sequence[str]] = columns if isinstance(columns, Mapping) else {"": columns}
+    inputs: Mapping[str, Sequence[str]] = (
+        columns if isinstance(columns, Mapping) else {"": columns}
+    )
     chosen = [*chain.from_iterable(inputs.values())]
     keys = {label: "label", **dict.fromkeys(chosen, "columns")}
     if group:
         keys[group] = "split"
     for name, key in keys.items():
         if name not in existing:
-            raise InputError(f"{place} has no column '{name}': there are {names}", ("data", key))
+            raise InputError(
+                f"{place} has no column '{name}': there are {names}", ("data", key)
+            )
     if not chosen:
-        raise InputError(f"{place} has only the columns {names}: a sample needs at least one more", _PATH)
+        raise InputError(
+            f"{place} has only the columns {names}: a sample needs at least one more",
+            _PATH,
+        )
     return inputs
 
 
@@ -96,8 +119,14 @@ def _array_type(kinds: Mapping[str, Kind], names: Sequence[str]) -> npt.DTypeLik
     return np.float32 if any(kinds[name] is np.float32 for name in names) else np.int64
 
 
-def _column_values(cells: npt.NDArray[Any], kind: Kind, words: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-    return cells.astype(kind) if words is None else np.searchsorted(words, _cell_texts(cells))
+def _column_values(
+    cells: npt.NDArray[Any], kind: Kind, words: npt.NDArray[Any] | None
+) -> npt.NDArray[Any]:
+    return (
+        cells.astype(kind)
+        if words is None
+        else np.searchsorted(words, _cell_texts(cells))
+    )
 
 
 def _column_names(place: Path) -> list[str]:
@@ -110,18 +139,29 @@ def _column_names(place: Path) -> list[str]:
     return names
 
 
-def _read_blocks(place: Path, names: Sequence[str]) -> Iterator[dict[str, npt.NDArray[Any]]]:
+def _read_blocks(
+    place: Path, names: Sequence[str]
+) -> Iterator[dict[str, npt.NDArray[Any]]]:
     """Yield the cells of some columns, (rows,) each, for `ROWS` rows at a time."""
     if place.suffix == ".parquet":
         try:
             for batch in _open_parquet(place).iter_batches(ROWS, columns=list(names)):
-                yield {name: batch.column(name).to_numpy(zero_copy_only=False) for name in names}
-        except (OSError, ValueError) as error:  # what pyarrow raises is a ValueError, too
+                yield {
+                    name: batch.column(name).to_numpy(zero_copy_only=False)
+                    for name in names
+                }
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # what pyarrow raises is a ValueError, too
             raise _no_parquet(place, error) from None
         return
     for header, rows in _read_lines(place):
         places = [header.index(name) for name in names]
-        yield {name: np.array([row[column] for row in rows]) for name, column in zip(names, places, strict=True)}
+        yield {
+            name: np.array([row[column] for row in rows])
+            for name, column in zip(names, places, strict=True)
+        }
 
 
 def _read_lines(place: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
@@ -141,7 +181,10 @@ def _read_lines(place: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{place}: cannot be read as CSV: {error}", _PATH) from None
     if number == 2:
-        raise InputError(f"{place}: holds no rows: write the names of the columns, then a sample a line", _PATH)
+        raise InputError(
+            f"{place}: holds no rows: write the names of the columns, then a sample a line",
+            _PATH,
+        )
 
 
 def _open_parquet(place: Path) -> Any:
@@ -172,7 +215,9 @@ def _refuse_empty(place: Path, name: str, cells: npt.NDArray[Any], before: int) 
     if cells.dtype.kind in "iub":
         return
     empty = [
-        row for row, text in enumerate(_cell_texts(cells)) if text.strip().lower().lstrip("+-") in ("", "none", "nan")
+        row
+        for row, text in enumerate(_cell_texts(cells))
+        if text.strip().lower().lstrip("+-") in ("", "none", "nan")
     ]
     if empty:
         text = f"{place}: column '{name}' is empty in row {before + empty[0] + 1}: fill the cell or remove the row"

@@ -15,7 +15,9 @@ from testbed.ml.lazy import torch
 
 
 @dataclass(frozen=True)
-class Contribution(Numbered, kind="collective", key=("group", "operation", "step", "sender")):
+class Contribution(
+    Numbered, kind="collective", key=("group", "operation", "step", "sender")
+):
     """Message from one group member to another for one step of an operation."""
 
     group: int
@@ -38,7 +40,9 @@ class Group:
         total = await group.all_reduce(torch.ones(3))
     """
 
-    def __init__(self, mailbox: Mailbox, members: Sequence[str], number: int = 0) -> None:
+    def __init__(
+        self, mailbox: Mailbox, members: Sequence[str], number: int = 0
+    ) -> None:
         """``members`` are device names including this device, in the same order on every member."""
         self.members = tuple(members)
         self.device = mailbox.device
@@ -62,7 +66,9 @@ class Group:
             self._send_part(operation, member, state)
         return states[self.rank]
 
-    async def gather(self, tensor: torch.Tensor, root: str) -> list[torch.Tensor] | None:
+    async def gather(
+        self, tensor: torch.Tensor, root: str
+    ) -> list[torch.Tensor] | None:
         """Return on the root the tensors of all members, of any shapes, in member order; None elsewhere."""
         operation = next(self._operations)
         if self.device.name != root:
@@ -77,9 +83,13 @@ class Group:
             self._send_part(operation, member, {"": tensor})
         return await self._collect_parts(operation, tensor)
 
-    async def _collect_parts(self, operation: int, own: torch.Tensor) -> list[torch.Tensor]:
+    async def _collect_parts(
+        self, operation: int, own: torch.Tensor
+    ) -> list[torch.Tensor]:
         return [
-            own if member == self.device.name else (await self._take_part(operation, member))[""]
+            own
+            if member == self.device.name
+            else (await self._take_part(operation, member))[""]
             for member in self.members
         ]
 
@@ -91,23 +101,40 @@ class Group:
         """
         operation, size = next(self._operations), len(self.members)
         parts = list(tensor.flatten().tensor_split(size))
-        following, before = self.members[(self.rank + 1) % size], self.members[self.rank - 1]
+        following, before = (
+            self.members[(self.rank + 1) % size],
+            self.members[self.rank - 1],
+        )
         for step in range(2 * (size - 1)):
             # First each part becomes a sum on its way round, then each sum goes round once more.
             summing = step < size - 1
             sent = self.rank - step if summing else self.rank + size - step
             self._send_part(operation, following, {"": parts[sent % size]}, step)
-            taken, come = (sent - 1) % size, (await self._take_part(operation, before, step))[""]
+            taken, come = (
+                (sent - 1) % size,
+                (await self._take_part(operation, before, step))[""],
+            )
             if summing:
                 span = Span("all-reduce", self._number, operation)
-                come = await self.device.compute(partial(torch.add, come, parts[taken]), Cost(come.numel()), span)
+                come = await self.device.compute(
+                    partial(torch.add, come, parts[taken]), Cost(come.numel()), span
+                )
             parts[taken] = come
         return torch.cat(list(parts)).reshape(tensor.shape)
 
-    def _send_part(self, operation: int, member: str, state: State, step: int = 0) -> None:
+    def _send_part(
+        self, operation: int, member: str, state: State, step: int = 0
+    ) -> None:
         if member != self.device.name:
             configuration = self._mailbox.configuration
-            self._mailbox.post(member, Contribution(configuration, self._number, operation, step, state))
+            self._mailbox.post(
+                member,
+                Contribution(configuration, self._number, operation, step, state),
+            )
 
     async def _take_part(self, operation: int, member: str, step: int = 0) -> State:
-        return (await self._mailbox.take(Contribution, (self._number, operation, step, member))).tensors
+        return (
+            await self._mailbox.take(
+                Contribution, (self._number, operation, step, member)
+            )
+        ).tensors

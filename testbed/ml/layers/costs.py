@@ -43,7 +43,10 @@ def update(units: Sequence[Unit], training: TrainingConfig) -> Cost:
 
 def copy(units: Sequence[Unit], training: TrainingConfig) -> Cost:
     """Return the cost of copying the transmitted weights and the optimizer's state."""
-    return Cost(training.state_values * parameters(units) + weight_bytes(units, training) / BYTES_PER_VALUE)
+    return Cost(
+        training.state_values * parameters(units)
+        + weight_bytes(units, training) / BYTES_PER_VALUE
+    )
 
 
 def weight_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
@@ -63,7 +66,9 @@ def whole_memory(problem: Problem[Any], device: DeviceSpec) -> float:
     units, samples = range(len(model.units)), workload.batch_size
     if workload.task == "infer":
         return inference_bytes(model, units, samples, device.precision)
-    return training_bytes(model, units, samples, problem.training.state_values, precision=device.precision)
+    return training_bytes(
+        model, units, samples, problem.training.state_values, precision=device.precision
+    )
 
 
 def whole_seconds(problem: Problem[Any], device: DeviceSpec) -> float:
@@ -71,7 +76,9 @@ def whole_seconds(problem: Problem[Any], device: DeviceSpec) -> float:
     units, samples = problem.model.units, problem.workload.batch_size
     seconds = device.seconds(forward(units, samples))
     if problem.workload.task == "train":
-        seconds += device.seconds(backward(units, samples)) + device.seconds(update(units, problem.training))
+        seconds += device.seconds(backward(units, samples)) + device.seconds(
+            update(units, problem.training)
+        )
     return seconds
 
 

@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_IN_PLACE = (torch.ops.aten.bernoulli_.float, torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+_IN_PLACE = (
+    torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.uniform_.default,
+)
 _LIKE = {
     torch.ops.aten.randn_like.default: (torch.ops.aten.normal_.default, (0.0, 1.0)),
     torch.ops.aten.rand_like.default: (torch.ops.aten.uniform_.default, (0.0, 1.0)),
@@ -29,7 +33,9 @@ class RowsOfBatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count = count
         self._samples = samples
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         options = kwargs or {}
         if func in _LIKE and args[0].ndim and args[0].shape[0] % self._count == 0:
             func, settings = _LIKE[func]

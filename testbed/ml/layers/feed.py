@@ -49,7 +49,10 @@ class Score:
         self.samples += len(labels)
         if not wanted.is_floating_point():
             right, answers = self._training.right(outputs, wanted)
-            self._correct, self._answers = self._correct + right, self._answers + answers
+            self._correct, self._answers = (
+                self._correct + right,
+                self._answers + answers,
+            )
         self._loss += float(self._training.loss(outputs, wanted, 1))
         self._weight += self._training.weight(wanted)
         for name, metric in self._metrics.items():
@@ -69,8 +72,14 @@ class Score:
         """Return accuracy, loss and metrics as event fields; empty without scored samples."""
         if not self.samples:
             return {}
-        metrics = {name: float(metric.compute()) for name, metric in self._metrics.items()}
-        values = {"accuracy": self.accuracy, "loss": self.loss, "metrics": metrics or None}
+        metrics = {
+            name: float(metric.compute()) for name, metric in self._metrics.items()
+        }
+        values = {
+            "accuracy": self.accuracy,
+            "loss": self.loss,
+            "metrics": metrics or None,
+        }
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -90,7 +99,11 @@ class Training:
         self._samples = len(dataset.train_labels)
         self._drop_last = workload.drop_last
         self._per_epoch = steps_per_epoch(self._samples, self._size, self._drop_last)
-        self.steps = workload.steps if workload.steps is not None else (workload.epochs or 0) * self._per_epoch
+        self.steps = (
+            workload.steps
+            if workload.steps is not None
+            else (workload.epochs or 0) * self._per_epoch
+        )
         """Training steps of the whole workload."""
 
     @property
@@ -104,7 +117,9 @@ class Training:
 
     def record_left_out(self, device: Device) -> None:
         """Record the number of samples each epoch leaves out, if any."""
-        record_left_out(device, left_out(self._samples, self._size, self._drop_last), self._samples)
+        record_left_out(
+            device, left_out(self._samples, self._size, self._drop_last), self._samples
+        )
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return samples, (samples, ...), and labels, (samples,), of a step counted from 0."""
@@ -113,7 +128,9 @@ class Training:
     def images(self, step: int, values: slice | None = None) -> torch.Tensor:
         """Return the samples of a step, (samples, ...); with ``values`` only these values, (samples, values)."""
         epoch = step // self._per_epoch
-        return torch.from_numpy(self._dataset.batch(self._chosen_samples(step), epoch, values))
+        return torch.from_numpy(
+            self._dataset.batch(self._chosen_samples(step), epoch, values)
+        )
 
     def labels(self, step: int) -> torch.Tensor:
         """Return the labels of a step, (samples,)."""
@@ -126,11 +143,15 @@ class Training:
 class Requests:
     """Batches of test samples in order: ``count`` full ones, cyclically, or one pass over all."""
 
-    def __init__(self, dataset: Dataset, batch_size: int, count: int | None = None) -> None:
+    def __init__(
+        self, dataset: Dataset, batch_size: int, count: int | None = None
+    ) -> None:
         self._dataset = dataset
         self._size = batch_size
         self._round = count is not None
-        self._count = math.ceil(len(dataset.test_labels) / batch_size) if count is None else count
+        self._count = (
+            math.ceil(len(dataset.test_labels) / batch_size) if count is None else count
+        )
 
     def __len__(self) -> int:
         return self._count
@@ -144,7 +165,11 @@ class Requests:
         """Return the indices of one request's test samples."""
         there = len(self._dataset.test_labels)
         first, end = index * self._size, (index + 1) * self._size
-        return [at % there for at in range(first, end)] if self._round else range(first, min(end, there))
+        return (
+            [at % there for at in range(first, end)]
+            if self._round
+            else range(first, min(end, there))
+        )
 
     def images(self, index: int) -> torch.Tensor:
         """Return the samples of one request, (samples, ...); for images (samples, channels, height, width)."""
@@ -169,13 +194,19 @@ class Answers:
         if outputs.is_meta:
             return
         if self._detector is not None:
-            for sample, output in zip(self._requests.samples(index), outputs, strict=True):
+            for sample, output in zip(
+                self._requests.samples(index), outputs, strict=True
+            ):
                 boxes = [box.to_json() for box in self._detector.boxes(output.numpy())]
-                self._device.record("objects", request=index, sample=sample, boxes=boxes)
+                self._device.record(
+                    "objects", request=index, sample=sample, boxes=boxes
+                )
         elif self._requests.labelled:
             self._score.add(outputs, self._requests.labels(index))
 
     def finish(self) -> None:
         """Record the score of all requests, if labels exist."""
         if self._requests.labelled:
-            self._device.record("evaluate", step=len(self._requests), **self._score.fields())
+            self._device.record(
+                "evaluate", step=len(self._requests), **self._score.fields()
+            )

@@ -46,12 +46,20 @@ class _Recorded:
         """Return the gradients of the parameters alone."""
         return self._named(self._of(gradient, [*self.parameters.values()]))
 
-    def _of(self, gradient: torch.Tensor, wanted: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    def _of(
+        self, gradient: torch.Tensor, wanted: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
         # As in `Shard.backward`: the gradient of this sum is the one given, to the bit, and imports less.
-        return torch.autograd.grad((self.outputs * gradient).sum(), wanted, allow_unused=True)
+        return torch.autograd.grad(
+            (self.outputs * gradient).sum(), wanted, allow_unused=True
+        )
 
     def _named(self, gradients: Sequence[torch.Tensor | None]) -> Gradients:
-        return {name: each for name, each in zip(self.parameters, gradients, strict=True) if each is not None}
+        return {
+            name: each
+            for name, each in zip(self.parameters, gradients, strict=True)
+            if each is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,9 @@ class _Dense:
         return self._named(self.step.of_sums(gradient))
 
     def _named(self, sums: torch.Tensor) -> Gradients:
-        return dict(zip((self.weight, self.bias), self.step.of_parameters(sums), strict=True))
+        return dict(
+            zip((self.weight, self.bias), self.step.of_parameters(sums), strict=True)
+        )
 
 
 class LayerShard:
@@ -81,7 +91,9 @@ class LayerShard:
     `update`. Arguments and results are never modified later.
     """
 
-    def __init__(self, layer: GraphLayer, part: Slice, state: State, optimizer: OptimizerPart) -> None:
+    def __init__(
+        self, layer: GraphLayer, part: Slice, state: State, optimizer: OptimizerPart
+    ) -> None:
         """Take a slice's tensors from `cut` or `draw` of `testbed.ml.models.sliced`, and momentum if any.
 
         Raises ValueError for layers that cannot be divided by neurons, slices with incomplete neurons, and dropout,
@@ -89,11 +101,17 @@ class LayerShard:
         would depend on the division.
         """
         if not layer.splits:
-            raise ValueError(f"{layer.name} is not divided by neurons: use a Shard of its unit")
+            raise ValueError(
+                f"{layer.name} is not divided by neurons: use a Shard of its unit"
+            )
         if part.rows != part.channels:
-            raise ValueError(f"{layer.name} is divided by inputs here, so every neuron is incomplete")
+            raise ValueError(
+                f"{layer.name} is divided by inputs here, so every neuron is incomplete"
+            )
         if any(isinstance(each, Dropout) for each in layer.sequence):
-            raise ValueError(f"{layer.name} draws random numbers, which would depend on how it is divided")
+            raise ValueError(
+                f"{layer.name} draws random numbers, which would depend on how it is divided"
+            )
         self.layer = layer
         self.part = part
         self._sgd = Sgd(optimizer)
@@ -106,9 +124,13 @@ class LayerShard:
 
     def _take_over(self, part: Slice, state: State) -> None:
         self.part = part
-        self._tensors = {name: tensor.detach().clone() for name, tensor in weights_of(state).items()}
+        self._tensors = {
+            name: tensor.detach().clone() for name, tensor in weights_of(state).items()
+        }
         self._sgd.momentum = {
-            name.removeprefix(MOMENTUM): tensor.clone() for name, tensor in state.items() if name.startswith(MOMENTUM)
+            name.removeprefix(MOMENTUM): tensor.clone()
+            for name, tensor in state.items()
+            if name.startswith(MOMENTUM)
         }
         self._sliced: SlicedLayer | None = None
         self._gradients.clear()
@@ -123,10 +145,14 @@ class LayerShard:
                 for name, tensor in self._tensors.items()
                 if not name.endswith(_STATISTICS)
             }
-            self._sliced = SlicedLayer(self.layer, self.part, self._tensors | self._noted, training=True)
+            self._sliced = SlicedLayer(
+                self.layer, self.part, self._tensors | self._noted, training=True
+            )
         return self._sliced
 
-    def forward(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
+    def forward(
+        self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None
+    ) -> torch.Tensor:
         """Return the outputs of all neurons held, (samples, elements of the neurons).
 
         ``inputs`` is (samples, elements of the input channels ``columns``); missing channels count as zero. None means
@@ -139,7 +165,9 @@ class LayerShard:
             return outputs.detach()
         weight, bias = self._weight_tensors()
         outputs = dense_forward(inputs, weight, bias, self._rectified)
-        self._steps[key] = _Dense(DenseStep(inputs, weight, outputs, self._rectified), *self._names)
+        self._steps[key] = _Dense(
+            DenseStep(inputs, weight, outputs, self._rectified), *self._names
+        )
         return outputs
 
     def _weight_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,7 +191,9 @@ class LayerShard:
         """
         self.add_gradients(self._steps.pop(key).learn(gradient))
 
-    def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
+    def infer(
+        self, inputs: torch.Tensor, columns: Channels | None = None
+    ) -> torch.Tensor:
         """Return the outputs, (samples, elements), like `forward`, in evaluation mode and without keeping state."""
         if self._dense and columns is None:
             return dense_forward(inputs, *self._weight_tensors(), self._rectified)
@@ -178,7 +208,11 @@ class LayerShard:
     def update(self, scale: float = 1.0) -> None:
         """Take one optimizer step with ``scale`` times the accumulated gradients, and reset them."""
         changed = {name: self._tensors[name].clone() for name in self._gradients}
-        gradients = self._gradients if scale == 1 else {name: each * scale for name, each in self._gradients.items()}
+        gradients = (
+            self._gradients
+            if scale == 1
+            else {name: each * scale for name, each in self._gradients.items()}
+        )
         self._sgd.step(changed, gradients)
         self._gradients.clear()
         self._tensors.update(changed)
@@ -191,7 +225,9 @@ class LayerShard:
     def add_gradients(self, gradients: State) -> None:
         """Add gradients of the same neurons computed earlier."""
         for name, added in gradients.items():
-            self._gradients[name] = self._gradients[name] + added if name in self._gradients else added
+            self._gradients[name] = (
+                self._gradients[name] + added if name in self._gradients else added
+            )
 
     def drop_gradients(self) -> None:
         """Reset the gradients accumulated since the last update."""
@@ -199,8 +235,13 @@ class LayerShard:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the slice's tensors, and of the momentum prefixed by ``MOMENTUM``."""
-        state = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
-        return state | {MOMENTUM + name: running.clone() for name, running in self._sgd.momentum.items()}
+        state = {
+            name: tensor.detach().clone() for name, tensor in self._tensors.items()
+        }
+        return state | {
+            MOMENTUM + name: running.clone()
+            for name, running in self._sgd.momentum.items()
+        }
 
     def give(self, neurons: Channels) -> dict[str, torch.Tensor]:
         """Remove neurons and return their state for another shard's `take`.
@@ -221,13 +262,20 @@ class LayerShard:
         """
         held = self.part.rows
         if set(held) & set(neurons):
-            raise ValueError(f"{self.layer.name}: some of the neurons {neurons} are held already")
+            raise ValueError(
+                f"{self.layer.name}: some of the neurons {neurons} are held already"
+            )
         own, order = self.state(), (*held, *neurons)
         together = as_channels(order)
-        places = torch.tensor([order.index(neuron) for neuron in together], dtype=torch.long)
+        places = torch.tensor(
+            [order.index(neuron) for neuron in together], dtype=torch.long
+        )
         joined: dict[str, torch.Tensor] = {}
         for name in own | dict(state):
             like = name.removeprefix(MOMENTUM)
-            pair = [each[name] if name in each else torch.zeros_like(each[like]) for each in (own, state)]
+            pair = [
+                each[name] if name in each else torch.zeros_like(each[like])
+                for each in (own, state)
+            ]
             joined[name] = torch.cat(pair).index_select(0, places)
         self._take_over(Slice(together, self.part.columns, together), joined)

@@ -21,7 +21,10 @@ LayerSlices = Sequence[tuple[GraphLayer, Slice]]
 
 def parameters(held: LayerSlices) -> int:
     """Return the number of values in slices: weights, and the values of each finished channel."""
-    return sum(layer.share(layer.weights, part) + layer.channel_values * len(part.channels) for layer, part in held)
+    return sum(
+        layer.share(layer.weights, part) + layer.channel_values * len(part.channels)
+        for layer, part in held
+    )
 
 
 def piece(problem: Problem, device: str, held: LayerSlices, part: str) -> Piece:
@@ -38,15 +41,20 @@ def piece(problem: Problem, device: str, held: LayerSlices, part: str) -> Piece:
         memory=float(BYTES_PER_VALUE * (values + samples * most)),
         part=part,
         parameters=values,
-        flops=2.0 * sum(layer.share(layer.multiplications, part) for layer, part in held),
-        seconds=problem.device(device).seconds(sum((product_cost(*each, samples) for each in held), Cost())),
+        flops=2.0
+        * sum(layer.share(layer.multiplications, part) for layer, part in held),
+        seconds=problem.device(device).seconds(
+            sum((product_cost(*each, samples) for each in held), Cost())
+        ),
     )
 
 
 def product_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
     """Return the cost of `SlicedLayer.sums` for a batch: the products of a slice's rows and columns."""
     each = layer.inputs // layer.input_channels
-    return forward_of(layer.product_cost(each * len(part.columns), len(part.rows)), samples)
+    return forward_of(
+        layer.product_cost(each * len(part.columns), len(part.rows)), samples
+    )
 
 
 def finish_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
@@ -54,7 +62,9 @@ def finish_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
     return forward_of(layer.finish_cost(len(part.channels)), samples)
 
 
-async def load_slices(group: Group, job: Job, held: Sequence[LayerSlices]) -> list[SlicedLayer]:
+async def load_slices(
+    group: Group, job: Job, held: Sequence[LayerSlices]
+) -> list[SlicedLayer]:
     """Return this device's slices with their initial weights, from the coordinator's job or from the seed.
 
     ``held`` has the slices of each group member. Loading costs the device one operation for each value.

@@ -30,15 +30,24 @@ def shard(problem: Problem, first: int, last: int, device: str) -> Shard | Shape
 
 
 @lru_cache(maxsize=1024)
-def _describe_tensors(model: Model, unit: int, fixed: bool) -> dict[str, tuple[Shape, torch.dtype, bool]]:
+def _describe_tensors(
+    model: Model, unit: int, fixed: bool
+) -> dict[str, tuple[Shape, torch.dtype, bool]]:
     """Return shape, type and trainability of every tensor of a unit; ``fixed`` includes frozen tensors."""
     from testbed.ml.models.modules import frozen_names
 
     module = model.build(unit, unit + 1, 0)
     frozen = frozen_names(module)
     trained = {name for name, _ in module.named_parameters()} - frozen
-    tensors = ((name, tensor) for name, tensor in module.state_dict().items() if fixed or name not in frozen)
-    return {name: (tuple(tensor.shape), tensor.dtype, name in trained) for name, tensor in tensors}
+    tensors = (
+        (name, tensor)
+        for name, tensor in module.state_dict().items()
+        if fixed or name not in frozen
+    )
+    return {
+        name: (tuple(tensor.shape), tensor.dtype, name in trained)
+        for name, tensor in tensors
+    }
 
 
 class ShapeShard:
@@ -49,11 +58,17 @@ class ShapeShard:
     A loss is no number (nan).
     """
 
-    def __init__(self, model: Model, first: int, last: int, training: TrainingConfig) -> None:
+    def __init__(
+        self, model: Model, first: int, last: int, training: TrainingConfig
+    ) -> None:
         self.first = first
         self.last = last
         crossing = [shape for _, shape in model.crossing(last)]
-        self._output: Shape = crossing[0] if len(crossing) == 1 else (sum(math.prod(shape) for shape in crossing),)
+        self._output: Shape = (
+            crossing[0]
+            if len(crossing) == 1
+            else (sum(math.prod(shape) for shape in crossing),)
+        )
         self._model = model
         self._training = training
         self._updated = False
@@ -61,7 +76,11 @@ class ShapeShard:
         self._kept: dict[Hashable, tuple[int, ...]] = {}
 
     def forward(
-        self, key: Hashable, inputs: torch.Tensor, version: int | None = None, rows: Rows | None = None
+        self,
+        key: Hashable,
+        inputs: torch.Tensor,
+        version: int | None = None,
+        rows: Rows | None = None,
     ) -> torch.Tensor:
         """Return outputs with the shape of `Shard.forward`."""
         self._kept[key] = tuple(inputs.shape)
@@ -82,7 +101,9 @@ class ShapeShard:
         self._kept[key] = tuple(inputs.shape)
         return math.nan
 
-    def backward(self, key: Hashable, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
+    def backward(
+        self, key: Hashable, gradient: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Return a gradient with the shape of the inputs, None at the beginning of the model."""
         shape = self._kept.pop(key)
         return torch.empty(shape, device="meta") if self.first > 0 else None
@@ -92,13 +113,24 @@ class ShapeShard:
 
     def norms(self, without: Collection[str] = ()) -> torch.Tensor:
         """Return norms with the shape of `Shard.norms`."""
-        described = [self._describe_tensors(unit) for unit in range(self.first, self.last)]
-        trained = {name for unit in described for name, (_, _, is_trained) in unit.items() if is_trained}
+        described = [
+            self._describe_tensors(unit) for unit in range(self.first, self.last)
+        ]
+        trained = {
+            name
+            for unit in described
+            for name, (_, _, is_trained) in unit.items()
+            if is_trained
+        }
         for tied in self._model.tied:
-            trained.difference_update([name for name in tied.names if name in trained][1:])
+            trained.difference_update(
+                [name for name in tied.names if name in trained][1:]
+            )
         return torch.zeros(len(trained.difference(without)))
 
-    def _describe_tensors(self, unit: int) -> dict[str, tuple[Shape, torch.dtype, bool]]:
+    def _describe_tensors(
+        self, unit: int
+    ) -> dict[str, tuple[Shape, torch.dtype, bool]]:
         return _describe_tensors(self._model, unit, self._training.frozen_travels)
 
     def gradient(self, tied: Tied) -> torch.Tensor:
@@ -113,10 +145,14 @@ class ShapeShard:
         """Record the existence of an optimizer state; ``norms`` have any shape."""
         self._updated = True
 
-    def advance(self, key: Hashable, version: int, oldest_needed: int, aggregate: int = 0) -> None:
+    def advance(
+        self, key: Hashable, version: int, oldest_needed: int, aggregate: int = 0
+    ) -> None:
         """Increment the version, and free versions before ``oldest_needed``."""
         self._updated = True
-        self.versions.begin_next(min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed)
+        self.versions.begin_next(
+            min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed
+        )
         self.versions.forget(oldest_needed)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:

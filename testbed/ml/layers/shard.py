@@ -32,7 +32,10 @@ def weights_of(state: State) -> dict[str, torch.Tensor]:
 
 def result_of(state: State) -> dict[str, torch.Tensor]:
     """Return the result of a run: the weights, or their moving averages if configured."""
-    return {name: state.get(AVERAGE + name, tensor) for name, tensor in weights_of(state).items()}
+    return {
+        name: state.get(AVERAGE + name, tensor)
+        for name, tensor in weights_of(state).items()
+    }
 
 
 def unit_of(name: str) -> int:
@@ -42,7 +45,9 @@ def unit_of(name: str) -> int:
 
 def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
     """Return the tensors of units ``first`` to ``last`` (exclusive)."""
-    return {name: tensor for name, tensor in state.items() if first <= unit_of(name) < last}
+    return {
+        name: tensor for name, tensor in state.items() if first <= unit_of(name) < last
+    }
 
 
 def draws(network: torch.nn.Module) -> bool:
@@ -50,7 +55,9 @@ def draws(network: torch.nn.Module) -> bool:
     from torch.fx import GraphModule
     from torch.nn.modules.dropout import _DropoutNd
 
-    return any(isinstance(module, _DropoutNd | GraphModule) for module in network.modules())
+    return any(
+        isinstance(module, _DropoutNd | GraphModule) for module in network.modules()
+    )
 
 
 class Shard:
@@ -67,7 +74,13 @@ class Shard:
     """
 
     def __init__(
-        self, model: Model, first: int, last: int, seed: int, training: TrainingConfig, precision: Precision = "f32"
+        self,
+        model: Model,
+        first: int,
+        last: int,
+        seed: int,
+        training: TrainingConfig,
+        precision: Precision = "f32",
     ) -> None:
         self.first = first
         self.last = last
@@ -75,7 +88,9 @@ class Shard:
 
         self._seed = seed
         self._module = model.build(first, last, seed)
-        self._fixed = frozenset[str]() if training.frozen_travels else frozen_names(self._module)
+        self._fixed = (
+            frozenset[str]() if training.frozen_travels else frozen_names(self._module)
+        )
         """Frozen weights excluded from states, because every build of these units has the same."""
         self._draws = draws(self._module)
         self._precision = precision
@@ -93,7 +108,11 @@ class Shard:
         """Forwards to be repeated just before their backward, keeping intermediate values."""
 
     def forward(
-        self, key: Key, inputs: torch.Tensor, version: int | None = None, rows: Rows | None = None
+        self,
+        key: Key,
+        inputs: torch.Tensor,
+        version: int | None = None,
+        rows: Rows | None = None,
     ) -> torch.Tensor:
         """Return the outputs of a micro-batch, keeping the intermediate values for its `backward`.
 
@@ -106,7 +125,9 @@ class Shard:
         self._kept[key] = (inputs, outputs)
         return outputs.detach()
 
-    def forward_lightly(self, key: Key, inputs: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+    def forward_lightly(
+        self, key: Key, inputs: torch.Tensor, rows: Rows | None = None
+    ) -> torch.Tensor:
         """Return the outputs, (samples, ...), keeping only the inputs: `backward` repeats the forward (GPipe).
 
         The repetition draws the same random numbers and leaves the running statistics unchanged.
@@ -116,7 +137,9 @@ class Shard:
         self._postponed[key] = partial(self._repeat_forward, key, inputs, rows)
         return outputs
 
-    def _repeat_forward(self, key: Key, inputs: torch.Tensor, rows: Rows | None) -> None:
+    def _repeat_forward(
+        self, key: Key, inputs: torch.Tensor, rows: Rows | None
+    ) -> None:
         inputs = inputs.detach().requires_grad_(self.first > 0)
         with self._statistics.set_aside(key):
             outputs = self._run_units(key, inputs, rows)
@@ -144,7 +167,9 @@ class Shard:
         self._kept[key] = (inputs, loss)
         return float(loss.detach())
 
-    def backward(self, key: Key, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
+    def backward(
+        self, key: Key, gradient: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Accumulate the gradients of a micro-batch; return the gradient of its inputs, None at the model's beginning.
 
         ``gradient`` is the gradient of the outputs, with their shape; the result has the shape of the inputs.
@@ -177,7 +202,11 @@ class Shard:
         """
         named = self.versions.latest.items()
         return self._training.norms(
-            [each.grad for name, each in named if each.grad is not None and name not in without]
+            [
+                each.grad
+                for name, each in named
+                if each.grad is not None and name not in without
+            ]
         )
 
     def gradient(self, tied: Tied) -> torch.Tensor:
@@ -190,7 +219,11 @@ class Shard:
         self._tied_weight(tied).grad = gradient.clone()
 
     def _tied_weight(self, tied: Tied) -> torch.nn.Parameter:
-        return next(self.versions.latest[name] for name in tied.names if name in self.versions.latest)
+        return next(
+            self.versions.latest[name]
+            for name in tied.names
+            if name in self.versions.latest
+        )
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
         """Take optimizer step ``step``, counted from 0, with the accumulated gradients, and reset them.
@@ -200,7 +233,9 @@ class Shard:
 
         ``norms`` are those of the gradients of the whole model, (tensors,), for clipping; None: this is all of it.
         """
-        self._step_optimizer(step, self.versions.latest, _take_gradients(self.versions.latest), norms)
+        self._step_optimizer(
+            step, self.versions.latest, _take_gradients(self.versions.latest), norms
+        )
 
     def _step_optimizer(
         self,
@@ -220,7 +255,9 @@ class Shard:
                     else:
                         average.mul_(share).add_(weight, alpha=1 - share)
 
-    def advance(self, key: tuple[int, int], version: int, oldest_needed: int, aggregate: int = 0) -> None:
+    def advance(
+        self, key: tuple[int, int], version: int, oldest_needed: int, aggregate: int = 0
+    ) -> None:
         """Make the next version from the newest one, with the gradients computed with ``version``.
 
         ``key`` is the key of the batch whose backward was just done, the training step first. If ``aggregate`` exceeds
@@ -228,7 +265,9 @@ class Shard:
         """
         gradients = _take_gradients(self.versions[version])
         # What is to be averaged has to be there, the newest so far among it.
-        needed = min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed
+        needed = (
+            min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed
+        )
         self._step_optimizer(key[0], self.versions.begin_next(needed), gradients)
         self._statistics.apply(key)
         if aggregate > 1:
@@ -239,7 +278,12 @@ class Shard:
         """Return the outputs in evaluation mode, keeping nothing; shapes as in `forward`."""
         self.versions.use(self.versions.newest)
         if self._averages:
-            self.versions.put({name: torch.nn.Parameter(average) for name, average in self._averages.items()})
+            self.versions.put(
+                {
+                    name: torch.nn.Parameter(average)
+                    for name, average in self._averages.items()
+                }
+            )
         self._module.eval()
         with torch.no_grad():
             outputs = self._seed_units(inputs.detach(), "evaluation")
@@ -265,8 +309,14 @@ class Shard:
         """Return a copy of the newest weights, the buffers and the optimizer's state, without frozen weights."""
         self.versions.use(self.versions.newest)
         tensors = self._module.state_dict().items()
-        state = {name: tensor.detach().clone() for name, tensor in tensors if name not in self._fixed}
-        averages = {AVERAGE + name: average.clone() for name, average in self._averages.items()}
+        state = {
+            name: tensor.detach().clone()
+            for name, tensor in tensors
+            if name not in self._fixed
+        }
+        averages = {
+            AVERAGE + name: average.clone() for name, average in self._averages.items()
+        }
         return state | self._with_aliases(self._optimizer.state() | averages)
 
     def _with_aliases(self, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -289,36 +339,55 @@ class Shard:
         self.versions.use(self.versions.newest)
         weights = weights_of(state)
         fixed = {
-            name: tensor for name, tensor in self._module.state_dict().items() if name in self._fixed - weights.keys()
+            name: tensor
+            for name, tensor in self._module.state_dict().items()
+            if name in self._fixed - weights.keys()
         }
         self._module.load_state_dict({**fixed, **weights})
         self._narrow_weights()
         self._kept.clear()
         self._postponed.clear()
         self._statistics.clear()
-        own = {name: tensor for name, tensor in state.items() if name.partition(":")[2] not in self._aliases}
+        own = {
+            name: tensor
+            for name, tensor in state.items()
+            if name.partition(":")[2] not in self._aliases
+        }
         self._optimizer.load(own)
-        averages = {name: tensor for name, tensor in own.items() if name.startswith(AVERAGE)}
-        self._averages = {name.removeprefix(AVERAGE): tensor.clone() for name, tensor in averages.items()}
+        averages = {
+            name: tensor for name, tensor in own.items() if name.startswith(AVERAGE)
+        }
+        self._averages = {
+            name.removeprefix(AVERAGE): tensor.clone()
+            for name, tensor in averages.items()
+        }
         for parameter in self._module.parameters():
             parameter.grad = None
 
-    def _forward_training(self, key: Key, inputs: torch.Tensor, version: int | None, rows: Rows | None) -> torch.Tensor:
+    def _forward_training(
+        self, key: Key, inputs: torch.Tensor, version: int | None, rows: Rows | None
+    ) -> torch.Tensor:
         if version is None:
             return self._run_units(key, inputs, rows)
         self.versions.use(version)
         with self._statistics.set_aside(key):
             return self._run_units(key, inputs, rows)
 
-    def _run_units(self, key: Key, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+    def _run_units(
+        self, key: Key, inputs: torch.Tensor, rows: Rows | None
+    ) -> torch.Tensor:
         """Run the units in order; if any draws random numbers, seed each by its unit and this batch.
 
         The draws are therefore independent of the cuts, of the number of micro-batches, and of other devices in the
         process.
         """
-        return self._seed_units(inputs, repr((key[0], 0) if rows else key), rows).float()
+        return self._seed_units(
+            inputs, repr((key[0], 0) if rows else key), rows
+        ).float()
 
-    def _seed_units(self, inputs: torch.Tensor, key: str, rows: Rows | None = None) -> torch.Tensor:
+    def _seed_units(
+        self, inputs: torch.Tensor, key: str, rows: Rows | None = None
+    ) -> torch.Tensor:
         begin, samples = rows or (0, len(inputs))
 
         def seeded(name: str) -> None:
@@ -326,7 +395,11 @@ class Shard:
             torch.default_generator.manual_seed(derive(self._seed, "draws", name, key))
 
         if self._draws:
-            with torch.random.fork_rng(devices=[]), self._of_batch(begin, len(inputs), samples), self._narrow_context():
+            with (
+                torch.random.fork_rng(devices=[]),
+                self._of_batch(begin, len(inputs), samples),
+                self._narrow_context(),
+            ):
                 outputs = self._module(inputs, seeded)
         else:
             with self._narrow_context():
@@ -335,7 +408,9 @@ class Shard:
         return outputs
 
     @staticmethod
-    def _of_batch(begin: int, count: int, samples: int) -> AbstractContextManager[object]:
+    def _of_batch(
+        begin: int, count: int, samples: int
+    ) -> AbstractContextManager[object]:
         if count == samples:
             return nullcontext()
         from testbed.ml.layers.draws import RowsOfBatch
@@ -347,12 +422,22 @@ def _aliases(module: torch.nn.Module) -> dict[str, str]:
     """Return the additional names of parameters shared by units of a module, each with the first name."""
     first = {parameter: name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
-    return {name: first[weight] for name, weight in every if unit_of(name) != unit_of(first[weight])}
+    return {
+        name: first[weight]
+        for name, weight in every
+        if unit_of(name) != unit_of(first[weight])
+    }
 
 
-def _take_gradients(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+def _take_gradients(
+    parameters: Mapping[str, torch.nn.Parameter],
+) -> dict[str, torch.Tensor]:
     """Return the gradients of parameters and clear them."""
-    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in parameters.items()
+        if parameter.grad is not None
+    }
     for parameter in parameters.values():
         parameter.grad = None
     return gradients

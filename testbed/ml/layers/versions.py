@@ -17,7 +17,9 @@ class Versions:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.newest = 0
-        trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        trained = {
+            name: each for name, each in module.named_parameters() if each.requires_grad
+        }
         self._sets = {0: trained}
         # Weights that a user shares between two places have two names there, and one here.
         names = {parameter: name for name, parameter in self._sets[0].items()}
@@ -58,7 +60,10 @@ class Versions:
         """Return the parameters of the next version: a copy of the newest, or the newest itself if no longer needed."""
         before = self.latest
         if self.newest >= oldest_needed:
-            following = {name: torch.nn.Parameter(value.detach().clone()) for name, value in before.items()}
+            following = {
+                name: torch.nn.Parameter(value.detach().clone())
+                for name, value in before.items()
+            }
         else:
             following = before
         self.newest += 1
@@ -67,7 +72,9 @@ class Versions:
 
     def forget(self, oldest_needed: int) -> None:
         """Free the versions before this one, except the newest."""
-        for version in [number for number in self._sets if number < min(oldest_needed, self.newest)]:
+        for version in [
+            number for number in self._sets if number < min(oldest_needed, self.newest)
+        ]:
             del self._sets[version]
 
     def aggregate(self, count: int) -> None:
@@ -88,7 +95,10 @@ def mean(versions: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tens
     names = list(versions[0])
     if any(list(version) != names for version in versions):
         raise ValueError("versions of different units have no mean")
-    return {name: torch.stack([version[name] for version in versions]).mean(0) for name in names}
+    return {
+        name: torch.stack([version[name] for version in versions]).mean(0)
+        for name in names
+    }
 
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -106,20 +116,32 @@ class Statistics:
         from torch.nn.modules.batchnorm import _NormBase
 
         self._normalisations = [
-            part for part in module.modules() if isinstance(part, _NormBase) and part.running_mean is not None
+            part
+            for part in module.modules()
+            if isinstance(part, _NormBase) and part.running_mean is not None
         ]
         self._aside: dict[Hashable, list[dict[str, torch.Tensor]]] = {}
 
     @contextmanager
     def set_aside(self, key: Hashable) -> Iterator[None]:
         """Context for the forward of this key."""
-        lasting = [{name: part._buffers[name] for name in _BUFFERS} for part in self._normalisations]
+        lasting = [
+            {name: part._buffers[name] for name in _BUFFERS}
+            for part in self._normalisations
+        ]
         for part, buffers in zip(self._normalisations, lasting, strict=True):
             part._buffers.update(
-                {name: torch.zeros_like(value) for name, value in buffers.items() if value is not None}
+                {
+                    name: torch.zeros_like(value)
+                    for name, value in buffers.items()
+                    if value is not None
+                }
             )
         yield
-        self._aside[key] = [{name: part._buffers[name] for name in _BUFFERS} for part in self._normalisations]  # type: ignore[misc]
+        self._aside[key] = [
+            {name: part._buffers[name] for name in _BUFFERS}  # type: ignore[misc]
+            for part in self._normalisations
+        ]
         for part, buffers in zip(self._normalisations, lasting, strict=True):
             part._buffers.update(buffers)
 
@@ -128,7 +150,9 @@ class Statistics:
         for part, added in zip(self._normalisations, self._aside.pop(key), strict=True):
             assert part.num_batches_tracked is not None
             part.num_batches_tracked.add_(added["num_batches_tracked"])
-            weight = 1.0 if part.momentum is not None else 1 / int(part.num_batches_tracked)
+            weight = (
+                1.0 if part.momentum is not None else 1 / int(part.num_batches_tracked)
+            )
             keep = 1 - (weight if part.momentum is None else part.momentum)
             for name in ("running_mean", "running_var"):
                 buffer = part._buffers[name]

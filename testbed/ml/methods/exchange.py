@@ -48,19 +48,34 @@ class Exchange(Method[ExchangeOptions]):
         source = problem.devices[0].name
         if options.cast:
             if options.peer is not None:
-                raise InputError("a cast goes to all neighbours; remove the peer", ("method", "peer"))
+                raise InputError(
+                    "a cast goes to all neighbours; remove the peer", ("method", "peer")
+                )
             if not _linked_neighbours(problem, source):
-                raise InputError(f"'{source}' has no links, so no device receives its casts", ("network",))
+                raise InputError(
+                    f"'{source}' has no links, so no device receives its casts",
+                    ("network",),
+                )
             ends = [source, *_linked_neighbours(problem, source)]
         else:
             if options.everyone:
-                raise InputError("requires casts: add cast: true", ("method", "everyone"))
+                raise InputError(
+                    "requires casts: add cast: true", ("method", "everyone")
+                )
             peer = self._peer_name(problem)
-            if (source, peer) not in problem.links or (peer, source) not in problem.links:
-                raise InputError(f"no link between '{source}' and '{peer}'", ("method", "peer"))
+            if (source, peer) not in problem.links or (
+                peer,
+                source,
+            ) not in problem.links:
+                raise InputError(
+                    f"no link between '{source}' and '{peer}'", ("method", "peer")
+                )
             ends = [source, peer]
         # A message and its encoded form: see `testbed.hardware.largest_message`.
-        parts = tuple(Piece(device=name, first=0, last=0, memory=2 * options.payload) for name in ends)
+        parts = tuple(
+            Piece(device=name, first=0, last=0, memory=2 * options.payload)
+            for name in ends
+        )
         return Plan(method=self.name, lead=source, pieces=parts)
 
     async def program(self, device: Device, job: Job[ExchangeOptions]) -> None:
@@ -90,7 +105,9 @@ class Exchange(Method[ExchangeOptions]):
                 device.record("request", request=request, latency=device.now() - began)
         if device.name == job.plan.lead:
             links = job.problem.links.values()
-            await device.sleep(LISTENING_SECONDS + max(link.delay + 4 * link.jitter for link in links))
+            await device.sleep(
+                LISTENING_SECONDS + max(link.delay + 4 * link.jitter for link in links)
+            )
 
     def _peer_name(self, problem: Problem[ExchangeOptions]) -> str:
         names = [device.name for device in problem.devices]
@@ -98,7 +115,10 @@ class Exchange(Method[ExchangeOptions]):
             raise InputError("an exchange needs two of them", ("devices",))
         peer = problem.options.peer or names[1]
         if peer not in names[1:]:
-            raise InputError(f"there is no device '{peer}': {nearest(peer, names[1:])}", ("method", "peer"))
+            raise InputError(
+                f"there is no device '{peer}': {nearest(peer, names[1:])}",
+                ("method", "peer"),
+            )
         return peer
 
 
@@ -113,4 +133,7 @@ def _linked_neighbours(problem: Problem, name: str) -> list[str]:
 def _message_sizes(job: Job[ExchangeOptions]) -> list[tuple[int, Message]]:
     payload = torch.zeros(int(job.problem.options.payload) // BYTES_PER_VALUE)
     requests = range(job.problem.workload.requests or DEFAULT_REQUESTS)
-    return [(request, Message("payload", {"request": request}, {"payload": payload})) for request in requests]
+    return [
+        (request, Message("payload", {"request": request}, {"payload": payload}))
+        for request in requests
+    ]

@@ -51,7 +51,12 @@ class SplitLearning(SplitMethod[SplitLearningOptions]):
 
     def plan(self, problem: Problem[SplitLearningOptions]) -> Plan[RoundDetails]:
         """Split the model for each device. Raises `InputError` for impossible splits."""
-        return split_plan(self.name, Participants(problem), problem.options.split, concurrent_clients=1)
+        return split_plan(
+            self.name,
+            Participants(problem),
+            problem.options.split,
+            concurrent_clients=1,
+        )
 
 
 class SplitFederatedOptions(GroupOptions):
@@ -74,4 +79,6 @@ class SplitFederated(SplitMethod[SplitFederatedOptions]):
     def plan(self, problem: Problem[SplitFederatedOptions]) -> Plan[RoundDetails]:
         """Split the model for each device. Raises `InputError` for impossible splits."""
         team = Participants(problem)
-        return split_plan(self.name, team, problem.options.split, concurrent_clients=len(team.devices))
+        return split_plan(
+            self.name, team, problem.options.split, concurrent_clients=len(team.devices)
+        )

@@ -18,9 +18,14 @@ class PipeDreamOptions(AsynchronousOptions):
     """Options of `PipeDream`."""
 
     partition: Literal["homogeneous", "even"] = Field(
-        "homogeneous", description="homogeneous: least bottleneck if all devices were alike; even: by number of units"
+        "homogeneous",
+        description="homogeneous: least bottleneck if all devices were alike; even: by number of units",
     )
-    chain_every: int = Field(0, ge=0, description="batches after which each stage's weights go to the next; 0: never")
+    chain_every: int = Field(
+        0,
+        ge=0,
+        description="batches after which each stage's weights go to the next; 0: never",
+    )
 
 
 class PipeDreamPartitioner(Partitioner[PipeDreamOptions]):
@@ -28,7 +33,11 @@ class PipeDreamPartitioner(Partitioner[PipeDreamOptions]):
 
     def cut(self, pipeline: AsynchronousPipeline) -> Cuts:
         """Return the cuts the options ask for; raises `InputError` for cuts that do not fit."""
-        return pipeline.even() if self.problem.options.partition == "even" else super().cut(pipeline)
+        return (
+            pipeline.even()
+            if self.problem.options.partition == "even"
+            else super().cut(pipeline)
+        )
 
 
 class PipeDream(AsynchronousMethod[PipeDreamOptions]):
@@ -48,7 +57,11 @@ class ResPipeOptions(AsynchronousOptions):
         description="homogeneous: least bottleneck if all devices were alike; capacities: for the speeds they have",
     )
 
-    global_every: int = Field(0, ge=0, description="batches after which all weights go to the first device; 0: never")
+    global_every: int = Field(
+        0,
+        ge=0,
+        description="batches after which all weights go to the first device; 0: never",
+    )
 
 
 class TakeOverPartitioner(Partitioner[ResPipeOptions]):

@@ -27,7 +27,8 @@ class GPipeOptions(SynchronousOptions):
 
     schedule: Literal["gpipe"] = Field("gpipe", description="the only one")
     recompute: bool = Field(
-        True, description="all stages but the last discard activations and recompute them before backward"
+        True,
+        description="all stages but the last discard activations and recompute them before backward",
     )
 
 
@@ -42,7 +43,9 @@ class GPipe(SynchronousMethod):
 class ModelParallelismOptions(SynchronousOptions):
     """Options of `ModelParallelism`: those of the pipeline except the schedule."""
 
-    schedule: Literal["model-parallelism"] = Field("model-parallelism", description="the only one")
+    schedule: Literal["model-parallelism"] = Field(
+        "model-parallelism", description="the only one"
+    )
 
 
 class ModelParallelism(SynchronousMethod):

@@ -11,7 +11,13 @@ from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.ml.method import Job, Method, PlannedMessage, Problem
 from testbed.ml.partition import Chain, Cuts
-from testbed.ml.pipeline.planning import StagesOptions, all_devices, devices_among, stage_messages, stage_pieces
+from testbed.ml.pipeline.planning import (
+    StagesOptions,
+    all_devices,
+    devices_among,
+    stage_messages,
+    stage_pieces,
+)
 from testbed.plan import Details, Piece, Plan
 from testbed.wire.message import size_around
 
@@ -39,7 +45,9 @@ class InferenceChain(Chain):
         link = self.links.get((self.devices[-1].name, self.devices[0].name))
         if link is None:
             return 0.0, 0.0
-        return link.transmission_time(size_around(self.batch_size * self.units[-1].output_bytes)), link.delay
+        return link.transmission_time(
+            size_around(self.batch_size * self.units[-1].output_bytes)
+        ), link.delay
 
 
 class SequentialDetails(Details):
@@ -76,13 +84,18 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         """
         options = problem.options
         chain, cuts = _choose_cuts(problem, all_devices(problem))
-        latency, bottleneck = chain.latency(cuts) + sum(chain.way_back), chain.bottleneck(cuts)
+        latency, bottleneck = (
+            chain.latency(cuts) + sum(chain.way_back),
+            chain.bottleneck(cuts),
+        )
         return Plan(
             method=self.name,
             lead=problem.devices[0].name,
             pieces=stage_pieces(chain, cuts),
             step_time=max(bottleneck, latency / options.in_flight),
-            details=SequentialDetails(partition=options.partition, latency=latency, bottleneck=bottleneck),
+            details=SequentialDetails(
+                partition=options.partition, latency=latency, bottleneck=bottleneck
+            ),
         )
 
     def largest_messages(
@@ -91,18 +104,30 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         """Return the activations and initial weights as messages."""
         return stage_messages(problem, plan)
 
-    async def program(self, device: Device, job: Job[SequentialOptions, SequentialDetails]) -> None:
+    async def program(
+        self, device: Device, job: Job[SequentialOptions, SequentialDetails]
+    ) -> None:
         """Send requests from the first device; run a stage on every device."""
         from testbed.ml.pipeline.program import run_inference
 
         def stages(there: Collection[str]) -> tuple[Piece, ...]:
-            return stage_pieces(*_choose_cuts(job.problem, devices_among(job.problem, there)))
+            return stage_pieces(
+                *_choose_cuts(job.problem, devices_among(job.problem, there))
+            )
 
         await run_inference(device, job, stages, job.problem.options.in_flight)
 
 
-def _choose_cuts(problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:
+def _choose_cuts(
+    problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]
+) -> tuple[InferenceChain, Cuts]:
     shares, size = problem.options.shares, problem.workload.batch_size
-    chain = InferenceChain(problem.model, tuple(devices), problem.links, size, shares=shares)
-    cut = {"even": chain.even, "latency": chain.least_latency, "bottleneck": chain.least_bottleneck}
+    chain = InferenceChain(
+        problem.model, tuple(devices), problem.links, size, shares=shares
+    )
+    cut = {
+        "even": chain.even,
+        "latency": chain.least_latency,
+        "bottleneck": chain.least_bottleneck,
+    }
     return chain, cut[problem.options.partition]()

@@ -24,8 +24,12 @@ from testbed.plan import Piece, Plan
 class SingleOptions(Options):
     """Options of `Single`."""
 
-    device: str | None = Field(None, description="which one; default: the first of the scenario")
-    evaluate_every: StepsOrTime | None = Field(None, description="steps, or a time; default: at the end only")
+    device: str | None = Field(
+        None, description="which one; default: the first of the scenario"
+    )
+    evaluate_every: StepsOrTime | None = Field(
+        None, description="steps, or a time; default: at the end only"
+    )
 
 
 class Single(Method[SingleOptions]):
@@ -35,21 +39,36 @@ class Single(Method[SingleOptions]):
     summary = "one device alone; the others idle"
     tasks = ("train", "infer")
     Options = SingleOptions
-    supports = frozenset({"early_stopping", "initial_weights", "precisions", "smaller_batches", "timing_only"})
+    supports = frozenset(
+        {
+            "early_stopping",
+            "initial_weights",
+            "precisions",
+            "smaller_batches",
+            "timing_only",
+        }
+    )
 
     def plan(self, problem: Problem[SingleOptions]) -> Plan:
         """Assign all units to one device. Raises `InputError` for an unknown device or insufficient memory."""
         names = [device.name for device in problem.devices]
         chosen = problem.options.device or names[0]
         if chosen not in names:
-            raise InputError(f"unknown device '{chosen}': {nearest(chosen, names)}", ("method", "device"))
+            raise InputError(
+                f"unknown device '{chosen}': {nearest(chosen, names)}",
+                ("method", "device"),
+            )
         device = problem.device(chosen)
         memory = costs.whole_memory(problem, device)
         costs.check_memory(device, memory)
         return Plan(
             method=self.name,
             lead=chosen,
-            pieces=(Piece(device=chosen, first=0, last=len(problem.model.units), memory=memory),),
+            pieces=(
+                Piece(
+                    device=chosen, first=0, last=len(problem.model.units), memory=memory
+                ),
+            ),
             step_time=costs.whole_seconds(problem, device),
         )
 
@@ -71,11 +90,17 @@ class Single(Method[SingleOptions]):
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of the one device; the others have none."""
-        return frozenset({"forward", "backward", "update", "evaluate"} if device == plan.lead else ())
+        return frozenset(
+            {"forward", "backward", "update", "evaluate"} if device == plan.lead else ()
+        )
 
 
 async def _train_model(
-    device: Device, problem: Problem[SingleOptions], dataset: Dataset, shard: Shard | ShapeShard, stopping: Stopping
+    device: Device,
+    problem: Problem[SingleOptions],
+    dataset: Dataset,
+    shard: Shard | ShapeShard,
+    stopping: Stopping,
 ) -> None:
     units = problem.model.units
     training = Training(dataset, problem.workload, problem.seed)
@@ -85,19 +110,39 @@ async def _train_model(
     for step in range(training.steps):
         images, labels = training.batch(step)
         samples = len(labels)
-        forward = partial(shard.forward_loss, (step, 0), images, labels, problem.training.weight(labels))
+        forward = partial(
+            shard.forward_loss,
+            (step, 0),
+            images,
+            labels,
+            problem.training.weight(labels),
+        )
         backward = partial(shard.backward, (step, 0))
-        loss = await device.compute(forward, costs.forward(units, samples), Span("forward", step))
-        await device.compute(backward, costs.backward(units, samples), Span("backward", step))
+        loss = await device.compute(
+            forward, costs.forward(units, samples), Span("forward", step)
+        )
+        await device.compute(
+            backward, costs.backward(units, samples), Span("backward", step)
+        )
         update = partial(shard.update, step)
-        await device.compute(update, costs.update(units, problem.training), Span("update", step))
-        device.record("step", step=step, samples=samples, **loss_fields(loss, problem.workload.numerics != "none"))
+        await device.compute(
+            update, costs.update(units, problem.training), Span("update", step)
+        )
+        device.record(
+            "step",
+            step=step,
+            samples=samples,
+            **loss_fields(loss, problem.workload.numerics != "none"),
+        )
         done = step + 1
         if done == training.steps or due(done, device.now()):
             score = Score(problem.training)
             for index in range(len(requests)):
                 score.add(
-                    await _answer_request(device, problem, shard, requests, index, "evaluate"), requests.labels(index)
+                    await _answer_request(
+                        device, problem, shard, requests, index, "evaluate"
+                    ),
+                    requests.labels(index),
                 )
             device.record("evaluate", step=done, **score.fields())
             due.made(device.now())
@@ -106,19 +151,28 @@ async def _train_model(
                 break
 
 
-async def _answer_requests(device: Device, problem: Problem, dataset: Dataset, shard: Shard | ShapeShard) -> None:
+async def _answer_requests(
+    device: Device, problem: Problem, dataset: Dataset, shard: Shard | ShapeShard
+) -> None:
     requests = Requests(dataset, problem.workload.batch_size, problem.workload.requests)
     answers = Answers(device, problem, requests)
     for index in range(len(requests)):
         asked = device.now()
-        output = await _answer_request(device, problem, shard, requests, index, "forward")
+        output = await _answer_request(
+            device, problem, shard, requests, index, "forward"
+        )
         device.record("request", request=index, latency=device.now() - asked)
         answers.add(index, output)
     answers.finish()
 
 
 async def _answer_request(
-    device: Device, problem: Problem, shard: Shard | ShapeShard, requests: Requests, index: int, span: str
+    device: Device,
+    problem: Problem,
+    shard: Shard | ShapeShard,
+    requests: Requests,
+    index: int,
+    span: str,
 ) -> torch.Tensor:
     images = requests.images(index)
     cost = costs.forward(problem.model.units, len(images))

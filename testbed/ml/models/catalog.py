@@ -94,7 +94,10 @@ def code_of(name: str) -> Code | None:
     if function is None:
         return None
     if not callable(function):
-        raise InputError(f"the package's model '{name}' must be a function that returns a torch.nn.Module", _NAME)
+        raise InputError(
+            f"the package's model '{name}' must be a function that returns a torch.nn.Module",
+            _NAME,
+        )
     point = plugins.installed(GROUP)[name]
     return usercode.code_of_package(point.attr, point.module, _NAME)
 
@@ -117,11 +120,15 @@ def summary_of(name: str) -> str:
 def find(name: str) -> Entry:
     """Return a model of the catalogue; raises `InputError` for an unknown name."""
     if name not in CATALOG:
-        raise InputError(f"unknown model '{name}': {nearest(name, list_names())}", _NAME)
+        raise InputError(
+            f"unknown model '{name}': {nearest(name, list_names())}", _NAME
+        )
     return CATALOG[name]
 
 
-def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: int) -> Model:
+def create(
+    name: str, options: Mapping[str, Any], input_shape: Shape, classes: int
+) -> Model:
     """Create a catalogue model for images of ``input_shape``; 0 ``classes`` means data without labels.
 
     Raises `InputError` for an unknown name and for unsuitable data, and pydantic's error for unknown options; the
@@ -132,12 +139,16 @@ def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: i
     chosen = entry.Options.model_validate(dict(options))
     if not classes and not entry.classes:
         can = ", ".join(each.name for each in CATALOG.values() if each.classes)
-        raise InputError(f"{name} needs data with labels: use labelled data, or {can}", ("model",))
+        raise InputError(
+            f"{name} needs data with labels: use labelled data, or {can}", ("model",)
+        )
     try:
         return entry.make(chosen, tuple(input_shape), classes or entry.classes)
     except ValueError as error:
         size = "x".join(map(str, input_shape))
-        raise InputError(f"{name} cannot take inputs of {size}: {error}", ("model",)) from error
+        raise InputError(
+            f"{name} cannot take inputs of {size}: {error}", ("model",)
+        ) from error
 
 
 def describe(model: Model) -> dict[str, Any]:

@@ -88,7 +88,10 @@ class Unit:
     @property
     def least_samples(self) -> int:
         """Minimum batch size in training; two if a layer normalises over samples alone."""
-        return max((layer.least_samples(shape) for layer, shape in self._layer_inputs), default=1)
+        return max(
+            (layer.least_samples(shape) for layer, shape in self._layer_inputs),
+            default=1,
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -109,7 +112,10 @@ class Unit:
     def activation_bytes(self) -> int:
         """Bytes of all layer outputs for one sample, kept for backward. Joining several inputs makes a copy."""
         copied = math.prod(self.input) if self.joins and len(self.reads) > 1 else 0
-        return BYTES_PER_VALUE * (copied + sum(layer.activations(shape) for layer, shape in self._layer_inputs))
+        return BYTES_PER_VALUE * (
+            copied
+            + sum(layer.activations(shape) for layer, shape in self._layer_inputs)
+        )
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,9 @@ class Tied:
     @property
     def title(self) -> str:
         """The names of the weight in the network."""
-        return " and ".join(dict.fromkeys(name.partition(".")[2] for name in self.names))
+        return " and ".join(
+            dict.fromkeys(name.partition(".")[2] for name in self.names)
+        )
 
     def holders(self, cuts: Sequence[int]) -> list[int]:
         """Return the stages using the weight, for stages with these cuts."""
@@ -161,30 +169,46 @@ class Model:
     """The inputs in a row of numbers, for a network with several inputs; empty for a single input."""
     builder: Builder | None = None
     """Builds modules of a network without layer descriptions; None if all units have layers."""
-    given: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    given: Mapping[str, torch.Tensor] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     """Values of frozen weights by their names in `build`; absent ones are drawn from the seed."""
     tied: tuple[Tied, ...] = ()
     """Trained weights used by several units."""
 
     def __post_init__(self) -> None:
         for index, unit in enumerate(self.units):
-            arriving = joined([self.made(read) for read in self.reads(index)], whole=unit.joins)
+            arriving = joined(
+                [self.made(read) for read in self.reads(index)], whole=unit.joins
+            )
             if unit.input != arriving:
-                raise ValueError(f"unit '{unit.name}' takes {unit.input}, but {arriving} arrives")
-        expected = (self.classes,) if self.detector is None else self.detector.channels(self.classes)
+                raise ValueError(
+                    f"unit '{unit.name}' takes {unit.input}, but {arriving} arrives"
+                )
+        expected = (
+            (self.classes,)
+            if self.detector is None
+            else self.detector.channels(self.classes)
+        )
         # Without a detector the last axis is that of the classes; those before it, if any, are of tokens.
         ending = self.output[-1:] if self.detector is None else self.output[:1]
         if ending != expected:
             raise ValueError(
                 f"{self.name} ends with {self.output}, not with "
-                + ("one value for each of" if self.detector is None else f"{expected[0]} channels for")
+                + (
+                    "one value for each of"
+                    if self.detector is None
+                    else f"{expected[0]} channels for"
+                )
                 + f" {self.classes} classes"
             )
 
     @property
     def held(self) -> tuple[str, ...]:
         """Reasons why units of a user's network cannot be cut further, with source lines."""
-        reasons = (getattr(layer, "held", "") for unit in self.units for layer in unit.layers)
+        reasons = (
+            getattr(layer, "held", "") for unit in self.units for layer in unit.layers
+        )
         return tuple(dict.fromkeys(filter(None, reasons)))
 
     @property
@@ -202,12 +226,16 @@ class Model:
 
     def tied_across(self, cut: int) -> Tied | None:
         """Return a trained weight used on both sides of a cut; None if no weight is shared across the cut."""
-        return next((tied for tied in self.tied if tied.units[0] < cut <= tied.units[-1]), None)
+        return next(
+            (tied for tied in self.tied if tied.units[0] < cut <= tied.units[-1]), None
+        )
 
     @property
     def untied_parts(self) -> int:
         """Maximum number of contiguous parts without a shared trained weight."""
-        return 1 + sum(self.tied_across(cut) is None for cut in range(1, len(self.units)))
+        return 1 + sum(
+            self.tied_across(cut) is None for cut in range(1, len(self.units))
+        )
 
     def crossing(self, cut: int) -> tuple[Made, ...]:
         """Return the tensors crossing the cut before unit ``cut``, in the order of the producing units.
@@ -228,20 +256,31 @@ class Model:
 
     def cut_bytes(self, cut: int) -> int:
         """Return the bytes of one sample that cross the cut before unit ``cut``."""
-        return BYTES_PER_VALUE * sum(math.prod(shape) for _, shape in self.crossing(cut))
+        return BYTES_PER_VALUE * sum(
+            math.prod(shape) for _, shape in self.crossing(cut)
+        )
 
     def weight_bytes(self, units: range) -> int:
         """Return the bytes of the trained values of consecutive units."""
-        return self._sums[0][units.stop] - self._sums[0][units.start] - BYTES_PER_VALUE * self._repeated_values(units)
+        return (
+            self._sums[0][units.stop]
+            - self._sums[0][units.start]
+            - BYTES_PER_VALUE * self._repeated_values(units)
+        )
 
     def _repeated_values(self, units: range) -> int:
         """Return the values counted several times in consecutive units because the units share them."""
-        counts = ((tied.values, sum(unit in units for unit in tied.units)) for tied in self.tied)
+        counts = (
+            (tied.values, sum(unit in units for unit in tied.units))
+            for tied in self.tied
+        )
         return sum(values * (count - 1) for values, count in counts if count)
 
     def frozen_bytes(self, units: range) -> int:
         """Return the bytes of the frozen values of consecutive units."""
-        return BYTES_PER_VALUE * sum(unit.frozen for unit in self.units[units.start : units.stop])
+        return BYTES_PER_VALUE * sum(
+            unit.frozen for unit in self.units[units.start : units.stop]
+        )
 
     def activation_bytes(self, units: range) -> int:
         """Return the bytes of the activations of consecutive units for one sample."""
@@ -253,12 +292,16 @@ class Model:
         parts.
         """
         weights = accumulate((unit.weight_bytes for unit in self.units), initial=0)
-        return [*weights], [*accumulate((unit.activation_bytes for unit in self.units), initial=0)]
+        return [*weights], [
+            *accumulate((unit.activation_bytes for unit in self.units), initial=0)
+        ]
 
     @property
     def parameters(self) -> int:
         """Number of trained values."""
-        return sum(unit.parameters for unit in self.units) - self._repeated_values(range(len(self.units)))
+        return sum(unit.parameters for unit in self.units) - self._repeated_values(
+            range(len(self.units))
+        )
 
     @property
     def frozen(self) -> int:
@@ -282,7 +325,10 @@ class Model:
 
     def initialised(self, how: Initialisation) -> Model:
         """Return the same network with another initialisation of all layers."""
-        units = (replace(unit, layers=tuple(layer.initialised(how) for layer in unit.layers)) for unit in self.units)
+        units = (
+            replace(unit, layers=tuple(layer.initialised(how) for layer in unit.layers))
+            for unit in self.units
+        )
         return replace(self, units=tuple(units))
 
     def build(self, first: int, last: int, seed: int) -> Segment:
@@ -299,18 +345,24 @@ class Model:
         from testbed.ml.models.modules import Joined, Segment
 
         if not 0 <= first <= last <= len(self.units):
-            raise ValueError(f"{self.name} has units 0 to {len(self.units)}, not {first} to {last}")
+            raise ValueError(
+                f"{self.name} has units 0 to {len(self.units)}, not {first} to {last}"
+            )
         built: list[nn.Module] = []
         if self.builder is not None:
             built = self.builder(first, last, seed)
         else:
             for index in range(first, last):
-                generator = torch.Generator().manual_seed(derive(seed, "weights", index))
+                generator = torch.Generator().manual_seed(
+                    derive(seed, "weights", index)
+                )
                 unit = self.units[index]
                 layers = sequence(unit.layers, unit.input, generator)
                 built.append(Joined(*layers) if len(unit.reads) > 1 else layers)
         reads = [self.reads(index) for index in range(first, last)]
-        segment = Segment(first, built, reads, [self.crossing(cut) for cut in range(first, last + 1)])
+        segment = Segment(
+            first, built, reads, [self.crossing(cut) for cut in range(first, last + 1)]
+        )
         with torch.no_grad():
             for name, parameter in segment.named_parameters() if self.given else ():
                 if name in self.given:
@@ -341,7 +393,9 @@ def backward_of(cost: Cost, samples: int) -> Cost:
 
     A backward reads and writes a gradient for each value of the forward, reads the weights and writes their gradients.
     """
-    return cost.scaled(flops=BACKWARD_OVER_FORWARD * samples, accessed=samples, weights=2)
+    return cost.scaled(
+        flops=BACKWARD_OVER_FORWARD * samples, accessed=samples, weights=2
+    )
 
 
 def joined(parts: Sequence[Shape], whole: bool = True) -> Shape:
@@ -351,7 +405,9 @@ def joined(parts: Sequence[Shape], whole: bool = True) -> Shape:
     if not whole and len(parts) > 1:
         return (sum(math.prod(part) for part in parts),)
     if len({part[1:] for part in parts}) > 1:
-        raise ValueError(f"{' and '.join(map(str, parts))} cannot be joined: they differ beyond the first axis")
+        raise ValueError(
+            f"{' and '.join(map(str, parts))} cannot be joined: they differ beyond the first axis"
+        )
     return (sum(part[0] for part in parts), *parts[0][1:])
 
 
@@ -370,8 +426,14 @@ def chain(
     """
     routes = routes or {}
     for index, wanted in routes.items():
-        if not wanted or len(set(wanted)) < len(wanted) or not all(INPUT <= read < index for read in wanted):
-            raise ValueError(f"unit {index} reads {wanted}: name different units before it")
+        if (
+            not wanted
+            or len(set(wanted)) < len(wanted)
+            or not all(INPUT <= read < index for read in wanted)
+        ):
+            raise ValueError(
+                f"unit {index} reads {wanted}: name different units before it"
+            )
     made = {INPUT: tuple(shape)}
     units: list[Unit] = []
     for index, (unit_name, run) in enumerate(layers):

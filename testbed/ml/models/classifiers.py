@@ -29,10 +29,16 @@ Units = list[tuple[str, list[Layer]]]
 
 
 def _conv_layers(
-    channels: int, kernel: int = 3, stride: int = 1, groups: int = 1, batch_norm: bool = True
+    channels: int,
+    kernel: int = 3,
+    stride: int = 1,
+    groups: int = 1,
+    batch_norm: bool = True,
 ) -> list[Layer]:
     # A bias before the normalisation would be subtracted by it at once.
-    convolution = Conv2d(channels, kernel, stride, kernel // 2, groups, bias=not batch_norm)
+    convolution = Conv2d(
+        channels, kernel, stride, kernel // 2, groups, bias=not batch_norm
+    )
     return [convolution, BatchNorm2d()] if batch_norm else [convolution]
 
 
@@ -40,13 +46,18 @@ class MlpOptions(ConfigModel):
     """Options of the multilayer perceptron."""
 
     hidden: tuple[Width, ...] = Field(
-        (128, 128, 128, 128), max_length=MOST_LAYERS, description="sizes of the hidden layers"
+        (128, 128, 128, 128),
+        max_length=MOST_LAYERS,
+        description="sizes of the hidden layers",
     )
 
 
 def mlp(options: MlpOptions, shape: Shape, classes: int) -> Model:
     """Create a multilayer perceptron of fully connected layers with ReLU."""
-    units: Units = [(f"hidden{index}", [Linear(size), ReLU()]) for index, size in enumerate(options.hidden, 1)]
+    units: Units = [
+        (f"hidden{index}", [Linear(size), ReLU()])
+        for index, size in enumerate(options.hidden, 1)
+    ]
     units.append(("output", [Linear(classes)]))
     units[0][1].insert(0, Flatten())
     return chain("mlp", shape, classes, units)
@@ -56,22 +67,31 @@ class CnnOptions(ConfigModel):
     """Options of the small convolutional network."""
 
     channels: tuple[Width, ...] = Field(
-        (16, 32, 64), min_length=1, max_length=3, description="of the convolutions, one to three, the last two pooled"
+        (16, 32, 64),
+        min_length=1,
+        max_length=3,
+        description="of the convolutions, one to three, the last two pooled",
     )
     hidden: tuple[Width, ...] = Field(
-        (120, 84), max_length=MOST_LAYERS, description="sizes of the fully connected layers before the last"
+        (120, 84),
+        max_length=MOST_LAYERS,
+        description="sizes of the fully connected layers before the last",
     )
 
 
 def cnn(options: CnnOptions, shape: Shape, classes: int) -> Model:
     """Create convolutions, the last two with pooling, and fully connected layers."""
     units: Units = [
-        (f"conv{index}", [Conv2d(channels, padding=1), ReLU()]) for index, channels in enumerate(options.channels, 1)
+        (f"conv{index}", [Conv2d(channels, padding=1), ReLU()])
+        for index, channels in enumerate(options.channels, 1)
     ]
     for _, layers in units[-2:]:
         layers.append(MaxPool2d())
     units[-1][1].append(Flatten())
-    units += [(f"hidden{index}", [Linear(size), ReLU()]) for index, size in enumerate(options.hidden, 1)]
+    units += [
+        (f"hidden{index}", [Linear(size), ReLU()])
+        for index, size in enumerate(options.hidden, 1)
+    ]
     units.append(("output", [Linear(classes)]))
     return chain("cnn", shape, classes, units)
 
@@ -79,14 +99,21 @@ def cnn(options: CnnOptions, shape: Shape, classes: int) -> Model:
 class BatchNormOptions(ConfigModel):
     """Options of VGG5 and ResNet18."""
 
-    batch_norm: bool = Field(True, description="normalise after each convolution, as the paper does")
+    batch_norm: bool = Field(
+        True, description="normalise after each convolution, as the paper does"
+    )
 
 
 def vgg5(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     """Create VGG5 as in PipeLearn's Table II."""
     units: Units = [
-        (f"conv{index}", [*_conv_layers(channels, batch_norm=options.batch_norm), ReLU(), last])
-        for index, (channels, last) in enumerate(((32, MaxPool2d()), (64, MaxPool2d()), (64, Flatten())), 1)
+        (
+            f"conv{index}",
+            [*_conv_layers(channels, batch_norm=options.batch_norm), ReLU(), last],
+        )
+        for index, (channels, last) in enumerate(
+            ((32, MaxPool2d()), (64, MaxPool2d()), (64, Flatten())), 1
+        )
     ]
     units += [("fc1", [Linear(128), ReLU()]), ("fc2", [Linear(classes)])]
     return chain("vgg5", shape, classes, units)
@@ -105,15 +132,24 @@ def resnet18(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     203.6 s of the paper's Table IV.
     """
     norm = options.batch_norm
-    units: Units = [("stem", [*_conv_layers(64, 7, 2, batch_norm=norm), ReLU(), MaxPool2d(3, 2, 1)])]
+    units: Units = [
+        ("stem", [*_conv_layers(64, 7, 2, batch_norm=norm), ReLU(), MaxPool2d(3, 2, 1)])
+    ]
     entering = 64
     for group, (channels, first) in enumerate(RESNET_GROUPS, 1):
         for block, stride in ((1, first), (2, 1)):
             path = [*_conv_layers(channels, 3, stride, batch_norm=norm), ReLU()]
             path += _conv_layers(channels, batch_norm=norm)
             same = stride == 1 and entering == channels
-            shortcut = [] if same else _conv_layers(channels, 1, stride, batch_norm=norm)
-            units.append((f"block{group}-{block}", [Residual(tuple(path), tuple(shortcut)), ReLU()]))
+            shortcut = (
+                [] if same else _conv_layers(channels, 1, stride, batch_norm=norm)
+            )
+            units.append(
+                (
+                    f"block{group}-{block}",
+                    [Residual(tuple(path), tuple(shortcut)), ReLU()],
+                )
+            )
             entering = channels
     units[-1][1].append(GlobalAveragePool2d())
     units.append(("output", [Linear(classes)]))
@@ -127,7 +163,9 @@ IMAGENET_CLASSES = 1000
 class ImagenetOptions(ConfigModel):
     """Options of AlexNet and VGG-16."""
 
-    hidden: tuple[Width, Width] = Field((4096, 4096), description="sizes of the fully connected layers before the last")
+    hidden: tuple[Width, Width] = Field(
+        (4096, 4096), description="sizes of the fully connected layers before the last"
+    )
 
 
 def alexnet(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
@@ -153,10 +191,17 @@ def alexnet(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
 def vgg16(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
     """Create VGG-16 (Simonyan and Zisserman, configuration D), with units as in `alexnet`; images of 224x224."""
     units: Units = []
-    for block, (channels, count) in enumerate(((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)), 1):
-        units += [(f"conv{block}-{index}", [Conv2d(channels, padding=1), ReLU()]) for index in range(1, count + 1)]
+    for block, (channels, count) in enumerate(
+        ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)), 1
+    ):
+        units += [
+            (f"conv{block}-{index}", [Conv2d(channels, padding=1), ReLU()])
+            for index in range(1, count + 1)
+        ]
         units.append((f"pool{block}", [MaxPool2d()]))
-    return chain("vgg16", shape, classes, units + _classifier_layers(options, classes, 14))
+    return chain(
+        "vgg16", shape, classes, units + _classifier_layers(options, classes, 14)
+    )
 
 
 def _classifier_layers(options: ImagenetOptions, classes: int, number: int) -> Units:
@@ -180,9 +225,12 @@ class MobileNetV2Options(ConfigModel):
     """Options of MobileNetV2."""
 
     width: float = Field(1.0, ge=0.1, le=4.0, description="multiplier of the channels")
-    dropout: float = Field(0.2, ge=0.0, lt=1.0, description="before the classifier, in training")
+    dropout: float = Field(
+        0.2, ge=0.0, lt=1.0, description="before the classifier, in training"
+    )
     stem: Literal["small", "imagenet"] | None = Field(
-        None, description="small: strides of 1 at the beginning; default: small below 64 pixels"
+        None,
+        description="small: strides of 1 at the beginning; default: small below 64 pixels",
     )
 
 
@@ -197,12 +245,16 @@ def mobilenetv2(options: MobileNetV2Options, shape: Shape, classes: int) -> Mode
         raise ValueError(f"MobileNetV2 needs (channels, height, width), not {shape}")
     small = options.stem == "small" if options.stem else min(shape[1:]) < SMALL
     entering = _scale_channels(32, options.width)
-    units: Units = [("stem", [*_conv_layers(entering, 3, 1 if small else 2), ReLU(6.0)])]
+    units: Units = [
+        ("stem", [*_conv_layers(entering, 3, 1 if small else 2), ReLU(6.0)])
+    ]
     for group, (expansion, channels, blocks, stride) in enumerate(MOBILENET_GROUPS, 1):
         leaving = _scale_channels(channels, options.width)
         first = 1 if small and group == 2 else stride
         for block in range(blocks):
-            bottleneck = _bottleneck_block(entering, leaving, first if block == 0 else 1, expansion)
+            bottleneck = _bottleneck_block(
+                entering, leaving, first if block == 0 else 1, expansion
+            )
             units.append((f"block{group}-{block + 1}", bottleneck))
             entering = leaving
     head = _conv_layers(_scale_channels(1280, max(1.0, options.width)), 1)
@@ -219,9 +271,15 @@ def _scale_channels(channels: int, width: float) -> int:
     return rounded + 8 if rounded < 0.9 * exact else rounded
 
 
-def _bottleneck_block(entering: int, leaving: int, stride: int, expansion: int) -> list[Layer]:
+def _bottleneck_block(
+    entering: int, leaving: int, stride: int, expansion: int
+) -> list[Layer]:
     """Expand, filter each channel, project without activation; with a shortcut if the shape is unchanged."""
     hidden = entering * expansion
     layers: list[Layer] = [*_conv_layers(hidden, 1), ReLU(6.0)] if expansion > 1 else []
-    layers += [*_conv_layers(hidden, 3, stride, groups=hidden), ReLU(6.0), *_conv_layers(leaving, 1)]
+    layers += [
+        *_conv_layers(hidden, 3, stride, groups=hidden),
+        ReLU(6.0),
+        *_conv_layers(leaving, 1),
+    ]
     return [Residual(tuple(layers))] if stride == 1 and entering == leaving else layers

@@ -58,7 +58,9 @@ class Convolution:
     @property
     def values(self) -> int:
         """Number of values in the file."""
-        return int(np.prod(self.kernel)) + self.kernel[0] * (4 if self.normalised else 1)
+        return int(np.prod(self.kernel)) + self.kernel[0] * (
+            4 if self.normalised else 1
+        )
 
 
 def convolutions(model: Model) -> Iterator[Convolution]:
@@ -68,11 +70,14 @@ def convolutions(model: Model) -> Iterator[Convolution]:
         for place, layer in enumerate(unit.layers):
             if isinstance(layer, Conv2d) and layer.groups == 1 and layer.bias:
                 kernel = (layer.channels, shape[0], layer.kernel, layer.kernel)
-                activated = any(isinstance(later, LeakyReLU) for later in unit.layers[place + 1 :])
+                activated = any(
+                    isinstance(later, LeakyReLU) for later in unit.layers[place + 1 :]
+                )
                 yield Convolution(f"{index}.{place}", kernel, activated)
             elif isinstance(layer, Conv2d | Linear) or layer.parameters(shape):
                 raise InputError(
-                    f"Darknet's files are read for yolov2 only, not for {model.name}", ("model", "weights")
+                    f"Darknet's files are read for yolov2 only, not for {model.name}",
+                    ("model", "weights"),
                 )
             shape = layer.output(shape)
 
@@ -120,27 +125,43 @@ def _read_header(path: Path, file: IO[bytes]) -> Header:
     count = struct.Struct("<Q" if 10 * major + minor >= 2 else "<I")
     raw = file.read(count.size)
     if len(raw) < count.size:
-        raise InputError(f"{path}: truncated: it ends within its header; download it again")
-    return Header((major, minor, revision), count.unpack(raw)[0], _VERSION.size + count.size)
+        raise InputError(
+            f"{path}: truncated: it ends within its header; download it again"
+        )
+    return Header(
+        (major, minor, revision), count.unpack(raw)[0], _VERSION.size + count.size
+    )
 
 
-def _fold_normalisation(path: Path, file: IO[bytes], each: Convolution) -> tuple[FileValues, FileValues]:
+def _fold_normalisation(
+    path: Path, file: IO[bytes], each: Convolution
+) -> tuple[FileValues, FileValues]:
     """Read one convolution; return its kernels and biases without normalisation."""
     channels = each.kernel[0]
     bias = _read_values(path, file, each, channels)
     if not each.normalised:
-        return _read_values(path, file, each, int(np.prod(each.kernel))).reshape(each.kernel), bias
+        return _read_values(path, file, each, int(np.prod(each.kernel))).reshape(
+            each.kernel
+        ), bias
     scale, mean, variance = (_read_values(path, file, each, channels) for _ in range(3))
     if (variance < 0).any():
-        raise InputError(f"{path}: damaged: a variance of layer {each.name} is negative; download it again")
-    kernel = _read_values(path, file, each, int(np.prod(each.kernel))).reshape(each.kernel)
+        raise InputError(
+            f"{path}: damaged: a variance of layer {each.name} is negative; download it again"
+        )
+    kernel = _read_values(path, file, each, int(np.prod(each.kernel))).reshape(
+        each.kernel
+    )
     factor = scale.astype(np.float64) / (np.sqrt(variance.astype(np.float64)) + EPSILON)
     folded = (kernel * factor[:, None, None, None]).astype(np.float32)
     return folded, (bias - factor * mean).astype(np.float32)
 
 
-def _read_values(path: Path, file: IO[bytes], each: Convolution, count: int) -> FileValues:
+def _read_values(
+    path: Path, file: IO[bytes], each: Convolution, count: int
+) -> FileValues:
     values = np.frombuffer(file.read(BYTES_PER_VALUE * count), "<f4").astype(np.float32)
     if not np.isfinite(values).all():
-        raise InputError(f"{path}: damaged: layer {each.name} holds values that are no numbers; download it again")
+        raise InputError(
+            f"{path}: damaged: layer {each.name} holds values that are no numbers; download it again"
+        )
     return values

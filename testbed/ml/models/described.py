@@ -31,12 +31,29 @@ from testbed.ml.models.shapes import Shape
 
 Described = tuple[tuple[str, Layer], ...]
 """Layers, each with the path of its module in the network; "" for a function."""
-_ACTIVATIONS = ("Sigmoid", "Tanh", "GELU", "SiLU", "ELU", "Hardswish", "Hardsigmoid", "Softplus", "Mish")
+_ACTIVATIONS = (
+    "Sigmoid",
+    "Tanh",
+    "GELU",
+    "SiLU",
+    "ELU",
+    "Hardswish",
+    "Hardsigmoid",
+    "Softplus",
+    "Mish",
+)
 """Element-wise functions with their modules' default arguments."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
-def _describe_dropout(p: float = 0.5, training: object = True, inplace: bool = False) -> nn.Module:
+def _describe_dropout(
+    p: float = 0.5, training: object = True, inplace: bool = False
+) -> nn.Module:
     """Return the dropout layer of a module, or None if inactive; raises TypeError for one active in evaluation too."""
     if training is False:
         return nn.Identity()
@@ -58,7 +75,11 @@ _FUNCTIONS: dict[str, Callable[..., nn.Module]] = {
 
 
 def described(
-    root: nn.Module, nodes: Sequence[fx.Node], read: Sequence[fx.Node], shape: Callable[[fx.Node], Shape], weights: int
+    root: nn.Module,
+    nodes: Sequence[fx.Node],
+    read: Sequence[fx.Node],
+    shape: Callable[[fx.Node], Shape],
+    weights: int,
 ) -> Described:
     """Return the layers of a unit; empty if the unit is more than a sequence of layers.
 
@@ -79,16 +100,27 @@ def described(
     named: list[tuple[str, Layer]] = []
     for node in row:
         layers = _describe_node(root, node, shape(node))
-        if layers is None or [each for each in node.all_input_nodes if each in tensors] != [before]:
+        if layers is None or [
+            each for each in node.all_input_nodes if each in tensors
+        ] != [before]:
             return ()
-        named += [(str(node.target) if node.op == "call_module" else "", each) for each in layers]
+        named += [
+            (str(node.target) if node.op == "call_module" else "", each)
+            for each in layers
+        ]
         before = node
     try:
         passing = shapes([layer for _, layer in named], entering)
     except ValueError:
         return ()
-    counted = sum(layer.parameters(size) for (_, layer), size in zip(named, passing, strict=False))
-    return tuple(named) if counted == weights and math.prod(passing[-1]) == math.prod(shape(before)) else ()
+    counted = sum(
+        layer.parameters(size) for (_, layer), size in zip(named, passing, strict=False)
+    )
+    return (
+        tuple(named)
+        if counted == weights and math.prod(passing[-1]) == math.prod(shape(before))
+        else ()
+    )
 
 
 def _joins_channels(node: fx.Node) -> bool:
@@ -97,18 +129,32 @@ def _joins_channels(node: fx.Node) -> bool:
     return node.target in (torch.cat, torch.concat) and along in (1,)
 
 
-def _describe_node(root: nn.Module, node: fx.Node, made: Shape) -> tuple[Layer, ...] | None:
+def _describe_node(
+    root: nn.Module, node: fx.Node, made: Shape
+) -> tuple[Layer, ...] | None:
     """Return the layers of a node, empty for an identity; None for an unknown operation. ``made`` is its output."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return None if any(getattr(module, hooks) for hooks in _HOOKS) else _of_module(module)
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        return (
+            None
+            if any(getattr(module, hooks) for hooks in _HOOKS)
+            else _of_module(module)
+        )
+    name = (
+        node.target
+        if node.op == "call_method"
+        else getattr(node.target, "__name__", "")
+    )
     name = str(name).lstrip("_")
     if name in ("flatten", "view", "reshape"):
         return (Flatten(),) if len(made) == 1 else None
     if name == "mean":
         along = (*node.args[1:], *node.kwargs.values())
-        return (GlobalAveragePool2d(),) if along in (((2, 3),), ([2, 3],), ([-2, -1],), ((-2, -1),)) else None
+        return (
+            (GlobalAveragePool2d(),)
+            if along in (((2, 3),), ([2, 3],), ([-2, -1],), ((-2, -1),))
+            else None
+        )
     if name not in _FUNCTIONS:
         return None
     try:
@@ -119,7 +165,9 @@ def _describe_node(root: nn.Module, node: fx.Node, made: Shape) -> tuple[Layer, 
 
 def _of_module(module: Any) -> tuple[Layer, ...] | None:
     kind = type(module)
-    if kind.__name__ in _ACTIVATIONS and repr(module) == repr(getattr(nn, kind.__name__)()):
+    if kind.__name__ in _ACTIVATIONS and repr(module) == repr(
+        getattr(nn, kind.__name__)()
+    ):
         return (Activation(kind.__name__),)
     return _KINDS[kind](module) if kind in _KINDS else None
 
@@ -127,21 +175,46 @@ def _of_module(module: Any) -> tuple[Layer, ...] | None:
 def _describe_convolution(module: nn.Conv2d) -> tuple[Layer, ...] | None:
     of = (module.kernel_size, module.stride, module.padding, module.dilation)
     kernel, stride, padding, dilation = map(_square_size, of)
-    if kernel is None or stride is None or padding is None or dilation != 1 or module.padding_mode != "zeros":
+    if (
+        kernel is None
+        or stride is None
+        or padding is None
+        or dilation != 1
+        or module.padding_mode != "zeros"
+    ):
         return None
-    return (Conv2d(module.out_channels, kernel, stride, padding, module.groups, module.bias is not None),)
+    return (
+        Conv2d(
+            module.out_channels,
+            kernel,
+            stride,
+            padding,
+            module.groups,
+            module.bias is not None,
+        ),
+    )
 
 
 def _describe_normalisation(module: nn.BatchNorm2d) -> tuple[Layer, ...] | None:
-    usual = (module.eps, module.momentum) == (1e-5, 0.1) and module.affine and module.track_running_stats
+    usual = (
+        (module.eps, module.momentum) == (1e-5, 0.1)
+        and module.affine
+        and module.track_running_stats
+    )
     return (BatchNorm2d(),) if usual else None
 
 
 def _describe_pool(module: nn.MaxPool2d) -> tuple[Layer, ...] | None:
-    kernel, stride, padding = map(_square_size, (module.kernel_size, module.stride, module.padding))
+    kernel, stride, padding = map(
+        _square_size, (module.kernel_size, module.stride, module.padding)
+    )
     if kernel is None or stride is None or padding is None or module.dilation != 1:
         return None
-    return None if module.ceil_mode or module.return_indices else (MaxPool2d(kernel, stride, padding),)
+    return (
+        None
+        if module.ceil_mode or module.return_indices
+        else (MaxPool2d(kernel, stride, padding),)
+    )
 
 
 def _describe_clamp(module: nn.Hardtanh) -> tuple[Layer, ...] | None:
@@ -158,7 +231,9 @@ _KINDS: dict[type[nn.Module], Callable[[Any], tuple[Layer, ...] | None]] = {
     nn.Hardtanh: _describe_clamp,
     nn.LeakyReLU: lambda module: (LeakyReLU(module.negative_slope),),
     nn.Dropout: lambda module: (Dropout(module.p),),
-    nn.Flatten: lambda module: (Flatten(),) if (module.start_dim, module.end_dim) == (1, -1) else None,
+    nn.Flatten: lambda module: (
+        (Flatten(),) if (module.start_dim, module.end_dim) == (1, -1) else None
+    ),
     nn.MaxPool2d: _describe_pool,
     nn.AdaptiveAvgPool2d: lambda module: (
         (GlobalAveragePool2d(),) if module.output_size in (1, (1, 1), [1, 1]) else None
@@ -169,4 +244,8 @@ _KINDS: dict[type[nn.Module], Callable[[Any], tuple[Layer, ...] | None]] = {
 def _square_size(size: Any) -> int | None:
     """Return the size common to both axes; None if they differ."""
     sizes = {*size} if isinstance(size, tuple | list) else {size}
-    return sizes.pop() if len(sizes) == 1 and all(isinstance(each, int) for each in sizes) else None
+    return (
+        sizes.pop()
+        if len(sizes) == 1 and all(isinstance(each, int) for each in sizes)
+        else None
+    )

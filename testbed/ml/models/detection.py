@@ -31,7 +31,10 @@ class Box:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        return {name: value if name == "label" else round(value, 4) for name, value in asdict(self).items()}
+        return {
+            name: value if name == "label" else round(value, 4)
+            for name, value in asdict(self).items()
+        }
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,16 @@ class Detector:
         wide = sizes[:, 0] * np.exp(np.minimum(values[:, 2], 50)) / width
         high = sizes[:, 1] * np.exp(np.minimum(values[:, 3], 50)) / height
         odds = np.exp(values[:, 5:] - values[:, 5:].max(axis=1, keepdims=True))
-        scores = _sigmoid(values[:, 4])[:, None] * odds / odds.sum(axis=1, keepdims=True)
+        scores = (
+            _sigmoid(values[:, 4])[:, None] * odds / odds.sum(axis=1, keepdims=True)
+        )
         best = scores.max(axis=1)
-        edges = (centre_x - wide / 2, centre_y - high / 2, centre_x + wide / 2, centre_y + high / 2)
+        edges = (
+            centre_x - wide / 2,
+            centre_y - high / 2,
+            centre_x + wide / 2,
+            centre_y + high / 2,
+        )
         boxes = [
             Box(
                 self.labels[int(scores[(place[0], slice(None), *place[1:])].argmax())],
@@ -89,7 +99,10 @@ def overlap(one: Box, other: Box) -> float:
     wide = min(one.right, other.right) - max(one.left, other.left)
     high = min(one.bottom, other.bottom) - max(one.top, other.top)
     shared = max(wide, 0.0) * max(high, 0.0)
-    both = sum((box.right - box.left) * (box.bottom - box.top) for box in (one, other)) - shared
+    both = (
+        sum((box.right - box.left) * (box.bottom - box.top) for box in (one, other))
+        - shared
+    )
     return shared / both if both > 0 else 0.0
 
 
@@ -97,6 +110,9 @@ def suppress(boxes: Sequence[Box], limit: float) -> list[Box]:
     """Drop boxes overlapping a better box of their class by more than ``limit``; ``boxes`` are sorted, best first."""
     kept: list[Box] = []
     for box in boxes:
-        if all(box.label != better.label or overlap(box, better) <= limit for better in kept):
+        if all(
+            box.label != better.label or overlap(box, better) <= limit
+            for better in kept
+        ):
             kept.append(box)
     return kept

@@ -33,7 +33,10 @@ from testbed.ml.models.tracer import (
 
 _NETWORK = "network."
 _VALUES = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-_NORMALISATIONS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+_NORMALISATIONS = (
+    torch.ops.aten.batch_norm.default,
+    torch.ops.aten.instance_norm.default,
+)
 
 
 class TensorOutput(nn.Module):
@@ -50,10 +53,14 @@ class TensorOutput(nn.Module):
         named: dict[str, Any] = {}
         if self._fields:
             names = [each.name for each in self._fields]
-            ordered, named = arguments(self.network.forward, dict(zip(names, inputs, strict=True)))
+            ordered, named = arguments(
+                self.network.forward, dict(zip(names, inputs, strict=True))
+            )
         output = single(self.network(*ordered, **named))
         if not isinstance(output, torch.Tensor):
-            raise InputError(f"forward returns {type(output).__name__}: it has to return one tensor")
+            raise InputError(
+                f"forward returns {type(output).__name__}: it has to return one tensor"
+            )
         return output
 
 
@@ -69,7 +76,9 @@ def exported(maker: Maker, entering: InputSpec) -> Traced:
     try:
         with torch.random.fork_rng(devices=[]):
             dynamic = (({0: torch.export.Dim("samples", min=2)},) * len(inputs),)
-            program = torch.export.export(given, inputs, dynamic_shapes=dynamic, strict=False)
+            program = torch.export.export(
+                given, inputs, dynamic_shapes=dynamic, strict=False
+            )
         graph, constants = _Flat(program, [*parts]).graph, _find_constants(program)
         for name, value in constants.items():
             setattr(root, name, value)
@@ -79,33 +88,49 @@ def exported(maker: Maker, entering: InputSpec) -> Traced:
             for node in graph.nodes:
                 if node.op != "output":
                     measured_inputs[node.name] = (
-                        Measure(samples) if node.op == "placeholder" else measured(root, node, measured_inputs, weights)
+                        Measure(samples)
+                        if node.op == "placeholder"
+                        else measured(root, node, measured_inputs, weights)
                     )
         _check_results(given, graph, batches[0], inputs)
     except InputError as error:
-        raise InputError(f"{usercode.line_of(error, maker.code)}: {error.text}", KEY) from error
+        raise InputError(
+            f"{usercode.line_of(error, maker.code)}: {error.text}", KEY
+        ) from error
     except Exception as error:
         where = usercode.line_of(error, maker.code)
-        raise InputError(f"{where}: cannot be exported by torch either: {first_line(error)}", KEY) from error
+        raise InputError(
+            f"{where}: cannot be exported by torch either: {first_line(error)}", KEY
+        ) from error
     return Traced(root, graph, runs, constants)
 
 
 def _find_constants(program: Any) -> dict[str, torch.Tensor]:
     """Return the tensors `forward` creates independently of its inputs."""
     signature = program.graph_signature.inputs_to_lifted_tensor_constants
-    return {_constant_name(name): program.constants[name] for name in signature.values()}
+    return {
+        _constant_name(name): program.constants[name] for name in signature.values()
+    }
 
 
 def _constant_name(name: str) -> str:
     return "_tensor_constant_" + name.replace(".", "_")
 
 
-def _check_results(given: TensorOutput, graph: fx.Graph, samples: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+def _check_results(
+    given: TensorOutput,
+    graph: fx.Graph,
+    samples: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+) -> None:
     """Reject a graph whose results differ from the network's, in training or in evaluation."""
     made = fx.GraphModule(given.network, graph)
     for training in (True, False):
         results = []
-        for module, entering in ((given.train(training), inputs), (made.train(training), (samples,))):
+        for module, entering in (
+            (given.train(training), inputs),
+            (made.train(training), (samples,)),
+        ):
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(0)
                 results.append(module(*entering))
@@ -137,14 +162,20 @@ class _Flat:
             if not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
 
-    def _inline_graph(self, graph: fx.Graph, given: Sequence[Any], inner: bool = False) -> Any:
+    def _inline_graph(
+        self, graph: fx.Graph, given: Sequence[Any], inner: bool = False
+    ) -> Any:
         """Copy a graph and return copies of its results. ``given`` are the placeholders' values in a nested graph."""
         arguments = iter(given)
         for node in graph.nodes:
             if node.op == "placeholder":
-                self._copies[node] = next(arguments) if inner else self._copy_inputs(node)
+                self._copies[node] = (
+                    next(arguments) if inner else self._copy_inputs(node)
+                )
             elif node.op == "get_attr":
-                self._copies[node] = getattr(node.graph.owning_module, str(node.target), None)
+                self._copies[node] = getattr(
+                    node.graph.owning_module, str(node.target), None
+                )
             elif node.op == "output":
                 results = fx.map_arg(node.args[0], lambda each: self._copies[each])
                 if not inner:
@@ -162,15 +193,23 @@ class _Flat:
             if node.name in named:
                 return self.graph.get_attr(named[node.name].removeprefix(_NETWORK))
         if node.name in signature.inputs_to_lifted_tensor_constants:
-            return self.graph.get_attr(_constant_name(signature.inputs_to_lifted_tensor_constants[node.name]))
+            return self.graph.get_attr(
+                _constant_name(signature.inputs_to_lifted_tensor_constants[node.name])
+            )
         if self._samples is None:
             self._samples = self.graph.placeholder("samples")
         part = next(self._parts, None)
-        return self._samples if part is None else self.graph.call_function(entry, (self._samples, *part))
+        return (
+            self._samples
+            if part is None
+            else self.graph.call_function(entry, (self._samples, *part))
+        )
 
     def _copy_call(self, node: fx.Node) -> Any:
         target = node.target
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: self._copies[each])
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda each: self._copies[each]
+        )
         if isinstance(target, HigherOrderOperator):
             return self._copy_nested(node, args)
         if target is operator.getitem and isinstance(args[0], tuple | list):
@@ -186,19 +225,30 @@ class _Flat:
             return self._in_place(node, target, args, kwargs)
         if target.is_view and isinstance(node.args[0], fx.Node):
             self._views[node] = self._views.get(node.args[0], node.args[0])
-        return self.graph.call_function(target, self._following_mode(target, args), kwargs)
+        return self.graph.call_function(
+            target, self._following_mode(target, args), kwargs
+        )
 
-    def _following_mode(self, target: OpOverload, args: Sequence[Any]) -> tuple[Any, ...]:
+    def _following_mode(
+        self, target: OpOverload, args: Sequence[Any]
+    ) -> tuple[Any, ...]:
         """Return arguments in which training-only flags follow the unit's mode."""
         changed = list(args)
         for place, argument in enumerate(target._schema.arguments[: len(args)]):
-            if argument.name in ("train", "training", "use_input_stats") and changed[place] is True:
+            if (
+                argument.name in ("train", "training", "use_input_stats")
+                and changed[place] is True
+            ):
                 changed[place] = self._mode
             elif argument.name == "dropout_p" and changed[place]:
-                changed[place] = self.graph.call_function(by_mode, (self._mode, changed[place], 0.0))
+                changed[place] = self.graph.call_function(
+                    by_mode, (self._mode, changed[place], 0.0)
+                )
         return tuple(changed)
 
-    def _in_place(self, node: fx.Node, target: OpOverload, args: Any, kwargs: Any) -> Any:
+    def _in_place(
+        self, node: fx.Node, target: OpOverload, args: Any, kwargs: Any
+    ) -> Any:
         """Return a new value for one modified in place, for all later readers."""
         changed = node.args[0]
         assert isinstance(changed, fx.Node)
@@ -206,14 +256,20 @@ class _Flat:
             return None  # the module counts
         base = self._views.get(changed, changed)
         shared = [other for other, of in self._views.items() if of is base] + [base]
-        later = {other for other in shared if other is not changed and any(user > node for user in other.users)}
+        later = {
+            other
+            for other in shared
+            if other is not changed and any(user > node for user in other.users)
+        }
         if changed.op == "placeholder" or later:
             raise InputError(
                 f"{_source_line(node)}changes a tensor in place that is read under another name: make a new one"
             )
         name, overload = str(target).split(".")[1:]
         functional = getattr(getattr(torch.ops.aten, name.rstrip("_")), overload)
-        self._copies[changed] = self.graph.call_function(functional, self._following_mode(functional, args), kwargs)
+        self._copies[changed] = self.graph.call_function(
+            functional, self._following_mode(functional, args), kwargs
+        )
         self._copies[changed].meta = _node_location(node)
         return self._copies[changed]
 
@@ -228,14 +284,23 @@ class _Flat:
             return tuple(self.graph.call_function(detach, (each,)) for each in results)
         if name == "wrap_with_autocast" and not args[2]:
             return self._inline_graph(args[4].graph, args[5:], inner=True)
-        raise InputError(f"{_source_line(node)}{name}: cannot be cut into units: leave it out")
+        raise InputError(
+            f"{_source_line(node)}{name}: cannot be cut into units: leave it out"
+        )
 
 
 def _module_stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
     """Return the modules a node was created in, outermost first, without the network itself."""
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    named = {key: (f"{path.partition('@')[0]}.".removeprefix(_NETWORK), kind) for key, (path, kind) in stack.items()}
-    return {key: (path.rstrip("."), kind) for key, (path, kind) in named.items() if path not in ("", ".", _NETWORK)}
+    named = {
+        key: (f"{path.partition('@')[0]}.".removeprefix(_NETWORK), kind)
+        for key, (path, kind) in stack.items()
+    }
+    return {
+        key: (path.rstrip("."), kind)
+        for key, (path, kind) in named.items()
+        if path not in ("", ".", _NETWORK)
+    }
 
 
 def _normalisation_path(node: fx.Node) -> str:
@@ -245,11 +310,22 @@ def _normalisation_path(node: fx.Node) -> str:
 
 
 def _node_location(node: fx.Node) -> dict[str, Any]:
-    return {"nn_module_stack": _module_stack(node), "stack_trace": node.meta.get("stack_trace")}
+    return {
+        "nn_module_stack": _module_stack(node),
+        "stack_trace": node.meta.get("stack_trace"),
+    }
 
 
 def _source_line(node: fx.Node) -> str:
     """Return the source line of a node, for an error."""
-    lines = [each.strip() for each in (node.stack_trace or "").splitlines() if each.strip().startswith("File ")]
-    file, _, rest = lines[-1].removeprefix('File "').partition('", line ') if lines else ("", "", "")
+    lines = [
+        each.strip()
+        for each in (node.stack_trace or "").splitlines()
+        if each.strip().startswith("File ")
+    ]
+    file, _, rest = (
+        lines[-1].removeprefix('File "').partition('", line ')
+        if lines
+        else ("", "", "")
+    )
     return f"{file}:{rest.split(',')[0]}: " if lines else ""

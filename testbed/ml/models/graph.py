@@ -44,7 +44,9 @@ class GraphLayer:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the layers in `Model.build`."""
-        return tuple(f"{self.unit}.{name}" if name else str(self.unit) for name in self.modules)
+        return tuple(
+            f"{self.unit}.{name}" if name else str(self.unit) for name in self.modules
+        )
 
     @cached_property
     def entering(self) -> Shape:
@@ -116,7 +118,11 @@ class GraphLayer:
         if not self.sequence:
             return 0
         first = self.sequence[0]
-        return first.weights(self.entering) if first.channel_values else first.parameters(self.entering)
+        return (
+            first.weights(self.entering)
+            if first.channel_values
+            else first.parameters(self.entering)
+        )
 
     @cached_property
     def multiplications(self) -> int:
@@ -136,7 +142,11 @@ class GraphLayer:
     @cached_property
     def whole(self) -> Slice:
         """The slice covering the whole layer."""
-        return Slice(range(self.output_channels), range(self.input_channels), range(self.output_channels))
+        return Slice(
+            range(self.output_channels),
+            range(self.input_channels),
+            range(self.output_channels),
+        )
 
     @cached_property
     def summed(self) -> Shape:
@@ -149,7 +159,11 @@ class GraphLayer:
 
     def by_inputs(self, columns: Channels, channels: Channels | None = None) -> Slice:
         """Return the slice of partial sums from some input channels that finishes ``channels``; None finishes all."""
-        return Slice(self.whole.rows, columns, self.whole.channels if channels is None else channels)
+        return Slice(
+            self.whole.rows,
+            columns,
+            self.whole.channels if channels is None else channels,
+        )
 
     def with_pool(self, pool: GraphLayer) -> GraphLayer:
         """Return the layer followed by a parameterless pooling, computed by the device finishing a channel."""
@@ -184,7 +198,12 @@ class GraphLayer:
 
     def share(self, values: int, part: Slice) -> int:
         """Return the part of ``values``, all weights or all multiplications, in a slice."""
-        return values * len(part.rows) * len(part.columns) // (self.output_channels * self.input_channels)
+        return (
+            values
+            * len(part.rows)
+            * len(part.columns)
+            // (self.output_channels * self.input_channels)
+        )
 
 
 @dataclass(frozen=True)
@@ -198,10 +217,14 @@ class Graph:
         for index, layer in enumerate(self.layers):
             sources = layer.sources
             if not sources or not all(INPUT <= source < index for source in sources):
-                raise ValueError(f"layer {index} ({layer.name}) takes the outputs of {sources}, not of earlier ones")
+                raise ValueError(
+                    f"layer {index} ({layer.name}) takes the outputs of {sources}, not of earlier ones"
+                )
             arriving = sum(self.outputs_of(source) for source in sources)
             if sources != (INPUT,) and arriving != layer.inputs:
-                raise ValueError(f"layer {index} ({layer.name}) takes {layer.inputs} elements, but {arriving} arrive")
+                raise ValueError(
+                    f"layer {index} ({layer.name}) takes {layer.inputs} elements, but {arriving} arrive"
+                )
 
     def outputs_of(self, index: int) -> int:
         """Return the output elements of a layer, or the input elements of the model for `INPUT`."""
@@ -211,7 +234,11 @@ class Graph:
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """For each layer, the layers reading its output."""
         return tuple(
-            tuple(reader for reader, layer in enumerate(self.layers) if index in layer.sources)
+            tuple(
+                reader
+                for reader, layer in enumerate(self.layers)
+                if index in layer.sources
+            )
             for index in range(len(self.layers))
         )
 
@@ -261,7 +288,9 @@ def graph_of(model: Model) -> Graph:
         if len(sources) == 1 and sources[0] != INPUT:
             # A map that the unit before flattens arrives as it was.
             arriving = layers[sources[0]].output
-        described = [*_describe_unit(index, unit, names, sources, len(layers), arriving)]
+        described = [
+            *_describe_unit(index, unit, names, sources, len(layers), arriving)
+        ]
         layers += described
         made[index] = len(layers) - 1 if described else sources[0]
     return Graph(model.name, tuple(layers))
@@ -275,12 +304,21 @@ def _looked_into(model: Model, index: int, unit: Unit) -> tuple[Unit, tuple[str,
     if counted.described:
         layers = tuple(layer for _, layer in counted.described)
         entering = joined([model.made(read) for read in model.reads(index)])
-        return replace(unit, layers=layers, input=entering), tuple(name or "-" for name, _ in counted.described)
-    return replace(unit, layers=(replace(counted, make=partial(model.whole, index)),)), ("",)
+        return replace(unit, layers=layers, input=entering), tuple(
+            name or "-" for name, _ in counted.described
+        )
+    return replace(
+        unit, layers=(replace(counted, make=partial(model.whole, index)),)
+    ), ("",)
 
 
 def _describe_unit(
-    index: int, unit: Unit, names: Sequence[str], sources: tuple[int, ...], first: int, shape: Shape
+    index: int,
+    unit: Unit,
+    names: Sequence[str],
+    sources: tuple[int, ...],
+    first: int,
+    shape: Shape,
 ) -> Iterator[GraphLayer]:
     """Yield a unit's layers; ``first`` is the graph index of the first one, ``shape`` its input shape."""
     entering = shapes(unit.layers, unit.input)

@@ -76,7 +76,9 @@ class PixelWindow:
 class Layer:
     """A frozen description of one layer; the defaults describe an element-wise layer."""
 
-    initialisation: Initialisation = field(default="lecun", kw_only=True, repr=False, compare=False)
+    initialisation: Initialisation = field(
+        default="lecun", kw_only=True, repr=False, compare=False
+    )
     """Distribution of the initial weights."""
 
     @property
@@ -134,7 +136,10 @@ class Layer:
 
     def cost(self, shape: Shape) -> Cost:
         """Return the cost of forward for one sample."""
-        accessed, weights = BYTES_PER_VALUE * self.accesses(shape), BYTES_PER_VALUE * self.weights(shape)
+        accessed, weights = (
+            BYTES_PER_VALUE * self.accesses(shape),
+            BYTES_PER_VALUE * self.weights(shape),
+        )
         return Cost(self.flops(shape), accessed, weights, self.kind)
 
     def least_samples(self, shape: Shape) -> int:
@@ -151,7 +156,9 @@ class Layer:
         """Return the same layer with another initialisation."""
         return replace(self, initialisation=how)
 
-    def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
+    def draw(
+        self, shape: Shape, generator: torch.Generator, part: Slice
+    ) -> dict[str, torch.Tensor]:
         """Return a slice of the weights `build` would draw, by their names in the module; empty tensors are omitted.
 
         The generator advances as in `build`. An indivisible layer is returned whole.
@@ -164,11 +171,18 @@ class Layer:
         if self.channel_values:
             tensors["bias"] = torch.zeros(len(part.channels))
             if self.initialisation == "torch":  # biases of the others are zero
-                biases = torch.empty(weight[0]).uniform_(-limit, limit, generator=generator)
+                biases = torch.empty(weight[0]).uniform_(
+                    -limit, limit, generator=generator
+                )
                 tensors["bias"] = pick(biases, 0, part.channels)
         return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
-    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+    def product(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        padding: int | None = None,
+    ) -> torch.Tensor:
         """Return the layer's output for some channels, without bias; for the divisions ``weights`` and ``channels``.
 
         ``inputs`` is (samples, input channels, ...), ``weight`` (output channels, input channels, ...) of the same
@@ -187,10 +201,17 @@ def shapes(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
     return shapes_so_far
 
 
-def sequence(layers: Sequence[Layer], shape: Shape, generator: torch.Generator) -> nn.Sequential:
+def sequence(
+    layers: Sequence[Layer], shape: Shape, generator: torch.Generator
+) -> nn.Sequential:
     """Build layers in a row, drawing their weights in this order."""
     entering = shapes(layers, shape)[:-1]
-    return nn.Sequential(*(layer.build(size, generator) for layer, size in zip(layers, entering, strict=True)))
+    return nn.Sequential(
+        *(
+            layer.build(size, generator)
+            for layer, size in zip(layers, entering, strict=True)
+        )
+    )
 
 
 def _check_image(shape: Shape, layer: str) -> tuple[int, int, int]:
@@ -203,11 +224,15 @@ def _window_count(size: int, kernel: int, stride: int, padding: int, layer: str)
     """Return the number of window positions along one axis."""
     positions = (size + 2 * padding - kernel) // stride + 1
     if size + 2 * padding < kernel or positions < 1:
-        raise ValueError(f"{layer} of kernel {kernel} does not fit into {size} pixels with padding {padding}")
+        raise ValueError(
+            f"{layer} of kernel {kernel} does not fit into {size} pixels with padding {padding}"
+        )
     return positions
 
 
-def _draw_slice(weight: Shape, generator: torch.Generator, part: Slice, limit: float) -> torch.Tensor:
+def _draw_slice(
+    weight: Shape, generator: torch.Generator, part: Slice, limit: float
+) -> torch.Tensor:
     """Draw a weight tensor between ``-limit`` and ``limit`` in blocks of rows; return a slice of the tensor."""
     rows, *others = weight
     fan_in = math.prod(others)
@@ -215,10 +240,16 @@ def _draw_slice(weight: Shape, generator: torch.Generator, part: Slice, limit: f
     kept = torch.empty(len(part.rows), len(part.columns), *others[1:])
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        block = torch.empty(last - first, *others).uniform_(-limit, limit, generator=generator)
+        block = torch.empty(last - first, *others).uniform_(
+            -limit, limit, generator=generator
+        )
         begin, end = bisect_left(part.rows, first), bisect_left(part.rows, last)
         if begin < end:
-            kept[begin:end] = pick(pick(block, 0, part.rows[begin:end], range(first, last)), 1, part.columns)
+            kept[begin:end] = pick(
+                pick(block, 0, part.rows[begin:end], range(first, last)),
+                1,
+                part.columns,
+            )
     return kept
 
 
@@ -343,16 +374,26 @@ class MaxPool2d(Layer):
     @property
     def window(self) -> PixelWindow:
         """The pooling window; padding is never the largest value."""
-        return PixelWindow(self.kernel, self.stride or self.kernel, self.padding, -math.inf)
+        return PixelWindow(
+            self.kernel, self.stride or self.kernel, self.padding, -math.inf
+        )
 
     def output(self, shape: Shape) -> Shape:
         """Same channels, fewer pixels."""
         channels, *pixels = _check_image(shape, "MaxPool2d")
         step = self.stride or self.kernel
-        height, width = (_window_count(size, self.kernel, step, self.padding, "MaxPool2d") for size in pixels)
+        height, width = (
+            _window_count(size, self.kernel, step, self.padding, "MaxPool2d")
+            for size in pixels
+        )
         return (channels, height, width)
 
-    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+    def product(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        padding: int | None = None,
+    ) -> torch.Tensor:
         """Pool (samples, channels, height, width)."""
         around = self.padding if padding is None else padding
         return functional.max_pool2d(inputs, self.kernel, self.stride, around)
@@ -369,7 +410,12 @@ class GlobalAveragePool2d(Layer):
     kind = "pooling"
     division = "channels"
 
-    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+    def product(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        padding: int | None = None,
+    ) -> torch.Tensor:
         """Map (samples, channels, height, width) to (samples, channels)."""
         return inputs.mean((2, 3))
 
@@ -408,12 +454,17 @@ class BatchNorm2d(Layer):
         """Scale and shift of each channel; the running statistics are not trained."""
         return 2 * shape[0]
 
-    def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
+    def draw(
+        self, shape: Shape, generator: torch.Generator, part: Slice
+    ) -> dict[str, torch.Tensor]:
         """Return the identity normalisation with fresh statistics; nothing is random."""
         if not len(part.channels):
             return {}
         values = {"running_mean": 0.0, "running_var": 1.0, "weight": 1.0, "bias": 0.0}
-        return {name: torch.full((len(part.channels),), value) for name, value in values.items()}
+        return {
+            name: torch.full((len(part.channels),), value)
+            for name, value in values.items()
+        }
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
@@ -457,25 +508,39 @@ class Conv2d(Layer):
         """(channels, height, width); raises ValueError where groups or the kernel do not fit."""
         entering, *pixels = _check_image(shape, "Conv2d")
         if entering % self.groups or self.channels % self.groups:
-            raise ValueError(f"Conv2d from {entering} to {self.channels} channels cannot have {self.groups} groups")
-        height, width = (_window_count(size, self.kernel, self.stride, self.padding, "Conv2d") for size in pixels)
+            raise ValueError(
+                f"Conv2d from {entering} to {self.channels} channels cannot have {self.groups} groups"
+            )
+        height, width = (
+            _window_count(size, self.kernel, self.stride, self.padding, "Conv2d")
+            for size in pixels
+        )
         return (self.channels, height, width)
 
     def weight_shape(self, shape: Shape) -> Shape:
         """(output channels, input channels of a group, kernel, kernel)."""
         return (self.channels, shape[0] // self.groups, self.kernel, self.kernel)
 
-    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+    def product(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        padding: int | None = None,
+    ) -> torch.Tensor:
         """Convolve (samples, some input channels, height, width) to (samples, some output channels, height, width)."""
         assert weight is not None
         around = self.padding if padding is None else padding
-        return functional.conv2d(inputs, weight, stride=self.stride, padding=around, groups=self.groups)
+        return functional.conv2d(
+            inputs, weight, stride=self.stride, padding=around, groups=self.groups
+        )
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
         size = (shape[0], self.channels, self.kernel, self.stride, self.padding)
         module = nn.Conv2d(*size, groups=self.groups, bias=self.bias, device="meta")
-        return _allocate_module(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
+        return _allocate_module(
+            module, self.draw(shape, generator, _all_of(self.weight_shape(shape)))
+        )
 
 
 @dataclass(frozen=True)
@@ -496,14 +561,21 @@ class Linear(Layer):
     def output(self, shape: Shape) -> Shape:
         """(features,); raises ValueError for a feature map as input."""
         if len(shape) != 1:
-            raise ValueError(f"Linear needs (features,), not {shape}: put a Flatten before it")
+            raise ValueError(
+                f"Linear needs (features,), not {shape}: put a Flatten before it"
+            )
         return (self.features,)
 
     def weight_shape(self, shape: Shape) -> Shape:
         """(output features, input features)."""
         return (self.features, shape[0])
 
-    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+    def product(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        padding: int | None = None,
+    ) -> torch.Tensor:
         """Map (samples, some input features) to (samples, some output features)."""
         assert weight is not None
         return functional.linear(inputs, weight)
@@ -511,7 +583,9 @@ class Linear(Layer):
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
         module = nn.Linear(shape[0], self.features, bias=self.bias, device="meta")
-        return _allocate_module(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
+        return _allocate_module(
+            module, self.draw(shape, generator, _all_of(self.weight_shape(shape)))
+        )
 
 
 def _all_of(weight: Shape) -> Slice:
@@ -529,45 +603,58 @@ class Residual(Layer):
 
     def initialised(self, how: Initialisation) -> Self:
         """Return the same block with another initialisation of all inner layers."""
-        paths = (tuple(layer.initialised(how) for layer in path) for path in (self.block, self.shortcut))
+        paths = (
+            tuple(layer.initialised(how) for layer in path)
+            for path in (self.block, self.shortcut)
+        )
         return replace(self, block=next(paths), shortcut=next(paths))
 
     def output(self, shape: Shape) -> Shape:
         """Shape of the sum; raises ValueError for different shapes of block and shortcut."""
         ends = {shapes(self.block, shape)[-1], shapes(self.shortcut, shape)[-1]}
         if len(ends) != 1:
-            raise ValueError(f"Residual adds {' and '.join(map(str, sorted(ends)))}: give it a shortcut that fits")
+            raise ValueError(
+                f"Residual adds {' and '.join(map(str, sorted(ends)))}: give it a shortcut that fits"
+            )
         return ends.pop()
 
     def _inner_layers(self, shape: Shape) -> list[tuple[Layer, Shape]]:
         """Each inner layer with its input shape."""
         return [
-            pair for path in (self.block, self.shortcut) for pair in zip(path, shapes(path, shape)[:-1], strict=True)
+            pair
+            for path in (self.block, self.shortcut)
+            for pair in zip(path, shapes(path, shape)[:-1], strict=True)
         ]
 
     def parameters(self, shape: Shape) -> int:
         """Trained values of block and shortcut."""
-        return sum(layer.parameters(entering) for layer, entering in self._inner_layers(shape))
+        return sum(
+            layer.parameters(entering) for layer, entering in self._inner_layers(shape)
+        )
 
     def weights(self, shape: Shape) -> int:
         """Elements of the kernels of block and shortcut."""
-        return sum(layer.weights(entering) for layer, entering in self._inner_layers(shape))
+        return sum(
+            layer.weights(entering) for layer, entering in self._inner_layers(shape)
+        )
 
     def flops(self, shape: Shape) -> float:
         """FLOPs of block and shortcut."""
-        return sum(layer.flops(entering) for layer, entering in self._inner_layers(shape))
+        return sum(
+            layer.flops(entering) for layer, entering in self._inner_layers(shape)
+        )
 
     def activations(self, shape: Shape) -> int:
         """Outputs within block and shortcut, and the sum."""
-        return sum(layer.activations(entering) for layer, entering in self._inner_layers(shape)) + math.prod(
-            self.output(shape)
-        )
+        return sum(
+            layer.activations(entering) for layer, entering in self._inner_layers(shape)
+        ) + math.prod(self.output(shape))
 
     def accesses(self, shape: Shape) -> int:
         """Return the accesses of block, shortcut and sum; the sum reads two values for each value written."""
-        return sum(layer.accesses(entering) for layer, entering in self._inner_layers(shape)) + self._sum_accesses(
-            shape
-        )
+        return sum(
+            layer.accesses(entering) for layer, entering in self._inner_layers(shape)
+        ) + self._sum_accesses(shape)
 
     def _sum_accesses(self, shape: Shape) -> int:
         """Values that the sum reads and writes."""
@@ -576,21 +663,38 @@ class Residual(Layer):
     def cost(self, shape: Shape) -> Cost:
         """Return the cost of block, shortcut and sum; the sum counts as an activation."""
         within = (layer.cost(entering) for layer, entering in self._inner_layers(shape))
-        return sum(within, Cost(accessed=BYTES_PER_VALUE * self._sum_accesses(shape), kind="activation"))
+        return sum(
+            within,
+            Cost(
+                accessed=BYTES_PER_VALUE * self._sum_accesses(shape), kind="activation"
+            ),
+        )
 
     def least_samples(self, shape: Shape) -> int:
         """The largest minimum of the layers of block and shortcut."""
-        return max((layer.least_samples(entering) for layer, entering in self._inner_layers(shape)), default=1)
+        return max(
+            (
+                layer.least_samples(entering)
+                for layer, entering in self._inner_layers(shape)
+            ),
+            default=1,
+        )
 
-    def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
+    def draw(
+        self, shape: Shape, generator: torch.Generator, part: Slice
+    ) -> dict[str, torch.Tensor]:
         """Return all initial weights, for any slice."""
         state = self.build(shape, generator).state_dict()
-        return {name: tensor for name, tensor in state.items() if part.rows or part.channels}
+        return {
+            name: tensor for name, tensor in state.items() if part.rows or part.channels
+        }
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module, with children ``block`` and ``shortcut``."""
         from testbed.ml.models.modules import Sum
 
         self.output(shape)
-        block, shortcut = (sequence(path, shape, generator) for path in (self.block, self.shortcut))
+        block, shortcut = (
+            sequence(path, shape, generator) for path in (self.block, self.shortcut)
+        )
         return Sum(OrderedDict(block=block, shortcut=shortcut))

@@ -45,13 +45,19 @@ class AdaptedLinear(nn.Linear):
         self.weight = layer.weight
         self.bias = layer.bias
         self.scale = lora.alpha / lora.rank
-        self.lora_down = nn.Parameter(layer.weight.new_empty(lora.rank, layer.in_features))
-        self.lora_up = nn.Parameter(layer.weight.new_zeros(layer.out_features, lora.rank))
+        self.lora_down = nn.Parameter(
+            layer.weight.new_empty(lora.rank, layer.in_features)
+        )
+        self.lora_up = nn.Parameter(
+            layer.weight.new_zeros(layer.out_features, lora.rank)
+        )
         nn.init.kaiming_uniform_(self.lora_down, a=math.sqrt(5))
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the sum of layer and adapter, of shape (..., outputs), for inputs (..., inputs)."""
-        adapted = functional.linear(functional.linear(values, self.lora_down), self.lora_up)
+        adapted = functional.linear(
+            functional.linear(values, self.lora_down), self.lora_up
+        )
         return functional.linear(values, self.weight, self.bias) + self.scale * adapted
 
 
@@ -61,11 +67,18 @@ def adapt(network: nn.Module, lora: Lora) -> None:
     Raises `InputError` where no linear layer has one of the names, and for a rank that saves nothing.
     """
     network.requires_grad_(requires_grad=False)
-    layers = {name: layer for name, layer in network.named_modules() if type(layer) is nn.Linear}
+    layers = {
+        name: layer
+        for name, layer in network.named_modules()
+        if type(layer) is nn.Linear
+    }
     chosen = [name for name in layers if _is_named(name, lora.modules)]
     if not chosen:
         known = ", ".join(layers) or "none"
-        raise InputError(f"no linear layer has one of these names; the network has {known}", (*KEY, "modules"))
+        raise InputError(
+            f"no linear layer has one of these names; the network has {known}",
+            (*KEY, "modules"),
+        )
     for name in chosen:
         layer = layers[name]
         smaller = min(layer.in_features, layer.out_features)
@@ -80,7 +93,9 @@ def adapt(network: nn.Module, lora: Lora) -> None:
 
 
 def _is_named(name: str, wanted: Sequence[str]) -> bool:
-    return not wanted or any(name == each or name.endswith(f".{each}") for each in wanted)
+    return not wanted or any(
+        name == each or name.endswith(f".{each}") for each in wanted
+    )
 
 
 def is_adapter(name: str) -> bool:
@@ -93,5 +108,9 @@ def first_values(name: str, empty: Tensor) -> Tensor:
     values = torch.zeros(empty.shape, dtype=empty.dtype)
     if name.endswith(DOWN):
         bound = 1 / math.sqrt(empty.shape[1])
-        values.uniform_(-bound, bound, generator=torch.Generator().manual_seed(derive(0, "lora", name)))
+        values.uniform_(
+            -bound,
+            bound,
+            generator=torch.Generator().manual_seed(derive(0, "lora", name)),
+        )
     return values

@@ -23,7 +23,9 @@ KEY = ("model", "file")
 class Maker:
     """Constructs the network by calling the user's function with its arguments."""
 
-    code: Code = field(hash=False)  # holds a dictionary; the arguments distinguish enough
+    code: Code = field(
+        hash=False
+    )  # holds a dictionary; the arguments distinguish enough
     arguments: str
     """JSON."""
     lora: LoraPart | None = None
@@ -61,7 +63,9 @@ class CountedUnit(Layer):
     """Samples that training needs at once, at least."""
     described: tuple[tuple[str, Layer], ...] = ()
     """The equivalent layers, each with the path of its module; empty if the unit is not a sequence of layers."""
-    make: Callable[[], nn.Module] | None = field(default=None, compare=False, repr=False)
+    make: Callable[[], nn.Module] | None = field(
+        default=None, compare=False, repr=False
+    )
     """Builds the unit's module from its flattened and joined inputs; None if only the model can build it."""
     untrained: int = 0
     """Values of parameters whose `requires_grad` is off."""

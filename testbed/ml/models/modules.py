@@ -42,7 +42,9 @@ class DarknetReorganise(nn.Module):
         step = self.stride
         samples, channels, height, width = input.shape
         images = input.reshape(samples, channels // step**2, height, step, width, step)
-        return images.permute(0, 3, 5, 1, 2, 4).reshape(samples, channels * step**2, height // step, width // step)
+        return images.permute(0, 3, 5, 1, 2, 4).reshape(
+            samples, channels * step**2, height // step, width // step
+        )
 
 
 class Joined(nn.Sequential):
@@ -67,9 +69,14 @@ class SplitInputs(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Split the input, (samples, values), and return the unit's output, (samples, ...)."""
-        parts = torch.split(values.flatten(1), [math.prod(shape) for shape in self._shapes], dim=1)
+        parts = torch.split(
+            values.flatten(1), [math.prod(shape) for shape in self._shapes], dim=1
+        )
         outputs: torch.Tensor = self.unit(
-            *(part.reshape(-1, *of) for part, of in zip(parts, self._shapes, strict=True))
+            *(
+                part.reshape(-1, *of)
+                for part, of in zip(parts, self._shapes, strict=True)
+            )
         )
         return outputs
 
@@ -84,15 +91,25 @@ class Segment(nn.Sequential):
     """Consecutive units of a model, each reading the previously computed values it names."""
 
     def __init__(
-        self, first: int, units: Sequence[nn.Module], reads: Sequence[Sequence[int]], crossing: Sequence[Sequence[Made]]
+        self,
+        first: int,
+        units: Sequence[nn.Module],
+        reads: Sequence[Sequence[int]],
+        crossing: Sequence[Sequence[Made]],
     ) -> None:
-        super().__init__(OrderedDict((str(first + place), unit) for place, unit in enumerate(units)))
+        super().__init__(
+            OrderedDict((str(first + place), unit) for place, unit in enumerate(units))
+        )
         self._first = first
         self._reads = reads
         self._crossing = crossing
         """The crossing tensors at the cut before each unit and after the last."""
 
-    def forward(self, input: torch.Tensor, before: Callable[[str], object] | None = None) -> torch.Tensor:  # noqa: A002
+    def forward(
+        self,
+        input: torch.Tensor,  # noqa: A002 - torch's name of the argument
+        before: Callable[[str], object] | None = None,
+    ) -> torch.Tensor:
         """Run the units; ``before`` is called with each unit's name before the unit runs.
 
         ``input`` is (samples, ...), several tensors flattened and joined. Values are dropped after their last use.
@@ -101,19 +118,28 @@ class Segment(nn.Sequential):
         for place, (name, unit) in enumerate(self.named_children()):
             if before is not None:
                 before(name)
-            made[self._first + place] = unit(*(made[index] for index in self._reads[place]))
+            made[self._first + place] = unit(
+                *(made[index] for index in self._reads[place])
+            )
             made = {index: made[index] for index, _ in self._crossing[place + 1]}
         return _join_tensors(made, self._crossing[-1])
 
 
-def _split_tensors(packed: torch.Tensor, crossing: Sequence[Made]) -> dict[int, torch.Tensor]:
+def _split_tensors(
+    packed: torch.Tensor, crossing: Sequence[Made]
+) -> dict[int, torch.Tensor]:
     if len(crossing) == 1:
         return {crossing[0][0]: packed}
     parts = torch.split(packed, [math.prod(shape) for _, shape in crossing], dim=1)
-    return {index: part.reshape(-1, *shape) for (index, shape), part in zip(crossing, parts, strict=True)}
+    return {
+        index: part.reshape(-1, *shape)
+        for (index, shape), part in zip(crossing, parts, strict=True)
+    }
 
 
-def _join_tensors(made: dict[int, torch.Tensor], crossing: Sequence[Made]) -> torch.Tensor:
+def _join_tensors(
+    made: dict[int, torch.Tensor], crossing: Sequence[Made]
+) -> torch.Tensor:
     if len(crossing) == 1:
         return made[crossing[0][0]]
     return torch.cat([made[index].flatten(1) for index, _ in crossing], dim=1)

@@ -44,7 +44,11 @@ def create_own(
     function = usercode.function(code, KEY)
     signature = inspect.signature(function)
     sizes = {each.name: each.shape for each in fields} or shape
-    offered = {name: value for name, value in (("shape", sizes), ("classes", classes)) if name in signature.parameters}
+    offered = {
+        name: value
+        for name, value in (("shape", sizes), ("classes", classes))
+        if name in signature.parameters
+    }
     arguments = {**offered, **options}
     try:
         signature.bind(**arguments)
@@ -55,7 +59,14 @@ def create_own(
     wanted = None if units is None else tuple(units)
 
     def made(whole: bool) -> Model:
-        return _trace_cached(text, json.dumps(arguments), InputSpec(tuple(shape), whole, fields), classes, wanted, lora)
+        return _trace_cached(
+            text,
+            json.dumps(arguments),
+            InputSpec(tuple(shape), whole, fields),
+            classes,
+            wanted,
+            lora,
+        )
 
     if fields or not integers:
         return made(bool(fields) and all_whole(fields))
@@ -65,7 +76,9 @@ def create_own(
         try:
             return made(False)
         except InputError as error:
-            raise InputError(f"{error.text}; with samples as whole numbers: {first.text}", error.key) from None
+            raise InputError(
+                f"{error.text}; with samples as whole numbers: {first.text}", error.key
+            ) from None
 
 
 @lru_cache(maxsize=16)
@@ -79,4 +92,6 @@ def _trace_cached(
 ) -> Model:
     from testbed.ml.models.tracing import traced
 
-    return traced(Maker(Code.model_validate_json(code), arguments, lora), entering, classes, units)
+    return traced(
+        Maker(Code.model_validate_json(code), arguments, lora), entering, classes, units
+    )

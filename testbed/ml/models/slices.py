@@ -43,7 +43,9 @@ class Slice:
         return pick(tensor, 0, self.channels) if tensor.dim() else tensor
 
 
-def pick(tensor: torch.Tensor, axis: int, wanted: Channels, held: Channels | None = None) -> torch.Tensor:
+def pick(
+    tensor: torch.Tensor, axis: int, wanted: Channels, held: Channels | None = None
+) -> torch.Tensor:
     """Return the entries ``wanted`` along an axis with the entries ``held``; None means all, numbered from 0.
 
     ``tensor`` is of any shape. The result is a view if both are ranges. Raises ValueError for entries not held.
@@ -61,12 +63,17 @@ def pick(tensor: torch.Tensor, axis: int, wanted: Channels, held: Channels | Non
     places = {channel: place for place, channel in enumerate(held)}
     if not all(channel in places for channel in wanted):
         raise ValueError(f"{wanted} are not all among {held}")
-    return tensor.index_select(axis, torch.tensor([places[channel] for channel in wanted]))
+    return tensor.index_select(
+        axis, torch.tensor([places[channel] for channel in wanted])
+    )
 
 
 def evenly(size: int, count: int) -> tuple[range, ...]:
     """Divide ``size`` channels into ``count`` ranges whose lengths differ by at most one, longer ones first."""
-    ends = [size // count * number + min(number, size % count) for number in range(count + 1)]
+    ends = [
+        size // count * number + min(number, size % count)
+        for number in range(count + 1)
+    ]
     return tuple(range(first, last) for first, last in pairwise(ends))
 
 
@@ -83,4 +90,8 @@ def elements(channels: Channels, each: int) -> Channels:
         return channels
     if isinstance(channels, range):
         return range(channels.start * each, channels.stop * each)
-    return tuple(value for channel in channels for value in range(channel * each, (channel + 1) * each))
+    return tuple(
+        value
+        for channel in channels
+        for value in range(channel * each, (channel + 1) * each)
+    )

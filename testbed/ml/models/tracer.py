@@ -42,11 +42,27 @@ _IN_PLACE = {
 STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 """Modules of torch.nn traced into, because their layers are units."""
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
-_MAKING = (torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.randn, torch.arange)
+_MAKING = (
+    torch.zeros,
+    torch.ones,
+    torch.empty,
+    torch.full,
+    torch.rand,
+    torch.randn,
+    torch.arange,
+)
 """Functions creating tensors from sizes, including the number of samples: torch hides these calls from tracers."""
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
+_PRODUCTS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::convolution",
+)
 _UNLIKE = "does something else in evaluation than in training"
-_REMEDY = "write it without that, or put it into a module of its own and name that in `units`"
+_REMEDY = (
+    "write it without that, or put it into a module of its own and name that in `units`"
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,11 @@ def _weightless_modules(maker: Maker) -> list[str]:
     """Return modules without weights or submodules: they may act in training only, such as DropPath."""
     with torch.device("meta"):
         modules = dict(_make_network(maker).named_modules())
-    return [name for name, each in modules.items() if name and not each.state_dict() and not [*each.children()]]
+    return [
+        name
+        for name, each in modules.items()
+        if name and not each.state_dict() and not [*each.children()]
+    ]
 
 
 def seeded(maker: Maker, seed: int) -> nn.Module:
@@ -115,7 +135,9 @@ def plain(value: object) -> bool:
     """Return whether a value, such as a number or size, depends at most on the number of samples."""
     if isinstance(value, tuple | list):
         return all(plain(each) for each in value)
-    return value is None or isinstance(value, int | float | str | torch.dtype | torch.device | slice)
+    return value is None or isinstance(
+        value, int | float | str | torch.dtype | torch.device | slice
+    )
 
 
 def line(node: fx.Node, maker: Maker) -> str:
@@ -128,15 +150,16 @@ def _make_network(maker: Maker) -> nn.Module:
     for name, module in root.named_modules():
         if getattr(module, "inplace", False) is True:
             module.inplace = False
-        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
-            text = (
-                f"'{name}' has no sizes yet: call the network once, as net(torch.zeros(1, *shape)), and return it then"
-            )
+        is_lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
+        if is_lazy and module.has_uninitialized_params():
+            text = f"'{name}' has no sizes yet: call the network once, as net(torch.zeros(1, *shape)), then return it"
             raise InputError(f"{usercode.shown(maker.code.module)}: {text}", KEY)
     return root
 
 
-def _trace_modes(maker: Maker, entering: InputSpec, device: str, whole: Sequence[str]) -> Traced:
+def _trace_modes(
+    maker: Maker, entering: InputSpec, device: str, whole: Sequence[str]
+) -> Traced:
     """Trace in training and in evaluation; booleans differing between the two follow the unit's mode."""
     tracers = []
     for training in (True, False):
@@ -146,23 +169,37 @@ def _trace_modes(maker: Maker, entering: InputSpec, device: str, whole: Sequence
         else:
             root = seeded(maker, 0)
         root.train(training)
-        tracers.append(_Tracer(entering, device, whole, usercode.shown(maker.code.module)))
+        tracers.append(
+            _Tracer(entering, device, whole, usercode.shown(maker.code.module))
+        )
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 tracers[-1].trace(root)
         except InputError as error:
-            raise InputError(f"{usercode.line_of(error, maker.code)}: {error.text}", KEY) from error
+            raise InputError(
+                f"{usercode.line_of(error, maker.code)}: {error.text}", KEY
+            ) from error
         except Exception as error:
             text = f"cannot be traced: {first_line(error)}: {_REMEDY}"
-            raise InputError(f"{usercode.line_of(error, maker.code)}: {text}", KEY) from error
+            raise InputError(
+                f"{usercode.line_of(error, maker.code)}: {text}", KEY
+            ) from error
     tracer, evaluating = tracers
     _follow_mode(tracer, evaluating.graph, maker)
     for node in reversed(tracer.graph.nodes):
-        node.meta.pop("is_wrapped", None)  # else the modules made of it would have torch.fx patch the functions again
+        node.meta.pop(
+            "is_wrapped", None
+        )  # else the modules made of it would have torch.fx patch the functions again
         if not node.users and node.op not in ("placeholder", "output"):
             tracer.graph.erase_node(node)
-    made = {name: value for value, name in tracer.tensor_attrs.items() if name.startswith("_tensor_constant")}
-    constants = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+    made = {
+        name: value
+        for value, name in tracer.tensor_attrs.items()
+        if name.startswith("_tensor_constant")
+    }
+    constants = {
+        name: value for name, value in made.items() if isinstance(value, torch.Tensor)
+    }
     return Traced(tracer.root, tracer.graph, tracer.runs, constants)
 
 
@@ -181,9 +218,14 @@ def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
         runs[mode.name] = Measure(True)
     for at, node in enumerate(ours):
         other = theirs[at] if at < len(theirs) else None
-        if other is not None and (node.op, str(node.target)) == (other.op, str(other.target)):
+        if other is not None and (node.op, str(node.target)) == (
+            other.op,
+            str(other.target),
+        ):
             with graph.inserting_before(node):
-                replaced = _follow_arguments((node.args, node.kwargs), (other.args, other.kwargs), mode)
+                replaced = _follow_arguments(
+                    (node.args, node.kwargs), (other.args, other.kwargs), mode
+                )
             if replaced is not None:
                 for each in graph.nodes:
                     if each.target is by_mode:
@@ -191,7 +233,10 @@ def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
                             runs.setdefault(each.name, Measure(each.args[1]))
                 node.args, node.kwargs = replaced
                 continue
-        raise InputError(f"{line(node, maker)}: {_UNLIKE}: write this as a module of its own that does so", KEY)
+        raise InputError(
+            f"{line(node, maker)}: {_UNLIKE}: write this as a module of its own that does so",
+            KEY,
+        )
 
 
 def by_mode(training: bool, first: float, second: float) -> float:
@@ -231,7 +276,9 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The counter, to be entered before this mode."""
         self._weights = weights
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.name().partition(".")[0] in _PRODUCTS:
             _check_types(args)
         before = self.counter.get_total_flops()
@@ -242,16 +289,31 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count_work(func, args, kwargs, first, flops)
         return result
 
-    def _count_work(self, func: Any, args: Any, kwargs: Any, made: torch.Tensor, flops: float) -> None:
-        read = [each for each in pytree.tree_leaves((args, kwargs)) if _has_numbers(each)]
+    def _count_work(
+        self, func: Any, args: Any, kwargs: Any, made: torch.Tensor, flops: float
+    ) -> None:
+        read = [
+            each for each in pytree.tree_leaves((args, kwargs)) if _has_numbers(each)
+        ]
         trains = "batch_norm" in func.name() and any(each is True for each in args)
         if trains and math.prod(read[0].shape[2:]) == 1:
             self.least = 2  # one value for each channel has no variance
-        weights = [each for each in read if each.untyped_storage()._cdata in self._weights]
-        values = made.numel() + sum(each.numel() for each in read) - sum(each.numel() for each in weights)
+        weights = [
+            each for each in read if each.untyped_storage()._cdata in self._weights
+        ]
+        values = (
+            made.numel()
+            + sum(each.numel() for each in read)
+            - sum(each.numel() for each in weights)
+        )
         matrices = sum(each.numel() for each in weights if each.ndim > 1)
         self.made += made.numel()
-        self.cost += Cost(flops, BYTES_PER_VALUE * values, BYTES_PER_VALUE * matrices, _work_kind(func, args, flops))
+        self.cost += Cost(
+            flops,
+            BYTES_PER_VALUE * values,
+            BYTES_PER_VALUE * matrices,
+            _work_kind(func, args, flops),
+        )
 
 
 def _has_numbers(value: object) -> bool:
@@ -260,7 +322,13 @@ def _has_numbers(value: object) -> bool:
 
 def _check_types(arguments: Sequence[Any]) -> None:
     """Raise TypeError for a product of different types, which torch accepts for tensors without values."""
-    types = sorted({str(each.dtype).removeprefix("torch.") for each in arguments if _has_numbers(each)})
+    types = sorted(
+        {
+            str(each.dtype).removeprefix("torch.")
+            for each in arguments
+            if _has_numbers(each)
+        }
+    )
     if len(types) > 1:
         text = "samples are float32: convert them, or the network by .float()"
         raise TypeError(f"multiplies {' by '.join(types)}; {text}")
@@ -287,15 +355,23 @@ def single(result: Any) -> Any:
     """
     if not isinstance(result, Mapping):
         return result
-    made = {name: value for name, value in result.items() if isinstance(value, torch.Tensor | fx.Proxy)}
+    made = {
+        name: value
+        for name, value in result.items()
+        if isinstance(value, torch.Tensor | fx.Proxy)
+    }
     if "logits" not in made and len(made) != 1:
-        raise InputError(f"forward returns {', '.join(made)}: it has to return one tensor, or one named 'logits'")
+        raise InputError(
+            f"forward returns {', '.join(made)}: it has to return one tensor, or one named 'logits'"
+        )
     return made.get("logits", next(iter(made.values())))
 
 
 def samples_of(entering: InputSpec, size: int) -> torch.Tensor:
     """Return sample inputs for a network, (size, ...); integers are zero, a valid index of every embedding."""
-    samples = torch.rand(size, *entering.shape, generator=torch.Generator().manual_seed(size))
+    samples = torch.rand(
+        size, *entering.shape, generator=torch.Generator().manual_seed(size)
+    )
     for begin, end, _, kind in entries(entering.fields).values():
         if kind != "float32":
             samples[:, begin:end] = 0
@@ -304,17 +380,27 @@ def samples_of(entering: InputSpec, size: int) -> torch.Tensor:
 
 def storages(root: nn.Module) -> frozenset[int]:
     """Return the memory identifiers of a network's weights and buffers."""
-    return frozenset(each.untyped_storage()._cdata for each in (*root.parameters(), *root.buffers()))
+    return frozenset(
+        each.untyped_storage()._cdata for each in (*root.parameters(), *root.buffers())
+    )
 
 
 def measured(
-    root: nn.Module, node: fx.Node, runs: Mapping[str, Measure], weights: Collection[int], device: str = "cpu"
+    root: nn.Module,
+    node: fx.Node,
+    runs: Mapping[str, Measure],
+    weights: Collection[int],
+    device: str = "cpu",
 ) -> Measure:
     """Run one step on the results of earlier steps, by name; ``weights`` are the network's `storages`."""
     if node.op == "get_attr":
         attribute = operator.attrgetter(str(node.target))(root)
-        return Measure(attribute.to(device) if isinstance(attribute, torch.Tensor) else attribute)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: runs[each.name].value)
+        return Measure(
+            attribute.to(device) if isinstance(attribute, torch.Tensor) else attribute
+        )
+    args, kwargs = fx.map_arg(
+        (node.args, node.kwargs), lambda each: runs[each.name].value
+    )
     work = _Work(weights)
     with torch.device(device), work.counter, work:
         value = _called_function(root, node, args, kwargs)
@@ -341,14 +427,20 @@ class _Value(fx.Proxy):
     def __len__(self) -> int:
         sizes = {len(value) for value in self.tracer.values(self.node)}  # type: ignore[attr-defined]
         if len(sizes) > 1:
-            raise InputError("the number of samples is not known here: take x.shape[0], not len(x)")
+            raise InputError(
+                "the number of samples is not known here: take x.shape[0], not len(x)"
+            )
         return int(sizes.pop())
 
     def __index__(self) -> int:
-        raise InputError("the number of samples is not known here: make the network so that it takes any")
+        raise InputError(
+            "the number of samples is not known here: make the network so that it takes any"
+        )
 
     def __setitem__(self, key: object, value: object) -> None:
-        raise InputError("changes a tensor in place: make a new one, as torch.where and torch.cat do")
+        raise InputError(
+            "changes a tensor in place: make a new one, as torch.where and torch.cat do"
+        )
 
 
 class _States(_Value):
@@ -360,7 +452,9 @@ class _States(_Value):
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, int):
-            return self.tracer.create_proxy("call_function", operator.getitem, (self, key), {})
+            return self.tracer.create_proxy(
+                "call_function", operator.getitem, (self, key), {}
+            )
         ways = len(self.tracer.values(self.node)[0]) // len(self._parts)  # type: ignore[attr-defined]
         layer, way = divmod(range(ways * len(self._parts))[key], ways)
         return self._parts[layer][way]
@@ -384,7 +478,9 @@ def recurrent_layer(
     first = [values.new_zeros(ways, samples, size) for size in sizes]
     state: Any = tuple(first) if mode == "LSTM" else first[0]
     run = getattr(torch._VF, mode.lower())
-    outputs: tuple[torch.Tensor, ...] = run(values, state, weights, bias, 1, 0.0, False, ways == 2, batch_first)
+    outputs: tuple[torch.Tensor, ...] = run(
+        values, state, weights, bias, 1, 0.0, False, ways == 2, batch_first
+    )
     return outputs
 
 
@@ -393,7 +489,9 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, entering: InputSpec, device: str, whole: Sequence[str], file: str) -> None:
+    def __init__(
+        self, entering: InputSpec, device: str, whole: Sequence[str], file: str
+    ) -> None:
         super().__init__(autowrap_functions=_MAKING)
         self._autowrap_search.append(torch)
         self._file = file
@@ -401,7 +499,11 @@ class _Tracer(fx.Tracer):
         self._entering = entering
         self._weights: Collection[int] = ()
         self._device = device
-        self._whole = [name for name in whole if not any(other.startswith(f"{name}.") for other in whole)]
+        self._whole = [
+            name
+            for name in whole
+            if not any(other.startswith(f"{name}.") for other in whole)
+        ]
         self._running = False
         self._in_layers: nn.Module | None = None
 
@@ -411,18 +513,23 @@ class _Tracer(fx.Tracer):
 
     # What torch.fx asks
 
-    def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> Any:
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> Any:
         """Pass the samples alone; other arguments keep the defaults of the user's code."""
         self._weights = storages(self.root)
         required = [
             each.name
             for each in inspect.signature(root_fn).parameters.values()
-            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            if each.default is each.empty
+            and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         ]
         fields = self._entering.fields
         if len(required) > 2 and not fields:
             names = ", ".join(required[1:])
-            raise InputError(f"forward takes {names}: give the data an input of each name", KEY)
+            raise InputError(
+                f"forward takes {names}: give the data an input of each name", KEY
+            )
 
         def called(root: nn.Module, samples: fx.Proxy) -> Any:
             if not fields:
@@ -439,20 +546,37 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is a single step."""
         known = type(m) in STACKS or self._in_layers is m
-        return module_qualified_name in self._whole or (not known and super().is_leaf_module(m, module_qualified_name))
+        return module_qualified_name in self._whole or (
+            not known and super().is_leaf_module(m, module_qualified_name)
+        )
 
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Trace a call, or execute the call within a step; trace stacked layers one by one."""
         if self._running:
             return forward(*args, **kwargs)
         if type(m) in (nn.TransformerEncoder, nn.TransformerDecoder):
             forward = partial(self._stack, m)
-        elif isinstance(m, nn.RNNBase) and type(m) in _RECURRENT and m.num_layers > 1 and len(args) == 1 and not kwargs:
+        elif (
+            isinstance(m, nn.RNNBase)
+            and type(m) in _RECURRENT
+            and m.num_layers > 1
+            and len(args) == 1
+            and not kwargs
+        ):
             forward = partial(self._call_recurrent, m)
             self._in_layers = m
         return super().call_module(m, forward, args, kwargs)
 
-    def _stack(self, stack: Any, values: Any, *memory: Any, is_causal: bool | None = None, **masks: Any) -> Any:
+    def _stack(
+        self,
+        stack: Any,
+        values: Any,
+        *memory: Any,
+        is_causal: bool | None = None,
+        **masks: Any,
+    ) -> Any:
         """Call the layers of an encoder or decoder one after the other, as `forward` does in training."""
         encodes = isinstance(stack, nn.TransformerEncoder)
         if encodes and memory:
@@ -460,7 +584,11 @@ class _Tracer(fx.Tracer):
         mask = masks.get("mask" if encodes else "tgt_mask")
         known = self.values(mask.node)[0] if isinstance(mask, fx.Proxy) else mask
         causal = masks.pop("tgt_is_causal", is_causal)
-        causal = _detect_is_causal_mask(known, causal, values.shape[1 if stack.layers[0].self_attn.batch_first else 0])
+        causal = _detect_is_causal_mask(
+            known,
+            causal,
+            values.shape[1 if stack.layers[0].self_attn.batch_first else 0],
+        )
         if encodes:
             masks |= {"src_mask": masks.pop("mask", None), "is_causal": causal}
         else:
@@ -475,23 +603,45 @@ class _Tracer(fx.Tracer):
         size = module.proj_size or module.hidden_size
         states: tuple[list[Any], ...] = ([], [])
         for layer in range(module.num_layers):
-            names = [name for way in range(ways) for name in module._all_weights[layer * ways + way]]
+            names = [
+                name
+                for way in range(ways)
+                for name in module._all_weights[layer * ways + way]
+            ]
             weights = [getattr(module, name) for name in names]
-            how = (module.mode, module.bias, ways, (size, module.hidden_size), module.batch_first)
-            made = self.create_proxy("call_function", recurrent_layer, (values, weights, *how), {})
+            how = (
+                module.mode,
+                module.bias,
+                ways,
+                (size, module.hidden_size),
+                module.batch_first,
+            )
+            made = self.create_proxy(
+                "call_function", recurrent_layer, (values, weights, *how), {}
+            )
             values = made[0]
-            for place, state in enumerate(states[: 2 if module.mode == "LSTM" else 1], 1):
+            for place, state in enumerate(
+                states[: 2 if module.mode == "LSTM" else 1], 1
+            ):
                 state.append(made[place])
             if module.dropout and layer + 1 < module.num_layers:
                 values = functional.dropout(values, module.dropout, module.training)
         last = [
-            _States(parts, self.create_proxy("call_function", torch.cat, (parts,), {})) for parts in states if parts
+            _States(parts, self.create_proxy("call_function", torch.cat, (parts,), {}))
+            for parts in states
+            if parts
         ]
         return values, last[0] if len(last) == 1 else tuple(last)
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+    def getattr(
+        self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]
+    ) -> Any:
         """Return a proxy of an attribute, or the attribute itself within a step."""
-        return attr_val if self._running else super().getattr(attr, attr_val, parameter_proxy_cache)
+        return (
+            attr_val
+            if self._running
+            else super().getattr(attr, attr_val, parameter_proxy_cache)
+        )
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return a proxy for the value of a step."""
@@ -504,7 +654,9 @@ class _Tracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Reject unknown values; known values are never proxies."""
         tensor = isinstance(self.values(obj.node)[0], torch.Tensor)
-        raise InputError(f"branches on {'values of a tensor' if tensor else 'the number of samples'}: {_REMEDY}")
+        raise InputError(
+            f"branches on {'values of a tensor' if tensor else 'the number of samples'}: {_REMEDY}"
+        )
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
         """Trace a step; return its value if independent of the samples."""
@@ -512,7 +664,11 @@ class _Tracer(fx.Tracer):
         small, large = self.values(proxy.node)
         if isinstance(small, torch.device):
             return torch.device("cpu")  # where units compute
-        return small if plain(small) and small == large and type(small) is type(large) else proxy
+        return (
+            small
+            if plain(small) and small == large and type(small) is type(large)
+            else proxy
+        )
 
     def _place(self) -> str | None:
         """Return the traced line of the user's code; torch would create a full traceback for each step."""
@@ -522,11 +678,19 @@ class _Tracer(fx.Tracer):
         return frame and f"{self._file}:{frame.f_lineno}"
 
     def create_node(
-        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
+        self,
+        kind: str,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        name: str | None = None,
+        type_expr: Any = None,
     ) -> fx.Node:
         """Record a step and execute the step."""
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            raise InputError("`with` torch.no_grad or torch.autocast is lost in tracing: use .detach() or .to(...)")
+            raise InputError(
+                "`with` torch.no_grad or torch.autocast is lost in tracing: use .detach() or .to(...)"
+            )
         if kind == "call_method":
             _refuse_method(target)
         target = _IN_PLACE.get(target, target)
@@ -547,9 +711,13 @@ class _Tracer(fx.Tracer):
     def _run(self, node: fx.Node) -> None:
         for size, runs in zip(BATCHES, self.runs, strict=True):
             if node.op == "placeholder":
-                runs[node.name] = Measure(samples_of(self._entering, size).to(self._device))
+                runs[node.name] = Measure(
+                    samples_of(self._entering, size).to(self._device)
+                )
             else:
-                runs[node.name] = measured(self.root, node, runs, self._weights, self._device)
+                runs[node.name] = measured(
+                    self.root, node, runs, self._weights, self._device
+                )
 
 
 def _refuse_method(method: str) -> None:

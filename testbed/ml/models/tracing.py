@@ -25,24 +25,46 @@ from testbed.ml.models.chain import Model, Tied, Unit, joined
 from testbed.ml.models.described import described
 from testbed.ml.models.making import KEY, CountedUnit, Maker
 from testbed.ml.models.shapes import INPUT, Shape
-from testbed.ml.models.tracer import BATCHES, STACKS, Measure, Traced, by_mode, line, plain, seeded, trace
+from testbed.ml.models.tracer import (
+    BATCHES,
+    STACKS,
+    Measure,
+    Traced,
+    by_mode,
+    line,
+    plain,
+    seeded,
+    trace,
+)
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, *STACKS)
 
 
-def traced(maker: Maker, entering: InputSpec, classes: int, units: Sequence[str] | None = None) -> Model:
+def traced(
+    maker: Maker, entering: InputSpec, classes: int, units: Sequence[str] | None = None
+) -> Model:
     """Trace, measure and cut a network; raises `InputError` naming the failing line."""
     steps = _make_steps(maker, _trace_network(maker, entering, units))
     cuts = _choose_cuts(steps) if units is None else _by_hand(steps, units)
-    pieces = [steps.nodes[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(steps.nodes)])]
+    pieces = [
+        steps.nodes[begin:end]
+        for begin, end in itertools.pairwise([0, *cuts, len(steps.nodes)])
+    ]
     given = [_unit_name(piece, steps) for piece in pieces]
-    names = [f"{name}@{count}" if (count := given[:at].count(name)) else name for at, name in enumerate(given)]
+    names = [
+        f"{name}@{count}" if (count := given[:at].count(name)) else name
+        for at, name in enumerate(given)
+    ]
     if units is not None:
         names[1:] = units[-len(cuts) :] if cuts else []
-    return _make_chain(maker, steps, dict(zip(names, pieces, strict=True)), entering, classes)
+    return _make_chain(
+        maker, steps, dict(zip(names, pieces, strict=True)), entering, classes
+    )
 
 
-def _trace_network(maker: Maker, entering: InputSpec, units: Sequence[str] | None) -> Traced:
+def _trace_network(
+    maker: Maker, entering: InputSpec, units: Sequence[str] | None
+) -> Traced:
     """Trace a network by torch.fx, or by the slower torch.export if torch.fx fails."""
     try:
         return trace(maker, entering, units)
@@ -87,8 +109,14 @@ class _Steps:
 
     def __post_init__(self) -> None:
         self._made = {self.input, *self.nodes}
-        self.work = list(itertools.accumulate(int(self.runs[0][node.name].works) for node in self.nodes))
-        self.statistics = [_with_statistics(self.root, self.all_of([node])) for node in self.nodes]
+        self.work = list(
+            itertools.accumulate(
+                int(self.runs[0][node.name].works) for node in self.nodes
+            )
+        )
+        self.statistics = [
+            _with_statistics(self.root, self.all_of([node])) for node in self.nodes
+        ]
 
     def all_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """Return nodes with the local nodes they need, in order."""
@@ -99,14 +127,25 @@ class _Steps:
             if node not in wanted:
                 wanted.add(node)
                 if not plain(self.values(node)[0]):
-                    waiting += [each for each in node.all_input_nodes if self.local(each)]
+                    waiting += [
+                        each for each in node.all_input_nodes if self.local(each)
+                    ]
         return [node for node in self.traced.graph.nodes if node in wanted]
 
     def reads(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Return the values nodes read from other nodes, in order."""
         inside = set(nodes)
-        read = {each for node in self.all_of(nodes) if not plain(self.values(node)[0]) for each in node.all_input_nodes}
-        return [node for node in (self.input, *self.nodes) if node in read and node not in inside]
+        read = {
+            each
+            for node in self.all_of(nodes)
+            if not plain(self.values(node)[0])
+            for each in node.all_input_nodes
+        }
+        return [
+            node
+            for node in (self.input, *self.nodes)
+            if node in read and node not in inside
+        ]
 
     def alive(self, cut: int) -> list[fx.Node]:
         """Return the values computed before a cut and read after the cut."""
@@ -116,7 +155,9 @@ class _Steps:
     def mixed(self, cut: int) -> bool:
         """Whether several tensors cross a cut, not counting samples crossing for masks only."""
         read = {each for node in self.nodes[cut:] for each in node.all_input_nodes}
-        return sum(node is not self.input or node in read for node in self.alive(cut)) > 1
+        return (
+            sum(node is not self.input or node in read for node in self.alive(cut)) > 1
+        )
 
     def travels(self, node: fx.Node) -> bool:
         """Whether a node's value can cross a cut: a numeric tensor with a row for each sample."""
@@ -137,15 +178,22 @@ class _Steps:
 
 def _make_steps(maker: Maker, traced: Traced) -> _Steps:
     entering, output = (
-        next(node for node in traced.graph.nodes if node.op == kind) for kind in ("placeholder", "output")
+        next(node for node in traced.graph.nodes if node.op == kind)
+        for kind in ("placeholder", "output")
     )
     depends = _dependent_nodes(traced, entering)
     masks = _mask_nodes(traced, entering, depends)
-    nodes = [node for node in traced.graph.nodes if node in depends - masks - {entering}]
+    nodes = [
+        node for node in traced.graph.nodes if node in depends - masks - {entering}
+    ]
     result = output.args[0]
     if not nodes or result is not nodes[-1]:
         where = line(nodes[-1], maker) if nodes else usercode.shown(maker.code.module)
-        given = "several values" if isinstance(result, tuple | list | dict) else "what is made of no sample"
+        given = (
+            "several values"
+            if isinstance(result, tuple | list | dict)
+            else "what is made of no sample"
+        )
         text = f"forward returns {given}: it has to return one tensor, one value for each class"
         raise InputError(f"{where}: {text}", KEY)
     return _Steps(traced, nodes, entering, maker)
@@ -155,13 +203,17 @@ def _dependent_nodes(traced: Traced, entering: fx.Node) -> set[fx.Node]:
     """Return the nodes whose tensors depend on the samples."""
     dependent = {entering}
     for node in traced.graph.nodes:
-        called = node.op.startswith("call") and not dependent.isdisjoint(node.all_input_nodes)
+        called = node.op.startswith("call") and not dependent.isdisjoint(
+            node.all_input_nodes
+        )
         if called and not plain(traced.runs[0][node.name].value):
             dependent.add(node)
     return dependent
 
 
-def _mask_nodes(traced: Traced, entering: fx.Node, depends: Collection[fx.Node]) -> set[fx.Node]:
+def _mask_nodes(
+    traced: Traced, entering: fx.Node, depends: Collection[fx.Node]
+) -> set[fx.Node]:
     """Return nodes computed from samples without weights and without gradients: masks, positions, input tokens.
 
     Each unit recomputes them from the samples.
@@ -170,7 +222,11 @@ def _mask_nodes(traced: Traced, entering: fx.Node, depends: Collection[fx.Node])
     for node in traced.graph.nodes:
         read = [each for each in node.all_input_nodes if each in depends]
         one_input = node.target is entry
-        if one_input or (read and masks.union([entering]).issuperset(read) and _is_mask(traced, node, read)):
+        if one_input or (
+            read
+            and masks.union([entering]).issuperset(read)
+            and _is_mask(traced, node, read)
+        ):
             masks.add(node)
     return masks
 
@@ -181,8 +237,12 @@ def _is_mask(traced: Traced, node: fx.Node, read: Sequence[fx.Node]) -> bool:
         return False
     if _used_parameters(traced.root, [node, *node.all_input_nodes]):
         return False
-    entered = [each for each in read if each.op == "placeholder" or each.target is entry]
-    return not _is_float(traced, node) or not any(_is_float(traced, each) for each in entered)
+    entered = [
+        each for each in read if each.op == "placeholder" or each.target is entry
+    ]
+    return not _is_float(traced, node) or not any(
+        _is_float(traced, each) for each in entered
+    )
 
 
 def _is_float(traced: Traced, node: fx.Node) -> bool:
@@ -190,13 +250,17 @@ def _is_float(traced: Traced, node: fx.Node) -> bool:
     return not isinstance(value, torch.Tensor) or value.is_floating_point()
 
 
-def _named_parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, nn.Parameter]:
+def _named_parameters(
+    root: nn.Module, nodes: Iterable[fx.Node]
+) -> dict[str, nn.Parameter]:
     """Return the parameters used by nodes under all of their names."""
     parameters: dict[str, nn.Parameter] = {}
     for node in nodes:
         path = str(node.target)
         if node.op == "call_module":
-            parameters |= root.get_submodule(path).named_parameters(path, remove_duplicate=False)
+            parameters |= root.get_submodule(path).named_parameters(
+                path, remove_duplicate=False
+            )
         elif node.op == "get_attr":
             value = operator.attrgetter(path)(root)
             if isinstance(value, nn.Parameter):
@@ -206,21 +270,36 @@ def _named_parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, nn
 
 def _used_parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Parameter]:
     """Return the parameters used by nodes, each once."""
-    return list({id(each): each for each in _named_parameters(root, nodes).values()}.values())
+    return list(
+        {id(each): each for each in _named_parameters(root, nodes).values()}.values()
+    )
 
 
 def _with_statistics(root: nn.Module, nodes: Iterable[fx.Node]) -> set[str]:
     """Return the modules with running statistics called by nodes, by their first path."""
-    called = {id(root.get_submodule(str(node.target))) for node in nodes if node.op == "call_module"}
-    inside = {id(each) for path, each in root.named_modules() if id(each) in called for each in each.modules()}
+    called = {
+        id(root.get_submodule(str(node.target)))
+        for node in nodes
+        if node.op == "call_module"
+    }
+    inside = {
+        id(each)
+        for path, each in root.named_modules()
+        if id(each) in called
+        for each in each.modules()
+    }
     return {
         path
         for path, each in root.named_modules()
-        if id(each) in inside and isinstance(each, nn.modules.batchnorm._NormBase) and each.running_mean is not None
+        if id(each) in inside
+        and isinstance(each, nn.modules.batchnorm._NormBase)
+        and each.running_mean is not None
     }
 
 
-def _tied_weights(steps: _Steps, pieces: Sequence[Sequence[fx.Node]]) -> tuple[Tied, ...]:
+def _tied_weights(
+    steps: _Steps, pieces: Sequence[Sequence[fx.Node]]
+) -> tuple[Tied, ...]:
     """Return the trained weights shared by several units."""
     names: dict[int, list[str]] = {}
     weights: dict[int, nn.Parameter] = {}
@@ -228,7 +307,11 @@ def _tied_weights(steps: _Steps, pieces: Sequence[Sequence[fx.Node]]) -> tuple[T
         for name, weight in _named_parameters(steps.root, steps.all_of(piece)).items():
             names.setdefault(id(weight), []).append(f"{index}.{name}")
             weights[id(weight)] = weight
-    candidates = (Tied(tuple(names[key]), weight.numel()) for key, weight in weights.items() if weight.requires_grad)
+    candidates = (
+        Tied(tuple(names[key]), weight.numel())
+        for key, weight in weights.items()
+        if weight.requires_grad
+    )
     return tuple(each for each in candidates if len(each.units) > 1)
 
 
@@ -240,14 +323,21 @@ def _choose_cuts(steps: _Steps) -> list[int]:
     cuts: list[int] = []
     begin = 0
     places = range(1, len(steps.nodes))
-    for work, group in itertools.groupby(places, key=lambda place: steps.work[place - 1]):
+    for work, group in itertools.groupby(
+        places, key=lambda place: steps.work[place - 1]
+    ):
         if work in (0, steps.work[-1]):
             continue
         fitting = [
-            place for place in group if _why_not(steps, begin, place) is None and not _is_within_module(steps, place)
+            place
+            for place in group
+            if _why_not(steps, begin, place) is None
+            and not _is_within_module(steps, place)
         ]
         if fitting:
-            begin = min(reversed(fitting), key=lambda place: _crossing_bytes(steps, place))
+            begin = min(
+                reversed(fitting), key=lambda place: _crossing_bytes(steps, place)
+            )
             cuts.append(begin)
     return cuts
 
@@ -277,7 +367,10 @@ def _why_not(steps: _Steps, begin: int, cut: int) -> str | None:
         return f"the unit before it makes {len(made)} tensors that are read later, and one can leave a unit"
     if not all(steps.travels(node) for node in alive):
         return "what crosses there is no tensor of float32 values with the samples along its first axis"
-    before, after = (set[str]().union(*steps.statistics[part]) for part in (slice(cut), slice(cut, None)))
+    before, after = (
+        set[str]().union(*steps.statistics[part])
+        for part in (slice(cut), slice(cut, None))
+    )
     if before & after:
         return "a normalisation with running statistics is used on both sides of it, and each unit has its own"
     return None
@@ -289,13 +382,19 @@ def _is_within_module(steps: _Steps, cut: int) -> bool:
         return False
     before, after = (_calling_modules(steps.nodes[place]) for place in (cut - 1, cut))
     common = [path for path, other in zip(before, after, strict=False) if path == other]
-    return any(not isinstance(steps.root.get_submodule(path), _CONTAINERS) for path in common)
+    return any(
+        not isinstance(steps.root.get_submodule(path), _CONTAINERS) for path in common
+    )
 
 
 def _calling_modules(node: fx.Node) -> list[str]:
     """Return the paths of the modules calling a node, outermost first, without the node's own."""
-    stack: list[str] = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    return [path for path in stack if not (node.op == "call_module" and path == node.target)]
+    stack: list[str] = [
+        path for path, _ in (node.meta.get("nn_module_stack") or {}).values()
+    ]
+    return [
+        path for path in stack if not (node.op == "call_module" and path == node.target)
+    ]
 
 
 def _by_hand(steps: _Steps, units: Sequence[str]) -> list[int]:
@@ -305,23 +404,36 @@ def _by_hand(steps: _Steps, units: Sequence[str]) -> list[int]:
     for name in units:
         inside = [place for place, node in enumerate(steps.nodes) if _is_in(node, name)]
         if not inside:
-            known = ", ".join(dict.fromkeys(str(node.target) for node in steps.nodes if node.op == "call_module"))
+            known = ", ".join(
+                dict.fromkeys(
+                    str(node.target) for node in steps.nodes if node.op == "call_module"
+                )
+            )
             raise InputError(
-                f"the network calls no module '{name}': name one of {known}, or a module containing one", key
+                f"the network calls no module '{name}': name one of {known}, or a module containing one",
+                key,
             )
         if inside[0] == 0:
             continue
         begin = cuts[-1] if cuts else 0
         if inside[0] <= begin:
-            raise InputError(f"'{name}' must come after the previously named modules", key)
+            raise InputError(
+                f"'{name}' must come after the previously named modules", key
+            )
         if why := _why_not(steps, begin, inside[0]):
-            raise InputError(f"{line(steps.nodes[inside[0]], steps.maker)}: no unit can begin at '{name}': {why}", key)
+            raise InputError(
+                f"{line(steps.nodes[inside[0]], steps.maker)}: no unit can begin at '{name}': {why}",
+                key,
+            )
         cuts.append(inside[0])
     return cuts
 
 
 def _is_in(node: fx.Node, name: str) -> bool:
-    paths = [*_calling_modules(node), str(node.target) if node.op == "call_module" else ""]
+    paths = [
+        *_calling_modules(node),
+        str(node.target) if node.op == "call_module" else "",
+    ]
     return any(path == name or path.startswith(f"{name}.") for path in paths)
 
 
@@ -346,7 +458,9 @@ class TracedUnits:
         kept = root.state_dict().keys()
         for name, value in self.constants.items():
             setattr(root, name, value)
-        units: list[nn.Module] = [fx.GraphModule(root, graph) for graph in self.graphs[first:last]]
+        units: list[nn.Module] = [
+            fx.GraphModule(root, graph) for graph in self.graphs[first:last]
+        ]
         for unit in units:  # fx makes a buffer of each tensor that is read: only those of the network are its state
             for name, _ in unit.named_buffers():
                 owner, _, own = name.rpartition(".")
@@ -356,7 +470,11 @@ class TracedUnits:
 
 
 def _make_chain(
-    maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], entering: InputSpec, classes: int
+    maker: Maker,
+    steps: _Steps,
+    named: Mapping[str, Sequence[fx.Node]],
+    entering: InputSpec,
+    classes: int,
 ) -> Model:
     pieces = list(named.values())
     made = {steps.input: INPUT}
@@ -371,8 +489,13 @@ def _make_chain(
         arriving = joined([steps.shape(node) for node in reads], whole=False)
         one = places if places != (index - 1,) else ()
         begin = steps.nodes.index(piece[0])
-        counted = replace(_measure_units(steps, piece, result), held=_reasons_uncut(steps, begin, begin + len(piece)))
-        if result is piece[-1] and all(isinstance(steps.values(node)[0], torch.Tensor) for node in piece):
+        counted = replace(
+            _measure_units(steps, piece, result),
+            held=_reasons_uncut(steps, begin, begin + len(piece)),
+        )
+        if result is piece[-1] and all(
+            isinstance(steps.values(node)[0], torch.Tensor) for node in piece
+        ):
             layers = described(steps.root, piece, reads, steps.shape, counted.trained)
             counted = replace(counted, described=layers)
         units.append(Unit(name, (counted,), arriving, one, joins=False))
@@ -380,7 +503,11 @@ def _make_chain(
     try:
         file = usercode.shown(maker.code.module).rpartition("/")[2]
         builder = TracedUnits(maker, tuple(graphs), steps.traced.constants)
-        name, whole, fields = file.removesuffix(".py"), entering.integers, entering.fields
+        name, whole, fields = (
+            file.removesuffix(".py"),
+            entering.integers,
+            entering.fields,
+        )
         return Model(
             name,
             entering.shape,
@@ -395,7 +522,9 @@ def _make_chain(
         raise InputError(str(error), KEY) from None
 
 
-def _measure_units(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> CountedUnit:
+def _measure_units(
+    steps: _Steps, piece: Sequence[fx.Node], result: fx.Node
+) -> CountedUnit:
     everything = _used_parameters(steps.root, steps.all_of(piece))
     parameters = [each for each in everything if each.requires_grad]
     small = steps.runs[0]
@@ -414,18 +543,32 @@ def _measure_units(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> 
 def _unit_name(piece: Sequence[fx.Node], steps: _Steps) -> str:
     """Return the module of a unit, or the module its work begins in."""
     working = [node for node in piece if steps.runs[0][node.name].works] or list(piece)
-    ways = [[*_calling_modules(node), *([str(node.target)] if node.op == "call_module" else [])] for node in working]
+    ways = [
+        [
+            *_calling_modules(node),
+            *([str(node.target)] if node.op == "call_module" else []),
+        ]
+        for node in working
+    ]
     common = [paths[0] for paths in zip(*ways, strict=False) if len(set(paths)) == 1]
     return str((common or ways[0] or [working[0].name])[-1])
 
 
-def _unit_graph(steps: _Steps, piece: Sequence[fx.Node], reads: Sequence[fx.Node], result: fx.Node) -> fx.Graph:
+def _unit_graph(
+    steps: _Steps, piece: Sequence[fx.Node], reads: Sequence[fx.Node], result: fx.Node
+) -> fx.Graph:
     """Return a graph of some nodes, with placeholders for the values they read."""
     graph = fx.Graph()
-    copies = {node: graph.placeholder(f"read{place}") for place, node in enumerate(reads)}
+    copies = {
+        node: graph.placeholder(f"read{place}") for place, node in enumerate(reads)
+    }
     first = copies[reads[0]]
-    if (kind := steps.values(steps.input)[0].dtype) != torch.float32 and steps.input in copies:
-        copies[steps.input] = graph.call_method("to", (copies[steps.input], kind))  # across a cut it goes as float32
+    if (
+        kind := steps.values(steps.input)[0].dtype
+    ) != torch.float32 and steps.input in copies:
+        copies[steps.input] = graph.call_method(
+            "to", (copies[steps.input], kind)
+        )  # across a cut it goes as float32
 
     def sized(values: tuple[Any, Any], node: fx.Node) -> Any:
         """Return a size unchanged, or as a multiple of the number of input samples."""
@@ -436,14 +579,27 @@ def _unit_graph(steps: _Steps, piece: Sequence[fx.Node], reads: Sequence[fx.Node
             return small
         factor, rest = divmod(small, BATCHES[0]) if isinstance(small, int) else (0, 1)
         if rest or large != factor * BATCHES[1]:
-            raise InputError(f"{line(node, steps.maker)}: depends on the number of samples in an unsupported way", KEY)
+            raise InputError(
+                f"{line(node, steps.maker)}: depends on the number of samples in an unsupported way",
+                KEY,
+            )
         samples = graph.call_method("size", (first, 0))
-        return samples if factor == 1 else graph.call_function(operator.mul, (samples, factor))
+        return (
+            samples
+            if factor == 1
+            else graph.call_function(operator.mul, (samples, factor))
+        )
 
     def copied(node: fx.Node) -> Any:
         if node not in copies:
-            local = node.op == "get_attr" or node.target is by_mode  # the mode of the unit, training or evaluation
-            copies[node] = graph.node_copy(node, copied) if local else sized(steps.values(node), node)
+            local = (
+                node.op == "get_attr" or node.target is by_mode
+            )  # the mode of the unit, training or evaluation
+            copies[node] = (
+                graph.node_copy(node, copied)
+                if local
+                else sized(steps.values(node), node)
+            )
         return copies[node]
 
     for node in steps.all_of(piece):

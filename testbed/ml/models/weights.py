@@ -72,8 +72,12 @@ def exported(state: State, model: Model, seed: int) -> dict[str, torch.Tensor]:
     assert model.builder is not None
     network = model.builder.network(seed)
     own = network.state_dict().keys()
-    network.load_state_dict({plain_name(name): tensor for name, tensor in state.items()}, strict=False)
-    added = {name: tensor for name, tensor in state.items() if plain_name(name) not in own}
+    network.load_state_dict(
+        {plain_name(name): tensor for name, tensor in state.items()}, strict=False
+    )
+    added = {
+        name: tensor for name, tensor in state.items() if plain_name(name) not in own
+    }
     return network.state_dict() | added
 
 
@@ -91,10 +95,18 @@ def _load_tensors(path: Path, *, values: bool = True) -> dict[str, torch.Tensor]
             from safetensors.torch import load_file
 
             return dict(load_file(path))
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return {raw.name: arrays.empty(raw) for raw in tensors.read(memoryview(content))[0]}
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            return {
+                raw.name: arrays.empty(raw)
+                for raw in tensors.read(memoryview(content))[0]
+            }
     except (ValueError, OSError, BufferError) as error:
-        raise InputError(f"{path}: not a safetensors file ({error}); a run leaves one as weights.safetensors") from None
+        raise InputError(
+            f"{path}: not a safetensors file ({error}); a run leaves one as weights.safetensors"
+        ) from None
 
 
 def _load_pickle(path: Path) -> object:
@@ -113,7 +125,9 @@ def _unwrap_checkpoint(path: Path, content: object) -> dict[str, torch.Tensor]:
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    if not isinstance(content, Mapping) or not all(isinstance(each, torch.Tensor) for each in content.values()):
+    if not isinstance(content, Mapping) or not all(
+        isinstance(each, torch.Tensor) for each in content.values()
+    ):
         raise InputError(
             f"{path}: holds no `state_dict`: save that of the network, by torch.save(net.state_dict(), ...)"
         )
@@ -125,11 +139,15 @@ def _match_names(path: Path, tensors: State, model: Model) -> dict[str, torch.Te
     from testbed.ml.models.lora import first_values, is_adapter
 
     wanted = _state_shapes(lambda: model.build(0, len(model.units), 0))
-    names = {name: name if model.builder is None else plain_name(name) for name in wanted}
+    names = {
+        name: name if model.builder is None else plain_name(name) for name in wanted
+    }
     known = set(names.values())
     if model.builder is not None:
         known |= _state_shapes(lambda: model.builder.network(0)).keys()
-        if _without_counters(tensors) == _without_counters(wanted):  # the names of an earlier version
+        if _without_counters(tensors) == _without_counters(
+            wanted
+        ):  # the names of an earlier version
             names, known = {name: name for name in wanted}, set(wanted)
     tensors = _without_prefixes(tensors, known)
     other = f"{path}: not the weights of {model.name} as the scenario has it"
@@ -138,17 +156,25 @@ def _match_names(path: Path, tensors: State, model: Model) -> dict[str, torch.Te
     if missing := _without_counters(names.values()) - tensors.keys() - adapters:
         raise InputError(f"{other}: missing {_list_names(missing)}; {help_}")
     if more := _without_counters(tensors) - known:
-        raise InputError(f"{other}: {_list_names(more)} does not belong to the model; {help_}")
+        raise InputError(
+            f"{other}: {_list_names(more)} does not belong to the model; {help_}"
+        )
     result = {}
     for name, tensor in wanted.items():
         given = tensors.get(names[name])
-        if given is None and names[name] in adapters:  # the file is of the network without adapters
+        if (
+            given is None and names[name] in adapters
+        ):  # the file is of the network without adapters
             given = first_values(names[name], tensor)
         if given is None:
             given = torch.zeros(tensor.shape, dtype=tensor.dtype)  # a counter
         if given.shape != tensor.shape or given.dtype != tensor.dtype:
-            is_, should = (f"{each.dtype} of {list(each.shape)}" for each in (given, tensor))
-            raise InputError(f"{other}: {names[name]} is {is_} instead of {should}; {help_}")
+            is_, should = (
+                f"{each.dtype} of {list(each.shape)}" for each in (given, tensor)
+            )
+            raise InputError(
+                f"{other}: {names[name]} is {is_} instead of {should}; {help_}"
+            )
         result[name] = given
     return result
 
@@ -158,7 +184,10 @@ def _state_shapes(make: Any) -> State:
     try:
         with torch.device("meta"):
             module: nn.Module = make()
-    except (RuntimeError, NotImplementedError):  # a network that reads values as it is made
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # a network that reads values as it is made
         module = make()
     return module.state_dict()
 
@@ -169,8 +198,13 @@ def _without_prefixes(tensors: State, known: Collection[str]) -> State:
         prefix = next((each for each in _PREFIXES if _all_begin(tensors, each)), None)
         if prefix is None or _all_begin(known, prefix):
             break
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return {name if name in known else name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
+        tensors = {
+            name.removeprefix(prefix): tensor for name, tensor in tensors.items()
+        }
+    return {
+        name if name in known else name.replace("_orig_mod.", ""): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _all_begin(names: Collection[str], prefix: str) -> bool:
@@ -197,7 +231,11 @@ def facts(path: Path, model: Model) -> dict[str, Any]:
     if kind != "darknet":
         return {"format": kind, **known}
     header = darknet.check(path, model)
-    return {"format": f"darknet {'.'.join(map(str, header.version))}", **known, "images_seen": header.seen}
+    return {
+        "format": f"darknet {'.'.join(map(str, header.version))}",
+        **known,
+        "images_seen": header.seen,
+    }
 
 
 def _detect_format(path: Path) -> Literal["safetensors", "torch", "darknet"]:

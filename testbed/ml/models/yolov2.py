@@ -19,7 +19,13 @@ CLASSES = 80
 """Classes of COCO, for data without labels."""
 STRIDE = 32
 """How many times as high and as wide as the output's grid an input is."""
-ANCHORS = ((0.57273, 0.677385), (1.87446, 2.06253), (3.33843, 5.47434), (7.88282, 3.52778), (9.77052, 9.16828))
+ANCHORS = (
+    (0.57273, 0.677385),
+    (1.87446, 2.06253),
+    (3.33843, 5.47434),
+    (7.88282, 3.52778),
+    (9.77052, 9.16828),
+)
 """Width and height in cells of the grid, of the network trained on COCO."""
 ROUTES = {25: (16,), 28: (27, 24)}
 """The early features come in again: reorganised, they are put before the last ones."""
@@ -57,7 +63,14 @@ _LAYERS = (
         _MAX,
     ),
     *(_conv_unit(256, 3), _conv_unit(128, 1), _conv_unit(256, 3), _MAX),
-    *(_conv_unit(512, 3), _conv_unit(256, 1), _conv_unit(512, 3), _conv_unit(256, 1), _conv_unit(512, 3), _MAX),
+    *(
+        _conv_unit(512, 3),
+        _conv_unit(256, 1),
+        _conv_unit(512, 3),
+        _conv_unit(256, 1),
+        _conv_unit(512, 3),
+        _MAX,
+    ),
     *(
         _conv_unit(1024, 3),
         _conv_unit(512, 1),
@@ -75,21 +88,31 @@ _LAYERS = (
 class Yolov2Options(ConfigModel):
     """Options of YOLOv2."""
 
-    threshold: float = Field(0.5, gt=0, le=1, description="minimum score of a reported box")
+    threshold: float = Field(
+        0.5, gt=0, le=1, description="minimum score of a reported box"
+    )
 
 
 def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
     """Create YOLOv2, trained for images of 416x416 to 608x608; raises ValueError unless sides are multiples of 32."""
     if len(shape) != 3 or shape[0] != 3 or shape[1] % STRIDE or shape[2] % STRIDE:
-        raise ValueError(f"the input needs three channels and sides that are multiples of {STRIDE}, such as 3x416x416")
+        raise ValueError(
+            f"the input needs three channels and sides that are multiples of {STRIDE}, such as 3x416x416"
+        )
     units = [_name_unit(index, layer) for index, layer in enumerate(_LAYERS)]
-    labels = COCO if classes == CLASSES else tuple(f"class {index}" for index in range(classes))
+    labels = (
+        COCO
+        if classes == CLASSES
+        else tuple(f"class {index}" for index in range(classes))
+    )
     detector = Detector(ANCHORS, labels, options.threshold)
     units.append((f"conv{len(units)}", (Conv2d(detector.channels(classes)[0], 1),)))
     return chain("yolov2", shape, classes, units, ROUTES, detector)
 
 
-def _name_unit(index: int, layer: tuple[Layer, ...] | Layer | None) -> tuple[str, tuple[Layer, ...]]:
+def _name_unit(
+    index: int, layer: tuple[Layer, ...] | Layer | None
+) -> tuple[str, tuple[Layer, ...]]:
     if layer is None:
         return f"route{index}", ()
     if isinstance(layer, tuple):

@@ -43,15 +43,21 @@ class UnitTimes:
     @cached_property
     def execution(self) -> tuple[float, ...]:
         """Seconds of each unit for forward, backward and update: T_e of the paper plus the update."""
-        return tuple(map(sum, zip(self.forward, self.backward, self.update, strict=True)))
+        return tuple(
+            map(sum, zip(self.forward, self.backward, self.update, strict=True))
+        )
 
     @staticmethod
-    def by_formula(units: Sequence[Unit], batch_size: int, device: DeviceSpec, update_flops: float) -> UnitTimes:
+    def by_formula(
+        units: Sequence[Unit], batch_size: int, device: DeviceSpec, update_flops: float
+    ) -> UnitTimes:
         """Return the unit times the testbed charges this device."""
         return UnitTimes(
             tuple(device.seconds(forward_of(unit.cost, batch_size)) for unit in units),
             tuple(device.seconds(backward_of(unit.cost, batch_size)) for unit in units),
-            tuple(device.seconds(Cost(update_flops * unit.parameters)) for unit in units),
+            tuple(
+                device.seconds(Cost(update_flops * unit.parameters)) for unit in units
+            ),
         )
 
 
@@ -77,9 +83,13 @@ class AsynchronousPipeline(TrainingPipeline):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.capacities) != len(self.devices) or min(self.capacities) <= 0:
-            raise ValueError(f"{len(self.devices)} devices need as many capacities above 0, not {self.capacities}")
+            raise ValueError(
+                f"{len(self.devices)} devices need as many capacities above 0, not {self.capacities}"
+            )
         if len(self.profile.execution) != len(self.units):
-            raise ValueError(f"{len(self.units)} units, but a profile of {len(self.profile.execution)}")
+            raise ValueError(
+                f"{len(self.units)} units, but a profile of {len(self.profile.execution)}"
+            )
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
@@ -87,16 +97,26 @@ class AsynchronousPipeline(TrainingPipeline):
         samples = in_flight(stages, stage, self.window) * self.batch_size
         versions = min(kept(stages, stage, self.vertical_sync), self.window or stages)
         units, precision = range(first, last), self.devices[stage].precision
-        own = training_bytes(self.model, units, samples, self.state_values, versions, precision)
+        own = training_bytes(
+            self.model, units, samples, self.state_values, versions, precision
+        )
         return own + self.extra(stage, first, last)
 
-    def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:
+    def _with_devices(
+        self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]
+    ) -> Chain:
         added = (self.capacities[-1],) * (len(devices) - len(self.devices))
-        return replace(self, devices=devices, links=links, capacities=self.capacities + added)
+        return replace(
+            self, devices=devices, links=links, capacities=self.capacities + added
+        )
 
     @cached_property
     def _cumulative_times(self) -> dict[str, list[float]]:
-        kinds = {"forward": self.profile.forward, "backward": self.profile.backward, "update": self.profile.update}
+        kinds = {
+            "forward": self.profile.forward,
+            "backward": self.profile.backward,
+            "update": self.profile.update,
+        }
         return {kind: [0.0, *accumulate(times)] for kind, times in kinds.items()}
 
     def seconds(self, kind: str, stage: int, first: int, last: int) -> float:
@@ -118,7 +138,9 @@ class AsynchronousPipeline(TrainingPipeline):
 
     def stage_time(self, stage: int, first: int, last: int) -> float:
         """Return T(first, last) of a stage for one batch: forward, backward and update."""
-        return sum(self.seconds(kind, stage, first, last) for kind in self._cumulative_times)
+        return sum(
+            self.seconds(kind, stage, first, last) for kind in self._cumulative_times
+        )
 
     @property
     def bottleneck_costs(self) -> Costs:
@@ -131,7 +153,10 @@ class AsynchronousPipeline(TrainingPipeline):
             return 2 * self.transfer(stage, stage + 1, cut, self.batch_size)[0]
 
         def stage_with_replicas(stage: int, first: int, last: int) -> float:
-            return max(self.stage_time(stage, first, last), self._replication_time(stage, first, last))
+            return max(
+                self.stage_time(stage, first, last),
+                self._replication_time(stage, first, last),
+            )
 
         costs = super().bottleneck_costs
         if self.counts_traffic:
@@ -149,18 +174,27 @@ class AsynchronousPipeline(TrainingPipeline):
             if link is None:
                 continue
             cut = {stage + 1: last, stage - 1: first}.get(target)
-            other = 0.0 if cut is None else self.transfer(stage, target, cut, self.batch_size)[0]
+            other = (
+                0.0
+                if cut is None
+                else self.transfer(stage, target, cut, self.batch_size)[0]
+            )
             busiest = max(busiest, link.transmission_time(size_around(size)) + other)
         return busiest
 
     def slowest_stage(self, cuts: Cuts) -> float:
         """Return the seconds for one batch of the busiest stage, without links."""
-        return max(self.stage_time(stage, *ends) for stage, ends in enumerate(pairwise(cuts)))
+        return max(
+            self.stage_time(stage, *ends) for stage, ends in enumerate(pairwise(cuts))
+        )
 
     def timeline(self, cuts: Cuts, batches: int) -> list[Slot]:
         """Return the schedule of each stage in a run of ``batches`` batches, in seconds."""
         count = len(self.devices)
-        stages = [tuple(asynchronous_1f1b(count, stage, batches, self.window)) for stage in range(count)]
+        stages = [
+            tuple(asynchronous_1f1b(count, stage, batches, self.window))
+            for stage in range(count)
+        ]
         return self.played(cuts, stages)
 
     def batch_time(self, cuts: Cuts) -> float:
@@ -170,16 +204,24 @@ class AsynchronousPipeline(TrainingPipeline):
         """
         stages = len(self.devices)
         turns = 4 * stages
-        ends = [slot.end for slot in self.timeline(cuts, 3 * turns) if slot.stage == 0 and slot.action.kind == "update"]
+        ends = [
+            slot.end
+            for slot in self.timeline(cuts, 3 * turns)
+            if slot.stage == 0 and slot.action.kind == "update"
+        ]
         return (ends[2 * turns - 1] - ends[turns - 1]) / turns
 
 
 def measured(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
     """Return links with these measured rates in bit/s on the wire (infinite: no limit), for planning."""
-    return {pair: Link(None if math.isinf(rate) else rate) for pair, rate in rates.items()}
+    return {
+        pair: Link(None if math.isinf(rate) else rate) for pair, rate in rates.items()
+    }
 
 
-def capacities(devices: Sequence[DeviceSpec], units: Sequence[Unit], batch_size: int) -> tuple[float, ...]:
+def capacities(
+    devices: Sequence[DeviceSpec], units: Sequence[Unit], batch_size: int
+) -> tuple[float, ...]:
     """Return the capacities given by the scenario, relative to the first device: C_i of equation (3).
 
     A capacity refers to all units together, as in the paper; for single units it is exact if all rates of the devices
@@ -187,7 +229,9 @@ def capacities(devices: Sequence[DeviceSpec], units: Sequence[Unit], batch_size:
     """
     one = cost_of(units)
     whole = forward_of(one, batch_size) + backward_of(one, batch_size)
-    return tuple(device.seconds(whole) / devices[0].seconds(whole) for device in devices)
+    return tuple(
+        device.seconds(whole) / devices[0].seconds(whole) for device in devices
+    )
 
 
 def divisible_limit(speeds: Sequence[float]) -> float:

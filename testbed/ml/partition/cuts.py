@@ -32,7 +32,9 @@ class Costs:
         total = self.stage(0, cuts[0], cuts[1])
         for stage in range(1, len(cuts) - 1):
             between = self.boundary(stage - 1, cuts[stage])
-            total = combine(combine(total, between), self.stage(stage, cuts[stage], cuts[stage + 1]))
+            total = combine(
+                combine(total, between), self.stage(stage, cuts[stage], cuts[stage + 1])
+            )
         return total
 
 
@@ -42,10 +44,8 @@ def check_counts(units: int, stages: int) -> None:
         raise InputError("a partition needs at least one device", ("devices",))
     if units < stages:
         has = f"the model has {units} unit{'' if units == 1 else 's'}"
-        rest = (
-            f"write stages: {units}, and the devices beyond stand by; a unit is what one tensor enters and one leaves,"
-        )
-        rest += " and `testbed show models` lists them"
+        rest = f"write stages: {units}, and the devices beyond stand by; a unit is what one tensor enters and one "
+        rest += "leaves, and `testbed show models` lists them"
         raise InputError(f"{stages} stages, but {has}: {rest}", ("method", "stages"))
 
 
@@ -73,7 +73,10 @@ def best(units: int, stages: int, costs: Costs, combine: Combine) -> tuple[float
     }
     for stage in range(1, stages):
         longer: dict[int, tuple[float, Cuts]] = {}
-        arriving = {cut: (combine(cost, costs.boundary(stage - 1, cut)), cuts) for cut, (cost, cuts) in table.items()}
+        arriving = {
+            cut: (combine(cost, costs.boundary(stage - 1, cut)), cuts)
+            for cut, (cost, cuts) in table.items()
+        }
         for end in range(stage + 1, units - stages + stage + 2):
             cost, cuts = min(
                 (combine(before, costs.stage(stage, cut, end)), cuts)
@@ -90,12 +93,16 @@ def least_total(units: int, stages: int, total: Costs) -> tuple[float, Cuts]:
     return best(units, stages, total, operator.add)
 
 
-def least_bottleneck(units: int, stages: int, bottleneck: Costs, total: Costs) -> tuple[float, Cuts]:
+def least_bottleneck(
+    units: int, stages: int, bottleneck: Costs, total: Costs
+) -> tuple[float, Cuts]:
     """Return the partition whose largest cost is least; ties prefer the least total."""
     limit, cuts = best(units, stages, bottleneck, max)
     if math.isinf(limit):
         return limit, cuts
-    cost, among_equals = least_total(units, stages, _limit_bottleneck(total, bottleneck, limit))
+    cost, among_equals = least_total(
+        units, stages, _limit_bottleneck(total, bottleneck, limit)
+    )
     return limit, cuts if math.isinf(cost) else among_equals
 
 
@@ -107,7 +114,11 @@ def trade_offs(units: int, stages: int, bottleneck: Costs, total: Costs) -> list
     partitions: list[Cuts] = []
     limit = math.inf
     while True:
-        cost, cuts = least_total(units, stages, _limit_bottleneck(total, bottleneck, math.nextafter(limit, -math.inf)))
+        cost, cuts = least_total(
+            units,
+            stages,
+            _limit_bottleneck(total, bottleneck, math.nextafter(limit, -math.inf)),
+        )
         if math.isinf(cost):
             return partitions
         partitions.append(cuts)
@@ -118,9 +129,17 @@ def _limit_bottleneck(total: Costs, bottleneck: Costs, limit: float) -> Costs:
     """Forbid every part whose cost by ``bottleneck`` exceeds the limit."""
 
     def stage(index: int, first: int, last: int) -> float:
-        return total.stage(index, first, last) if bottleneck.stage(index, first, last) <= limit else math.inf
+        return (
+            total.stage(index, first, last)
+            if bottleneck.stage(index, first, last) <= limit
+            else math.inf
+        )
 
     def boundary(index: int, cut: int) -> float:
-        return total.boundary(index, cut) if bottleneck.boundary(index, cut) <= limit else math.inf
+        return (
+            total.boundary(index, cut)
+            if bottleneck.boundary(index, cut) <= limit
+            else math.inf
+        )
 
     return Costs(stage, boundary)

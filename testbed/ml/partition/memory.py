@@ -25,7 +25,12 @@ from testbed.ml.models.chain import Model
 
 
 def training_bytes(
-    model: Model, units: range, samples: int, state_values: float, versions: int = 1, precision: Precision = "f32"
+    model: Model,
+    units: range,
+    samples: int,
+    state_values: float,
+    versions: int = 1,
+    precision: Precision = "f32",
 ) -> float:
     """Return the bytes of a training stage with ``samples`` samples in flight and ``versions`` of its weights.
 
@@ -34,12 +39,22 @@ def training_bytes(
     copies = versions + 1 + state_values
     entering = model.cut_bytes(units.start) if units else 0
     values = SHARES[precision][0] * samples * (model.activation_bytes(units) + entering)
-    return float(copies * model.weight_bytes(units) + model.frozen_bytes(units) + values)
+    return float(
+        copies * model.weight_bytes(units) + model.frozen_bytes(units) + values
+    )
 
 
-def inference_bytes(model: Model, units: range, samples: int, precision: Precision = "f32") -> float:
+def inference_bytes(
+    model: Model, units: range, samples: int, precision: Precision = "f32"
+) -> float:
     """Return the bytes of an inference stage with ``samples`` samples at once."""
-    widest = max((model.cut_bytes(index) + model.units[index].activation_bytes for index in units), default=0)
+    widest = max(
+        (
+            model.cut_bytes(index) + model.units[index].activation_bytes
+            for index in units
+        ),
+        default=0,
+    )
     values, weights = SHARES[precision]
     held = model.weight_bytes(units) + model.frozen_bytes(units)
     return float(weights * held + values * samples * widest)

@@ -76,27 +76,40 @@ class Chain:
     def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a forward of units ``first`` to ``last`` (exclusive)."""
         return self.devices[stage].seconds(
-            forward_of(self._cumulative_costs[last] - self._cumulative_costs[first], samples)
+            forward_of(
+                self._cumulative_costs[last] - self._cumulative_costs[first], samples
+            )
         )
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a backward."""
         return self.devices[stage].seconds(
-            backward_of(self._cumulative_costs[last] - self._cumulative_costs[first], samples)
+            backward_of(
+                self._cumulative_costs[last] - self._cumulative_costs[first], samples
+            )
         )
 
-    def transfer(self, source: int, target: int, cut: int, samples: int) -> tuple[float, float]:
+    def transfer(
+        self, source: int, target: int, cut: int, samples: int
+    ) -> tuple[float, float]:
         """Return the seconds a link is busy with the tensors of a cut, and its delay; equal for activation and
         gradient.
         """
         link = self.links[self.devices[source].name, self.devices[target].name]
         return link.transmission_time(
-            size_around(samples * self.model.cut_bytes(cut) * self.shares[source > target])
+            size_around(
+                samples * self.model.cut_bytes(cut) * self.shares[source > target]
+            )
         ), link.delay
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
-        return inference_bytes(self.model, range(first, last), self.batch_size, self.devices[stage].precision)
+        return inference_bytes(
+            self.model,
+            range(first, last),
+            self.batch_size,
+            self.devices[stage].precision,
+        )
 
     @cached_property
     def _stage_memory(self) -> OfStage:
@@ -136,7 +149,12 @@ class Chain:
         def stage(index: int, first: int, last: int) -> float:
             return self._stage_memory(index, first, last) / self.devices[index].memory
 
-        return cutting.best(len(self.units), len(self.devices), Costs(stage, lambda _stage, _cut: 0.0), max)
+        return cutting.best(
+            len(self.units),
+            len(self.devices),
+            Costs(stage, lambda _stage, _cut: 0.0),
+            max,
+        )
 
     def check(self, cuts: Cuts) -> None:
         """Raise `InputError` for a stage exceeding its device's memory, with a remedy."""
@@ -149,7 +167,9 @@ class Chain:
             return
         first, last = cuts[fullest : fullest + 2]
         device, need = self.devices[fullest], self._stage_memory(fullest, first, last)
-        names = self.units[first].name + ("" if last == first + 1 else f" to {self.units[last - 1].name}")
+        names = self.units[first].name + (
+            "" if last == first + 1 else f" to {self.units[last - 1].name}"
+        )
         raise InputError(
             f"{device.name} has {formats.size(device.memory)} of memory, but its part of the model ({names}) needs "
             f"{formats.size(need)} at batch_size {self.batch_size}: {self._what_fits()}",
@@ -161,12 +181,16 @@ class Chain:
             return "an optimal partition would fit"
         ways = []
         smaller = range(1, self.batch_size)
-        batch_size = bisect(smaller, False, key=lambda size: self._with_batch(size).fullness[0] > 1)
+        batch_size = bisect(
+            smaller, False, key=lambda size: self._with_batch(size).fullness[0] > 1
+        )
         if batch_size:
             ways.append(f"a batch_size of at most {batch_size} fits")
         devices = self._enough_devices()
         if devices:
-            ways.append(f"{devices} devices fit, the added ones like {self.devices[-1].name}")
+            ways.append(
+                f"{devices} devices fit, the added ones like {self.devices[-1].name}"
+            )
         return ", or ".join(ways) or (
             "no smaller batch and no number of such devices fits; it takes devices with more memory or a smaller model"
         )
@@ -180,7 +204,10 @@ class Chain:
         """
         last = self.devices[-1]
         for count in range(len(self.devices) + 1, len(self.units) + 1):
-            added = tuple(replace(last, name=f"{last.name}+{index}") for index in range(len(self.devices), count))
+            added = tuple(
+                replace(last, name=f"{last.name}+{index}")
+                for index in range(len(self.devices), count)
+            )
             devices = self.devices + added
             links = {
                 pair: Link()
@@ -191,7 +218,9 @@ class Chain:
                 return count
         return 0
 
-    def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:
+    def _with_devices(
+        self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]
+    ) -> Chain:
         """Return the same chain over these devices and some more at the end."""
         return replace(self, devices=devices, links=links)
 
@@ -214,7 +243,11 @@ class Chain:
     def least_latency(self) -> Cuts:
         """Return the fitting partition with the least latency; raises `InputError` if none fits."""
         return self._check_optimum(
-            cutting.least_total(len(self.units), len(self.devices), self._fitting_costs(self.latency_costs))
+            cutting.least_total(
+                len(self.units),
+                len(self.devices),
+                self._fitting_costs(self.latency_costs),
+            )
         )
 
     @property
@@ -238,7 +271,9 @@ class Chain:
     def least_bottleneck(self) -> Cuts:
         """Return the fitting cuts of least bottleneck, then quickest passage; raises `InputError` if none fit."""
         fitting = self._fitting_costs(self.bottleneck_costs)
-        best = cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs)
+        best = cutting.least_bottleneck(
+            len(self.units), len(self.devices), fitting, self.passage_costs
+        )
         return self._check_optimum(best)
 
     def even(self) -> Cuts:
@@ -309,7 +344,9 @@ class TrainingPipeline(Chain):
 
         def transfer(stage: int, action: Action) -> tuple[float, float]:
             forward = action.kind == "forward"
-            target, cut = (stage + 1, cuts[stage + 1]) if forward else (stage - 1, cuts[stage])
+            target, cut = (
+                (stage + 1, cuts[stage + 1]) if forward else (stage - 1, cuts[stage])
+            )
             return self.transfer(stage, target, cut, self.samples_of(action))
 
         return play(stages, duration, transfer)
@@ -337,37 +374,72 @@ class SynchronousPipeline(TrainingPipeline):
 
     @cached_property
     def _sizes(self) -> list[int]:
-        return [part.stop - part.start for part in cut_batch(self.batch_size, self.micro_batches)]
+        return [
+            part.stop - part.start
+            for part in cut_batch(self.batch_size, self.micro_batches)
+        ]
 
     @cached_property
     def _in_flight(self) -> list[int]:
         """Maximum number of samples kept by each stage."""
-        kept = (in_flight(actions) for actions in orders(self.schedule, len(self.devices), self.micro_batches))
+        kept = (
+            in_flight(actions)
+            for actions in orders(self.schedule, len(self.devices), self.micro_batches)
+        )
         return [sum(self._sizes[:count]) for count in kept]
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
-        units, samples, precision = range(first, last), self._in_flight[stage], self.devices[stage].precision
+        units, samples, precision = (
+            range(first, last),
+            self._in_flight[stage],
+            self.devices[stage].precision,
+        )
         if self._repeats_forward(stage):
             inputs = self.units[first].input_bytes * samples
-            return training_bytes(self.model, units, self._sizes[0], self.state_values, precision=precision) + inputs
-        return training_bytes(self.model, units, samples, self.state_values, precision=precision)
+            return (
+                training_bytes(
+                    self.model,
+                    units,
+                    self._sizes[0],
+                    self.state_values,
+                    precision=precision,
+                )
+                + inputs
+            )
+        return training_bytes(
+            self.model, units, samples, self.state_values, precision=precision
+        )
 
     def _repeats_forward(self, stage: int) -> bool:
         return self.recompute and stage + 1 < len(self.devices)
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a backward, including a repeated forward if activations are not kept."""
-        again = self.forward_time(stage, first, last, samples) if self._repeats_forward(stage) else 0.0
+        again = (
+            self.forward_time(stage, first, last, samples)
+            if self._repeats_forward(stage)
+            else 0.0
+        )
         return super().backward_time(stage, first, last, samples) + again
 
     def _with_batch(self, batch_size: int) -> Chain:
-        return replace(self, batch_size=batch_size, micro_batches=min(self.micro_batches, batch_size))
+        return replace(
+            self,
+            batch_size=batch_size,
+            micro_batches=min(self.micro_batches, batch_size),
+        )
 
     def update_time(self, stage: int, first: int, last: int) -> float:
         """Return the seconds of the update at the end of a step."""
         return self.devices[stage].seconds(
-            Cost(self.update_flops * (self._cumulative_parameters[last] - self._cumulative_parameters[first]))
+            Cost(
+                self.update_flops
+                * (
+                    self._cumulative_parameters[last]
+                    - self._cumulative_parameters[first]
+                )
+            )
         )
 
     @property
@@ -400,7 +472,9 @@ class SynchronousPipeline(TrainingPipeline):
         `InputError` if none fits.
         """
         fitting = self._fitting_costs(self.bottleneck_costs)
-        candidates = cutting.trade_offs(len(self.units), len(self.devices), fitting, self.passage_costs)
+        candidates = cutting.trade_offs(
+            len(self.units), len(self.devices), fitting, self.passage_costs
+        )
         if not candidates:
             self.check(self.fullness[1])
         return min(candidates, key=self.step_time)
@@ -416,7 +490,10 @@ class SynchronousPipeline(TrainingPipeline):
                 action
                 for step in range(steps)
                 for action in (
-                    *(Action(action.kind, step * count + action.micro) for action in actions),
+                    *(
+                        Action(action.kind, step * count + action.micro)
+                        for action in actions
+                    ),
                     Action("update", step),
                 )
             ]
@@ -429,7 +506,9 @@ class SynchronousPipeline(TrainingPipeline):
         starts = [
             slot.start
             for slot in self.timeline(cuts, steps=3)
-            if slot.stage == 0 and slot.action.kind == "forward" and slot.action.micro % self.micro_batches == 0
+            if slot.stage == 0
+            and slot.action.kind == "forward"
+            and slot.action.micro % self.micro_batches == 0
         ]
         return starts[2] - starts[1] + self._tied_time(cuts)
 
@@ -443,26 +522,47 @@ class SynchronousPipeline(TrainingPipeline):
         for tied in self.model.tied:
             first, *others = tied.holders(cuts[:-1])
             for other in others:
-                sizes[first, other] = sizes.get((first, other), 0) + BYTES_PER_VALUE * tied.values
+                sizes[first, other] = (
+                    sizes.get((first, other), 0) + BYTES_PER_VALUE * tied.values
+                )
         waits, shifts = [0.0], [0.0]
         slots = self.timeline(cuts) if sizes else []
         for (first, other), size in sizes.items():
             begun = min(slot.start for slot in slots if slot.stage == other)
             ready, last = (
-                max(slots, key=lambda slot: (slot.stage == stage and slot.action.kind == "backward", slot.end))
+                max(
+                    slots,
+                    key=lambda slot: (
+                        slot.stage == stage and slot.action.kind == "backward",
+                        slot.end,
+                    ),
+                )
                 for stage in (first, other)
             )
             sent = max(last.end, ready.start) if other == first + 1 else last.end
-            waits.append(sent + sum(self._tied_transfer(other, first, size)) - ready.end)
+            waits.append(
+                sent + sum(self._tied_transfer(other, first, size)) - ready.end
+            )
             busy, delay = self._tied_transfer(first, other, size)
-            updated = (self.update_time(stage, *cuts[stage : stage + 2]) for stage in (first, other))
+            updated = (
+                self.update_time(stage, *cuts[stage : stage + 2])
+                for stage in (first, other)
+            )
             mine, theirs = updated
             shifts.append(busy + delay + theirs - mine - begun)
             if other == first + 1:
-                shifts.append(busy - mine - self.forward_time(first, cuts[first], cuts[first + 1], self.samples))
+                shifts.append(
+                    busy
+                    - mine
+                    - self.forward_time(
+                        first, cuts[first], cuts[first + 1], self.samples
+                    )
+                )
         return max(waits) + max(shifts)
 
-    def _tied_transfer(self, source: int, target: int, size: int) -> tuple[float, float]:
+    def _tied_transfer(
+        self, source: int, target: int, size: int
+    ) -> tuple[float, float]:
         """Return how long gradients of tied weights keep a link busy, and its delay; raises `InputError`."""
         pair = self.devices[source].name, self.devices[target].name
         if pair not in self.links:
@@ -471,4 +571,6 @@ class SynchronousPipeline(TrainingPipeline):
                 f"gradients, but no link leads from {pair[0]} to {pair[1]}: use the topology mesh or add the link",
                 ("network", "topology"),
             )
-        return self.links[pair].transmission_time(size_around(size)), self.links[pair].delay
+        return self.links[pair].transmission_time(size_around(size)), self.links[
+            pair
+        ].delay

@@ -31,9 +31,17 @@ class StagePartition:
 
     def __post_init__(self) -> None:
         if not self.devices or len(set(self.devices)) != len(self.devices):
-            raise ValueError(f"a partition is over one or more different devices, not {self.devices}")
-        if len(self.cuts) != len(self.devices) + 1 or self.cuts[0] != 0 or any(a >= b for a, b in pairwise(self.cuts)):
-            raise ValueError(f"{self.cuts} does not cut a chain over {len(self.devices)} devices")
+            raise ValueError(
+                f"a partition is over one or more different devices, not {self.devices}"
+            )
+        if (
+            len(self.cuts) != len(self.devices) + 1
+            or self.cuts[0] != 0
+            or any(a >= b for a, b in pairwise(self.cuts))
+        ):
+            raise ValueError(
+                f"{self.cuts} does not cut a chain over {len(self.devices)} devices"
+            )
 
     @property
     def coordinator(self) -> str:
@@ -76,7 +84,9 @@ class UnitsLostError(Exception):
     """Raised for units no device has in this state."""
 
     def __init__(self, units: Collection[int]) -> None:
-        super().__init__(f"no device has the units {', '.join(map(str, sorted(units)))} of this state")
+        super().__init__(
+            f"no device has the units {', '.join(map(str, sorted(units)))} of this state"
+        )
         self.units = frozenset(units)
 
 
@@ -85,7 +95,13 @@ def missing(held: HeldUnits, units: int) -> set[int]:
     return set(range(units)).difference(*held.values())
 
 
-def needs(old: StagePartition, new: StagePartition, held: HeldUnits, *, local_first: bool = False) -> dict[str, Need]:
+def needs(
+    old: StagePartition,
+    new: StagePartition,
+    held: HeldUnits,
+    *,
+    local_first: bool = False,
+) -> dict[str, Need]:
     """Return for each device of the new partition the sources of its units.
 
     ``old`` is the partition under which the state was replicated.
@@ -98,10 +114,19 @@ def needs(old: StagePartition, new: StagePartition, held: HeldUnits, *, local_fi
     lost = missing(held, new.units)
     if lost:
         raise UnitsLostError(lost)
-    return {device: _sources_of(device, old, new, held, local_first) for device in new.devices}
+    return {
+        device: _sources_of(device, old, new, held, local_first)
+        for device in new.devices
+    }
 
 
-def _sources_of(device: str, old: StagePartition, new: StagePartition, held: HeldUnits, local_first: bool) -> Need:
+def _sources_of(
+    device: str,
+    old: StagePartition,
+    new: StagePartition,
+    held: HeldUnits,
+    local_first: bool,
+) -> Need:
     local: list[int] = []
     fetch: dict[str, list[int]] = {}
     for unit in new.of(device):
@@ -109,7 +134,9 @@ def _sources_of(device: str, old: StagePartition, new: StagePartition, held: Hel
         best_first = [holder, old.successor(holder), old.coordinator, *sorted(held)]
         if local_first:
             best_first.insert(0, device)
-        source = next(candidate for candidate in best_first if unit in held.get(candidate, ()))
+        source = next(
+            candidate for candidate in best_first if unit in held.get(candidate, ())
+        )
         if source == device:
             local.append(unit)
         else:

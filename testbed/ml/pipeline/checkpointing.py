@@ -50,8 +50,17 @@ class Collector:
         pieces[unit] = state
         if len(pieces) < self._units:
             return None
-        self._pieces = {later: kept for later, kept in self._pieces.items() if later > step}
-        return Checkpoint(step, {name: tensor for index in sorted(pieces) for name, tensor in pieces[index].items()})
+        self._pieces = {
+            later: kept for later, kept in self._pieces.items() if later > step
+        }
+        return Checkpoint(
+            step,
+            {
+                name: tensor
+                for index in sorted(pieces)
+                for name, tensor in pieces[index].items()
+            },
+        )
 
     def clear(self) -> None:
         """Drop incomplete states: the missing units will never arrive."""
@@ -87,20 +96,28 @@ class CheckpointRecovery:
         return result_of(self.checkpoint.state or {})
 
     def _collect_unit(self, part: UnitState) -> None:
-        self.checkpoint = self._collector.add(part.step, part.unit, part.state) or self.checkpoint
+        self.checkpoint = (
+            self._collector.add(part.step, part.unit, part.state) or self.checkpoint
+        )
 
     async def establish(self) -> None:
         """Configure every device from the last checkpoint, and wait until all are ready."""
         self._supervisor.begin()
         for part in self._supervisor.layout:
-            self._mailbox.post(part.device, self._configure(part, self.checkpoint.state))
+            self._mailbox.post(
+                part.device, self._configure(part, self.checkpoint.state)
+            )
         await self._supervisor.ready()
 
     async def recover(self, lost: Lost, start: int) -> None:
         """Wait for lost devices to return; assign stages to the present ones."""
-        self._device.record("recovery", phase="detected", step=start, missing=lost.missing)
+        self._device.record(
+            "recovery", phase="detected", step=start, missing=lost.missing
+        )
         known = dict(self._members.known)
-        await self._gather_devices(self._members.assigned, self._supervisor.timeouts.return_window)
+        await self._gather_devices(
+            self._members.assigned, self._supervisor.timeouts.return_window
+        )
         self._supervisor.learn_patience(lost, known)
         self._assign_stages()
 
@@ -116,15 +133,22 @@ class CheckpointRecovery:
         if len(possible) <= len(self._supervisor.layout):
             joiners.clear()
             return
-        self._device.record("log", text=f"{', '.join(sorted(joiners))} join at step {self.checkpoint.step}")
-        await self._gather_devices(joiners | self._members.assigned, self._supervisor.patience)
+        self._device.record(
+            "log",
+            text=f"{', '.join(sorted(joiners))} join at step {self.checkpoint.step}",
+        )
+        await self._gather_devices(
+            joiners | self._members.assigned, self._supervisor.patience
+        )
         self._assign_stages()
         await self.establish()
 
     async def _gather_devices(self, names: Collection[str], seconds: float) -> None:
         """Open a configuration; wait for the answers of these devices up to a time limit."""
         self._mailbox.open(self._mailbox.configuration + 1)
-        await self._members.gather(dict.fromkeys(names, self._device.now() + seconds), greeted=True)
+        await self._members.gather(
+            dict.fromkeys(names, self._device.now() + seconds), greeted=True
+        )
 
     def _assign_stages(self) -> None:
         """Keep the stages if exactly their devices are present, otherwise plan for the present devices."""

@@ -9,7 +9,15 @@ from typing import Any
 
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import Event, EventType
-from testbed.trace.metrics_spec import Column, Item, Metric, Metrics, MetricsSpec, Row, Table
+from testbed.trace.metrics_spec import (
+    Column,
+    Item,
+    Metric,
+    Metrics,
+    MetricsSpec,
+    Row,
+    Table,
+)
 from testbed.trace.record import RunView
 
 MOVED = "unit"
@@ -21,11 +29,15 @@ MOVED = "unit"
 def _received_bytes(record: RunView, begun: float, ended: float) -> float:
     """Return the bytes of weights and optimizer state received by devices in an interval, as messages."""
     got = (event for event in record.of("receive") if begun <= event.time <= ended)
-    return float(sum(event.fields["bytes"] for event in got if event.fields["message"] == MOVED))
+    return float(
+        sum(event.fields["bytes"] for event in got if event.fields["message"] == MOVED)
+    )
 
 
 def _recovery_time(item: Recovery, record: RunView) -> dict[str, Any]:
-    decided, sent, trained = (item.phases.get(name) for name in ("repartitioned", "redistributed", "trained"))
+    decided, sent, trained = (
+        item.phases.get(name) for name in ("repartitioned", "redistributed", "trained")
+    )
     return {
         "repartitioned": decided.time if decided else None,
         "redistributed": sent.time if sent else None,
@@ -37,7 +49,9 @@ def _recovery_time(item: Recovery, record: RunView) -> dict[str, Any]:
 
 def _all_recoveries(record: RunView) -> list[dict[str, Any]]:
     return [
-        {"struck": item.struck, "detected": item.detected} | _recovery_time(item, record) for item in record.recoveries
+        {"struck": item.struck, "detected": item.detected}
+        | _recovery_time(item, record)
+        for item in record.recoveries
     ]
 
 
@@ -47,8 +61,17 @@ def _outage_time(record: RunView, recovery: Item) -> float | None:
     if struck is None:
         return None
     steps = record.of("step")
-    before = max((step.fields["step"] for step in steps if step.time <= detected), default=-1)
-    return next((step.time - struck for step in steps if step.time > detected and step.fields["step"] > before), None)
+    before = max(
+        (step.fields["step"] for step in steps if step.time <= detected), default=-1
+    )
+    return next(
+        (
+            step.time - struck
+            for step in steps
+            if step.time > detected and step.fields["step"] > before
+        ),
+        None,
+    )
 
 
 def _remaining_time(record: RunView) -> float | None:
@@ -69,25 +92,38 @@ def _longest_time(seconds: Iterable[float | None]) -> float | None:
 
 def _phase_metric(name: str, begun: str, ended: str, meaning: str) -> Metric:
     def compute(record: RunView) -> float | None:
-        return _longest_time(_span_between(item, begun, ended) for item in record.cached(_all_recoveries))
+        return _longest_time(
+            _span_between(item, begun, ended) for item in record.cached(_all_recoveries)
+        )
 
     return Metric(name, "seconds", f"longest, {meaning}", compute)
 
 
 def _moved_bytes(record: RunView) -> float | None:
-    moved = [item["moved"] for item in record.cached(_all_recoveries) if item["moved"] is not None]
+    moved = [
+        item["moved"]
+        for item in record.cached(_all_recoveries)
+        if item["moved"] is not None
+    ]
     return sum(moved) if moved else None
 
 
 def _decided_recoveries(metrics: Metrics) -> list[Item]:
     """Return the recoveries that reached a decision."""
     phases = ("repartitioned", "trained")
-    return [item for item in metrics["recovery_list"] if any(item.get(phase) is not None for phase in phases)]
+    return [
+        item
+        for item in metrics["recovery_list"]
+        if any(item.get(phase) is not None for phase in phases)
+    ]
 
 
 RECOVERY = (
     _phase_metric(
-        "repartition_time", "detected", "repartitioned", "from the detection to the decision who goes on with what"
+        "repartition_time",
+        "detected",
+        "repartitioned",
+        "from the detection to the decision who goes on with what",
     ),
     _phase_metric(
         "redistribution_time",
@@ -96,18 +132,31 @@ RECOVERY = (
         "from that decision until all devices have what they need",
     ),
     _phase_metric(
-        "first_batch_time", "detected", "trained", "from the detection until the first batch after it was trained"
+        "first_batch_time",
+        "detected",
+        "trained",
+        "from the detection until the first batch after it was trained",
     ),
     Metric(
         "outage",
         "seconds",
         "longest, from the strike until a batch was trained that had not been before: with all that is done again",
-        lambda record: _longest_time(_outage_time(record, each) for each in record.cached(_all_recoveries)),
+        lambda record: _longest_time(
+            _outage_time(record, each) for each in record.cached(_all_recoveries)
+        ),
     ),
     Metric(
-        "rest", "seconds", "from the last resumption after a fault until the last batch was trained", _remaining_time
+        "rest",
+        "seconds",
+        "from the last resumption after a fault until the last batch was trained",
+        _remaining_time,
     ),
-    Metric("recovery_bytes", "bytes", "received in recoveries: weights and optimizer state, as messages", _moved_bytes),
+    Metric(
+        "recovery_bytes",
+        "bytes",
+        "received in recoveries: weights and optimizer state, as messages",
+        _moved_bytes,
+    ),
 )
 
 RECOVERIES = Table(
@@ -120,10 +169,26 @@ RECOVERIES = Table(
         Column("Missing", "text", lambda item: ", ".join(item["missing"])),
         Column("Case", "text", "case", wide=True),
         Column("Batch", "number", "step", wide=True),
-        Column("Detection", "seconds", lambda item: _span_between(item, "struck", "detected")),
-        Column("Repartition", "seconds", lambda item: _span_between(item, "detected", "repartitioned")),
-        Column("Redistribution", "seconds", lambda item: _span_between(item, "repartitioned", "redistributed")),
-        Column("First batch", "seconds", lambda item: _span_between(item, "detected", "trained")),
+        Column(
+            "Detection",
+            "seconds",
+            lambda item: _span_between(item, "struck", "detected"),
+        ),
+        Column(
+            "Repartition",
+            "seconds",
+            lambda item: _span_between(item, "detected", "repartitioned"),
+        ),
+        Column(
+            "Redistribution",
+            "seconds",
+            lambda item: _span_between(item, "repartitioned", "redistributed"),
+        ),
+        Column(
+            "First batch",
+            "seconds",
+            lambda item: _span_between(item, "detected", "trained"),
+        ),
         Column("Moved", "bytes", "moved"),
     ),
 )
@@ -134,14 +199,24 @@ RECOVERIES = Table(
 
 def _all_repartitions(record: RunView) -> list[dict[str, Any]]:
     def moved(change: Event) -> float:
-        return _received_bytes(record, change.time - change.fields["seconds"] + change.fields["draining"], change.time)
+        return _received_bytes(
+            record,
+            change.time - change.fields["seconds"] + change.fields["draining"],
+            change.time,
+        )
 
     changes = record.of("repartition")
-    return [{"time": event.time, **event.fields, "bytes": moved(event)} for event in changes]
+    return [
+        {"time": event.time, **event.fields, "bytes": moved(event)} for event in changes
+    ]
 
 
 def _of_longest(record: RunView, key: str) -> float | None:
-    return max(record.cached(_all_repartitions), key=lambda item: float(item["seconds"]), default={}).get(key)
+    return max(
+        record.cached(_all_repartitions),
+        key=lambda item: float(item["seconds"]),
+        default={},
+    ).get(key)
 
 
 def _changed_bytes(record: RunView) -> float | None:
@@ -150,12 +225,20 @@ def _changed_bytes(record: RunView) -> float | None:
 
 
 def _partition_text(item: Item) -> str:
-    return ", ".join(f"{device} {units(first, last)}" for device, first, last in item["partition"])
+    return ", ".join(
+        f"{device} {units(first, last)}" for device, first, last in item["partition"]
+    )
 
 
 def units(first: int, last: int) -> str:
     """Format the units from ``first`` to ``last`` (exclusive)."""
-    return f"{first}–{last - 1}" if last - first > 1 else f"{first}" if last > first else "none"
+    return (
+        f"{first}–{last - 1}"
+        if last - first > 1
+        else f"{first}"
+        if last > first
+        else "none"
+    )
 
 
 CHANGES = (
@@ -181,7 +264,10 @@ CHANGES = (
         "repartition_moving",
         "seconds",
         "longest that such a change took from then on: agreeing and moving",
-        lambda record: _longest_time(item["seconds"] - item["draining"] for item in record.cached(_all_repartitions)),
+        lambda record: _longest_time(
+            item["seconds"] - item["draining"]
+            for item in record.cached(_all_repartitions)
+        ),
     ),
     Metric(
         "repartition_bytes",
@@ -212,7 +298,11 @@ REPARTITIONS = Table(
 
 def _replicating(record: RunView) -> float | None:
     """Return the mean seconds of the batches during which replicas arrived anywhere."""
-    arrivals = [event.time for event in record.of("receive") if event.fields["message"] == "replica"]
+    arrivals = [
+        event.time
+        for event in record.of("receive")
+        if event.fields["message"] == "replica"
+    ]
     found = []
     for step in record.steps:
         start, end = step.window
@@ -222,7 +312,10 @@ def _replicating(record: RunView) -> float | None:
 
 
 REPLICATING = Metric(
-    "step_time_replicating", "seconds", "mean of the batches during which replicas of weights arrived", _replicating
+    "step_time_replicating",
+    "seconds",
+    "mean of the batches during which replicas of weights arrived",
+    _replicating,
 )
 
 
@@ -233,7 +326,9 @@ VERSIONS_KEPT = Metric(
     "versions_kept",
     "number",
     "of its weights, that any stage kept at once",
-    lambda record: max((event.fields["kept"] for event in record.of("versions")), default=None),
+    lambda record: max(
+        (event.fields["kept"] for event in record.of("versions")), default=None
+    ),
 )
 
 VERSIONS = Table(
@@ -241,7 +336,9 @@ VERSIONS = Table(
     "What each stage held at most, in each stretch of training between two changes of the partition. A stretch that a "
     "failure ended is missing. In use: versions that batches under way still needed. Kept: with the latest, and those "
     "kept for aggregation. Allowed: batches that may be under way from this stage on. Replicas: of other stages.",
-    lambda metrics: sorted(metrics.get("version_list", ()), key=lambda item: (item["step"], item["stage"])),
+    lambda metrics: sorted(
+        metrics.get("version_list", ()), key=lambda item: (item["step"], item["stage"])
+    ),
     (
         Column("Until batch", "number", "step", wide=True),
         Column("Stage", "number", "stage"),
@@ -261,14 +358,20 @@ def _changed_partitions(metrics: Metrics) -> bool:
 
 def _pause_note(metrics: Metrics) -> str:
     single = metrics["repartitions"] == 1
-    what = "pause for a repartition" if single else "longest pause of {repartitions} repartitions"
+    what = (
+        "pause for a repartition"
+        if single
+        else "longest pause of {repartitions} repartitions"
+    )
     return what + "; {repartition_draining} of it the pipeline ran empty"
 
 
 DECLARED = MetricsSpec(
     figures=(*RECOVERY, *CHANGES, REPLICATING, VERSIONS_KEPT),
     lists={
-        "version_list": lambda record: [{"device": each.device, **each.fields} for each in record.of("versions")],
+        "version_list": lambda record: [
+            {"device": each.device, **each.fields} for each in record.of("versions")
+        ],
         "repartition_list": _all_repartitions,
     },
     recovery=_recovery_time,
@@ -292,16 +395,38 @@ DECLARED = MetricsSpec(
             ("batch",),
             ("step", "stage", "in_use", "kept", "allowed", "bytes", "replicas"),
         ),
-        EventType("profile", "what each unit takes, as measured before training", (), ("seconds",)),
-        EventType("bandwidth", "what a link carries, as measured", (), ("source", "destination", "rate")),
+        EventType(
+            "profile",
+            "what each unit takes, as measured before training",
+            (),
+            ("seconds",),
+        ),
+        EventType(
+            "bandwidth",
+            "what a link carries, as measured",
+            (),
+            ("source", "destination", "rate"),
+        ),
     ),
     rows=(
-        Row("Step time after", "{step_time_after}", "since the last recovery or repartition", when=_changed_partitions),
-        Row("Repartition", "{repartition_pause}", _pause_note, when=lambda metrics: "repartitions" in metrics),
+        Row(
+            "Step time after",
+            "{step_time_after}",
+            "since the last recovery or repartition",
+            when=_changed_partitions,
+        ),
+        Row(
+            "Repartition",
+            "{repartition_pause}",
+            _pause_note,
+            when=lambda metrics: "repartitions" in metrics,
+        ),
         Row(
             "Busiest",
             "{busiest_share}",
-            lambda metrics: f"of the time{' since then' if _changed_partitions(metrics) else ''}, one device or link",
+            lambda metrics: (
+                f"of the time{' since then' if _changed_partitions(metrics) else ''}, one device or link"
+            ),
             when=lambda metrics: "versions_kept" in metrics,
         ),
         Row("Versions", "{versions_kept}", "of its weights, kept at once by a stage"),

@@ -34,7 +34,9 @@ async def forward_all(
             index = waiting.popleft()
             under_way.add(index)
             inputs = images(index)
-            activation = Activation(mailbox.configuration, work, index, 0, 1, len(inputs), inputs)
+            activation = Activation(
+                mailbox.configuration, work, index, 0, 1, len(inputs), inputs
+            )
             mailbox.post(supervisor.layout[0].device, activation)
         output = await supervisor.take(Output)
         under_way.remove(output.batch)
@@ -42,11 +44,15 @@ async def forward_all(
         yield output.batch, output.tensor
 
 
-async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training: TrainingConfig) -> dict[str, Any]:
+async def evaluate(
+    supervisor: Supervisor, step: int, tests: Requests, training: TrainingConfig
+) -> dict[str, Any]:
     """Send the test part through the stages, with enough batches to keep all busy; record and return the score."""
     score = Score(training)
     window = 2 * len(supervisor.layout)
-    async for index, output in forward_all(supervisor, "evaluate", range(len(tests)), window, tests.images):
+    async for index, output in forward_all(
+        supervisor, "evaluate", range(len(tests)), window, tests.images
+    ):
         score.add(output, tests.labels(index))
     fields = score.fields()
     supervisor.device.record("evaluate", step=step, **fields)
@@ -56,7 +62,9 @@ async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training:
 class Serving:
     """A `testbed.messaging.supervision.ResumableWork` that answers every request once, despite failures."""
 
-    def __init__(self, supervisor: Supervisor, job: Job, in_flight: int, gives_up: bool = False) -> None:
+    def __init__(
+        self, supervisor: Supervisor, job: Job, in_flight: int, gives_up: bool = False
+    ) -> None:
         """``gives_up``: requests under way when a device is lost fail instead of being sent again."""
         assert job.dataset is not None
         workload = job.problem.workload
@@ -76,11 +84,21 @@ class Serving:
 
     async def run(self) -> None:
         """Send all unanswered requests."""
-        outputs = forward_all(self._supervisor, "infer", list(self._left), self._in_flight, self._request_images)
+        outputs = forward_all(
+            self._supervisor,
+            "infer",
+            list(self._left),
+            self._in_flight,
+            self._request_images,
+        )
         try:
             async for index, output in outputs:
                 del self._left[index]
-                self._device.record("request", request=index, latency=self._device.now() - self._asked[index])
+                self._device.record(
+                    "request",
+                    request=index,
+                    latency=self._device.now() - self._asked[index],
+                )
                 self._answers.add(index, output)
         except Lost as lost:
             if self._gives_up:
@@ -93,7 +111,12 @@ class Serving:
         for index in [index for index in self._left if index in self._asked]:
             del self._left[index]
             error = f"{lost} was lost during the inference: use method.on_loss replan to have such requests repeated"
-            self._device.record("failed", request=index, error=error, after=self._device.now() - self._asked[index])
+            self._device.record(
+                "failed",
+                request=index,
+                error=error,
+                after=self._device.now() - self._asked[index],
+            )
 
     def _request_images(self, index: int) -> torch.Tensor:
         self._asked.setdefault(index, self._device.now())

@@ -41,7 +41,13 @@ DEVIATION = 1.5
 """Factor by which a message must be slower or faster than expected to indicate a changed link."""
 
 
-async def profile(device: Device, problem: Problem, images: torch.Tensor, labels: torch.Tensor, runs: int) -> UnitTimes:
+async def profile(
+    device: Device,
+    problem: Problem,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    runs: int,
+) -> UnitTimes:
     """Train every unit separately on one batch, ``runs`` times; return the mean seconds.
 
     ``images`` are (samples, channels, height, width). The trained weights are discarded.
@@ -51,7 +57,9 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
     shards = [make(problem, unit, unit + 1, device.name) for unit in range(len(units))]
     forward, backward, update = ([0.0] * len(units) for _ in range(3))
 
-    async def timed(spent: list[float], index: int, work: Callable[[], T], cost: Cost) -> T:
+    async def timed(
+        spent: list[float], index: int, work: Callable[[], T], cost: Cost
+    ) -> T:
         begun = device.now()
         result = await device.compute(work, cost, Span("profile"))
         spent[index] += (device.now() - begun) / runs
@@ -62,16 +70,31 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
         for index, shard in enumerate(shards):
             cost = costs.forward(units[index : index + 1], samples)
             if index + 1 < len(shards):
-                values = await timed(forward, index, partial(shard.forward, (run, 0), values), cost)
+                values = await timed(
+                    forward, index, partial(shard.forward, (run, 0), values), cost
+                )
             else:
-                await timed(forward, index, partial(shard.forward_loss, (run, 0), values, labels, whole), cost)
+                await timed(
+                    forward,
+                    index,
+                    partial(shard.forward_loss, (run, 0), values, labels, whole),
+                    cost,
+                )
         gradient: torch.Tensor | None = None
         for index in reversed(range(len(shards))):
             one, shard = units[index : index + 1], shards[index]
             gradient = await timed(
-                backward, index, partial(shard.backward, (run, 0), gradient), costs.backward(one, samples)
+                backward,
+                index,
+                partial(shard.backward, (run, 0), gradient),
+                costs.backward(one, samples),
             )
-            await timed(update, index, partial(shard.update, run), costs.update(one, problem.training))
+            await timed(
+                update,
+                index,
+                partial(shard.update, run),
+                costs.update(one, problem.training),
+            )
     return UnitTimes(tuple(forward), tuple(backward), tuple(update))
 
 
@@ -117,7 +140,9 @@ class LinkWatch:
         if self._seen <= RECENT:
             self._usual = min(self._usual, self._ratios[-1])
         full = len(self._ratios) == RECENT
-        return full and (min(self._ratios) > DEVIATION or max(self._ratios) < self._usual / DEVIATION)
+        return full and (
+            min(self._ratios) > DEVIATION or max(self._ratios) < self._usual / DEVIATION
+        )
 
 
 async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
@@ -139,7 +164,9 @@ async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
     while longer < ENOUGH and size < LARGE:
         size = min(LARGE, 4 * size)
         longer = await taken(size) - least
-    rate = 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf
+    rate = (
+        8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf
+    )
     return MeasuredLink(rate, least)
 
 
@@ -167,7 +194,9 @@ class LinkProfiler:
         self._tried: set[str] = set()
         """Standby devices whose links are being measured, or were since the last choice of a partition."""
         self._mailbox.on(Measured, self._store_link)
-        self._mailbox.on(Deviates, lambda report: partitioner.forget(report.sender, report.target))
+        self._mailbox.on(
+            Deviates, lambda report: partitioner.forget(report.sender, report.target)
+        )
         self._mailbox.on_open(self._start_over)
 
     @property
@@ -179,7 +208,9 @@ class LinkProfiler:
         """Measure everything the choice needs while training pauses: all links at once, as in training."""
         if self._runs:
             images, labels = self._training.batch(0)
-            times = await profile(self._supervisor.device, self._problem, images, labels, self._runs)
+            times = await profile(
+                self._supervisor.device, self._problem, images, labels, self._runs
+            )
             self._runs = 0
             self._partitioner.profiled(times)
             self._supervisor.device.record("profile", seconds=list(times.execution))
@@ -195,11 +226,19 @@ class LinkProfiler:
         if again:
             self._tried.clear()
         stages = self._recovery.partition.devices
-        for device in self._recovery.standby.untested() - self._tried - {target for _, target in self._awaited}:
+        for device in (
+            self._recovery.standby.untested()
+            - self._tried
+            - {target for _, target in self._awaited}
+        ):
             self._tried.add(device)
             row = pairwise(self._recovery.ordered({*stages, device}))
             self._measure_links(
-                [(one if other == device else other, device) for one, other in row if device in (one, other)]
+                [
+                    (one if other == device else other, device)
+                    for one, other in row
+                    if device in (one, other)
+                ]
             )
 
     def _measure_links(self, pairs: list[Pair]) -> None:
@@ -212,7 +251,9 @@ class LinkProfiler:
         source, target = measured.sender, measured.target
         self._awaited.discard((source, target))
         rate = math.inf if measured.rate is None else measured.rate
-        self._supervisor.device.record("bandwidth", source=source, destination=target, rate=measured.rate)
+        self._supervisor.device.record(
+            "bandwidth", source=source, destination=target, rate=measured.rate
+        )
         self._partitioner.measured((source, target), rate)
         if not any(awaited == target for _, awaited in self._awaited):
             self._recovery.standby.reached(target)

@@ -249,7 +249,12 @@ class Measured(Numbered, kind="measured"):
     """Bit/s on the wire; None: sending takes no time."""
 
 
-FORWARD_KINDS: tuple[type[Typed], ...] = (*MEMBERSHIP_KINDS, Configure, Activation, Output)
+FORWARD_KINDS: tuple[type[Typed], ...] = (
+    *MEMBERSHIP_KINDS,
+    Configure,
+    Activation,
+    Output,
+)
 SYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (
     *FORWARD_KINDS,
     *(Labels, Gradient, Norms, TiedGradient, UnitState, Loss, Updated),

@@ -50,7 +50,9 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         }
     )
     Details = PipelineDetails
-    begins = frozenset({"load", "forward", "backward", "update", "checkpoint", "evaluate"})
+    begins = frozenset(
+        {"load", "forward", "backward", "update", "checkpoint", "evaluate"}
+    )
 
     def plan(self, problem: Problem[SynchronousOptions]) -> Plan[PipelineDetails]:
         """Cut the model over the devices. Raises `InputError` for impossible cuts."""
@@ -79,20 +81,30 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         """Return the size of the smallest micro-batch."""
         return max(1, problem.workload.batch_size // problem.options.micro_batches)
 
-    async def program(self, device: Device, job: Job[SynchronousOptions, PipelineDetails]) -> None:
+    async def program(
+        self, device: Device, job: Job[SynchronousOptions, PipelineDetails]
+    ) -> None:
         """Train from the first device; run a stage on every device."""
         from testbed.ml.pipeline.program import run_synchronous
 
         def stages(there: Collection[str]) -> tuple[Piece, ...]:
-            return stage_pieces(*synchronous_cut(job.problem, devices_among(job.problem, there)))
+            return stage_pieces(
+                *synchronous_cut(job.problem, devices_among(job.problem, there))
+            )
 
-        await run_synchronous(device, job, SCHEDULES[job.problem.options.schedule], stages)
+        await run_synchronous(
+            device, job, SCHEDULES[job.problem.options.schedule], stages
+        )
 
     def draw(self, plan: Plan[PipelineDetails]) -> str | None:
         """Draw a step as a grid with one row per stage and one column per slot."""
         if len(plan.pieces) < 2:
             return None
-        return grid(SCHEDULES[plan.details.schedule], len(plan.pieces), plan.details.micro_batches)
+        return grid(
+            SCHEDULES[plan.details.schedule],
+            len(plan.pieces),
+            plan.details.micro_batches,
+        )
 
 
 class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
@@ -100,11 +112,31 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
 
     tasks = ("train",)
     supports = frozenset(
-        {"all_links", "early_stopping", "initial_weights", "precisions", "smaller_batches", "timing_only"}
+        {
+            "all_links",
+            "early_stopping",
+            "initial_weights",
+            "precisions",
+            "smaller_batches",
+            "timing_only",
+        }
     )
-    refuses: ClassVar[Mapping[str, str]] = {"clip.norm": "each update would wait for all stages, which value does not"}
+    refuses: ClassVar[Mapping[str, str]] = {
+        "clip.norm": "each update would wait for all stages, which value does not"
+    }
     Details = AsynchronousDetails
-    begins = frozenset({"profile", "load", "forward", "backward", "update", "replicate", "keep", "evaluate"})
+    begins = frozenset(
+        {
+            "profile",
+            "load",
+            "forward",
+            "backward",
+            "update",
+            "replicate",
+            "keep",
+            "evaluate",
+        }
+    )
     declared = DECLARED
     Partitioner: ClassVar[type[Partitioner[Any]]]
     """What chooses the partitions."""
@@ -128,12 +160,19 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
                 slowest_stage=true.slowest_stage(partition.cuts),
                 least_bottleneck=true.bottleneck(true.least_bottleneck()),
                 least_slowest_stage=alone.bottleneck(alone.least_bottleneck()),
-                divisible_limit=divisible_limit([1 / capacity for capacity in true.capacities]),
-                stage_times=tuple(true.stage_time(i, *ends) for i, ends in enumerate(pairwise(partition.cuts))),
+                divisible_limit=divisible_limit(
+                    [1 / capacity for capacity in true.capacities]
+                ),
+                stage_times=tuple(
+                    true.stage_time(i, *ends)
+                    for i, ends in enumerate(pairwise(partition.cuts))
+                ),
             ),
         )
 
-    async def program(self, device: Device, job: Job[SpecificOptions, AsynchronousDetails]) -> None:
+    async def program(
+        self, device: Device, job: Job[SpecificOptions, AsynchronousDetails]
+    ) -> None:
         """Coordinate from the first device; run a stage and keep replicas on every device."""
         from testbed.ml.pipeline.program import run_asynchronous
 
@@ -146,7 +185,9 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         yield from stage_messages(problem, plan, by_unit=True)
         yield from replica_messages(problem, plan)
 
-    def advice(self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]) -> tuple[str, ...]:
+    def advice(
+        self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]
+    ) -> tuple[str, ...]:
         """Return a warning about momentum with gradients several batches old."""
         return momentum_advice(problem, plan.details.in_flight)
 

@@ -53,22 +53,38 @@ class Lineage:
             return True
         for index, (configuration, begin) in enumerate(self.begun):
             if configuration == point.configuration:
-                end = self.begun[index + 1][1] if index + 1 < len(self.begun) else point.step
+                end = (
+                    self.begun[index + 1][1]
+                    if index + 1 < len(self.begun)
+                    else point.step
+                )
                 return begin < point.step <= end
         return False
 
     def branch(self, step: int, configuration: int) -> Lineage:
         """Return the lineage of a configuration resuming from one of these states."""
-        return Lineage((*((old, begin) for old, begin in self.begun if begin < step), (configuration, step)))
+        return Lineage(
+            (
+                *((old, begin) for old, begin in self.begun if begin < step),
+                (configuration, step),
+            )
+        )
 
     def point(self, step: int) -> Point:
         """Return the point of a step in the configuration that made the step."""
-        return max((Point(made, step) for made, begin in self.begun if begin < step), default=BEGINNING)
+        return max(
+            (Point(made, step) for made, begin in self.begun if begin < step),
+            default=BEGINNING,
+        )
 
-    def held(self, inventory: Mapping[str, Held]) -> dict[str, dict[int, Sequence[int]]]:
+    def held(
+        self, inventory: Mapping[str, Held]
+    ) -> dict[str, dict[int, Sequence[int]]]:
         """Return the units of each device by step, without void points."""
         return {
-            device: {step: units for made, step, units in points if Point(made, step) in self}
+            device: {
+                step: units for made, step, units in points if Point(made, step) in self
+            }
             for device, points in inventory.items()
         }
 
@@ -121,7 +137,14 @@ def resume_point(inventory: StepInventory, units: int) -> int | None:
     an entry.
     """
     states = {done for held in inventory.values() for done in held}
-    return next((done for done in sorted(states, reverse=True) if not missing(held_at(inventory, done), units)), None)
+    return next(
+        (
+            done
+            for done in sorted(states, reverse=True)
+            if not missing(held_at(inventory, done), units)
+        ),
+        None,
+    )
 
 
 def held_at(inventory: StepInventory, done: int) -> dict[str, Collection[int]]:
@@ -147,14 +170,20 @@ class FailureCase:
         return (*self.gone, *self.empty)
 
 
-def classify_failure(stages: Mapping[str, float], answers: Mapping[str, float]) -> FailureCase:
+def classify_failure(
+    stages: Mapping[str, float], answers: Mapping[str, float]
+) -> FailureCase:
     """Compare incarnations: those at the configuration of the stages, and those in the answers.
 
     A device with a changed incarnation has lost its memory, whatever its answer contains. Answers of devices without a
     stage are ignored.
     """
     gone = tuple(device for device in stages if device not in answers)
-    empty = tuple(device for device, before in stages.items() if device in answers and answers[device] != before)
+    empty = tuple(
+        device
+        for device, before in stages.items()
+        if device in answers and answers[device] != before
+    )
     if gone or len(empty) > 1:
         return FailureCase("redistribute", gone, empty)
     return FailureCase("refill" if empty else "restart", gone, empty)
@@ -188,7 +217,12 @@ class Replicas:
             point: held
             for point, held in self._held.items()
             if point in points
-            or (later and newest and point.configuration == newest.configuration and point.step > newest.step)
+            or (
+                later
+                and newest
+                and point.configuration == newest.configuration
+                and point.step > newest.step
+            )
         }
 
     def points(self) -> list[Point]:
@@ -197,12 +231,18 @@ class Replicas:
 
     def inventory(self) -> Held:
         """Return the held units by point, in message form."""
-        return [(point.configuration, point.step, sorted(self._held[point])) for point in self.points()]
+        return [
+            (point.configuration, point.step, sorted(self._held[point]))
+            for point in self.points()
+        ]
 
     def bytes(self) -> int:
         """Return the bytes of all replicas."""
         return sum(
-            tensor.nbytes for held in self._held.values() for state in held.values() for tensor in state.values()
+            tensor.nbytes
+            for held in self._held.values()
+            for state in held.values()
+            for tensor in state.values()
         )
 
     def dump(self) -> Message:
@@ -235,7 +275,10 @@ class ReplicaStore:
         self._mailbox = mailbox
         mailbox.on(Fetch, self._hand_out)
         mailbox.on(Replica, self._take_in)
-        mailbox.on(Keep, lambda keep: self.replicas.keep([Point(*point) for point in keep.keep]))
+        mailbox.on(
+            Keep,
+            lambda keep: self.replicas.keep([Point(*point) for point in keep.keep]),
+        )
 
     async def spread(self) -> None:
         """Wait until no replica is being sent."""
@@ -243,7 +286,9 @@ class ReplicaStore:
             await asyncio.wait({self.spreading})
 
     def _take_in(self, replica: Replica) -> None:
-        self.replicas.put(Point(replica.configuration, replica.step), replica.state, [replica.unit])
+        self.replicas.put(
+            Point(replica.configuration, replica.step), replica.state, [replica.unit]
+        )
 
     def _hand_out(self, fetch: Fetch) -> None:
         self._mailbox.open(fetch.configuration)
@@ -252,5 +297,7 @@ class ReplicaStore:
             return  # it has started again since it said what it has, and the coordinator is about to learn that
         for unit in fetch.units:
             state = self.replicas.state(point, [unit])
-            answer = FetchedUnit(fetch.configuration, fetch.made, fetch.step, unit, state)
+            answer = FetchedUnit(
+                fetch.configuration, fetch.made, fetch.step, unit, state
+            )
             self._mailbox.post(fetch.sender, answer)

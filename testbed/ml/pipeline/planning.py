@@ -17,7 +17,11 @@ from testbed.ml.data.batches import is_due
 from testbed.ml.layers import costs
 from testbed.ml.method import Options, PlannedMessage, Problem, StepsOrTime
 from testbed.ml.partition import Chain, Cuts, SynchronousPipeline
-from testbed.ml.partition.asynchronous import AsynchronousPipeline, UnitTimes, capacities
+from testbed.ml.partition.asynchronous import (
+    AsynchronousPipeline,
+    UnitTimes,
+    capacities,
+)
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.schedule import SCHEDULES
 from testbed.ml.transfer import CrossingPart, share
@@ -32,15 +36,22 @@ class StagesOptions(Options):
     """Options of every method with its devices in a row."""
 
     stages: int | None = Field(
-        None, ge=1, description="use only the first N devices; the others stand by; default: all"
+        None,
+        ge=1,
+        description="use only the first N devices; the others stand by; default: all",
     )
     patience: Duration = Field(
         2.0,
         gt=0,
         description="without progress before devices are polled, and without a reply before they count as lost",
     )
-    return_window: Duration = Field(15.0, description="how long a lost device may take to come back")
-    transfer: CrossingPart = Field(CrossingPart(), description="encoding of activations and gradients between stages")
+    return_window: Duration = Field(
+        15.0, description="how long a lost device may take to come back"
+    )
+    transfer: CrossingPart = Field(
+        CrossingPart(),
+        description="encoding of activations and gradients between stages",
+    )
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -53,22 +64,34 @@ class SynchronousOptions(StagesOptions):
 
     schedule: Literal["model-parallelism", "gpipe", "1f1b"] = "1f1b"
     micro_batches: int = Field(
-        None, ge=1, validate_default=True, description="of a batch; default: 4, or 1 for model-parallelism"
+        None,
+        ge=1,
+        validate_default=True,
+        description="of a batch; default: 4, or 1 for model-parallelism",
     )
     partition: Literal["even", "optimal"] = Field(
-        "optimal", description="even: by number of units; optimal: least predicted time of a step"
+        "optimal",
+        description="even: by number of units; optimal: least predicted time of a step",
     )
     recompute: bool = Field(
         False,
         description="all stages but the last discard activations and recompute them before backward, as in GPipe",
     )
-    checkpoint_every: int = Field(20, ge=1, description="steps after which the first device gathers all weights")
-    evaluate_every: StepsOrTime | None = Field(None, description="steps, or a time; default: at the end only")
+    checkpoint_every: int = Field(
+        20, ge=1, description="steps after which the first device gathers all weights"
+    )
+    evaluate_every: StepsOrTime | None = Field(
+        None, description="steps, or a time; default: at the end only"
+    )
 
     @field_validator("micro_batches", mode="before")
     @classmethod
     def _default_of_schedule(cls, value: object, info: ValidationInfo) -> object:
-        return MICRO_BATCHES.get(info.data.get("schedule", ""), 1) if value is None else value
+        return (
+            MICRO_BATCHES.get(info.data.get("schedule", ""), 1)
+            if value is None
+            else value
+        )
 
     def checkpoints(self, step: int, steps: int) -> bool:
         """Return whether the state after ``step`` of ``steps`` becomes a checkpoint, as the last one always does."""
@@ -83,7 +106,9 @@ class CheckpointedPipeline(SynchronousPipeline):
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
-        return super().memory(stage, first, last) + (2 * self.checkpoint_bytes if stage == 0 else 0.0)
+        return super().memory(stage, first, last) + (
+            2 * self.checkpoint_bytes if stage == 0 else 0.0
+        )
 
 
 class PipelineDetails(Details):
@@ -117,14 +142,20 @@ def synchronous_cut(
         recompute=options.recompute,
         checkpoint_bytes=costs.state_bytes(units, problem.training),
     )
-    return pipeline, pipeline.even() if options.partition == "even" else pipeline.least_step_time()
+    return (
+        pipeline,
+        pipeline.even() if options.partition == "even" else pipeline.least_step_time(),
+    )
 
 
 def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
     """Return the initial devices; raises `InputError` for too few devices or a missing link to the first."""
     count = problem.options.stages or len(problem.devices)
     if count > len(problem.devices):
-        raise InputError(f"{count} stages need {count} devices, there are {len(problem.devices)}", ("method", "stages"))
+        raise InputError(
+            f"{count} stages need {count} devices, there are {len(problem.devices)}",
+            ("method", "stages"),
+        )
     lead, *others = (device.name for device in problem.devices)
     for other in others:
         if (lead, other) not in problem.links or (other, lead) not in problem.links:
@@ -136,17 +167,28 @@ def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
     return problem.devices[:count]
 
 
-def devices_among(problem: Problem[StagesOptions], there: Collection[str]) -> tuple[DeviceSpec, ...]:
+def devices_among(
+    problem: Problem[StagesOptions], there: Collection[str]
+) -> tuple[DeviceSpec, ...]:
     """Return the usable devices among those present, in the scenario's order."""
     devices = [device for device in problem.devices if device.name in there]
-    return tuple(devices[: min(problem.options.stages or len(devices), len(problem.model.units))])
+    return tuple(
+        devices[: min(problem.options.stages or len(devices), len(problem.model.units))]
+    )
 
 
 def stage_pieces(chain: Chain, cuts: Cuts) -> tuple[Piece, ...]:
     """Return the stages made by the cuts, with the memory each needs."""
     return tuple(
-        Piece(device=device.name, first=first, last=last, memory=chain.memory(stage, first, last))
-        for stage, (device, (first, last)) in enumerate(zip(chain.devices, pairwise(cuts), strict=True))
+        Piece(
+            device=device.name,
+            first=first,
+            last=last,
+            memory=chain.memory(stage, first, last),
+        )
+        for stage, (device, (first, last)) in enumerate(
+            zip(chain.devices, pairwise(cuts), strict=True)
+        )
     )
 
 
@@ -154,18 +196,43 @@ class AsynchronousOptions(StagesOptions):
     """Options of every asynchronous training method."""
 
     in_flight: int | None = Field(
-        None, ge=1, description="batches under way at once, at most; default, and never more than: one a stage"
+        None,
+        ge=1,
+        description="batches under way at once, at most; default, and never more than: one a stage",
     )
-    vertical_sync: bool = Field(True, description="one version of the weights for a batch on all stages")
+    vertical_sync: bool = Field(
+        True, description="one version of the weights for a batch on all stages"
+    )
     aggregate: int = Field(
-        0, ge=0, description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never"
+        0,
+        ge=0,
+        description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never",
     )
-    evaluate_every: StepsOrTime | None = Field(None, description="steps, or a time; default: at the end only")
-    return_window: Duration = Field(0.0, description="how long a lost device may take to come back")
-    selection: Duration = Field(5.0, description="how long devices may take to answer before training begins without")
-    chain_every: int = Field(50, ge=0, description="batches after which each stage's weights go to the next; 0: never")
-    global_every: int = Field(100, ge=0, description="batches after which all weights go to the first device; 0: never")
-    copies: int = Field(1, ge=1, description="of the next devices, that keep each stage's weights: i lost neighbours")
+    evaluate_every: StepsOrTime | None = Field(
+        None, description="steps, or a time; default: at the end only"
+    )
+    return_window: Duration = Field(
+        0.0, description="how long a lost device may take to come back"
+    )
+    selection: Duration = Field(
+        5.0,
+        description="how long devices may take to answer before training begins without",
+    )
+    chain_every: int = Field(
+        50,
+        ge=0,
+        description="batches after which each stage's weights go to the next; 0: never",
+    )
+    global_every: int = Field(
+        100,
+        ge=0,
+        description="batches after which all weights go to the first device; 0: never",
+    )
+    copies: int = Field(
+        1,
+        ge=1,
+        description="of the next devices, that keep each stage's weights: i lost neighbours",
+    )
     objective: Literal["paper", "traffic"] = Field(
         "paper",
         description="of the partition; paper: FTPipeHD's equation (5), a link counts twice its activations; traffic: "
@@ -194,10 +261,16 @@ class AsynchronousOptions(StagesOptions):
         among them.
         """
         following = list(range(stage + 1, min(stages, stage + 1 + self.copies)))
-        return following if len(following) == self.copies or stage == 0 else [*following, 0]
+        return (
+            following
+            if len(following) == self.copies or stage == 0
+            else [*following, 0]
+        )
 
 
-def stage_messages(problem: Problem[StagesOptions], plan: Plan, by_unit: bool = False) -> Iterator[PlannedMessage]:
+def stage_messages(
+    problem: Problem[StagesOptions], plan: Plan, by_unit: bool = False
+) -> Iterator[PlannedMessage]:
     """Yield the activations of whole batches, and the weights sent and gathered by the coordinator.
 
     ``by_unit``: initial weights are sent unit by unit, as gathered ones always are.
@@ -213,21 +286,34 @@ def stage_messages(problem: Problem[StagesOptions], plan: Plan, by_unit: bool = 
         if problem.workload.model.weights is not None:
             units = model.units[piece.first : piece.last]
             parts = [[unit] for unit in units] if by_unit else [units]
-            yield lead, piece.device, max(costs.weight_bytes(part, problem.training) for part in parts)
+            yield (
+                lead,
+                piece.device,
+                max(costs.weight_bytes(part, problem.training) for part in parts),
+            )
     yield before, lead, samples * model.cut_bytes(len(model.units))
 
 
-def replica_messages(problem: Problem[AsynchronousOptions], plan: Plan) -> Iterator[PlannedMessage]:
+def replica_messages(
+    problem: Problem[AsynchronousOptions], plan: Plan
+) -> Iterator[PlannedMessage]:
     """Yield the replicas stages send to one another."""
     if problem.options.chain_every:
         for stage, piece in enumerate(plan.pieces):
             for keeper in problem.options.keepers(stage, len(plan.pieces)):
-                yield piece.device, plan.pieces[keeper].device, largest_unit(problem, piece)
+                yield (
+                    piece.device,
+                    plan.pieces[keeper].device,
+                    largest_unit(problem, piece),
+                )
 
 
 def largest_unit(problem: Problem[StagesOptions], piece: Piece) -> float:
     """Return the bytes of the largest unit state in a part; units are sent one by one."""
-    return max(costs.state_bytes([unit], problem.training) for unit in problem.model.units[piece.first : piece.last])
+    return max(
+        costs.state_bytes([unit], problem.training)
+        for unit in problem.model.units[piece.first : piece.last]
+    )
 
 
 Known = TypeVar("Known", bound=AsynchronousOptions, default=AsynchronousOptions)
@@ -255,17 +341,24 @@ def pipeline_over(
         if stage == 0:
             return (2 + chain) * costs.state_bytes(units, problem.training)
         points = 3 if chain or options.global_every else 2
-        return points * costs.state_bytes(units[0 if chain else start : end], problem.training)
+        return points * costs.state_bytes(
+            units[0 if chain else start : end], problem.training
+        )
 
     def replicas(stage: int, start: int, end: int) -> dict[int, float]:
         """Return the bytes of a stage's units sent to the next stage and to the first, divided by the interval."""
-        state, sent = costs.state_bytes(units[start:end], problem.training), dict.fromkeys(range(len(names)), 0.0)
+        state, sent = (
+            costs.state_bytes(units[start:end], problem.training),
+            dict.fromkeys(range(len(names)), 0.0),
+        )
         if chain:
             for keeper in options.keepers(stage, len(names)):
                 sent[keeper] += state / options.chain_every
         if options.global_every:
             sent[0] += state / options.global_every
-        return {target: size for target, size in sent.items() if size and target != stage}
+        return {
+            target: size for target, size in sent.items() if size and target != stage
+        }
 
     return AsynchronousPipeline(
         model=problem.model,
@@ -273,7 +366,10 @@ def pipeline_over(
         links=problem.links,
         shares=options.shares,
         batch_size=workload.batch_size,
-        profile=profile or UnitTimes.by_formula(units, workload.batch_size, problem.devices[0], update_flops),
+        profile=profile
+        or UnitTimes.by_formula(
+            units, workload.batch_size, problem.devices[0], update_flops
+        ),
         capacities=tuple(capacities or [1.0] * len(names)),
         state_values=problem.training.state_values,
         vertical_sync=options.vertical_sync,
@@ -305,7 +401,9 @@ class Partitioner(Generic[Known]):
         # Where no cut is possible for tied weights, planning for all devices fails and names them.
         possible = len(names) if parts == 1 else min(len(names), parts)
         count = min(self.problem.options.stages or possible, len(model.units))
-        return StagePartition(tuple(names[:count]), self.cut(self.pipeline(names[:count])))
+        return StagePartition(
+            tuple(names[:count]), self.cut(self.pipeline(names[:count]))
+        )
 
     def cut(self, pipeline: AsynchronousPipeline) -> tuple[int, ...]:
         """Return the cuts of the model; raises `InputError` if none fit."""
@@ -328,7 +426,9 @@ class Partitioner(Generic[Known]):
         options = self.problem.options
         return is_due(done, options.chain_every or options.global_every)
 
-    def better(self, old: StagePartition, there: Sequence[str]) -> StagePartition | None:
+    def better(
+        self, old: StagePartition, there: Sequence[str]
+    ) -> StagePartition | None:
         """Return a partition worth changing to, or None; the default reacts to new devices only."""
         if set(there) == set(old.devices):
             return None
@@ -352,7 +452,9 @@ class Partitioner(Generic[Known]):
         """Discard the measurement between two devices because the link has changed."""
 
 
-def momentum_advice(problem: Problem[AsynchronousOptions], window: int) -> tuple[str, ...]:
+def momentum_advice(
+    problem: Problem[AsynchronousOptions], window: int
+) -> tuple[str, ...]:
     """Explain momentum with gradients several batches old; ``window`` is the number of batches under way."""
     share, old = problem.workload.training.optimizer.momentum, window - 1
     if not share or not old:
@@ -382,7 +484,9 @@ class AsynchronousDetails(Details):
     stage_times: tuple[float, ...]
 
 
-def as_given(problem: Problem[AsynchronousOptions], names: Sequence[str]) -> AsynchronousPipeline:
+def as_given(
+    problem: Problem[AsynchronousOptions], names: Sequence[str]
+) -> AsynchronousPipeline:
     """Return the pipeline over these devices with the scenario's speeds."""
     devices = [problem.device(name) for name in names]
     known = capacities(devices, problem.model.units, problem.workload.batch_size)

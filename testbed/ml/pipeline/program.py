@@ -11,7 +11,12 @@ from typing import TypeVar
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import RoleHolder, Status
-from testbed.messaging.supervision import ResumableWork, Supervisor, Timeouts, run_with_recovery
+from testbed.messaging.supervision import (
+    ResumableWork,
+    Supervisor,
+    Timeouts,
+    run_with_recovery,
+)
 from testbed.messaging.typed import Typed
 from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Training
@@ -35,7 +40,12 @@ from testbed.ml.pipeline.messages import (
     Prepare,
 )
 from testbed.ml.pipeline.placement import BEGINNING, Point, ReplicaStore
-from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner, StagesOptions, SynchronousOptions
+from testbed.ml.pipeline.planning import (
+    AsynchronousOptions,
+    Partitioner,
+    StagesOptions,
+    SynchronousOptions,
+)
 from testbed.ml.pipeline.recovery import ReplicaRecovery
 from testbed.ml.pipeline.stage import Stage, StagePosition, UpdatePolicy
 from testbed.ml.pipeline.training import AsynchronousTrainer, SynchronousTrainer
@@ -49,32 +59,48 @@ PlanStages = Callable[[Collection[str]], Sequence[Piece]]
 
 
 async def run_synchronous(
-    device: Device, job: Job[SynchronousOptions], schedule: Schedule, partition: PlanStages
+    device: Device,
+    job: Job[SynchronousOptions],
+    schedule: Schedule,
+    partition: PlanStages,
 ) -> None:
     """Train with one update a step, and recovery from checkpoints."""
     updates = partial(SynchronousUpdates, schedule, job.problem.options)
-    await _run_with_checkpoints(device, job, SYNCHRONOUS_KINDS, updates, partition, SynchronousTrainer)
+    await _run_with_checkpoints(
+        device, job, SYNCHRONOUS_KINDS, updates, partition, SynchronousTrainer
+    )
 
 
-async def run_inference(device: Device, job: Job[StagesOptions], partition: PlanStages, in_flight: int) -> None:
+async def run_inference(
+    device: Device, job: Job[StagesOptions], partition: PlanStages, in_flight: int
+) -> None:
     """Answer requests by stages without updates; requests under way are sent again after a loss."""
 
-    def serving(supervisor: Supervisor, recovery: CheckpointRecovery, job: Job[StagesOptions]) -> Serving:
+    def serving(
+        supervisor: Supervisor, recovery: CheckpointRecovery, job: Job[StagesOptions]
+    ) -> Serving:
         return Serving(supervisor, job, in_flight)
 
     await _run_with_checkpoints(device, job, FORWARD_KINDS, None, partition, serving)
 
 
-async def run_asynchronous(device: Device, job: Job[AsynchronousOptions], partitioner: Partitioner) -> None:
+async def run_asynchronous(
+    device: Device, job: Job[AsynchronousOptions], partitioner: Partitioner
+) -> None:
     """Train with an update after every batch, and recovery from replicas."""
     options = job.problem.options
     async with _mailbox(device, job, ASYNCHRONOUS_KINDS) as mailbox:
         member = ReplicatingMember(mailbox, job)
         # Though all devices answer, they count as lost after so many seconds without anything done.
         supervisor = await _make_supervisor(
-            mailbox, member.holder, job, max(2 * options.patience, options.return_window)
+            mailbox,
+            member.holder,
+            job,
+            max(2 * options.patience, options.return_window),
         )
-        recovery = ReplicaRecovery(supervisor, member.store, partitioner, job, _total_steps(job))
+        recovery = ReplicaRecovery(
+            supervisor, member.store, partitioner, job, _total_steps(job)
+        )
         await recovery.begin()
         work = AsynchronousTrainer(supervisor, recovery, partitioner, job)
         await run_with_recovery(work, recovery, supervisor, recovery.recovering)
@@ -98,19 +124,33 @@ async def _run_with_checkpoints(
 
         def stage_of(configure: Configure) -> Stage:
             position = StagePosition.from_message(device.name, lead, configure)
-            return Stage(mailbox, problem, position, configure.state if configure.given else None, updates)
+            return Stage(
+                mailbox,
+                problem,
+                position,
+                configure.state if configure.given else None,
+                updates,
+            )
 
         holder.follow(Configure, stage_of)
-        supervisor = await _make_supervisor(mailbox, holder, job, job.problem.options.return_window)
+        supervisor = await _make_supervisor(
+            mailbox, holder, job, job.problem.options.return_window
+        )
         configure = partial(configure_stage, supervisor, _total_steps(job))
-        recovery = CheckpointRecovery(supervisor, configure, partition, len(problem.model.units), job.weights)
+        recovery = CheckpointRecovery(
+            supervisor, configure, partition, len(problem.model.units), job.weights
+        )
         supervisor.start(job.plan.pieces)
         await run_with_recovery(work(supervisor, recovery, job), recovery, supervisor)
 
 
-def _mailbox(device: Device, job: Job[StagesOptions], kinds: Iterable[type[Typed]]) -> Mailbox:
+def _mailbox(
+    device: Device, job: Job[StagesOptions], kinds: Iterable[type[Typed]]
+) -> Mailbox:
     how = job.problem.options.transfer
-    encodings = codecs(job.problem.codes, activation=how.activations, gradient=how.gradients)
+    encodings = codecs(
+        job.problem.codes, activation=how.activations, gradient=how.gradients
+    )
     return Mailbox(device, job.problem.links, kinds, codecs=encodings)
 
 
@@ -125,7 +165,10 @@ async def _make_supervisor(
     def backlog(part: Piece) -> float:
         """Return the bytes a stage may be sending to the coordinator: a checkpoint, and inputs."""
         units = problem.model.units[part.first : part.last]
-        return costs.state_bytes(units, problem.training) + problem.workload.batch_size * units[0].input_bytes
+        return (
+            costs.state_bytes(units, problem.training)
+            + problem.workload.batch_size * units[0].input_bytes
+        )
 
     timeouts = Timeouts(options.patience, options.return_window, standstill)
     return Supervisor(mailbox, holder.presence, problem, timeouts, backlog)
@@ -173,7 +216,9 @@ class ReplicatingMember:
         stages: list[Stage] = []
 
         def role() -> Stage:
-            position = StagePosition.from_message(self._mailbox.device.name, self._job.plan.lead, prepare)
+            position = StagePosition.from_message(
+                self._mailbox.device.name, self._job.plan.lead, prepare
+            )
             stages.append(Stage(self._mailbox, problem, position, updates=updates))
             return stages[0]
 
@@ -183,13 +228,17 @@ class ReplicatingMember:
         self._point, self._seeded = Point(prepare.made, prepare.step), prepare.seeded
         self._awaited = {unit for units in prepare.fetch.values() for unit in units}
         for owner, units in prepare.fetch.items():
-            self._mailbox.post(owner, Fetch(prepare.configuration, prepare.made, prepare.step, units))
+            self._mailbox.post(
+                owner, Fetch(prepare.configuration, prepare.made, prepare.step, units)
+            )
         self._report_prepared()
 
     def _take_in(self, fetched: FetchedUnit) -> None:
         if self._stage is None:
             return
-        self.store.replicas.put(Point(fetched.made, fetched.step), fetched.state, [fetched.unit])
+        self.store.replicas.put(
+            Point(fetched.made, fetched.step), fetched.state, [fetched.unit]
+        )
         self._awaited.discard(fetched.unit)
         self._stage.actions += 1
         self._report_prepared()
@@ -218,14 +267,20 @@ class ReplicatingMember:
         link = await bandwidth(self._mailbox, measure.target)
         self._watches[measure.target] = LinkWatch(link)
         finite = None if math.isinf(link.rate) else link.rate
-        self._mailbox.post(self._job.plan.lead, Measured(measure.configuration, measure.target, finite))
+        self._mailbox.post(
+            self._job.plan.lead, Measured(measure.configuration, measure.target, finite)
+        )
 
     def _watch_link(self, peer: str, size: float, posted: float) -> None:
         """Report once that a link deviates from its measured rate."""
         watch = self._watches.get(peer)
-        if watch is not None and watch.deviates(size, posted, self._mailbox.device.now()):
+        if watch is not None and watch.deviates(
+            size, posted, self._mailbox.device.now()
+        ):
             del self._watches[peer]
-            self._mailbox.post(self._job.plan.lead, Deviates(self._mailbox.configuration, peer))
+            self._mailbox.post(
+                self._job.plan.lead, Deviates(self._mailbox.configuration, peer)
+            )
 
 
 def _total_steps(job: Job) -> int:
@@ -237,7 +292,15 @@ def _total_steps(job: Job) -> int:
     return Training(job.dataset, workload, job.problem.seed).steps
 
 
-def configure_stage(supervisor: Supervisor, steps: int, part: Piece, state: State | None) -> Configure:
+def configure_stage(
+    supervisor: Supervisor, steps: int, part: Piece, state: State | None
+) -> Configure:
     """Return the message making a device a stage, with its units of a state; None draws them from the seed."""
     given = {} if state is None else restrict(state, part.first, part.last)
-    return Configure(supervisor.mailbox.configuration, supervisor.stages, steps, state is not None, given)
+    return Configure(
+        supervisor.mailbox.configuration,
+        supervisor.stages,
+        steps,
+        state is not None,
+        given,
+    )

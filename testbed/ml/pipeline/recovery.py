@@ -55,7 +55,10 @@ class ReplicaIndex:
     def branch(self, step: int) -> None:
         """Continue from a step in the current configuration; later points become void."""
         self.lineage = self.lineage.branch(step, self._mailbox.configuration)
-        self.safe, self.whole = (point if point in self.lineage else BEGINNING for point in (self.safe, self.whole))
+        self.safe, self.whole = (
+            point if point in self.lineage else BEGINNING
+            for point in (self.safe, self.whole)
+        )
         self._replicated.clear()
 
     def needed(self, device: str, points: Collection[Point]) -> list[tuple[int, int]]:
@@ -70,19 +73,32 @@ class ReplicaIndex:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the newest complete weights on this device; empty if none are complete."""
         point = self._newest_whole()
-        return {} if point is None else result_of(self._replicas.state(point, range(self._units)))
+        return (
+            {}
+            if point is None
+            else result_of(self._replicas.state(point, range(self._units)))
+        )
 
     async def save(self, partition: StagePartition) -> None:
         """Write the training progress to the disk, beside the replicas."""
-        fields = {"begun": self.lineage.begun, "devices": partition.devices, "cuts": partition.cuts}
+        fields = {
+            "begun": self.lineage.begun,
+            "devices": partition.devices,
+            "cuts": partition.cuts,
+        }
         await self._device.save("training", Message("training", fields))
 
     def remember(self) -> StagePartition | None:
         """Read the progress a previous program of this device left on the disk; return the partition, if any."""
-        training, replicas = self._device.saved("training"), self._device.saved("replicas")
+        training, replicas = (
+            self._device.saved("training"),
+            self._device.saved("replicas"),
+        )
         if training is None:
             return None
-        self.lineage = Lineage(tuple((made, begin) for made, begin in training["begun"]))
+        self.lineage = Lineage(
+            tuple((made, begin) for made, begin in training["begun"])
+        )
         if replicas is not None:
             self._replicas.load(replicas)
             self.whole = self._newest_whole() or BEGINNING
@@ -109,7 +125,11 @@ class ReplicaIndex:
     def _newest_whole(self) -> Point | None:
         """Return the newest valid point with every unit on this device."""
         whole = [point for point in self._replicas.points() if self._is_whole(point)]
-        return max((point for point in whole if point in self.lineage), key=lambda point: point.step, default=None)
+        return max(
+            (point for point in whole if point in self.lineage),
+            key=lambda point: point.step,
+            default=None,
+        )
 
 
 FROM_BEGINNING = RestorePlan(BEGINNING, {})
@@ -163,7 +183,9 @@ class Standby:
         """Return the devices with links to be measured: cut off from others, or too slow."""
         if not self._admits:
             return set()
-        return self._members.excluded | {name for name in self._members.joiners if self._has_survived(name)}
+        return self._members.excluded | {
+            name for name in self._members.joiners if self._has_survived(name)
+        }
 
     def joiners(self) -> set[str]:
         """Return the devices eligible to become stages."""
@@ -173,7 +195,10 @@ class Standby:
 
     def _has_survived(self, name: str) -> bool:
         """Return whether a device lost in silence has kept its memory."""
-        return name in self._silenced and self._members.present.get(name) == self._silenced[name]
+        return (
+            name in self._silenced
+            and self._members.present.get(name) == self._silenced[name]
+        )
 
 
 class ReplicaRecovery:
@@ -190,7 +215,10 @@ class ReplicaRecovery:
         """``steps`` is the length of the training. The device exposes its newest complete state."""
         problem, pieces = job.problem, job.plan.pieces
         units = len(problem.model.units)
-        planned = StagePartition(tuple(piece.device for piece in pieces), (0, *(piece.last for piece in pieces)))
+        planned = StagePartition(
+            tuple(piece.device for piece in pieces),
+            (0, *(piece.last for piece in pieces)),
+        )
         self._configuration = Configuration(planned)
         self.points = ReplicaIndex(supervisor, store, units)
         supervisor.device.expose(self.points.weights)
@@ -210,7 +238,9 @@ class ReplicaRecovery:
             store.replicas.put(BEGINNING, job.weights, range(units))
         self._waited: Lost | None = None
         """The last loss recorded and awaited."""
-        self._members.refusal = None if partitioner.admits else "its units are another's"
+        self._members.refusal = (
+            None if partitioner.admits else "its units are another's"
+        )
         self.standby = Standby(self._members, partitioner.admits)
 
     @property
@@ -234,10 +264,14 @@ class ReplicaRecovery:
             self.take_up(await self._select_devices())
             return
         missing = [self._device.name]
-        self._device.record("recovery", phase="detected", step=self.points.whole.step, missing=missing)
+        self._device.record(
+            "recovery", phase="detected", step=self.points.whole.step, missing=missing
+        )
         self._supervisor.start(layout)
         timeouts = self._supervisor.timeouts
-        await self._gather_inventories(self.partition.devices, max(timeouts.patience, timeouts.return_window))
+        await self._gather_inventories(
+            self.partition.devices, max(timeouts.patience, timeouts.return_window)
+        )
         self._resume_training()
 
     async def establish(self) -> None:
@@ -252,18 +286,27 @@ class ReplicaRecovery:
             if need is not None:
                 fetch = {owner: list(units) for owner, units in need.fetch.items()}
             prepare = Prepare(
-                number, supervisor.stages, self._steps, point.configuration, point.step, need is None, fetch
+                number,
+                supervisor.stages,
+                self._steps,
+                point.configuration,
+                point.step,
+                need is None,
+                fetch,
             )
             self._mailbox.post(part.device, prepare)
         await self.points.save(self.partition)
         await supervisor.ready()
         self._configuration = replace(
-            self._configuration, incarnations=self._present_incarnations(self.partition.devices)
+            self._configuration,
+            incarnations=self._present_incarnations(self.partition.devices),
         )
         if self.recovering:
             self._device.record("recovery", phase="redistributed", step=self.start)
         for part in supervisor.layout:
-            commit = Commit(number, self.points.needed(part.device, {point, self.points.safe}))
+            commit = Commit(
+                number, self.points.needed(part.device, {point, self.points.safe})
+            )
             self._mailbox.post(part.device, commit)
 
     async def recover(self, lost: Lost, start: int) -> None:
@@ -274,7 +317,9 @@ class ReplicaRecovery:
         gone = set(lost.missing) - lost.back
         awaited = () if lost is self._waited else gone
         self._mailbox.open(self._mailbox.configuration + 1)
-        await self._gather_inventories(set(self.partition.devices) - gone, supervisor.patience, awaited)
+        await self._gather_inventories(
+            set(self.partition.devices) - gone, supervisor.patience, awaited
+        )
         supervisor.learn_patience(lost, known)
         self.standby.lose(gone - self._members.answers.keys(), known)
         self._resume_training()
@@ -285,20 +330,36 @@ class ReplicaRecovery:
         Then nothing is undone and nothing is moved: training continues with the batch lacking gradients, the first case
         of the paper's fault handler.
         """
-        supervisor, members, window = self._supervisor, self._members, self._supervisor.timeouts.return_window
+        supervisor, members, window = (
+            self._supervisor,
+            self._members,
+            self._supervisor.timeouts.return_window,
+        )
         if lost.cut or lost.back or not lost.missing or not window:
             return False
         self._record_detection(lost)
         self._waited = lost
         known, number = dict(members.known), self._mailbox.configuration
-        await members.ping_all(dict.fromkeys(lost.missing, window), lambda: bool(members.restarted & members.assigned))
+        await members.ping_all(
+            dict.fromkeys(lost.missing, window),
+            lambda: bool(members.restarted & members.assigned),
+        )
         answers = [members.answers.get(name) for name in lost.missing]
-        if not all(each and each.holds == number and each.incarnation == known[each.sender] for each in answers):
+        if not all(
+            each and each.holds == number and each.incarnation == known[each.sender]
+            for each in answers
+        ):
             return False
         supervisor.learn_patience(lost, known)
         self.recovering = True
         partition, step = supervisor.stages, supervisor.progress
-        self._device.record("recovery", phase="repartitioned", step=step, case="restart", partition=partition)
+        self._device.record(
+            "recovery",
+            phase="repartitioned",
+            step=step,
+            case="restart",
+            partition=partition,
+        )
         self._device.record("recovery", phase="redistributed", step=step)
         self._device.record("recovery", phase="resumed", step=step, partition=partition)
         return True
@@ -306,18 +367,25 @@ class ReplicaRecovery:
     def _record_detection(self, lost: Lost) -> None:
         if lost is not self._waited:
             progress = self._supervisor.progress
-            self._device.record("recovery", phase="detected", step=progress, missing=lost.missing)
+            self._device.record(
+                "recovery", phase="detected", step=progress, missing=lost.missing
+            )
 
     async def _select_devices(self) -> StagePartition:
         """Invite devices, and return a partition over those answering in time."""
         members, seconds = self._members, self._problem.options.selection
-        await members.gather(dict.fromkeys(members.others, self._device.now() + seconds), greeted=True)
+        await members.gather(
+            dict.fromkeys(members.others, self._device.now() + seconds), greeted=True
+        )
         there = {self._device.name, *members.present}
         missing = [name for name in self.partition.devices if name not in there]
         if not missing:
             return self.partition
         silent = ", ".join(missing)
-        self._device.record("log", text=f"{silent} did not answer in {seconds:g} s: training begins without")
+        self._device.record(
+            "log",
+            text=f"{silent} did not answer in {seconds:g} s: training begins without",
+        )
         return self._fitting_partition(self._partitioner.over, self.ordered(there))
 
     async def regroup(self, names: Collection[str]) -> list[str]:
@@ -328,7 +396,9 @@ class ReplicaRecovery:
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._gather_inventories(names, self._supervisor.patience)
         there = self._eligible_devices()
-        failure = classify_failure(self._configuration.incarnations, self._present_incarnations(there))
+        failure = classify_failure(
+            self._configuration.incarnations, self._present_incarnations(there)
+        )
         if failure.lost:
             raise Lost(failure.lost, back=failure.empty)
         return there
@@ -338,19 +408,37 @@ class ReplicaRecovery:
         members = self._members
         inventory: dict[str, Held] = {self._device.name: self._replicas.inventory()}
         for name, answer in members.answers.items():
-            inventory[name] = [] if name in members.restarted | members.excluded else list(answer.held)
+            inventory[name] = (
+                []
+                if name in members.restarted | members.excluded
+                else list(answer.held)
+            )
         before = self.partition
         local_first = self._problem.options.fetch == "local-first"
-        restore = place(self.points.lineage, inventory, before, partition, self._seeded, self._steps, local_first)
-        self._configuration = replace(self._configuration, partition=partition, restore=restore)
+        restore = place(
+            self.points.lineage,
+            inventory,
+            before,
+            partition,
+            self._seeded,
+            self._steps,
+            local_first,
+        )
+        self._configuration = replace(
+            self._configuration, partition=partition, restore=restore
+        )
         self.points.branch(self.start)
         joining = set(partition.devices).difference(before.devices)
         if joining:
-            self._device.record("log", text=f"{', '.join(sorted(joining))} joins at step {self.start}")
+            self._device.record(
+                "log", text=f"{', '.join(sorted(joining))} joins at step {self.start}"
+            )
         self._supervisor.watch(self._partitioner.pieces(partition))
         # A device that has not answered is not there: it would be waited for in vain at the next change.
         if self._partitioner.admits:
-            members.joiners = members.answers.keys() - set(partition.devices) - members.excluded
+            members.joiners = (
+                members.answers.keys() - set(partition.devices) - members.excluded
+            )
 
     def _resume_training(self) -> None:
         """Choose the state and the stages to resume with, among the answering devices."""
@@ -363,15 +451,25 @@ class ReplicaRecovery:
         self.take_up(partition)
         self.recovering = True
         stages = self._supervisor.stages
-        self._device.record("recovery", phase="repartitioned", step=self.start, case=case, partition=stages)
+        self._device.record(
+            "recovery",
+            phase="repartitioned",
+            step=self.start,
+            case=case,
+            partition=stages,
+        )
 
-    async def _gather_inventories(self, names: Collection[str], seconds: float, missing: Collection[str] = ()) -> None:
+    async def _gather_inventories(
+        self, names: Collection[str], seconds: float, missing: Collection[str] = ()
+    ) -> None:
         """Request all inventories; wait up to a time limit for these devices, and for missing ones up to
         their window.
         """
         now = self._device.now()
         returning = now + self._supervisor.timeouts.return_window
-        await self._members.gather(dict.fromkeys(names, now + seconds) | dict.fromkeys(missing, returning))
+        await self._members.gather(
+            dict.fromkeys(names, now + seconds) | dict.fromkeys(missing, returning)
+        )
 
     def _eligible_devices(self) -> list[str]:
         """Return the devices eligible as stages, in the scenario's order."""
@@ -387,7 +485,10 @@ class ReplicaRecovery:
 
     def _present_incarnations(self, names: Collection[str]) -> dict[str, float]:
         """Return the incarnations of present devices."""
-        return {name: self._members.present.get(name, self._supervisor.presence.incarnation) for name in names}
+        return {
+            name: self._members.present.get(name, self._supervisor.presence.incarnation)
+            for name in names
+        }
 
     def _after_loss(self) -> tuple[StagePartition, list[str]]:
         """Return the stages to resume with, and the present devices.

@@ -35,7 +35,11 @@ from testbed.ml.schedule import Action
 
 T = TypeVar("T")
 
-SPANS: dict[Purpose, str] = {"train": "forward", "evaluate": "evaluate", "infer": "forward"}
+SPANS: dict[Purpose, str] = {
+    "train": "forward",
+    "evaluate": "evaluate",
+    "infer": "forward",
+}
 """Name of the span in which a micro-batch goes forward, by what it is for."""
 
 
@@ -51,10 +55,14 @@ class StagePosition:
     """Training steps of the whole workload."""
 
     @staticmethod
-    def from_message(device: str, coordinator: str, message: Configure | Prepare) -> StagePosition:
+    def from_message(
+        device: str, coordinator: str, message: Configure | Prepare
+    ) -> StagePosition:
         """Return the position a device was given in the coordinator's message."""
         index = [name for name, _, _ in message.stages].index(device)
-        return StagePosition(message.configuration, coordinator, message.stages, index, message.steps)
+        return StagePosition(
+            message.configuration, coordinator, message.stages, index, message.steps
+        )
 
     @property
     def units(self) -> tuple[int, int]:
@@ -75,7 +83,11 @@ class StagePosition:
     @property
     def after(self) -> str | None:
         """The device of the next stage; None for the last."""
-        return self.stages[self.index + 1][0] if self.index + 1 < len(self.stages) else None
+        return (
+            self.stages[self.index + 1][0]
+            if self.index + 1 < len(self.stages)
+            else None
+        )
 
 
 class Stage:
@@ -144,7 +156,9 @@ class Stage:
             self.computing = False
             self.actions += 1
 
-    async def timed(self, work: Callable[[], T], cost: Cost, span: Span) -> tuple[T, float]:
+    async def timed(
+        self, work: Callable[[], T], cost: Cost, span: Span
+    ) -> tuple[T, float]:
         """Compute; return the result and the seconds taken."""
         begun = self.device.now()
         return await self.compute(work, cost, span), self.device.now() - begun
@@ -152,10 +166,16 @@ class Stage:
     async def _forward_only(self, given: Activation) -> None:
         """Forward one micro-batch; the last stage sends the outputs to the coordinator."""
         inputs, position = given.tensor, self.position
-        cost, span = costs.forward(self.units, len(inputs)), Span(SPANS[given.work], given.batch)
+        cost, span = (
+            costs.forward(self.units, len(inputs)),
+            Span(SPANS[given.work], given.batch),
+        )
         outputs = await self.compute(lambda: self.shard.infer(inputs), cost, span)
         if position.after is None:
-            self.mailbox.post(position.coordinator, Output(position.configuration, given.work, given.batch, outputs))
+            self.mailbox.post(
+                position.coordinator,
+                Output(position.configuration, given.work, given.batch, outputs),
+            )
         else:
             self.mailbox.post(position.after, replace(given, tensor=outputs))
 
@@ -203,7 +223,9 @@ class UpdatePolicy(Protocol):
     def forward_done(self, passage: Passage) -> None:
         """Handle a completed forward whose output was sent."""
 
-    def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> BatchNews | None:
+    def backward_done(
+        self, passage: Passage, seconds: float, given: Gradient | None
+    ) -> BatchNews | None:
         """Handle a completed backward; return the fields sent with the gradient to the previous stage.
 
         ``given`` is the message of the next stage, if any.
@@ -213,7 +235,9 @@ class UpdatePolicy(Protocol):
         """Execute the schedule's update of this number."""
 
 
-async def run_schedule(stage: Stage, policy: UpdatePolicy, actions: Iterable[Action]) -> None:
+async def run_schedule(
+    stage: Stage, policy: UpdatePolicy, actions: Iterable[Action]
+) -> None:
     """Execute all actions in order; stop early once no more forwards arrive and all received ones are updated."""
     executor = _Executor(stage, policy)
     ended = False
@@ -243,7 +267,11 @@ class _Executor:
         given = await policy.arrival(number)
         if given is None:
             return False
-        key, inputs, version = (given.batch, given.micro), given.tensor, policy.version(given.batch)
+        key, inputs, version = (
+            (given.batch, given.micro),
+            given.tensor,
+            policy.version(given.batch),
+        )
         shard, cost = stage.shard, costs.forward(stage.units, len(inputs))
         span = self._make_span("forward", *key)
         part = cut_batch(given.samples, given.micros)[given.micro]
@@ -252,11 +280,19 @@ class _Executor:
         if stage.position.after is None:
             labels = await self._labels_of(given.batch)
             whole = stage.problem.training.weight(labels)
-            work = partial(shard.forward_loss, key, inputs, labels[part], whole, version, rows)
+            work = partial(
+                shard.forward_loss, key, inputs, labels[part], whole, version, rows
+            )
             loss, seconds = await stage.timed(work, cost, span)
         else:
-            forward = shard.forward_lightly if policy.recompute else partial(shard.forward, version=version)
-            outputs, seconds = await stage.timed(partial(forward, key, inputs, rows=rows), cost, span)
+            forward = (
+                shard.forward_lightly
+                if policy.recompute
+                else partial(shard.forward, version=version)
+            )
+            outputs, seconds = await stage.timed(
+                partial(forward, key, inputs, rows=rows), cost, span
+            )
             stage.mailbox.post(stage.position.after, replace(given, tensor=outputs))
         self.under_way[number] = passage = Passage(*key, len(inputs), loss, seconds)
         policy.forward_done(passage)
@@ -279,13 +315,23 @@ class _Executor:
             if policy.recompute:
                 cost += costs.forward(stage.units, passage.samples)
         del self.under_way[number]
-        work = partial(stage.shard.backward, passage.key, None if given is None else given.tensor)
-        gradient, seconds = await stage.timed(work, cost, self._make_span("backward", *passage.key))
+        work = partial(
+            stage.shard.backward, passage.key, None if given is None else given.tensor
+        )
+        gradient, seconds = await stage.timed(
+            work, cost, self._make_span("backward", *passage.key)
+        )
         times, loss = policy.backward_done(passage, seconds, given) or (None, None)
         if stage.position.before is not None:
             assert gradient is not None
-            handed_on = Gradient(stage.position.configuration, *passage.key, gradient, times, loss)
+            handed_on = Gradient(
+                stage.position.configuration, *passage.key, gradient, times, loss
+            )
             stage.mailbox.post(stage.position.before, handed_on)
 
     def _make_span(self, name: str, batch: int, micro: int) -> Span:
-        return Span(name, batch) if self._policy.whole_batches else Span(name, batch, micro)
+        return (
+            Span(name, batch)
+            if self._policy.whole_batches
+            else Span(name, batch, micro)
+        )

@@ -20,7 +20,12 @@ from testbed.ml.pipeline.checkpointing import CheckpointRecovery
 from testbed.ml.pipeline.forwarding import evaluate
 from testbed.ml.pipeline.measuring import LinkProfiler
 from testbed.ml.pipeline.messages import Activation, Drained, End, Labels, Loss, Updated
-from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner, SynchronousOptions, momentum_advice
+from testbed.ml.pipeline.planning import (
+    AsynchronousOptions,
+    Partitioner,
+    SynchronousOptions,
+    momentum_advice,
+)
 from testbed.ml.pipeline.recovery import ReplicaRecovery
 from testbed.ml.training.stopping import Stopping
 
@@ -29,7 +34,12 @@ class Evaluations:
     """Evaluates the model periodically; the results decide the exposed weights and early stopping."""
 
     def __init__(
-        self, supervisor: Supervisor, job: Job, steps: int, whole: Callable[[int], bool], weights: Callable[[], State]
+        self,
+        supervisor: Supervisor,
+        job: Job,
+        steps: int,
+        whole: Callable[[int], bool],
+        weights: Callable[[], State],
     ) -> None:
         """``whole`` returns whether the state after a step is complete here, ``weights`` the newest
         complete weights.
@@ -59,15 +69,24 @@ class Evaluations:
 class SynchronousTrainer:
     """A `testbed.messaging.supervision.ResumableWork`: one step after the other, with checkpoints in between."""
 
-    def __init__(self, supervisor: Supervisor, recovery: CheckpointRecovery, job: Job[SynchronousOptions]) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        recovery: CheckpointRecovery,
+        job: Job[SynchronousOptions],
+    ) -> None:
         assert job.dataset is not None
         self._supervisor = supervisor
         self._recovery = recovery
         self._options = job.problem.options
         self._training = Training(job.dataset, job.problem.workload, job.problem.seed)
         self._computed = job.problem.workload.numerics != "none"
-        self._evaluations = Evaluations(supervisor, job, self._training.steps, self._is_kept, recovery.weights)
-        self._due = IntervalTrigger(self._options.evaluate_every, supervisor.device.now())
+        self._evaluations = Evaluations(
+            supervisor, job, self._training.steps, self._is_kept, recovery.weights
+        )
+        self._due = IntervalTrigger(
+            self._options.evaluate_every, supervisor.device.now()
+        )
         self._reports: dict[str, Loss | Updated] = {}
         """Reports about the current step, by kind."""
         supervisor.mailbox.on(Loss, self._record_step)
@@ -86,7 +105,9 @@ class SynchronousTrainer:
         for step in range(self.start, steps):
             await self._train_step(step)
             done = step + 1
-            if self._supervisor.membership.joiners and self._options.checkpoints(done, steps):
+            if self._supervisor.membership.joiners and self._options.checkpoints(
+                done, steps
+            ):
                 await self._supervisor.until(partial(self._is_kept, done))
                 await self._recovery.let_join()
             if done < steps and due(done, now()):
@@ -109,7 +130,9 @@ class SynchronousTrainer:
         self._reports.clear()
         mailbox.post(supervisor.layout[-1].device, Labels(number, step, labels))
         for micro, part in enumerate(parts):
-            activation = Activation(number, "train", step, micro, len(parts), samples, images[part])
+            activation = Activation(
+                number, "train", step, micro, len(parts), samples, images[part]
+            )
             mailbox.post(supervisor.layout[0].device, activation)
         await supervisor.until(lambda: len(self._reports) == 2)
 
@@ -177,8 +200,12 @@ class AsynchronousTrainer:
         self._problem = problem
         self._training = Training(job.dataset, problem.workload, problem.seed)
         points = recovery.points
-        self._evaluations = Evaluations(supervisor, job, self._training.steps, points.has_all, points.weights)
-        self._survey = LinkProfiler(supervisor, recovery, partitioner, problem, self._training)
+        self._evaluations = Evaluations(
+            supervisor, job, self._training.steps, points.has_all, points.weights
+        )
+        self._survey = LinkProfiler(
+            supervisor, recovery, partitioner, problem, self._training
+        )
         self._due = IntervalTrigger(problem.options.evaluate_every, self._device.now())
         self._done = 0
         """The batch after the last one that is done on all stages."""
@@ -214,7 +241,9 @@ class AsynchronousTrainer:
         """Maximum number of batches in the pipeline."""
         return self._problem.options.window(len(self._supervisor.layout))
 
-    async def _feed_batches(self, state: Feeding) -> Draining | Reconfiguring | Feeding | None:
+    async def _feed_batches(
+        self, state: Feeding
+    ) -> Draining | Reconfiguring | Feeding | None:
         """Feed batches until the end of training, the next evaluation, or a possible repartition."""
         first = state.first
         if first == self._training.steps:
@@ -254,19 +283,27 @@ class AsynchronousTrainer:
 
     def _must_drain(self, first: int, batch: int) -> bool:
         """Return whether the pipeline must run empty before a batch."""
-        return batch == self._training.steps or (batch > first and self._must_evaluate(batch))
+        return batch == self._training.steps or (
+            batch > first and self._must_evaluate(batch)
+        )
 
     def _post_batch(self, batch: int, first: bool) -> None:
         layout, number = self._supervisor.layout, self._mailbox.configuration
         images, labels = self._training.batch(batch)
         self._mailbox.post(layout[-1].device, Labels(number, batch, labels))
-        activation = Activation(number, "train", batch, 0, 1, len(labels), images, first)
+        activation = Activation(
+            number, "train", batch, 0, 1, len(labels), images, first
+        )
         self._mailbox.post(layout[0].device, activation)
 
-    def _end_stretch(self, done: int, end: int, wanted: StagePartition | None = None) -> Draining:
+    def _end_stretch(
+        self, done: int, end: int, wanted: StagePartition | None = None
+    ) -> Draining:
         """Make the pipeline run empty before batch ``end``."""
         now = self._device.now()
-        self._mailbox.post(self._supervisor.layout[0].device, End(self._mailbox.configuration, end))
+        self._mailbox.post(
+            self._supervisor.layout[0].device, End(self._mailbox.configuration, end)
+        )
         return Draining(done, end, wanted, now)
 
     async def _await_drain(self, state: Draining) -> Reconfiguring | Feeding | None:
@@ -279,7 +316,9 @@ class AsynchronousTrainer:
                 wanted = self._known_better()
         for part in self._supervisor.layout:
             await self._supervisor.take(Drained, part.device)
-        return await self._after_draining(state.end, wanted, self._device.now() - state.since)
+        return await self._after_draining(
+            state.end, wanted, self._device.now() - state.since
+        )
 
     async def _after_draining(
         self, step: int, wanted: StagePartition | None, draining: float
@@ -318,7 +357,9 @@ class AsynchronousTrainer:
         batch = updated.batch
         self._partitioner.observe(self._recovery.partition, updated.times)
         loss = loss_fields(updated.loss, self._problem.workload.numerics != "none")
-        self._device.record("step", step=batch, samples=self._training.count(batch), **loss)
+        self._device.record(
+            "step", step=batch, samples=self._training.count(batch), **loss
+        )
         self._done = batch + 1
         self._supervisor.progress = max(self._supervisor.progress, self._done)
         if self._recovery.recovering:
@@ -335,7 +376,10 @@ class AsynchronousTrainer:
                     raise
 
     def _must_evaluate(self, step: int) -> bool:
-        return self._due(step, self._device.now()) and step not in (self._evaluated, self._training.steps)
+        return self._due(step, self._device.now()) and step not in (
+            self._evaluated,
+            self._training.steps,
+        )
 
     def _must_reconsider(self, done: int, fed: int) -> bool:
         """Have links to standby devices measured; return whether to reconsider the partition after a batch."""

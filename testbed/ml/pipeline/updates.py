@@ -42,7 +42,9 @@ class SynchronousUpdates:
 
     whole_batches = False
 
-    def __init__(self, schedule: Schedule, options: SynchronousOptions, stage: Stage) -> None:
+    def __init__(
+        self, schedule: Schedule, options: SynchronousOptions, stage: Stage
+    ) -> None:
         self.recompute = options.recompute
         self._schedule = schedule
         self._options = options
@@ -57,11 +59,15 @@ class SynchronousUpdates:
         self._batch, self._loss = first.batch, 0.0
         position = self._stage.position
         actions = self._schedule(len(position.stages), position.index, first.micros)
-        await run_schedule(self._stage, self, chain(actions, [Action("update", first.batch)]))
+        await run_schedule(
+            self._stage, self, chain(actions, [Action("update", first.batch)])
+        )
 
     async def arrival(self, number: int) -> Activation:
         """Return the inputs of a micro-batch of this step."""
-        return await self._stage.mailbox.take(Activation, ("train", self._batch, number))
+        return await self._stage.mailbox.take(
+            Activation, ("train", self._batch, number)
+        )
 
     def version(self, batch: int) -> None:
         """All micro-batches use the newest weights."""
@@ -70,23 +76,31 @@ class SynchronousUpdates:
         """Add to the loss of the batch."""
         self._loss += passage.loss
 
-    def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> None:
+    def backward_done(
+        self, passage: Passage, seconds: float, given: Gradient | None
+    ) -> None:
         """The shard accumulates the gradient; no further action is needed."""
 
     async def update(self, number: int) -> None:
         """Take an optimizer step, report to the coordinator, and make a checkpoint if due."""
         stage, position, batch = self._stage, self._stage.position, self._batch
         if position.after is None:
-            stage.mailbox.post(position.coordinator, Loss(position.configuration, batch, self._loss))
+            stage.mailbox.post(
+                position.coordinator, Loss(position.configuration, batch, self._loss)
+            )
         cost = costs.update(stage.units, stage.problem.training)
         await self._add_tied(batch)
         update = partial(stage.shard.update, batch, await self._exchange_norms(batch))
         await stage.compute(update, cost, Span("update", batch))
-        judged = stage.problem.workload.training.judged and is_due(batch + 1, self._options.evaluate_every)
+        judged = stage.problem.workload.training.judged and is_due(
+            batch + 1, self._options.evaluate_every
+        )
         if judged or self._options.checkpoints(batch + 1, position.steps):
             await self._start_checkpoint(batch)
         if position.before is None:
-            stage.mailbox.post(position.coordinator, Updated(position.configuration, batch))
+            stage.mailbox.post(
+                position.coordinator, Updated(position.configuration, batch)
+            )
 
     async def _add_tied(self, batch: int) -> None:
         """Distribute the complete gradients of weights shared by stages, so their copies stay equal.
@@ -106,15 +120,21 @@ class SynchronousUpdates:
                 others.append((index, first))
         # All send before anyone waits: two stages may each be the first one of a weight of the other.
         for index, first in others:
-            self._send_tied(first, batch, index, self._stage.shard.gradient(model.tied[index]))
+            self._send_tied(
+                first, batch, index, self._stage.shard.gradient(model.tied[index])
+            )
         for index, rest in own:
             await self._sum_tied(batch, index, rest)
         for index, first in others:
             total = await self._stage.mailbox.take(TiedGradient, (first, batch, index))
             self._stage.shard.put_gradient(model.tied[index], total.tensor)
 
-    def _send_tied(self, device: str, batch: int, index: int, gradient: torch.Tensor) -> None:
-        message = TiedGradient(self._stage.position.configuration, batch, index, gradient)
+    def _send_tied(
+        self, device: str, batch: int, index: int, gradient: torch.Tensor
+    ) -> None:
+        message = TiedGradient(
+            self._stage.position.configuration, batch, index, gradient
+        )
         self._stage.mailbox.post(device, message)
 
     async def _sum_tied(self, batch: int, index: int, others: Sequence[str]) -> None:
@@ -122,8 +142,14 @@ class SynchronousUpdates:
         stage, tied = self._stage, self._stage.problem.model.tied[index]
         total = stage.shard.gradient(tied)
         for other in others:
-            part = (await stage.mailbox.take(TiedGradient, (other, batch, index))).tensor
-            total = await stage.compute(partial(torch.add, total, part), Cost(tied.values), Span("update", batch))
+            part = (
+                await stage.mailbox.take(TiedGradient, (other, batch, index))
+            ).tensor
+            total = await stage.compute(
+                partial(torch.add, total, part),
+                Cost(tied.values),
+                Span("update", batch),
+            )
         stage.shard.put_gradient(tied, total)
         for other in others:
             self._send_tied(other, batch, index, total)
@@ -133,20 +159,35 @@ class SynchronousUpdates:
 
         Norms are summed in the order of the model for any cuts, so clipping is bitwise independent of the cuts.
         """
-        stage, position, clip = self._stage, self._stage.position, self._stage.problem.workload.training.clip
+        stage, position, clip = (
+            self._stage,
+            self._stage.position,
+            self._stage.problem.workload.training.clip,
+        )
         if clip is None or clip.norm is None or len(position.stages) == 1:
             return None
         model = stage.problem.model
         counted = zip(model.tied, position.holders(model), strict=True)
-        elsewhere = {name for tied, (first, *_) in counted if first != position.index for name in tied.names}
+        elsewhere = {
+            name
+            for tied, (first, *_) in counted
+            if first != position.index
+            for name in tied.names
+        }
         norms = stage.shard.norms(elsewhere)
         if position.after is not None:
-            norms = torch.cat([norms, (await stage.mailbox.take(Norms, (batch, False))).tensor])
+            norms = torch.cat(
+                [norms, (await stage.mailbox.take(Norms, (batch, False))).tensor]
+            )
         if position.before is not None:
-            stage.mailbox.post(position.before, Norms(position.configuration, batch, False, norms))
+            stage.mailbox.post(
+                position.before, Norms(position.configuration, batch, False, norms)
+            )
             norms = (await stage.mailbox.take(Norms, (batch, True))).tensor
         if position.after is not None:
-            stage.mailbox.post(position.after, Norms(position.configuration, batch, True, norms))
+            stage.mailbox.post(
+                position.after, Norms(position.configuration, batch, True, norms)
+            )
         return norms
 
     async def _start_checkpoint(self, batch: int) -> None:
@@ -158,15 +199,22 @@ class SynchronousUpdates:
         stage = self._stage
         if self._sending is not None:
             await self._sending
-        state = await stage.compute(stage.shard.state, stage.copy_cost, Span("checkpoint", batch))
-        self._sending = stage.mailbox.start_in_configuration(self._send_state(batch + 1, state))
+        state = await stage.compute(
+            stage.shard.state, stage.copy_cost, Span("checkpoint", batch)
+        )
+        self._sending = stage.mailbox.start_in_configuration(
+            self._send_state(batch + 1, state)
+        )
 
     async def _send_state(self, step: int, state: State) -> None:
         """Send a state unit by unit, so gradients to the same device are interleaved."""
         position = self._stage.position
         for unit in range(*position.units):
             piece = restrict(state, unit, unit + 1)
-            await self._stage.mailbox.post(position.coordinator, UnitState(position.configuration, step, unit, piece))
+            await self._stage.mailbox.post(
+                position.coordinator,
+                UnitState(position.configuration, step, unit, piece),
+            )
 
 
 class AsynchronousUpdates:
@@ -180,7 +228,9 @@ class AsynchronousUpdates:
     recompute = False
     whole_batches = True
 
-    def __init__(self, options: AsynchronousOptions, store: ReplicaStore, stage: Stage) -> None:
+    def __init__(
+        self, options: AsynchronousOptions, store: ReplicaStore, stage: Stage
+    ) -> None:
         self._stage = stage
         self._options = options
         self._store = store
@@ -210,7 +260,9 @@ class AsynchronousUpdates:
         self._base = first.batch
         self._stage.shard.versions.restart(self._base)
         self._kept, self._in_use = 1, 0
-        actions = asynchronous_1f1b(len(position.stages), position.index, window=self._window)
+        actions = asynchronous_1f1b(
+            len(position.stages), position.index, window=self._window
+        )
         await run_schedule(self._stage, self, actions)
         await self._report_drained()
 
@@ -234,10 +286,16 @@ class AsynchronousUpdates:
         self._under_way.add(passage.batch)
         self._in_use = max(self._in_use, len(set(map(self.version, self._under_way))))
 
-    def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> BatchNews:
+    def backward_done(
+        self, passage: Passage, seconds: float, given: Gradient | None
+    ) -> BatchNews:
         """Store the data the update will report; return the reports of this and later stages about the batch."""
         self._under_way.remove(passage.batch)
-        later, loss = ([], passage.loss) if given is None else (given.times or [], given.loss or 0.0)
+        later, loss = (
+            ([], passage.loss)
+            if given is None
+            else (given.times or [], given.loss or 0.0)
+        )
         self._last = (passage.seconds + seconds, later, loss)
         return [self._mean_seconds(), *later], loss
 
@@ -251,7 +309,9 @@ class AsynchronousUpdates:
         if position.before is None:
             # The loss came with the gradients. A state that may be gone on from is here since this very instant, and no
             # replica of it has left: so the coordinator has recorded every batch that such a state contains.
-            updated = Updated(position.configuration, batch, [self._mean_seconds(), *later], loss)
+            updated = Updated(
+                position.configuration, batch, [self._mean_seconds(), *later], loss
+            )
             self._stage.mailbox.post(position.coordinator, updated)
 
     async def _advance_version(self, batch: int) -> float:
@@ -262,7 +322,13 @@ class AsynchronousUpdates:
         if versions.aggregates(done - self._base, self._depth, self._options.aggregate):
             aggregated = self._depth
             cost += Cost(aggregated * costs.parameters(stage.units))
-        advance = partial(stage.shard.advance, (batch, 0), self.version(batch), self.version(done), aggregated)
+        advance = partial(
+            stage.shard.advance,
+            (batch, 0),
+            self.version(batch),
+            self.version(done),
+            aggregated,
+        )
         _, seconds = await stage.timed(advance, cost, Span("update", batch))
         self._kept = max(self._kept, len(stage.shard.versions))
         return seconds
@@ -276,8 +342,13 @@ class AsynchronousUpdates:
         options, position, keepers = self._options, self._stage.position, set()
         if options.chain_due(done):
             next_ones = options.keepers(position.index, len(position.stages))
-            keepers |= {self._stage.device.name, *(position.stages[stage][0] for stage in next_ones)}
-        judged = self._stage.problem.workload.training.judged and is_due(done, options.evaluate_every)
+            keepers |= {
+                self._stage.device.name,
+                *(position.stages[stage][0] for stage in next_ones),
+            }
+        judged = self._stage.problem.workload.training.judged and is_due(
+            done, options.evaluate_every
+        )
         if judged or options.global_due(done) or done == position.steps:
             keepers |= {self._stage.device.name, position.coordinator}
         return keepers
@@ -291,21 +362,33 @@ class AsynchronousUpdates:
         await self._store.spread()
         state = await self._keep_snapshot(done, "replicate")
         keepers = self._replica_targets(done) - {self._stage.device.name}
-        self._store.spreading = self._stage.mailbox.start_in_configuration(self._spread_state(done, state, keepers))
+        self._store.spreading = self._stage.mailbox.start_in_configuration(
+            self._spread_state(done, state, keepers)
+        )
 
     async def _keep_snapshot(self, done: int, name: str) -> State:
         """Keep a copy of the state on this device."""
         stage = self._stage
-        state = await stage.compute(stage.shard.state, stage.copy_cost, Span(name, done - 1))
-        self._store.replicas.put(Point(stage.position.configuration, done), state, range(*stage.position.units))
+        state = await stage.compute(
+            stage.shard.state, stage.copy_cost, Span(name, done - 1)
+        )
+        self._store.replicas.put(
+            Point(stage.position.configuration, done),
+            state,
+            range(*stage.position.units),
+        )
         return state
 
     async def _spread_state(self, done: int, state: State, keepers: set[str]) -> None:
         """Send a state unit by unit, so activations and gradients are interleaved."""
         stage, configuration = self._stage, self._stage.position.configuration
         for unit in range(*stage.position.units):
-            replica = Replica(configuration, done, unit, restrict(state, unit, unit + 1))
-            await asyncio.gather(*(stage.mailbox.post(keeper, replica) for keeper in sorted(keepers)))
+            replica = Replica(
+                configuration, done, unit, restrict(state, unit, unit + 1)
+            )
+            await asyncio.gather(
+                *(stage.mailbox.post(keeper, replica) for keeper in sorted(keepers))
+            )
         stage.mailbox.post(stage.position.coordinator, Replicated(configuration, done))
 
     async def _report_drained(self) -> None:
@@ -323,4 +406,6 @@ class AsynchronousUpdates:
                 bytes=self._kept * sum(unit.weight_bytes for unit in stage.units),
                 replicas=self._store.replicas.bytes(),
             )
-        stage.mailbox.post(position.coordinator, Drained(position.configuration, self._end))
+        stage.mailbox.post(
+            position.coordinator, Drained(position.configuration, self._end)
+        )

@@ -60,7 +60,9 @@ class LocalRound:
         """Do forward and backward with all samples of an iteration; return their mean loss."""
         ((images, labels),) = self.share.iteration(step, self.layers.numbers)
         whole = self.layers.training.weight(labels)
-        loss = await self.layers.forward_loss(step, 0, images, labels, len(labels), whole)
+        loss = await self.layers.forward_loss(
+            step, 0, images, labels, len(labels), whole
+        )
         await self.layers.backward(step, 0, len(labels))
         return loss
 
@@ -106,7 +108,11 @@ class Changes:
 
     def __call__(self, start: State, trained: State) -> State:
         """Return the changes the server will add."""
-        changes = dict((send_difference if self._sent is send_weights else self._sent)(start, trained))
+        changes = dict(
+            (send_difference if self._sent is send_weights else self._sent)(
+                start, trained
+            )
+        )
         for name, change in changes.items():
             if change.is_floating_point() and not change.is_meta:
                 wanted = change + self._left.get(name, 0)
@@ -126,18 +132,27 @@ def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
         for step in local.steps:
             mini_batches = local.share.iteration(step, local.layers.numbers)
             samples = sum(len(labels) for _, labels in mini_batches)
-            weight = sum(local.layers.training.weight(labels) for _, labels in mini_batches)
+            weight = sum(
+                local.layers.training.weight(labels) for _, labels in mini_batches
+            )
             whole = None if weight == samples else weight
             for micro, (images, labels) in enumerate(mini_batches):
                 activation = await local.layers.forward(step, micro, images, samples)
                 number = mailbox.configuration
-                mailbox.post(server, DeviceActivation(number, step, micro, samples, activation, labels, whole))
+                mailbox.post(
+                    server,
+                    DeviceActivation(
+                        number, step, micro, samples, activation, labels, whole
+                    ),
+                )
             for micro, (_, labels) in enumerate(mini_batches):
                 gradient = await mailbox.take(ActivationGradient, (step, micro))
                 await local.layers.backward(step, micro, len(labels), gradient.tensor)
             norms = None
             if local.layers.clips_by_norm:
-                mailbox.post(server, Norms(mailbox.configuration, step, local.layers.norms()))
+                mailbox.post(
+                    server, Norms(mailbox.configuration, step, local.layers.norms())
+                )
                 norms = (await mailbox.take(Norms, (server, step))).tensor
             await local.layers.update(step, norms)
 
@@ -175,12 +190,23 @@ class LocalTraining:
     ) -> tuple[float | None, State, LocalRound]:
         """Train a round with additional tensors and the device's own state, as in `LocalRound`."""
         steps = self.steps(number)
-        stacked = None if self.stack is None else self.stack.begin(self.share, steps, start)
+        stacked = (
+            None if self.stack is None else self.stack.begin(self.share, steps, start)
+        )
         await self.layers.load(start, number)
         layers = self.layers
         rate = layers.rate(steps.start)
         local = LocalRound(
-            number, steps, layers, self.share, start, layers.device_name, self.devices, rate, extra, dict(own)
+            number,
+            steps,
+            layers,
+            self.share,
+            start,
+            layers.device_name,
+            self.devices,
+            rate,
+            extra,
+            dict(own),
         )
         loss = await self.train_local(local)
         trained: State = self.layers.weights()
@@ -196,7 +222,9 @@ OWN = "own"
 class Client:
     """One device from the start of its program, without memory of earlier programs."""
 
-    def __init__(self, mailbox: Mailbox, server: str, training: LocalTraining, alone: bool = True) -> None:
+    def __init__(
+        self, mailbox: Mailbox, server: str, training: LocalTraining, alone: bool = True
+    ) -> None:
         """``alone``: the device trains a round to its end without the server."""
         self._mailbox = mailbox
         self._server = server
@@ -246,5 +274,10 @@ class Client:
         )
         if local.own:
             await device.save(OWN, Message(OWN, {}, local.own))
-        update = Update(begin.configuration, training.samples(begin.round), loss, with_extra(weights, local.sends))
+        update = Update(
+            begin.configuration,
+            training.samples(begin.round),
+            loss,
+            with_extra(weights, local.sends),
+        )
         self._mailbox.post(self._server, update)

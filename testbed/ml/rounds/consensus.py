@@ -33,7 +33,10 @@ def distance(states: Sequence[State], mean: State) -> float:
     of weights.
     """
     trained = [name for name, tensor in mean.items() if tensor.is_floating_point()]
-    squares = [sum(float(((state[name] - mean[name]) ** 2).sum()) for name in trained) for state in states]
+    squares = [
+        sum(float(((state[name] - mean[name]) ** 2).sum()) for name in trained)
+        for state in states
+    ]
     return math.sqrt(fmean(squares))
 
 
@@ -49,7 +52,9 @@ class Consensus:
         self._scoring: asyncio.Task[None] | None = None
         if mailbox.device.name == self._lead:
             assert job.dataset is not None
-            self._layers = Layers(mailbox.device, job.problem, 0, len(job.problem.model.units))
+            self._layers = Layers(
+                mailbox.device, job.problem, 0, len(job.problem.model.units)
+            )
             self._tests = Requests(job.dataset, job.problem.workload.batch_size)
 
     async def report(self, step: int, state: State) -> None:
@@ -57,28 +62,53 @@ class Consensus:
         if self._mailbox.device.name != self._lead:
             self._mailbox.post(self._lead, Snapshot(step, state))
         else:
-            self._scoring = self._mailbox.start(self._score_round(step, state, self._scoring))
+            self._scoring = self._mailbox.start(
+                self._score_round(step, state, self._scoring)
+            )
 
     async def finish(self) -> None:
         """On the coordinator, return once everything is scored; elsewhere, stay until the end of the run."""
         await (self._scoring or asyncio.get_running_loop().create_future())
 
-    async def _score_round(self, step: int, own: State, before: asyncio.Task[None] | None) -> None:
-        device, deadline = self._mailbox.device, self._mailbox.device.now() + self._patience
+    async def _score_round(
+        self, step: int, own: State, before: asyncio.Task[None] | None
+    ) -> None:
+        device, deadline = (
+            self._mailbox.device,
+            self._mailbox.device.now() + self._patience,
+        )
         if before is not None:
             await before
         states = {device.name: own}
         for name in self._others:
-            snapshot = await self._mailbox.take(Snapshot, (step, name), deadline=deadline)
+            snapshot = await self._mailbox.take(
+                Snapshot, (step, name), deadline=deadline
+            )
             if snapshot is not None:
                 states[name] = snapshot.state
         mean = average(list(states.values()), [1] * len(states))
-        scores = {name: await evaluation(self._layers, state, self._tests, step) for name, state in states.items()}
+        scores = {
+            name: await evaluation(self._layers, state, self._tests, step)
+            for name, state in states.items()
+        }
         has_numbers = not any(tensor.is_meta for tensor in mean.values())
         if has_numbers:
-            accuracies = {name: score.accuracy for name, score in scores.items() if score.accuracy is not None}
-            device.record("consensus", step=step, accuracies=accuracies, distance=distance([*states.values()], mean))
-        device.record("evaluate", step=step, **(await evaluation(self._layers, mean, self._tests, step)).fields())
+            accuracies = {
+                name: score.accuracy
+                for name, score in scores.items()
+                if score.accuracy is not None
+            }
+            device.record(
+                "consensus",
+                step=step,
+                accuracies=accuracies,
+                distance=distance([*states.values()], mean),
+            )
+        device.record(
+            "evaluate",
+            step=step,
+            **(await evaluation(self._layers, mean, self._tests, step)).fields(),
+        )
         missed = [name for name in self._others if name not in states]
         if missed and has_numbers:
             device.record("missed", round=step, devices=missed)
@@ -96,24 +126,48 @@ def _last_distance(record: RunView) -> float | None:
 
 CONSENSUS = MetricsSpec(
     figures=(
-        Metric("consensus_distance", "number", "of the devices' weights from their mean, at the end", _last_distance),
+        Metric(
+            "consensus_distance",
+            "number",
+            "of the devices' weights from their mean, at the end",
+            _last_distance,
+        ),
         Metric(
             "mean_device_accuracy",
             "share",
             "of the devices' own weights at the end; `accuracy` is that of their mean",
-            lambda record: fmean(found.values()) if (found := _last_round(record)) else None,
+            lambda record: (
+                fmean(found.values()) if (found := _last_round(record)) else None
+            ),
         ),
         Metric(
             "least_device_accuracy",
             "share",
             "of the device whose weights are worst at the end",
-            lambda record: min(found.values()) if (found := _last_round(record)) else None,
+            lambda record: (
+                min(found.values()) if (found := _last_round(record)) else None
+            ),
         ),
     ),
     events=(
-        EventType("consensus", "the devices' own weights were scored", ("batch",), ("step", "accuracies", "distance")),
-        EventType("missed", "weights of devices did not come in time to be scored", fields=("round", "devices")),
+        EventType(
+            "consensus",
+            "the devices' own weights were scored",
+            ("batch",),
+            ("step", "accuracies", "distance"),
+        ),
+        EventType(
+            "missed",
+            "weights of devices did not come in time to be scored",
+            fields=("round", "devices"),
+        ),
     ),
-    rows=(Row("Devices", "{mean_device_accuracy}", "mean accuracy, the worst {least_device_accuracy}"),),
+    rows=(
+        Row(
+            "Devices",
+            "{mean_device_accuracy}",
+            "mean accuracy, the worst {least_device_accuracy}",
+        ),
+    ),
 )
 """What a method declares that uses `Consensus`."""

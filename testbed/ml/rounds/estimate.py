@@ -34,13 +34,19 @@ AGGREGATION_FLOPS = 2.0
 def mini_batch(batch_size: int, parallel: int) -> int:
     """Return B' = floor(B/N), equation (2); raises ValueError for more mini-batches than samples."""
     if not 1 <= parallel <= batch_size:
-        raise ValueError(f"a batch of {batch_size} cannot be cut into {parallel} mini-batches: take 1 to {batch_size}")
+        raise ValueError(
+            f"a batch of {batch_size} cannot be cut into {parallel} mini-batches: take 1 to {batch_size}"
+        )
     return batch_size // parallel
 
 
-def iterations(samples: int, batch_size: int, parallel: int, drop_last: bool = True) -> int:
+def iterations(
+    samples: int, batch_size: int, parallel: int, drop_last: bool = True
+) -> int:
     """Return the iterations of an epoch, floor(|D| / B'N), at least one: Algorithm 1, line 3."""
-    return steps_per_epoch(samples, mini_batch(batch_size, parallel) * parallel, drop_last)
+    return steps_per_epoch(
+        samples, mini_batch(batch_size, parallel) * parallel, drop_last
+    )
 
 
 @dataclass(frozen=True)
@@ -90,21 +96,30 @@ class PairProfile:
     def durations(self, split: int, samples: int) -> dict[Kind, float]:
         """Return t(r) of each kind of stage for a mini-batch of this many samples: equations (5) to (10)."""
         mine, theirs = self.device[:split], self.server[split:]
-        activation = samples * (self.volumes[split - 1] * share(self.transfer.activations) + BYTES_PER_LABEL)
+        activation = samples * (
+            self.volumes[split - 1] * share(self.transfer.activations) + BYTES_PER_LABEL
+        )
         gradient = samples * self.volumes[split - 1] * share(self.transfer.gradients)
         return {
             "forward": _forward_seconds(mine, samples),  # (5)
             "server forward": _forward_seconds(theirs, samples),  # (6)
             "backward": _backward_seconds(mine, samples),  # (7)
             "server backward": _backward_seconds(theirs, samples),  # (8)
-            "upload": self.up.transmission_time(size_around(activation)),  # (9), with the labels
+            "upload": self.up.transmission_time(
+                size_around(activation)
+            ),  # (9), with the labels
             "download": self.down.transmission_time(size_around(gradient)),  # (10)
         }
 
     def iteration(self, choice: Choice, batch_size: int) -> float:
         """Return the seconds of one iteration: T(b_N) and the device's update. The server's update overlaps."""
-        durations = self.durations(choice.split, mini_batch(batch_size, choice.parallel))
-        delays: dict[Kind, float] = {"upload": self.up.delay, "download": self.down.delay}
+        durations = self.durations(
+            choice.split, mini_batch(batch_size, choice.parallel)
+        )
+        delays: dict[Kind, float] = {
+            "upload": self.up.delay,
+            "download": self.down.delay,
+        }
         update = sum(layer.update for layer in self.device[: choice.split])
         return iteration_time(durations, choice.parallel, delays) + update
 
@@ -118,23 +133,35 @@ class PairProfile:
 
     def local_training(self, samples: int, batch_size: int) -> float:
         """Return the seconds of an epoch of the whole model on the device alone."""
-        step = sum(batch_size * (layer.forward + layer.backward) + layer.update for layer in self.device)
-        step += sum(layer.forward_weights + layer.backward_weights for layer in self.device)
+        step = sum(
+            batch_size * (layer.forward + layer.backward) + layer.update
+            for layer in self.device
+        )
+        step += sum(
+            layer.forward_weights + layer.backward_weights for layer in self.device
+        )
         return iterations(samples, batch_size, 1) * step
 
     def exchange(self, split: int) -> float:
         """Return the seconds the device's layers take to the server and, averaged, back."""
         state = sum(self.states[:split])
-        up, down = state * share(self.transfer.updates), state * share(self.transfer.weights)
+        up, down = (
+            state * share(self.transfer.updates),
+            state * share(self.transfer.weights),
+        )
         return transfer(self.up, up) + transfer(self.down, down)
 
 
 def _forward_seconds(layers: Sequence[LayerTimes], samples: int) -> float:
-    return samples * sum(layer.forward for layer in layers) + sum(layer.forward_weights for layer in layers)
+    return samples * sum(layer.forward for layer in layers) + sum(
+        layer.forward_weights for layer in layers
+    )
 
 
 def _backward_seconds(layers: Sequence[LayerTimes], samples: int) -> float:
-    return samples * sum(layer.backward for layer in layers) + sum(layer.backward_weights for layer in layers)
+    return samples * sum(layer.backward for layer in layers) + sum(
+        layer.backward_weights for layer in layers
+    )
 
 
 def transfer(link: Link, content: float) -> float:
@@ -143,7 +170,10 @@ def transfer(link: Link, content: float) -> float:
 
 
 def layer_times(
-    model: Model, training: TrainingConfig, device: DeviceSpec, concurrent_clients: float = 1.0
+    model: Model,
+    training: TrainingConfig,
+    device: DeviceSpec,
+    concurrent_clients: float = 1.0,
 ) -> tuple[LayerTimes, ...]:
     """Return the time of each layer on a device, by formula.
 
@@ -152,10 +182,16 @@ def layer_times(
 
     def of(unit: Unit) -> LayerTimes:
         forward, backward = forward_of(unit.cost, 1), backward_of(unit.cost, 1)
-        works = [each.scaled(flops=1, accessed=1, weights=0) for each in (forward, backward)]
+        works = [
+            each.scaled(flops=1, accessed=1, weights=0) for each in (forward, backward)
+        ]
         works.append(costs.update((unit,), training))
-        works += [each.scaled(flops=0, accessed=0, weights=1) for each in (forward, backward)]
-        return LayerTimes(*(concurrent_clients * device.seconds(work) for work in works))
+        works += [
+            each.scaled(flops=0, accessed=0, weights=1) for each in (forward, backward)
+        ]
+        return LayerTimes(
+            *(concurrent_clients * device.seconds(work) for work in works)
+        )
 
     return tuple(of(unit) for unit in model.units)
 
@@ -170,7 +206,9 @@ def profile(
     frozen_travels: bool = False,
 ) -> PairProfile:
     """Return the profile of a device and the server from their `layer_times`."""
-    values = [unit.parameters + (unit.frozen if frozen_travels else 0) for unit in model.units]
+    values = [
+        unit.parameters + (unit.frozen if frozen_travels else 0) for unit in model.units
+    ]
     return PairProfile(
         device=device,
         server=server,
@@ -189,21 +227,34 @@ def aggregation_time(model: Model, server: DeviceSpec, devices: int) -> float:
 
 def epoch(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
     """Return the seconds of an epoch of one device."""
-    return profile.training(choice, samples, batch_size) + profile.exchange(choice.split)
+    return profile.training(choice, samples, batch_size) + profile.exchange(
+        choice.split
+    )
 
 
-def shortest_epoch(profile: PairProfile, samples: int, batch_size: int, choices: Iterable[Choice]) -> Choice:
+def shortest_epoch(
+    profile: PairProfile, samples: int, batch_size: int, choices: Iterable[Choice]
+) -> Choice:
     """Return the first choice with the shortest training epoch, including its exchange of models."""
     return min(choices, key=lambda choice: epoch(profile, choice, samples, batch_size))
 
 
-Kind = Literal["forward", "upload", "server forward", "server backward", "download", "backward"]
+Kind = Literal[
+    "forward", "upload", "server forward", "server backward", "download", "backward"
+]
 """The paper's f^c, u, f^s, b^s, d and b^c."""
 
 GraphStage = tuple[Kind, int]
 """A kind of work, and the mini-batch n = 1..N that it is for."""
 
-KINDS: tuple[Kind, ...] = ("forward", "upload", "server forward", "server backward", "download", "backward")
+KINDS: tuple[Kind, ...] = (
+    "forward",
+    "upload",
+    "server forward",
+    "server backward",
+    "download",
+    "backward",
+)
 
 PREVIOUS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = {
     "forward": (("forward", -1),),
@@ -221,8 +272,14 @@ def previous(stage: GraphStage, count: int) -> tuple[GraphStage, ...]:
     """Return the predecessors of a stage in an iteration of ``count`` mini-batches."""
     kind, n = stage
     earlier = ((other, n + shift) for other, shift in PREVIOUS[kind])
-    predecessors: tuple[GraphStage, ...] = tuple(each for each in earlier if each[1] >= 1)
-    return (("forward", count), *predecessors) if stage == ("backward", 1) else predecessors
+    predecessors: tuple[GraphStage, ...] = tuple(
+        each for each in earlier if each[1] >= 1
+    )
+    return (
+        (("forward", count), *predecessors)
+        if stage == ("backward", 1)
+        else predecessors
+    )
 
 
 def stages(count: int) -> Iterator[GraphStage]:
@@ -237,7 +294,9 @@ def stages(count: int) -> Iterator[GraphStage]:
 
 
 def ends(
-    durations: Mapping[Kind, float], count: int, delays: Mapping[Kind, float] | None = None
+    durations: Mapping[Kind, float],
+    count: int,
+    delays: Mapping[Kind, float] | None = None,
 ) -> dict[GraphStage, float]:
     """Return T(r) of every stage r, the seconds from the iteration's begin to its end: equations (11) to (13).
 
@@ -252,13 +311,18 @@ def ends(
     for stage in stages(count):
         kind, _ = stage
         waits = (
-            end_times[before] + (delays.get(before[0], 0.0) if before[0] != kind else 0.0)
+            end_times[before]
+            + (delays.get(before[0], 0.0) if before[0] != kind else 0.0)
             for before in previous(stage, count)
         )
         end_times[stage] = durations[kind] + max(waits, default=0.0)
     return end_times
 
 
-def iteration_time(durations: Mapping[Kind, float], count: int, delays: Mapping[Kind, float] | None = None) -> float:
+def iteration_time(
+    durations: Mapping[Kind, float],
+    count: int,
+    delays: Mapping[Kind, float] | None = None,
+) -> float:
     """Return T(b_N), the seconds of an iteration of ``count`` mini-batches; arguments as of `ends`."""
     return ends(durations, count, delays)["backward", count]

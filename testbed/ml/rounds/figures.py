@@ -28,7 +28,11 @@ def _epoch_time(record: RunView) -> float | None:
     candidates = []
     # Of a run that was kept, details are known by their keys alone.
     for name, portion in record.plan.details.model_dump()["portions"].items():
-        updates = [done for _, done in record.spans(name, "compute", "update").tolist() if start <= done <= end]
+        updates = [
+            done
+            for _, done in record.spans(name, "compute", "update").tolist()
+            if start <= done <= end
+        ]
         if len(updates) > 1:
             period = (updates[-1] - updates[0]) / (len(updates) - 1)
             candidates.append((updates[-1], (portion["epoch"] - len(updates)) * period))
@@ -44,7 +48,12 @@ def _idle_time(record: RunView, devices: Collection[str]) -> float | None:
     idle = []
     for name in devices if windows else ():
         computing = record.spans(name, "compute")
-        idle.append(fmean(end - start - total(clip(computing, start, end)) for start, end in windows))
+        idle.append(
+            fmean(
+                end - start - total(clip(computing, start, end))
+                for start, end in windows
+            )
+        )
     return fmean(idle) if idle else None
 
 
@@ -55,21 +64,38 @@ def _bytes_per_second(record: RunView) -> float | None:
     if not seconds:
         return None
     sent = record.of("send").rows("time", "bytes")
-    return float(sum(size for time, size in sent if any(start <= time <= end for start, end in windows)) / seconds)
+    return float(
+        sum(
+            size
+            for time, size in sent
+            if any(start <= time <= end for start, end in windows)
+        )
+        / seconds
+    )
 
 
 def _missed_rounds(record: RunView) -> int | None:
-    return sum(len(item["missed"]) for item in _round_list(record)) if rounds_of(record) else None
+    return (
+        sum(len(item["missed"]) for item in _round_list(record))
+        if rounds_of(record)
+        else None
+    )
 
 
 def _round_list(record: RunView) -> list[dict[str, Any]]:
     """List the rounds; a device late in one attempt at a round and present in another did not miss the round."""
     late: dict[int, dict[str, None]] = {}
     for event in record.of("missed"):
-        late.setdefault(event.fields["round"], {}).update(dict.fromkeys(event.fields["devices"]))
+        late.setdefault(event.fields["round"], {}).update(
+            dict.fromkeys(event.fields["devices"])
+        )
     rounds = []
     for event in rounds_of(record):
-        missed = [name for name in late.get(event.fields["round"], ()) if name not in event.fields["samples"]]
+        missed = [
+            name
+            for name in late.get(event.fields["round"], ())
+            if name not in event.fields["samples"]
+        ]
         rounds.append({"time": event.time, **event.fields, "missed": missed})
     return rounds
 
@@ -84,7 +110,9 @@ ROUNDS = Table(
         Column("Ended", "moment", "time"),
         Column("Time", "seconds", "duration"),
         Column("Samples", "number", lambda item: sum(item["samples"].values())),
-        Column("Took part", "text", lambda item: _format_names(item["samples"], "devices")),
+        Column(
+            "Took part", "text", lambda item: _format_names(item["samples"], "devices")
+        ),
         Column("Missed", "text", lambda item: _format_names(item["missed"], "updates")),
     ),
 )
@@ -98,7 +126,12 @@ def _format_names(devices: Collection[str], many: str) -> str:
 DECLARED = MetricsSpec(
     figures=(
         ROUND_TIME,
-        Metric("epoch_time", "seconds", "of an epoch, by the iterations of the first round", _epoch_time),
+        Metric(
+            "epoch_time",
+            "seconds",
+            "of an epoch, by the iterations of the first round",
+            _epoch_time,
+        ),
         Metric(
             "server_idle_time",
             "seconds",
@@ -110,21 +143,47 @@ DECLARED = MetricsSpec(
             "seconds",
             "that a device does not compute, the mean of a round and of all devices",
             lambda record: _idle_time(
-                record, [one.name for one in record.experiment.devices if one.name != record.plan.lead]
+                record,
+                [
+                    one.name
+                    for one in record.experiment.devices
+                    if one.name != record.plan.lead
+                ],
             ),
         ),
-        Metric("throughput", "bytes", "of messages on all links together, a second of the rounds", _bytes_per_second),
-        Metric("missed_updates", "number", "that did not come in time for their round", _missed_rounds),
+        Metric(
+            "throughput",
+            "bytes",
+            "of messages on all links together, a second of the rounds",
+            _bytes_per_second,
+        ),
+        Metric(
+            "missed_updates",
+            "number",
+            "that did not come in time for their round",
+            _missed_rounds,
+        ),
     ),
     lists={"round_list": _round_list},
     events=(
         ROUND,
-        EventType("missed", "a round went on without devices", fields=("round", "devices")),
+        EventType(
+            "missed", "a round went on without devices", fields=("round", "devices")
+        ),
     ),
     rows=(
         Row("Round", "{round_time}", "median"),
-        Row("Idle", "{server_idle_time}", "a round the server, {device_idle_time} a device in the mean"),
-        Row("Missed", "{missed_updates}", "updates", when=lambda metrics: metrics.get("missed_updates")),
+        Row(
+            "Idle",
+            "{server_idle_time}",
+            "a round the server, {device_idle_time} a device in the mean",
+        ),
+        Row(
+            "Missed",
+            "{missed_updates}",
+            "updates",
+            when=lambda metrics: metrics.get("missed_updates"),
+        ),
     ),
     tables=(ROUNDS,),
 )

@@ -20,14 +20,23 @@ from testbed.ml.training.optimizers import is_weight
 class Layers:
     """Some layers of the model under training on one device; every call takes the device's time."""
 
-    def __init__(self, device: Device, problem: Problem, first: int, last: int, numbers: bool = True) -> None:
+    def __init__(
+        self,
+        device: Device,
+        problem: Problem,
+        first: int,
+        last: int,
+        numbers: bool = True,
+    ) -> None:
         """Create units ``first`` to ``last`` (exclusive) with the weights of the seed.
 
         Moving averages are computed over rounds, so none are kept here. Without ``numbers`` the layers only take time.
         """
         workload = problem.workload
         self.numbers = numbers and workload.numerics != "none"
-        changed: dict[str, Any] = {"training": workload.training.model_copy(update={"ema": None})}
+        changed: dict[str, Any] = {
+            "training": workload.training.model_copy(update={"ema": None})
+        }
         changed |= {} if numbers else {"numerics": "none"}
         problem = replace(problem, workload=workload.model_copy(update=changed))
         self.first = first
@@ -44,7 +53,9 @@ class Layers:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of an iteration, following the schedule."""
-        return float(self.training.settings(step).get("lr", self.training.part.optimizer.rate))
+        return float(
+            self.training.settings(step).get("lr", self.training.part.optimizer.rate)
+        )
 
     @property
     def parameters(self) -> int:
@@ -59,26 +70,51 @@ class Layers:
         """Adopt a round's weights. Optimizer state, such as momentum, is neither sent nor averaged."""
 
         def load() -> None:
-            kept = {name: value for name, value in self._shard.state().items() if not is_weight(name)}
+            kept = {
+                name: value
+                for name, value in self._shard.state().items()
+                if not is_weight(name)
+            }
             self._shard.load({**weights, **kept})
 
-        await self._device.compute(load, costs.copy(self._units, self.training), Span("load", number))
+        await self._device.compute(
+            load, costs.copy(self._units, self.training), Span("load", number)
+        )
 
-    async def forward(self, step: int, micro: int, inputs: torch.Tensor, samples: int) -> torch.Tensor:
+    async def forward(
+        self, step: int, micro: int, inputs: torch.Tensor, samples: int
+    ) -> torch.Tensor:
         """Return the outputs of a mini-batch, (samples, ...), like its inputs; the iteration has ``samples``."""
-        work = partial(self._shard.forward, (step, micro), inputs, rows=(micro * len(inputs), samples))
-        return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
+        work = partial(
+            self._shard.forward,
+            (step, micro),
+            inputs,
+            rows=(micro * len(inputs), samples),
+        )
+        return await self._device.compute(
+            work, costs.forward(self._units, len(inputs)), Span("forward", step, micro)
+        )
 
     async def forward_loss(
-        self, step: int, micro: int, inputs: torch.Tensor, labels: torch.Tensor, samples: int, whole: float
+        self,
+        step: int,
+        micro: int,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        samples: int,
+        whole: float,
     ) -> float:
         """Forward a mini-batch through the end of the model; return its part of the mean loss of ``samples`` samples.
 
         ``inputs`` are (samples, ...), ``labels`` (samples,); ``whole`` is the `TrainingConfig.weight` of all labels.
         """
         rows = (micro * len(inputs), samples)
-        work = partial(self._shard.forward_loss, (step, micro), inputs, labels, whole, rows=rows)
-        return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
+        work = partial(
+            self._shard.forward_loss, (step, micro), inputs, labels, whole, rows=rows
+        )
+        return await self._device.compute(
+            work, costs.forward(self._units, len(inputs)), Span("forward", step, micro)
+        )
 
     async def backward(
         self, step: int, micro: int, samples: int, gradient: torch.Tensor | None = None
@@ -87,12 +123,16 @@ class Layers:
         (samples, ...).
         """
         work = partial(self._shard.backward, (step, micro), gradient)
-        return await self._device.compute(work, costs.backward(self._units, samples), Span("backward", step, micro))
+        return await self._device.compute(
+            work, costs.backward(self._units, samples), Span("backward", step, micro)
+        )
 
     async def adjust(self, step: int, change: Adjust, flops: float = 2.0) -> None:
         """Change gradients before an update; ``flops`` are charged for each trained value, also in timing-only runs."""
         work = partial(self._shard.adjust, change)
-        await self._device.compute(work, Cost(flops * self.parameters), Span("adjust", step))
+        await self._device.compute(
+            work, Cost(flops * self.parameters), Span("adjust", step)
+        )
 
     @property
     def clips_by_norm(self) -> bool:
@@ -110,12 +150,16 @@ class Layers:
         ``norms``, (tensors,), are those of the whole model's gradients if these layers are only a part.
         """
         work = partial(self._shard.update, step, norms)
-        await self._device.compute(work, costs.update(self._units, self.training), Span("update", step))
+        await self._device.compute(
+            work, costs.update(self._units, self.training), Span("update", step)
+        )
 
     async def infer(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs for a batch of an evaluation, (samples, ...), like its inputs."""
         work = partial(self._shard.infer, inputs)
-        return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("evaluate", index))
+        return await self._device.compute(
+            work, costs.forward(self._units, len(inputs)), Span("evaluate", index)
+        )
 
 
 class LocalDataset:
@@ -127,7 +171,12 @@ class LocalDataset:
     """
 
     def __init__(
-        self, dataset: Dataset, batch_size: int, parallel: int, seed: int | None, drop_last: bool = True
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        parallel: int,
+        seed: int | None,
+        drop_last: bool = True,
     ) -> None:
         """Without a seed samples keep their order. Raises ValueError for fewer samples than mini-batches."""
         self._dataset = dataset
@@ -136,17 +185,25 @@ class LocalDataset:
         self.parallel = parallel
         self.mini_batch = min(batch_size, self.samples) // parallel
         if not self.mini_batch:
-            raise ValueError(f"{self.samples} samples do not make {parallel} mini-batches")
+            raise ValueError(
+                f"{self.samples} samples do not make {parallel} mini-batches"
+            )
         self._size = self.mini_batch * parallel
         self._drop_last = drop_last
         self.per_epoch = steps_per_epoch(self.samples, self._size, drop_last)
 
-    def iteration(self, number: int, numbers: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def iteration(
+        self, number: int, numbers: bool = True
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the mini-batches of an iteration: images (samples, channels, height, width) and labels (samples,).
 
         Without ``numbers`` the result is the cached first iteration, which has the same shapes.
         """
-        return self._read_samples(number) if numbers or self.count(number) < self._size else self._first_iteration
+        return (
+            self._read_samples(number)
+            if numbers or self.count(number) < self._size
+            else self._first_iteration
+        )
 
     def count(self, number: int) -> int:
         """Return the number of samples of an iteration."""
@@ -163,5 +220,8 @@ class LocalDataset:
         chosen = self._choose_samples(number)
         images = torch.from_numpy(self._dataset.batch(chosen, number // self.per_epoch))
         labels = torch.from_numpy(self._dataset.train_labels[chosen])
-        parts = [slice(begin, begin + self.mini_batch) for begin in range(0, len(labels), self.mini_batch)]
+        parts = [
+            slice(begin, begin + self.mini_batch)
+            for begin in range(0, len(labels), self.mini_batch)
+        ]
         return [(images[part], labels[part]) for part in parts]

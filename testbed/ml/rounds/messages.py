@@ -19,8 +19,14 @@ def with_extra(weights: State, extra: State) -> dict[str, torch.Tensor]:
 
 def parted(state: State) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the weights and the additional tensors joined by `with_extra`."""
-    extra = {name.removeprefix(_EXTRA): tensor for name, tensor in state.items() if name.startswith(_EXTRA)}
-    return {name: tensor for name, tensor in state.items() if not name.startswith(_EXTRA)}, extra
+    extra = {
+        name.removeprefix(_EXTRA): tensor
+        for name, tensor in state.items()
+        if name.startswith(_EXTRA)
+    }
+    return {
+        name: tensor for name, tensor in state.items() if not name.startswith(_EXTRA)
+    }, extra
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,9 @@ class Begun(Numbered, kind="begun"):
 
 
 @dataclass(frozen=True)
-class DeviceActivation(Numbered, kind="activation", key=("sender", "iteration", "micro")):
+class DeviceActivation(
+    Numbered, kind="activation", key=("sender", "iteration", "micro")
+):
     """To the server: the output of the device's last layer."""
 
     iteration: int
@@ -100,4 +108,14 @@ class Update(Numbered, kind="update", key=("sender",)):
     state: State
 
 
-KINDS: tuple[type[Typed], ...] = (Hello, Ping, Here, Begin, Begun, DeviceActivation, ActivationGradient, Norms, Update)
+KINDS: tuple[type[Typed], ...] = (
+    Hello,
+    Ping,
+    Here,
+    Begin,
+    Begun,
+    DeviceActivation,
+    ActivationGradient,
+    Norms,
+    Update,
+)

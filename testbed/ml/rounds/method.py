@@ -31,7 +31,15 @@ from testbed.ml.rounds.messages import KINDS
 from testbed.ml.rounds.options import GroupOptions, RoundOptions, transfer_of
 from testbed.ml.rounds.planner import Participants, RoundDetails
 from testbed.ml.rounds.rounds import Choose, RoundPolicy, Rounds, everyone
-from testbed.ml.rounds.server import Extra, GlobalModel, Merge, Server, ServerSide, mean, no_extra
+from testbed.ml.rounds.server import (
+    Extra,
+    GlobalModel,
+    Merge,
+    Server,
+    ServerSide,
+    mean,
+    no_extra,
+)
 from testbed.ml.transfer import TensorCodec, codec, codecs
 from testbed.plan import Plan
 
@@ -68,7 +76,15 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     Details = RoundDetails
     declared = DECLARED
     supports = frozenset(
-        {"early_stopping", "fixed_units", "initial_weights", "precisions", "smaller_batches", "stacked", "timing_only"}
+        {
+            "early_stopping",
+            "fixed_units",
+            "initial_weights",
+            "precisions",
+            "smaller_batches",
+            "stacked",
+            "timing_only",
+        }
     )
 
     @abstractmethod
@@ -82,20 +98,28 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     def plan(self, problem: Problem[O]) -> Plan[RoundDetails]:
         """Give each device the whole model. Raises `InputError` for insufficient memory or unsupported stacking."""
         if problem.workload.numerics == "stacked":
-            stacked.check(problem, self.hooks(problem.options).train_local is train_whole)
+            stacked.check(
+                problem, self.hooks(problem.options).train_local is train_whole
+            )
         return planner.whole_plan(self.name, Participants(problem))
 
     def simulation_state(self, problem: Problem[O]) -> stacked.Stack | None:
         """Return the trainings the devices compute together."""
-        return stacked.Stack(problem) if problem.workload.numerics == "stacked" else None
+        return (
+            stacked.Stack(problem) if problem.workload.numerics == "stacked" else None
+        )
 
-    def largest_messages(self, problem: Problem[O], plan: Plan[RoundDetails]) -> Iterator[PlannedMessage]:
+    def largest_messages(
+        self, problem: Problem[O], plan: Plan[RoundDetails]
+    ) -> Iterator[PlannedMessage]:
         """Return weights, updates and split activations as messages."""
         return planner.round_messages(problem, plan)
 
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
         """Run the server on the first device, a client on the others."""
-        async with Mailbox(device, job.problem.links, KINDS, codecs=_message_codecs(job)) as mailbox:
+        async with Mailbox(
+            device, job.problem.links, KINDS, codecs=_message_codecs(job)
+        ) as mailbox:
             if device.name == job.plan.lead:
                 await self.serve(mailbox, job)
             else:
@@ -120,37 +144,59 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
         """Run rounds on the first device, train the first layers on the others."""
         hooks, server = self.hooks(job.problem.options), job.plan.lead
-        async with Mailbox(device, job.problem.links, KINDS, codecs=_message_codecs(job)) as mailbox:
+        async with Mailbox(
+            device, job.problem.links, KINDS, codecs=_message_codecs(job)
+        ) as mailbox:
             if device.name == server:
                 await hold_rounds(mailbox, job, hooks, split=True, in_turn=self.in_turn)
             else:
-                training = local_training(device, job, replace(hooks, train_local=with_server(mailbox, server)))
+                training = local_training(
+                    device,
+                    job,
+                    replace(hooks, train_local=with_server(mailbox, server)),
+                )
                 await Client(mailbox, server, training, alone=False).serve()
 
 
 def _message_codecs(job: Job[O, RoundDetails]) -> dict[str, TensorCodec]:
     """Return the codecs of messages between devices and server."""
     how, codes = transfer_of(job.problem.options), job.problem.codes
-    return codecs(codes, activation=how.activations, gradient=how.gradients, begin=how.weights, update=how.updates)
+    return codecs(
+        codes,
+        activation=how.activations,
+        gradient=how.gradients,
+        begin=how.weights,
+        update=how.updates,
+    )
 
 
-def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hooks()) -> LocalTraining:
+def local_training(
+    device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hooks()
+) -> LocalTraining:
     """Return the local training of a device with data, by its plan."""
     problem, mine = job.problem, job.plan.details.portions[device.name]
     assert job.dataset is not None
     seed = problem.seed if problem.workload.data.shuffle else None
     workload = problem.workload
-    share = LocalDataset(job.dataset, workload.batch_size, mine.parallel, seed, workload.drop_last)
+    share = LocalDataset(
+        job.dataset, workload.batch_size, mine.parallel, seed, workload.drop_last
+    )
     layers = Layers(device, problem, 0, mine.split, numbers=job.shared is None)
     sent = hooks.sent
     if by := codec(transfer_of(problem.options).updates, problem.codes):
         sent = Changes(sent, by)
     length, devices = Participants(problem).length, len(problem.samples)
-    return LocalTraining(share, length, layers, hooks.train_local, sent, devices, job.shared)
+    return LocalTraining(
+        share, length, layers, hooks.train_local, sent, devices, job.shared
+    )
 
 
 async def hold_rounds(
-    mailbox: Mailbox, job: Job[O, RoundDetails], hooks: Hooks, split: bool = False, in_turn: bool = False
+    mailbox: Mailbox,
+    job: Job[O, RoundDetails],
+    hooks: Hooks,
+    split: bool = False,
+    in_turn: bool = False,
 ) -> None:
     """Run the remaining rounds on the server; with ``split`` the server trains layers of its own.
 
@@ -166,18 +212,36 @@ async def hold_rounds(
         copies = _server_layers(device, problem, splits, shared=in_turn)
         side = ServerSide(mailbox, copies)
     planned = {name: client.round_time for name, client in clients.items()}
-    policy = RoundPolicy(0 if in_turn else hooks.min_updates, options.round_deadline, hooks.choose, planned)
+    policy = RoundPolicy(
+        0 if in_turn else hooks.min_updates,
+        options.round_deadline,
+        hooks.choose,
+        planned,
+    )
     changes = hooks.sent is send_weights and transfer_of(options).updates != "f32"
-    server = Server(device, Rounds(mailbox, policy, problem.seed), model, splits, side, in_turn, changes)
+    server = Server(
+        device,
+        Rounds(mailbox, policy, problem.seed),
+        model,
+        splits,
+        side,
+        in_turn,
+        changes,
+    )
     _record_unused_samples(device, job)
     await server.run()
 
 
-def _server_layers(device: Device, problem: Problem, splits: Mapping[str, int], shared: bool) -> dict[str, Layers]:
+def _server_layers(
+    device: Device, problem: Problem, splits: Mapping[str, int], shared: bool
+) -> dict[str, Layers]:
     """Return the server's layers for each device; ``shared``: one copy for all devices with the same split point."""
     depth = len(problem.model.units)
     if not shared:
-        return {name: Layers(device, problem, first, depth) for name, first in splits.items()}
+        return {
+            name: Layers(device, problem, first, depth)
+            for name, first in splits.items()
+        }
     made = {first: Layers(device, problem, first, depth) for first in splits.values()}
     return {name: made[first] for name, first in splits.items()}
 

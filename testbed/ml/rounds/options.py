@@ -19,23 +19,31 @@ class RoundOptions(Options):
     """Conditions for merging models, and the handling of absent or late devices."""
 
     local_epochs: int | None = Field(
-        None, ge=1, description="epochs of a device in a round, of a workload in epochs; default: 1"
+        None,
+        ge=1,
+        description="epochs of a device in a round, of a workload in epochs; default: 1",
     )
     local_steps: int | None = Field(
-        None, ge=1, description="iterations of a device in a round, of a workload in steps; default: 1"
+        None,
+        ge=1,
+        description="iterations of a device in a round, of a workload in steps; default: 1",
     )
     round_deadline: Duration | None = Field(
         None,
         description="a round ends then without late devices; default: 10 s, or three times its planned time and its "
         "measured overhead where that is more",
     )
-    evaluate_every: StepsOrTime = Field(1, description="rounds from one evaluation to the next, or a time")
+    evaluate_every: StepsOrTime = Field(
+        1, description="rounds from one evaluation to the next, or a time"
+    )
 
 
 class TransferOptions(RoundOptions):
     """Round options with the encoding of messages."""
 
-    transfer: RoundsPart = Field(RoundsPart(), description="encoding of messages between devices and server")
+    transfer: RoundsPart = Field(
+        RoundsPart(), description="encoding of messages between devices and server"
+    )
 
 
 class PeerOptions(RoundOptions):
@@ -57,11 +65,19 @@ class GroupOptions(TransferOptions):
     """Rounds of several devices at once."""
 
     fraction: Fraction = Field(
-        1.0, gt=0, le=1, description="of the devices, drawn for each round", json_schema_extra={"default": "100%"}
+        1.0,
+        gt=0,
+        le=1,
+        description="of the devices, drawn for each round",
+        json_schema_extra={"default": "100%"},
     )
-    min_devices: int = Field(1, ge=1, description="minimum updates of a round; a round waits for them")
+    min_devices: int = Field(
+        1, ge=1, description="minimum updates of a round; a round waits for them"
+    )
 
-    def choose(self, number: int, present: Sequence[str], draw: random.Random) -> Sequence[str]:
+    def choose(
+        self, number: int, present: Sequence[str], draw: random.Random
+    ) -> Sequence[str]:
         """Draw a fraction of the present devices."""
         count = max(1, self.min_devices, round(self.fraction * len(present)))
         return present if count >= len(present) else draw.sample(present, count)
@@ -97,4 +113,7 @@ class Length:
         """
         unit = per_epoch if self.epochs else 1
         end = (number + 1) * self.each
-        return range(number * self.each * unit, (end if number >= self.rounds else min(end, self.total)) * unit)
+        return range(
+            number * self.each * unit,
+            (end if number >= self.rounds else min(end, self.total)) * unit,
+        )

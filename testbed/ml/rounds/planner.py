@@ -62,7 +62,13 @@ class RoundDetails(Details):
 
     def part_of(self, device: str) -> Self:
         """Return the device's own portion alone."""
-        return self.model_copy(update={"portions": {device: self.portions[device]} if device in self.portions else {}})
+        return self.model_copy(
+            update={
+                "portions": {device: self.portions[device]}
+                if device in self.portions
+                else {}
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -101,19 +107,31 @@ class Participants:
         """Raise `InputError` for unsuitable devices, links or options."""
         options, workload = self.problem.options, self.problem.workload
         if not self.devices:
-            raise InputError("needs a server, which is the first device, and other devices with data", ("devices",))
+            raise InputError(
+                "needs a server, which is the first device, and other devices with data",
+                ("devices",),
+            )
         if self.serverless:
             self._check_serverless()
         else:
             self._check_links()
         if workload.epochs is not None and options.local_steps is not None:
-            raise InputError("goes with a workload in `steps`, not in `epochs`", ("method", "local_steps"))
+            raise InputError(
+                "goes with a workload in `steps`, not in `epochs`",
+                ("method", "local_steps"),
+            )
         if workload.epochs is None and options.local_epochs is not None:
-            raise InputError("goes with a workload in `epochs`, not in `steps`", ("method", "local_epochs"))
+            raise InputError(
+                "goes with a workload in `epochs`, not in `steps`",
+                ("method", "local_epochs"),
+            )
 
     def _check_links(self) -> None:
         for device in self.devices:
-            for pair in ((device.name, self.server.name), (self.server.name, device.name)):
+            for pair in (
+                (device.name, self.server.name),
+                (self.server.name, device.name),
+            ):
                 if pair not in self.problem.links:
                     raise InputError(
                         f"no link leads from {pair[0]} to {pair[1]}: each device needs one to the server and back; use "
@@ -123,9 +141,15 @@ class Participants:
 
     def _check_serverless(self) -> None:
         if isinstance(self.problem.options.evaluate_every, float):
-            raise InputError("devices report after the same rounds: give an integer", ("method", "evaluate_every"))
+            raise InputError(
+                "devices report after the same rounds: give an integer",
+                ("method", "evaluate_every"),
+            )
         if self.problem.workload.training.ema:
-            raise InputError("no device has the weights of all devices: remove the key", ("training", "ema"))
+            raise InputError(
+                "no device has the weights of all devices: remove the key",
+                ("training", "ema"),
+            )
 
     def batch(self, device: DeviceSpec) -> int:
         """Return the approximate samples of an iteration: a device with fewer than a batch uses all of its samples."""
@@ -137,18 +161,29 @@ class Participants:
         """
         problem, server = self.problem, self.server
         share = max(1.0, concurrent_clients / server.processors)
-        if self.serverless:  # models go to whichever device; that takes none of a round's time
+        if (
+            self.serverless
+        ):  # models go to whichever device; that takes none of a round's time
             up = down = Link()
         else:
-            up, down = problem.links[device.name, server.name], problem.links[server.name, device.name]
+            up, down = (
+                problem.links[device.name, server.name],
+                problem.links[server.name, device.name],
+            )
         mine, theirs = self._layer_times(device), self._layer_times(server, share)
         travels = problem.training.frozen_travels
-        return profile(problem.model, mine, theirs, up, down, transfer_of(problem.options), travels)
+        return profile(
+            problem.model, mine, theirs, up, down, transfer_of(problem.options), travels
+        )
 
-    def _layer_times(self, device: DeviceSpec, concurrent_clients: float = 1.0) -> tuple[LayerTimes, ...]:
+    def _layer_times(
+        self, device: DeviceSpec, concurrent_clients: float = 1.0
+    ) -> tuple[LayerTimes, ...]:
         key = (device.rates, concurrent_clients)
         if key not in self._known_times:
-            self._known_times[key] = layer_times(self.problem.model, self.problem.training, device, concurrent_clients)
+            self._known_times[key] = layer_times(
+                self.problem.model, self.problem.training, device, concurrent_clients
+            )
         return self._known_times[key]
 
     @cached_property
@@ -156,28 +191,41 @@ class Participants:
         """Cached layer times by device rates: most of thousands of devices are alike."""
         return {}
 
-    def given(self, key: Key, value: SplitPoints, lowest: int, highest: int) -> dict[str, int]:
+    def given(
+        self, key: Key, value: SplitPoints, lowest: int, highest: int
+    ) -> dict[str, int]:
         """Return a number given by device, empty if it is to be optimised; raises `InputError` outside the bounds."""
         names = self.names
         if value == "best":
             return {}
         if isinstance(value, dict):
             if sorted(value) != sorted(names):
-                raise InputError(f"name each of the devices {', '.join(names)}, and no other", key)
+                raise InputError(
+                    f"name each of the devices {', '.join(names)}, and no other", key
+                )
             numbers = value
         else:
             assert isinstance(value, int)
             numbers = dict.fromkeys(names, value)
         for number in numbers.values():
             if not lowest <= number <= highest:
-                raise InputError(f"{number} is out of range: use {lowest} to {highest}", key)
+                raise InputError(
+                    f"{number} is out of range: use {lowest} to {highest}", key
+                )
         return numbers
 
 
 def _plan_client(
-    team: Participants, device: DeviceSpec, profile: PairProfile, choice: Choice, iteration_time: float
+    team: Participants,
+    device: DeviceSpec,
+    profile: PairProfile,
+    choice: Choice,
+    iteration_time: float,
 ) -> ClientPlan:
-    count, drop_last = team.problem.samples[device.name], team.problem.workload.drop_last
+    count, drop_last = (
+        team.problem.samples[device.name],
+        team.problem.workload.drop_last,
+    )
     batch = team.batch(device)
     per_epoch = iterations(count, batch, choice.parallel, drop_last)
     size = mini_batch(batch, choice.parallel) * choice.parallel
@@ -198,7 +246,9 @@ def whole_plan(method: str, team: Participants) -> Plan[RoundDetails]:
     for device in team.devices:
         profile, batch = team.profile(device, 0), team.batch(device)
         alone = profile.local_training(batch, batch)
-        clients[device.name] = _plan_client(team, device, profile, Choice(profile.depth), alone)
+        clients[device.name] = _plan_client(
+            team, device, profile, Choice(profile.depth), alone
+        )
     return plan(method, team, clients, {})
 
 
@@ -213,13 +263,20 @@ def every_split(profile: PairProfile, batch_size: int) -> Sequence[Choice]:
 
 @lru_cache(maxsize=256)
 def _best_choice(
-    choices: Choices, profile: PairProfile, samples: int, batch: int, allowed: tuple[int, ...], parallel: int | None
+    choices: Choices,
+    profile: PairProfile,
+    samples: int,
+    batch: int,
+    allowed: tuple[int, ...],
+    parallel: int | None,
 ) -> Choice:
     """Return one device's choice, cached because many devices are alike."""
     if parallel is not None:
         among: Sequence[Choice] = [Choice(split, parallel) for split in allowed]
     else:
-        among = [choice for choice in choices(profile, batch) if choice.split in allowed]
+        among = [
+            choice for choice in choices(profile, batch) if choice.split in allowed
+        ]
     return shortest_epoch(profile, samples, batch, among)
 
 
@@ -247,8 +304,17 @@ def split_plan(
         name, batch = device.name, team.batch(device)
         profile = team.profile(device, concurrent_clients)
         allowed = [splits[name]] if splits else list(range(1, depth + 1))
-        choice = _best_choice(choices, profile, team.problem.samples[name], batch, tuple(allowed), given.get(name))
-        portions[name] = _plan_client(team, device, profile, choice, profile.iteration(choice, batch))
+        choice = _best_choice(
+            choices,
+            profile,
+            team.problem.samples[name],
+            batch,
+            tuple(allowed),
+            given.get(name),
+        )
+        portions[name] = _plan_client(
+            team, device, profile, choice, profile.iteration(choice, batch)
+        )
     copies = {name: portion.split for name, portion in portions.items()}
     return plan(method, team, portions, copies, in_turn=concurrent_clients == 1)
 
@@ -267,26 +333,51 @@ def plan(
     """
     problem, server = team.problem, team.server
     depth, state_values = len(problem.model.units), problem.training.state_values
-    evaluated = inference_bytes(problem.model, range(depth), problem.workload.batch_size, server.precision)
+    evaluated = inference_bytes(
+        problem.model, range(depth), problem.workload.batch_size, server.precision
+    )
     pieces = [Piece(device=server.name, first=0, last=depth, memory=evaluated)]
     for device in team.devices:
         portion = portions[device.name]
         units = range(portion.split)
-        kept = training_bytes(problem.model, units, team.batch(device), state_values, precision=device.precision)
-        pieces.append(Piece(device=device.name, first=0, last=portion.split, memory=kept))
+        kept = training_bytes(
+            problem.model,
+            units,
+            team.batch(device),
+            state_values,
+            precision=device.precision,
+        )
+        pieces.append(
+            Piece(device=device.name, first=0, last=portion.split, memory=kept)
+        )
     for names, first in _server_copies(copies, in_turn):
-        mini_batch = max(team.batch(problem.device(name)) // portions[name].parallel for name in names)
+        mini_batch = max(
+            team.batch(problem.device(name)) // portions[name].parallel
+            for name in names
+        )
         units = range(first, depth)
-        kept = training_bytes(problem.model, units, mini_batch, state_values, precision=server.precision)
+        kept = training_bytes(
+            problem.model, units, mini_batch, state_values, precision=server.precision
+        )
         copy_for = None if in_turn else names[0]
-        pieces.append(Piece(device=server.name, first=first, last=depth, memory=kept, copy_for=copy_for))
+        pieces.append(
+            Piece(
+                device=server.name,
+                first=first,
+                last=depth,
+                memory=kept,
+                copy_for=copy_for,
+            )
+        )
     times = [portion.round_time for portion in portions.values()]
     averaging = aggregation_time(problem.model, server, 1 if in_turn else len(times))
     result: Plan[RoundDetails] = Plan(
         method=method,
         lead=server.name,
         pieces=tuple(pieces),
-        step_time=sum(time + averaging for time in times) if in_turn else max(times) + averaging,
+        step_time=sum(time + averaging for time in times)
+        if in_turn
+        else max(times) + averaging,
         details=RoundDetails(portions=dict(portions)),
     )
     for device in problem.devices:
@@ -294,7 +385,9 @@ def plan(
     return result
 
 
-def _server_copies(copies: Mapping[str, int], in_turn: bool) -> list[tuple[list[str], int]]:
+def _server_copies(
+    copies: Mapping[str, int], in_turn: bool
+) -> list[tuple[list[str], int]]:
     """Return the devices using each copy of the server's layers, and the first unit of the copy."""
     if not in_turn:
         return [([name], first) for name, first in copies.items()]
@@ -304,7 +397,9 @@ def _server_copies(copies: Mapping[str, int], in_turn: bool) -> list[tuple[list[
     return [(names, first) for first, names in users.items()]
 
 
-def round_messages(problem: Problem[RoundOptions], plan: Plan[RoundDetails]) -> Iterator[PlannedMessage]:
+def round_messages(
+    problem: Problem[RoundOptions], plan: Plan[RoundDetails]
+) -> Iterator[PlannedMessage]:
     """Yield the largest messages between the server and each device with data."""
     model, training, how = problem.model, problem.training, transfer_of(problem.options)
     for name, portion in plan.details.portions.items():
@@ -313,4 +408,8 @@ def round_messages(problem: Problem[RoundOptions], plan: Plan[RoundDetails]) -> 
         yield name, plan.lead, state * share(how.updates)
         if portion.split < len(model.units):
             samples = mini_batch(problem.workload.batch_size, portion.parallel)
-            yield name, plan.lead, samples * model.cut_bytes(portion.split) * share(how.activations)
+            yield (
+                name,
+                plan.lead,
+                samples * model.cut_bytes(portion.split) * share(how.activations),
+            )

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -87,7 +94,11 @@ class Rounds:
         mailbox.on_open(self._reset_round)
 
     async def hold(
-        self, number: int, devices: Sequence[str], invite: Callable[[str, int], Begin], serve: Serve | None = None
+        self,
+        number: int,
+        devices: Sequence[str],
+        invite: Callable[[str, int], Begin],
+        serve: Serve | None = None,
     ) -> list[Update]:
         """Run a round with some of the devices; return their updates in the order of the devices.
 
@@ -102,7 +113,10 @@ class Rounds:
             await self._open_round()
             self._began_at = self._device.now()
             updates = await self._run_round(
-                chosen, invite, serve, partial(self._collect_updates, chosen, least, startup, times)
+                chosen,
+                invite,
+                serve,
+                partial(self._collect_updates, chosen, least, startup, times),
             )
             senders = {update.sender for update in updates}
             self._drop_devices(number, [name for name in chosen if name not in senders])
@@ -121,18 +135,31 @@ class Rounds:
         async with Tasks() as tasks:
             serving: dict[str, asyncio.Task[None]] = {}
             if serve is not None:
-                self._serve = lambda begun: serving.update({begun.sender: tasks.start(serve(begun))})
+                self._serve = lambda begun: serving.update(
+                    {begun.sender: tasks.start(serve(begun))}
+                )
             for name in chosen:
                 self._mailbox.post(name, invite(name, self._mailbox.configuration))
             await collect()
             updates = [self._updates[name] for name in chosen if name in self._updates]
-            await asyncio.gather(*(serving[update.sender] for update in updates if update.sender in serving))
-            self._serve = lambda begun: None  # one that begins now is too late for this round
+            await asyncio.gather(
+                *(
+                    serving[update.sender]
+                    for update in updates
+                    if update.sender in serving
+                )
+            )
+            self._serve = lambda begun: (
+                None
+            )  # one that begins now is too late for this round
         return updates
 
     async def present(self, devices: Sequence[str], least: int) -> list[str]:
         """Return the devices known to be present, once there are at least this many."""
-        while len(present := [name for name in devices if name not in self._absent]) < least:
+        while (
+            len(present := [name for name in devices if name not in self._absent])
+            < least
+        ):
             await self._mailbox.changed()
         return present
 
@@ -149,7 +176,9 @@ class Rounds:
         kept = self._device.saved(CONFIGURATION)
         former = max(self._mailbox.configuration, 0 if kept is None else kept["number"])
         self._mailbox.open(former + 1)
-        await self._device.save(CONFIGURATION, Message(CONFIGURATION, {"number": former + 1}))
+        await self._device.save(
+            CONFIGURATION, Message(CONFIGURATION, {"number": former + 1})
+        )
 
     def _reset_round(self) -> None:
         """Reset the state of the previous configuration."""
@@ -169,12 +198,20 @@ class Rounds:
             return self._policy.deadline if enough else 2 * self._policy.deadline
         planned = self._policy.planned
         times = [planned.get(name, 0.0) for name in chosen]
-        seconds = max(LEAST_DEADLINE, LATE * (max(times, default=0.0) + (self._overhead or 0.0)))
+        seconds = max(
+            LEAST_DEADLINE, LATE * (max(times, default=0.0) + (self._overhead or 0.0))
+        )
         if enough:
             return seconds
-        return 2 * seconds if self._overhead is not None else max(2 * seconds, LATE * sum(times))
+        return (
+            2 * seconds
+            if self._overhead is not None
+            else max(2 * seconds, LATE * sum(times))
+        )
 
-    async def _collect_updates(self, chosen: Sequence[str], least: int, startup: float, times: int) -> None:
+    async def _collect_updates(
+        self, chosen: Sequence[str], least: int, startup: float, times: int
+    ) -> None:
         """Wait until all devices have sent an update or lost the round; after the deadline, wait for enough updates
         only.
 
@@ -182,12 +219,16 @@ class Rounds:
         """
         awaited = list(reversed(chosen))
         while True:
-            while awaited and (awaited[-1] in self._updates or awaited[-1] in self._restarted):
+            while awaited and (
+                awaited[-1] in self._updates or awaited[-1] in self._restarted
+            ):
                 awaited.pop()  # neither is taken back within a round
             if not awaited:
                 return
             enough = len(self._updates) >= least
-            allowed = times * (self._time_limit(chosen, enough) + (startup if enough else 2 * startup))
+            allowed = times * (
+                self._time_limit(chosen, enough) + (startup if enough else 2 * startup)
+            )
             left = self._began_at + allowed - self._device.now()
             if left <= 0:
                 return
@@ -215,4 +256,6 @@ class Rounds:
     def _on_update(self, update: Update) -> None:
         self._updates[update.sender] = update
         taken = self._device.now() - self._began_at
-        self._overhead = max(self._overhead or 0.0, taken - self._policy.planned.get(update.sender, 0.0))
+        self._overhead = max(
+            self._overhead or 0.0, taken - self._policy.planned.get(update.sender, 0.0)
+        )

@@ -35,7 +35,9 @@ from testbed.ml.training.stopping import Stopping
 from testbed.wire.message import Message
 
 
-def average(states: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]) -> dict[str, torch.Tensor]:
+def average(
+    states: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]
+) -> dict[str, torch.Tensor]:
     """Return the mean of several models' states, weighted by samples, in the order given.
 
     Running statistics of batch normalisation are averaged like weights. Integers (the number of batches seen) take the
@@ -48,15 +50,22 @@ def average(states: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]
     if states and all(tensor.is_meta for tensor in states[0].values()):
         return dict(states[0])  # no numbers, no mean
     if sum(samples) <= 0 or len(samples) != len(states):
-        raise ValueError(f"no weights in {list(samples)} samples for {len(states)} states")
+        raise ValueError(
+            f"no weights in {list(samples)} samples for {len(states)} states"
+        )
     names = list(states[0])
     if any(list(state) != names for state in states):
         raise ValueError("states of different layers have no mean")
     shares = [count / sum(samples) for count in samples]
-    return {name: _weighted_mean([state[name] for state in states], shares) for name in names}
+    return {
+        name: _weighted_mean([state[name] for state in states], shares)
+        for name in names
+    }
 
 
-def _weighted_mean(tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+def _weighted_mean(
+    tensors: Sequence[torch.Tensor], shares: Sequence[float]
+) -> torch.Tensor:
     if not tensors[0].is_floating_point():
         return torch.stack(list(tensors)).amax(0)
     mean = tensors[0] * shares[0]
@@ -116,7 +125,11 @@ class GlobalModel:
     """The whole model on the server after each round; survives a restart of the server."""
 
     def __init__(
-        self, device: Device, job: Job[RoundOptions, RoundDetails], merge: Merge = mean, extra: Extra = no_extra
+        self,
+        device: Device,
+        job: Job[RoundOptions, RoundDetails],
+        merge: Merge = mean,
+        extra: Extra = no_extra,
     ) -> None:
         """Load the model from the server's disk; otherwise use the job's initial weights, or those of the seed."""
         problem, kept, weights = job.problem, device.saved(GLOBAL), job.weights
@@ -174,7 +187,9 @@ class GlobalModel:
             merge = self._merge if self.numbers or self._extra is not no_extra else mean
             work = partial(merge, self.state, trained, self._memory)
             cost = Cost(AGGREGATION_FLOPS * self._layers.parameters * len(trained))
-            self.state = await self._device.compute(work, cost, Span("average", self.rounds))
+            self.state = await self._device.compute(
+                work, cost, Span("average", self.rounds)
+            )
             for name, tensor in self.state.items() if self._ema else ():
                 kept = self._averages.get(name)
                 if kept is not None and self._ema and tensor.is_floating_point():
@@ -183,7 +198,10 @@ class GlobalModel:
 
     def result(self) -> State:
         """Return the evaluated and final weights: the model, or its moving average."""
-        return {name: self._averages.get(name, tensor) for name, tensor in self.state.items()}
+        return {
+            name: self._averages.get(name, tensor)
+            for name, tensor in self.state.items()
+        }
 
     async def keep(self, start: float, trained: Sequence[Trained]) -> None:
         """Count a round started at ``start``, and save the model to the disk with the unrecorded results."""
@@ -193,19 +211,28 @@ class GlobalModel:
             samples[each.device] = samples.get(each.device, 0) + each.samples
         loss = sum(each.loss * each.samples for each in trained) / sum(samples.values())
         duration = self._device.now() - start
-        made = {"round": self.rounds, "start": start, "duration": duration, "samples": samples}
+        made = {
+            "round": self.rounds,
+            "start": start,
+            "duration": duration,
+            "samples": samples,
+        }
         self._report = {**made, **loss_fields(loss, self.numbers)}
         self.rounds += 1
         fields = {"rounds": self.rounds, "report": self._report}
         memory = {_MEMORY + name: tensor for name, tensor in self._memory.items()}
         averages = {AVERAGE + name: tensor for name, tensor in self._averages.items()}
-        await self._device.save(GLOBAL, Message(GLOBAL, fields, {**self.state, **memory, **averages}))
+        await self._device.save(
+            GLOBAL, Message(GLOBAL, fields, {**self.state, **memory, **averages})
+        )
 
     def _report_divergence(self, trained: Sequence[Trained]) -> None:
         """Record once the devices that sent non-finite numbers."""
         if self._diverged or not self.numbers:
             return
-        self._diverged = not (_is_finite(self.state) and all(math.isfinite(each.loss) for each in trained))
+        self._diverged = not (
+            _is_finite(self.state) and all(math.isfinite(each.loss) for each in trained)
+        )
         if not self._diverged:
             return
         for each in trained:
@@ -222,9 +249,13 @@ class GlobalModel:
         made = dict(self._report)
         loss = {name: made.pop(name) for name in ("loss",) if name in made}
         self._device.record("round", **made)
-        self._device.record("step", step=made["round"], samples=sum(made["samples"].values()), **loss)
+        self._device.record(
+            "step", step=made["round"], samples=sum(made["samples"].values()), **loss
+        )
         if self.rounds == self._last or self._due(self.rounds, self._device.now()):
-            score = await evaluation(self._layers, self.result(), self._tests, self.rounds)
+            score = await evaluation(
+                self._layers, self.result(), self._tests, self.rounds
+            )
             fields = score.fields()
             self._device.record("evaluate", step=self.rounds, **fields)
             self._due.made(self._device.now())
@@ -232,7 +263,9 @@ class GlobalModel:
         await self._device.save(REPORTED, Message(REPORTED, {"rounds": self.rounds}))
 
 
-async def evaluation(layers: Layers, state: State, tests: Requests, number: int) -> Score:
+async def evaluation(
+    layers: Layers, state: State, tests: Requests, number: int
+) -> Score:
     """Score weights of the whole model on the test samples; takes the device's time."""
     await layers.load(state, number)
     score = Score(layers.training)
@@ -262,12 +295,19 @@ class ServerSide:
         for step in steps:
             micro, done, samples = 0, 0, 1
             while done < samples:
-                given = await self.mailbox.take(DeviceActivation, (begun.sender, step, micro))
+                given = await self.mailbox.take(
+                    DeviceActivation, (begun.sender, step, micro)
+                )
                 whole = given.samples if given.whole is None else given.whole
-                loss += await layers.forward_loss(step, micro, given.tensor, given.labels, given.samples, whole)
+                loss += await layers.forward_loss(
+                    step, micro, given.tensor, given.labels, given.samples, whole
+                )
                 gradient = await layers.backward(step, micro, len(given.labels))
                 assert gradient is not None
-                self.mailbox.post(begun.sender, ActivationGradient(begun.configuration, step, micro, gradient))
+                self.mailbox.post(
+                    begun.sender,
+                    ActivationGradient(begun.configuration, step, micro, gradient),
+                )
                 samples = given.samples
                 done += len(given.labels)
                 micro += 1
@@ -281,7 +321,9 @@ class ServerSide:
 
     def join(self, update: Update) -> tuple[State, float]:
         """Return a device's whole model, M^k of equation (1), and its loss."""
-        return {**update.state, **self.copies[update.sender].weights()}, self.losses[update.sender]
+        return {**update.state, **self.copies[update.sender].weights()}, self.losses[
+            update.sender
+        ]
 
 
 @dataclass(frozen=True)
@@ -321,14 +363,24 @@ class Server:
         state, beside = self.model.state, self.model.extra()
 
         def invite(name: str, configuration: int) -> Begin:
-            return Begin(configuration, number, with_extra(restrict(state, 0, self.splits[name]), beside))
+            return Begin(
+                configuration,
+                number,
+                with_extra(restrict(state, 0, self.splits[name]), beside),
+            )
 
         serve = None if self.side is None else partial(self.side.serve, state, number)
         trained = []
         for arrived in await self.rounds.hold(number, devices, invite, serve):
             weights, extra = parted(arrived.state)
-            update = replace(arrived, state=_add_changes(state, weights) if self.changes else weights)
-            trained.append(Trained(update.sender, update.samples, *self._whole_model(update), extra))
+            update = replace(
+                arrived, state=_add_changes(state, weights) if self.changes else weights
+            )
+            trained.append(
+                Trained(
+                    update.sender, update.samples, *self._whole_model(update), extra
+                )
+            )
         await self.model.merge(trained)
         return trained
 

@@ -48,18 +48,25 @@ def check(problem: Problem, plain: bool) -> None:
     optimizer = training.optimizer
     reasons = {
         "local training of the method's own": not plain,
-        "an optimizer other than sgd, or momentum": not optimizer.plain or optimizer.momentum,
+        "an optimizer other than sgd, or momentum": not optimizer.plain
+        or optimizer.momentum,
         "clipping": training.clip,
-        "a precision other than f32": any(device.precision != "f32" for device in problem.devices),
+        "a precision other than f32": any(
+            device.precision != "f32" for device in problem.devices
+        ),
     }
     module = problem.model.build(0, len(problem.model.units), problem.seed)
-    reasons["running statistics, as of batch normalisation"] = any(True for _ in module.buffers())
+    reasons["running statistics, as of batch normalisation"] = any(
+        True for _ in module.buffers()
+    )
     reasons["weights that several layers share"] = bool(problem.model.tied)
     reasons["layers that may draw, such as dropout"] = draws(module)
     reasons["a smaller last batch"] = not problem.workload.drop_last
     reasons["weights that are not trained"] = problem.model.frozen
     if unsupported := [reason for reason, there in reasons.items() if there]:
-        raise InputError(f"'stacked' does not support {' and '.join(unsupported)}: use full", key)
+        raise InputError(
+            f"'stacked' does not support {' and '.join(unsupported)}: use full", key
+        )
 
 
 class Stack:
@@ -85,22 +92,36 @@ class Stack:
 
     def _train_stack(self, trainings: Sequence[Training]) -> None:
         training, first = self._problem.training, trainings[0]
-        weights = {name: torch.stack([each.start[name] for each in trainings]) for name in first.start}
+        weights = {
+            name: torch.stack([each.start[name] for each in trainings])
+            for name in first.start
+        }
         optimizer, losses = Sgd(training.part.optimizer), []
         for place, step in enumerate(first.steps):
-            batches = zip(*(each.share.iteration(each.steps[place])[0] for each in trainings), strict=True)
+            batches = zip(
+                *(each.share.iteration(each.steps[place])[0] for each in trainings),
+                strict=True,
+            )
             images, labels = (torch.stack(parts) for parts in batches)
             if not all(map(training.weight, labels)):
-                raise InputError("'stacked' needs a counted label in every batch: use full", ("numerics",))
+                raise InputError(
+                    "'stacked' needs a counted label in every batch: use full",
+                    ("numerics",),
+                )
             gradients, loss = self._gradient_step(weights, images, labels)
             optimizer.step(weights, gradients, training.settings(step))
             losses.append(loss)
         means = torch.stack(losses).double().mean(0).tolist()
         for number, (each, mean) in enumerate(zip(trainings, means, strict=True)):
-            each.result = mean, {name: tensor[number] for name, tensor in weights.items()}
+            each.result = (
+                mean,
+                {name: tensor[number] for name, tensor in weights.items()},
+            )
 
     @cached_property
-    def _gradient_step(self) -> Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def _gradient_step(
+        self,
+    ) -> Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """A step on stacked weights, images and labels, (devices, ...); returns gradients and losses,
         (devices, ...).
         """
@@ -109,8 +130,12 @@ class Stack:
         model, recipe = self._problem.model, self._problem.training
         module = model.build(0, len(model.units), self._problem.seed)
 
-        def loss(weights: dict[str, torch.Tensor], images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return recipe.loss(functional_call(module, weights, (images,)).float(), labels, None)
+        def loss(
+            weights: dict[str, torch.Tensor], images: torch.Tensor, labels: torch.Tensor
+        ) -> torch.Tensor:
+            return recipe.loss(
+                functional_call(module, weights, (images,)).float(), labels, None
+            )
 
         return vmap(grad_and_value(loss))
 

@@ -52,10 +52,14 @@ def in_flight(actions: Iterable[Action]) -> int:
     return most
 
 
-def orders(schedule: Schedule, stages: int, micro_batches: int) -> list[Sequence[Action]]:
+def orders(
+    schedule: Schedule, stages: int, micro_batches: int
+) -> list[Sequence[Action]]:
     """Return the actions of every stage in one step; raises ValueError for less than one stage or micro-batch."""
     if stages < 1 or micro_batches < 1:
-        raise ValueError(f"no schedule for {stages} stages and {micro_batches} micro-batches")
+        raise ValueError(
+            f"no schedule for {stages} stages and {micro_batches} micro-batches"
+        )
     return [tuple(schedule(stages, stage, micro_batches)) for stage in range(stages)]
 
 
@@ -94,7 +98,9 @@ def gpipe(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
     yield from map(_backward_action, reversed(range(micro_batches)))
 
 
-def one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
+def one_forward_one_backward(
+    stages: int, stage: int, micro_batches: int
+) -> Iterator[Action]:
     """As many forwards as stages remain, then alternating backwards and forwards (PipeDream-flush).
 
     The duration equals GPipe's for equal forwards, backwards and transfers, but stage i of n keeps the activations of
@@ -170,7 +176,11 @@ def _needs_nothing(stage: int, action: Action) -> bool:
     return action.kind == "update" or (action.kind == "forward" and stage == 0)
 
 
-def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: TransferTime = _free_at) -> list[Slot]:
+def play(
+    stages: Sequence[Sequence[Action]],
+    duration: ActionTime,
+    transfer: TransferTime = _free_at,
+) -> list[Slot]:
     """Return every action's slot in the order of starts; raises `ScheduleError` naming the waiting actions of a
     deadlock.
     """
@@ -181,12 +191,16 @@ def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: Tra
     links: dict[tuple[int, int], float] = {}
 
     def send(stage: int, action: Action, end: float) -> None:
-        target = stage + {"forward": 1, "backward": -1, "update": -len(stages)}[action.kind]
+        target = (
+            stage + {"forward": 1, "backward": -1, "update": -len(stages)}[action.kind]
+        )
         if target == len(stages):
             arrived[stage, Action("backward", action.micro)] = end
         elif target >= 0:
             busy, delay = transfer(stage, action)
-            links[stage, target] = sent = max(end, links.get((stage, target), 0.0)) + busy
+            links[stage, target] = sent = (
+                max(end, links.get((stage, target), 0.0)) + busy
+            )
             arrived[target, action] = sent + delay
 
     moved = True
@@ -195,7 +209,11 @@ def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: Tra
         for stage, actions in enumerate(stages):
             while done[stage] < len(actions):
                 action = actions[done[stage]]
-                ready = 0.0 if _needs_nothing(stage, action) else arrived.get((stage, action))
+                ready = (
+                    0.0
+                    if _needs_nothing(stage, action)
+                    else arrived.get((stage, action))
+                )
                 if ready is None:
                     break
                 start = max(clock[stage], ready)
@@ -205,7 +223,9 @@ def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: Tra
                 done[stage] += 1
                 moved = True
     stuck = [
-        f"stage {stage} waits for {order[done[stage]]}" for stage, order in enumerate(stages) if order[done[stage] :]
+        f"stage {stage} waits for {order[done[stage]]}"
+        for stage, order in enumerate(stages)
+        if order[done[stage] :]
     ]
     if stuck:
         raise ScheduleError("deadlock: " + ", ".join(stuck))
@@ -218,7 +238,10 @@ def grid(schedule: Schedule, stages: int, micro_batches: int, backward: int = 1)
     Transfers take no time. PipeDream's figures have a backward of 2, GPipe's of 1.
     """
     columns_of = {"forward": 1, "backward": backward, "update": 0}
-    slots = play(orders(schedule, stages, micro_batches), lambda _, action: columns_of[action.kind])
+    slots = play(
+        orders(schedule, stages, micro_batches),
+        lambda _, action: columns_of[action.kind],
+    )
     columns = round(max(slot.end for slot in slots))
     width = 1 + len(str(micro_batches - 1))
     rows = [["."] * columns for _ in range(stages)]
@@ -227,5 +250,6 @@ def grid(schedule: Schedule, stages: int, micro_batches: int, backward: int = 1)
             rows[slot.stage][column] = str(slot.action)
     label = len(str(stages - 1))
     return "\n".join(
-        f"stage {stage:>{label}}  " + " ".join(cell.rjust(width) for cell in row) for stage, row in enumerate(rows)
+        f"stage {stage:>{label}}  " + " ".join(cell.rjust(width) for cell in row)
+        for stage, row in enumerate(rows)
     )

@@ -37,4 +37,9 @@ def aggregates(done: int, trainings: int, multiple: int = 1) -> bool:
     The interval is a multiple of the n - i concurrent trainings; 0 disables aggregation. A single training has no
     versions to aggregate.
     """
-    return multiple > 0 and trainings > 1 and done > 0 and done % (multiple * trainings) == 0
+    return (
+        multiple > 0
+        and trainings > 1
+        and done > 0
+        and done % (multiple * trainings) == 0
+    )

@@ -36,7 +36,14 @@ class NeuronAssignment:
 
     def group(self, device: str) -> int | None:
         """Return the group of a device; None for a device without neurons."""
-        return next((index for index in range(len(self.groups)) if device in self.members(index)), None)
+        return next(
+            (
+                index
+                for index in range(len(self.groups))
+                if device in self.members(index)
+            ),
+            None,
+        )
 
     def members(self, group: int) -> tuple[str, ...]:
         """Return the devices of a group."""
@@ -49,7 +56,9 @@ class NeuronAssignment:
     @cached_property
     def devices(self) -> tuple[str, ...]:
         """All members, group after group."""
-        return tuple(name for group in range(len(self.groups)) for name in self.members(group))
+        return tuple(
+            name for group in range(len(self.groups)) for name in self.members(group)
+        )
 
     def of(self, device: str, layer: int) -> Channels:
         """Return a device's neurons of a layer; empty for layers of other groups."""
@@ -76,8 +85,12 @@ class NeuronAssignment:
 
     def senders(self, receiver: str) -> tuple[str, ...]:
         """Return the other devices casting to a device."""
-        sending = {source for source, target in self.passes if receiver in self.layers[target]}
-        senders = {name for layer in sending for name in self.layers[layer]} - {receiver}
+        sending = {
+            source for source, target in self.passes if receiver in self.layers[target]
+        }
+        senders = {name for layer in sending for name in self.layers[layer]} - {
+            receiver
+        }
         return tuple(name for name in self.devices if name in senders)
 
     def largest_message(self, device: str, values: Sequence[int]) -> int:
@@ -88,11 +101,16 @@ class NeuronAssignment:
         """
         held = [layer for layer, holders in enumerate(self.layers) if device in holders]
         outputs = [len(self.of(device, layer)) * values[layer] for layer in held]
-        return max(outputs + [self.sizes[layer - 1] * values[layer - 1] for layer in held if layer > 1])
+        return max(
+            outputs
+            + [self.sizes[layer - 1] * values[layer - 1] for layer in held if layer > 1]
+        )
 
 
 def partition(
-    neurons: Sequence[int], devices: Sequence[str], allocation: Allocation | int = "hybrid"
+    neurons: Sequence[int],
+    devices: Sequence[str],
+    allocation: Allocation | int = "hybrid",
 ) -> NeuronAssignment:
     """Divide layers, given by their numbers of neurons from the input layer on, into one super neuron per device.
 
@@ -113,11 +131,18 @@ def partition(
                 text = f"layer {layer} has {size} neurons for {count} devices: use fewer devices"
                 raise InputError(text, ("method", "allocation"))
             ends = [size * place // count for place in range(count + 1)]
-            layers.append({name: range(*each) for name, each in zip(members, pairwise(ends), strict=True)})
+            layers.append(
+                {
+                    name: range(*each)
+                    for name, each in zip(members, pairwise(ends), strict=True)
+                }
+            )
     return NeuronAssignment(tuple(groups), tuple(neurons), tuple(layers))
 
 
-def layer_groups(layers: int, devices: int, allocation: Allocation | int) -> list[range]:
+def layer_groups(
+    layers: int, devices: int, allocation: Allocation | int
+) -> list[range]:
     """Return the layers of each group (lines 3 and 4).
 
     Equation (1) gives every group two devices if possible, and at most as many groups as layers; if the number of
@@ -127,7 +152,11 @@ def layer_groups(layers: int, devices: int, allocation: Allocation | int) -> lis
     if isinstance(allocation, int):
         ends = range(layers, 0, -allocation)
         return [range(max(0, end - allocation), end) for end in reversed(ends)]
-    count = {"vertical": min(layers, devices), "hybrid": min(layers, max(1, devices // 2)), "horizontal": 1}[allocation]
+    count = {
+        "vertical": min(layers, devices),
+        "hybrid": min(layers, max(1, devices // 2)),
+        "horizontal": 1,
+    }[allocation]
     size, left = divmod(layers, count)
     starts = [0]
     for group in range(count):
@@ -145,7 +174,9 @@ def devices_of(groups: Sequence[range], devices: int) -> list[int]:
     wanted = [devices * len(group) / layers for group in groups]
     counts = [max(1, int(share)) for share in wanted]
     while sum(counts) < devices:
-        counts[max(range(len(groups)), key=lambda group: wanted[group] - counts[group])] += 1
+        counts[
+            max(range(len(groups)), key=lambda group: wanted[group] - counts[group])
+        ] += 1
     while sum(counts) > devices:
         shared = [group for group in range(len(groups)) if counts[group] > 1]
         counts[max(shared, key=lambda group: counts[group] - wanted[group])] -= 1

@@ -53,7 +53,9 @@ Sent = TypeVar("Sent", bound=Values)
 class Transmit(Protocol):
     """A strategy for casting to several devices."""
 
-    async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
+    async def __call__(
+        self, receivers: Sequence[str], message: Values, until: float
+    ) -> None:
         """Cast before an instant, in seconds; return after the last attempt."""
 
     def heard(self, message: Values) -> None:
@@ -67,7 +69,9 @@ class Repeated:
         self._mailbox = mailbox
         self._times = times
 
-    async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
+    async def __call__(
+        self, receivers: Sequence[str], message: Values, until: float
+    ) -> None:
         """Cast to all receivers the given number of times."""
         for _ in range(self._times):
             await self._mailbox.cast(receivers, message)
@@ -91,7 +95,9 @@ class Acknowledged:
         self._complete: asyncio.Future[None] | None = None
         mailbox.on(CastAck, self._on_acknowledgement)
 
-    async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
+    async def __call__(
+        self, receivers: Sequence[str], message: Values, until: float
+    ) -> None:
         """Cast at least once."""
         device = self._mailbox.device
         what = (message.kind, message.batch, message.layer)
@@ -206,7 +212,9 @@ class CastExchange:
         """Drop unused casts of earlier batches, including future arrivals."""
         if batch > self._oldest[kind]:
             self._oldest[kind] = batch
-            for old in [key for key in self._arrived if key[0] is kind and key[1] < batch]:
+            for old in [
+                key for key in self._arrived if key[0] is kind and key[1] < batch
+            ]:
                 del self._arrived[old]
 
     async def cast(self, layer: int, message: Sent) -> None:
@@ -223,9 +231,21 @@ class CastExchange:
     def outputs(self, layer: int, batch: int, samples: int) -> Arrived:
         """Remove and return the received outputs of a layer."""
         arrangement = self._arrangement()
-        parts = self._received_parts(Outputs, batch, layer, "sharing" if layer == arrangement.output else "forward")
+        parts = self._received_parts(
+            Outputs,
+            batch,
+            layer,
+            "sharing" if layer == arrangement.output else "forward",
+        )
         self._discard_before(Outputs, batch - self._under_way - 1)
-        return Arrived(layer, batch, samples, arrangement.sizes[layer], parts, values=self._values[layer])
+        return Arrived(
+            layer,
+            batch,
+            samples,
+            arrangement.sizes[layer],
+            parts,
+            values=self._values[layer],
+        )
 
     def losses(self, layer: int, batch: int, samples: int) -> Arrived:
         """Remove and return the received losses of a layer's own neurons, sent by the next layer.
@@ -239,7 +259,12 @@ class CastExchange:
         return Arrived(layer + 1, batch, samples, arrangement.sizes[layer + 1], parts)
 
     def _received_parts(
-        self, kind: type[Values], batch: int, layer: int, passing: str, own: Channels | None = None
+        self,
+        kind: type[Values],
+        batch: int,
+        layer: int,
+        passing: str,
+        own: Channels | None = None,
     ) -> tuple[SenderPart, ...]:
         """Return the parts sent by a layer's holders; for losses, only the part for the ``own`` values."""
         came, tally = self._arrived.pop((kind, batch, layer), {}), self.tally[passing]
@@ -249,13 +274,21 @@ class CastExchange:
             message = came.get(sender)
             if sender != self._name:
                 tally.due += 1
-                if message is not None:  # also one that does not count for the method was received
-                    share += share_without(message.missing.get("tensor")) if message.missing else 1
+                if (
+                    message is not None
+                ):  # also one that does not count for the method was received
+                    share += (
+                        share_without(message.missing.get("tensor"))
+                        if message.missing
+                        else 1
+                    )
             parts.append(self._received_part(message, neurons, sender, own))
         tally.came += share
         return tuple(parts)
 
-    def _received_part(self, message: Values | None, held: Channels, sender: str, own: Channels | None) -> SenderPart:
+    def _received_part(
+        self, message: Values | None, held: Channels, sender: str, own: Channels | None
+    ) -> SenderPart:
         neurons: Channels | None = held
         if self._notes is not None and message is None:
             self._notes.missed(sender)
@@ -265,7 +298,10 @@ class CastExchange:
             return SenderPart(sender, held, None)
         tensor, missing = message.tensor, message.missing.get("tensor")
         if own is not None and tensor is not None:
-            tensor, missing = pick(tensor, 1, own), None if missing is None else pick(missing, 1, own)
+            tensor, missing = (
+                pick(tensor, 1, own),
+                None if missing is None else pick(missing, 1, own),
+            )
         if missing is not None and not missing.any():
             missing = None
         return SenderPart(sender, neurons, tensor, message.note, missing)
@@ -273,7 +309,12 @@ class CastExchange:
 
 def _fill_gaps(first: Values, again: Values) -> Values:
     """Merge a repeated message with an earlier incomplete copy."""
-    if first is again or not first.missing or first.tensor is None or again.tensor is None:
+    if (
+        first is again
+        or not first.missing
+        or first.tensor is None
+        or again.tensor is None
+    ):
         return first
     gaps = first.missing["tensor"]
     left = gaps & again.missing["tensor"] if again.missing else torch.zeros_like(gaps)

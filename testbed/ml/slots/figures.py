@@ -25,13 +25,19 @@ def _last_evaluation(field: str, record: RunView) -> float | None:
     fields: Mapping[str, Any] = evaluations[-1].fields if evaluations else {}
     if field == "gathered":
         return fields["accuracy"] if "one" in fields else None
-    value: float | None = fields.get(field, fields.get("accuracy") if field == "one" else None)
+    value: float | None = fields.get(
+        field, fields.get("accuracy") if field == "one" else None
+    )
     return value
 
 
 def _passed_counts(passing: str, record: RunView) -> float | None:
     """Sum each device's last count: counts include tests and continue until a restart."""
-    last = {event.device: event.fields for event in record.of("passed") if event.fields["to"] == passing}
+    last = {
+        event.device: event.fields
+        for event in record.of("passed")
+        if event.fields["to"] == passing
+    }
     due = sum(fields["due"] for fields in last.values())
     return sum(fields["came"] for fields in last.values()) / due if due else None
 
@@ -40,7 +46,9 @@ def _test_intervals(record: RunView) -> list[Interval]:
     """A test begins with its event and ends with an evaluation, while no training is under way."""
     begins = [event.time for event in record.of("tests")]
     ends = [event.time for event in record.of("evaluate")]
-    return list(zip(begins, [*ends, *[float("inf")] * (len(begins) - len(ends))], strict=False))
+    return list(
+        zip(begins, [*ends, *[float("inf")] * (len(begins) - len(ends))], strict=False)
+    )
 
 
 def _training_casts(record: RunView) -> list[int]:
@@ -64,7 +72,15 @@ def details_of(record: RunView) -> SlotDetails:
 def _last_backward(record: RunView) -> float:
     """Return the start of the last backward; 0 without one."""
     begun = record.of("begin").columns("time", "span")
-    return max((time for _, row in begun for time, span in zip(*row, strict=False) if span == "backward"), default=0.0)
+    return max(
+        (
+            time
+            for _, row in begun
+            for time, span in zip(*row, strict=False)
+            if span == "backward"
+        ),
+        default=0.0,
+    )
 
 
 def _count_timeslots(record: RunView) -> float | None:
@@ -76,9 +92,17 @@ def _count_timeslots(record: RunView) -> float | None:
 def _time_to_good(record: RunView) -> float | None:
     """Return the training seconds until the target, without tests, as if the pipeline had never drained."""
     details = details_of(record)
-    reached = (event.fields["step"] for event in record.of("evaluate") if event.fields["accuracy"] >= GOOD)
+    reached = (
+        event.fields["step"]
+        for event in record.of("evaluate")
+        if event.fields["accuracy"] >= GOOD
+    )
     step = next(reached, None)
-    return None if step is None else timetable_of(details).slots(step * details.micro_batches) * details.slot
+    return (
+        None
+        if step is None
+        else timetable_of(details).slots(step * details.micro_batches) * details.slot
+    )
 
 
 def _count_casts(record: RunView) -> int:
@@ -104,7 +128,10 @@ DECLARED = MetricsSpec(
     figures=(
         *(
             Metric(
-                f"{passing}_passed", "share", f"of {needed}, those that came in time", partial(_passed_counts, passing)
+                f"{passing}_passed",
+                "share",
+                f"of {needed}, those that came in time",
+                partial(_passed_counts, passing),
             )
             for passing, needed in (
                 ("forward", "the outputs that a layer needed of other devices"),
@@ -112,7 +139,12 @@ DECLARED = MetricsSpec(
                 ("sharing", "the results that the output layer shares"),
             )
         ),
-        Metric("training_casts", "number", "acknowledgements too, without those of tests", _count_casts),
+        Metric(
+            "training_casts",
+            "number",
+            "acknowledgements too, without those of tests",
+            _count_casts,
+        ),
         Metric(
             "training_transmissions",
             "number",
@@ -120,7 +152,10 @@ DECLARED = MetricsSpec(
             _count_transmissions,
         ),
         Metric(
-            "casts_rate", "number", "casts a second and device while training", partial(_success_rate, _count_casts)
+            "casts_rate",
+            "number",
+            "casts a second and device while training",
+            partial(_success_rate, _count_casts),
         ),
         Metric(
             "transmissions_rate",
@@ -129,7 +164,10 @@ DECLARED = MetricsSpec(
             partial(_success_rate, _count_transmissions),
         ),
         Metric(
-            "timeslots", "number", "until the last backward, those of tests between steps among them", _count_timeslots
+            "timeslots",
+            "number",
+            "until the last backward, those of tests between steps among them",
+            _count_timeslots,
         ),
         Metric(
             "time_to_80",
@@ -138,17 +176,32 @@ DECLARED = MetricsSpec(
             _time_to_good,
         ),
         *(
-            Metric(f"accuracy_{field}", "share", meaning, partial(_last_evaluation, field))
+            Metric(
+                f"accuracy_{field}", "share", meaning, partial(_last_evaluation, field)
+            )
             for field, meaning in (
-                ("one", "of the tests, by the results that the device that leads heard"),
-                ("any", "of the tests, those right by the results that at least one device of the output layer heard"),
+                (
+                    "one",
+                    "of the tests, by the results that the device that leads heard",
+                ),
+                (
+                    "any",
+                    "of the tests, those right by the results that at least one device of the output layer heard",
+                ),
                 ("gathered", "of the tests, by results of which none is lost"),
                 ("deviation", "standard deviation of the accuracy over the test runs"),
             )
         ),
     ),
     events=(
-        EventType("tests", "training stands still, and test runs begin", ("batch",), ("step",)),
-        EventType("passed", "parts that a device needed of others so far, and that came", (), ("to", "due", "came")),
+        EventType(
+            "tests", "training stands still, and test runs begin", ("batch",), ("step",)
+        ),
+        EventType(
+            "passed",
+            "parts that a device needed of others so far, and that came",
+            (),
+            ("to", "due", "came"),
+        ),
     ),
 )

@@ -30,7 +30,9 @@ def passes(arrangement: NeuronAssignment) -> tuple[tuple[int, ...], ...]:
     """Return the number of transmissions per batch from each super neuron (row) to each other (column)."""
     counted: Counter[Pair] = Counter()
     for source, target in arrangement.passes:
-        counted.update(itertools.product(arrangement.holders(source), arrangement.holders(target)))
+        counted.update(
+            itertools.product(arrangement.holders(source), arrangement.holders(target))
+        )
     names = arrangement.devices
     return tuple(tuple(counted[a, b] if a != b else 0 for b in names) for a in names)
 
@@ -44,7 +46,9 @@ def connectivity(arrangement: NeuronAssignment) -> Matrix:
 
 def matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matrix:
     """Return the reception ratios of all pairs (source, destination) in the order of the names; 0 without a link."""
-    return tuple(tuple(0.0 if a == b else ratios.get((a, b), 0.0) for b in names) for a in names)
+    return tuple(
+        tuple(0.0 if a == b else ratios.get((a, b), 0.0) for b in names) for a in names
+    )
 
 
 def score(wanted: Matrix, ratios: Matrix, order: Order) -> float:
@@ -53,8 +57,15 @@ def score(wanted: Matrix, ratios: Matrix, order: Order) -> float:
 
 
 def _make_scorer(wanted: Matrix, ratios: Matrix) -> Callable[[Order], float]:
-    edges = [(a, b, weight) for a, row in enumerate(wanted) for b, weight in enumerate(row) if weight]
-    return lambda order: sum(weight * ratios[order[a]][order[b]] for a, b, weight in edges)
+    edges = [
+        (a, b, weight)
+        for a, row in enumerate(wanted)
+        for b, weight in enumerate(row)
+        if weight
+    ]
+    return lambda order: sum(
+        weight * ratios[order[a]][order[b]] for a, b, weight in edges
+    )
 
 
 def generations(devices: int) -> int:
@@ -62,7 +73,9 @@ def generations(devices: int) -> int:
     return 1_000 if devices <= 6 else 10_000
 
 
-def genetic(wanted: Matrix, ratios: Matrix, seed: int, count: int | None = None) -> Order:
+def genetic(
+    wanted: Matrix, ratios: Matrix, seed: int, count: int | None = None
+) -> Order:
     """Return the result of Algorithm 2 after ``count`` generations, by default the paper's.
 
     A generation compares the best order so far with a random one and with a rotation of it by one place. As printed, an
@@ -91,7 +104,10 @@ def climbing(wanted: Matrix, ratios: Matrix, seed: int) -> Order:
     first = genetic(wanted, ratios, seed)
     draws = random.Random(derive(seed, "mapping", "climbing"))
     starts = [first, *(tuple(draws.sample(first, len(first))) for _ in range(CLIMBS))]
-    return max((_climb_order(start, value) for start in starts), key=lambda order: round(value(order), 12))
+    return max(
+        (_climb_order(start, value) for start in starts),
+        key=lambda order: round(value(order), 12),
+    )
 
 
 def _climb_order(order: Order, value: Callable[[Order], float]) -> Order:
@@ -122,7 +138,9 @@ def exhaustive(wanted: Matrix, ratios: Matrix) -> Order:
         raise ValueError(
             f"{len(wanted)} devices have too many permutations for an exhaustive search: at most {MOST_EXHAUSTIVE}"
         )
-    return max(itertools.permutations(range(len(wanted))), key=_make_scorer(wanted, ratios))
+    return max(
+        itertools.permutations(range(len(wanted))), key=_make_scorer(wanted, ratios)
+    )
 
 
 def coordinator(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:
@@ -132,10 +150,18 @@ def coordinator(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:
     the device (Floyd and Warshall). A pair missing in ``ratios``, or with ratio 0, has no link.
     """
     distances = {
-        (a, b): 0.0 if a == b else 1 / ratios[a, b] if ratios.get((a, b), 0) > 0 else math.inf
+        (a, b): 0.0
+        if a == b
+        else 1 / ratios[a, b]
+        if ratios.get((a, b), 0) > 0
+        else math.inf
         for a in names
         for b in names
     }
     for middle, a, b in itertools.product(names, repeat=3):
-        distances[a, b] = min(distances[a, b], distances[a, middle] + distances[middle, b])
-    return min(names, key=lambda name: math.fsum(distances[name, other] for other in names))
+        distances[a, b] = min(
+            distances[a, b], distances[a, middle] + distances[middle, b]
+        )
+    return min(
+        names, key=lambda name: math.fsum(distances[name, other] for other in names)
+    )

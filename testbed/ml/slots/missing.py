@@ -85,7 +85,11 @@ class Arrived:
         mask = torch.zeros(self.samples, self.neurons * self.values, dtype=torch.bool)
         for part in self.parts:
             if not part.whole:
-                missing = torch.ones((), dtype=torch.bool) if part.missing is None else part.missing
+                missing = (
+                    torch.ones((), dtype=torch.bool)
+                    if part.missing is None
+                    else part.missing
+                )
                 _put_values(missing, elements(part.neurons, self.values), mask)
         return mask
 
@@ -96,7 +100,9 @@ class Arrived:
         """
         if self._in_order():
             room = None if into is None else into.resize_(0)
-            return torch.cat([self._sent_values(part) for part in self.parts], dim=1, out=room)
+            return torch.cat(
+                [self._sent_values(part) for part in self.parts], dim=1, out=room
+            )
         outputs = self.nothing()
         for part in self.parts:
             if part.tensor is not None:
@@ -108,7 +114,11 @@ class Arrived:
         return torch.zeros(self.samples, self.neurons * self.values)
 
     def _sent_values(self, part: SenderPart) -> torch.Tensor:
-        return torch.zeros(self.samples, len(part.neurons) * self.values) if part.tensor is None else part.tensor
+        return (
+            torch.zeros(self.samples, len(part.neurons) * self.values)
+            if part.tensor is None
+            else part.tensor
+        )
 
     def _in_order(self) -> bool:
         """Return whether the concatenated parts are the layer."""
@@ -123,7 +133,9 @@ class Arrived:
         """Return the sum of the received losses, (samples, own values). Raises ValueError if none has arrived."""
         heard = [part.tensor for part in self.parts if part.tensor is not None]
         if not heard:
-            raise ValueError(f"nothing of layer {self.layer} has arrived for batch {self.batch}")
+            raise ValueError(
+                f"nothing of layer {self.layer} has arrived for batch {self.batch}"
+            )
         return torch.stack(heard).sum(dim=0)
 
 
@@ -192,7 +204,12 @@ class MissingDataPolicy(Protocol):
         """Return the usability of a batch's losses from the next layer."""
 
     def learn(
-        self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable
+        self,
+        shard: LayerShard,
+        layer: int,
+        batch: int,
+        gradient: torch.Tensor | None,
+        usable: Usable,
     ) -> Work | None:
         """Return the work of a backward; None skips learning.
 
@@ -204,7 +221,9 @@ class MissingDataPolicy(Protocol):
         """Observe the loss of a step with usable results, on the coordinator."""
 
 
-def back(shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
+def back(
+    shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor
+) -> torch.Tensor | None:
     """Accumulate gradients; return the inputs' gradient, (samples, values), or None for the first layer."""
     if layer > 1:
         return shard.backward(batch, gradient)

@@ -14,7 +14,13 @@ from testbed.ml.method import Problem
 from testbed.ml.models.sliced import cut_copies, draw
 from testbed.ml.models.slices import Channels
 from testbed.ml.slots.missing import Arrived, Work
-from testbed.ml.slots.planner import LayerCosts, SlotOptions, layer_costs, layers_of, slice_of
+from testbed.ml.slots.planner import (
+    LayerCosts,
+    SlotOptions,
+    layer_costs,
+    layers_of,
+    slice_of,
+)
 
 Learn = Callable[[LayerShard, torch.Tensor | None], Work | None]
 """From a layer and the gradient of its outputs to the work of a backward, as `MissingDataPolicy.learn` returns it."""
@@ -26,7 +32,9 @@ MOST_KEPT = 1 << 24
 class Neurons:
     """Some neurons of each of some layers, numbered from 1; all operations take the device's time."""
 
-    def __init__(self, device: Device, problem: Problem[SlotOptions], given: State | None = None) -> None:
+    def __init__(
+        self, device: Device, problem: Problem[SlotOptions], given: State | None = None
+    ) -> None:
         """``given`` is the initial weights of the whole network; None draws them from the seed."""
         self._given = given
         self._device = device
@@ -43,19 +51,30 @@ class Neurons:
         self.shards: dict[int, LayerShard] = {}
 
     async def forward(
-        self, layer: int, batch: int, inputs: torch.Tensor, unheard: torch.Tensor | None = None
+        self,
+        layer: int,
+        batch: int,
+        inputs: torch.Tensor,
+        unheard: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the outputs, (samples, own values), keeping the values `backward` needs.
 
         ``unheard`` marks missing inputs, (samples or 1, values), whose gradient is zero.
         """
         self._inferred.clear()
-        shard, cost = self.shards[layer], self._layer_costs(layer, inputs.shape[0]).forward
-        outputs = await self._device.compute(partial(shard.forward, batch, inputs), cost, Span("forward", batch))
+        shard, cost = (
+            self.shards[layer],
+            self._layer_costs(layer, inputs.shape[0]).forward,
+        )
+        outputs = await self._device.compute(
+            partial(shard.forward, batch, inputs), cost, Span("forward", batch)
+        )
         self._forwarded[layer, batch] = unheard
         return outputs
 
-    async def infer(self, layer: int, batch: int, entering: Arrived, alike: Hashable = None) -> torch.Tensor:
+    async def infer(
+        self, layer: int, batch: int, entering: Arrived, alike: Hashable = None
+    ) -> torch.Tensor:
         """Return the outputs of a test, (samples, own values).
 
         Calls with the same ``alike`` other than None have equal outputs, which are computed once.
@@ -65,15 +84,26 @@ class Neurons:
             outputs = self._inferred.get((layer, alike))
             if outputs is None:
                 outputs = shard.infer(entering.together(self._room))
-                if alike is not None and (len(self._inferred) + 1) * outputs.nbytes <= MOST_KEPT:
+                if (
+                    alike is not None
+                    and (len(self._inferred) + 1) * outputs.nbytes <= MOST_KEPT
+                ):
                     self._inferred[layer, alike] = outputs
             return outputs
 
-        shard, cost = self.shards[layer], self._layer_costs(layer, entering.samples).forward
+        shard, cost = (
+            self.shards[layer],
+            self._layer_costs(layer, entering.samples).forward,
+        )
         return await self._device.compute(work, cost, Span("evaluate", batch))
 
     async def backward(
-        self, layer: int, batch: int, samples: int, gradient: torch.Tensor | None, learn: Learn
+        self,
+        layer: int,
+        batch: int,
+        samples: int,
+        gradient: torch.Tensor | None,
+        learn: Learn,
     ) -> torch.Tensor | None:
         """Learn from the gradient of the own outputs; return the inputs' gradient, or None if nothing is to be cast.
 
@@ -122,16 +152,22 @@ class Neurons:
         if layer in self.shards:
             self.shards[layer].take(neurons, state)
         else:
-            self.shards[layer] = LayerShard(whole, part, state, self._problem.workload.training.optimizer)
+            self.shards[layer] = LayerShard(
+                whole, part, state, self._problem.workload.training.optimizer
+            )
 
     def _drop_computations(self, layer: int) -> None:
         """Drop computations made with other neurons of a layer than the current ones."""
-        self._forwarded = {key: kept for key, kept in self._forwarded.items() if key[0] != layer}
+        self._forwarded = {
+            key: kept for key, kept in self._forwarded.items() if key[0] != layer
+        }
         self._inferred.clear()
 
     def _layer_costs(self, layer: int, samples: int) -> LayerCosts:
         neurons = self.shards[layer].part.rows
         key = (layer, len(neurons), samples)
         if key not in self._known_costs:
-            self._known_costs[key] = layer_costs(self._layers[layer - 1], neurons, samples, self._problem)
+            self._known_costs[key] = layer_costs(
+                self._layers[layer - 1], neurons, samples, self._problem
+            )
         return self._known_costs[key]

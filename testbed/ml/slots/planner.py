@@ -23,7 +23,14 @@ from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.models.slices import Channels, Slice
 from testbed.ml.slots import mapping
 from testbed.ml.slots.arrangement import NeuronAssignment
-from testbed.ml.slots.timeslots import MARGIN, Timetable, draw, fill_and_drain, learning, timetable
+from testbed.ml.slots.timeslots import (
+    MARGIN,
+    Timetable,
+    draw,
+    fill_and_drain,
+    learning,
+    timetable,
+)
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Pair
 from testbed.plan import Details, Piece, Plan
@@ -112,8 +119,14 @@ def timetable_of(details: SlotDetails) -> Timetable:
     return _make_timetable(groups, details.pipelined, details.micro_batches)
 
 
-def _make_timetable(groups: Sequence[range], pipelined: bool, micro_batches: int) -> Timetable:
-    return fill_and_drain(groups, micro_batches) if micro_batches > 1 else timetable(groups, pipelined)
+def _make_timetable(
+    groups: Sequence[range], pipelined: bool, micro_batches: int
+) -> Timetable:
+    return (
+        fill_and_drain(groups, micro_batches)
+        if micro_batches > 1
+        else timetable(groups, pipelined)
+    )
 
 
 def neurons_of(problem: Problem[SlotOptions]) -> tuple[int, ...]:
@@ -133,11 +146,17 @@ def layers_of(problem: Problem[SlotOptions]) -> tuple[GraphLayer, ...]:
         follows = layer.sources == (index - 1,)
         if layers and follows and layer.by_channel and not layer.parameters:
             layers[-1] = layers[-1].with_pool(layer)
-        elif follows and layer.splits and not any(isinstance(each, Dropout) for each in layer.sequence):
+        elif (
+            follows
+            and layer.splits
+            and not any(isinstance(each, Dropout) for each in layer.sequence)
+        ):
             layers.append(layer)
         else:
             text = f"'{layer.name}' of {graph.name} is no convolution, pooling or dense layer behind the one before, "
-            raise InputError(text + "or drops values at random: use mlp or cnn", ("model", "name"))
+            raise InputError(
+                text + "or drops values at random: use mlp or cnn", ("model", "name")
+            )
     return tuple(layers)
 
 
@@ -160,7 +179,9 @@ class LayerCosts:
     update: Cost
 
 
-def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[SlotOptions]) -> LayerCosts:
+def layer_costs(
+    layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[SlotOptions]
+) -> LayerCosts:
     """Return the costs of some neurons of a layer for a batch."""
     one = layer.cost(layer.inputs, len(neurons))
     update = Cost(problem.training.update_flops * _parameter_count(layer, neurons))
@@ -168,7 +189,11 @@ def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Pro
 
 
 def plan(
-    method: str, problem: Problem[SlotOptions], divide: Divide, micro_batches: int = 1, informs: bool = False
+    method: str,
+    problem: Problem[SlotOptions],
+    divide: Divide,
+    micro_batches: int = 1,
+    informs: bool = False,
 ) -> Plan[SlotDetails]:
     """Divide the layers, map super neurons to devices, time the slots. Raises `InputError`.
 
@@ -176,21 +201,32 @@ def plan(
     """
     neurons, names = neurons_of(problem), [device.name for device in problem.devices]
     ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
-    order, reached = _map_neurons(problem, divide(neurons, names), mapping.matrix(names, ratios))
+    order, reached = _map_neurons(
+        problem, divide(neurons, names), mapping.matrix(names, ratios)
+    )
     held = divide(neurons, [names[index] for index in order])
     _check_links(held, ratios, acknowledged=problem.options.recovery == "ack")
     _check_micro_batches(problem, held, micro_batches)
     table = _make_timetable(held.groups, problem.options.pipelined, micro_batches)
-    slot = _slot_seconds(problem, held, math.ceil(problem.workload.batch_size / micro_batches))
-    times = [_computation_seconds(problem, held, layer, problem.workload.batch_size) for layer in range(len(neurons))]
+    slot = _slot_seconds(
+        problem, held, math.ceil(problem.workload.batch_size / micro_batches)
+    )
+    times = [
+        _computation_seconds(problem, held, layer, problem.workload.batch_size)
+        for layer in range(len(neurons))
+    ]
     lead, coordinator = held.holders(held.output)[0], mapping.coordinator(names, ratios)
     weights = BYTES_PER_VALUE * sum(unit.parameters for unit in problem.model.units)
     handed_out = [(lead, weights)] if problem.workload.model.weights is not None else []
-    handed_out += [(coordinator, BYTES_OF_RANGE * sum(map(len, held.layers)))] if informs else []
+    handed_out += (
+        [(coordinator, BYTES_OF_RANGE * sum(map(len, held.layers)))] if informs else []
+    )
     return Plan(
         method=method,
         lead=lead,
-        pieces=tuple(_make_placement(problem, table, held, name) for name in held.devices),
+        pieces=tuple(
+            _make_placement(problem, table, held, name) for name in held.devices
+        ),
         step_time=table.period * slot,
         steps=_step_count(problem, table, slot),
         details=SlotDetails(
@@ -202,7 +238,9 @@ def plan(
             pipelined=problem.options.pipelined,
             micro_batches=micro_batches,
             slot=slot,
-            test_slot=max(slot, sum(_needed_seconds(problem, held, test_batch(problem)))),
+            test_slot=max(
+                slot, sum(_needed_seconds(problem, held, test_batch(problem)))
+            ),
             forward=tuple(forward for forward, _ in times),
             backward=tuple(backward for _, backward in times),
             begin=sum(_handed_out(problem, *each) for each in handed_out) or None,
@@ -211,7 +249,9 @@ def plan(
     )
 
 
-def _check_micro_batches(problem: Problem[SlotOptions], held: NeuronAssignment, count: int) -> None:
+def _check_micro_batches(
+    problem: Problem[SlotOptions], held: NeuronAssignment, count: int
+) -> None:
     text = None
     if count > 1 and any(len(group) > 1 for group in held.groups):
         text = "is GPipe, which divides layer by layer: use allocation: vertical and a device for each layer"
@@ -226,9 +266,8 @@ def _map_neurons(
 ) -> tuple[mapping.Order, float]:
     wanted, count = mapping.connectivity(held), len(problem.devices)
     if problem.options.mapping == "upper" and count > mapping.MOST_EXHAUSTIVE:
-        text = (
-            f"{count} devices are too many for an exhaustive search: use genetic, or at most {mapping.MOST_EXHAUSTIVE}"
-        )
+        most = mapping.MOST_EXHAUSTIVE
+        text = f"{count} devices are too many for an exhaustive search: use genetic, or at most {most}"
         raise InputError(text, ("method", "mapping"))
     if problem.options.mapping == "upper":
         order = mapping.exhaustive(wanted, ratios)
@@ -241,7 +280,9 @@ def _map_neurons(
     return order, mapping.score(wanted, ratios, order)
 
 
-def _check_links(held: NeuronAssignment, ratios: Mapping[Pair, float], acknowledged: bool) -> None:
+def _check_links(
+    held: NeuronAssignment, ratios: Mapping[Pair, float], acknowledged: bool
+) -> None:
     """Raise `InputError` for missing links between communicating super neurons, or for their acknowledgements."""
     for b in held.devices:
         for a in held.senders(b):
@@ -253,7 +294,9 @@ def _check_links(held: NeuronAssignment, ratios: Mapping[Pair, float], acknowled
                 raise InputError(text, ("network", "topology"))
             if ratios[a, b] <= 0:
                 text = f"{b} receives no cast of {a}, but needs them: place the devices closer, or "
-                raise InputError(text + "lower the message_loss of that link", ("network",))
+                raise InputError(
+                    text + "lower the message_loss of that link", ("network",)
+                )
 
 
 def test_batch(problem: Problem[SlotOptions]) -> int:
@@ -261,7 +304,9 @@ def test_batch(problem: Problem[SlotOptions]) -> int:
     return problem.options.test_batch or problem.workload.batch_size
 
 
-def _slot_seconds(problem: Problem[SlotOptions], held: NeuronAssignment, samples: int) -> float:
+def _slot_seconds(
+    problem: Problem[SlotOptions], held: NeuronAssignment, samples: int
+) -> float:
     """Return the seconds of a timeslot, configured or by equation (4). Raises `InputError` for a too short one."""
     computing, transmitting = _needed_seconds(problem, held, samples)
     needed = computing + transmitting
@@ -275,7 +320,9 @@ def _slot_seconds(problem: Problem[SlotOptions], held: NeuronAssignment, samples
     return given
 
 
-def _step_count(problem: Problem[SlotOptions], table: Timetable, slot: float) -> int | None:
+def _step_count(
+    problem: Problem[SlotOptions], table: Timetable, slot: float
+) -> int | None:
     """Return the number of steps fitting into the training time. Raises `InputError` if none fits."""
     time = problem.options.time
     if time is None:
@@ -283,7 +330,10 @@ def _step_count(problem: Problem[SlotOptions], table: Timetable, slot: float) ->
     steps = table.steps(math.floor(time / slot + 1e-9))
     if steps < 1:
         least = formats.seconds(table.slots(table.micro) * slot)
-        raise InputError(f"{formats.seconds(time)} is too short: one step takes {least}", ("method", "time"))
+        raise InputError(
+            f"{formats.seconds(time)} is too short: one step takes {least}",
+            ("method", "time"),
+        )
     return steps
 
 
@@ -299,14 +349,25 @@ def _handed_out(problem: Problem[SlotOptions], sender: str, size: int) -> float:
         text = f"no link leads from {sender}, which sends the initial state, to {unlinked[0]}: use the topology mesh"
         raise InputError(text, ("network", "topology"))
     rate, delay = _cast_rate(problem, sender)
-    return 2 * (0.0 if rate is None else 8 * size * len(others) / rate) + 4 * delay + problem.options.margin
+    return (
+        2 * (0.0 if rate is None else 8 * size * len(others) / rate)
+        + 4 * delay
+        + problem.options.margin
+    )
 
 
-def _needed_seconds(problem: Problem[SlotOptions], held: NeuronAssignment, samples: int) -> tuple[float, float]:
+def _needed_seconds(
+    problem: Problem[SlotOptions], held: NeuronAssignment, samples: int
+) -> tuple[float, float]:
     """Return the longest computation and the longest transmission of any device for this many samples, in seconds."""
     return (
-        max(max(_computation_seconds(problem, held, layer, samples)) for layer in range(len(held.sizes))),
-        max(_longest_transmission(problem, held, name, samples) for name in held.devices),
+        max(
+            max(_computation_seconds(problem, held, layer, samples))
+            for layer in range(len(held.sizes))
+        ),
+        max(
+            _longest_transmission(problem, held, name, samples) for name in held.devices
+        ),
     )
 
 
@@ -326,14 +387,21 @@ def _computation_seconds(
     return forward, backward
 
 
-def _longest_transmission(problem: Problem[SlotOptions], held: NeuronAssignment, name: str, samples: int) -> float:
+def _longest_transmission(
+    problem: Problem[SlotOptions], held: NeuronAssignment, name: str, samples: int
+) -> float:
     """Return the seconds until a device's longest message has arrived everywhere, including repetitions.
 
     With ``ack`` the time includes one acknowledgement.
     """
     rate, delay = _cast_rate(problem, name)
-    values, options = held.largest_message(name, neuron_values(problem)) * samples, problem.options
-    size = cast.size_around(BYTES_PER_VALUE * values) * (options.transmissions if options.recovery == "r-tx" else 1)
+    values, options = (
+        held.largest_message(name, neuron_values(problem)) * samples,
+        problem.options,
+    )
+    size = cast.size_around(BYTES_PER_VALUE * values) * (
+        options.transmissions if options.recovery == "r-tx" else 1
+    )
     answered = _answering_time(problem, name) if options.recovery == "ack" else 0.0
     return delay + answered + (0.0 if rate is None else 8 * size / rate)
 
@@ -343,23 +411,33 @@ def _answering_time(problem: Problem[SlotOptions], name: str) -> float:
     _, there = _cast_rate(problem, name)
     others = [device.name for device in problem.devices if device.name != name]
     back = [_cast_rate(problem, other) for other in others]
-    casting = sum(8 * cast.size_around(0) / rate for rate, _ in back if rate is not None)
+    casting = sum(
+        8 * cast.size_around(0) / rate for rate, _ in back if rate is not None
+    )
     return there + casting + max((delay for _, delay in back), default=0.0) + ANSWER
 
 
 def _cast_rate(problem: Problem[SlotOptions], name: str) -> tuple[float | None, float]:
     """Return the bit/s of a device's casts, None without a limit, and the seconds until all have received one."""
     links = [link for pair, link in problem.links.items() if pair[0] == name]
-    return broadcast_rate(links), max((link.delay + 4 * link.jitter for link in links), default=0.0)
+    return broadcast_rate(links), max(
+        (link.delay + 4 * link.jitter for link in links), default=0.0
+    )
 
 
 def _parameter_count(layer: GraphLayer, neurons: Channels) -> int:
-    return layer.share(layer.weights, slice_of(layer, neurons)) + layer.channel_values * len(neurons)
+    return layer.share(
+        layer.weights, slice_of(layer, neurons)
+    ) + layer.channel_values * len(neurons)
 
 
-def _make_placement(problem: Problem[SlotOptions], table: Timetable, held: NeuronAssignment, name: str) -> Piece:
+def _make_placement(
+    problem: Problem[SlotOptions], table: Timetable, held: NeuronAssignment, name: str
+) -> Piece:
     layers, samples = layers_of(problem), problem.workload.batch_size
-    group = next(index for index in range(len(held.groups)) if name in held.members(index))
+    group = next(
+        index for index in range(len(held.groups)) if name in held.members(index)
+    )
     members, own = held.members(group), held.groups[group]
     parameters, values, cost = 0, 0, Cost()
     for layer in learning(own):
@@ -408,4 +486,6 @@ class SlotMethod(Method[Given, Planned]):
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of a super neuron; other devices have none."""
-        return frozenset({"forward", "backward", "evaluate"} if device in plan.devices else ())
+        return frozenset(
+            {"forward", "backward", "evaluate"} if device in plan.devices else ()
+        )

@@ -19,10 +19,25 @@ from testbed.ml.method import Job
 from testbed.ml.models.slices import Channels, pick
 from testbed.ml.slots import weights
 from testbed.ml.slots.arrangement import NeuronAssignment
-from testbed.ml.slots.casts import CASTS, Acknowledged, CastExchange, Losses, Notes, Outputs, Repeated, Transmit
+from testbed.ml.slots.casts import (
+    CASTS,
+    Acknowledged,
+    CastExchange,
+    Losses,
+    Notes,
+    Outputs,
+    Repeated,
+    Transmit,
+)
 from testbed.ml.slots.missing import MissingDataPolicy, Usable, Work
 from testbed.ml.slots.neurons import Neurons
-from testbed.ml.slots.planner import SlotDetails, SlotOptions, neuron_values, test_batch, timetable_of
+from testbed.ml.slots.planner import (
+    SlotDetails,
+    SlotOptions,
+    neuron_values,
+    test_batch,
+    timetable_of,
+)
 from testbed.ml.slots.samples import PATIENCE, Gathering, MicroBatches, Tested, TestRuns
 from testbed.ml.slots.timeslots import LayerAction, SlotSegment, segments, slots
 
@@ -56,7 +71,9 @@ class Arranging(Protocol):
 class FixedAssignment:
     """A plan's constant arrangement."""
 
-    def __init__(self, arrangement: NeuronAssignment, neurons: Neurons, device: str) -> None:
+    def __init__(
+        self, arrangement: NeuronAssignment, neurons: Neurons, device: str
+    ) -> None:
         self.now = arrangement
         self._device = device
         for layer, holders in enumerate(arrangement.layers):
@@ -85,14 +102,18 @@ def transmit_of(mailbox: Mailbox, job: SlotJob) -> Transmit:
     return Repeated(mailbox, options.transmissions if options.recovery == "r-tx" else 1)
 
 
-def gradient_of_cross_entropy(logarithms: torch.Tensor, labels: torch.Tensor, weight: float) -> torch.Tensor:
+def gradient_of_cross_entropy(
+    logarithms: torch.Tensor, labels: torch.Tensor, weight: float
+) -> torch.Tensor:
     """Return the gradient of ``weight`` times the summed cross-entropy by the results, (samples, classes).
 
     ``logarithms`` is `torch.log_softmax` of the results. The gradient is bitwise equal to autograd's, in a third of the
     time.
     """
     added = torch.zeros_like(logarithms).scatter_(1, labels[:, None], -weight)
-    gradient: torch.Tensor = torch.ops.aten._log_softmax_backward_data(added, logarithms, 1, logarithms.dtype)
+    gradient: torch.Tensor = torch.ops.aten._log_softmax_backward_data(
+        added, logarithms, 1, logarithms.dtype
+    )
     return gradient
 
 
@@ -115,8 +136,12 @@ class SlotProgram:
         self._device = mailbox.device
         self._table = table = timetable_of(details)
         self._leads = job.plan.lead == mailbox.device.name
-        self._training = MicroBatches(Training(job.dataset, problem.workload, problem.seed), table.micro)
-        self._tests = TestRuns(job.dataset, test_batch(problem), problem.options.test_runs)
+        self._training = MicroBatches(
+            Training(job.dataset, problem.workload, problem.seed), table.micro
+        )
+        self._tests = TestRuns(
+            job.dataset, test_batch(problem), problem.options.test_runs
+        )
         steps = min(self._training.steps, job.plan.steps or self._training.steps)
         self._job = job
         self._segments = partial(
@@ -134,7 +159,12 @@ class SlotProgram:
         self._arranging = arranging
         self._on_missing = on_missing
         self._exchange = CastExchange(
-            mailbox, lambda: arranging.now, transmit, self._under_way, neuron_values(problem), notes
+            mailbox,
+            lambda: arranging.now,
+            transmit,
+            self._under_way,
+            neuron_values(problem),
+            notes,
         )
         self._losses: list[float] = []
         """Losses of the micro-batches of the present step."""
@@ -142,7 +172,9 @@ class SlotProgram:
         """Steps that were trained before the last evaluation."""
         self._gathering: Gathering | None = None
         if problem.options.test_results == "gathered":
-            scores = TestRuns(job.dataset, test_batch(problem), problem.options.test_runs)
+            scores = TestRuns(
+                job.dataset, test_batch(problem), problem.options.test_runs
+            )
             self._gathering = Gathering(mailbox, job.plan.lead, scores)
         self._evaluations: list[asyncio.Task[None]] = []
 
@@ -160,12 +192,13 @@ class SlotProgram:
             await asyncio.gather(*self._evaluations)
         if self._job.problem.options.final_weights and group is not None:
             until = last.end + PATIENCE * last.slot
-            await weights.leave_weights(self._mailbox, self._job, self._neurons, self._arranging.now, until)
-        if self._leads and self._evaluated < last.trained:
-            text = (
-                f"the evaluation after step {last.trained} is lost: {self._device.name}, which leads, was off or had "
+            await weights.leave_weights(
+                self._mailbox, self._job, self._neurons, self._arranging.now, until
             )
-            text += f"no neurons when the last timeslot ended at {last.end:.1f} s: train more, or end the fault earlier"
+        if self._leads and self._evaluated < last.trained:
+            text = f"the evaluation after step {last.trained} is lost: {self._device.name}, which leads, was off or "
+            text += f"had no neurons when the last timeslot ended at {last.end:.1f} s: "
+            text += "train more, or end the fault earlier"
             raise MissedTestsError(text)
 
     async def _work_slots(self, group: int) -> bool:
@@ -190,15 +223,25 @@ class SlotProgram:
             return
 
         async def outputs() -> torch.Tensor | None:
-            arrived = self._exchange.outputs(layer - 1, number, self._training.samples(batch))
+            arrived = self._exchange.outputs(
+                layer - 1, number, self._training.samples(batch)
+            )
             unheard = arrived.gaps() if layer > 1 and self._on_missing.masks else None
             inputs = self._on_missing.inputs(arrived)
-            return None if inputs is None else await self._neurons.forward(layer, batch, inputs, unheard)
+            return (
+                None
+                if inputs is None
+                else await self._neurons.forward(layer, batch, inputs, unheard)
+            )
 
-        await self._forward_layer(layer, number, partial(self._training.images, batch), outputs)
+        await self._forward_layer(
+            layer, number, partial(self._training.images, batch), outputs
+        )
         if layer:
             # Of older ones the losses did not come, and their slots are past.
-            self._neurons.forget_before(layer, batch - self._table.staleness(layer) * self._table.micro + 1)
+            self._neurons.forget_before(
+                layer, batch - self._table.staleness(layer) * self._table.micro + 1
+            )
 
     async def _test_segment(self, segment: SlotSegment, action: LayerAction) -> None:
         layer, batch, number = action.layer, action.batch, segment.number(action.batch)
@@ -208,17 +251,25 @@ class SlotProgram:
             self._score_tests(segment, batch)
 
         async def outputs() -> torch.Tensor | None:
-            arrived = self._exchange.outputs(layer - 1, number, self._tests.samples(batch))
+            arrived = self._exchange.outputs(
+                layer - 1, number, self._tests.samples(batch)
+            )
             entering = self._on_missing.tested(arrived)
             if entering is None:
                 return None
             # What arrives of the input layer are the samples themselves, in each run the same.
             alike = arrived.heard if layer == 1 and entering is arrived else None
-            return await self._neurons.infer(layer, batch, entering, alike and (self._tests.place(batch), alike))
+            return await self._neurons.infer(
+                layer, batch, entering, alike and (self._tests.place(batch), alike)
+            )
 
-        values = await self._forward_layer(layer, number, partial(self._tests.images, batch), outputs)
+        values = await self._forward_layer(
+            layer, number, partial(self._tests.images, batch), outputs
+        )
         if last and values is not None and self._gathering is not None:
-            self._gathering.computed(batch, self._arranging.now.of(self._device.name, layer), values)
+            self._gathering.computed(
+                batch, self._arranging.now.of(self._device.name, layer), values
+            )
 
     async def _forward_layer(
         self,
@@ -235,7 +286,8 @@ class SlotProgram:
         values = await outputs() if layer else images(held.of(self._device.name, 0))
         if values is not None or self._on_missing.announces:
             await self._exchange.cast(
-                min(layer + 1, held.output), Outputs(number, layer, values, sender=self._device.name)
+                min(layer + 1, held.output),
+                Outputs(number, layer, values, sender=self._device.name),
             )
         return values
 
@@ -245,14 +297,20 @@ class SlotProgram:
         if layer == self._arranging.now.output:
             usable = await self._of_results(layer, batch, number)
         else:
-            usable = await self._on_missing.losses(self._exchange.losses(layer, number, samples))
+            usable = await self._on_missing.losses(
+                self._exchange.losses(layer, number, samples)
+            )
 
         def learn(shard: LayerShard, gradient: torch.Tensor | None) -> Work | None:
             return self._on_missing.learn(shard, layer, batch, gradient, usable)
 
-        before = await self._neurons.backward(layer, batch, samples, usable.values, learn)
+        before = await self._neurons.backward(
+            layer, batch, samples, usable.values, learn
+        )
         if layer > 1 and (before is not None or self._on_missing.announces):
-            await self._exchange.cast(layer - 1, Losses(number, layer, before, sender=self._device.name))
+            await self._exchange.cast(
+                layer - 1, Losses(number, layer, before, sender=self._device.name)
+            )
 
     async def _of_results(self, layer: int, batch: int, number: int) -> Usable:
         """Return the gradient of a batch's cross-entropy by the own outputs, if the results are usable."""
@@ -260,15 +318,24 @@ class SlotProgram:
         usable = await self._on_missing.results(arrived)
         if usable.values is None and not self._leads:
             return usable
-        logarithms = torch.log_softmax(arrived.together() if usable.values is None else usable.values, dim=1)
+        logarithms = torch.log_softmax(
+            arrived.together() if usable.values is None else usable.values, dim=1
+        )
         labels = self._training.labels(batch)
         if self._leads:
-            loss = functional.nll_loss(logarithms, labels, reduction="sum") / self._training.whole
+            loss = (
+                functional.nll_loss(logarithms, labels, reduction="sum")
+                / self._training.whole
+            )
             self._note_loss(batch, float(loss), exact=usable.values is not None)
         if usable.values is None:
             return usable
-        gradient = gradient_of_cross_entropy(logarithms, labels, 1 / self._training.whole)
-        return usable._replace(values=pick(gradient, 1, self._arranging.now.of(self._device.name, layer)))
+        gradient = gradient_of_cross_entropy(
+            logarithms, labels, 1 / self._training.whole
+        )
+        return usable._replace(
+            values=pick(gradient, 1, self._arranging.now.of(self._device.name, layer))
+        )
 
     def _note_loss(self, batch: int, loss: float, exact: bool) -> None:
         """Record the loss of a step after its last micro-batch, on the coordinator.
@@ -285,9 +352,15 @@ class SlotProgram:
 
     def _score_tests(self, segment: SlotSegment, before: int) -> None:
         """Score the test batches before this one by the results received here, as in `_note_loss`."""
-        for test in self._tests.unscored(before) if self._leads or self._gathering is not None else ():
+        for test in (
+            self._tests.unscored(before)
+            if self._leads or self._gathering is not None
+            else ()
+        ):
             output = self._arranging.now.output
-            arrived = self._exchange.outputs(output, segment.number(test), self._tests.samples(test))
+            arrived = self._exchange.outputs(
+                output, segment.number(test), self._tests.samples(test)
+            )
             there = self._on_missing.tested(arrived)
             results = arrived.nothing() if there is None else there.together()
             self._tests.score(test, results)
@@ -307,7 +380,10 @@ class SlotProgram:
     def _evaluate_tests(self, segment: SlotSegment) -> None:
         """Score the last test batches on the coordinator and, if results are gathered, on its peers."""
         now, gathering = self._arranging.now, self._gathering
-        if not (self._leads or (gathering is not None and self._device.name in now.holders(now.output))):
+        if not (
+            self._leads
+            or (gathering is not None and self._device.name in now.holders(now.output))
+        ):
             return
         self._score_tests(segment, len(self._tests))
         one = self._tests.finish()
@@ -320,7 +396,11 @@ class SlotProgram:
 
         async def gather() -> None:
             until = segment.end + PATIENCE * segment.slot
-            scores = await gathering.finish(segment.trained, now.holders(now.output), until)
-            self._device.record("evaluate", step=segment.trained, one=one["accuracy"], **scores)
+            scores = await gathering.finish(
+                segment.trained, now.holders(now.output), until
+            )
+            self._device.record(
+                "evaluate", step=segment.trained, one=one["accuracy"], **scores
+            )
 
         self._evaluations.append(self._mailbox.start(gather()))

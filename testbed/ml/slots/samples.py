@@ -50,7 +50,9 @@ class MicroBatches:
 
     def labels(self, number: int) -> torch.Tensor:
         """Return the labels of its samples, (samples,)."""
-        return self._training.labels(number // self.parts)[self._cuts[number % self.parts]]
+        return self._training.labels(number // self.parts)[
+            self._cuts[number % self.parts]
+        ]
 
 
 class TestRuns:
@@ -78,7 +80,9 @@ class TestRuns:
             self._own, self._images = own, {}
         place = self.place(test)
         if place not in self._images:
-            self._images[place] = pick(self._requests.images(place).flatten(1), 1, own).contiguous()
+            self._images[place] = pick(
+                self._requests.images(place).flatten(1), 1, own
+            ).contiguous()
         return self._images[place]
 
     def samples(self, test: int) -> int:
@@ -103,7 +107,12 @@ class TestRuns:
         accuracies = [run.accuracy or 0.0 for run in self._scores]
         loss = fmean(run.loss or 0.0 for run in self._scores)
         self._scores, self._scored = [Score() for _ in self._scores], 0
-        return {"accuracy": fmean(accuracies), "loss": loss, "deviation": pstdev(accuracies), "runs": accuracies}
+        return {
+            "accuracy": fmean(accuracies),
+            "loss": loss,
+            "deviation": pstdev(accuracies),
+            "runs": accuracies,
+        }
 
 
 @dataclass(frozen=True)
@@ -153,9 +162,13 @@ class Gathering:
     async def sent(self, until: float) -> None:
         """Return once all sent results have arrived, or at an instant, in seconds."""
         if self._sent:
-            await asyncio.wait(self._sent, timeout=max(0.0, until - self._mailbox.device.now()))
+            await asyncio.wait(
+                self._sent, timeout=max(0.0, until - self._mailbox.device.now())
+            )
 
-    async def finish(self, step: int, devices: Collection[str], until: float) -> dict[str, Any]:
+    async def finish(
+        self, step: int, devices: Collection[str], until: float
+    ) -> dict[str, Any]:
         """Return accuracy, loss and more of the tests after a step, as in `TestRuns.finish`, from gathered results.
 
         The field ``any`` is the fraction of samples classified correctly by at least one device from its received
@@ -168,8 +181,13 @@ class Gathering:
                 for name in devices
                 if name != self._lead
             ]
-            there: Sequence[Tested] = [own, *(each for each in others if each is not None)]
-            self._scores.score(test, torch.stack([each.results for each in there]).sum(dim=0))
+            there: Sequence[Tested] = [
+                own,
+                *(each for each in others if each is not None),
+            ]
+            self._scores.score(
+                test, torch.stack([each.results for each in there]).sum(dim=0)
+            )
             right += torch.stack([each.right for each in there]).any(dim=0).tolist()
         self._own.clear()
         return {**self._scores.finish(), "any": fmean(right)}

@@ -63,16 +63,26 @@ class Timetable:
         return None
 
     @cached_property
-    def _group_rhythms(self) -> tuple[tuple[tuple[tuple[Literal["forward", "backward"], int, int], ...], ...], ...]:
+    def _group_rhythms(
+        self,
+    ) -> tuple[
+        tuple[tuple[tuple[Literal["forward", "backward"], int, int], ...], ...], ...
+    ]:
         """By group and slot of a period: the possible actions, with the layer and the slot of batch 0."""
         rhythms = []
         for group in self.groups:
-            rhythm: list[list[tuple[Literal["forward", "backward"], int, int]]] = [[] for _ in range(self.period)]
+            rhythm: list[list[tuple[Literal["forward", "backward"], int, int]]] = [
+                [] for _ in range(self.period)
+            ]
             for layer in group:
                 for part in range(self.micro):
-                    rhythm[(self.forward[layer] + part) % self.period].append(("forward", layer, self.forward[layer]))
+                    rhythm[(self.forward[layer] + part) % self.period].append(
+                        ("forward", layer, self.forward[layer])
+                    )
                     if (first := self.backward[layer]) is not None:
-                        rhythm[(first + part) % self.period].append(("backward", layer, first))
+                        rhythm[(first + part) % self.period].append(
+                            ("backward", layer, first)
+                        )
             rhythms.append(tuple(map(tuple, rhythm)))
         return tuple(rhythms)
 
@@ -88,7 +98,11 @@ class Timetable:
         Equation (3): P - w + 1 for group w of P, counted from 1. The input layer has 0.
         """
         backward = self.backward[layer]
-        return 0 if backward is None else (backward - self.forward[layer]) // self.period + 1
+        return (
+            0
+            if backward is None
+            else (backward - self.forward[layer]) // self.period + 1
+        )
 
 
 def timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
@@ -99,13 +113,19 @@ def timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
     begins after the previous one is complete (the paper's Model).
     """
     layers = groups[-1].stop
-    period = max(len(group) + len(learning(group)) for group in groups) if pipelined else naive_slots(layers, 1)
+    period = (
+        max(len(group) + len(learning(group)) for group in groups)
+        if pipelined
+        else naive_slots(layers, 1)
+    )
     backward: list[int | None] = [None] * layers
     free = layers
     for group in reversed(groups):
         backwards = learning(group)
         forwarding = {layer % period for layer in group}
-        while forwarding & {(free + offset) % period for offset in range(len(backwards))}:
+        while forwarding & {
+            (free + offset) % period for offset in range(len(backwards))
+        }:
             free += 1
         for layer in reversed(backwards):
             backward[layer] = free
@@ -212,7 +232,9 @@ def fill_and_drain(groups: Sequence[range], micro: int) -> Timetable:
     layers = groups[-1].stop
     turn = layers - 1 + micro
     backward = (None, *(turn + layers - 1 - layer for layer in range(1, layers)))
-    return Timetable(tuple(groups), 2 * layers + 2 * micro - 3, tuple(range(layers)), backward, micro)
+    return Timetable(
+        tuple(groups), 2 * layers + 2 * micro - 3, tuple(range(layers)), backward, micro
+    )
 
 
 def learning(group: range) -> range:
@@ -231,6 +253,11 @@ def draw(timetable: Timetable, batches: int = 3, widest: int = 24) -> str:
     """
     lines = []
     for group, layers in enumerate(timetable.groups):
-        cells = [str(action or ".") for action in timetable.actions(group, batches)][:widest]
-        lines.append(f"layers {layers.start}-{layers.stop - 1}  " + " ".join(f"{cell:<4}" for cell in cells).rstrip())
+        cells = [str(action or ".") for action in timetable.actions(group, batches)][
+            :widest
+        ]
+        lines.append(
+            f"layers {layers.start}-{layers.stop - 1}  "
+            + " ".join(f"{cell:<4}" for cell in cells).rstrip()
+        )
     return "\n".join(lines)

@@ -54,7 +54,13 @@ K = TypeVar("K", bound=Typed)
 KINDS = (NeedsWeights, GivenWeights, FinalWeights)
 
 
-async def ask(mailbox: Mailbox, holder: str, need: type[Needs], answer: type[K], have: Callable[[], K]) -> K:
+async def ask(
+    mailbox: Mailbox,
+    holder: str,
+    need: type[Needs],
+    answer: type[K],
+    have: Callable[[], K],
+) -> K:
     """Return the data of one device, which sends them to all others on request."""
     if mailbox.device.name != holder:
         mailbox.post(holder, need(mailbox.device.now()))
@@ -68,34 +74,62 @@ async def ask(mailbox: Mailbox, holder: str, need: type[Needs], answer: type[K],
     return own
 
 
-async def given_weights(mailbox: Mailbox, job: Job[SlotOptions, SlotDetails]) -> State | None:
+async def given_weights(
+    mailbox: Mailbox, job: Job[SlotOptions, SlotDetails]
+) -> State | None:
     """Return the initial weights of the whole network; None if they are drawn from the seed."""
     if job.problem.workload.model.weights is None:
         return None
-    given = await ask(mailbox, job.plan.lead, NeedsWeights, GivenWeights, lambda: GivenWeights(dict(job.weights or {})))
+    given = await ask(
+        mailbox,
+        job.plan.lead,
+        NeedsWeights,
+        GivenWeights,
+        lambda: GivenWeights(dict(job.weights or {})),
+    )
     return given.state
 
 
 async def leave_weights(
-    mailbox: Mailbox, job: Job[SlotOptions, SlotDetails], neurons: Neurons, held: NeuronAssignment, until: float
+    mailbox: Mailbox,
+    job: Job[SlotOptions, SlotDetails],
+    neurons: Neurons,
+    held: NeuronAssignment,
+    until: float,
 ) -> None:
     """Send the own weights to the coordinator, which exposes all weights received until an instant, in seconds.
 
     Devices that are off contribute their initial weights.
     """
     device, lead = mailbox.device, job.plan.lead
-    rows = {str(layer): list(shard.part.rows) for layer, shard in neurons.shards.items()}
-    own = {name: tensor for shard in neurons.shards.values() for name, tensor in weights_of(shard.state()).items()}
+    rows = {
+        str(layer): list(shard.part.rows) for layer, shard in neurons.shards.items()
+    }
+    own = {
+        name: tensor
+        for shard in neurons.shards.values()
+        for name, tensor in weights_of(shard.state()).items()
+    }
     if device.name != lead:
-        await asyncio.wait([mailbox.post(lead, FinalWeights(rows, own))], timeout=max(0.0, until - device.now()))
+        await asyncio.wait(
+            [mailbox.post(lead, FinalWeights(rows, own))],
+            timeout=max(0.0, until - device.now()),
+        )
         return
     problem = job.problem
     whole = problem.model.build(0, len(problem.model.units), problem.seed).state_dict()
     others = [name for name in held.devices if name != lead]
-    received = [await mailbox.take(FinalWeights, name, deadline=until) for name in others]
-    for part in (FinalWeights(rows, own), *(each for each in received if each is not None)):
+    received = [
+        await mailbox.take(FinalWeights, name, deadline=until) for name in others
+    ]
+    for part in (
+        FinalWeights(rows, own),
+        *(each for each in received if each is not None),
+    ):
         for layer, indices in part.neurons.items():
-            prefixes = tuple(f"{name}." for name in layers_of(problem)[int(layer) - 1].names)
+            prefixes = tuple(
+                f"{name}." for name in layers_of(problem)[int(layer) - 1].names
+            )
             for name, tensor in part.state.items():
                 if name.startswith(prefixes):
                     whole[name][torch.tensor(indices)] = tensor

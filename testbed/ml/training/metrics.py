@@ -57,7 +57,9 @@ def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return outputs if outputs.ndim == 2 else outputs.movedim(-1, 1)
 
 
-def make(part: MetricPart, codes: Mapping[str, Code], loss: str, classes: int) -> Metric:
+def make(
+    part: MetricPart, codes: Mapping[str, Code], loss: str, classes: int
+) -> Metric:
     """Return a new metric; raises `InputError` for an unknown one, or without an installed torchmetrics.
 
     ``classes`` are the model's outputs. Unless the part gives a ``task``, the loss name decides between single classes
@@ -68,17 +70,25 @@ def make(part: MetricPart, codes: Mapping[str, Code], loss: str, classes: int) -
     torchmetrics = need("torchmetrics", "metrics", f"the metric '{part.name}'", KEY)
     factory = named.find(part, codes, KEY, torchmetrics, torchmetrics.Metric, "Score")
     several = "multilabel" if classes > 1 else "binary"
-    task = several if loss.lower().startswith(("bce", "multi-label", "multilabel")) else "multiclass"
+    task = (
+        several
+        if loss.lower().startswith(("bce", "multi-label", "multilabel"))
+        else "multiclass"
+    )
     offered = {"task": task, "num_classes": classes, "num_labels": classes}
     taken = inspect.signature(factory).parameters
-    options = {key: value for key, value in offered.items() if key in taken} | part.options()
+    options = {
+        key: value for key, value in offered.items() if key in taken
+    } | part.options()
     if options.get("task") == "multilabel":
         options.pop("num_classes", None)
     made: Metric = named.make(factory, part, KEY, **options)
     return made
 
 
-def update(metric: Metric, name: str, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+def update(
+    metric: Metric, name: str, outputs: torch.Tensor, labels: torch.Tensor
+) -> None:
     """Add outputs and labels, both (samples, ...), to a metric; raises `InputError` if the metric rejects them.
 
     Token classes stay last for the perplexity, which expects this layout, and come second for all others; binary labels
@@ -86,7 +96,9 @@ def update(metric: Metric, name: str, outputs: torch.Tensor, labels: torch.Tenso
     """
     try:
         yes_or_no = type(metric).__name__.startswith(("Multilabel", "Binary"))
-        if not isinstance(metric, _OfFile) and not type(metric).__name__.endswith("Perplexity"):
+        if not isinstance(metric, _OfFile) and not type(metric).__name__.endswith(
+            "Perplexity"
+        ):
             outputs = aligned(outputs, labels.float() if yes_or_no else labels)
         labels = labels.long() if yes_or_no else labels
         metric.update(outputs, labels)

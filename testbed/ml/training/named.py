@@ -38,19 +38,32 @@ def find(
     }
     if (wanted := _normalise_name(part.name, suffix)) not in known:
         names = ", ".join(sorted(name for name, _ in known.values()))
-        raise InputError(f"{module.__name__} has no '{part.name}' supported here; available: {names}", (*key, "name"))
+        raise InputError(
+            f"{module.__name__} has no '{part.name}' supported here; available: {names}",
+            (*key, "name"),
+        )
     definition: Callable[..., Any] = known[wanted][1]
     return definition
 
 
-def make(called: Callable[..., Any], part: NamedPart, key: Key, *given: Any, **options: Any) -> Any:
+def make(
+    called: Callable[..., Any], part: NamedPart, key: Key, *given: Any, **options: Any
+) -> Any:
     """Call a class or function with the options of a part; raises `InputError` for wrong options."""
     try:
         return called(*given, **options)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         text = re.sub(r"\w+\.__init__\(\) ", "", str(error))
-        raise InputError(f"{part.title}: {text or type(error).__name__}", key) from error
+        raise InputError(
+            f"{part.title}: {text or type(error).__name__}", key
+        ) from error
 
 
 def _normalise_name(name: str, suffix: str) -> str:
-    return name.lower().replace("-", "").replace("_", "").replace(" ", "").removesuffix(suffix.lower())
+    return (
+        name.lower()
+        .replace("-", "")
+        .replace("_", "")
+        .replace(" ", "")
+        .removesuffix(suffix.lower())
+    )

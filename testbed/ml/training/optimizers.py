@@ -56,7 +56,10 @@ class Sgd:
         momentum m and learning rate r: g += d w; b = m b + g (b = g at first); w -= r b. The decay uses the updated
         parameters, regardless of the version the gradients were computed with.
         """
-        rate, share = settings.get("lr", self._rate), settings.get("momentum", self._momentum)
+        rate, share = (
+            settings.get("lr", self._rate),
+            settings.get("momentum", self._momentum),
+        )
         with torch.no_grad():
             for name, gradient in gradients.items():
                 parameter = parameters[name]
@@ -64,24 +67,37 @@ class Sgd:
                     gradient = gradient.add(parameter, alpha=self._decay)
                 if share:
                     running = self.momentum.get(name)
-                    running = gradient.clone() if running is None else running.mul_(share).add_(gradient)
+                    running = (
+                        gradient.clone()
+                        if running is None
+                        else running.mul_(share).add_(gradient)
+                    )
                     self.momentum[name] = gradient = running
                 parameter.add_(gradient, alpha=-rate)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the momentum."""
-        return {MOMENTUM + name: running.clone() for name, running in self.momentum.items()}
+        return {
+            MOMENTUM + name: running.clone() for name, running in self.momentum.items()
+        }
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore momentum; missing momentum starts from zero."""
-        momentum = {name: tensor for name, tensor in state.items() if name.startswith(MOMENTUM)}
-        self.momentum = {name.removeprefix(MOMENTUM): tensor.clone() for name, tensor in momentum.items()}
+        momentum = {
+            name: tensor for name, tensor in state.items() if name.startswith(MOMENTUM)
+        }
+        self.momentum = {
+            name.removeprefix(MOMENTUM): tensor.clone()
+            for name, tensor in momentum.items()
+        }
 
 
 class TorchOptimizer:
     """A torch optimizer for parameters that differ in each version of the weights."""
 
-    def __init__(self, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
         self._make = make
         self._optimizer = make([torch.nn.Parameter(torch.zeros(1, 1))])
         self._state: dict[str, dict[str, Any]] = {}
@@ -99,8 +115,12 @@ class TorchOptimizer:
         for name in gradients:
             if name not in self._state:
                 # Some of older torch are made with a state, which others make in their first step.
-                self._state[name] = self._make([parameters[name]]).state[parameters[name]]
-        known: dict[torch.Tensor, Any] = {parameters[name]: self._state[name] for name in gradients}
+                self._state[name] = self._make([parameters[name]]).state[
+                    parameters[name]
+                ]
+        known: dict[torch.Tensor, Any] = {
+            parameters[name]: self._state[name] for name in gradients
+        }
         self._optimizer.state = defaultdict(dict, known)
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
@@ -114,7 +134,12 @@ class TorchOptimizer:
         for name, kept in self._state.items():
             for kind, value in kept.items():
                 if isinstance(value, int | float):
-                    value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+                    value = torch.tensor(
+                        value,
+                        dtype=torch.float64
+                        if isinstance(value, float)
+                        else torch.int64,
+                    )
                 if isinstance(value, torch.Tensor):
                     tensors[f"{kind}:{name}"] = value.detach().clone()
         return tensors
@@ -125,8 +150,13 @@ class TorchOptimizer:
         for key, tensor in state.items():
             if not is_weight(key) and not key.startswith(AVERAGE):
                 kind, name = key.split(":", 1)
-                number = not tensor.ndim and tensor.dtype in (torch.int64, torch.float64)
-                self._state.setdefault(name, {})[kind] = tensor.item() if number else tensor.clone()
+                number = not tensor.ndim and tensor.dtype in (
+                    torch.int64,
+                    torch.float64,
+                )
+                self._state.setdefault(name, {})[kind] = (
+                    tensor.item() if number else tensor.clone()
+                )
 
 
 Optimizer = Sgd | TorchOptimizer
@@ -149,9 +179,13 @@ def measure(optimizer: TorchOptimizer, shape: tuple[int, ...]) -> Measured:
     class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = 0
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             made = function(*args, **(kwargs or {}))
-            self.count += isinstance(made, torch.Tensor) and made.numel() == weight.numel()
+            self.count += (
+                isinstance(made, torch.Tensor) and made.numel() == weight.numel()
+            )
             return made
 
     weight, gradient = torch.nn.Parameter(torch.zeros(shape)), torch.ones(shape)
@@ -160,5 +194,8 @@ def measure(optimizer: TorchOptimizer, shape: tuple[int, ...]) -> Measured:
         optimizer.step({"0": weight}, {"0": gradient})
     state = optimizer.state()
     values = sum(tensor.numel() for tensor in state.values()) / weight.numel()
-    kept = {f"{name.partition(':')[0]}:": (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    kept = {
+        f"{name.partition(':')[0]}:": (tuple(tensor.shape), tensor.dtype)
+        for name, tensor in state.items()
+    }
     return Measured(kept, round(values, 2), 2.0 * counting.count)

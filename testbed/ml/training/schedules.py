@@ -16,7 +16,13 @@ from testbed.ml.training import named
 from testbed.ml.training.schema import SchedulePart
 
 _KEY = ("training", "schedule")
-_WITHOUT = ("ReduceLROnPlateau", "SequentialLR", "ChainedScheduler", "LambdaLR", "MultiplicativeLR")
+_WITHOUT = (
+    "ReduceLROnPlateau",
+    "SequentialLR",
+    "ChainedScheduler",
+    "LambdaLR",
+    "MultiplicativeLR",
+)
 """The first is no function of the step, but of what was measured; the others are made of others, or of functions."""
 _LENGTHS = ("T_max", "total_steps")
 """Arguments that are the workload's steps by default."""
@@ -47,7 +53,9 @@ class Schedule:
             made.append(_scheduler(part, codes, length, self._optimizer))
         self._scheduler = made[0]
         if len(made) > 1:
-            self._scheduler = torch.optim.lr_scheduler.SequentialLR(self._optimizer, made, ends)
+            self._scheduler = torch.optim.lr_scheduler.SequentialLR(
+                self._optimizer, made, ends
+            )
         self._known = [self._current_settings()]
 
     def at(self, step: int) -> Mapping[str, Any]:
@@ -55,7 +63,9 @@ class Schedule:
         wanted = min(step // self._every, step if self._last is None else self._last)
         while len(self._known) <= wanted:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that no optimizer took a step, and that SequentialLR names steps
+                warnings.simplefilter(
+                    "ignore"
+                )  # that no optimizer took a step, and that SequentialLR names steps
                 try:
                     self._scheduler.step()
                 except ValueError:  # one cycle knows no more steps than it was made for
@@ -66,7 +76,9 @@ class Schedule:
     def _current_settings(self) -> Mapping[str, Any]:
         (group,) = self._optimizer.param_groups
         return {
-            key: float(group[key]) if key == "lr" else group[key] for key in ("lr", "momentum", "betas") if key in group
+            key: float(group[key]) if key == "lr" else group[key]
+            for key in ("lr", "momentum", "betas")
+            if key in group
         }
 
 
@@ -75,25 +87,41 @@ def _check_lengths(parts: Sequence[SchedulePart]) -> None:
     every = parts[0].every
     for part in parts[:-1]:
         if part.steps is None:
-            raise InputError(f"{part.title}: set 'steps', its length until the next schedule", _KEY)
+            raise InputError(
+                f"{part.title}: set 'steps', its length until the next schedule", _KEY
+            )
     for part in parts:
         if "every" in part.model_fields_set and part.every != every:
-            raise InputError(f"{part.title}: 'every' applies to all schedules: set it on the first one only", _KEY)
+            raise InputError(
+                f"{part.title}: 'every' applies to all schedules: set it on the first one only",
+                _KEY,
+            )
         if part.steps is not None and part.steps < every:
             text = f"{part.title}: of {part.steps} steps none is a step of the schedule, which takes {every}"
             raise InputError(f"{text}: make 'steps' more, or 'every' less", _KEY)
 
 
 def _scheduler(
-    part: SchedulePart, codes: Mapping[str, Code], steps: int | None, optimizer: torch.optim.Optimizer
+    part: SchedulePart,
+    codes: Mapping[str, Code],
+    steps: int | None,
+    optimizer: torch.optim.Optimizer,
 ) -> Any:
     from torch.optim import lr_scheduler
 
-    factory = named.find(part, codes, _KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", _WITHOUT)
+    factory = named.find(
+        part, codes, _KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", _WITHOUT
+    )
     if part.file is not None:
-        return named.make(lr_scheduler.LambdaLR, part, _KEY, optimizer, lr_lambda=factory)
+        return named.make(
+            lr_scheduler.LambdaLR, part, _KEY, optimizer, lr_lambda=factory
+        )
     options = part.options()
-    wanted = [name for name in _LENGTHS if name in inspect.signature(factory).parameters and name not in options]
+    wanted = [
+        name
+        for name in _LENGTHS
+        if name in inspect.signature(factory).parameters and name not in options
+    ]
     if wanted and "epochs" not in options:
         if steps is None:
             text = f"{part.title}: write '{wanted[0]}', since how many steps there are is only known with the data"

@@ -30,7 +30,11 @@ class NamedPart(ConfigModel):
 
     def options(self) -> dict[str, Any]:
         """Return the further keys; lists become tuples, as torch expects."""
-        return {key: tuple(value) if isinstance(value, list) else value for key, value in self.model_extra.items()}  # type: ignore[union-attr]
+        extra = self.model_extra or {}
+        return {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in extra.items()
+        }
 
 
 def named_in(part: BaseModel, key: Key) -> Iterator[tuple[Key, NamedPart]]:
@@ -50,11 +54,18 @@ class OptimizerPart(NamedPart):
         description="a class of torch.optim, in lower case or as torch writes it, such as adamw; or a class of `file`; "
         "further keys are its options as torch has them, such as betas",
     )
-    learning_rate: float | None = Field(None, gt=0, description="default: 0.05 for sgd, otherwise the class's default")
-    momentum: float | None = Field(
-        None, ge=0, lt=1, description="share of the last update in the next; default: 0 of sgd"
+    learning_rate: float | None = Field(
+        None, gt=0, description="default: 0.05 for sgd, otherwise the class's default"
     )
-    weight_decay: float | None = Field(None, ge=0, description="L2 penalty; default: 0 of sgd")
+    momentum: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="share of the last update in the next; default: 0 of sgd",
+    )
+    weight_decay: float | None = Field(
+        None, ge=0, description="L2 penalty; default: 0 of sgd"
+    )
 
     @model_validator(mode="after")
     def _one_rate(self) -> Self:
@@ -74,9 +85,15 @@ class OptimizerPart(NamedPart):
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments for the optimizer's class from the scenario."""
-        rate = self.rate if self.file is None and self.name.lower() == SGD else self.learning_rate
+        rate = (
+            self.rate
+            if self.file is None and self.name.lower() == SGD
+            else self.learning_rate
+        )
         own = {"lr": rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
-        return {key: value for key, value in own.items() if value is not None} | self.options()
+        return {
+            key: value for key, value in own.items() if value is not None
+        } | self.options()
 
 
 class SchedulePart(NamedPart):
@@ -88,7 +105,9 @@ class SchedulePart(NamedPart):
         "has them; T_max and total_steps are the workload's steps where they are left out"
     )
     steps: int | None = Field(
-        None, ge=1, description="in a list: length in steps until the next schedule; omitted for the last"
+        None,
+        ge=1,
+        description="in a list: length in steps until the next schedule; omitted for the last",
     )
     every: int = Field(
         1,
@@ -132,7 +151,9 @@ class ClipPart(ConfigModel):
         description="maximum norm of all gradients together: larger gradients are scaled down. The stages of a "
         "pipeline, and the two sides of split learning, send each other their norms for it",
     )
-    value: float | None = Field(None, gt=0, description="maximum absolute value of each gradient entry")
+    value: float | None = Field(
+        None, gt=0, description="maximum absolute value of each gradient entry"
+    )
 
     @model_validator(mode="after")
     def _require_one_limit(self) -> Self:
@@ -145,21 +166,31 @@ class LoraPart(ConfigModel):
     """Low-rank adapters of linear layers (LoRA; Hu et al., 2021): the network stays as it is, adapters are trained."""
 
     model_config = ConfigDict(frozen=True)
-    rank: int = Field(8, ge=1, description="values between the two matrices of an adapter")
-    alpha: float = Field(16.0, gt=0, description="the adapter's output is multiplied by alpha / rank")
+    rank: int = Field(
+        8, ge=1, description="values between the two matrices of an adapter"
+    )
+    alpha: float = Field(
+        16.0, gt=0, description="the adapter's output is multiplied by alpha / rank"
+    )
     modules: tuple[str, ...] = Field(
-        (), description="linear layers by name, or by the last part of the name such as q_proj; default: all"
+        (),
+        description="linear layers by name, or by the last part of the name such as q_proj; default: all",
     )
 
 
 class TrainingPart(ConfigModel):
     """How a model is trained."""
 
-    optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart(), description="optimizer")
-    schedule: tuple[SchedulePart, ...] | SchedulePart | None = Field(
-        None, description="of the learning rate, a function of the step; a list: one after the other"
+    optimizer: OptimizerPart = Field(
+        default_factory=lambda: OptimizerPart(), description="optimizer"
     )
-    loss: LossPart = Field(default_factory=lambda: LossPart(), description="loss function")
+    schedule: tuple[SchedulePart, ...] | SchedulePart | None = Field(
+        None,
+        description="of the learning rate, a function of the step; a list: one after the other",
+    )
+    loss: LossPart = Field(
+        default_factory=lambda: LossPart(), description="loss function"
+    )
     clip: ClipPart | None = Field(None, description="of gradients; default: not at all")
     ema: float | None = Field(
         None,
@@ -187,8 +218,14 @@ class TrainingPart(ConfigModel):
     @model_validator(mode="after")
     def _figures_of_evaluations(self) -> Self:
         known = ["accuracy", "test_loss", *(f"metrics.{name}" for name in self.metrics)]
-        if unknown := [name for name in (*self.until, *filter(None, [self.best])) if name not in known]:
-            raise ValueError(f"an evaluation has no '{unknown[0]}'; available: {', '.join(known)}")
+        if unknown := [
+            name
+            for name in (*self.until, *filter(None, [self.best]))
+            if name not in known
+        ]:
+            raise ValueError(
+                f"an evaluation has no '{unknown[0]}'; available: {', '.join(known)}"
+            )
         self.conditions()
         return self
 
@@ -239,9 +276,13 @@ class TrainingPart(ConfigModel):
         if not isinstance(value, Mapping):
             return value
         if odd := [name for name in value if not re.fullmatch(r"[\w-]+", str(name))]:
-            raise ValueError(f"'{odd[0]}' is not a valid metric name: use letters, digits and dashes")
+            raise ValueError(
+                f"'{odd[0]}' is not a valid metric name: use letters, digits and dashes"
+            )
         return {
-            key: {"name": key, **(part or {})} if isinstance(part, Mapping | None) else part
+            key: {"name": key, **(part or {})}
+            if isinstance(part, Mapping | None)
+            else part
             for key, part in value.items()
         }
 

@@ -31,17 +31,24 @@ class Stopping:
         """Number of consecutive evaluations without improvement."""
         self._judged = -1
 
-    def judge(self, step: int, fields: Mapping[str, Any], weights: Callable[[], State]) -> None:
+    def judge(
+        self, step: int, fields: Mapping[str, Any], weights: Callable[[], State]
+    ) -> None:
         """Process an evaluation, once for each step; ``weights`` returns the evaluated weights."""
         if step <= self._judged:
             return
         self._judged = step
         figures = {"accuracy": fields.get("accuracy"), "test_loss": fields.get("loss")}
-        figures |= {f"metrics.{name}": value for name, value in fields.get("metrics", {}).items()}
+        figures |= {
+            f"metrics.{name}": value
+            for name, value in fields.get("metrics", {}).items()
+        }
         value = figures[self._watched]
         if value is not None:
             self._compare_value(value, weights)
-        if self._until and all(condition.holds(figures[name]) for name, condition in self._until.items()):
+        if self._until and all(
+            condition.holds(figures[name]) for name, condition in self._until.items()
+        ):
             self.reason = "what `until` asks for holds"
         elif self._patience is not None and self._worse >= self._patience:
             self.reason = f"{self._worse} evaluations in a row were no better"

@@ -23,9 +23,13 @@ from tests.helpers.runs import scenario
 
 # Workers of a `LocalCluster` are forked from one process that has imported what they need, not begun anew each time.
 os.environ.setdefault("DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD", "forkserver")
-distributed = pytest.importorskip("distributed", reason="the extra 'cluster' is not installed")
+distributed = pytest.importorskip(
+    "distributed", reason="the extra 'cluster' is not installed"
+)
 
-pytestmark = pytest.mark.timeout(400)  # workers of a cluster each import torch, and some are killed
+pytestmark = pytest.mark.timeout(
+    400
+)  # workers of a cluster each import torch, and some are killed
 
 MODEL = """
 from torch import nn
@@ -53,7 +57,9 @@ SILENT = Console(file=StringIO())
 @pytest.fixture(scope="module")
 def client() -> Iterator[distributed.Client]:
     with (
-        distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=None) as workers,
+        distributed.LocalCluster(
+            2, threads_per_worker=1, dashboard_address=None
+        ) as workers,
         distributed.Client(workers) as found,
     ):
         yield found
@@ -69,7 +75,11 @@ def kept(folder: Path) -> dict[str, object]:
     for path in sorted(folder.rglob("*")):
         if path.name == "manifest.json":
             facts = json.loads(path.read_text())
-            found[str(path.relative_to(folder))] = facts | {"date": 0, "wall_seconds": 0, "command": 0}
+            found[str(path.relative_to(folder))] = facts | {
+                "date": 0,
+                "wall_seconds": 0,
+                "command": 0,
+            }
         elif path.is_file() and path.suffix != ".html":
             found[str(path.relative_to(folder))] = path.read_bytes()
     return found
@@ -77,7 +87,9 @@ def kept(folder: Path) -> dict[str, object]:
 
 def test_a_sweep_leaves_the_files_that_it_leaves_here(client, tmp_path: Path) -> None:
     here = api.sweep(scenario(), {"seed": [1, 2, 3]}, tmp_path / "here")
-    there = api.sweep(scenario(), {"seed": [1, 2, 3]}, tmp_path / "there", cluster=client)
+    there = api.sweep(
+        scenario(), {"seed": [1, 2, 3]}, tmp_path / "there", cluster=client
+    )
     assert [each.figures for each in there] == [each.figures for each in here]
     assert kept(tmp_path / "there") == kept(tmp_path / "here")
     page = next((tmp_path / "there").rglob("report.html")).read_text()
@@ -88,7 +100,9 @@ def test_files_of_each_point_travel(client, tmp_path: Path) -> None:
     for name in ("slow", "fast"):
         speed = "1mflops" if name == "slow" else "1gflops"
         (tmp_path / f"{name}.yaml").write_text(f"speed: {speed}\nmemory: 1GiB\n")
-        (tmp_path / f"{name}.py").write_text(MODEL.format(width=16 if name == "slow" else 8))
+        (tmp_path / f"{name}.py").write_text(
+            MODEL.format(width=16 if name == "slow" else 8)
+        )
     (tmp_path / "scenario.yaml").write_text(FILES_OF_POINTS)
     given = api.load(tmp_path / "scenario.yaml")
     here = api.sweep(given, out=tmp_path / "here")
@@ -101,13 +115,20 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.deadly)
-    monkeypatch.setattr("testbed_controller.api.executors.load_figures", lambda place: type("Run", (), {"path": place}))
+    monkeypatch.setattr(
+        "testbed_controller.api.executors.load_figures",
+        lambda place: type("Run", (), {"path": place}),
+    )
     done: list[int] = []
     counts = tmp_path / "deaths"
     runs = {number: planned(tmp_path / f"run{number}") for number in range(3)}
     monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: (str(counts), {}))
-    with pytest.raises(TestbedError, match=r"1 of 3 runs ended with their workers 3 times \(run1\)"):
-        cluster.Cluster(client).execute(runs, SILENT, lambda number, _run: done.append(number))
+    with pytest.raises(
+        TestbedError, match=r"1 of 3 runs ended with their workers 3 times \(run1\)"
+    ):
+        cluster.Cluster(client).execute(
+            runs, SILENT, lambda number, _run: done.append(number)
+        )
     assert sorted(done) == [0, 2]
     assert len(counts.read_text()) == cluster.DEATHS
 
@@ -116,11 +137,18 @@ def test_only_those_are_given_up_that_were_under_way_as_workers_died(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.deadly_twice)
-    monkeypatch.setattr("testbed_controller.api.executors.load_figures", lambda place: type("Run", (), {"path": place}))
-    monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: (str(tmp_path / "deaths"), {}))
+    monkeypatch.setattr(
+        "testbed_controller.api.executors.load_figures",
+        lambda place: type("Run", (), {"path": place}),
+    )
+    monkeypatch.setattr(
+        cluster, "_pack_trial", lambda _trial: (str(tmp_path / "deaths"), {})
+    )
     done: list[int] = []
     runs = {number: planned(tmp_path / f"run{number}") for number in range(8)}
-    cluster.Cluster(client).execute(runs, SILENT, lambda number, _run: done.append(number))
+    cluster.Cluster(client).execute(
+        runs, SILENT, lambda number, _run: done.append(number)
+    )
     assert sorted(done) == [*range(8)]
 
 
@@ -128,12 +156,16 @@ def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.endless)
-    monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: (str(tmp_path / "begun"), {}))
+    monkeypatch.setattr(
+        cluster, "_pack_trial", lambda _trial: (str(tmp_path / "begun"), {})
+    )
     monkeypatch.setattr(cluster, "PATIENCE", 1.0)
     monkeypatch.setattr("testbed_controller.api.executors.LOOK_SECONDS", 0.2)
     said = StringIO()
     with (
-        distributed.LocalCluster(1, threads_per_worker=1, dashboard_address=None) as workers,
+        distributed.LocalCluster(
+            1, threads_per_worker=1, dashboard_address=None
+        ) as workers,
         distributed.Client(workers) as found,
     ):
 
@@ -143,14 +175,22 @@ def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
             workers.scale(0)
 
         threading.Thread(target=remove).start()
-        with pytest.raises(HostError, match="no worker for 1 s: start some, then go on with --resume"):
-            cluster.Cluster(found).execute({0: planned(tmp_path / "r")}, Console(file=said), lambda *_: None)
+        with pytest.raises(
+            HostError, match="no worker for 1 s: start some, then go on with --resume"
+        ):
+            cluster.Cluster(found).execute(
+                {0: planned(tmp_path / "r")}, Console(file=said), lambda *_: None
+            )
     assert "no worker is left" in said.getvalue()
 
 
-def test_workers_of_another_version_are_refused(client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_another_version_are_refused(
+    client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster, "version", lambda: "9.9-theirs")
-    with pytest.raises(HostError, match=r"the worker .* has the testbed .*, and here is 9.9-theirs"):
+    with pytest.raises(
+        HostError, match=r"the worker .* has the testbed .*, and here is 9.9-theirs"
+    ):
         cluster.Cluster(client).execute({0: planned(tmp_path)}, SILENT, lambda *_: None)
 
 
@@ -158,15 +198,24 @@ def test_files_that_do_not_travel_are_refused(tmp_path: Path) -> None:
     trial = planned(tmp_path).trial
     workload = trial.scenario.workload
     model = workload.model.model_copy(update={"weights": "w.safetensors"})
-    given = trial.scenario.model_copy(update={"workload": workload.model_copy(update={"model": model})})
-    with pytest.raises(InputError, match=r"workload.model.weights: w.safetensors does not travel"):
+    given = trial.scenario.model_copy(
+        update={"workload": workload.model_copy(update={"model": model})}
+    )
+    with pytest.raises(
+        InputError, match=r"workload.model.weights: w.safetensors does not travel"
+    ):
         cluster._pack_trial(replace(trial, scenario=given))
 
 
-def test_where_no_scheduler_answers_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_scheduler_answers_it_says_how_to_start_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cluster, "SECONDS", 1)
     with (
-        pytest.raises(HostError, match=r"no Dask scheduler answers at tcp://127.0.0.1:9 .*dask scheduler"),
+        pytest.raises(
+            HostError,
+            match=r"no Dask scheduler answers at tcp://127.0.0.1:9 .*dask scheduler",
+        ),
         cluster.connected("tcp://127.0.0.1:9"),
     ):
         pass

@@ -34,7 +34,13 @@ def test_testbed_has_the_names_of_the_interface() -> None:
 
 def test_importing_testbed_imports_nothing_else() -> None:
     program = "import sys; before = set(sys.modules); import testbed; print(*set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert "testbed" in loaded
     assert not loaded & {"controller", "torch", "numpy", "docker", "pydantic"}
@@ -51,7 +57,9 @@ def test_the_page_lists_every_public_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLE)
-def test_the_example_of_a_public_name_works(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_public_name_works(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     examples: list[Any] = examples_of(name)
     assert examples

@@ -40,7 +40,10 @@ def test_a_run_has_figures_tables_and_plots(tmp_path: Path) -> None:
     assert {row["event"] for row in run.rows("events")} >= {"compute", "step"}
     assert set(run.plots) == {"Loss", "Time per step"}
     assert "Accuracy" in str(run)
-    for act, message in ((run.rows, "choose one of figures, events"), (run.plot, "choose one of Loss, Time per step")):
+    for act, message in (
+        (run.rows, "choose one of figures, events"),
+        (run.plot, "choose one of Loss, Time per step"),
+    ):
         with pytest.raises(InputError, match=message):
             act("nothing")
 
@@ -55,7 +58,10 @@ def test_it_runs_where_a_loop_runs_already(tmp_path: Path) -> None:
 def test_a_sweep_has_a_row_for_each_run(tmp_path: Path) -> None:
     values = {"workload.batch_size": [8, 16], "seed": [1, 2]}
     runs = sweep(build(**SMALL), values, tmp_path / "zip", together=True)
-    assert [(row["workload.batch_size"], row["seed"]) for row in runs.rows()] == [(8, 1), (16, 2)]
+    assert [(row["workload.batch_size"], row["seed"]) for row in runs.rows()] == [
+        (8, 1),
+        (16, 2),
+    ]
     again = open_results(tmp_path / "zip")
     assert isinstance(again, Results)
     assert again.rows() == runs.rows()
@@ -81,35 +87,54 @@ def test_several_runs_are_no_run_and_mistakes_are_said(tmp_path: Path) -> None:
         build(**SMALL, sede=3)
 
 
-def test_an_edited_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_file_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     workload = {**SMALL["workload"], "model": {"file": "net.py", "name": "build"}}  # type: ignore[dict-item]
     kept = []
     for width in (4, 6):
         layers = f"nn.Flatten(), nn.Linear(64, {width}), nn.Linear({width}, 10)"
-        Path("net.py").write_text(f"from torch import nn\ndef build():\n    return nn.Sequential({layers})\n")
+        Path("net.py").write_text(
+            f"from torch import nn\ndef build():\n    return nn.Sequential({layers})\n"
+        )
         scenario = build(**{**SMALL, "workload": workload})
         simulate(scenario, f"width{width}")
-        kept.append(f"Linear(64, {width})" in Path(f"width{width}", "net.py").read_text())
+        kept.append(
+            f"Linear(64, {width})" in Path(f"width{width}", "net.py").read_text()
+        )
     assert kept == [True, True]
 
 
 def test_tables_in_files(tmp_path: Path) -> None:
     devices = {"source": {"profile": "laptop"}, "worker": {"profile": "laptop"}}
-    changes = {"devices": devices, "network": {"link": {"delay": "1ms", "rate": "10mbit"}}}
+    changes = {
+        "devices": devices,
+        "network": {"link": {"delay": "1ms", "rate": "10mbit"}},
+    }
     workload = SMALL["workload"] | {"method": {"name": "pipeline", "micro_batches": 1}}
     simulate(build(**SMALL | changes | {"workload": workload}), tmp_path / "one")
-    done = CliRunner().invoke(export, [str(tmp_path / "one"), "--csv"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        export, [str(tmp_path / "one"), "--csv"], catch_exceptions=False
+    )
     assert done.exit_code == 0
     with (tmp_path / "one" / "export" / "steps.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["0", "1", "2", "3"]
     with (tmp_path / "one" / "export" / "links.csv").open() as file:
         assert float(next(csv.DictReader(file))["requested.delay"]) > 0
     with (tmp_path / "one" / "export" / "devices.csv").open() as file:
-        assert all(isinstance(json.loads(row["units"]), list) for row in csv.DictReader(file))
-    assert "'" not in (tmp_path / "one" / "export" / "links.csv").read_text()  # no value as Python shows it
-    CliRunner().invoke(export, [str(tmp_path / "one"), "--perfetto"], catch_exceptions=False)
-    assert json.loads((tmp_path / "one" / "export" / "trace.json").read_text())["traceEvents"]
+        assert all(
+            isinstance(json.loads(row["units"]), list) for row in csv.DictReader(file)
+        )
+    assert (
+        "'" not in (tmp_path / "one" / "export" / "links.csv").read_text()
+    )  # no value as Python shows it
+    CliRunner().invoke(
+        export, [str(tmp_path / "one"), "--perfetto"], catch_exceptions=False
+    )
+    assert json.loads((tmp_path / "one" / "export" / "trace.json").read_text())[
+        "traceEvents"
+    ]
 
 
 def test_frames(tmp_path: Path) -> None:
@@ -117,11 +142,15 @@ def test_frames(tmp_path: Path) -> None:
     run = simulate(build(**SMALL), tmp_path / "one")
     assert run.frame("steps")["step"].tolist() == [0, 1, 2, 3]
     pytest.importorskip("pyarrow")
-    done = CliRunner().invoke(export, [str(tmp_path / "one"), "--parquet"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        export, [str(tmp_path / "one"), "--parquet"], catch_exceptions=False
+    )
     assert "figures.parquet" in done.output
 
 
-def test_without_pandas_frames_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_frames_say_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(InputError, match="needs pandas: pip install"):
         simulate(build(**SMALL), tmp_path / "one").frame("steps")
@@ -130,8 +159,12 @@ def test_without_pandas_frames_say_what_they_need(tmp_path: Path, monkeypatch: p
 def test_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scenarios").symlink_to(DOCS.parent / "scenarios")
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.DOTALL)
-    changed = block.replace('"workload.epochs": 1', '"workload.epochs": None, "workload.steps": 3')
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.DOTALL
+    )
+    changed = block.replace(
+        '"workload.epochs": 1', '"workload.epochs": None, "workload.steps": 3'
+    )
     exec(compile(changed, "python.md", "exec"), {})
     assert load("quickstart").name == "quickstart"
 

@@ -29,9 +29,22 @@ def workers(group: int) -> list[int]:
     return found
 
 
-def test_processes_that_simulate_end_with_the_command_even_if_it_is_killed(tmp_path: Path) -> None:
-    command = [TESTBED, "run", "quickstart", "--runtime", "simulate", *LONG, "--out", tmp_path / "out"]
-    running = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+def test_processes_that_simulate_end_with_the_command_even_if_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    command = [
+        TESTBED,
+        "run",
+        "quickstart",
+        "--runtime",
+        "simulate",
+        *LONG,
+        "--out",
+        tmp_path / "out",
+    ]
+    running = subprocess.Popen(
+        command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL
+    )
     try:
         begun = time.monotonic() + 60
         while len(list(tmp_path.glob("out/*/plan.json"))) < 2:

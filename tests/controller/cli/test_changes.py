@@ -31,7 +31,11 @@ class Outer(ConfigModel):
 def given(*arguments: str) -> dict[str, object]:
     """Return what a command with these options is called with."""
     seen: dict[str, object] = {}
-    command = click.Command("try", params=options_of(Outer, {"hidden"}), callback=lambda **keys: seen.update(keys))
+    command = click.Command(
+        "try",
+        params=options_of(Outer, {"hidden"}),
+        callback=lambda **keys: seen.update(keys),
+    )
     result = CliRunner().invoke(command, arguments)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -40,7 +44,16 @@ def given(*arguments: str) -> dict[str, object]:
 
 def test_each_key_is_an_option_of_its_kind() -> None:
     found = given(
-        "--number", "3", "--share", "0.5", "--long-name", "2ms", "--kind", "two", "--inner", "p=1%,on-time=2s"
+        "--number",
+        "3",
+        "--share",
+        "0.5",
+        "--long-name",
+        "2ms",
+        "--kind",
+        "two",
+        "--inner",
+        "p=1%,on-time=2s",
     )
     assert found == {
         "number": 3,
@@ -52,12 +65,23 @@ def test_each_key_is_an_option_of_its_kind() -> None:
 
 
 def test_what_is_not_given_is_none_and_what_a_part_requires_is_required() -> None:
-    assert given("--number", "3") == {"number": 3, "share": None, "long_name": None, "kind": None, "inner": None}
+    assert given("--number", "3") == {
+        "number": 3,
+        "share": None,
+        "long_name": None,
+        "kind": None,
+        "inner": None,
+    }
     assert "Missing option '--number'" in str(given()["output"])
 
 
-@pytest.mark.parametrize("wrong", [("--number", "3.5"), ("--share", "half"), ("--kind", "three"), ("--hidden", "y")])
-def test_values_of_another_kind_and_keys_that_are_left_out_are_refused(wrong: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [("--number", "3.5"), ("--share", "half"), ("--kind", "three"), ("--hidden", "y")],
+)
+def test_values_of_another_kind_and_keys_that_are_left_out_are_refused(
+    wrong: tuple[str, str],
+) -> None:
     assert given("--number", "3", *wrong)["status"] == 2
 
 

@@ -25,12 +25,17 @@ def call(*arguments: str) -> Result:
 
 def test_a_partition_is_undone_by_its_handle(lab: RememberedLab) -> None:
     said = call("partition", "a", "b,c").output
-    found = re.fullmatch(r"(partition-\w+): 4 directed links changed; undo with: testbed fault undo \1\n", said)
+    found = re.fullmatch(
+        r"(partition-\w+): 4 directed links changed; undo with: testbed fault undo \1\n",
+        said,
+    )
     assert found is not None
     assert not lab.shaped["a", "b"].up
     assert call("undo", found[1]).output == "4 directed links changed\n"
     assert lab.shaped == lab.experiment.links
-    assert f"no active fault '{found[1]}'; active: none" in str(call("undo", found[1]).exception)
+    assert f"no active fault '{found[1]}'; active: none" in str(
+        call("undo", found[1]).exception
+    )
 
 
 def test_devices_are_killed_and_restarted(lab: RememberedLab) -> None:
@@ -52,7 +57,10 @@ def test_a_device_that_retires_is_off_once_its_program_has_returned_and_joins_ag
 
 
 def test_a_throttle_says_what_is_left(lab: RememberedLab) -> None:
-    assert "b computes at 0.25 times its own speed; undo with" in call("throttle", "b", "--slowdown", "4").output
+    assert (
+        "b computes at 0.25 times its own speed; undo with"
+        in call("throttle", "b", "--slowdown", "4").output
+    )
     assert call("unthrottle", "b").output == "b computes at 1 times its own speed\n"
 
 
@@ -60,7 +68,9 @@ def test_a_flap_ends_by_times_or_after_a_while(lab: RememberedLab) -> None:
     flap = ("flap", "a", "b", "--down", "5ms", "--up", "5ms")
     assert "the links went down 2 times" in call(*flap, "--times", "2").output
     assert "the links went down 1 times" in call(*flap, "--for", "8ms").output
-    assert "give one of the two" in str(call(*flap, "--times", "2", "--for", "1s").exception)
+    assert "give one of the two" in str(
+        call(*flap, "--times", "2", "--for", "1s").exception
+    )
     assert "for: " in str(call(*flap, "--for", "soon").exception)
     assert lab.shaped == lab.experiment.links
 
@@ -71,7 +81,10 @@ def test_a_flap_ends_by_times_or_after_a_while(lab: RememberedLab) -> None:
         (("kill", "z"), "unknown device 'z'; run-1 has a, b, c"),
         (("degrade", "a", "b", "--preset", "telegraph"), "unknown preset 'telegraph'"),
         (("degrade", "a", "b"), "has no effect"),
-        (("degrade", "a", "b", "--jitter", "50ms"), "a jitter of 50ms is above the delay of 5ms"),
+        (
+            ("degrade", "a", "b", "--jitter", "50ms"),
+            "a jitter of 50ms is above the delay of 5ms",
+        ),
         (("obstruct", "a", "--path-loss-exponent", "6"), "requires `network.radio"),
         (("partition", "a,b,c"), "has no effect"),
         (("throttle", "b", "--speed", "1flops"), "use at least 1kflops"),
@@ -97,8 +110,12 @@ def test_a_host_is_killed_restarted_and_cut_off_by_its_devices(
     assert not lab.shaped["c", "a"].up
     assert lab.shaped["b", "c"].up
     for host in ("idle", "north"):
-        with pytest.raises(InputError, match=rf"no devices on a host '{host}' \(hosts: east, west\)"):
-            CliRunner().invoke(command.fault, ["kill-host", host], catch_exceptions=False)
+        with pytest.raises(
+            InputError, match=rf"no devices on a host '{host}' \(hosts: east, west\)"
+        ):
+            CliRunner().invoke(
+                command.fault, ["kill-host", host], catch_exceptions=False
+            )
 
 
 class _State:

@@ -29,7 +29,10 @@ class Memory:
     """Stands for the shaper's client, at the edge."""
 
     def __init__(self) -> None:
-        self.links: dict[Pair, Link] = {("a", "b"): Link(rate=50e6, delay=0.005), ("b", "a"): Link(loss=0.01)}
+        self.links: dict[Pair, Link] = {
+            ("a", "b"): Link(rate=50e6, delay=0.005),
+            ("b", "a"): Link(loss=0.01),
+        }
         self.differences: list[str] = []
         self.problem: str | None = None
         self.containers: DockerFaultTarget
@@ -43,7 +46,12 @@ class Memory:
         self.links.update(links)
 
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
-        return [LinkMeasurement(*pair, self.links[pair], 5e7, 0.00512, 0.0, 30, self.problem) for pair in pairs]
+        return [
+            LinkMeasurement(
+                *pair, self.links[pair], 5e7, 0.00512, 0.0, 30, self.problem
+            )
+            for pair in pairs
+        ]
 
 
 @pytest.fixture
@@ -54,7 +62,11 @@ def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Memory:
         shaper=made,
         devices={name: SimpleNamespace(state="exited") for name in "ab"},
         refresh=lambda: None,
-        experiment=SimpleNamespace(links=dict(made.links), devices=[SimpleNamespace(name="a", speed=1e9)], radio=None),
+        experiment=SimpleNamespace(
+            links=dict(made.links),
+            devices=[SimpleNamespace(name="a", speed=1e9)],
+            radio=None,
+        ),
     )
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     runstate.path_of("run-1")  # makes the folder
@@ -86,15 +98,37 @@ def test_show_fails_where_the_kernel_holds_something_else(memory: Memory) -> Non
 
 def test_set_changes_what_is_given(memory: Memory) -> None:
     answer = call("set", "a", "b", "--delay", "20ms", "--both")
-    assert answer.output.splitlines() == ["a -> b: 50 mbit, 20 ms", "b -> a: unlimited, 20 ms, 1% loss"]
+    assert answer.output.splitlines() == [
+        "a -> b: 50 mbit, 20 ms",
+        "b -> a: unlimited, 20 ms, 1% loss",
+    ]
     call("set", "a", "b", "--unlimited", "--down")
     assert memory.links["a", "b"] == Link(delay=0.02, up=False)
 
 
 def test_set_takes_every_figure(memory: Memory) -> None:
     answer = call(
-        *("set", "b", "a", "--rate", "1mbit", "--delay", "20ms", "--jitter", "2ms", "--distribution", "pareto"),
-        *("--jitter-correlation", "25%", "--bursts", "p=1%,r=20%,bad-loss=90%", "--message-loss", "10%"),
+        *(
+            "set",
+            "b",
+            "a",
+            "--rate",
+            "1mbit",
+            "--delay",
+            "20ms",
+            "--jitter",
+            "2ms",
+            "--distribution",
+            "pareto",
+        ),
+        *(
+            "--jitter-correlation",
+            "25%",
+            "--bursts",
+            "p=1%,r=20%,bad-loss=90%",
+            "--message-loss",
+            "10%",
+        ),
         *("--duplicate", "1%", "--reorder", "2%", "--corrupt", "0.1%", "--limit", "50"),
     )
     assert memory.links["b", "a"] == Link(
@@ -117,7 +151,9 @@ def test_set_takes_every_figure(memory: Memory) -> None:
 
 
 def test_a_setting_outlives_faults(memory: Memory) -> None:
-    worse = ActionPart.model_validate({"degrade": {"device": "b", "delay": "300ms"}}).action
+    worse = ActionPart.model_validate(
+        {"degrade": {"device": "b", "delay": "300ms"}}
+    ).action
     apply_step(FaultOperation(worse, "worse"), memory.containers)
     assert "300 ms" in call("set", "a", "b", "--delay", "20ms", "--loss", "2%").output
     assert memory.links["a", "b"] == Link(rate=50e6, delay=0.3, loss=0.02)
@@ -130,8 +166,12 @@ def test_a_setting_outlives_faults(memory: Memory) -> None:
 def test_set_refuses_what_it_cannot_use(memory: Memory) -> None:
     assert "write 'mbit'" in str(call("set", "a", "b", "--rate", "100Mbps").exception)
     assert isinstance(call("set", "a", "b").exception, InputError)
-    assert "must be a list such as" in str(call("set", "a", "b", "--bursts", "lots").exception)
-    assert "unknown preset 'telegraph'" in str(call("set", "a", "b", "--preset", "telegraph").exception)
+    assert "must be a list such as" in str(
+        call("set", "a", "b", "--bursts", "lots").exception
+    )
+    assert "unknown preset 'telegraph'" in str(
+        call("set", "a", "b", "--preset", "telegraph").exception
+    )
     jittery = call("set", "a", "b", "--jitter", "10ms").exception
     assert isinstance(jittery, InputError)
     assert "a -> b: a jitter of 10ms is above the delay of 5ms" in str(jittery)

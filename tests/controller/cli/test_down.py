@@ -21,7 +21,9 @@ def container(run: str, state: str, age: float = 3600.0) -> dict[str, Any]:
     return {"Labels": {RUN: run}, "State": state, "Created": time.time() - age}
 
 
-def client(*containers: dict[str, Any], networks: tuple[dict[str, Any], ...] = ()) -> Any:
+def client(
+    *containers: dict[str, Any], networks: tuple[dict[str, Any], ...] = ()
+) -> Any:
     api = SimpleNamespace(
         containers=lambda **_: list(containers),
         networks=lambda **_: list(networks),
@@ -44,7 +46,9 @@ def removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     monkeypatch.setattr(engine, "connect_to_all", lambda: {EngineAddress(): there})
     found: list[str] = []
-    monkeypatch.setattr(everywhere, "remove", lambda run, _client: found.append(run) or 1)
+    monkeypatch.setattr(
+        everywhere, "remove", lambda run, _client: found.append(run) or 1
+    )
     return found
 
 
@@ -52,7 +56,9 @@ def command(*arguments: str) -> Result:
     return CliRunner().invoke(down, arguments)
 
 
-def test_all_are_our_own_runs_and_abandoned_ones_and_the_others_are_named(removed: list[str]) -> None:
+def test_all_are_our_own_runs_and_abandoned_ones_and_the_others_are_named(
+    removed: list[str],
+) -> None:
     done = command("--all")
     assert removed == ["lab-abandoned", "lab-mine"]
     assert "lab-new, lab-other" in done.output
@@ -62,10 +68,14 @@ def test_all_are_our_own_runs_and_abandoned_ones_and_the_others_are_named(remove
 def test_everyone_ends_the_runs_of_others_after_naming_them(removed: list[str]) -> None:
     done = command("--all", "--everyone")
     assert removed == ["lab-abandoned", "lab-mine", "lab-new", "lab-other"]
-    assert done.output.startswith("ending the runs of other users: lab-new, lab-other\n")
+    assert done.output.startswith(
+        "ending the runs of other users: lab-new, lab-other\n"
+    )
 
 
-def test_a_pattern_ends_no_run_of_another_user_and_its_whole_name_does(removed: list[str]) -> None:
+def test_a_pattern_ends_no_run_of_another_user_and_its_whole_name_does(
+    removed: list[str],
+) -> None:
     assert "--everyone" in str(command("lab-o*").exception)
     assert removed == []
     command("lab-other")

@@ -15,7 +15,9 @@ main()
 
 
 def test_nothing_is_left_to_the_garbage_collector_at_the_end() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     kept, left = map(int, ended.stdout.splitlines()[-1].split())
     assert kept > 1000
     assert left < kept / 100

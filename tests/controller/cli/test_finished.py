@@ -9,25 +9,52 @@ from typing import Any
 
 import pytest
 
-from testbed.common.errors import DivergedError, ExpectationError, StoppedError, TestbedError
+from testbed.common.errors import (
+    DivergedError,
+    ExpectationError,
+    StoppedError,
+    TestbedError,
+)
 from testbed_controller.cli.finished import judge
 from testbed_controller.results import files
 from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 
-def run(folder: Path, name: str = "run", expect: dict[str, Any] | None = None, **outcome: Any) -> Run:
+def run(
+    folder: Path,
+    name: str = "run",
+    expect: dict[str, Any] | None = None,
+    **outcome: Any,
+) -> Run:
     trial = recorded.trial(expect=expect or {})
-    return files.load(recorded.write(folder / name, trial, recorded.plan(), recorded.outcome(**outcome)))
+    return files.load(
+        recorded.write(
+            folder / name, trial, recorded.plan(), recorded.outcome(**outcome)
+        )
+    )
 
 
 def test_runs_that_came_to_their_end_as_expected_end_in_nothing(tmp_path: Path) -> None:
     judge([run(tmp_path, expect={"accuracy": ">= 0.9"})])
 
 
-def test_an_expectation_that_does_not_hold_is_said_with_what_was_found(tmp_path: Path) -> None:
+def test_an_expectation_that_does_not_hold_is_said_with_what_was_found(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ExpectationError) as raised:
-        judge([run(tmp_path, expect={"accuracy": "> 0.99", "steps": ">= 5", "recovery_time": "< 1s"})])
+        judge(
+            [
+                run(
+                    tmp_path,
+                    expect={
+                        "accuracy": "> 0.99",
+                        "steps": ">= 5",
+                        "recovery_time": "< 1s",
+                    },
+                )
+            ]
+        )
     first, second = str(raised.value).split("; ")
     assert first.startswith("accuracy is 0.95, ")
     assert first.endswith("expected > 0.99")
@@ -35,7 +62,10 @@ def test_an_expectation_that_does_not_hold_is_said_with_what_was_found(tmp_path:
 
 
 def test_of_several_runs_each_is_named(tmp_path: Path) -> None:
-    several = [run(tmp_path, name, {"accuracy": limit}) for name, limit in (("one", ">= 0.9"), ("two", "> 0.99"))]
+    several = [
+        run(tmp_path, name, {"accuracy": limit})
+        for name, limit in (("one", ">= 0.9"), ("two", "> 0.99"))
+    ]
     with pytest.raises(ExpectationError, match=r"^two: accuracy is 0.95, "):
         judge(several)
 
@@ -43,7 +73,11 @@ def test_of_several_runs_each_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "kind", "said"),
     [
-        ("failed", TestbedError, "the run failed: it ends here; partial results are in"),
+        (
+            "failed",
+            TestbedError,
+            "the run failed: it ends here; partial results are in",
+        ),
         ("timed out", TestbedError, "the run timed out: it ends here"),
         ("interrupted", StoppedError, "the run was interrupted: it ends here"),
     ],
@@ -52,7 +86,10 @@ def test_a_run_that_did_not_come_to_its_end_says_why_before_anything_is_expected
     tmp_path: Path, status: str, kind: type[Exception], said: str
 ) -> None:
     failed = run(
-        tmp_path, expect={"accuracy": "> 0.99"}, status=status, error="Traceback\n  of many lines\nit ends here\n"
+        tmp_path,
+        expect={"accuracy": "> 0.99"},
+        status=status,
+        error="Traceback\n  of many lines\nit ends here\n",
     )
     with pytest.raises(kind, match=said) as raised:
         judge([failed])
@@ -65,11 +102,15 @@ def diverged(folder: Path, **keys: Any) -> Run:
     for event in recorded.events(faulty=False):
         step = event.fields.get("step", 0)
         lost = event.event == "step" and step >= 3
-        events.append(event._replace(fields={**event.fields, "loss": math.nan}) if lost else event)
+        events.append(
+            event._replace(fields={**event.fields, "loss": math.nan}) if lost else event
+        )
     return run(folder, events=events, **keys)
 
 
-def test_a_diverged_run_has_a_status_of_its_own_and_names_device_and_step(tmp_path: Path) -> None:
+def test_a_diverged_run_has_a_status_of_its_own_and_names_device_and_step(
+    tmp_path: Path,
+) -> None:
     found = diverged(tmp_path, expect={"accuracy": "> 0.99"})
     with pytest.raises(DivergedError, match=r"run \(\w+, step 3\)") as raised:
         judge([found])

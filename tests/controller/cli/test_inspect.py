@@ -40,24 +40,39 @@ def test_plan_shows_who_holds_what(call):
 
 
 def test_plan_as_json_adds_up(call):
-    (plan,) = json.loads(call("plan", "quickstart", "--set", "workload.batch_size=64", "--json"))
+    (plan,) = json.loads(
+        call("plan", "quickstart", "--set", "workload.batch_size=64", "--json")
+    )
     rows = plan["pieces"]
     assert [row["first"] for row in rows[1:]] == [row["last"] for row in rows[:-1]]
     assert rows[0]["first"] == 0
     whole = json.loads(call("show", "models", "cnn", "--json"))
     assert sum(row["parameters"] for row in rows) == whole["parameters"]
-    assert sum(row["flops"] for row in rows) == pytest.approx(3 * 64 * whole["forward_flops"])
+    assert sum(row["flops"] for row in rows) == pytest.approx(
+        3 * 64 * whole["forward_flops"]
+    )
     assert plan["schedule"].startswith("stage 0")
 
 
 def test_layers_that_are_measured_here_give_a_speed(call):
-    assert json.loads(call("show", "models", "mlp", "--measure", "8", "--json"))["speed"] > 0
+    assert (
+        json.loads(call("show", "models", "mlp", "--measure", "8", "--json"))["speed"]
+        > 0
+    )
 
 
 def test_plan_of_a_sweep_plans_each_point_once(call):
-    overrides = ("--set", "sweep={workload.method.schedule: [gpipe, 1f1b]}", "--set", "repetitions=3")
+    overrides = (
+        "--set",
+        "sweep={workload.method.schedule: [gpipe, 1f1b]}",
+        "--set",
+        "repetitions=3",
+    )
     plans = json.loads(call("plan", "quickstart", *overrides, "--json"))
-    assert [plan["point"]["workload.method.schedule"] for plan in plans] == ["gpipe", "1f1b"]
+    assert [plan["point"]["workload.method.schedule"] for plan in plans] == [
+        "gpipe",
+        "1f1b",
+    ]
     assert plans[0]["schedule"] != plans[1]["schedule"]
 
 
@@ -83,19 +98,36 @@ def test_validate_says_ok_or_what_is_wrong(call, tmp_path):
 
 def test_validate_names_the_extra_of_a_metric(call, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
-    shown = call("validate", "quickstart", "--set", "workload.training.metrics={recall: {}}", status=2)
+    shown = call(
+        "validate",
+        "quickstart",
+        "--set",
+        "workload.training.metrics={recall: {}}",
+        status=2,
+    )
     assert "pip install 'edge-testbed[metrics]'" in " ".join(shown.split())
 
 
 def test_validate_names_losses_that_the_virtual_clock_does_not_follow(call):
-    assert "not in the model" in call("validate", "quickstart", "--set", "network.link.loss=20%")
+    assert "not in the model" in call(
+        "validate", "quickstart", "--set", "network.link.loss=20%"
+    )
     assert "not in the model" not in call(
-        "validate", "quickstart", "--set", "network.link={rate: 50mbit, delay: 10ms, loss: 1%}"
+        "validate",
+        "quickstart",
+        "--set",
+        "network.link={rate: 50mbit, delay: 10ms, loss: 1%}",
     )
 
 
 def test_validate_checks_every_point_of_a_sweep(call):
-    shown = call("validate", "quickstart", "--set", "sweep={workload.method.stages: [2, 9]}", status=2)
+    shown = call(
+        "validate",
+        "quickstart",
+        "--set",
+        "sweep={workload.method.stages: [2, 9]}",
+        status=2,
+    )
     assert "(sweep: 9): workload.method.stages: " in shown
 
 
@@ -104,7 +136,14 @@ def test_more_stages_than_devices_or_units(call):
     assert "scenarios/quickstart.yaml" in shown
     assert "write stages: 6, and the devices beyond stand by" in shown
     assert shown.count("\n") == 1
-    call("validate", "quickstart", "--set", "devices.worker.count=8", "--set", "workload.method.stages=6")
+    call(
+        "validate",
+        "quickstart",
+        "--set",
+        "devices.worker.count=8",
+        "--set",
+        "workload.method.stages=6",
+    )
 
 
 def test_one_method_by_its_name(call):
@@ -112,24 +151,35 @@ def test_one_method_by_its_name(call):
     assert shown.strip().startswith("pipeline")
     assert "(one of even, optimal; default optimal)" in " ".join(shown.split())
     assert "edgepipe" not in shown
-    with pytest.raises(InputError, match="unknown method 'pipelin': did you mean 'pipeline'"):
+    with pytest.raises(
+        InputError, match="unknown method 'pipelin': did you mean 'pipeline'"
+    ):
         command_line.main(["show", "methods", "pipelin"], standalone_mode=False)
 
 
 def test_bad_input_ends_with_2_and_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["testbed", "plan", "quickstart", "--set", "network.link.rate=50Mbps"])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["testbed", "plan", "quickstart", "--set", "network.link.rate=50Mbps"],
+    )
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith("testbed: --set network.link.rate=50Mbps: network.link.rate: 'Mbps' is not a unit of rate")
+    assert error.startswith(
+        "testbed: --set network.link.rate=50Mbps: network.link.rate: 'Mbps' is not a unit of rate"
+    )
     assert "\n" not in error
 
 
-@pytest.mark.parametrize("group", [(), ("link",), ("fault",), ("show",), ("setup",), ("export",)])
+@pytest.mark.parametrize(
+    "group", [(), ("link",), ("fault",), ("show",), ("setup",), ("export",)]
+)
 def test_help_shows_whole_sentences(call, group):
     shown = call(*group, "--help")
-    assert not any(line.endswith("...") for line in shown.partition("Commands:")[2].splitlines())
+    assert not any(
+        line.endswith("...") for line in shown.partition("Commands:")[2].splitlines()
+    )
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -164,7 +214,9 @@ def test_former_names_of_commands_are_refused_with_the_present_ones(former, pres
 )
 def test_a_run_on_a_standing_lab_refuses_options_of_other_runs(options, named):
     with pytest.raises(InputError, match=f"--on cannot be combined with {named}"):
-        command_line.main(["run", "quickstart", "--on", "some-lab", *options], standalone_mode=False)
+        command_line.main(
+            ["run", "quickstart", "--on", "some-lab", *options], standalone_mode=False
+        )
 
 
 def test_a_full_disk_is_no_traceback(monkeypatch, capsys):
@@ -175,7 +227,9 @@ def test_a_full_disk_is_no_traceback(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 3
-    assert capsys.readouterr().err.startswith("testbed: the disk is full; written results are kept")
+    assert capsys.readouterr().err.startswith(
+        "testbed: the disk is full; written results are kept"
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,8 +250,12 @@ def test_every_profile_and_preset_has_a_source():
 
 def test_options_are_described():
     for method in METHODS.values():
-        for name, schema in method.Options.model_json_schema().get("properties", {}).items():
-            assert schema.get("description") or "enum" in schema, f"{method.name}.{name}"
+        for name, schema in (
+            method.Options.model_json_schema().get("properties", {}).items()
+        ):
+            assert schema.get("description") or "enum" in schema, (
+                f"{method.name}.{name}"
+            )
 
 
 def test_schema_is_a_json_schema(call):
@@ -241,11 +299,32 @@ class Text(nn.Module):
 def test_a_network_of_ones_own_is_shown_for_data_of_ones_own(call, tmp_path):
     file = tmp_path / "text.py"
     file.write_text(TOKENS_AND_NETWORK)
-    shown = json.loads(call("show", "models", str(file), "Text", "--data", f"{file}:tokens", "--json"))
-    assert (shown["input"], shown["classes"], shown["parameters"]) == ([8], 4, 50 * 6 + 7 * 4)
-    np.savez(tmp_path / "text.npz", x_train=np.zeros((20, 8), np.int64), y_train=np.arange(20) % 4)
+    shown = json.loads(
+        call("show", "models", str(file), "Text", "--data", f"{file}:tokens", "--json")
+    )
+    assert (shown["input"], shown["classes"], shown["parameters"]) == (
+        [8],
+        4,
+        50 * 6 + 7 * 4,
+    )
+    np.savez(
+        tmp_path / "text.npz",
+        x_train=np.zeros((20, 8), np.int64),
+        y_train=np.arange(20) % 4,
+    )
     assert (
-        json.loads(call("show", "models", str(file), "Text", "--data", str(tmp_path / "text.npz"), "--json")) == shown
+        json.loads(
+            call(
+                "show",
+                "models",
+                str(file),
+                "Text",
+                "--data",
+                str(tmp_path / "text.npz"),
+                "--json",
+            )
+        )
+        == shown
     )
 
 

@@ -17,8 +17,12 @@ class Raising:
         raise self.error
 
 
-@pytest.mark.parametrize(("error", "said"), [(KeyboardInterrupt, False), (ValueError, True)])
-def test_what_python_drops_is_told_unless_it_is_a_ctrl_c(error, said, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("error", "said"), [(KeyboardInterrupt, False), (ValueError, True)]
+)
+def test_what_python_drops_is_told_unless_it_is_a_ctrl_c(
+    error, said, monkeypatch, capfd
+):
     monkeypatch.setattr(sys, "unraisablehook", main._drop_interrupt)
     made = Raising(error)
     del made

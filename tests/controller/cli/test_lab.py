@@ -46,7 +46,9 @@ def _execute(reads: bool) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("given", [b"", b"some, and more to come"])
-def test_a_command_that_leaves_its_input_unread_ends_with_its_status_while_more_could_come(given: bytes) -> None:
+def test_a_command_that_leaves_its_input_unread_ends_with_its_status_while_more_could_come(
+    given: bytes,
+) -> None:
     with _execute(reads=False) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -20,18 +20,31 @@ def _warnings_afterwards() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("level", "shown"), [("warning", ["lost"]), ("info", ["begun", "lost"]), ("debug", ["sent", "begun", "lost"])]
+    ("level", "shown"),
+    [
+        ("warning", ["lost"]),
+        ("info", ["begun", "lost"]),
+        ("debug", ["sent", "begun", "lost"]),
+    ],
 )
 def test_the_terminal_has_the_records_from_a_level_on(
     level: str, shown: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_to_terminal(level)
-    for severity, text in ((logging.DEBUG, "sent"), (logging.INFO, "begun"), (logging.WARNING, "lost")):
+    for severity, text in (
+        (logging.DEBUG, "sent"),
+        (logging.INFO, "begun"),
+        (logging.WARNING, "lost"),
+    ):
         LOGGER.log(severity, text)
-    assert [line.rpartition(" ")[2] for line in capsys.readouterr().err.splitlines()] == shown
+    assert [
+        line.rpartition(" ")[2] for line in capsys.readouterr().err.splitlines()
+    ] == shown
 
 
-def test_control_characters_of_a_record_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_a_record_do_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     log_to_terminal("warning")
     LOGGER.warning("one\x1b[2J\ntwo")
     assert capsys.readouterr().err.endswith("one\\x1b[2J\ntwo\n")

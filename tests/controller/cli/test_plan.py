@@ -59,7 +59,9 @@ def test_details_travel_as_json_and_are_read_as_the_method_declares_them():
 def test_a_plan_without_details():
     bare = Plan(method="ring", lead="a", pieces=())
     assert bare.model_dump(mode="json")["details"] == {}
-    assert Plan.model_validate_json(bare.model_dump_json()).with_details(Details) == bare
+    assert (
+        Plan.model_validate_json(bare.model_dump_json()).with_details(Details) == bare
+    )
 
 
 @pytest.fixture
@@ -76,7 +78,9 @@ def star(monkeypatch):
                 Piece(device="b", first=2, last=4, memory=5e6),
                 Piece(device="a", first=3, last=4, memory=3e6),
             ),
-            details=PipelineDetails(schedule="1f1b", micro_batches=1, partition="even", bottleneck=1.0),
+            details=PipelineDetails(
+                schedule="1f1b", micro_batches=1, partition="even", bottleneck=1.0
+            ),
         )
 
     monkeypatch.setattr(Pipeline, "plan", plan)
@@ -87,12 +91,18 @@ EVEN = ["plan", "quickstart", "--set", "workload.method.partition=even"]
 
 
 def planned(memory: str) -> Result:
-    devices = f"devices={{a: {{profile: laptop, memory: {memory}}}, b: {{profile: laptop}}}}"
-    return CliRunner().invoke(command_line, ["plan", "quickstart", "--set", "faults=[]", "--set", devices])
+    devices = (
+        f"devices={{a: {{profile: laptop, memory: {memory}}}, b: {{profile: laptop}}}}"
+    )
+    return CliRunner().invoke(
+        command_line, ["plan", "quickstart", "--set", "faults=[]", "--set", devices]
+    )
 
 
 def test_the_memory_of_all_pieces_counts(star):
-    assert "'a' has 5 MB of memory, its part of the plan needs 6 MB" in str(planned("5MB").exception)
+    assert "'a' has 5 MB of memory, its part of the plan needs 6 MB" in str(
+        planned("5MB").exception
+    )
 
 
 def test_the_command_shows_the_pieces_of_a_device_below_each_other(star, monkeypatch):
@@ -113,7 +123,9 @@ def test_metrics_and_report_keep_all_pieces_of_a_device(tmp_path):
     outcome, trial = recorded.outcome(), recorded.trial()
     figures = metrics(outcome, trial.experiment, plan)
     assert figures["devices"]["a"]["units"] == [0, 1, 4, 6]
-    page = html.render(Run(tmp_path, trial, plan, outcome, manifest(trial, outcome, {}), figures))
+    page = html.render(
+        Run(tmp_path, trial, plan, outcome, manifest(trial, outcome, {}), figures)
+    )
     assert "unit 0, units 4–5 for b, 4 MB" in page
 
 
@@ -123,11 +135,19 @@ def test_an_optimal_plan_says_what_an_even_one_would_take():
     even = json.loads(CliRunner().invoke(command_line, [*EVEN, "--json"]).output)[0]
     assert optimal["even_step_time"] == even["step_time"] > optimal["step_time"]
     assert even["even_step_time"] is None
-    assert "(2.56 s with partition: even)" in CliRunner().invoke(command_line, ["plan", "quickstart"]).output
+    assert (
+        "(2.56 s with partition: even)"
+        in CliRunner().invoke(command_line, ["plan", "quickstart"]).output
+    )
 
 
 def test_the_plan_names_a_device_that_alone_is_quicker():
-    slow_link = ["--set", "network={link: {rate: 1mbit, delay: 50ms}}", "--set", "faults=[]"]
+    slow_link = [
+        "--set",
+        "network={link: {rate: 1mbit, delay: 50ms}}",
+        "--set",
+        "faults=[]",
+    ]
     shown = CliRunner().invoke(command_line, ["plan", "quickstart", *slow_link]).output
     assert "source alone would be quicker" in shown
     shown = CliRunner().invoke(command_line, ["plan", "examples/federated"]).output

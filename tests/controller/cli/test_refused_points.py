@@ -37,9 +37,13 @@ def file(tmp_path: Path) -> Path:
     return written
 
 
-def test_the_points_that_can_be_run_are_run_and_the_command_names_the_others(file: Path) -> None:
+def test_the_points_that_can_be_run_are_run_and_the_command_names_the_others(
+    file: Path,
+) -> None:
     out = file.parent / "out"
-    done = CliRunner().invoke(run, [str(file), "--runtime", "simulate", "--out", str(out), "--no-events"])
+    done = CliRunner().invoke(
+        run, [str(file), "--runtime", "simulate", "--out", str(out), "--no-events"]
+    )
     assert isinstance(done.exception, InputError)
     assert str(done.exception).startswith("sizes=[90, 10, 10, 10], seed 5: ")
     assert "add up to 120 samples" in str(done.exception)
@@ -64,9 +68,16 @@ def test_a_mistake_that_all_points_have_in_common_is_said_once(file: Path) -> No
 
 
 def test_a_sweep_from_python_returns_the_runs_and_the_refusals(tmp_path: Path) -> None:
-    work = {"model": {"name": "mlp", "hidden": [8]}, "data": {"name": "digits", "train": 64, "test": 20}}
+    work = {
+        "model": {"name": "mlp", "hidden": [8]},
+        "data": {"name": "digits", "train": 64, "test": 20},
+    }
     work |= {"method": {"name": "single"}, "batch_size": 16, "steps": 1}
-    scenario = build(name="small", devices={"source": {"profile": "laptop"}}, workload=work)
-    runs = sweep(scenario, {"devices.source.memory": ["1GiB", "1kB"]}, out=tmp_path / "out")
+    scenario = build(
+        name="small", devices={"source": {"profile": "laptop"}}, workload=work
+    )
+    runs = sweep(
+        scenario, {"devices.source.memory": ["1GiB", "1kB"]}, out=tmp_path / "out"
+    )
     assert len(runs) == 1
     assert [text.partition(",")[0] for text in runs.refused] == ["memory=1kB"]

@@ -19,13 +19,24 @@ RING = ("examples/ring", "--runtime", "simulate", "--repetitions", "3", "--no-ev
     [
         (("--out", "here", "--resume", "."), "--out cannot be combined with --resume"),
         (("--jobs", "2"), "--jobs: containers need the host to themselves"),
-        (("--cluster", "tcp://x:1"), "--cluster: containers need the host to themselves"),
-        (("--jobs", "2", "--runtime", "simulate", "--watch"), "--jobs: parallel runs can be neither watched"),
+        (
+            ("--cluster", "tcp://x:1"),
+            "--cluster: containers need the host to themselves",
+        ),
+        (
+            ("--jobs", "2", "--runtime", "simulate", "--watch"),
+            "--jobs: parallel runs can be neither watched",
+        ),
         (("--each-on-one-host",), "--each-on-one-host: is for runs in containers"),
-        (("--each-on-one-host", "--hosts", "one", "--keep"), "--each-on-one-host: all devices of a run"),
+        (
+            ("--each-on-one-host", "--hosts", "one", "--keep"),
+            "--each-on-one-host: all devices of a run",
+        ),
     ],
 )
-def test_options_that_cannot_be_combined_are_refused_before_anything_is_planned(options, reason: str) -> None:
+def test_options_that_cannot_be_combined_are_refused_before_anything_is_planned(
+    options, reason: str
+) -> None:
     with pytest.raises(InputError, match=reason):
         run.main(["no-such-scenario", *options], standalone_mode=False)
 
@@ -34,9 +45,14 @@ def test_resume_runs_only_the_missing_runs(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run.main([*RING, "--out", str(out)], standalone_mode=False)
     first, second, third = files.places(out)
-    before = {place: (place / "manifest.json").read_bytes() for place in (first, second, third)}
+    before = {
+        place: (place / "manifest.json").read_bytes()
+        for place in (first, second, third)
+    }
     figures = (second / "metrics.json").read_bytes()
     shutil.rmtree(second)
     run.main([*RING, "--resume", str(out), "--jobs", "2"], standalone_mode=False)
-    assert [(place / "manifest.json").read_bytes() == before[place] for place in before] == [True, False, True]
+    assert [
+        (place / "manifest.json").read_bytes() == before[place] for place in before
+    ] == [True, False, True]
     assert (second / "metrics.json").read_bytes() == figures

@@ -26,10 +26,14 @@ def test_a_study_is_called_as_its_folder(tmp_path: Path, name: str) -> None:
     scenario = load(tmp_path / name / f"{name}.yaml")
     assert scenario.name == name
     assert f"{name}.yaml" in (tmp_path / name / "test_study.py").read_text()
-    assert "study.yaml" not in (tmp_path / name / f"{name}.yaml").read_text().replace(f"{name}.yaml", "")
+    assert "study.yaml" not in (tmp_path / name / f"{name}.yaml").read_text().replace(
+        f"{name}.yaml", ""
+    )
 
 
-def test_an_empty_folder_is_filled_and_one_with_anything_in_it_left_alone(tmp_path: Path) -> None:
+def test_an_empty_folder_is_filled_and_one_with_anything_in_it_left_alone(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     made(folder)
@@ -40,8 +44,16 @@ def test_an_empty_folder_is_filled_and_one_with_anything_in_it_left_alone(tmp_pa
 
 @pytest.mark.parametrize(
     ("folder", "name"),
-    [("Studie ä", "studie-a"), ("2026", "study-2026"), ("s" * 40, "s" * 31), ('a"b', "a-b"), ("研究", "study")],
+    [
+        ("Studie ä", "studie-a"),
+        ("2026", "study-2026"),
+        ("s" * 40, "s" * 31),
+        ('a"b', "a-b"),
+        ("研究", "study"),
+    ],
 )
-def test_any_folder_name_gives_a_valid_scenario_name(tmp_path: Path, folder: str, name: str) -> None:
+def test_any_folder_name_gives_a_valid_scenario_name(
+    tmp_path: Path, folder: str, name: str
+) -> None:
     made(tmp_path / folder)
     assert load(tmp_path / folder / f"{name}.yaml").name == name

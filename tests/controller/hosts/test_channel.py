@@ -10,8 +10,15 @@ from testbed_controller.lab.clocks import HostClock, Sample
 class World:
     """A clock that is off and drifts, at the end of a way whose two directions are delayed by chance."""
 
-    def __init__(self, offset: float, drift: float, least: float = 1e-4, queueing: float = 2e-3) -> None:
-        self.offset, self.drift, self.least, self.queueing = offset, drift, least, queueing
+    def __init__(
+        self, offset: float, drift: float, least: float = 1e-4, queueing: float = 2e-3
+    ) -> None:
+        self.offset, self.drift, self.least, self.queueing = (
+            offset,
+            drift,
+            least,
+            queueing,
+        )
         self.random = Random(7)
 
     def shown(self, here: float) -> float:

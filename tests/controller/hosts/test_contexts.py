@@ -45,23 +45,38 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_an_engine_that_does_not_answer_is_named_with_how_to_try_it(folder: Path) -> None:
+def test_an_engine_that_does_not_answer_is_named_with_how_to_try_it(
+    folder: Path,
+) -> None:
     context(folder, "a", "unix:///nowhere/sock")
-    with pytest.raises(HostError, match=r"a: no engine responds at unix:///nowhere/sock .*docker --context a info"):
+    with pytest.raises(
+        HostError,
+        match=r"a: no engine responds at unix:///nowhere/sock .*docker --context a info",
+    ):
         reach("a")
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
-def test_a_host_that_ssh_does_not_reach_is_named_with_how_to_try_it(folder: Path) -> None:
+def test_a_host_that_ssh_does_not_reach_is_named_with_how_to_try_it(
+    folder: Path,
+) -> None:
     context(folder, "a", "ssh://me@127.0.0.1:9")
-    with pytest.raises(HostError, match=r"a: ssh cannot reach ssh://me@127.0.0.1:9 .*'ssh -p 9 me@127.0.0.1'"):
+    with pytest.raises(
+        HostError,
+        match=r"a: ssh cannot reach ssh://me@127.0.0.1:9 .*'ssh -p 9 me@127.0.0.1'",
+    ):
         reach("a")
 
 
-def test_an_ssh_that_is_not_installed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ssh_that_is_not_installed_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context(folder, "a", "ssh://me@127.0.0.1:9")
     monkeypatch.setenv("PATH", str(folder))
-    with pytest.raises(HostError, match=r"a: ssh://me@127.0.0.1:9 needs ssh, which is not installed here: apt-get"):
+    with pytest.raises(
+        HostError,
+        match=r"a: ssh://me@127.0.0.1:9 needs ssh, which is not installed here: apt-get",
+    ):
         reach("a")
 
 
@@ -77,7 +92,10 @@ def test_the_connection_ends_with_a_controller_that_is_killed(tmp_path: Path) ->
         "from testbed_controller.hosts.contexts import _forward_socket; import os, signal\n"
         "_forward_socket('a', 'ssh://host/run/docker.sock'); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TMPDIR": str(tmp_path),
+    }
     done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=30)
     assert done.returncode == -signal.SIGKILL
     connection = Path("/proc") / (tmp_path / "pid").read_text().strip()
@@ -87,17 +105,24 @@ def test_the_connection_ends_with_a_controller_that_is_killed(tmp_path: Path) ->
         time.sleep(0.02)
 
 
-def test_an_engine_that_is_open_to_everybody_on_the_way_is_refused(folder: Path) -> None:
+def test_an_engine_that_is_open_to_everybody_on_the_way_is_refused(
+    folder: Path,
+) -> None:
     context(folder, "a", "tcp://10.0.0.7:2375")
     with pytest.raises(
-        InputError, match=r"tcp://10.0.0.7:2375 is unprotected .* certificates to the context, or use ssh://"
+        InputError,
+        match=r"tcp://10.0.0.7:2375 is unprotected .* certificates to the context, or use ssh://",
     ):
         reach("a")
 
 
-def test_two_contexts_of_one_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_contexts_of_one_engine_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(contexts, "reach", lambda name: host(name, engine="one"))
-    with pytest.raises(InputError, match="the contexts a and b lead to the same engine"):
+    with pytest.raises(
+        InputError, match="the contexts a and b lead to the same engine"
+    ):
         reach_all(["a", "b"])
 
 
@@ -106,7 +131,12 @@ def test_hosts_have_to_be_of_one_swarm_with_a_manager_among_them() -> None:
     assert manager({"b": b, "a": a}) is a
     with pytest.raises(HostError, match=r"b is not in a swarm: .*swarm init"):
         manager({"a": a, "b": replace(b, address="")})
-    with pytest.raises(HostError, match=r"no manager of the swarm among b: add the context of one of 10.0.0.1:2377"):
+    with pytest.raises(
+        HostError,
+        match=r"no manager of the swarm among b: add the context of one of 10.0.0.1:2377",
+    ):
         manager({"b": b})
-    with pytest.raises(HostError, match=r"a and b are in two swarms: 'docker --context b swarm leave'"):
+    with pytest.raises(
+        HostError, match=r"a and b are in two swarms: 'docker --context b swarm leave'"
+    ):
         manager({"a": a, "b": replace(b, managers=("10.0.0.9:2377",))})

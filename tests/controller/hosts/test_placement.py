@@ -34,14 +34,24 @@ def test_work_is_shared_by_the_cores_that_there_are() -> None:
 def test_of_equally_loaded_hosts_the_one_with_fast_links_is_taken() -> None:
     devices = [device("p"), device("q"), device("r"), device("s")]
     fast, slow = Link(rate=1e9), Link(rate=1e6)
-    links = {("p", "s"): fast, ("s", "p"): fast, ("q", "r"): fast, ("r", "q"): fast, ("p", "q"): slow}
+    links = {
+        ("p", "s"): fast,
+        ("s", "p"): fast,
+        ("q", "r"): fast,
+        ("r", "q"): fast,
+        ("p", "q"): slow,
+    }
     placed = place(devices, links, TWO, {})
     assert placed["p"] == placed["s"] != placed["q"] == placed["r"]
 
 
 def test_what_is_given_is_kept_and_counted() -> None:
     placed = place([device("p"), device("q"), device("r")], {}, TWO, {"r": "a"})
-    assert placed == {"p": "b", "q": "a", "r": "a"} or placed == {"p": "b", "q": "b", "r": "a"}
+    assert placed == {"p": "b", "q": "a", "r": "a"} or placed == {
+        "p": "b",
+        "q": "b",
+        "r": "a",
+    }
     assert placed["r"] == "a"
     assert placed["p"] == "b"
 
@@ -67,7 +77,10 @@ def test_what_cannot_be_is_refused(given: dict[str, str], said: str) -> None:
 
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
     devices = [device(f"d{number}", memory=8 * GB) for number in range(50)]
-    with pytest.raises(InputError, match=r"a has 8.59 GB of memory, its 50 devices take at least 8.6 GB"):
+    with pytest.raises(
+        InputError,
+        match=r"a has 8.59 GB of memory, its 50 devices take at least 8.6 GB",
+    ):
         place(devices, {}, {"a": TWO["a"]}, {})
     assert place(devices[:28], {}, {"a": TWO["a"]}, {})
 
@@ -94,24 +107,37 @@ def lab(folder: Path, text: str) -> Path:
 
 def struck(folder: Path, text: str) -> list[dict[str, object]]:
     trial = trials(load(ROOT / "scenarios/quickstart.yaml"))[0]
-    changed = read_lab(lab(folder, f"hosts: [a, b]\nfaults:\n{text}")).struck(trial, PLACED)
+    changed = read_lab(lab(folder, f"hosts: [a, b]\nfaults:\n{text}")).struck(
+        trial, PLACED
+    )
     assert changed.experiment.faults == changed.scenario.faults
     assert changed.scenario.faults[:1] == trial.scenario.faults
     prepare(changed)
-    found = changed.scenario.model_dump(mode="json", by_alias=True, exclude_none=True)["faults"]
+    found = changed.scenario.model_dump(mode="json", by_alias=True, exclude_none=True)[
+        "faults"
+    ]
     return list(found[1:])
 
 
-def test_hosts_and_places_are_those_of_the_file_and_then_those_given(tmp_path: Path) -> None:
+def test_hosts_and_places_are_those_of_the_file_and_then_those_given(
+    tmp_path: Path,
+) -> None:
     file = lab(tmp_path, "hosts: [a, b]\nplace: {source: a, worker1: b}\n")
-    assert (read_lab(file).hosts, read_lab(file).place) == (("a", "b"), {"source": "a", "worker1": "b"})
+    assert (read_lab(file).hosts, read_lab(file).place) == (
+        ("a", "b"),
+        {"source": "a", "worker1": "b"},
+    )
     given = read_lab(file, ("a", "c"), {"worker1": "c"})
     assert (given.hosts, given.place) == (("a", "c"), {"source": "a", "worker1": "c"})
     assert not read_lab(None).hosts
 
 
-def test_a_host_is_killed_with_all_of_its_devices_and_boots_with_them(tmp_path: Path) -> None:
-    found = struck(tmp_path, "- {kill_host: b, at: 5s}\n- {restart_host: b, after: 2s}\n")
+def test_a_host_is_killed_with_all_of_its_devices_and_boots_with_them(
+    tmp_path: Path,
+) -> None:
+    found = struck(
+        tmp_path, "- {kill_host: b, at: 5s}\n- {restart_host: b, after: 2s}\n"
+    )
     assert found == [
         {"kill": "worker2", "at": "5s"},
         {"kill": "worker3", "at": "5s"},
@@ -133,11 +159,19 @@ def test_hosts_are_cut_off_by_their_devices_for_a_while(tmp_path: Path) -> None:
         ("hosts: [a]\nnodes: 3\n", "nodes"),
         ("place: {worker1: b}\n", "need 'hosts'"),
         ("hosts: [a]\nfaults: [{kill: worker1, at: 1s}]\n", "kill"),
-        ("hosts: [a]\nfaults: [{kill_host: a, restart_host: a, at: 1s}]\n", "exactly one of"),
-        ("hosts: [a]\nfaults: [{kill_host: a, after: 1s}]\n", "the first host fault cannot"),
+        (
+            "hosts: [a]\nfaults: [{kill_host: a, restart_host: a, at: 1s}]\n",
+            "exactly one of",
+        ),
+        (
+            "hosts: [a]\nfaults: [{kill_host: a, after: 1s}]\n",
+            "the first host fault cannot",
+        ),
     ],
 )
-def test_what_is_wrong_in_the_file_is_said_with_its_name(tmp_path: Path, text: str, says: str) -> None:
+def test_what_is_wrong_in_the_file_is_said_with_its_name(
+    tmp_path: Path, text: str, says: str
+) -> None:
     with pytest.raises(InputError, match=rf"lab\.yaml: .*{says}"):
         read_lab(lab(tmp_path, text))
 
@@ -145,12 +179,17 @@ def test_what_is_wrong_in_the_file_is_said_with_its_name(tmp_path: Path, text: s
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("{kill_host: c, at: 1s}", r"--lab: faults\.0: kill_host: no device is on 'c': a, b"),
+        (
+            "{kill_host: c, at: 1s}",
+            r"--lab: faults\.0: kill_host: no device is on 'c': a, b",
+        ),
         ("{kill_host: b}", "'at', 'when' and 'after'"),
         ("{kill_host: b, at: 9000s}", r"--lab: faults\.0: .*time_limit"),
         ("{restart_host: b, at: 1s}", "nothing to restart"),
     ],
 )
-def test_a_fault_of_hosts_is_checked_as_those_of_devices_are(tmp_path: Path, fault: str, says: str) -> None:
+def test_a_fault_of_hosts_is_checked_as_those_of_devices_are(
+    tmp_path: Path, fault: str, says: str
+) -> None:
     with pytest.raises(InputError, match=says):
         struck(tmp_path, f"- {fault}\n")

@@ -11,7 +11,10 @@ from testbed_controller.lab.runstate import RunState
 
 
 def test_where_no_link_crosses_hosts_there_are_no_ways() -> None:
-    links = {("p", "q"): Link(rate=1e6, delay=0.01), ("q", "p"): Link(rate=1e6, delay=0.01)}
+    links = {
+        ("p", "q"): Link(rate=1e6, delay=0.01),
+        ("q", "p"): Link(rate=1e6, delay=0.01),
+    }
     state = RunState("run", "token", hosts={"a": ["p", "q"], "b": []})
     assert Shapers({}, state, {}, links).measure_path_delays() == []
 
@@ -21,9 +24,20 @@ LINK = Link(rate=50e6, delay=0.005)
 
 
 def half(
-    sent: int, source: str, destination: str, delays: list[float], rate: float | None = None, gate: float = 0.0
+    sent: int,
+    source: str,
+    destination: str,
+    delays: list[float],
+    rate: float | None = None,
+    gate: float = 0.0,
 ) -> dict:
-    found = {"source": source, "destination": destination, "sent": sent, "delays": delays, "rate": rate}
+    found = {
+        "source": source,
+        "destination": destination,
+        "sent": sent,
+        "delays": delays,
+        "rate": rate,
+    }
     return {**found, "asked": 50e6, "gate": gate}
 
 
@@ -38,7 +52,9 @@ def measured(there: list[float], back: list[float]):
 
 
 def test_a_difference_of_clocks_is_not_a_delay() -> None:
-    found, moved = measured([10.0052] * 30, [-9.9948] * 30)  # b's clock is 10 s ahead, not 10.003
+    found, moved = measured(
+        [10.0052] * 30, [-9.9948] * 30
+    )  # b's clock is 10 s ahead, not 10.003
     assert [each.delay for each in found] == pytest.approx([0.0052, 0.0052])
     assert [each.problem for each in found] == [None, None]
     assert moved["a", "b"] == (pytest.approx(10.0), pytest.approx(0.0004))
@@ -50,7 +66,10 @@ def test_a_delay_that_is_too_long_on_one_way_is_seen_all_the_same() -> None:
 
 
 def test_the_time_at_the_gate_of_the_sender_is_not_a_delay() -> None:
-    halves = {"a": [half(30, "p", "r", [], gate=0.02)], "b": [half(0, "p", "r", [0.0252] * 30)]}
+    halves = {
+        "a": [half(30, "p", "r", [], gate=0.02)],
+        "b": [half(0, "p", "r", [0.0252] * 30)],
+    }
     [found], _ = combined({("p", "r"): LINK}, halves, HOST, {"a": 0.0, "b": 0.0})
     assert found.delay == pytest.approx(0.0052)
 
@@ -77,11 +96,16 @@ def test_what_the_way_has_is_not_imposed_again() -> None:
 
 
 def test_a_way_that_is_a_little_longer_than_asked_is_within_tolerance() -> None:
-    assert imposed_links({("p", "r"): Link()}, HOST, {("a", "b"): 0.0002})["p", "r"].delay == 0.0
+    assert (
+        imposed_links({("p", "r"): Link()}, HOST, {("a", "b"): 0.0002})["p", "r"].delay
+        == 0.0
+    )
 
 
 def test_a_way_that_is_longer_than_asked_is_refused_with_both_figures() -> None:
-    said = r"p -> r needs a delay of 5 ms, but the path from a to b has 7.00 ms: .*--place"
+    said = (
+        r"p -> r needs a delay of 5 ms, but the path from a to b has 7.00 ms: .*--place"
+    )
     with pytest.raises(InputError, match=said):
         imposed_links({("p", "r"): LINK}, HOST, {("a", "b"): 0.007})
 

@@ -14,20 +14,28 @@ class Ends:
         self.times: list[bytes] = []
         to_host, to_controller = asyncio.StreamReader(), asyncio.StreamReader()
         self.controller = Streams(to_host.feed_data, self.times.append)
-        self.host = Streams(to_controller.feed_data, lambda times: self.host.send(CLOCK, 0, times + b"!"), _connect)
+        self.host = Streams(
+            to_controller.feed_data,
+            lambda times: self.host.send(CLOCK, 0, times + b"!"),
+            _connect,
+        )
         self.tasks = [
             asyncio.ensure_future(self.controller.handle_frames(to_controller)),
             asyncio.ensure_future(self.host.handle_frames(to_host)),
         ]
 
     async def port(self, target: int) -> int:
-        async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def lead(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             await self.controller.open({"pid": 0, "port": target}, reader, writer)
 
         return _port(await asyncio.start_server(lead, "127.0.0.1", 0))
 
 
-async def _connect(target: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(
+    target: dict[str, Any],
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", target["port"])
 
 
@@ -71,7 +79,9 @@ def test_bytes_come_back_whole_and_in_order_on_many_connections() -> None:
 
 def test_a_connection_that_nobody_reads_keeps_none_of_the_others_waiting() -> None:
     async def test(ends: Ends) -> None:
-        deaf = await ends.port(_port(await asyncio.start_server(_deaf, "127.0.0.1", 0, limit=1)))
+        deaf = await ends.port(
+            _port(await asyncio.start_server(_deaf, "127.0.0.1", 0, limit=1))
+        )
         echo = await ends.port(_port(await asyncio.start_server(_echo, "127.0.0.1", 0)))
         _, stuck = await asyncio.open_connection("127.0.0.1", deaf)
         stuck.write(bytes(64 * WINDOW))

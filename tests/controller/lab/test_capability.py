@@ -26,7 +26,11 @@ def asking(rate: str | None) -> Experiment:
         "name": "fast",
         "devices": {"a": {}, "b": {}},
         "network": {"link": link},
-        "workload": {"task": "infer", "model": {"name": "mlp"}, "method": {"name": "exchange"}},
+        "workload": {
+            "task": "infer",
+            "model": {"name": "mlp"},
+            "method": {"name": "exchange"},
+        },
     }
     return trials(Scenario.model_validate(scenario))[0].experiment
 
@@ -56,7 +60,9 @@ def test_each_backend_is_kept_for_itself() -> None:
 def test_another_kernel_makes_the_figures_void(tmp_path: Path) -> None:
     capability.store(FOUND)
     path = tmp_path / "testbed" / "links.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "host": ["here", "2.6.32", 1]}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "host": ["here", "2.6.32", 1]})
+    )
     assert capability.known() == []
     path.write_text("nonsense")
     assert capability.known() == []

@@ -21,24 +21,35 @@ def test_an_engine_that_starts_no_container_is_not_taken_for_a_kernel_without_mo
     )
     monkeypatch.setattr(diagnosis.capability, "remove_run", lambda *_, **__: [])
     checks = list(diagnosis._check_links(client, "testbed/shaper:x"))
-    assert [(check.name, check.status, check.needed) for check in checks] == [("links", "missing", True)]
+    assert [(check.name, check.status, check.needed) for check in checks] == [
+        ("links", "missing", True)
+    ]
     assert "error setting rlimits" in checks[0].detail
     assert "modprobe" not in f"{checks[0]}"
 
 
-@pytest.mark.parametrize(("component", "name"), [("Engine", "Docker"), ("Podman Engine", "Podman")])
+@pytest.mark.parametrize(
+    ("component", "name"), [("Engine", "Docker"), ("Podman Engine", "Podman")]
+)
 def test_an_engine_has_its_own_name(component: str, name: str) -> None:
-    client: Any = SimpleNamespace(info=dict, version=lambda: {"Version": "4.3.1", "Components": [{"Name": component}]})
+    client: Any = SimpleNamespace(
+        info=dict,
+        version=lambda: {"Version": "4.3.1", "Components": [{"Name": component}]},
+    )
     found = engine.facts(client)
     assert (found["name"], found["version"]) == (name, "4.3.1")
 
 
 def test_limits_that_the_kernel_ignores_are_among_the_facts_of_an_engine() -> None:
-    client: Any = SimpleNamespace(info=lambda: {"MemoryLimit": False, "PidsLimit": True}, version=dict)
+    client: Any = SimpleNamespace(
+        info=lambda: {"MemoryLimit": False, "PidsLimit": True}, version=dict
+    )
     assert engine.facts(client)["unlimited"] == ["memory"]
 
 
-def test_images_are_complete_without_those_that_they_stand_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_complete_without_those_that_they_stand_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tags = images.names()
     present = {tags.device, tags.shaper}
     for module in (diagnosis, images):

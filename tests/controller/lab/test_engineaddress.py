@@ -5,14 +5,24 @@ from pathlib import Path
 import pytest
 
 from testbed.common.errors import HostError, InputError
-from testbed_controller.lab.engineaddress import EngineAddress, chosen_engine, context_names, find_context
+from testbed_controller.lab.engineaddress import (
+    EngineAddress,
+    chosen_engine,
+    context_names,
+    find_context,
+)
 from tests.helpers.dockercontexts import context
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
-    for name in ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"):
+    for name in (
+        "DOCKER_HOST",
+        "DOCKER_CONTEXT",
+        "DOCKER_TLS_VERIFY",
+        "DOCKER_CERT_PATH",
+    ):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -30,7 +40,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("ssh://me@localhost", False),
     ],
 )
-def test_an_engine_is_local_when_its_address_is_on_this_machine(url: str, local: bool) -> None:
+def test_an_engine_is_local_when_its_address_is_on_this_machine(
+    url: str, local: bool
+) -> None:
     assert EngineAddress(url).is_local is local
 
 
@@ -47,16 +59,25 @@ def test_the_current_context_is_followed_unless_the_environment_names_another_en
     context(folder, "desktop", "unix:///desktop/docker.sock", use=True)
     context(folder, "lab", "tcp://192.0.2.7:2376")
     found = chosen_engine()
-    assert (found.url, found.context, found.chosen) == ("unix:///desktop/docker.sock", "desktop", True)
+    assert (found.url, found.context, found.chosen) == (
+        "unix:///desktop/docker.sock",
+        "desktop",
+        True,
+    )
     monkeypatch.setenv("DOCKER_CONTEXT", "lab")
     assert chosen_engine().url == "tcp://192.0.2.7:2376"
     monkeypatch.setenv("DOCKER_CONTEXT", "default")
     assert not chosen_engine().chosen
     monkeypatch.setenv("DOCKER_HOST", "unix:///other.sock")
-    assert (chosen_engine().title, chosen_engine().chosen) == ("DOCKER_HOST=unix:///other.sock", True)
+    assert (chosen_engine().title, chosen_engine().chosen) == (
+        "DOCKER_HOST=unix:///other.sock",
+        True,
+    )
 
 
-def test_certificates_belong_to_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_belong_to_the_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context(folder, "lab", "tcp://192.0.2.7:2376", use=True)
     assert chosen_engine().certificates == ""
     (meta,) = (folder / "contexts" / "meta").iterdir()
@@ -69,7 +90,10 @@ def test_certificates_belong_to_the_engine(folder: Path, monkeypatch: pytest.Mon
     assert chosen_engine().certificates == ""
     monkeypatch.setenv("DOCKER_TLS_VERIFY", "1")
     monkeypatch.setenv("DOCKER_CERT_PATH", "/certificates")
-    assert (chosen_engine().certificates, chosen_engine().verify) == ("/certificates", True)
+    assert (chosen_engine().certificates, chosen_engine().verify) == (
+        "/certificates",
+        True,
+    )
 
 
 def test_contexts_are_found_without_a_configuration_beside_them(folder: Path) -> None:
@@ -78,10 +102,13 @@ def test_contexts_are_found_without_a_configuration_beside_them(folder: Path) ->
     assert context_names() == ["default", "a", "b"]
 
 
-def test_a_missing_context_is_refused_with_those_that_are_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_context_is_refused_with_those_that_are_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context(folder, "a", "unix:///a")
     with pytest.raises(
-        InputError, match=r"unknown docker context 'x' \(contexts: default, a\): .*docker context create x"
+        InputError,
+        match=r"unknown docker context 'x' \(contexts: default, a\): .*docker context create x",
     ):
         find_context("x")
     monkeypatch.setenv("DOCKER_CONTEXT", "x")

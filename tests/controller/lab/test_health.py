@@ -21,19 +21,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_many_that_come_up_one_after_the_other_are_waited_for(clock: list[float], monkeypatch) -> None:
+def test_many_that_come_up_one_after_the_other_are_waited_for(
+    clock: list[float], monkeypatch
+) -> None:
     urls = {f"device{number}": str(50.0 * number) for number in range(10)}
     monkeypatch.setattr(health, "is_healthy", lambda url: clock[0] >= float(url))
     health.Health(Mock(), "run", {}).wait_for(urls)
     assert clock[0] == 450.0
 
 
-def test_one_that_stays_silent_is_given_up(clock: list[float], monkeypatch, caplog) -> None:
+def test_one_that_stays_silent_is_given_up(
+    clock: list[float], monkeypatch, caplog
+) -> None:
     caplog.set_level(logging.INFO, "testbed_controller.lab.health")
     monkeypatch.setattr(health, "is_healthy", lambda url: url == "there")
     monkeypatch.setattr(health, "container_logs", lambda *_: [b"I am", b" here\n"])
-    with pytest.raises(HostError, match="silent does not answer within 60 s; last log line: I am here"):
-        health.Health(Mock(), "run", {}).wait_for({"other": "there", "silent": "not there"})
+    with pytest.raises(
+        HostError, match="silent does not answer within 60 s; last log line: I am here"
+    ):
+        health.Health(Mock(), "run", {}).wait_for(
+            {"other": "there", "silent": "not there"}
+        )
     assert clock[0] <= 80.0
     assert caplog.messages == ["the log of silent ends with:\nI am here"]
 
@@ -42,7 +50,9 @@ def ended(code: int, running: list[int]) -> health.Health:
     """Return the health of a run with a container that ended with a status, and in turns so many that run."""
     status = {"Status": "exited", "ExitCode": code, "StartedAt": "2026-01-01T00:00:00Z"}
     client = Mock()
-    client.api.inspect_container.return_value = {"State": {**status, "FinishedAt": "2026-01-01T00:01:00Z"}}
+    client.api.inspect_container.return_value = {
+        "State": {**status, "FinishedAt": "2026-01-01T00:01:00Z"}
+    }
     client.api.containers.side_effect = [[{}] * count for count in running]
     client.events.return_value = MagicMock(__iter__=lambda _: iter(()))
     return health.Health(client, "run", {})

@@ -15,7 +15,11 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of all that goes into the images, to edit."""
     shutil.copytree(RECIPES, tmp_path / "images")
     for package in ("testbed", "testbed_agent", "testbed_controller"):
-        shutil.copytree(package_folder(package), tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            package_folder(package),
+            tmp_path / package,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     monkeypatch.setattr(images, "package_folder", lambda package: tmp_path / package)
     monkeypatch.setattr(images, "RECIPES", tmp_path / "images")
     monkeypatch.setattr(wheels, "RECIPES", tmp_path / "images")
@@ -26,9 +30,14 @@ def test_tags_name_the_content_alone(checkout: Path) -> None:
     first = images.names()
     (checkout / "testbed" / "__pycache__").mkdir(exist_ok=True)
     (checkout / "testbed" / "__pycache__" / "device.cpython-311.pyc").write_bytes(b"x")
-    (checkout / "testbed_controller" / "lab.py").write_text("# the controller is in no image")
+    (checkout / "testbed_controller" / "lab.py").write_text(
+        "# the controller is in no image"
+    )
     assert images.names() == first
-    assert all(re.fullmatch(r"testbed/[a-z]+:[0-9a-f]{16}", tag) for tag in first.by_kind.values())
+    assert all(
+        re.fullmatch(r"testbed/[a-z]+:[0-9a-f]{16}", tag)
+        for tag in first.by_kind.values()
+    )
 
 
 def changed(before: images.ImageTags, after: images.ImageTags) -> set[str]:
@@ -42,26 +51,40 @@ def changed(before: images.ImageTags, after: images.ImageTags) -> set[str]:
         ("testbed/wire/message.py", {"device", "shaper"}),
         ("testbed_controller/shaping/plan.py", {"shaper"}),
         ("images/device.Dockerfile", {"device"}),
-        ("images/runtime.Dockerfile", {"device", "shaper", "device_runtime", "shaper_runtime"}),
-        ("images/shaper.packages", {"device", "shaper", "device_runtime", "shaper_runtime", "base"}),
+        (
+            "images/runtime.Dockerfile",
+            {"device", "shaper", "device_runtime", "shaper_runtime"},
+        ),
+        (
+            "images/shaper.packages",
+            {"device", "shaper", "device_runtime", "shaper_runtime", "base"},
+        ),
     ],
 )
-def test_an_edit_renames_what_it_goes_into_and_what_stands_on_it(checkout: Path, file: str, kinds: set[str]) -> None:
+def test_an_edit_renames_what_it_goes_into_and_what_stands_on_it(
+    checkout: Path, file: str, kinds: set[str]
+) -> None:
     before = images.names()
     path = checkout / file
     path.write_text(path.read_text() + "\nnew\n")
     assert changed(before, images.names()) == kinds
 
 
-def test_a_file_that_moves_changes_the_tag_though_its_bytes_do_not(checkout: Path) -> None:
+def test_a_file_that_moves_changes_the_tag_though_its_bytes_do_not(
+    checkout: Path,
+) -> None:
     before = images.names()
-    (checkout / "testbed_agent" / "control.py").rename(checkout / "testbed_agent" / "steering.py")
+    (checkout / "testbed_agent" / "control.py").rename(
+        checkout / "testbed_agent" / "steering.py"
+    )
     assert changed(before, images.names()) == {"device"}
 
 
 def test_the_hash_keeps_names_and_contents_apart() -> None:
     assert images.digest({"a": b"bc"}) != images.digest({"ab": b"c"})
-    assert images.digest({"a": b"1", "b": b"2"}) == images.digest({"b": b"2", "a": b"1"})
+    assert images.digest({"a": b"1", "b": b"2"}) == images.digest(
+        {"b": b"2", "a": b"1"}
+    )
 
 
 def test_lists_may_have_comments(tmp_path: Path) -> None:
@@ -70,8 +93,12 @@ def test_lists_may_have_comments(tmp_path: Path) -> None:
     assert wheels.read_list(path) == ["iproute2", "iptables"]
 
 
-def test_the_size_of_an_image_is_that_on_the_disk_and_not_of_its_compressed_layers() -> None:
-    listed = [{"Size": 1_560_000_000}]  # as of Docker 29.7.2 with its containerd store, which inspects 337 MB
+def test_the_size_of_an_image_is_that_on_the_disk_and_not_of_its_compressed_layers() -> (
+    None
+):
+    listed = [
+        {"Size": 1_560_000_000}
+    ]  # as of Docker 29.7.2 with its containerd store, which inspects 337 MB
     client: Any = SimpleNamespace(api=SimpleNamespace(images=lambda name: listed))
     assert images.image_size(client, "testbed/device:0") == 1_560_000_000
 
@@ -80,11 +107,21 @@ def test_the_size_of_an_image_is_that_on_the_disk_and_not_of_its_compressed_laye
     ("driver", "containerd", "folder"),
     [
         ([["Backing Filesystem", "extfs"]], None, "/data/docker"),
-        ([["driver-type", "io.containerd.snapshotter.v1"]], "/run/containerd/containerd.sock", "/var/lib/containerd"),
-        ([["driver-type", "io.containerd.snapshotter.v1"]], "/run/docker/containerd/containerd.sock", "/data/docker"),
+        (
+            [["driver-type", "io.containerd.snapshotter.v1"]],
+            "/run/containerd/containerd.sock",
+            "/var/lib/containerd",
+        ),
+        (
+            [["driver-type", "io.containerd.snapshotter.v1"]],
+            "/run/docker/containerd/containerd.sock",
+            "/data/docker",
+        ),
     ],
 )
-def test_room_is_looked_for_where_images_lie(driver: list[list[str]], containerd: str | None, folder: str) -> None:
+def test_room_is_looked_for_where_images_lie(
+    driver: list[list[str]], containerd: str | None, folder: str
+) -> None:
     info = {"DriverStatus": driver, "DockerRootDir": "/data/docker"}
     if containerd:
         info["Containerd"] = {"Address": containerd}

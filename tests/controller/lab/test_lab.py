@@ -9,6 +9,8 @@ from testbed_controller.lab.lab import check_devices
 
 
 def test_devices_that_share_a_machine_are_refused():
-    (trial,) = trials(load("quickstart", ("sweep={}", "repetitions=1", "machines=[{cores: 1}]")))
+    (trial,) = trials(
+        load("quickstart", ("sweep={}", "repetitions=1", "machines=[{cores: 1}]"))
+    )
     with pytest.raises(InputError, match=r"machines: .*, or use '--runtime simulate'"):
         check_devices(trial.experiment)

@@ -12,11 +12,16 @@ def devices(count: int, memory: float = 4 * GB) -> list[DeviceSpec]:
 
 
 def test_more_devices_than_the_memory_holds_are_refused_with_the_figures() -> None:
-    with pytest.raises(HostError, match=r"300 devices take at least 51.6 GB .* has 25.2 GB.*--runtime simulate"):
+    with pytest.raises(
+        HostError,
+        match=r"300 devices take at least 51.6 GB .* has 25.2 GB.*--runtime simulate",
+    ):
         check_memory(devices(300), 23.5 * GB, torch=True)
 
 
-def test_devices_that_fit_pass_and_those_without_torch_or_with_a_small_limit_take_less() -> None:
+def test_devices_that_fit_pass_and_those_without_torch_or_with_a_small_limit_take_less() -> (
+    None
+):
     check_memory(devices(128), 23.5 * GB, torch=True)
     check_memory(devices(300), 23.5 * GB, torch=False)
     check_memory(devices(300, memory=64 << 20), 23.5 * GB, torch=True)

@@ -14,7 +14,11 @@ from testbed_controller.lab.ports import port_problem
 
 def engine(status: int) -> Any:
     """Return an engine whose container answers an exec with this status."""
-    exec_ = {"exec_create": lambda *_: {"Id": "x"}, "exec_start": lambda _: b"", "exec_inspect": Mock()}
+    exec_ = {
+        "exec_create": lambda *_: {"Id": "x"},
+        "exec_start": lambda _: b"",
+        "exec_inspect": Mock(),
+    }
     exec_["exec_inspect"].return_value = {"ExitCode": status}
     return SimpleNamespace(api=SimpleNamespace(**exec_))
 
@@ -26,7 +30,9 @@ def closed() -> str:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_port_that_only_the_container_reaches_is_out_of_reach(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_only_the_container_reaches_is_out_of_reach(
+    closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ports, "_is_in_container", lambda: False)
     assert "--network" not in port_problem(engine(0), "shaper", closed)
     assert "add '--hosts NAME'" in port_problem(engine(0), "shaper", closed)
@@ -44,10 +50,14 @@ def test_a_port_that_accepts_has_no_problem() -> None:
         assert port_problem(engine(0), "shaper", url) == ""
 
 
-def test_a_shaper_out_of_reach_is_refused_within_five_seconds(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shaper_out_of_reach_is_refused_within_five_seconds(
+    closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
     monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(health.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(
+        health.time, "sleep", lambda seconds: now.append(now.pop() + seconds)
+    )
     monkeypatch.setattr(health.Health, "check_alive", lambda *_: None)
     with pytest.raises(HostError, match=r"shaper: .* unreachable from here"):
         health.Health(engine(0), "run", {}).wait_for({"shaper": closed}, published=True)

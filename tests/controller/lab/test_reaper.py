@@ -20,7 +20,9 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
-def test_a_state_folder_that_is_not_there_holds_nothing_and_is_not_made(tmp_path: Path) -> None:
+def test_a_state_folder_that_is_not_there_holds_nothing_and_is_not_made(
+    tmp_path: Path,
+) -> None:
     assert abandoned() == []
     assert list(tmp_path.iterdir()) == []
 
@@ -34,13 +36,19 @@ def test_a_run_is_owned_until_its_reaper_is_dismissed() -> None:
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_a_run_is_abandoned_when_controller_and_reaper_are_killed(both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")  # the reaper cannot finish its work
+def test_a_run_is_abandoned_when_controller_and_reaper_are_killed(
+    both: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "DOCKER_HOST", "unix:///nowhere/docker.sock"
+    )  # the reaper cannot finish its work
     program = (
         "import time; from testbed_controller.lab.reaper import Reaper; r = Reaper('x-1')\n"
         "print(r._process.pid, flush=True); time.sleep(60)"
     )
-    controller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    controller = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    )
     assert controller.stdout is not None
     reaper = int(controller.stdout.readline())
     try:

@@ -20,7 +20,17 @@ from tests.helpers import ROOT
 HERE = Path(__file__).parent
 BUILDS = ("2.13.0", "2.15.0")
 """CUDA builds of torch: `torch-*.metadata` holds the metadata of all CUDA packages that pip installs with them."""
-PURE = {"filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "setuptools", "sympy", "typing-extensions"}
+PURE = {
+    "filelock",
+    "fsspec",
+    "jinja2",
+    "markupsafe",
+    "mpmath",
+    "networkx",
+    "setuptools",
+    "sympy",
+    "typing-extensions",
+}
 """The other packages that pip installs with torch."""
 
 
@@ -55,18 +65,26 @@ def only_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 @pytest.mark.parametrize("build", BUILDS)
-def test_a_cuda_build_gets_the_packages_that_pip_installs(build: str, machine: str, only_torch: Path) -> None:
+def test_a_cuda_build_gets_the_packages_that_pip_installs(
+    build: str, machine: str, only_torch: Path
+) -> None:
     packages = read_packages(build)
     install(only_torch, packages)
     found = wheels.requirements("device", Target(machine, build))
     assert set(found) == {*packages, *PURE}
     assert found["torch"] == f"==={build}"
-    versions = {name: f"=={version_of(text)}" for name, text in packages.items() if name != "torch"}
+    versions = {
+        name: f"=={version_of(text)}"
+        for name, text in packages.items()
+        if name != "torch"
+    }
     assert {name: found[name] for name in versions} == versions
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_the_cpu_build_needs_no_cuda_package_though_the_host_has_them(build: str, only_torch: Path) -> None:
+def test_the_cpu_build_needs_no_cuda_package_though_the_host_has_them(
+    build: str, only_torch: Path
+) -> None:
     install(only_torch, read_packages(build))
     found = wheels.requirements("device", Target("x86_64", f"{build}+cpu"))
     assert set(found) == {"torch", *PURE}
@@ -78,7 +96,9 @@ def test_the_image_of_a_cpu_build_has_one_name_whichever_build_the_host_has(
 ) -> None:
     target = Target("x86_64", "2.13.0+cpu")
     cpu = {"torch": read_packages("2.13.0")["torch"].replace("2.13.0", "2.13.0+cpu", 1)}
-    cpu["torch"] = "\n".join(line for line in cpu["torch"].splitlines() if "Linux" not in line)
+    cpu["torch"] = "\n".join(
+        line for line in cpu["torch"].splitlines() if "Linux" not in line
+    )
     tags = []
     for name, packages in (("cuda", read_packages("2.13.0")), ("cpu", cpu)):
         install(tmp_path / name, packages)
@@ -118,27 +138,42 @@ def test_packages_that_only_the_image_needs_are_found_in_the_metadata_of_wheels(
         for text in arguments:
             if not text.startswith("-"):
                 name = Requirement(text).name
-                write_wheel(folder, name, packages[name], f"py3-none-manylinux_2_27_{asked.machine}")
+                write_wheel(
+                    folder,
+                    name,
+                    packages[name],
+                    f"py3-none-manylinux_2_27_{asked.machine}",
+                )
         return ""
 
     monkeypatch.setattr(wheels, "BUILD", tmp_path)
     monkeypatch.setattr(wheels, "pip_wheels", fetch)
     wanted = wheels.requirements("device", target)
     assert wanted["cuda-toolkit"].startswith("[cublas,cudart,")
-    found = {path.name.split("-")[0].replace("_", "-") for path in wheels.fetch_wheels(wanted, target)}
+    found = {
+        path.name.split("-")[0].replace("_", "-")
+        for path in wheels.fetch_wheels(wanted, target)
+    }
     assert found == set(packages)
 
 
 def write_wheel(folder: Path, name: str, text: str, tag: str) -> None:
     stem = f"{name.replace('-', '_')}-{version_of(text)}"
     with zipfile.ZipFile(folder / f"{stem}-{tag}.whl", "w") as archive:
-        archive.writestr("vendored/other-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: other\nVersion: 1\n")
+        archive.writestr(
+            "vendored/other-1.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: other\nVersion: 1\n",
+        )
         archive.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\n{text}")
 
 
-def test_a_package_that_is_not_installed_is_reported_with_the_file_that_wants_it(only_torch: Path) -> None:
+def test_a_package_that_is_not_installed_is_reported_with_the_file_that_wants_it(
+    only_torch: Path,
+) -> None:
     (wheels.RECIPES / "device.requirements").write_text("no-such-package\n")
-    with pytest.raises(HostError, match=r"no-such-package.*device\.requirements.*requirements\.lock"):
+    with pytest.raises(
+        HostError, match=r"no-such-package.*device\.requirements.*requirements\.lock"
+    ):
         wheels.requirements("device", Target("x86_64", "2.13.0+cpu"))
 
 
@@ -147,14 +182,18 @@ def test_an_image_has_the_extras_that_are_installed_here(only_torch: Path) -> No
     (wheels.RECIPES / "device.extras").write_text("torchmetrics\nno-such-package\n")
     install(only_torch, {"torchmetrics": "Name: torchmetrics\nVersion: 1.9.0"})
     assert wheels.list_packages("device") == ["torchmetrics"]
-    assert wheels.requirements("device", Target("x86_64", "2.13.0+cpu")) == {"torchmetrics": "==1.9.0"}
+    assert wheels.requirements("device", Target("x86_64", "2.13.0+cpu")) == {
+        "torchmetrics": "==1.9.0"
+    }
 
 
 def test_the_device_gets_torch_and_all_that_it_needs_in_the_hosts_versions() -> None:
     target = Target("x86_64", wheels.torch_builds()[0])
     found = wheels.requirements("device", target)
     assert found["torch"].startswith("==2.13.0")
-    assert {"flask", "werkzeug", "markupsafe", "sympy", "typing-extensions"} <= set(found)
+    assert {"flask", "werkzeug", "markupsafe", "sympy", "typing-extensions"} <= set(
+        found
+    )
     assert "pytest" not in found
     assert "torch" not in wheels.requirements("shaper", target)
 
@@ -163,14 +202,22 @@ def test_the_device_gets_torch_and_all_that_it_needs_in_the_hosts_versions() -> 
     ("requirement", "name", "fits"),
     [
         ("jaraco-functools==4.6.0", "jaraco_functools-4.6.0-py3-none-any", True),
-        ("torch==2.13.0+cpu", "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64", True),
+        (
+            "torch==2.13.0+cpu",
+            "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64",
+            True,
+        ),
         ("torch==2.13.0+cpu", "torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64", False),
         ("torch===2.13.0", "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64", False),
         ("numpy==2.4.6", "numpy-2.4.6-cp311-cp311-manylinux_2_28_aarch64", False),
         ("numpy==2.4.6", "numpy-2.4.6-cp313-cp313-manylinux_2_28_x86_64", False),
         ("numpy==2.4.6", "numpy-2.4.6-cp311-cp311-macosx_14_0_arm64", False),
         ("numpy==2.4.6", "numpy-2.4.6-cp311-cp311-manylinux_2_39_x86_64", False),
-        ("safetensors==0.8.0", "safetensors-0.8.0-cp310-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64", True),
+        (
+            "safetensors==0.8.0",
+            "safetensors-0.8.0-cp310-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64",
+            True,
+        ),
     ],
 )
 def test_a_wheel_is_taken_if_version_build_and_platform_fit(
@@ -178,7 +225,9 @@ def test_a_wheel_is_taken_if_version_build_and_platform_fit(
 ) -> None:
     (tmp_path / f"{name}.whl").touch()
     supported = Target("x86_64", "2.13.0").supported_tags()
-    assert (wheels._find_wheel(tmp_path, Requirement(requirement), supported) is not None) == fits
+    assert (
+        wheels._find_wheel(tmp_path, Requirement(requirement), supported) is not None
+    ) == fits
 
 
 @pytest.mark.parametrize(
@@ -191,7 +240,11 @@ def test_a_wheel_is_taken_if_version_build_and_platform_fit(
     ],
 )
 def test_images_prefer_the_cpu_build_unless_cuda_is_asked_for(
-    installed: str, wish: str, builds: tuple[str, ...], only_torch: Path, monkeypatch: pytest.MonkeyPatch
+    installed: str,
+    wish: str,
+    builds: tuple[str, ...],
+    only_torch: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(only_torch, {"torch": f"Name: torch\nVersion: {installed}\n"})
     monkeypatch.setenv("TESTBED_TORCH", wish)
@@ -204,7 +257,9 @@ def test_an_unknown_build_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -
         wheels.torch_builds()
 
 
-def test_a_run_uses_the_images_of_the_build_that_the_engine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_uses_the_images_of_the_build_that_the_engine_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(images, "torch_builds", lambda: ("2.13.0+cpu", "2.13.0"))
     present: set[str] = set()
 
@@ -212,8 +267,12 @@ def test_a_run_uses_the_images_of_the_build_that_the_engine_has(monkeypatch: pyt
         if tag not in present:
             raise images.ImageNotFound(tag)
 
-    client = SimpleNamespace(images=SimpleNamespace(get=get), info=lambda: {"Architecture": "x86_64"})
-    cpu, cuda = (images.names(Target("x86_64", torch)) for torch in ("2.13.0+cpu", "2.13.0"))
+    client = SimpleNamespace(
+        images=SimpleNamespace(get=get), info=lambda: {"Architecture": "x86_64"}
+    )
+    cpu, cuda = (
+        images.names(Target("x86_64", torch)) for torch in ("2.13.0+cpu", "2.13.0")
+    )
     assert images.present_names(client) == cpu  # type: ignore[arg-type]
     present.add(cuda.device_runtime)
     assert images.present_names(client) == cuda  # type: ignore[arg-type]
@@ -223,16 +282,22 @@ def test_a_run_uses_the_images_of_the_build_that_the_engine_has(monkeypatch: pyt
     assert images.present_names(client) == cuda  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("failures", "calls", "status"), [(0, 1, 0), (1, 2, 0), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("failures", "calls", "status"), [(0, 1, 0), (1, 2, 0), (2, 2, 1)]
+)
 def test_cpu_wheels_come_from_pips_own_indexes_first_then_from_another(
     failures: int, calls: int, status: int, tmp_path: Path
 ) -> None:
     pip = tmp_path / "pip"
-    pip.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\ntest "$(wc -l <{tmp_path}/calls)" -gt {failures}\n')
+    pip.write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\ntest "$(wc -l <{tmp_path}/calls)" -gt {failures}\n'
+    )
     pip.chmod(0o755)
     environment = {**os.environ, "TESTBED_TORCH_INDEX": "file:///cpu"}
     command = [ROOT / "images" / "cpu-torch", "2.13.0+cpu", pip, "wheel", "--no-deps"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60
+    )
     made = (tmp_path / "calls").read_text().splitlines()
     assert (done.returncode, len(made)) == (status, calls)
     assert made[0] == "wheel --no-deps torch==2.13.0+cpu"
@@ -243,28 +308,49 @@ def test_cpu_wheels_come_from_pips_own_indexes_first_then_from_another(
 def test_a_package_index_that_cannot_be_reached_is_named_as_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("INDEX_URL", "http://127.0.0.1:9/simple"), ("RETRIES", "1"), ("CONFIG_FILE", os.devnull)):
+    for name, value in (
+        ("INDEX_URL", "http://127.0.0.1:9/simple"),
+        ("RETRIES", "1"),
+        ("CONFIG_FILE", os.devnull),
+    ):
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     target = Target(wheels.host_machine(), "2.13.0")
-    assert "no package index can be reached" in wheels.pip_wheels(tmp_path, target, "--no-deps", "blinker==1.9.0")
+    assert "no package index can be reached" in wheels.pip_wheels(
+        tmp_path, target, "--no-deps", "blinker==1.9.0"
+    )
 
 
-def test_a_full_disk_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert wheels.describe_full_disk("", tmp_path) == ""
-    assert "became full" in wheels.describe_full_disk("tar: No space left on device", tmp_path)
-    monkeypatch.setattr(wheels.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    assert wheels._explain("E: gpg failed to initialize trustdb", tmp_path).startswith("the disk of")
+    assert "became full" in wheels.describe_full_disk(
+        "tar: No space left on device", tmp_path
+    )
+    monkeypatch.setattr(
+        wheels.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096)
+    )
+    assert wheels._explain("E: gpg failed to initialize trustdb", tmp_path).startswith(
+        "the disk of"
+    )
 
 
-def test_packages_of_a_program_share_the_torch_of_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_of_a_program_share_the_torch_of_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = Target(wheels.host_machine(), wheels.torch_builds()[0])
     asked: list[str] = []
 
     def fetch(folder: Path, _: Target, *arguments: str) -> str:
         asked.extend(arguments)
         numpy = metadata.version("numpy")
-        for stem in ("flwr-1.22.0", f"torch-{target.torch}", f"numpy-{numpy}", "click-1.0"):
+        for stem in (
+            "flwr-1.22.0",
+            f"torch-{target.torch}",
+            f"numpy-{numpy}",
+            "click-1.0",
+        ):
             (folder / f"{stem}-py3-none-any.whl").touch()
         return ""
 
@@ -272,7 +358,9 @@ def test_packages_of_a_program_share_the_torch_of_the_image(tmp_path: Path, monk
     monkeypatch.setattr(wheels, "pip_wheels", fetch)
     monkeypatch.setattr(wheels, "fetch_cpu_torch", lambda *_: True)
     monkeypatch.setattr(Target, "is_this_machine", lambda _: True)
-    found = wheels.fetch_program_wheels(tmp_path / "flwr", ["flwr==1.22.0"], target, print)
+    found = wheels.fetch_program_wheels(
+        tmp_path / "flwr", ["flwr==1.22.0"], target, print
+    )
     assert {path.name.split("-")[0] for path in found} == {"flwr", "click"}
     constraints = Path(asked[asked.index("--constraint") + 1])
     assert constraints.read_text().strip() == f"torch=={target.torch}"

@@ -44,12 +44,16 @@ def written(folder: Path, profile: str) -> Path:
 def test_a_board_counts_as_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "seconds", lambda module, inputs: 1.0)
     monkeypatch.setattr(board, "update_seconds", lambda values: 1.0)
-    layers = {(kind, name): (module, shape) for kind, name, module, shape, _ in board.layers()}
+    layers = {
+        (kind, name): (module, shape) for kind, name, module, shape, _ in board.layers()
+    }
     *measured, _, update = board.measure()
     for each in measured:
         module, shape = layers[each.kind, each.name]
         layer = ours(module)
-        cost = forward_of(layer.cost(shape), board.BATCH) + backward_of(layer.cost(shape), board.BATCH)
+        cost = forward_of(layer.cost(shape), board.BATCH) + backward_of(
+            layer.cost(shape), board.BATCH
+        )
         assert cost.of([each.kind]) == cost.of() == each[2:5]  # type: ignore[list-item]
     assert {*(each.kind for each in measured), update.kind} == {*KINDS}
     assert update.flops == sgd(momentum=0).update_flops * (1 << 20)
@@ -58,13 +62,23 @@ def test_a_board_counts_as_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def ours(module: nn.Module) -> Layer:
     """Return torch's module as the testbed describes it."""
     if isinstance(module, nn.Conv2d):
-        return Conv2d(module.out_channels, module.kernel_size[0], 1, int(module.padding[0]), module.groups)
+        return Conv2d(
+            module.out_channels,
+            module.kernel_size[0],
+            1,
+            int(module.padding[0]),
+            module.groups,
+        )
     if isinstance(module, nn.Linear):
         return Linear(module.out_features)
-    return {nn.BatchNorm2d: BatchNorm2d(), nn.ReLU: ReLU(), nn.MaxPool2d: MaxPool2d()}[type(module)]
+    return {nn.BatchNorm2d: BatchNorm2d(), nn.ReLU: ReLU(), nn.MaxPool2d: MaxPool2d()}[
+        type(module)
+    ]
 
 
-def test_its_file_is_a_profile_that_devices_need_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_file_is_a_profile_that_devices_need_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Layers of a machine that does 2 GFLOP/s, and in linear layers 4 GFLOP/s and 1 GB/s of weights.
     rows = [
         *(
@@ -72,10 +86,17 @@ def test_its_file_is_a_profile_that_devices_need_no_more(tmp_path: Path, monkeyp
             ("linear", "b", 8e9, 1e9, 1e9, 3.0),
             ("linear", "c", 4e9, 0.0, 3e9, 4.0),
         ),
-        *(("convolution", "d", 2e9, 1.0, 1.0, 1.0), ("convolution", "e", 4e9, 5e9, 0.0, 2.0)),
+        *(
+            ("convolution", "d", 2e9, 1.0, 1.0, 1.0),
+            ("convolution", "e", 4e9, 5e9, 0.0, 2.0),
+        ),
     ]
-    monkeypatch.setattr(board, "measure", lambda: [board.Measured(*row) for row in rows])
-    done = CliRunner().invoke(profile, ["--out", str(tmp_path / "pi.yaml")], catch_exceptions=False)
+    monkeypatch.setattr(
+        board, "measure", lambda: [board.Measured(*row) for row in rows]
+    )
+    done = CliRunner().invoke(
+        profile, ["--out", str(tmp_path / "pi.yaml")], catch_exceptions=False
+    )
     assert done.exit_code == 0
     with (tmp_path / "pi.yaml").open("a") as file:
         file.write("watts: {idle: 2, busy: 5}\n")
@@ -87,7 +108,9 @@ def test_its_file_is_a_profile_that_devices_need_no_more(tmp_path: Path, monkeyp
     assert device.seconds(Cost(12e9, 1e9, 4e9, "linear")) == pytest.approx(7.0)
     assert device.memory == board.memory() >> 20 << 20
     (tmp_path / "pi.yaml").unlink()
-    sent = Scenario.model_validate(trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True))
+    sent = Scenario.model_validate(
+        trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
+    )
     assert trials(sent)[0].experiment.devices == (device,)
 
 
@@ -99,7 +122,9 @@ def test_its_file_is_a_profile_that_devices_need_no_more(tmp_path: Path, monkeyp
         ("speed: 1gflops\nmemory: 1GiB\nwatts: {idle: 3, busy: 2}\n", "busy >= idle"),
     ],
 )
-def test_a_profile_that_is_none_is_said(tmp_path: Path, text: str | None, message: str) -> None:
+def test_a_profile_that_is_none_is_said(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
     if text is not None:
         (tmp_path / "pi.yaml").write_text(text)
     with pytest.raises(InputError, match=message):
@@ -108,14 +133,24 @@ def test_a_profile_that_is_none_is_said(tmp_path: Path, text: str | None, messag
 
 def test_energy_by_its_formula(tmp_path: Path) -> None:
     assert DeviceSpec("a", 1.0, 1.0).joules(10.0, 4.0) is None
-    assert DeviceSpec("a", 1.0, 1.0, watts=(2.0, 5.0)).joules(10.0, 4.0) == 2 * 10 + 3 * 4
-    path = written(tmp_path, "{speed: 1mflops, memory: 1GiB, watts: {idle: 2, busy: 5}}")
+    assert (
+        DeviceSpec("a", 1.0, 1.0, watts=(2.0, 5.0)).joules(10.0, 4.0) == 2 * 10 + 3 * 4
+    )
+    path = written(
+        tmp_path, "{speed: 1mflops, memory: 1GiB, watts: {idle: 2, busy: 5}}"
+    )
     prepared = prepare(trials(load(path))[0])
     from testbed.ml.preparation import load_data
 
-    found = metrics(simulate(prepared, load_data(prepared)), prepared.experiment, prepared.plan)
+    found = metrics(
+        simulate(prepared, load_data(prepared)), prepared.experiment, prepared.plan
+    )
     row = found["devices"]["device"]
-    assert found["energy"] == row["energy"] == pytest.approx(2 * found["duration"] + 3 * row["compute"])
+    assert (
+        found["energy"]
+        == row["energy"]
+        == pytest.approx(2 * found["duration"] + 3 * row["compute"])
+    )
 
 
 def test_a_link_between_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,20 @@ from testbed_controller.results.summary import summarize, summary_of
 from tests.helpers import recorded
 
 
-def written(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> Run:
+def written(
+    folder: Path, scenario: dict[str, Any] | None = None, **changes: Any
+) -> Run:
     trial = recorded.trial(**(scenario or {}))
-    return files.load(recorded.write(folder, trial, recorded.plan(), recorded.outcome(**changes)))
+    return files.load(
+        recorded.write(folder, trial, recorded.plan(), recorded.outcome(**changes))
+    )
 
 
 def test_ratios_are_to_the_first_run(tmp_path: Path) -> None:
-    runs = [written(tmp_path / "a"), written(tmp_path / "b", events=recorded.slower(recorded.events(), 2.0))]
+    runs = [
+        written(tmp_path / "a"),
+        written(tmp_path / "b", events=recorded.slower(recorded.events(), 2.0)),
+    ]
     compared = compare(side_by_side(runs))
     figures = {row["name"]: row for row in compared["figures"]}
     assert figures["step_time"]["values"] == pytest.approx([1.0, 2.0])
@@ -41,14 +48,22 @@ def test_ratios_are_to_the_first_run(tmp_path: Path) -> None:
     assert figures["recovery_time"]["ratios"][1] == pytest.approx(2.0)
     assert compared["differences"] == {}
     [warning] = compared["warnings"]
-    assert warning.startswith("b is not trusted: the host added"), "its messages took twice what their links take"
+    assert warning.startswith("b is not trusted: the host added"), (
+        "its messages took twice what their links take"
+    )
     assert compared["devices"]["a"][0]["compute"] == pytest.approx(2.6 / 8.6)
 
 
 def test_processors_and_kernels_that_differ_are_named(tmp_path: Path) -> None:
-    kinds = [{"processor": "EPYC", "instruction_set": name, "torch": "2.13.0"} for name in ("AVX512", "AVX2")]
+    kinds = [
+        {"processor": "EPYC", "instruction_set": name, "torch": "2.13.0"}
+        for name in ("AVX512", "AVX2")
+    ]
     runs = [
-        written(tmp_path / kind["instruction_set"], host={"backend": "userspace", "computing": [kind]})
+        written(
+            tmp_path / kind["instruction_set"],
+            host={"backend": "userspace", "computing": [kind]},
+        )
         for kind in kinds
     ]
     [warning] = compare(side_by_side(runs))["warnings"]
@@ -56,14 +71,22 @@ def test_processors_and_kernels_that_differ_are_named(tmp_path: Path) -> None:
 
 
 def test_differences_that_nobody_swept_are_warned_of(tmp_path: Path) -> None:
-    other = written(tmp_path / "b", {"seed": 4, "network": {"link": {"rate": "9mbit", "delay": "10ms"}}})
+    other = written(
+        tmp_path / "b",
+        {"seed": 4, "network": {"link": {"rate": "9mbit", "delay": "10ms"}}},
+    )
     runs = [written(tmp_path / "a"), other]
     assert compare(side_by_side(runs))["warnings"] == [
         "the scenarios differ in seed: 3 | 4",
         "the scenarios differ in network.link.rate: 8mbit | 9mbit",
     ]
     swept = [
-        replace(run, trial=replace(run.trial, point={"network.link.rate": "x"}, repetition=index))
+        replace(
+            run,
+            trial=replace(
+                run.trial, point={"network.link.rate": "x"}, repetition=index
+            ),
+        )
         for index, run in enumerate(runs)
     ]
     assert compare(side_by_side(swept))["warnings"] == []
@@ -76,7 +99,9 @@ def test_another_congestion_control_is_warned_of(tmp_path: Path) -> None:
         written(tmp_path / "c", runtime="simulate", links=[], fidelity={}),
     ]
     assert compare(side_by_side(runs))["warnings"] == []
-    [warning] = compare(side_by_side([*runs, written(tmp_path / "d", fidelity={})]))["warnings"]
+    [warning] = compare(side_by_side([*runs, written(tmp_path / "d", fidelity={})]))[
+        "warnings"
+    ]
     assert "congestion control" in warning, "an earlier release left it to the host"
 
 
@@ -97,7 +122,9 @@ def test_the_compare_command(tmp_path: Path) -> None:
     written(tmp_path / "a")
     written(tmp_path / "b", runtime="simulate", links=[], fidelity={})
     page = tmp_path / "out" / "compare.html"
-    done = CliRunner().invoke(compare_command, [str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(page)])
+    done = CliRunner().invoke(
+        compare_command, [str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(page)]
+    )
     assert done.exit_code == 0, done.output
     assert "step time" in done.output
     assert "emulated and simulated agree" in done.output
@@ -141,28 +168,56 @@ def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
 
 def test_charts_of_accuracy_and_of_the_steps_around_a_fault(tmp_path: Path) -> None:
     events = sorted(
-        [*recorded.events(), Event(1.5, "a", "evaluate", {"step": 1, "accuracy": 0.5, "loss": 1.0})],
+        [
+            *recorded.events(),
+            Event(1.5, "a", "evaluate", {"step": 1, "accuracy": 0.5, "loss": 1.0}),
+        ],
         key=lambda event: event.time,
     )
-    runs = [written(tmp_path / "a", events=events), written(tmp_path / "b", events=events)]
+    runs = [
+        written(tmp_path / "a", events=events),
+        written(tmp_path / "b", events=events),
+    ]
     page = render(side_by_side(runs), compare(side_by_side(runs)))
-    drawn = {title: drawing.draw(plot).axes[0] for title, _, plot in plots(side_by_side(runs))}
+    drawn = {
+        title: drawing.draw(plot).axes[0]
+        for title, _, plot in plots(side_by_side(runs))
+    }
     assert all(f'aria-label="{title}"' in page for title in drawn)
-    assert drawn["Accuracy over time"].lines[0].get_xydata().tolist() == [[1.5, 50.0], [8.5, 95.0]]
+    assert drawn["Accuracy over time"].lines[0].get_xydata().tolist() == [
+        [1.5, 50.0],
+        [8.5, 95.0],
+    ]
     around = drawn["Time per step around the fault"]
     assert around.get_xlabel() == "step"
     # Step 1 is done again after the outage: 3 s from the step before it.
     assert around.lines[1].get_xydata().tolist()[:2] == [[0.0, 1.0], [1.0, 3.0]]
-    calm = [written(tmp_path / name, {"faults": ()}, events=recorded.events(faulty=False)) for name in ("c", "d")]
-    assert "around the fault" not in render(side_by_side(calm), compare(side_by_side(calm)))
-    assert 'aria-label="Accuracy over time"' not in render(side_by_side(calm), compare(side_by_side(calm)))
+    calm = [
+        written(tmp_path / name, {"faults": ()}, events=recorded.events(faulty=False))
+        for name in ("c", "d")
+    ]
+    assert "around the fault" not in render(
+        side_by_side(calm), compare(side_by_side(calm))
+    )
+    assert 'aria-label="Accuracy over time"' not in render(
+        side_by_side(calm), compare(side_by_side(calm))
+    )
 
 
 def test_runs_of_a_sweep_are_called_by_what_differs(tmp_path: Path) -> None:
-    runs = [written(tmp_path / name) for name in ("sweep,rate=10mbit,loss=0", "sweep,rate=10mbit,loss=1")]
-    assert [run["label"] for run in compare(side_by_side(runs))["runs"]] == ["loss=0", "loss=1"]
+    runs = [
+        written(tmp_path / name)
+        for name in ("sweep,rate=10mbit,loss=0", "sweep,rate=10mbit,loss=1")
+    ]
+    assert [run["label"] for run in compare(side_by_side(runs))["runs"]] == [
+        "loss=0",
+        "loss=1",
+    ]
     runs = [written(tmp_path / name) for name in ("one", "one,more")]
-    assert [run["label"] for run in compare(side_by_side(runs))["runs"]] == ["one", "one,more"]
+    assert [run["label"] for run in compare(side_by_side(runs))["runs"]] == [
+        "one",
+        "one,more",
+    ]
 
 
 def repeated(folder: Path) -> list[Run]:
@@ -170,15 +225,30 @@ def repeated(folder: Path) -> list[Run]:
     runs = []
     for rate, factor in (("5mbit", 2.0), ("500kbit", 4.0)):
         for repetition in (0, 1):
-            trial = replace(recorded.trial(), point={"network.link.rate": rate}, repetition=repetition)
-            outcome = recorded.outcome(events=recorded.slower(recorded.events(), factor * (1 + repetition)))
-            runs.append(files.load(recorded.write(folder / run_name(trial), trial, recorded.plan(), outcome)))
+            trial = replace(
+                recorded.trial(),
+                point={"network.link.rate": rate},
+                repetition=repetition,
+            )
+            outcome = recorded.outcome(
+                events=recorded.slower(recorded.events(), factor * (1 + repetition))
+            )
+            runs.append(
+                files.load(
+                    recorded.write(
+                        folder / run_name(trial), trial, recorded.plan(), outcome
+                    )
+                )
+            )
     return runs
 
 
 def test_repetitions_stand_side_by_side_as_one(tmp_path: Path) -> None:
     compared = compare(side_by_side(repeated(tmp_path)))
-    assert [(run["label"], run["count"]) for run in compared["runs"]] == [("rate=5mbit", 2), ("rate=500kbit", 2)]
+    assert [(run["label"], run["count"]) for run in compared["runs"]] == [
+        ("rate=5mbit", 2),
+        ("rate=500kbit", 2),
+    ]
     [step_time] = [row for row in compared["figures"] if row["name"] == "step_time"]
     assert step_time["values"] == pytest.approx([3.0, 6.0])
     assert step_time["half_widths"] == pytest.approx([12.706, 25.412], rel=1e-4)
@@ -195,17 +265,26 @@ def test_all_columns_fit_a_narrow_terminal(tmp_path: Path) -> None:
     text = io.StringIO()
     show(
         Console(file=text, width=80),
-        compare(side_by_side([files.load_figures(place) for place in files.places(tmp_path)])),
+        compare(
+            side_by_side(
+                [files.load_figures(place) for place in files.places(tmp_path)]
+            )
+        ),
     )
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.count("rate=") for line in lines) == 6
-    assert not any("schedule" in line or "loss=" in line for line in lines), "what all have in common"
+    assert not any("schedule" in line or "loss=" in line for line in lines), (
+        "what all have in common"
+    )
 
 
 def test_a_sweep_is_a_page_of_its_own(tmp_path: Path) -> None:
     runs = repeated(tmp_path)
-    drawn = {title: drawing.draw(plot).axes[0] for title, _, plot in sweep.charts(summary_of(runs), runs)}
+    drawn = {
+        title: drawing.draw(plot).axes[0]
+        for title, _, plot in sweep.charts(summary_of(runs), runs)
+    }
     axes = drawn["Step time"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("rate (mbit/s)", "step time (s)")
     [line] = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
@@ -219,31 +298,61 @@ def test_a_sweep_is_a_page_of_its_own(tmp_path: Path) -> None:
 
 def test_keys_that_change_together_are_drawn_as_one_line(tmp_path: Path) -> None:
     runs = [
-        replace(run, trial=replace(run.trial, point={"network.link.rate": f"{step}mbit", "seed": step}, repetition=0))
+        replace(
+            run,
+            trial=replace(
+                run.trial,
+                point={"network.link.rate": f"{step}mbit", "seed": step},
+                repetition=0,
+            ),
+        )
         for step, run in enumerate(repeated(tmp_path)[::2], 1)
     ]
     title, note, plot = next(iter(sweep.charts(summary_of(runs), runs)))
-    [line] = [line for line in drawing.draw(plot).axes[0].lines if not str(line.get_label()).startswith("_")]
+    [line] = [
+        line
+        for line in drawing.draw(plot).axes[0].lines
+        if not str(line.get_label()).startswith("_")
+    ]
     assert len(line.get_xdata()) == 2, title
     assert note == "Along with it: seed."
 
 
 def test_what_was_swept_may_be_words(tmp_path: Path) -> None:
     runs = [
-        replace(run, trial=replace(run.trial, point={"workload.method": {"name": name}}, repetition=0))
+        replace(
+            run,
+            trial=replace(
+                run.trial, point={"workload.method": {"name": name}}, repetition=0
+            ),
+        )
         for name, run in zip(("gpipe", "1f1b"), repeated(tmp_path)[::2], strict=True)
     ]
-    axes = {title: drawing.draw(plot).axes[0] for title, _, plot in sweep.charts(summary_of(runs), runs)}["Step time"]
+    axes = {
+        title: drawing.draw(plot).axes[0]
+        for title, _, plot in sweep.charts(summary_of(runs), runs)
+    }["Step time"]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["gpipe", "1f1b"]
     assert [bar.get_height() for bar in axes.patches] == [2.0, 4.0]
 
 
-def test_all_points_of_a_sweep_are_drawn_in_the_order_of_the_scenario(tmp_path: Path) -> None:
+def test_all_points_of_a_sweep_are_drawn_in_the_order_of_the_scenario(
+    tmp_path: Path,
+) -> None:
     rates = [f"{rate}mbit" for rate in (5, 500, 50, 1, 7, 3, 20, 9)]
     runs = []
     for rate in rates:
         trial = replace(recorded.trial(), point={"network.link.rate": rate})
-        runs.append(files.load(recorded.write(tmp_path / run_name(trial), trial, recorded.plan(), recorded.outcome())))
+        runs.append(
+            files.load(
+                recorded.write(
+                    tmp_path / run_name(trial),
+                    trial,
+                    recorded.plan(),
+                    recorded.outcome(),
+                )
+            )
+        )
     summarize(tmp_path, runs)
     again = [files.load_figures(place) for place in files.places(tmp_path)]
     labels = [f"rate={rate}" for rate in rates]
@@ -253,16 +362,29 @@ def test_all_points_of_a_sweep_are_drawn_in_the_order_of_the_scenario(tmp_path: 
     assert len(looks) == len(rates), "no two lines look alike"
     done = CliRunner().invoke(
         compare_command,
-        [str(tmp_path), "--json", "--series", "rate=50mbit: Fast", "--series", "rate=5mbit"],
+        [
+            str(tmp_path),
+            "--json",
+            "--series",
+            "rate=50mbit: Fast",
+            "--series",
+            "rate=5mbit",
+        ],
     )
-    assert [run["label"] for run in json.loads(done.stdout)["runs"]] == ["Fast", "rate=5mbit"]
+    assert [run["label"] for run in json.loads(done.stdout)["runs"]] == [
+        "Fast",
+        "rate=5mbit",
+    ]
     with pytest.raises(
-        InputError, match="--series: unknown group 'rate=6mbit': choose one of rate=5mbit; rate=500mbit"
+        InputError,
+        match="--series: unknown group 'rate=6mbit': choose one of rate=5mbit; rate=500mbit",
     ):
         side_by_side(again, ["rate=6mbit"])
 
 
-def test_more_series_than_can_be_distinguished_are_said_to_be_left_out(tmp_path: Path) -> None:
+def test_more_series_than_can_be_distinguished_are_said_to_be_left_out(
+    tmp_path: Path,
+) -> None:
     run = written(tmp_path / "a")
     _, note, plot = next(iter(plots({str(number): [run] for number in range(20)})))
     assert note == "2 more are not drawn: choose with --series."
@@ -278,7 +400,10 @@ def test_tables_of_sweeps_and_comparisons_are_written_for_latex(tmp_path: Path) 
     page = tmp_path / "table.tex"
     done = CliRunner().invoke(compare_command, [str(tmp_path), "--latex", str(page)])
     assert done.exit_code == 0, done.output
-    assert "step time (s) & 3 $\\pm$ 12.7 & 6 $\\pm$ 25.4 2.00$\\times$ \\\\" in page.read_text()
+    assert (
+        "step time (s) & 3 $\\pm$ 12.7 & 6 $\\pm$ 25.4 2.00$\\times$ \\\\"
+        in page.read_text()
+    )
 
 
 def test_latex_tables_hold_no_sign_that_pdflatex_refuses(tmp_path: Path) -> None:
@@ -302,10 +427,23 @@ def labelled_runs(tmp_path: Path) -> list[Run]:
     runs = []
     for label in ("FedAvg", "SCAFFOLD"):
         for rate in ("5mbit", "50mbit"):
-            method = {"label": label, "value": {"name": "single", "file": f"../{label}.py"}}
-            trial = replace(recorded.trial(), point={"workload.method": method, "network.link.rate": rate})
+            method = {
+                "label": label,
+                "value": {"name": "single", "file": f"../{label}.py"},
+            }
+            trial = replace(
+                recorded.trial(),
+                point={"workload.method": method, "network.link.rate": rate},
+            )
             runs.append(
-                files.load(recorded.write(tmp_path / run_name(trial), trial, recorded.plan(), recorded.outcome()))
+                files.load(
+                    recorded.write(
+                        tmp_path / run_name(trial),
+                        trial,
+                        recorded.plan(),
+                        recorded.outcome(),
+                    )
+                )
             )
     return runs
 
@@ -314,24 +452,42 @@ def test_labels_of_sweep_values_name_series_folders_and_columns(tmp_path: Path) 
     runs = labelled_runs(tmp_path)
     assert runs[0].path.name == "recorded,method=FedAvg,rate=5mbit"
     assert next(iter(side_by_side(runs))) == "method=FedAvg,rate=5mbit"
-    figure = {title: drawing.draw(plot) for title, _, plot in sweep.charts(summary_of(runs), runs)}["Step time"]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["FedAvg", "SCAFFOLD"]
+    figure = {
+        title: drawing.draw(plot)
+        for title, _, plot in sweep.charts(summary_of(runs), runs)
+    }["Step time"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "FedAvg",
+        "SCAFFOLD",
+    ]
     assert "FedAvg & 5mbit &" in latex(sweep.section(summary_of(runs)))
 
 
 def test_export_chooses_metrics_and_their_headings(tmp_path: Path) -> None:
     labelled_runs(tmp_path)
-    arguments = ["run", str(tmp_path), "--latex", "--metric", "step_time: Time per step", "--metric", "accuracy"]
+    arguments = [
+        "run",
+        str(tmp_path),
+        "--latex",
+        "--metric",
+        "step_time: Time per step",
+        "--metric",
+        "accuracy",
+    ]
     done = CliRunner().invoke(export_command, arguments)
     assert done.exit_code == 0, done.output
     heading = (tmp_path / "export" / "points.tex").read_text().splitlines()[2]
     assert heading == r"method & rate & Runs & Time per step (s) & Accuracy (\%) \\"
-    done = CliRunner().invoke(export_command, ["run", str(tmp_path), "--plots", "--metric", "speed"])
+    done = CliRunner().invoke(
+        export_command, ["run", str(tmp_path), "--plots", "--metric", "speed"]
+    )
     assert "unknown metric" in str(done.exception)
 
 
 def test_whiskers_at_the_edges_of_a_plot_are_not_clipped() -> None:
     line = Line("a", [(0, 1.0), (1, 5.0)], "blue", marks=True, half_widths=[0.5, 0.5])
-    axes = drawing.draw(LinePlot([line], range_=(0, 1), y=Axis("a"), swept=True)).axes[0]
+    axes = drawing.draw(LinePlot([line], range_=(0, 1), y=Axis("a"), swept=True)).axes[
+        0
+    ]
     whiskers = [*axes.collections, *axes.containers[0].get_children()]
     assert not any(artist.get_clip_on() for artist in whiskers)

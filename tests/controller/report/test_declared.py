@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from testbed.ml.methods.pipeline import Pipeline
-from testbed.trace.metrics_spec import Column, Metric, Metrics, MetricsSpec, Row, Table, TimeSeries
+from testbed.trace.metrics_spec import (
+    Column,
+    Metric,
+    Metrics,
+    MetricsSpec,
+    Row,
+    Table,
+    TimeSeries,
+)
 from testbed.trace.record import RunView
 from testbed_controller.report import drawing, html
 from testbed_controller.report.charts import Axis, Line, StackedPlot
@@ -25,7 +33,9 @@ SPREAD = [
 
 
 def losses(record: RunView) -> float | None:
-    return max((step.loss for step in record.steps if step.loss is not None), default=None)
+    return max(
+        (step.loss for step in record.steps if step.loss is not None), default=None
+    )
 
 
 def laps(metrics: Metrics) -> str:
@@ -33,7 +43,10 @@ def laps(metrics: Metrics) -> str:
 
 
 DECLARED = MetricsSpec(
-    figures=(Metric("worst_loss", "number", "of any step", losses), Metric("never", "seconds", "none", lambda _: None)),
+    figures=(
+        Metric("worst_loss", "number", "of any step", losses),
+        Metric("never", "seconds", "none", lambda _: None),
+    ),
     lists={"spread": lambda _: SPREAD, "nothing": lambda _: []},
     rows=(
         Row("Worst", "{worst_loss}", laps),
@@ -42,13 +55,27 @@ DECLARED = MetricsSpec(
     ),
     tables=(
         Table(
-            "Spread", "Of each layer.", "spread", (Column("At", "moment", "time"), Column("Share", "share", "share"))
+            "Spread",
+            "Of each layer.",
+            "spread",
+            (Column("At", "moment", "time"), Column("Share", "share", "share")),
         ),
         Table("Empty", "", "nothing", (Column("At", "moment", "time"),)),
     ),
     curves=(
-        TimeSeries("Shares over time", "Of each layer.", "spread", "share", "share", by="layer"),
-        TimeSeries("Together", "Of all.", "spread", "share", "share", by="layer", stacked=True, marks="spread"),
+        TimeSeries(
+            "Shares over time", "Of each layer.", "spread", "share", "share", by="layer"
+        ),
+        TimeSeries(
+            "Together",
+            "Of all.",
+            "spread",
+            "share",
+            "share",
+            by="layer",
+            stacked=True,
+            marks="spread",
+        ),
     ),
 )
 
@@ -56,7 +83,11 @@ DECLARED = MetricsSpec(
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(Pipeline, "declared", DECLARED)
-    return files.load(recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()))
+    return files.load(
+        recorded.write(
+            tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+        )
+    )
 
 
 def test_lines_name_figures_and_stand_only_where_there_are_some(run: Run) -> None:
@@ -75,14 +106,21 @@ def test_lists_are_kept_and_shown(run: Run) -> None:
     assert run.metrics["spread"] == SPREAD
     assert "nothing" not in run.metrics
     *_, table = tables(run)
-    assert [[cell.text for cell in row] for row in table.rows[:2]] == [["1.00 s", "25.0%"], ["1.00 s", "50.0%"]]
+    assert [[cell.text for cell in row] for row in table.rows[:2]] == [
+        ["1.00 s", "25.0%"],
+        ["1.00 s", "50.0%"],
+    ]
     assert "<h2>Spread" in html.render(run)
 
 
 def test_curves_have_a_line_of_each_kind(run: Run) -> None:
     drawn, stacked = curves(run)
     assert drawn.lines == [("0", [(1.0, 0.25), (2.0, 0.75)]), ("1", [(1.0, 0.5)])]
-    assert (stacked.lines, stacked.stacked, sorted(stacked.marks)) == (drawn.lines, True, [1.0, 1.0, 2.0, 3.0])
+    assert (stacked.lines, stacked.stacked, sorted(stacked.marks)) == (
+        drawn.lines,
+        True,
+        [1.0, 1.0, 2.0, 3.0],
+    )
 
 
 def test_the_page_draws_them(run: Run) -> None:
@@ -92,8 +130,13 @@ def test_the_page_draws_them(run: Run) -> None:
 
 
 def test_a_value_holds_until_the_next_where_lines_are_stacked() -> None:
-    lines = [Line("a", [(1.0, 2.0), (3.0, 1.0)], "blue"), Line("b", [(2.0, 4.0)], "orange")]
+    lines = [
+        Line("a", [(1.0, 2.0), (3.0, 1.0)], "blue"),
+        Line("b", [(2.0, 4.0)], "orange"),
+    ]
     (axes,) = drawing.draw(StackedPlot(lines, [2.0], end=4.0, y=Axis("neurons"))).axes
-    tops = [max(y for _, y in area.get_paths()[0].vertices) for area in axes.collections]
+    tops = [
+        max(y for _, y in area.get_paths()[0].vertices) for area in axes.collections
+    ]
     assert tops == [2.0, 6.0]
     assert [line.get_xdata()[0] for line in axes.lines] == [2.0]

@@ -20,5 +20,7 @@ def test_areas_are_in_proportion_to_the_samples() -> None:
 
 
 def test_many_devices_are_numbered() -> None:
-    figure = drawing.draw(Ownership({f"device{number}": {"0": 1} for number in range(40)}))
+    figure = drawing.draw(
+        Ownership({f"device{number}": {"0": 1} for number in range(40)})
+    )
     assert "by its place" in figure.axes[0].get_xlabel()

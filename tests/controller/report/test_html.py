@@ -24,10 +24,20 @@ EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
 
 
 def run(**changes: Any) -> Run:
-    trial, plan, outcome = recorded.trial(), recorded.plan(), recorded.outcome(**changes)
+    trial, plan, outcome = (
+        recorded.trial(),
+        recorded.plan(),
+        recorded.outcome(**changes),
+    )
     facts = manifest(trial, outcome, "testbed run recorded.yaml")
     return Run(
-        Path("somewhere"), trial, plan, outcome, facts, metrics(outcome, trial.experiment, plan), declared_by(trial)
+        Path("somewhere"),
+        trial,
+        plan,
+        outcome,
+        facts,
+        metrics(outcome, trial.experiment, plan),
+        declared_by(trial),
     )
 
 
@@ -44,7 +54,9 @@ class _Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.outside += [value or "" for key, value in attrs if key in ("src", "href", "onerror")]
+        self.outside += [
+            value or "" for key, value in attrs if key in ("src", "href", "onerror")
+        ]
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -90,13 +102,24 @@ def test_what_users_write_is_escaped_everywhere() -> None:
             event.time,
             event.device,
             event.event,
-            {**event.fields, **{key: EVIL for key in ("span", "message", "target") if key in event.fields}},
+            {
+                **event.fields,
+                **{
+                    key: EVIL
+                    for key in ("span", "message", "target")
+                    if key in event.fields
+                },
+            },
         )
         for event in recorded.events()
     ]
     one = run(events=events, status="failed", error=EVIL)
     trial = recorded.trial(description=EVIL, expect={})
-    one = replace(one, trial=replace(trial, point={EVIL: EVIL}), manifest={**one.manifest, "command": EVIL})
+    one = replace(
+        one,
+        trial=replace(trial, point={EVIL: EVIL}),
+        manifest={**one.manifest, "command": EVIL},
+    )
     reader = parsed(html.render(one))
     assert reader.tags.count("script") == 3
     assert "img" not in reader.tags
@@ -104,14 +127,19 @@ def test_what_users_write_is_escaped_everywhere() -> None:
 
 @pytest.mark.parametrize("status", ["failed", "interrupted", "timed out"])
 def test_a_run_that_failed_early_has_a_report(status: str) -> None:
-    page = html.render(run(events=[], links=[], fidelity={}, status=status, error="no engine"))
+    page = html.render(
+        run(events=[], links=[], fidelity={}, status=status, error="no engine")
+    )
     assert "no engine" in page
     assert "Not trusted" in page
     parsed(page)
 
 
 def test_an_inference_run_has_a_latency_curve() -> None:
-    events = [Event(float(number), "a", "request", {"request": number, "latency": 0.5}) for number in range(1, 9)]
+    events = [
+        Event(float(number), "a", "request", {"request": number, "latency": 0.5})
+        for number in range(1, 9)
+    ]
     page = html.render(run(events=events, runtime="simulate"))
     assert "<h2>Latency</h2>" in page
     assert "<h2>Loss</h2>" not in page
@@ -120,8 +148,14 @@ def test_an_inference_run_has_a_latency_curve() -> None:
 def test_the_timeline_offers_the_whole_run_two_steps_and_the_fault() -> None:
     one = run()
     chart = timeline(one)
-    assert [view["name"] for view in chart["views"]] == ["whole run", "two steps", "kill b"]
-    assert [(window["label"], window["start"], window["end"]) for window in chart["windows"]] == [
+    assert [view["name"] for view in chart["views"]] == [
+        "whole run",
+        "two steps",
+        "kill b",
+    ]
+    assert [
+        (window["label"], window["start"], window["end"]) for window in chart["windows"]
+    ] == [
         ("kill b", 2.32, 3.3),
         ("recovering", 3.0, 4.0),
     ]
@@ -131,8 +165,15 @@ def test_the_timeline_offers_the_whole_run_two_steps_and_the_fault() -> None:
 
 def test_a_long_run_is_embedded_joined_but_whole_where_it_matters() -> None:
     many = [
-        Event(start + 0.0004, "a", "compute", {"span": "forward", "batch": index, "start": start, "duration": 0.0004})
-        for index, start in enumerate(number * 0.0005 for number in range(MOST_BARS + 10))
+        Event(
+            start + 0.0004,
+            "a",
+            "compute",
+            {"span": "forward", "batch": index, "start": start, "duration": 0.0004},
+        )
+        for index, start in enumerate(
+            number * 0.0005 for number in range(MOST_BARS + 10)
+        )
     ]
     fault = {"action": "pause", "target": "b", "intended": 10.0}
     many.append(Event(10.0, "testbed", "fault", {**fault, "phase": "strike"}))
@@ -166,4 +207,6 @@ def test_thinning_keeps_the_extremes() -> None:
 
 
 def test_a_chart_of_nothing_is_drawn() -> None:
-    assert "<svg" in inline(LinePlot([Line("loss", [], "blue")], range_=(0.0, 0.0), y=Axis("loss")), "Loss")
+    assert "<svg" in inline(
+        LinePlot([Line("loss", [], "blue")], range_=(0.0, 0.0), y=Axis("loss")), "Loss"
+    )

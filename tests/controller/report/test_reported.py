@@ -36,11 +36,17 @@ def test_the_figures_of_a_pipeline_that_lost_a_stage(run: Run) -> None:
     assert metrics["steps"] == 22
     assert metrics["recoveries"] == 1
     assert metrics["verdict"]["kind"] == "prediction"
-    assert metrics["detection_time"] + metrics["resume_time"] == pytest.approx(metrics["recovery_time"])
-    assert metrics["step_time"] == pytest.approx(metrics["predicted_step_time"], rel=0.02)
+    assert metrics["detection_time"] + metrics["resume_time"] == pytest.approx(
+        metrics["recovery_time"]
+    )
+    assert metrics["step_time"] == pytest.approx(
+        metrics["predicted_step_time"], rel=0.02
+    )
     assert metrics["devices"]["worker2"]["down"] > 3
     for device in metrics["devices"].values():
-        parts = device["compute"] + device["communicate"] + device["down"] + device["idle"]
+        parts = (
+            device["compute"] + device["communicate"] + device["down"] + device["idle"]
+        )
         assert parts == pytest.approx(metrics["duration"])
 
 
@@ -63,11 +69,22 @@ def test_the_resolved_scenario_plans_and_runs_the_same(run: Run) -> None:
 def test_a_run_compared_with_itself_differs_in_nothing(run: Run) -> None:
     compared = compare(side_by_side([run, run]))
     assert compared["warnings"] == []
-    assert {ratio for row in compared["figures"] for ratio in row["ratios"] if ratio is not None} == {1.0}
+    assert {
+        ratio
+        for row in compared["figures"]
+        for ratio in row["ratios"]
+        if ratio is not None
+    } == {1.0}
 
 
 def test_the_report_holds_the_run(run: Run) -> None:
     page = html.render(run)
-    for part in ("quickstart", "Prediction", "kill worker2", "two steps", "raspberry-pi-4b"):
+    for part in (
+        "quickstart",
+        "Prediction",
+        "kill worker2",
+        "two steps",
+        "raspberry-pi-4b",
+    ):
         assert part in page
     assert (run.path / "weights.safetensors").stat().st_size > 10_000

@@ -21,7 +21,11 @@ from tests.helpers import recorded
 
 def run(folder: Path, scenario: dict[str, Any] | None = None, **changes: Any) -> Run:
     trial = recorded.trial(**(scenario or {}))
-    return files.load(recorded.write(folder / "run", trial, recorded.plan(), recorded.outcome(**changes)))
+    return files.load(
+        recorded.write(
+            folder / "run", trial, recorded.plan(), recorded.outcome(**changes)
+        )
+    )
 
 
 def printed(shown: Run, width: int) -> str:
@@ -32,11 +36,25 @@ def printed(shown: Run, width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_end_of_a_run_at_either_width(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # the place is shown as seen from here, whatever the length of the whole path
-    text = printed(run(tmp_path, {"expect": {"accuracy": ">= 0.9", "recoveries": "== 2"}}), width)
+def test_the_end_of_a_run_at_either_width(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(
+        tmp_path
+    )  # the place is shown as seen from here, whatever the length of the whole path
+    text = printed(
+        run(tmp_path, {"expect": {"accuracy": ">= 0.9", "recoveries": "== 2"}}), width
+    )
     assert max(len(line) for line in text.splitlines()) <= width
-    for part in ("Accuracy", "95.0%", "1.68 s", "kill b", "8 mbit, 10 ms", "7.8–7.9 mbit", "✔ trusted"):
+    for part in (
+        "Accuracy",
+        "95.0%",
+        "1.68 s",
+        "kill b",
+        "8 mbit, 10 ms",
+        "7.8–7.9 mbit",
+        "✔ trusted",
+    ):
         assert part in text
     assert "report.html" in text.replace("\n", "")
     assert "✘   recoveries   == 2" in text
@@ -54,25 +72,48 @@ def test_names_of_devices_are_whole_beside_long_times(tmp_path: Path) -> None:
 
 def test_the_parts_of_a_model_that_a_failed_run_left_are_named(tmp_path: Path) -> None:
     left = dict.fromkeys(("a", "b", "c"), b"weights")
-    text = printed(run(tmp_path, status="timed out", error="not over after 6 s", parts=left), 80)
-    assert "weights-a.safetensors, weights-b.safetensors and 1 more" in " ".join(text.split())
+    text = printed(
+        run(tmp_path, status="timed out", error="not over after 6 s", parts=left), 80
+    )
+    assert "weights-a.safetensors, weights-b.safetensors and 1 more" in " ".join(
+        text.split()
+    )
 
 
 def test_reasons_against_a_run_stand_in_its_verdict(tmp_path: Path) -> None:
-    text = printed(run(tmp_path, status="failed", error="a[b] died", fidelity={"host_stolen": 0.9}), 80)
+    text = printed(
+        run(
+            tmp_path, status="failed", error="a[b] died", fidelity={"host_stolen": 0.9}
+        ),
+        80,
+    )
     assert "✘ not trusted" in text
     assert "the run failed: a[b] died" in text
     assert "a hypervisor kept 90.0%" in text
 
 
 def test_what_shaped_the_links_is_named(tmp_path: Path) -> None:
-    shaped = run(tmp_path, fidelity={"backend": "userspace", "congestion_control": "reno"})
-    assert "shaped by userspace, TCP with reno" in " ".join(printed(shaped, 100).split())
+    shaped = run(
+        tmp_path, fidelity={"backend": "userspace", "congestion_control": "reno"}
+    )
+    assert "shaped by userspace, TCP with reno" in " ".join(
+        printed(shaped, 100).split()
+    )
     assert "shaped by userspace, TCP with reno" in html.render(shaped)
 
 
 def test_a_run_in_which_nothing_happened_prints(tmp_path: Path) -> None:
-    text = printed(run(tmp_path, events=[], links=[], fidelity={}, status="failed", error="no engine"), 80)
+    text = printed(
+        run(
+            tmp_path,
+            events=[],
+            links=[],
+            fidelity={},
+            status="failed",
+            error="no engine",
+        ),
+        80,
+    )
     assert "no engine" in text
 
 
@@ -81,35 +122,61 @@ def test_brackets_of_a_partition_are_not_taken_for_markup(tmp_path: Path) -> Non
     events = [
         event
         if event.event != "fault"
-        else type(event)(event.time, event.device, "fault", {**event.fields, "target": "[a] [b]"})
+        else type(event)(
+            event.time, event.device, "fault", {**event.fields, "target": "[a] [b]"}
+        )
         for event in events
     ]
     assert "kill [a] [b]" in printed(run(tmp_path, events=events), 80)
 
 
 def test_a_link_without_a_rate_of_its_own_has_that_of_its_devices() -> None:
-    found = metrics(recorded.outcome(), recorded.trial().experiment, recorded.plan())["links"][0]
-    link = {**found, "requested": {**found["requested"], "rate": None}, "rate_at_best": 10e6}
+    found = metrics(recorded.outcome(), recorded.trial().experiment, recorded.plan())[
+        "links"
+    ][0]
+    link = {
+        **found,
+        "requested": {**found["requested"], "rate": None},
+        "rate_at_best": 10e6,
+    }
     assert group_links([link])[0].requested.startswith("10 mbit")
-    assert group_links([{**link, "rate_at_best": None}])[0].requested.startswith("unlimited")
+    assert group_links([{**link, "rate_at_best": None}])[0].requested.startswith(
+        "unlimited"
+    )
 
 
 def test_alike_links_stand_together_and_a_bad_one_alone() -> None:
-    found = metrics(recorded.outcome(), recorded.trial().experiment, recorded.plan())["links"]
+    found = metrics(recorded.outcome(), recorded.trial().experiment, recorded.plan())[
+        "links"
+    ]
     assert [group.name for group in group_links(found)] == ["a ↔ b"]
     found[1]["problem"] = "too slow"
-    assert [(group.name, group.problem) for group in group_links(found)] == [("b → a", "too slow"), ("a → b", None)]
-    many = [{**found[0], "source": "a", "destination": f"d{number}"} for number in range(5)]
+    assert [(group.name, group.problem) for group in group_links(found)] == [
+        ("b → a", "too slow"),
+        ("a → b", None),
+    ]
+    many = [
+        {**found[0], "source": "a", "destination": f"d{number}"} for number in range(5)
+    ]
     assert group_links(many)[0].name == "a – d0, d1, d2, d3, d4"
-    few = [{**found[0], "source": "a", "destination": f"d{number}"} for number in range(3)]
+    few = [
+        {**found[0], "source": "a", "destination": f"d{number}"} for number in range(3)
+    ]
     assert group_links(few)[0].name == "a → d0, a → d1, a → d2"
-    mesh = [{**found[0], "source": a, "destination": b} for a in "abcdefgh" for b in "abcdefgh" if a != b]
+    mesh = [
+        {**found[0], "source": a, "destination": b}
+        for a in "abcdefgh"
+        for b in "abcdefgh"
+        if a != b
+    ]
     assert group_links(mesh)[0].name == "all 56 among a, b, …, h"
 
 
 def test_a_summary_has_a_line_a_point(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
-    sweep.show(console, summary_of([run(tmp_path / "a"), run(tmp_path / "b")]), tmp_path)
+    sweep.show(
+        console, summary_of([run(tmp_path / "a"), run(tmp_path / "b")]), tmp_path
+    )
     assert isinstance(console.file, io.StringIO)
     assert "95 ± 0" in console.file.getvalue()
 
@@ -117,7 +184,11 @@ def test_a_summary_has_a_line_a_point(tmp_path: Path) -> None:
 def test_a_summary_of_runs_that_are_not_trusted_tears_no_word(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     summary = summary_of([run(tmp_path / "a")])
-    point = {**summary["points"][0], "point": {"workload.method.name": "federated"}, "trusted": 0}
+    point = {
+        **summary["points"][0],
+        "point": {"workload.method.name": "federated"},
+        "trusted": 0,
+    }
     sweep.show(console, {**summary, "points": [point]}, tmp_path)
     assert isinstance(console.file, io.StringIO)
     assert {"method", "federated", "Runs"} <= set(console.file.getvalue().split())
@@ -126,8 +197,14 @@ def test_a_summary_of_runs_that_are_not_trusted_tears_no_word(tmp_path: Path) ->
 def test_a_summary_with_many_figures_wraps_them(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     summary = summary_of([run(tmp_path / "a")])
-    point = {**summary["points"][0], "point": {"workload.method.name": "pipelearn", "network.link.rate": "4g-plus"}}
-    many = {f"wide_figure_{number}": {"kind": "seconds", "brief": True} for number in range(5)}
+    point = {
+        **summary["points"][0],
+        "point": {"workload.method.name": "pipelearn", "network.link.rate": "4g-plus"},
+    }
+    many = {
+        f"wide_figure_{number}": {"kind": "seconds", "brief": True}
+        for number in range(5)
+    }
     point["figures"] = {name: {"mean": 12.345, "ci95": 1.234, "n": 3} for name in many}
     sweep.show(console, {**summary, "points": [point], "figures": many}, tmp_path)
     assert isinstance(console.file, io.StringIO)
@@ -146,41 +223,66 @@ def test_an_inference_says_what_it_waited_for_and_what_failed(tmp_path: Path) ->
         Event(0.2, "b", "memory", {"weights": 5_000_000, "activations": 500_000}),
     ]
     workload = recorded.SCENARIO["workload"]
-    inferring = {"task": "infer", "method": {"name": "distributed"}, "model": workload["model"], "requests": 2}
+    inferring = {
+        "task": "infer",
+        "method": {"name": "distributed"},
+        "model": workload["model"],
+        "requests": 2,
+    }
     shown = run(tmp_path, {"workload": inferring}, events=events)
     text = " ".join(printed(shown, 120).split())
     assert ", 1 failed" in text
-    assert "Predicted 900 ms a request, by the plan; measured over predicted: 1.1" in text
+    assert (
+        "Predicted 900 ms a request, by the plan; measured over predicted: 1.1" in text
+    )
     assert "of what a request waited for was computing" in text
     assert "Memory 6 MB at most, on a: 4 MB weights, 2 MB activations" in text
 
 
 def test_a_request_that_fails_is_told_at_once_with_its_reason() -> None:
     console = Console(file=io.StringIO(), width=120)
-    LiveProgress(console, "run", 4, "requests").event(Event(2.0, "a", "failed", {"request": 1, "error": "b was lost"}))
+    LiveProgress(console, "run", 4, "requests").event(
+        Event(2.0, "a", "failed", {"request": 1, "error": "b was lost"})
+    )
     assert isinstance(console.file, io.StringIO)
     assert "2.00 s  request 1 failed: b was lost" in console.file.getvalue()
 
 
 def test_links_that_changed_by_hand_are_in_the_report(tmp_path: Path) -> None:
     worse = {"rate": 5e6, "delay": 0.02, "loss": 0.0, "up": True}
-    changed = [Event(3.0, "testbed", "link", {"source": a, "destination": b, **worse}) for a, b in ("ab", "ba")]
+    changed = [
+        Event(3.0, "testbed", "link", {"source": a, "destination": b, **worse})
+        for a, b in ("ab", "ba")
+    ]
     events = sorted([*recorded.events(), *changed], key=lambda event: event.time)
     found = run(tmp_path, events=events)
     text = printed(found, 100)
     assert "Links that changed" in text
-    assert ["3.00", "s", "a", "↔", "b", "5", "mbit,", "20", "ms"] in [line.split() for line in text.splitlines()]
+    assert ["3.00", "s", "a", "↔", "b", "5", "mbit,", "20", "ms"] in [
+        line.split() for line in text.splitlines()
+    ]
     assert "<h2>Links that changed</h2>" in html.render(found)
 
 
 def test_programs_have_no_figures_that_nobody_knows(tmp_path: Path) -> None:
-    workload = {"task": "program", "programs": {"a": {"command": ["true"]}, "b": {"command": ["true"]}}}
-    requests = [Event(float(number), "a", "request", {"request": number, "latency": 0.5}) for number in range(1, 4)]
+    workload = {
+        "task": "program",
+        "programs": {"a": {"command": ["true"]}, "b": {"command": ["true"]}},
+    }
+    requests = [
+        Event(float(number), "a", "request", {"request": number, "latency": 0.5})
+        for number in range(1, 4)
+    ]
     plan = Plan(
-        method="program", lead="a", pieces=tuple(Piece(device=name, first=0, last=0, memory=0.0) for name in "ab")
+        method="program",
+        lead="a",
+        pieces=tuple(Piece(device=name, first=0, last=0, memory=0.0) for name in "ab"),
     )
     folder = recorded.write(
-        tmp_path / "run", recorded.trial(workload=workload), plan, recorded.outcome(events=requests)
+        tmp_path / "run",
+        recorded.trial(workload=workload),
+        plan,
+        recorded.outcome(events=requests),
     )
     text = printed(files.load(folder), 120)
     assert "Latency" in text

@@ -69,12 +69,20 @@ expect_refusal(open_results("one")[0].plot, "Loss")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("without")
     (folder / "small.yaml").write_text(SCENARIO)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=folder, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
-@pytest.mark.parametrize("page", ["one/report.html", "several/sweep.html", "compared.html"])
+@pytest.mark.parametrize(
+    "page", ["one/report.html", "several/sweep.html", "compared.html"]
+)
 def test_pages_name_the_extra_in_place_of_their_charts(folder: Path, page: str) -> None:
     text = unescape((folder / page).read_text())
     assert text.count(HINT) == 1

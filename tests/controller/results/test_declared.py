@@ -19,14 +19,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of a method in a file, which would leave a file if it were imported again."""
     made = tmp_path_factory.mktemp("results") / "mean"
     scenario = str(ROOT / "scenarios/examples/mean.yaml")
-    done = CliRunner().invoke(testbed, ["run", scenario, "--runtime", "simulate", "--out", str(made)])
+    done = CliRunner().invoke(
+        testbed, ["run", scenario, "--runtime", "simulate", "--out", str(made)]
+    )
     assert done.exit_code == 0, done.output
-    (made / "mean.py").write_text(f"from pathlib import Path\nPath({str(made / 'executed')!r}).touch()\n")
+    (made / "mean.py").write_text(
+        f"from pathlib import Path\nPath({str(made / 'executed')!r}).touch()\n"
+    )
     return made
 
 
-@pytest.mark.parametrize("command", [["report", "."], ["compare", ".", "."], ["validate", "scenario.yaml"]])
-def test_no_command_that_reads_results_executes_them(folder: Path, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [["report", "."], ["compare", ".", "."], ["validate", "scenario.yaml"]]
+)
+def test_no_command_that_reads_results_executes_them(
+    folder: Path, command: list[str]
+) -> None:
     words = [command[0], *(str(folder / word) for word in command[1:])]
     done = CliRunner().invoke(testbed, words)
     assert done.exit_code == 0, done.output
@@ -46,7 +54,11 @@ def test_plan_refuses_what_lies_among_results(folder: Path) -> None:
 def test_figures_of_an_own_method_are_those_that_it_computed(folder: Path) -> None:
     written = json.loads((folder / "metrics.json").read_text())
     assert written["late"] >= 2
-    assert load(folder).metrics["late"] == load_figures(folder).metrics["late"] == written["late"]
+    assert (
+        load(folder).metrics["late"]
+        == load_figures(folder).metrics["late"]
+        == written["late"]
+    )
     assert all(one.holds for one in load(folder).expectations)
 
 

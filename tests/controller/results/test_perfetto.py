@@ -34,10 +34,21 @@ def test_every_device_is_a_process_with_a_track_per_activity() -> None:
         for record in records()
         if record["name"] == "thread_name"
     }
-    processes = {record["pid"]: record["args"]["name"] for record in records() if record["name"] == "process_name"}
+    processes = {
+        record["pid"]: record["args"]["name"]
+        for record in records()
+        if record["name"] == "process_name"
+    }
     assert processes == {1: "recorded: faults and progress", 2: "a", 3: "b"}
-    assert {name for (process, _), name in names.items() if process == 3} == {"compute", "send", "receive", "down"}
-    assert {"faults", "recoveries"} <= {name for (process, _), name in names.items() if process == 1}
+    assert {name for (process, _), name in names.items() if process == 3} == {
+        "compute",
+        "send",
+        "receive",
+        "down",
+    }
+    assert {"faults", "recoveries"} <= {
+        name for (process, _), name in names.items() if process == 1
+    }
 
 
 def test_slices_on_a_track_never_overlap() -> None:
@@ -71,8 +82,14 @@ def test_an_arrow_leads_from_each_send_into_its_reception() -> None:
 
 
 def test_a_send_that_nobody_received_takes_no_other_reception() -> None:
-    charted = [bar for bar in bars(recorded.events(), 8.6) if not (bar.kind == "receive" and bar.start < 0.5)]
-    assert all(received.end <= sent.end + 0.01 for sent, received in deliveries(charted))
+    charted = [
+        bar
+        for bar in bars(recorded.events(), 8.6)
+        if not (bar.kind == "receive" and bar.start < 0.5)
+    ]
+    assert all(
+        received.end <= sent.end + 0.01 for sent, received in deliveries(charted)
+    )
     assert sum(1 for _ in deliveries(charted)) == 12
 
 
@@ -90,7 +107,11 @@ def test_an_interrupted_span_ends_at_the_strike() -> None:
 
 
 def test_overlapping_bars_take_further_lanes() -> None:
-    some = [bar for bar in bars(recorded.events(), 8.6) if bar.device == "a" and bar.kind == "compute"]
+    some = [
+        bar
+        for bar in bars(recorded.events(), 8.6)
+        if bar.device == "a" and bar.kind == "compute"
+    ]
     stretches = sorted((bar.start, bar.end) for bar in some)
     assert set(lanes(stretches)) == {0}
     assert set(lanes([stretches[0], *stretches])) == {0, 1}
@@ -110,7 +131,12 @@ def test_work_on_several_processors_interrupts_nothing_but_by_a_fault() -> None:
             event(end, "compute", micro=micro, start=start, duration=end - start),
         ]
 
-    killed = Event(4.5, TESTBED, "fault", {"action": "kill", "target": "a", "phase": "strike", "intended": 4.5})
+    killed = Event(
+        4.5,
+        TESTBED,
+        "fault",
+        {"action": "kill", "target": "a", "phase": "strike", "intended": 4.5},
+    )
     events = [
         *done(0, 0.0, 2.0),
         *done(1, 1.0, 3.0),
@@ -118,7 +144,11 @@ def test_work_on_several_processors_interrupts_nothing_but_by_a_fault() -> None:
         event(4.2, "begin", micro=3),
         killed,
     ]
-    charted = [bar for bar in bars(sorted(events, key=lambda each: each.time), 6.0) if bar.kind == "compute"]
+    charted = [
+        bar
+        for bar in bars(sorted(events, key=lambda each: each.time), 6.0)
+        if bar.kind == "compute"
+    ]
     assert [(bar.start, bar.end, bar.interrupted) for bar in charted] == [
         (0.0, 2.0, False),
         (1.0, 3.0, False),
@@ -130,6 +160,10 @@ def test_work_on_several_processors_interrupts_nothing_but_by_a_fault() -> None:
 def test_a_run_too_long_for_a_browser_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perfetto, "MOST_BARS", 2)
     kept = trace(recorded.events(), 10.0)
-    slices = [record for record in kept["traceEvents"] if record["ph"] == "X" and record["pid"] > 1]
+    slices = [
+        record
+        for record in kept["traceEvents"]
+        if record["ph"] == "X" and record["pid"] > 1
+    ]
     assert len(slices) == 2
     assert kept["otherData"]["left_out"] > 0

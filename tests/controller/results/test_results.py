@@ -22,7 +22,9 @@ from tests.helpers import recorded
 
 
 def test_a_run_leaves_every_file(tmp_path: Path) -> None:
-    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
     assert place == tmp_path / "run"
     assert {path.name for path in place.iterdir()} >= {
         "scenario.yaml",
@@ -34,21 +36,30 @@ def test_a_run_leaves_every_file(tmp_path: Path) -> None:
         "trace.json",
     }
     assert json.loads((place / "metrics.json").read_text())["accuracy"] == 0.95
-    assert json.loads((place / "fidelity.json").read_text())["verdict"]["kind"] == "trusted"
+    assert (
+        json.loads((place / "fidelity.json").read_text())["verdict"]["kind"]
+        == "trusted"
+    )
     lines = (place / "events.jsonl").read_text().splitlines()
     assert [Event.from_json(line) for line in lines] == recorded.events()
 
 
 def test_the_resolved_scenario_loads_back_equal(tmp_path: Path) -> None:
-    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
     text = (place / "scenario.yaml").read_text()
     assert Scenario.model_validate(yamltext.values(text)) == recorded.trial().scenario
     assert "time_limit" in text
 
 
-def test_the_manifest_explains_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_explains_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["testbed", "run", "x.yaml"])
-    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
     manifest = json.loads((place / "manifest.json").read_text())
     assert manifest["command"] == "testbed run x.yaml"
     assert manifest["seed"] == 3
@@ -58,11 +69,26 @@ def test_the_manifest_explains_the_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_only_what_may_change_a_run_marks_the_revision(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=one", "-c", "user.email=one@example.org", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        command = [
+            "git",
+            "-C",
+            str(tmp_path),
+            "-c",
+            "user.name=one",
+            "-c",
+            "user.email=one@example.org",
+            *arguments,
+        ]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     assert recorder.revision(tmp_path) is None
-    files_ = [tmp_path / "docs/papers.md", tmp_path / "papers/results.json", tmp_path / "scenarios/one.yaml"]
+    files_ = [
+        tmp_path / "docs/papers.md",
+        tmp_path / "papers/results.json",
+        tmp_path / "scenarios/one.yaml",
+    ]
     for file in files_:
         file.parent.mkdir()
         file.write_text("before\n")
@@ -70,25 +96,41 @@ def test_only_what_may_change_a_run_marks_the_revision(tmp_path: Path) -> None:
     git("add", ".")
     git("commit", "-qm", "one")
     commit = git("rev-parse", "HEAD")
-    for file, found in zip([None, *files_], [commit, commit, commit, f"{commit}-dirty"], strict=True):
+    for file, found in zip(
+        [None, *files_], [commit, commit, commit, f"{commit}-dirty"], strict=True
+    ):
         if file is not None:
             file.write_text("after\n")
         assert recorder.revision(tmp_path) == found
 
 
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
-    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
     before = (place / "events.jsonl").read_bytes()
     with pytest.raises(InputError, match="already exists"):
-        recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome(events=[]))
+        recorded.write(
+            tmp_path / "run",
+            recorded.trial(),
+            recorded.plan(),
+            recorded.outcome(events=[]),
+        )
     assert (place / "events.jsonl").read_bytes() == before
     assert recorder.numbered(tmp_path / "run").name == "run-2"
 
 
 def test_runs_of_one_name_at_once_take_a_number_each(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        places = list(pool.map(lambda _: recorder.numbered(tmp_path / "results" / "run"), range(20)))
-    assert {place.name for place in places} == {"run", *(f"run-{number}" for number in range(2, 21))}
+        places = list(
+            pool.map(
+                lambda _: recorder.numbered(tmp_path / "results" / "run"), range(20)
+            )
+        )
+    assert {place.name for place in places} == {
+        "run",
+        *(f"run-{number}" for number in range(2, 21)),
+    }
 
 
 def test_of_two_runs_that_write_to_one_folder_at_once_one_is_refused(
@@ -96,59 +138,96 @@ def test_of_two_runs_that_write_to_one_folder_at_once_one_is_refused(
 ) -> None:
     # Both have seen it empty.
     monkeypatch.setattr(Path, "iterdir", lambda _path: iter(()))
-    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    begun = recorder.Recorder(
+        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+    )
     with pytest.raises(InputError, match="already exists"):
-        recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+        recorder.Recorder(
+            tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+        )
     begun.finish(recorded.outcome(events=[]))
 
 
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    assert recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()).name == "run"
+    assert (
+        recorded.write(
+            tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+        ).name
+        == "run"
+    )
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(HostError, match="cannot be written: Not a directory"):
-        recorder.Recorder(tmp_path / "file" / "run", recorded.trial(), recorded.plan(), "simulate")
+        recorder.Recorder(
+            tmp_path / "file" / "run", recorded.trial(), recorded.plan(), "simulate"
+        )
 
 
 def test_a_run_that_was_cut_off_reads_back_as_far_as_it_went(tmp_path: Path) -> None:
-    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    begun = recorder.Recorder(
+        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+    )
     seen = recorded.events()[:20]
     for event in seen:
         begun.event(event)
-    run = files.load(tmp_path / "run")  # as after SIGKILL: nothing was closed or flushed
+    run = files.load(
+        tmp_path / "run"
+    )  # as after SIGKILL: nothing was closed or flushed
     assert run.outcome.events == seen
     assert run.outcome.status == "interrupted"
-    assert run.outcome.error == f"cut off after {seen[-1].time:.2f} s: testbed ended before the run did"
+    assert (
+        run.outcome.error
+        == f"cut off after {seen[-1].time:.2f} s: testbed ended before the run did"
+    )
     recorder.rebuild(run)
-    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["status"] == "interrupted"
+    assert (
+        json.loads((tmp_path / "run" / "metrics.json").read_text())["status"]
+        == "interrupted"
+    )
 
 
-def test_a_run_that_never_began_leaves_no_folder_and_one_that_did_says_why_it_ended(tmp_path: Path) -> None:
+def test_a_run_that_never_began_leaves_no_folder_and_one_that_did_says_why_it_ended(
+    tmp_path: Path,
+) -> None:
     for name, events in (("idle", []), ("begun", recorded.events()[:3])):
-        begun = recorder.Recorder(tmp_path / name, recorded.trial(), recorded.plan(), "emulate")
+        begun = recorder.Recorder(
+            tmp_path / name, recorded.trial(), recorded.plan(), "emulate"
+        )
         for event in events:
             begun.event(event)
         begun.abandon(HostError("the engine went away"))
     assert not (tmp_path / "idle").exists()
     outcome = files.load(tmp_path / "begun").outcome
-    assert (outcome.status, outcome.error, len(outcome.events)) == ("failed", "the engine went away", 3)
+    assert (outcome.status, outcome.error, len(outcome.events)) == (
+        "failed",
+        "the engine went away",
+        3,
+    )
 
 
 def test_a_full_disk_is_said_in_one_line(tmp_path: Path) -> None:
-    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    begun = recorder.Recorder(
+        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+    )
     begun._events.close()
     begun._events = full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
-    with pytest.raises(HostError, match="run: cannot be written: No space left on device"):
+    with pytest.raises(
+        HostError, match="run: cannot be written: No space left on device"
+    ):
         begun.event(recorded.events()[0])
     with suppress(OSError):
         full.close()
 
 
 def test_events_that_came_out_of_order_are_kept_in_order(tmp_path: Path) -> None:
-    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    begun = recorder.Recorder(
+        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+    )
     for event in reversed(recorded.events()):
         begun.event(event)
     place = begun.finish(recorded.outcome()).path
@@ -156,7 +235,9 @@ def test_events_that_came_out_of_order_are_kept_in_order(tmp_path: Path) -> None
 
 
 def test_progress_is_told_by_the_last_events(tmp_path: Path) -> None:
-    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    begun = recorder.Recorder(
+        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+    )
     assert str(progress(begun.path)) == "0.0 s"
     for event in recorded.events():
         begun.event(event)
@@ -165,17 +246,23 @@ def test_progress_is_told_by_the_last_events(tmp_path: Path) -> None:
     last = [event for event in recorded.events() if event.event == "step"][-1]
     found = progress(begun.path)
     assert (found.step, found.loss) == (last.fields["step"], last.fields["loss"])
-    assert set(found.doing) == {event.device for event in recorded.events() if event.event == "compute"}
+    assert set(found.doing) == {
+        event.device for event in recorded.events() if event.event == "compute"
+    }
 
 
 def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
     trial = recorded.trial()
     places = [tmp_path / name for name in ("finished", "failed", "missing")]
     recorded.write(places[0], trial, recorded.plan(), recorded.outcome())
-    recorded.write(places[1], trial, recorded.plan(), recorded.outcome(status="failed", error="x"))
+    recorded.write(
+        places[1], trial, recorded.plan(), recorded.outcome(status="failed", error="x")
+    )
     assert list(files.finished_among(places, [trial] * 3)) == [0]
     assert not places[1].exists()
-    noted = replace(trial, scenario=trial.scenario.model_copy(update={"description": "other words"}))
+    noted = replace(
+        trial, scenario=trial.scenario.model_copy(update={"description": "other words"})
+    )
     assert list(files.finished_among(places, [noted] * 3)) == [0], "words change no run"
     other = replace(trial, scenario=trial.scenario.model_copy(update={"seed": 99}))
     with pytest.raises(InputError, match="a run of another scenario"):
@@ -183,7 +270,10 @@ def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_scenario_says_null_is_gone_on_with(tmp_path: Path) -> None:
-    trial = recorded.trial(workload=recorded.SCENARIO["workload"] | {"method": {"name": "pipeline", "patience": None}})
+    trial = recorded.trial(
+        workload=recorded.SCENARIO["workload"]
+        | {"method": {"name": "pipeline", "patience": None}}
+    )
     recorded.write(tmp_path / "run", trial, recorded.plan(), recorded.outcome())
     assert list(files.finished_among([tmp_path / "run"], [trial])) == [0]
 
@@ -200,13 +290,17 @@ def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
 
 
 def test_a_run_that_failed_at_once_is_written(tmp_path: Path) -> None:
-    outcome = recorded.outcome(status="failed", error="no image", events=[], links=[], fidelity={})
+    outcome = recorded.outcome(
+        status="failed", error="no image", events=[], links=[], fidelity={}
+    )
     place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
     assert json.loads((place / "metrics.json").read_text())["verdict"]["reasons"]
 
 
 def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
     run = files.load(place)
     assert run.outcome == recorded.outcome()
     assert run.plan == recorded.plan()
@@ -216,8 +310,12 @@ def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert json.loads((place / "metrics.json").read_text()) == written
 
 
-def test_figures_are_read_without_the_events_where_they_were_written(tmp_path: Path) -> None:
-    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+def test_figures_are_read_without_the_events_where_they_were_written(
+    tmp_path: Path,
+) -> None:
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
     run = files.load(place)
     (place / "events.jsonl").write_text("damaged\n")
     assert files.load_figures(place) == run.alone()
@@ -227,7 +325,9 @@ def test_figures_are_read_without_the_events_where_they_were_written(tmp_path: P
 
 
 def test_figures_of_a_run_that_was_cut_off_are_computed(tmp_path: Path) -> None:
-    begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    begun = recorder.Recorder(
+        tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"
+    )
     for event in recorded.events()[:20]:
         begun.event(event)
     found = files.load_figures(begun.path)
@@ -236,20 +336,26 @@ def test_figures_of_a_run_that_was_cut_off_are_computed(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
     text = (place / "events.jsonl").read_text()
     (place / "events.jsonl").write_text(text[:-20])
     assert files.load(place).outcome.events == recorded.events()[:-1]
 
 
 def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
-    place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
     (place / "events.jsonl").write_text('{"time": 1}\n')
     with pytest.raises(InputError, match=r"events\.jsonl:1: is not an event"):
         files.load(place)
     (place / "events.jsonl").write_text("")
     (place / "plan.json").write_text('{"method": "pipeline", "assignments": []}')
-    with pytest.raises(InputError, match=r"not written by this version of the testbed: plan\.json: "):
+    with pytest.raises(
+        InputError, match=r"not written by this version of the testbed: plan\.json: "
+    ):
         files.load(place)
     (place / "plan.json").unlink()
     with pytest.raises(InputError, match=r"plan\.json: is missing"):
@@ -262,20 +368,33 @@ def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
 
 def test_names_of_the_runs_of_a_sweep() -> None:
     point = {"network.link.rate": "10mbit", "workload.method.options": "a/b c"}
-    assert run_name(replace(recorded.trial(), point=point)) == "recorded,rate=10mbit,options=a_b_c"
+    assert (
+        run_name(replace(recorded.trial(), point=point))
+        == "recorded,rate=10mbit,options=a_b_c"
+    )
     point = {"devices.a.profile": "laptop", "devices.b.profile": "laptop"}
     name = run_name(replace(recorded.trial(), point=point, repetition=1))
-    assert name == "recorded,devices.a.profile=laptop,devices.b.profile=laptop,repetition=2"
+    assert (
+        name
+        == "recorded,devices.a.profile=laptop,devices.b.profile=laptop,repetition=2"
+    )
 
 
 def test_long_names_that_differ_at_their_ends_only_stay_apart() -> None:
-    names = {run_name(replace(recorded.trial(), point={"description": "x" * 300 + end})) for end in "ab"}
+    names = {
+        run_name(replace(recorded.trial(), point={"description": "x" * 300 + end}))
+        for end in "ab"
+    }
     assert len(names) == 2
     assert all(len(name) == 200 for name in names)
 
 
-def test_files_of_training_and_of_a_methods_options_lie_beside_the_scenario(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def loss(outputs, labels):\n    return outputs.sum()\n\nclass Half:\n    pass\n")
+def test_files_of_training_and_of_a_methods_options_lie_beside_the_scenario(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "def loss(outputs, labels):\n    return outputs.sum()\n\nclass Half:\n    pass\n"
+    )
     (tmp_path / "s.yaml").write_text(
         "name: s\ndevices: {a: {}, b: {}}\nnetwork: {topology: mesh, link: {delay: 1ms}}\n"
         "workload:\n  steps: 1\n"

@@ -11,25 +11,47 @@ import pytest
 
 from testbed.common.errors import InputError
 from testbed_controller.results import files
-from testbed_controller.results.rows import TABLES, every_table, points, rows, write_csv, write_parquet, write_tables
+from testbed_controller.results.rows import (
+    TABLES,
+    every_table,
+    points,
+    rows,
+    write_csv,
+    write_parquet,
+    write_tables,
+)
 from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 FRAMES = pytest.mark.skipif(
-    not (importlib.util.find_spec("pandas") and importlib.util.find_spec("pyarrow")), reason="needs the extra `frames`"
+    not (importlib.util.find_spec("pandas") and importlib.util.find_spec("pyarrow")),
+    reason="needs the extra `frames`",
 )
-UNLIKE = [{"name": "a", "peers": ["b", "c"], "size": 3}, {"name": None, "size": 4.5}, {"name": "c", "peers": None}]
+UNLIKE = [
+    {"name": "a", "peers": ["b", "c"], "size": 3},
+    {"name": None, "size": 4.5},
+    {"name": "c", "peers": None},
+]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return files.load(recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()))
+    return files.load(
+        recorded.write(
+            tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+        )
+    )
 
 
 def test_events_are_rows_in_their_order_with_their_own_keys(run: Run) -> None:
     found = rows(run, "events")
     assert len(found) == len(recorded.events())
-    assert found[0] == {"time": 0.0, "device": "a", "event": "state", "state": "started"}
+    assert found[0] == {
+        "time": 0.0,
+        "device": "a",
+        "event": "state",
+        "state": "started",
+    }
     assert [row["time"] for row in found] == [event.time for event in recorded.events()]
 
 
@@ -58,17 +80,23 @@ def test_other_tables_are_the_lists_of_the_metrics(run: Run) -> None:
     assert [row["accuracy"] for row in rows(run, "evaluations")] == [0.95]
     assert [row["action"] for row in rows(run, "faults")] == ["kill"]
     assert every_table(run).keys() == TABLES.keys()
-    with pytest.raises(InputError, match="unknown table 'event': choose one of figures, events, "):
+    with pytest.raises(
+        InputError, match="unknown table 'event': choose one of figures, events, "
+    ):
         rows(run, "event")
 
 
-def test_a_run_of_a_sweep_is_a_row_with_its_verdict_instead_of_whether_it_is_trusted(run: Run) -> None:
+def test_a_run_of_a_sweep_is_a_row_with_its_verdict_instead_of_whether_it_is_trusted(
+    run: Run,
+) -> None:
     (row,) = points([run])
     assert (row["repetition"], row["verdict"], row["accuracy"]) == (0, "trusted", 0.95)
     assert "trusted" not in row
 
 
-def test_csv_has_a_column_for_every_key_and_composed_values_as_json(tmp_path: Path) -> None:
+def test_csv_has_a_column_for_every_key_and_composed_values_as_json(
+    tmp_path: Path,
+) -> None:
     write_csv(tmp_path / "own.csv", UNLIKE)
     with (tmp_path / "own.csv").open(newline="") as file:
         found = list(csv.DictReader(file))

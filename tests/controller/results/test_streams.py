@@ -62,38 +62,57 @@ def test_a_logger_whose_package_is_missing_names_its_extra(
 ) -> None:
     for name in ("tensorboard.summary", kind):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(InputError, match=rf"--stream {kind} needs {kind}: pip install 'edge-testbed\[{kind}\]'"):
+    with pytest.raises(
+        InputError,
+        match=rf"--stream {kind} needs {kind}: pip install 'edge-testbed\[{kind}\]'",
+    ):
         write(tmp_path, kind)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="needs the extra `tensorboard`")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("tensorboard"), reason="needs the extra `tensorboard`"
+)
 def test_tensorboard_reads_scalars_with_their_steps_and_times(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write(tmp_path, "tensorboard")
     found = EventAccumulator(str(tmp_path)).Reload()
-    read = [(each.step, tag, found.Tensors(tag)) for tag in found.Tags()["tensors"] for each in found.Tensors(tag)]
-    values = [(step, tag, each[0].tensor_proto.float_val[0]) for step, tag, each in read]
+    read = [
+        (each.step, tag, found.Tensors(tag))
+        for tag in found.Tags()["tensors"]
+        for each in found.Tensors(tag)
+    ]
+    values = [
+        (step, tag, each[0].tensor_proto.float_val[0]) for step, tag, each in read
+    ]
     assert sorted(values) == sorted(SCALARS)
     times = {tag: each[0].wall_time for _, tag, each in read}
     assert times["latency"] - times["loss/training"] == pytest.approx(1.5, abs=1e-3)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("mlflow"), reason="needs the extra `mlflow`")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("mlflow"), reason="needs the extra `mlflow`"
+)
 def test_mlflow_has_metrics_with_their_steps(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     write(tmp_path, "mlflow")
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("testbed").experiment_id])
+    (run,) = client.search_runs(
+        [client.get_experiment_by_name("testbed").experiment_id]
+    )
     names = [name for _, name, _ in SCALARS]
     found = [
-        (each.step, each.key, each.value) for name in names for each in client.get_metric_history(run.info.run_id, name)
+        (each.step, each.key, each.value)
+        for name in names
+        for each in client.get_metric_history(run.info.run_id, name)
     ]
     assert found == SCALARS
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="needs the extra `wandb`")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("wandb"), reason="needs the extra `wandb`"
+)
 def test_weights_and_biases_keeps_a_run_to_be_sent_later(tmp_path: Path) -> None:
     write(tmp_path, "wandb")
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
@@ -120,9 +139,15 @@ def test_callbacks_see_a_run_as_it_goes_on(tmp_path: Path) -> None:
     keys = {"workload.steps": 2, "workload.batch_size": 64, "expect": {}}
     seen = Seen()
     faults = [{"throttle": {"device": "worker1", "slowdown": 2}, "at": "1ms"}]
-    simulate(load("quickstart", {**keys, "faults": faults, "workload.epochs": None}), tmp_path, callbacks=[seen])
+    simulate(
+        load("quickstart", {**keys, "faults": faults, "workload.epochs": None}),
+        tmp_path,
+        callbacks=[seen],
+    )
     assert seen.names[-1] == "finished"
-    assert sorted(seen.names[:-1]) == sorted(["fault throttle", "step 0", "step 1", "evaluate"])
+    assert sorted(seen.names[:-1]) == sorted(
+        ["fault throttle", "step 0", "step 1", "evaluate"]
+    )
 
 
 def test_a_run_without_streams_writes_none(tmp_path: Path) -> None:

@@ -28,15 +28,25 @@ def test_interval_after_student() -> None:
 def test_quantiles_of_student_equal_scipy() -> None:
     stats = pytest.importorskip("scipy.special")
     for freedom in (1, 2, 3, 4, 9, 10, 29, 101, 1000):
-        assert student_quantile(freedom, 0.95) == pytest.approx(stats.stdtrit(freedom, 0.975), rel=1e-9)
+        assert student_quantile(freedom, 0.95) == pytest.approx(
+            stats.stdtrit(freedom, 0.975), rel=1e-9
+        )
 
 
 def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None:
     for rate in ("8mbit", "16mbit"):
         for repetition in range(2):
-            trial = replace(recorded.trial(), point={"network.link.rate": rate}, repetition=repetition)
-            recorded.write(tmp_path / run_name(trial), trial, recorded.plan(), recorded.outcome())
-    summary = summarize(tmp_path, [files.load_figures(place) for place in files.places(tmp_path)])
+            trial = replace(
+                recorded.trial(),
+                point={"network.link.rate": rate},
+                repetition=repetition,
+            )
+            recorded.write(
+                tmp_path / run_name(trial), trial, recorded.plan(), recorded.outcome()
+            )
+    summary = summarize(
+        tmp_path, [files.load_figures(place) for place in files.places(tmp_path)]
+    )
     assert [point["point"] for point in summary["points"]] == [
         {"network.link.rate": "8mbit"},
         {"network.link.rate": "16mbit"},
@@ -52,5 +62,17 @@ def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None
 
 
 def test_keys_are_as_short_as_they_can_be_told_apart() -> None:
-    keys = ["workload.method.name", "network.link.rate", "devices.a.speed", "devices.b.speed", "workload.batch_size"]
-    assert list(short_keys(keys).values()) == ["method", "rate", "a speed", "b speed", "batch size"]
+    keys = [
+        "workload.method.name",
+        "network.link.rate",
+        "devices.a.speed",
+        "devices.b.speed",
+        "workload.batch_size",
+    ]
+    assert list(short_keys(keys).values()) == [
+        "method",
+        "rate",
+        "a speed",
+        "b speed",
+        "batch size",
+    ]

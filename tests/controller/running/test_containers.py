@@ -26,8 +26,13 @@ def containers(lab: RememberedLab) -> DockerFaultTarget:
     return DockerFaultTarget(cast(Lab, lab))
 
 
-def do(lab: RememberedLab, handle: str = "it", phase: FaultPhase = "strike", **given: Any) -> StateDiff:
-    return apply_step(FaultOperation(ActionPart.model_validate(given).action, handle, phase), containers(lab))
+def do(
+    lab: RememberedLab, handle: str = "it", phase: FaultPhase = "strike", **given: Any
+) -> StateDiff:
+    return apply_step(
+        FaultOperation(ActionPart.model_validate(given).action, handle, phase),
+        containers(lab),
+    )
 
 
 def take_back(lab: RememberedLab, handle: str = "it", **given: Any) -> StateDiff:
@@ -41,7 +46,9 @@ def in_force(lab: RememberedLab) -> list[str]:
 def test_a_throttle_tells_the_agent_and_is_taken_back(lab: RememberedLab) -> None:
     part: dict[str, Any] = {"throttle": {"device": "b", "speed": "250mflops"}}
     assert do(lab, **part) == StateDiff(speeds={"b": 0.25})
-    assert do(lab, handle="more", throttle={"device": "b", "slowdown": 2}).speeds == {"b": 0.125}
+    assert do(lab, handle="more", throttle={"device": "b", "slowdown": 2}).speeds == {
+        "b": 0.125
+    }
     assert take_back(lab, handle="more", **part).speeds == {"b": 0.25}
     assert do(lab, unthrottle="b").speeds == {"b": 1.0}
     assert lab.agents["b"].factors == [0.25, 0.125, 0.25, 1.0]
@@ -49,7 +56,9 @@ def test_a_throttle_tells_the_agent_and_is_taken_back(lab: RememberedLab) -> Non
     assert in_force(lab) == []
 
 
-def test_a_device_that_boots_or_goes_on_is_told_what_is_in_force(lab: RememberedLab) -> None:
+def test_a_device_that_boots_or_goes_on_is_told_what_is_in_force(
+    lab: RememberedLab,
+) -> None:
     do(lab, kill="b")
     assert do(lab, throttle={"device": "b", "slowdown": 2}).speeds == {"b": 0.5}
     assert lab.agents["b"].factors == []
@@ -62,7 +71,9 @@ def test_a_device_that_boots_or_goes_on_is_told_what_is_in_force(lab: Remembered
     assert lab.agents["b"].factors == [0.5, HALTED]
 
 
-def test_one_that_was_paused_meanwhile_has_its_own_speed_back(lab: RememberedLab) -> None:
+def test_one_that_was_paused_meanwhile_has_its_own_speed_back(
+    lab: RememberedLab,
+) -> None:
     do(lab, throttle={"device": "b", "slowdown": 2})
     do(lab, pause="b")
     do(lab, unthrottle="b")
@@ -71,7 +82,9 @@ def test_one_that_was_paused_meanwhile_has_its_own_speed_back(lab: RememberedLab
 
 
 def test_a_flap_takes_links_down_and_up(lab: RememberedLab) -> None:
-    part: dict[str, Any] = {"flap": {"between": ["a", "b"], "down": "100ms", "up": "1s"}}
+    part: dict[str, Any] = {
+        "flap": {"between": ["a", "b"], "down": "100ms", "up": "1s"}
+    }
     assert set(do(lab, **part).links) == {("a", "b"), ("b", "a")}
     assert not lab.shaped["a", "b"].up
     assert lab.shaped["a", "c"].up
@@ -79,7 +92,9 @@ def test_a_flap_takes_links_down_and_up(lab: RememberedLab) -> None:
     assert lab.shaped == lab.experiment.links
 
 
-def flapping(lab: RememberedLab, seconds: float | None = None, **keys: Any) -> Generator[tuple[int, float]]:
+def flapping(
+    lab: RememberedLab, seconds: float | None = None, **keys: Any
+) -> Generator[tuple[int, float]]:
     part = {"between": ["a", "b"], "down": "20ms", "up": "30ms", **keys}
     asked = flap(lambda request: answer(request, containers(lab)), part, seconds)
     return cast(Generator[tuple[int, float]], asked)
@@ -106,9 +121,23 @@ def test_flapping_that_is_broken_off_leaves_the_links_up(lab: RememberedLab) -> 
 def test_a_trace_lies_under_the_faults(lab: RememberedLab) -> None:
     do(lab, partition=[["a"], ["b", "c"]])
     changes = [
-        Change(1.0, "link a->b rate", "1mbit", (("a", "b"),), LinkPart.model_validate({"rate": "1mbit"})),
-        Change(1.0, "link a->b delay", "8ms", (("a", "b"),), LinkPart.model_validate({"delay": "8ms"})),
-        Change(1.0, "device c slowdown", "4", speed=ThrottlePart(device="c", slowdown=4)),
+        Change(
+            1.0,
+            "link a->b rate",
+            "1mbit",
+            (("a", "b"),),
+            LinkPart.model_validate({"rate": "1mbit"}),
+        ),
+        Change(
+            1.0,
+            "link a->b delay",
+            "8ms",
+            (("a", "b"),),
+            LinkPart.model_validate({"delay": "8ms"}),
+        ),
+        Change(
+            1.0, "device c slowdown", "4", speed=ThrottlePart(device="c", slowdown=4)
+        ),
     ]
     assert apply_step(Changes(changes), containers(lab)) == StateDiff(
         links={("a", "b"): Link(1e6, 0.008, up=False)}, speeds={"c": 0.25}
@@ -133,21 +162,39 @@ def test_both_ends_of_a_link_wait_as_long_as_it_takes_now(lab: RememberedLab) ->
     own = pytest.approx(0.01 + few_packets)
     do(lab, degrade={"from": "a", "to": "b", "delay": "2s"})
     slow = pytest.approx(2.005 + few_packets)
-    assert (lab.agents["a"].slowness, lab.agents["b"].slowness) == ([{"b": slow}], [{"a": slow}])
+    assert (lab.agents["a"].slowness, lab.agents["b"].slowness) == (
+        [{"b": slow}],
+        [{"a": slow}],
+    )
     assert lab.agents["c"].slowness == []
     do(lab, heal="all")
-    assert (lab.agents["a"].slowness[1:], lab.agents["b"].slowness[1:]) == ([{"b": own}], [{"a": own}])
+    assert (lab.agents["a"].slowness[1:], lab.agents["b"].slowness[1:]) == (
+        [{"b": own}],
+        [{"a": own}],
+    )
 
 
-def test_a_trace_in_small_steps_is_followed_and_small_changes_are_not_sent(lab: RememberedLab) -> None:
+def test_a_trace_in_small_steps_is_followed_and_small_changes_are_not_sent(
+    lab: RememberedLab,
+) -> None:
     for step in range(1, 11):
         delay = f"{step * 100}ms"
-        change = Change(1.0, "link a->b delay", delay, (("a", "b"),), LinkPart.model_validate({"delay": delay}))
+        change = Change(
+            1.0,
+            "link a->b delay",
+            delay,
+            (("a", "b"),),
+            LinkPart.model_validate({"delay": delay}),
+        )
         apply_step(Changes([change]), containers(lab))
-    assert [seconds["b"] for seconds in lab.agents["a"].slowness] == pytest.approx([0.5244, 1.0244], abs=1e-3)
+    assert [seconds["b"] for seconds in lab.agents["a"].slowness] == pytest.approx(
+        [0.5244, 1.0244], abs=1e-3
+    )
 
 
-def test_a_device_that_boots_waits_as_long_as_its_links_take_now(lab: RememberedLab) -> None:
+def test_a_device_that_boots_waits_as_long_as_its_links_take_now(
+    lab: RememberedLab,
+) -> None:
     do(lab, kill="b")
     do(lab, handle="slow", degrade={"device": "b", "delay": "1s"})
     told = len(lab.agents["b"].slowness)
@@ -155,8 +202,15 @@ def test_a_device_that_boots_waits_as_long_as_its_links_take_now(lab: Remembered
     assert set(lab.agents["b"].slowness[told]) == {"a", "c"}
 
 
-def test_an_obstruction_is_told_to_receivers_as_what_they_lose(lab: RememberedLab) -> None:
-    radio = Radio(Propagation(0, -80, 2, 40, 8), dict.fromkeys("ac", (0.0, 0.0)) | {"b": (0.0, 100.0)}, None, 1)
+def test_an_obstruction_is_told_to_receivers_as_what_they_lose(
+    lab: RememberedLab,
+) -> None:
+    radio = Radio(
+        Propagation(0, -80, 2, 40, 8),
+        dict.fromkeys("ac", (0.0, 0.0)) | {"b": (0.0, 100.0)},
+        None,
+        1,
+    )
     lab.experiment = replace(lab.experiment, radio=radio)
     do(lab, obstruct={"from": "a", "to": "b", "path_loss_exponent": 2.2})
     assert lab.agents["b"].losses == [{"a": pytest.approx(0.69146, abs=1e-5)}]
@@ -192,7 +246,8 @@ def test_a_run_admits_devices_in_its_own_way(lab: RememberedLab) -> None:
     admitted: list[str] = []
     lab.devices["b"].state = "exited"
     apply_step(
-        FaultOperation(ActionPart(kill="b").action, "it", "undo"), DockerFaultTarget(cast(Lab, lab), admitted.append)
+        FaultOperation(ActionPart(kill="b").action, "it", "undo"),
+        DockerFaultTarget(cast(Lab, lab), admitted.append),
     )
     assert (admitted, lab.done, lab.booted_with) == (["b"], ["start b"], {})
 
@@ -200,14 +255,23 @@ def test_a_run_admits_devices_in_its_own_way(lab: RememberedLab) -> None:
 def test_every_action_in_force_is_read_as_it_was_written(lab: RememberedLab) -> None:
     actions: list[dict[str, Any]] = [
         {"partition": [["a"], ["b", "c"]]},
-        {"degrade": {"from": "a", "to": "b", "preset": "4g", "bursts": {"p": "1%", "r": "20%"}}},
+        {
+            "degrade": {
+                "from": "a",
+                "to": "b",
+                "preset": "4g",
+                "bursts": {"p": "1%", "r": "20%"},
+            }
+        },
         {"flap": {"device": "c", "down": "1s", "up": "2s"}},
         {"throttle": {"device": "b", "slowdown": 3}},
     ]
     for index, given in enumerate(actions):
         do(lab, str(index), **given)
     shown = containers(lab).shown
-    assert list(shown.in_force.values()) == [ActionPart.model_validate(given).action for given in actions]
+    assert list(shown.in_force.values()) == [
+        ActionPart.model_validate(given).action for given in actions
+    ]
     for index, given in enumerate(actions):
         take_back(lab, str(index), **given)
     assert lab.shaped == lab.experiment.links

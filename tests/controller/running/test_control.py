@@ -44,15 +44,22 @@ def run(lab: RememberedLab) -> Iterator[Run]:
         yield made
 
 
-def test_a_run_that_goes_on_is_asked_and_has_it_among_its_events(run: Run, lab: RememberedLab) -> None:
+def test_a_run_that_goes_on_is_asked_and_has_it_among_its_events(
+    run: Run, lab: RememberedLab
+) -> None:
     ask = control.reach(RUN)
     said = ask({"strike": {"throttle": {"device": "b", "slowdown": 2}}})
     assert run.events == [
         ("fault", {"action": "throttle", "target": "b", "phase": "strike"}),
         ("speed", {"target": "b", "factor": 0.5, "speed": 5e8}),
     ]
-    assert ask({"show": None}) == {"in_force": {said["handle"]: "throttle b"}, "devices": dict.fromkeys("abc", "up")}
-    assert ask({"undo": said["handle"]})["text"] == "b computes at 1 times its own speed"
+    assert ask({"show": None}) == {
+        "in_force": {said["handle"]: "throttle b"},
+        "devices": dict.fromkeys("abc", "up"),
+    }
+    assert (
+        ask({"undo": said["handle"]})["text"] == "b computes at 1 times its own speed"
+    )
     assert control.strike(RUN, {"kill": "b"}) == "kill: b"
     assert (lab.done, ask({"show": None})["devices"]["b"]) == (["kill b"], "down")
 
@@ -63,7 +70,10 @@ def test_python_looks_at_a_run_and_strikes_it(run: Run, lab: RememberedLab) -> N
     assert found.state()["in_force"] == {handle: "partition a | b,c"}
     found.undo(handle)
     assert lab.shaped == lab.experiment.links
-    assert [fields["phase"] for event, fields in run.events if event == "fault"] == ["strike", "undo"]
+    assert [fields["phase"] for event, fields in run.events if event == "fault"] == [
+        "strike",
+        "undo",
+    ]
     with pytest.raises(InputError, match="unknown device 'z'"):
         found.strike(kill="z")
 
@@ -84,17 +94,24 @@ def test_restarting_a_device_that_is_up_is_no_fault(run: Run) -> None:
     assert run.events == []
 
 
-def test_a_flap_by_hand_is_two_events_a_turn_and_its_links_are_up_at_the_end(run: Run, lab: RememberedLab) -> None:
+def test_a_flap_by_hand_is_two_events_a_turn_and_its_links_are_up_at_the_end(
+    run: Run, lab: RememberedLab
+) -> None:
     part = {"between": ["a", "b"], "down": "20ms", "up": "30ms"}
     endless = cast(Any, control.flap(control.reach(RUN), part, None))
     assert [next(endless)[0] for _ in range(3)] == [1, 1, 2]
     assert not lab.shaped["a", "b"].up
     endless.close()
     assert lab.shaped == lab.experiment.links
-    assert [fields["phase"] for event, fields in run.events if event == "fault"] == ["strike", "undo"] * 2
+    assert [fields["phase"] for event, fields in run.events if event == "fault"] == [
+        "strike",
+        "undo",
+    ] * 2
 
 
-def test_mistakes_are_told_to_who_asked_and_the_run_goes_on(run: Run, lab: RememberedLab) -> None:
+def test_mistakes_are_told_to_who_asked_and_the_run_goes_on(
+    run: Run, lab: RememberedLab
+) -> None:
     ask = control.reach(RUN)
     with pytest.raises(InputError, match="unknown device 'z'; run-1 has a, b, c"):
         ask({"strike": {"kill": "z"}})
@@ -108,9 +125,19 @@ def test_mistakes_are_told_to_who_asked_and_the_run_goes_on(run: Run, lab: Remem
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"show": null}', b'{"show": null, "token": "wrong"}', b"[]", b"[" * 100_000, b"\xff", b""]
+    "line",
+    [
+        b'{"show": null}',
+        b'{"show": null, "token": "wrong"}',
+        b"[]",
+        b"[" * 100_000,
+        b"\xff",
+        b"",
+    ],
 )
-def test_who_has_no_token_or_says_nothing_that_makes_sense_is_refused(run: Run, line: bytes) -> None:
+def test_who_has_no_token_or_says_nothing_that_makes_sense_is_refused(
+    run: Run, line: bytes
+) -> None:
     with control._connect(RUN) as connection, connection.makefile("rwb") as stream:
         stream.write(line + b"\n")
         stream.flush()
@@ -135,7 +162,9 @@ def test_once_the_run_is_over_a_lab_that_stands_is_changed_directly(
     assert [fields["action"] for _, fields in made.events] == ["kill"]
 
 
-def test_a_socket_whose_run_was_killed_is_no_run(lab: RememberedLab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_whose_run_was_killed_is_no_run(
+    lab: RememberedLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runstate.write(runstate.RunState(run=RUN, token="secret"))
     with control._short_path(RUN) as path, socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)

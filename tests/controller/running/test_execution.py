@@ -69,7 +69,10 @@ def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]
     [
         (b"weights", (b"weights", [])),
         (AgentError("this device's program exposes no weights"), (None, [])),
-        (AgentGone("gone"), (None, ["the weights: source went down as its program ended"])),
+        (
+            AgentGone("gone"),
+            (None, ["the weights: source went down as its program ended"]),
+        ),
     ],
 )
 def test_weights_that_are_gone_are_missed_and_those_that_there_never_were_are_not(

@@ -10,16 +10,39 @@ from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.report.tables import draw
 from testbed_controller.report.terminal import measurements_table
-from testbed_controller.running.fidelity import LinksError, nearest_rate, neighbours_refused, verify_links
+from testbed_controller.running.fidelity import (
+    LinksError,
+    nearest_rate,
+    neighbours_refused,
+    verify_links,
+)
 
 FINE = [
-    LinkMeasurement(source, destination, Link(rate=50e6, delay=0.005), 49.6e6, 0.00508, 0.0, 30)
+    LinkMeasurement(
+        source, destination, Link(rate=50e6, delay=0.005), 49.6e6, 0.00508, 0.0, 30
+    )
     for source, destination in (("a", "b"), ("b", "a"))
 ]
 SLOW = LinkMeasurement(
-    "a", "c", Link(rate=5e9, delay=0.001), 2.31e9, 0.00104, 0.0, 30, problem="carries 2310 mbit instead of 5000 mbit"
+    "a",
+    "c",
+    Link(rate=5e9, delay=0.001),
+    2.31e9,
+    0.00104,
+    0.0,
+    30,
+    problem="carries 2310 mbit instead of 5000 mbit",
 )
-LATE = LinkMeasurement("c", "a", Link(delay=0.001), None, 0.0024, 0.0, 30, problem="delays by 2.40 ms instead of 1 ms")
+LATE = LinkMeasurement(
+    "c",
+    "a",
+    Link(delay=0.001),
+    None,
+    0.0024,
+    0.0,
+    30,
+    problem="delays by 2.40 ms instead of 1 ms",
+)
 
 
 class Probe:
@@ -35,7 +58,9 @@ class Probe:
         return [each for each in now if (each.source, each.destination) in pairs]
 
 
-def verify(probe: Probe, *, accept: bool = False, patience: float = 0.0) -> list[LinkMeasurement]:
+def verify(
+    probe: Probe, *, accept: bool = False, patience: float = 0.0
+) -> list[LinkMeasurement]:
     every = [(each.source, each.destination) for each in probe.found[0]]
     return verify_links(probe, every, accept, patience)
 
@@ -54,46 +79,83 @@ def test_links_that_a_busy_moment_bent_are_measured_again_and_no_others() -> Non
     assert probe.asked[1:] == [[("a", "c")]] * 2
 
 
-def test_a_rate_above_what_the_host_carries_is_refused_by_name_with_one_that_works() -> None:
+def test_a_rate_above_what_the_host_carries_is_refused_by_name_with_one_that_works() -> (
+    None
+):
     with pytest.raises(LinksError) as refusal:
         verify(Probe([*FINE, SLOW, LATE]))
     assert refusal.value.exit_code == 3
     text = str(refusal.value)
     assert "2 of 4 links" in text
-    assert "the rate of a -> c, 5gbit, exceeds the measured capacity of this host: use at most 2.1gbit" in text
+    assert (
+        "the rate of a -> c, 5gbit, exceeds the measured capacity of this host: use at most 2.1gbit"
+        in text
+    )
     assert "--accept-links" in text
 
 
 def test_load_is_blamed_only_where_it_was_measured() -> None:
-    assert "were 97% busy: use a less loaded host" in str(LinksError([*FINE, LATE], {"host_load": 0.97}))
+    assert "were 97% busy: use a less loaded host" in str(
+        LinksError([*FINE, LATE], {"host_load": 0.97})
+    )
     idle = str(LinksError([*FINE, LATE], {"host_load": 0.31}))
     assert "use a less loaded host" not in idle
     assert "31% busy, so load is not the cause" in idle
 
 
 def test_a_rate_that_another_link_carried_is_not_above_what_the_host_carries() -> None:
-    slow = LinkMeasurement("a", "c", Link(rate=64e3), 61e3, 0.005, 0.0, 30, problem="carries 0.061 mbit")
-    assert "above what this host was measured to carry" not in str(LinksError([*FINE, slow], {"host_load": 0.2}))
+    slow = LinkMeasurement(
+        "a", "c", Link(rate=64e3), 61e3, 0.005, 0.0, 30, problem="carries 0.061 mbit"
+    )
+    assert "above what this host was measured to carry" not in str(
+        LinksError([*FINE, slow], {"host_load": 0.2})
+    )
 
 
 def test_an_overflow_of_the_neighbour_table_is_named(tmp_path: Path) -> None:
-    lost = LinkMeasurement("a", "c", Link(rate=2e7), None, None, 1.0, 10, problem="none of 10 packets arrived")
-    assert "gc_thresh3" in str(LinksError([*FINE, lost], {"host_load": 0.5, "neighbours_refused": 7}))
+    lost = LinkMeasurement(
+        "a",
+        "c",
+        Link(rate=2e7),
+        None,
+        None,
+        1.0,
+        10,
+        problem="none of 10 packets arrived",
+    )
+    assert "gc_thresh3" in str(
+        LinksError([*FINE, lost], {"host_load": 0.5, "neighbours_refused": 7})
+    )
     table = tmp_path / "arp_cache"
-    table.write_text("entries  allocs table_fulls\n00000011 0000006f 0000000a\n00000011 00000072 00000002\n")
+    table.write_text(
+        "entries  allocs table_fulls\n00000011 0000006f 0000000a\n00000011 00000072 00000002\n"
+    )
     assert neighbours_refused(table) == 12
     assert neighbours_refused(tmp_path / "elsewhere") == 0
 
 
 def test_a_hypervisor_that_takes_the_processors_is_named() -> None:
     text = str(LinksError([*FINE, LATE], {"host_stolen": 0.24}))
-    assert "the hypervisor took 24% of the processor time for other machines: try again later" in text
+    assert (
+        "the hypervisor took 24% of the processor time for other machines: try again later"
+        in text
+    )
     assert "hypervisor" not in str(LinksError([*FINE, LATE], {"host_stolen": 0.01}))
 
 
 def test_the_table_shows_the_limit_of_an_access() -> None:
     problem = "carries 60.25 mbit instead of 50 mbit"
-    limited = LinkMeasurement("hub", "board1", Link(delay=0.005), 60.25e6, 0.00515, 0.0, 30, problem, limit=50e6)
+    limited = LinkMeasurement(
+        "hub",
+        "board1",
+        Link(delay=0.005),
+        60.25e6,
+        0.00515,
+        0.0,
+        30,
+        problem,
+        limit=50e6,
+    )
     console = Console(width=140)
     with console.capture() as captured:
         console.print(draw(measurements_table([limited]), 140))
@@ -114,6 +176,8 @@ def test_the_table_shows_what_is_wrong_first() -> None:
     assert lines[3].startswith("a ↔ b")
 
 
-@pytest.mark.parametrize(("carried", "advised"), [(2.31e9, 2.1e9), (987e6, 930e6), (1e6, 950e3)])
+@pytest.mark.parametrize(
+    ("carried", "advised"), [(2.31e9, 2.1e9), (987e6, 930e6), (1e6, 950e3)]
+)
 def test_what_is_advised_is_carried(carried: float, advised: float) -> None:
     assert nearest_rate(carried) == pytest.approx(advised)

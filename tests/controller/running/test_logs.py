@@ -30,16 +30,26 @@ def fail() -> None:
     raise InputError("the reason")
 
 
-def test_each_container_leaves_a_log_and_one_that_is_gone_stops_no_other(tmp_path: Path) -> None:
-    containers = {"worker1": vanished(), "source": iter([b"one\n", b"two\n"]), "shaper": iter([b""])}
+def test_each_container_leaves_a_log_and_one_that_is_gone_stops_no_other(
+    tmp_path: Path,
+) -> None:
+    containers = {
+        "worker1": vanished(),
+        "source": iter([b"one\n", b"two\n"]),
+        "shaper": iter([b""]),
+    }
     logs.save_container_logs(lab(containers), tmp_path)
     files = {path.name: path.read_bytes() for path in (tmp_path / "logs").iterdir()}
     assert files == {"source.log": b"one\ntwo\n", "shaper.log": b""}
 
 
-def test_a_large_log_keeps_its_last_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_log_keeps_its_last_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logs, "LARGEST_LOG", 20)
-    logs.save_container_logs(lab({"source": iter([b"first line\nsecond ", b"line\nthird line\n"])}), tmp_path)
+    logs.save_container_logs(
+        lab({"source": iter([b"first line\nsecond ", b"line\nthird line\n"])}), tmp_path
+    )
     assert (tmp_path / "logs" / "source.log").read_bytes() == b"third line\n"
 
 
@@ -60,8 +70,19 @@ def test_the_controllers_log_has_the_traceback_of_the_error_that_ended_the_run(
 
 def test_of_several_hosts_each_has_a_shapers_log_and_a_lost_one_has_none() -> None:
     def part(*names: str) -> Any:
-        return SimpleNamespace(container_logs=lambda: {name: iter([b""]) for name in (*names, "shaper")})
+        return SimpleNamespace(
+            container_logs=lambda: {name: iter([b""]) for name in (*names, "shaper")}
+        )
 
-    parts = {"node1": part("source"), "node2": part("worker1"), "node3": part("worker2")}
+    parts = {
+        "node1": part("source"),
+        "node2": part("worker1"),
+        "node3": part("worker2"),
+    }
     stand_in: Any = SimpleNamespace(parts=parts, lost={"node3"})
-    assert set(HostsLab.container_logs(stand_in)) == {"source", "worker1", "shaper.node1", "shaper.node2"}
+    assert set(HostsLab.container_logs(stand_in)) == {
+        "source",
+        "worker1",
+        "shaper.node1",
+        "shaper.node2",
+    }

@@ -17,7 +17,11 @@ class htb 1:10 parent 1:3 prio 0 quantum 1514 rate 1Kbit ceil {rate} burst 1b cb
 
 
 def shown(rate: str = "5Mbit", bucket: int | None = None) -> str:
-    return SHOWN.format(top=burst(CEILING), rate=rate, bucket=burst(5_000_000) if bucket is None else bucket)
+    return SHOWN.format(
+        top=burst(CEILING),
+        rate=rate,
+        bucket=burst(5_000_000) if bucket is None else bucket,
+    )
 
 
 def test_a_tree_is_written_with_its_shared_class_and_leaves_below_it() -> None:
@@ -39,7 +43,10 @@ def test_a_tree_is_written_with_its_shared_class_and_leaves_below_it() -> None:
         (shown(), []),
         (shown("5005Kbit"), []),  # as near as tc prints
         (shown("6Mbit"), ["class 1:10 has a rate of 6000000 bit/s instead of 5000000"]),
-        (shown(bucket=99_999), [f"class 1:10 has a bucket of 99999 bytes, not {burst(5_000_000)}"]),
+        (
+            shown(bucket=99_999),
+            [f"class 1:10 has a bucket of 99999 bytes, not {burst(5_000_000)}"],
+        ),
         ("", ["class 1:3 is missing", "class 1:10 is missing"]),
     ],
 )
@@ -50,12 +57,19 @@ def test_what_the_kernel_holds_is_compared(held: str, problems: list[str]) -> No
 def test_one_batch_changes_and_reads_back(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[list[str], str, dict[str, str] | None]] = []
 
-    def answer(arguments: list[str], text: str, environment: dict[str, str] | None) -> str:
+    def answer(
+        arguments: list[str], text: str, environment: dict[str, str] | None
+    ) -> str:
         asked.append((arguments, text, environment))
         return 'class htb 1:3 root\n[{"kind": "htb"}]\n[{"pref": 1}]\n[]\nclass htb 2:3 root\n'
 
     monkeypatch.setattr(tc, "command", answer)
-    found = tc.run(["a change"], ["eth0", "ifb0"], [("eth0", "1:"), ("ifb0", "2:")], tables="/tables")
+    found = tc.run(
+        ["a change"],
+        ["eth0", "ifb0"],
+        [("eth0", "1:"), ("ifb0", "2:")],
+        tables="/tables",
+    )
     assert found.classes == "class htb 1:3 root\nclass htb 2:3 root"
     assert (found.qdiscs, found.filters) == ([{"kind": "htb"}], [[{"pref": 1}], []])
     ((arguments, text, environment),) = asked
@@ -70,16 +84,27 @@ def test_one_batch_changes_and_reads_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_command_that_fails_is_named_with_its_line() -> None:
     assert namespaces.command(["cat"], "text") == "text"
-    with pytest.raises(HostError, match=r"'sh -c .*' failed: Command failed -:2 \(the second\)"):
-        namespaces.command(["sh", "-c", "echo 'Command failed -:2' >&2; exit 1"], "the first\nthe second\n")
+    with pytest.raises(
+        HostError, match=r"'sh -c .*' failed: Command failed -:2 \(the second\)"
+    ):
+        namespaces.command(
+            ["sh", "-c", "echo 'Command failed -:2' >&2; exit 1"],
+            "the first\nthe second\n",
+        )
     with pytest.raises(HostError, match=r"failed: Command failed -:9$"):
-        namespaces.command(["sh", "-c", "echo 'Command failed -:9' >&2; exit 1"], "the first\n")
-    with pytest.raises(HostError, match="'no-such-program' is not installed in the shaper"):
+        namespaces.command(
+            ["sh", "-c", "echo 'Command failed -:9' >&2; exit 1"], "the first\n"
+        )
+    with pytest.raises(
+        HostError, match="'no-such-program' is not installed in the shaper"
+    ):
         namespaces.command(["no-such-program"])
 
 
 def test_the_namespace_of_a_process_that_is_gone_is_none() -> None:
-    with pytest.raises(HostError, match="cannot open the network namespace of process 999999999"):
+    with pytest.raises(
+        HostError, match="cannot open the network namespace of process 999999999"
+    ):
         namespaces.Namespace.of_process(999_999_999)
 
 

@@ -22,5 +22,7 @@ assert subprocess.run([sys.executable, "-c", child], capture_output=True, text=T
 
 
 def test_denied_calls_fail_in_the_process_and_its_children_and_others_work() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr

@@ -20,17 +20,26 @@ PACKET = datagram("198.18.0.3", "198.18.0.2", 500)
 class Device:
     """A device with one queue, numbered 5."""
 
-    def __init__(self, server: Server, link: Link, downlink: tuple[float, int] | None = None) -> None:
+    def __init__(
+        self, server: Server, link: Link, downlink: tuple[float, int] | None = None
+    ) -> None:
         self._server = server
         self.kernel = Queue()
-        self.received, injector = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.received, injector = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )
         self.received.settimeout(10)
         server.ask(self.kernel.opened, injector, do="open", device="a")
         self.set(link, downlink)
 
     def set(self, link: Link, downlink: tuple[float, int] | None = None) -> None:
         each = {"queue": 5, "limit": 100, "link": asdict(link), "seed": "s"}
-        assert self._server.ask(do="set", device="a", impairments=[each], downlink=downlink) == {}
+        assert (
+            self._server.ask(
+                do="set", device="a", impairments=[each], downlink=downlink
+            )
+            == {}
+        )
 
     def arrives(self, *numbers: int) -> float:
         began = time.monotonic()
@@ -39,7 +48,9 @@ class Device:
         return began
 
     def counted(self) -> dict[str, int]:
-        found: dict[str, int] = self._server.ask(do="statistics")["devices"]["a"]["lines"]["5"]
+        found: dict[str, int] = self._server.ask(do="statistics")["devices"]["a"][
+            "lines"
+        ]["5"]
         return found
 
 
@@ -62,8 +73,12 @@ def test_packets_leave_in_their_order_when_their_delay_is_over(server: Server) -
     assert device.counted()["under_way"] == 0
 
 
-def test_a_change_leaves_packets_under_way_the_time_that_they_were_given(server: Server) -> None:
-    device = Device(server, Link(delay=0.6))  # of which a busy host needs some until the second one is there
+def test_a_change_leaves_packets_under_way_the_time_that_they_were_given(
+    server: Server,
+) -> None:
+    device = Device(
+        server, Link(delay=0.6)
+    )  # of which a busy host needs some until the second one is there
     began = device.arrives(1)
     while device.counted()["under_way"] == 0:
         pass
@@ -95,21 +110,29 @@ def test_a_corrupted_packet_differs_in_one_bit_of_its_payload(server: Server) ->
     device.arrives(1)
     [verdict] = device.kernel.decided(1)
     content = verdict.content[: len(PACKET)]
-    different = sum((one ^ two).bit_count() for one, two in zip(content, PACKET, strict=True))
+    different = sum(
+        (one ^ two).bit_count() for one, two in zip(content, PACKET, strict=True)
+    )
     assert verdict.accepted
     assert different == 1
     assert content[:20] == PACKET[:20]
 
 
-def test_a_downlink_lets_through_at_its_rate_and_drops_what_finds_it_full(server: Server) -> None:
+def test_a_downlink_lets_through_at_its_rate_and_drops_what_finds_it_full(
+    server: Server,
+) -> None:
     size, rate = len(PACKET) + ETHERNET_HEADER, 1e6
     device = Device(server, Link(delay=0.001), (rate, 2))
     began = device.arrives(1, 2, 3, 4, 5)
     found = device.kernel.decided(5)
     passed = [each for each in found if each.accepted]
-    for place, each in enumerate(passed):  # as of HTB, each leaves at the beginning of its time
+    for place, each in enumerate(
+        passed
+    ):  # as of HTB, each leaves at the beginning of its time
         assert each.time - began >= 0.001 + place * size * 8 / rate - 1e-4
-    assert len(passed) >= 2  # of its queue; the others, unless some left meanwhile, found it full
+    assert (
+        len(passed) >= 2
+    )  # of its queue; the others, unless some left meanwhile, found it full
     assert device.counted()["dropped"] == 5 - len(passed)
 
 

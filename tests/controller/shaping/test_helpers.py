@@ -12,7 +12,14 @@ import pytest
 
 from testbed.common.errors import HostError
 from testbed.network.link import Link
-from testbed_controller.shaping.helper import LARGEST_REQUEST, DelayLine, Gate, Helper, QueueImpairment, serve_request
+from testbed_controller.shaping.helper import (
+    LARGEST_REQUEST,
+    DelayLine,
+    Gate,
+    Helper,
+    QueueImpairment,
+    serve_request,
+)
 from testbed_controller.shaping.plan import Access
 
 
@@ -28,7 +35,10 @@ def test_a_request_is_answered_and_what_the_kernel_refuses_is_an_error() -> None
     def refused(_request: dict[str, Any], _received: list[int]) -> None:
         raise OSError(1, "not permitted")
 
-    assert answered(b'{"do": "it"}', lambda request, _: {"did": request["do"]}) == (True, b'{"did": "it"}')
+    assert answered(b'{"do": "it"}', lambda request, _: {"did": request["do"]}) == (
+        True,
+        b'{"did": "it"}',
+    )
     assert answered(b"{}", lambda *_: None) == (True, b"{}")
     assert answered(b"{}", refused) == (True, b'{"error": "[Errno 1] not permitted"}')
     assert answered(b"", refused) == (False, b"")
@@ -53,18 +63,26 @@ class Asked(DelayLine, Gate):
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
 
-    def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+    def ask(
+        self, request: dict[str, Any], descriptors: Sequence[int] = ()
+    ) -> dict[str, Any]:
         self.requests.append(request)
         return {}
 
 
 def test_many_queues_are_set_in_several_requests_and_none_in_one() -> None:
     line = Asked()
-    queues = [QueueImpairment(number, 10, Link(delay=0.01), "seed") for number in range(130)]
+    queues = [
+        QueueImpairment(number, 10, Link(delay=0.01), "seed") for number in range(130)
+    ]
     line.set("a", queues, Access(1000, 5))
     assert [len(each["impairments"]) for each in line.requests] == [64, 64, 2]
     assert {each["downlink"] for each in line.requests} == {(1000, 5)}
-    assert [one["queue"] for each in line.requests for one in each["impairments"]] == list(range(130))
+    assert [
+        one["queue"] for each in line.requests for one in each["impairments"]
+    ] == list(range(130))
     line.requests.clear()
     line.set("a", [], None)
-    assert line.requests == [{"do": "set", "device": "a", "impairments": [], "downlink": None}]
+    assert line.requests == [
+        {"do": "set", "device": "a", "impairments": [], "downlink": None}
+    ]

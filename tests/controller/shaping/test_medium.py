@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from testbed.network.link import Cell, Link, Pair
 from testbed_controller.shaping import medium
-from testbed_controller.shaping.medium import GATED_RATE, QUEUE, Media, Route, gate_rules
+from testbed_controller.shaping.medium import (
+    GATED_RATE,
+    QUEUE,
+    Media,
+    Route,
+    gate_rules,
+)
 from testbed_controller.shaping.plan import Endpoint
 
 CELL = ("cell", 0)
@@ -49,13 +55,23 @@ def test_transmissions_of_a_cell_follow_each_other_in_the_order_of_their_sending
 def test_channels_are_independent_and_a_gateway_needs_all_of_its_own():
     made = media("a")
     made.set_routes("b", {"all": Route(("other",), RATE, 100)}, 0.0)
-    made.set_routes("gate", {"all": Route((CELL, "other"), RATE, 100), "wire": Route((), RATE, 100)}, 0.0)
+    made.set_routes(
+        "gate",
+        {"all": Route((CELL, "other"), RATE, 100), "wire": Route((), RATE, 100)},
+        0.0,
+    )
     made.offer("a", "all", 0.0, SECOND, "a")
     made.offer("b", "all", 0.0, 3 * SECOND, "b")
     made.offer("gate", "all", 0.0, SECOND, "gate")
     made.offer("gate", "wire", 0.0, SECOND, "wire")
     made.offer("a", "all", 0.0, SECOND, "a again")
-    assert ends(made) == [("a", 1.0), ("wire", 1.0), ("b", 3.0), ("gate", 4.0), ("a again", 5.0)]
+    assert ends(made) == [
+        ("a", 1.0),
+        ("wire", 1.0),
+        ("b", 3.0),
+        ("gate", 4.0),
+        ("a again", 5.0),
+    ]
 
 
 def test_another_rate_holds_for_what_has_not_begun():
@@ -87,14 +103,21 @@ def test_what_is_for_an_address_without_a_way_leaves_at_once():
 
 def test_a_queue_that_is_full_takes_nothing_until_something_has_left():
     made = media("a", "b", route=Route((CELL,), RATE, 2))
-    assert [made.offer("a", "all", 0.0, SECOND, str(number)) for number in range(3)] == [True, True, False]
+    assert [
+        made.offer("a", "all", 0.0, SECOND, str(number)) for number in range(3)
+    ] == [True, True, False]
     assert made.offer("b", "all", 0.0, SECOND, "b")
     assert ends(made, 1.0) == [("0", 1.0)]
     assert made.offer("a", "all", 1.0, SECOND, "3")
     assert ends(made) == [("1", 2.0), ("b", 3.0), ("3", 4.0)]
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 5), st.integers(1, 3000)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.floats(0, 5), st.integers(1, 3000)),
+        max_size=30,
+    )
+)
 def test_no_two_overlap_and_the_channel_never_idles_while_somebody_waits(sends):
     made = media("a", "b", "c")
     free, now, expected = 0.0, 0.0, []
@@ -103,8 +126,12 @@ def test_no_two_overlap_and_the_channel_never_idles_while_somebody_waits(sends):
         made.offer(station, "all", now, size, str(number))
         free = max(free, now) + size * 8 / RATE
         expected.append((str(number), free))
-        made.set_routes("c", {"all": Route((CELL,), RATE, 100)}, now)  # that nothing changes must change nothing
-    assert [(item, round(end, 9)) for item, end in ends(made)] == [(item, round(end, 9)) for item, end in expected]
+        made.set_routes(
+            "c", {"all": Route((CELL,), RATE, 100)}, now
+        )  # that nothing changes must change nothing
+    assert [(item, round(end, 9)) for item, end in ends(made)] == [
+        (item, round(end, 9)) for item, end in expected
+    ]
 
 
 PEERS = {"a": "10.0.0.2", "b": "10.0.0.3", "c": "10.0.0.4"}
@@ -119,15 +146,25 @@ def routes(
     uplink: float | None = None,
     downlinks: dict[str, float] | None = None,
 ) -> dict[str, Route]:
-    endpoints = {name: Endpoint(name, 1, each, None, (downlinks or {}).get(name)) for name, each in peers.items()}
-    return medium.routes(replace(endpoints[device], uplink=uplink), broadcast, endpoints, links, cells)
+    endpoints = {
+        name: Endpoint(name, 1, each, None, (downlinks or {}).get(name))
+        for name, each in peers.items()
+    }
+    return medium.routes(
+        replace(endpoints[device], uplink=uplink), broadcast, endpoints, links, cells
+    )
 
 
 BROADCAST = "10.0.0.255"
 
 
 def links(rate=None):
-    return {(one, other): Link(rate=rate) for one in PEERS for other in PEERS if one != other}
+    return {
+        (one, other): Link(rate=rate)
+        for one in PEERS
+        for other in PEERS
+        if one != other
+    }
 
 
 def test_without_cells_and_with_fast_links_nothing_waits():
@@ -149,10 +186,18 @@ def test_slow_links_wait_for_the_end_of_their_time_each_for_itself():
 
 def test_a_slow_access_at_either_end_makes_a_link_slow():
     by_uplink = routes("a", None, PEERS, links(), (), uplink=1e6)
-    assert {address: route.rate for address, route in by_uplink.items()} == {PEERS["b"]: 1e6, PEERS["c"]: 1e6}
-    assert len({route.channels for route in by_uplink.values()}) == 2, "the uplink itself shares among them"
+    assert {address: route.rate for address, route in by_uplink.items()} == {
+        PEERS["b"]: 1e6,
+        PEERS["c"]: 1e6,
+    }
+    assert len({route.channels for route in by_uplink.values()}) == 2, (
+        "the uplink itself shares among them"
+    )
     by_downlink = routes("a", None, PEERS, links(2e6), (), None, {"b": 64e3, "c": 50e6})
-    assert {address: route.rate for address, route in by_downlink.items()} == {PEERS["b"]: 64e3, PEERS["c"]: 2e6}
+    assert {address: route.rate for address, route in by_downlink.items()} == {
+        PEERS["b"]: 64e3,
+        PEERS["c"]: 2e6,
+    }
 
 
 def test_casts_are_as_slow_as_the_slowest_link_and_the_access():
@@ -165,15 +210,22 @@ def test_what_stays_in_a_cell_shares_its_channel_with_the_casts():
     found = routes("a", BROADCAST, PEERS, links(50e6), [Cell(("a", "b"), 30e6)])
     assert set(found) == {PEERS["b"], BROADCAST}
     assert {route.channels for route in found.values()} == {("cell of a, b",)}
-    assert {route.rate for route in found.values()} == {30e6}  # the casts too, though they are fast
+    assert {route.rate for route in found.values()} == {
+        30e6
+    }  # the casts too, though they are fast
 
 
 def test_a_link_slower_than_its_cell_keeps_its_rate():
-    assert routes("a", None, PEERS, links(1e6), [Cell(("a", "b"), 30e6)])[PEERS["b"]].rate == 1e6
+    assert (
+        routes("a", None, PEERS, links(1e6), [Cell(("a", "b"), 30e6)])[PEERS["b"]].rate
+        == 1e6
+    )
 
 
 def test_a_cast_in_several_cells_takes_all_of_them():
-    found = routes("a", BROADCAST, PEERS, links(), [Cell(("a", "b"), 2e6), Cell(("a", "c"), 1e6)])
+    found = routes(
+        "a", BROADCAST, PEERS, links(), [Cell(("a", "b"), 2e6), Cell(("a", "c"), 1e6)]
+    )
     assert found[BROADCAST].channels == ("cell of a, b", "cell of a, c")
     assert found[BROADCAST].rate == 1e6
 

@@ -30,7 +30,9 @@ def test_a_host_that_falls_behind_sends_later_and_loses_nothing() -> None:
     with contextlib.ExitStack() as stack:
         ends = {}
         for name in "abcde":
-            sender, receiver = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+            sender, receiver = (
+                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)
+            )
             receiver.bind(("127.0.0.1", 0))
             receiver.setblocking(False)
             stack.enter_context(sender)
@@ -53,7 +55,9 @@ def test_packets_of_a_slow_link_keep_their_distance_after_a_stall() -> None:
             self.socket.sendto(content, address)
 
     with contextlib.ExitStack() as stack:
-        sender, receiver = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+        sender, receiver = (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)
+        )
         receiver.bind(("127.0.0.1", 0))
         receiver.setblocking(False)
         stack.enter_context(sender)
@@ -63,4 +67,7 @@ def test_packets_of_a_slow_link_keep_their_distance_after_a_stall() -> None:
         tally = probes._Tally(("a", "b"), link, link, packets=6)
         probes._measure_delays([tally], {"a": end, "b": end}, None, None)
     assert len(tally.delays) == 6
-    assert min(later - earlier for earlier, later in pairwise(sent[1:])) >= tally.gap * 0.95
+    assert (
+        min(later - earlier for earlier, later in pairwise(sent[1:]))
+        >= tally.gap * 0.95
+    )

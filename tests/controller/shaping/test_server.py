@@ -22,7 +22,9 @@ class Remembering:
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def attach(self, endpoints: list[Endpoint], links: Mapping[Pair, Link], cells: list[Cell]) -> None:
+    def attach(
+        self, endpoints: list[Endpoint], links: Mapping[Pair, Link], cells: list[Cell]
+    ) -> None:
         self.done.append((endpoints, links, cells))
 
     def set(self, links: Mapping[Pair, Link]) -> None:
@@ -62,17 +64,26 @@ def client(shaping: Remembering) -> FlaskClient:
 
 
 def link(destination: str) -> dict[str, Any]:
-    return {"links": [{"source": "a", "destination": destination, **Link(delay=0.01).to_json()}]}
+    return {
+        "links": [
+            {"source": "a", "destination": destination, **Link(delay=0.01).to_json()}
+        ]
+    }
 
 
 def test_without_the_token_only_health_is_told(client: FlaskClient) -> None:
     client.environ_base["HTTP_AUTHORIZATION"] = "Bearer wrong"
     assert client.get("/health").json == {"state": "ready"}
-    assert [client.get(path).status_code for path in ("/facts", "/show", "/load", "/statistics")] == [401] * 4
+    assert [
+        client.get(path).status_code
+        for path in ("/facts", "/show", "/load", "/statistics")
+    ] == [401] * 4
     assert client.post("/set", json=link("b")).status_code == 401
 
 
-def test_requests_reach_what_they_are_for(client: FlaskClient, shaping: Remembering) -> None:
+def test_requests_reach_what_they_are_for(
+    client: FlaskClient, shaping: Remembering
+) -> None:
     assert client.get("/facts").json == {"backend": "none"}
     assert client.get("/statistics?reset=1").json == {"reset": True}
     assert client.get("/statistics").json == {"reset": False}
@@ -81,7 +92,13 @@ def test_requests_reach_what_they_are_for(client: FlaskClient, shaping: Remember
     assert client.post("/lease").json == client.post("/release").json == {}
     endpoint = {"name": "a", "pid": 7, "address": "10.0.0.2"}
     cell = {"devices": ["a", "b"], "rate": 5e6}
-    assert client.post("/attach", json={"endpoints": [endpoint], **link("b"), "seed": 4, "cells": [cell]}).json == {}
+    assert (
+        client.post(
+            "/attach",
+            json={"endpoints": [endpoint], **link("b"), "seed": 4, "cells": [cell]},
+        ).json
+        == {}
+    )
     assert client.post("/set", json=link("b")).json == {}
     assert shaping.seed == 4
     links = {("a", "b"): Link(delay=0.01)}
@@ -99,7 +116,9 @@ def test_requests_reach_what_they_are_for(client: FlaskClient, shaping: Remember
         ({"links": 1}, 400, "malformed request: TypeError"),
     ],
 )
-def test_what_cannot_be_done_is_said(client: FlaskClient, body: Any, status: int, error: str) -> None:
+def test_what_cannot_be_done_is_said(
+    client: FlaskClient, body: Any, status: int, error: str
+) -> None:
     answer = client.post("/set", json=body)
     assert answer.status_code == status
     assert error in (answer.json or {})["error"]

@@ -11,7 +11,14 @@ from testbed.network.link import GilbertElliott, Link
 from testbed_controller.shaping import netem, nfqueue, sender, tolerance
 from testbed_controller.shaping.chain import receiving
 from testbed_controller.shaping.helper import LatenessHistogram
-from testbed_controller.shaping.plan import Endpoint, InterfacePlan, burst, line_limit, plan, queue_limit
+from testbed_controller.shaping.plan import (
+    Endpoint,
+    InterfacePlan,
+    burst,
+    line_limit,
+    plan,
+    queue_limit,
+)
 from testbed_controller.shaping.probes import _assign_turns, rounds
 from testbed_controller.shaping.trains import Site
 
@@ -46,12 +53,17 @@ def test_sender_tree_word_for_word() -> None:
 
 def test_an_uplink_is_set_and_lifted_in_one_class() -> None:
     limited = Endpoint("a", 1, "198.18.0.2", uplink=5e6)
-    with_it, without = (plan(each, "eth1", None, PEERS, {("a", "b"): Link(rate=50e6)}) for each in (limited, A))
+    with_it, without = (
+        plan(each, "eth1", None, PEERS, {("a", "b"): Link(rate=50e6)})
+        for each in (limited, A)
+    )
     shared = "class change dev eth1 parent 1: classid 1:3 htb"
     assert sender.change(without, with_it)[0] == (
         f"{shared} rate 5000000bit ceil 5000000bit burst 1500 cburst 1500 quantum 1514"
     )
-    assert sender.change(with_it, without)[0] == f"{shared} {CEILING.removeprefix('htb ')}"
+    assert (
+        sender.change(with_it, without)[0] == f"{shared} {CEILING.removeprefix('htb ')}"
+    )
     # Nothing may pile up that the uplink takes long to send.
     slow = plan(limited, "eth1", None, PEERS, {("a", "b"): Link()})
     assert slow.senders[0].limit == 300
@@ -86,7 +98,13 @@ def test_only_impaired_links_pass_through_a_queue() -> None:
     assert receiving(plan_of_a()).restore() == (
         "*filter\n:TESTBED - [0:0]\n-A TESTBED -s 198.18.0.3/32 -j NFQUEUE --queue-num 2\nCOMMIT\n"
     )
-    down = plan(A, "eth1", None, PEERS, {("b", "a"): Link(up=False, delay=0.02), ("c", "a"): Link(rate=1e6)})
+    down = plan(
+        A,
+        "eth1",
+        None,
+        PEERS,
+        {("b", "a"): Link(up=False, delay=0.02), ("c", "a"): Link(rate=1e6)},
+    )
     assert receiving(down).lines == ["-A TESTBED -s 198.18.0.3/32 -j DROP"]
 
 
@@ -97,7 +115,9 @@ def test_a_pair_without_a_link_is_dropped() -> None:
 
 def test_a_downlink_counts_the_packets_of_every_link() -> None:
     limited = Endpoint("a", 1, "198.18.0.2", downlink=5e6)
-    made = plan(limited, "eth1", None, PEERS, {("b", "a"): Link(), ("c", "a"): Link(up=False)})
+    made = plan(
+        limited, "eth1", None, PEERS, {("b", "a"): Link(), ("c", "a"): Link(up=False)}
+    )
     assert [line.queued for line in made.receivers] == [True, False]
     assert made.downlink is not None
     assert made.downlink.rate == 5_000_000
@@ -121,18 +141,32 @@ def test_netem_tree_word_for_word() -> None:
 
 def towards_a(link: Link, downlink: float | None = None) -> InterfacePlan:
     links = {("b", "a"): link, ("c", "a"): Link(delay=0.001)}
-    return plan(Endpoint("a", 1, "198.18.0.2", downlink=downlink), "eth1", None, PEERS, links)
+    return plan(
+        Endpoint("a", 1, "198.18.0.2", downlink=downlink), "eth1", None, PEERS, links
+    )
 
 
 @pytest.mark.parametrize(
     ("link", "arguments"),
     [
-        (Link(delay=0.02, jitter=0.003), "delay 20000us 3000us distribution normal corrupt 0%"),
-        (Link(delay=0.02, reorder=0.25, corrupt=0.001), "delay 20000us reorder 25% corrupt 0.1%"),
+        (
+            Link(delay=0.02, jitter=0.003),
+            "delay 20000us 3000us distribution normal corrupt 0%",
+        ),
+        (
+            Link(delay=0.02, reorder=0.25, corrupt=0.001),
+            "delay 20000us reorder 25% corrupt 0.1%",
+        ),
         (Link(delay=0.001, duplicate=0.05), "delay 1000us duplicate 5% corrupt 0%"),
-        (Link(bursts=GilbertElliott(0.01, 0.2)), "loss gemodel 1% 20% 100% 0% corrupt 0%"),
+        (
+            Link(bursts=GilbertElliott(0.01, 0.2)),
+            "loss gemodel 1% 20% 100% 0% corrupt 0%",
+        ),
         # A share of 10 % whose neighbours correlate by a half: from good to bad 5 %, back 45 %.
-        (Link(loss=0.1, loss_correlation=0.5), "loss gemodel 5% 45% 100% 0% corrupt 0%"),
+        (
+            Link(loss=0.1, loss_correlation=0.5),
+            "loss gemodel 5% 45% 100% 0% corrupt 0%",
+        ),
         (Link(delay=0.01, loss=1e-5), "delay 10000us loss random 0.001% corrupt 0%"),
     ],
 )
@@ -142,7 +176,10 @@ def test_netem_arguments(link: Link, arguments: str) -> None:
 
 
 def test_a_link_that_duplicates_has_a_device_of_its_own() -> None:
-    plain, doubling = towards_a(Link(delay=0.02)), towards_a(Link(delay=0.02, duplicate=0.1))
+    plain, doubling = (
+        towards_a(Link(delay=0.02)),
+        towards_a(Link(delay=0.02, duplicate=0.1)),
+    )
     assert netem.devices(plain) == {"testbed-ifb"}
     assert netem.devices(doubling) == {"testbed-ifb", "testbed-ifb2"}
     leads = "filter add dev eth1 parent ffff: protocol ip prio 1 handle 800::12 u32 match ip src 198.18.0.3/32"
@@ -152,14 +189,21 @@ def test_a_link_that_duplicates_has_a_device_of_its_own() -> None:
         "filter del dev testbed-ifb parent 2: protocol ip prio 1 handle 800::12 u32",
         f"{leads} action mirred egress redirect dev testbed-ifb2",
     ]
-    assert netem.change(doubling, plain)[-1] == f"{leads} action mirred egress redirect dev testbed-ifb"
+    assert (
+        netem.change(doubling, plain)[-1]
+        == f"{leads} action mirred egress redirect dev testbed-ifb"
+    )
 
 
 def test_netem_says_what_it_cannot_do() -> None:
-    assert "correlate" in (netem.problem(Link(delay=1, jitter=0.1, jitter_correlation=0.5), None) or "")
+    assert "correlate" in (
+        netem.problem(Link(delay=1, jitter=0.1, jitter_correlation=0.5), None) or ""
+    )
     limited = towards_a(Link(), downlink=1e6)
     assert "duplicate" in (netem.problem(Link(duplicate=0.5), limited.downlink) or "")
-    assert netem.problem(Link(duplicate=0.5, loss=0.1, loss_correlation=0.5), None) is None
+    assert (
+        netem.problem(Link(duplicate=0.5, loss=0.1, loss_correlation=0.5), None) is None
+    )
 
 
 def test_netem_tables_are_readable_by_tc() -> None:
@@ -171,17 +215,27 @@ def test_netem_tables_are_readable_by_tc() -> None:
 def test_netem_changes_one_leaf_and_drops_by_losing_all() -> None:
     leaf = "qdisc replace dev testbed-ifb parent 2:12 handle 12:"
     slow, slower, plain = (towards_a(Link(delay=delay)) for delay in (0.02, 0.03, 0.0))
-    assert netem.change(slow, slower) == [f"{leaf} netem limit 200000 delay 30000us corrupt 0%"]
-    assert netem.change(slow, towards_a(Link(up=False))) == [f"{leaf} netem limit 1000 loss random 100% corrupt 0%"]
+    assert netem.change(slow, slower) == [
+        f"{leaf} netem limit 200000 delay 30000us corrupt 0%"
+    ]
+    assert netem.change(slow, towards_a(Link(up=False))) == [
+        f"{leaf} netem limit 1000 loss random 100% corrupt 0%"
+    ]
     assert netem.change(slow, plain) == [
         "filter del dev eth1 parent ffff: protocol ip prio 1 handle 800::12 u32",
         "filter del dev testbed-ifb parent 2: protocol ip prio 1 handle 800::12 u32",
     ]
-    assert netem.change(plain, slow)[1] == f"{leaf} netem limit 200000 delay 20000us corrupt 0%"
+    assert (
+        netem.change(plain, slow)[1]
+        == f"{leaf} netem limit 200000 delay 20000us corrupt 0%"
+    )
 
 
 def test_netem_lines_wait_for_a_downlink_in_queues_of_their_own() -> None:
-    free, limited = towards_a(Link(delay=0.02)), towards_a(Link(delay=0.02), downlink=8e6)
+    free, limited = (
+        towards_a(Link(delay=0.02)),
+        towards_a(Link(delay=0.02), downlink=8e6),
+    )
     shared = "class change dev testbed-ifb parent 2: classid 2:3 htb"
     assert netem.change(free, limited) == [
         f"{shared} rate 8000000bit ceil 8000000bit burst 1500 cburst 1500 quantum 1514",
@@ -202,7 +256,10 @@ def test_reading_back_names_every_difference() -> None:
         "class htb 1:2 parent 1:3 leaf 2: prio 0 rate 1Kbit ceil 50Mbit burst 1b cburst 1500b \n"
         "class htb 1:12 parent 1:3 leaf 12: prio 0 rate 1Kbit ceil 49Mbit burst 1b cburst 1500b \n"
     )
-    qdiscs = [{"kind": "pfifo", "handle": f"{number}:", "options": {"limit": 300}} for number in (2, 12)]
+    qdiscs = [
+        {"kind": "pfifo", "handle": f"{number}:", "options": {"limit": 300}}
+        for number in (2, 12)
+    ]
     filters = json.loads(
         '[{"options":{"fh":"800:"}},'
         '{"options":{"flowid":"1:2","match":{"value":"c612ffff"}}},'
@@ -212,14 +269,18 @@ def test_reading_back_names_every_difference() -> None:
         "class 1:12 has a rate of 49000000 bit/s instead of 50000000",
         "packets to 198.18.0.3 go to class 1:2 instead of 1:12",
     ]
-    assert receiving(wanted).differences("-A INPUT -i eth1 -j TESTBED\n-A TESTBED -s 1.2.3.4/32 -j DROP") == [
+    assert receiving(wanted).differences(
+        "-A INPUT -i eth1 -j TESTBED\n-A TESTBED -s 1.2.3.4/32 -j DROP"
+    ) == [
         "missing rule: -A TESTBED -s 198.18.0.3/32 -j NFQUEUE --queue-num 2",
         "unexpected rule: -A TESTBED -s 1.2.3.4/32 -j DROP",
     ]
 
 
 def test_pieces_of_tcp_are_no_longer_than_a_bucket_of_the_fastest_link() -> None:
-    assert [plan_of_a(b=Link(rate=rate)).segments for rate in (250e3, 100e6, 1e9, None)] == [1, 1, 16, 64]
+    assert [
+        plan_of_a(b=Link(rate=rate)).segments for rate in (250e3, 100e6, 1e9, None)
+    ] == [1, 1, 16, 64]
     assert plan_of_a(b=Link(rate=250e3), c=Link(rate=1e9)).segments == 16
 
 
@@ -228,20 +289,31 @@ def test_sizes() -> None:
     assert burst(1e9) == 25_000
     assert queue_limit(Link(rate=1e9, delay=0.1)) == 20_000
     assert queue_limit(Link(rate=100e6, delay=0.02)) == 744  # 90 ms of full frames
-    assert line_limit(Link(rate=100e6, delay=0.1)) == 25_000  # 100 ms of the smallest frames, and a fifth
+    assert (
+        line_limit(Link(rate=100e6, delay=0.1)) == 25_000
+    )  # 100 ms of the smallest frames, and a fifth
 
 
 def test_netfilter_messages_byte_for_byte() -> None:
     verdict = nfqueue.verdict_prefix(7, nfqueue.ACCEPT) + struct.pack(">I", 0x01020304)
-    assert verdict == bytes.fromhex("20000000 0103 0100 00000000 00000000 00 00 0007 0c00 0200 00000001 01020304")
-    assert nfqueue.bind(7, 5) == bytes.fromhex("1c000000 0203 0500 05000000 00000000 00 00 0007 0800 0100 01 00 0002")
+    assert verdict == bytes.fromhex(
+        "20000000 0103 0100 00000000 00000000 00 00 0007 0c00 0200 00000001 01020304"
+    )
+    assert nfqueue.bind(7, 5) == bytes.fromhex(
+        "1c000000 0203 0500 05000000 00000000 00 00 0007 0800 0100 01 00 0002"
+    )
     altered = nfqueue.accept_altered(7, b"\1\2\3\4", b"abcde")
-    assert altered[20:] == bytes.fromhex("0c000200 00000001 01020304 0900 0a00") + b"abcde\0\0\0"
+    assert (
+        altered[20:]
+        == bytes.fromhex("0c000200 00000001 01020304 0900 0a00") + b"abcde\0\0\0"
+    )
 
 
 def test_arrival_is_found_wherever_it_stands_in_the_message() -> None:
     header = bytes(16 + 4) + struct.pack("=HH", 11, 1) + bytes(8)
-    stamp = struct.pack("=HHQQ", 20, 4, 0, 0)[:4] + struct.pack(">QQ", 1_700_000_000, 250_000)
+    stamp = struct.pack("=HHQQ", 20, 4, 0, 0)[:4] + struct.pack(
+        ">QQ", 1_700_000_000, 250_000
+    )
     other = struct.pack("=HHI", 8, 5, 3)
     stamps = nfqueue.Stamps()
     for attributes in (other + stamp, stamp, other + other + stamp + other):
@@ -263,24 +335,42 @@ def test_lateness_percentiles() -> None:
 @pytest.mark.parametrize(
     ("packets", "probability", "expected"),
     # scipy.stats.binom.ppf([.005, .995], n, p)
-    [(1000, 0.01, (3, 19)), (30, 0.05, (0, 5)), (20_000, 0.5, (9818, 10182)), (100, 0.0, (0, 0)), (7, 1.0, (7, 7))],
+    [
+        (1000, 0.01, (3, 19)),
+        (30, 0.05, (0, 5)),
+        (20_000, 0.5, (9818, 10182)),
+        (100, 0.0, (0, 0)),
+        (7, 1.0, (7, 7)),
+    ],
 )
-def test_binomial_interval(packets: int, probability: float, expected: tuple[int, int]) -> None:
+def test_binomial_interval(
+    packets: int, probability: float, expected: tuple[int, int]
+) -> None:
     assert tolerance.binomial_interval(packets, probability) == expected
 
 
 def test_tolerances() -> None:
     link = Link(rate=10e6, delay=0.02, loss=0.01)
     assert tolerance.problem(link, 9.7e6, 0.0203, 1000, 12) is None
-    assert "carries 9.5 mbit instead of 10 mbit" in (tolerance.problem(link, 9.5e6, 0.02, 1000, 12) or "")
-    assert "delays by 20.50 ms instead of 20 ms" in (tolerance.problem(link, 10e6, 0.0205, 1000, 12) or "")
+    assert "carries 9.5 mbit instead of 10 mbit" in (
+        tolerance.problem(link, 9.5e6, 0.02, 1000, 12) or ""
+    )
+    assert "delays by 20.50 ms instead of 20 ms" in (
+        tolerance.problem(link, 10e6, 0.0205, 1000, 12) or ""
+    )
     assert "loses 40 of 1000" in (tolerance.problem(link, 10e6, 0.02, 1000, 40) or "")
     assert "none of 30" in (tolerance.problem(link, None, None, 30, 30) or "")
     assert tolerance.problem(Link(up=False), None, None, 30, 30) is None
-    assert "is down, yet 1 of 30" in (tolerance.problem(Link(up=False), None, 0.1, 30, 29) or "")
+    assert "is down, yet 1 of 30" in (
+        tolerance.problem(Link(up=False), None, 0.1, 30, 29) or ""
+    )
     slow = Link(rate=8e3, delay=0.005)
-    assert tolerance.problem(slow, 8e3, 0.006, 10, 0, gate=0.066) is None, "2 % of 71 ms that were measured"
-    assert "delays by 6.50 ms" in (tolerance.problem(slow, 8e3, 0.0065, 10, 0, gate=0.066) or "")
+    assert tolerance.problem(slow, 8e3, 0.006, 10, 0, gate=0.066) is None, (
+        "2 % of 71 ms that were measured"
+    )
+    assert "delays by 6.50 ms" in (
+        tolerance.problem(slow, 8e3, 0.0065, 10, 0, gate=0.066) or ""
+    )
 
 
 def test_rounds_share_no_device() -> None:
@@ -293,7 +383,9 @@ def test_rounds_share_no_device() -> None:
 
 
 def test_links_that_share_an_access_are_probed_in_turn() -> None:
-    sites = {name: Site(None, name, uplink, downlink) for name, uplink, downlink in ACCESSES}
+    sites = {
+        name: Site(None, name, uplink, downlink) for name, uplink, downlink in ACCESSES
+    }
     pairs = [(a, b) for a in "abcd" for b in "abcd" if a != b]
     turns, crowds = _assign_turns(pairs, sites, {})
     assert ("a", "d") not in turns, "it shares nothing"

@@ -37,9 +37,13 @@ def came(rate: float, late: bool = False, lost: int = 0, **link: float) -> Train
 
 @pytest.mark.parametrize("rate", [1e6, 10e6, 12e6])
 @pytest.mark.parametrize("lost", [0, 5])
-def test_the_rate_is_that_of_the_frames_after_the_bucket(rate: float, lost: int) -> None:
+def test_the_rate_is_that_of_the_frames_after_the_bucket(
+    rate: float, lost: int
+) -> None:
     assert came(rate, lost=lost).rate() == pytest.approx(rate)
-    assert came(rate, lost=lost, jitter=0.001, delay=0.005).rate() == pytest.approx(rate)
+    assert came(rate, lost=lost, jitter=0.001, delay=0.005).rate() == pytest.approx(
+        rate
+    )
     # Of a downlink nobody knows which frames came to it: all that came count.
     assert came(rate, late=True, lost=0).rate() == pytest.approx(rate)
 
@@ -51,19 +55,29 @@ def test_the_rate_is_that_of_the_frames_after_the_bucket(rate: float, lost: int)
         lambda index, when: 0.140 if when > 0.07 else when,
         lambda index, when: when + 0.003 * (index % 7),
     ],
-    ids=["sender still busy", "reader kept from the processor at the end", "reader late now and then"],
+    ids=[
+        "sender still busy",
+        "reader kept from the processor at the end",
+        "reader late now and then",
+    ],
 )
 def test_arrivals_that_are_noticed_late_do_not_change_the_rate_of_a_downlink(
     noticed: Callable[[int, float], float],
 ) -> None:
     spacing = FRAME * 8 / 50e6
-    assert slope_below([noticed(index, index * spacing) for index in range(495)]) == pytest.approx(spacing, rel=0.002)
+    assert slope_below(
+        [noticed(index, index * spacing) for index in range(495)]
+    ) == pytest.approx(spacing, rel=0.002)
 
 
 @pytest.mark.parametrize("rate", [8e3, 16e3, 27e3, 64e3, 128e3, 250e3, 1e6, 100e6])
-def test_frames_of_a_slow_link_go_one_by_one_and_take_seconds_that_are_bounded(rate: float) -> None:
+def test_frames_of_a_slow_link_go_one_by_one_and_take_seconds_that_are_bounded(
+    rate: float,
+) -> None:
     train = make_train(PAIR, Link(rate=rate), False, ENDS)
-    assert train.together == 1, "several in one piece leave at once and arrive at the rate of no link"
+    assert train.together == 1, (
+        "several in one piece leave at once and arrive at the rate of no link"
+    )
     assert train.frames * train.frame_seconds < 5
 
 

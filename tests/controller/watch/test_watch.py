@@ -41,7 +41,9 @@ class _Client(FlaskClient):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
+    return recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
 
 
 def test_the_page_knows_devices_and_links_and_loads_nothing(folder: Path) -> None:
@@ -54,23 +56,38 @@ def test_the_page_knows_devices_and_links_and_loads_nothing(folder: Path) -> Non
 
 def test_the_page_knows_which_events_of_the_method_were_pauses() -> None:
     drill = ROOT / "scenarios" / "demo" / "adaptation.yaml"
-    assert describe_run(trials(load(drill))[0], METHODS["ftpipehd"].declared)["pauses"] == ["repartition"]
+    assert describe_run(trials(load(drill))[0], METHODS["ftpipehd"].declared)[
+        "pauses"
+    ] == ["repartition"]
 
 
 def test_who_has_no_token_learns_nothing(folder: Path) -> None:
     client = asked(folder, [])
-    for answer in (client.get("/"), client.get("/events?token=wrong"), client.post("/strike", json={"kill": "a"})):
+    for answer in (
+        client.get("/"),
+        client.get("/events?token=wrong"),
+        client.post("/strike", json={"kill": "a"}),
+    ):
         assert answer.status_code == 401
 
 
-@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Origin": "null"}])
-def test_a_page_of_another_origin_cannot_strike(folder: Path, headers: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "headers",
+    [{"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Origin": "null"}],
+)
+def test_a_page_of_another_origin_cannot_strike(
+    folder: Path, headers: dict[str, str]
+) -> None:
     struck: list[Mapping[str, object]] = []
     authorised = {"Authorization": "Bearer secret"}
-    answer = asked(folder, struck).post("/strike", json={"kill": "worker1"}, headers=authorised | headers)
+    answer = asked(folder, struck).post(
+        "/strike", json={"kill": "worker1"}, headers=authorised | headers
+    )
     assert answer.status_code == 403
     assert struck == []
-    asked(folder, struck).post("/strike", json={"kill": "worker1"}, headers=authorised | {"Origin": ORIGIN})
+    asked(folder, struck).post(
+        "/strike", json={"kill": "worker1"}, headers=authorised | {"Origin": ORIGIN}
+    )
     assert struck == [{"kill": "worker1"}]
 
 
@@ -119,38 +136,62 @@ def test_a_run_of_any_length_is_read_a_block_at_a_time(
 
 
 def test_old_bars_are_not_told() -> None:
-    events = [{"time": time, "device": "a", "event": "compute", "duration": 0.5} for time in (1.0, 100.0)]
+    events = [
+        {"time": time, "device": "a", "event": "compute", "duration": 0.5}
+        for time in (1.0, 100.0)
+    ]
     assert [event["start"] for event in select_shown(events, {"a"}, 100.0)] == [99.5]
 
 
 def test_of_very_many_devices_the_first_are_drawn() -> None:
     many = recorded.trial(
-        devices={"lead": {"speed": "1gflops"}, "client": {"speed": "1gflops", "count": MOST + 100}},
+        devices={
+            "lead": {"speed": "1gflops"},
+            "client": {"speed": "1gflops", "count": MOST + 100},
+        },
         network={"topology": "star", "link": {"rate": "8mbit", "delay": "10ms"}},
         faults=[],
     )
     told = describe_run(many, METHODS["pipeline"].declared)
     assert (len(told["devices"]), told["left_out"]) == (MOST, 101)
     assert len(told["links"]) == 2 * (MOST - 1)
-    bars = [{"time": 1.0, "device": name, "event": "compute"} for name in ("client1", f"client{MOST + 1}")]
-    assert [bar["device"] for bar in select_shown(bars, set(told["devices"]), 1.0)] == ["client1"]
+    bars = [
+        {"time": 1.0, "device": name, "event": "compute"}
+        for name in ("client1", f"client{MOST + 1}")
+    ]
+    assert [bar["device"] for bar in select_shown(bars, set(told["devices"]), 1.0)] == [
+        "client1"
+    ]
 
 
 def test_what_is_nested_too_deeply_or_too_large_is_refused(folder: Path) -> None:
     struck: list[Mapping[str, object]] = []
     headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
-    for body, status in (("[" * 30_000, 400), ('{"a":' * 10_000, 400), ("x" * 100_000, 413)):
-        assert asked(folder, struck).post("/strike", data=body, headers=headers).status_code == status
+    for body, status in (
+        ("[" * 30_000, 400),
+        ('{"a":' * 10_000, 400),
+        ("x" * 100_000, 413),
+    ):
+        assert (
+            asked(folder, struck)
+            .post("/strike", data=body, headers=headers)
+            .status_code
+            == status
+        )
     assert struck == []
 
 
-@pytest.mark.parametrize("given", [[1], "kill", {"degrade": {"device": "source", "rate": "1" * 10_000}}])
+@pytest.mark.parametrize(
+    "given", [[1], "kill", {"degrade": {"device": "source", "rate": "1" * 10_000}}]
+)
 def test_what_is_no_fault_is_refused_in_few_words(folder: Path, given: object) -> None:
     def strike(fault: Mapping[str, object]) -> str:
         return str(parse(ActionPart, dict(fault)))
 
     app = application(folder, "secret", ORIGIN, strike)
     app.test_client_class = _Client
-    answer = app.test_client().post("/strike", json=given, headers={"Authorization": "Bearer secret"})
+    answer = app.test_client().post(
+        "/strike", json=given, headers={"Authorization": "Bearer secret"}
+    )
     assert answer.status_code == 400
     assert len(answer.data) < 5000

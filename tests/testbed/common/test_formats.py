@@ -24,7 +24,8 @@ def test_seconds(value: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 B"), (1500, "1.5 kB"), (999_900, "1 MB"), (2.5e9, "2.5 GB"), (12, "12 B")]
+    ("value", "text"),
+    [(0, "0 B"), (1500, "1.5 kB"), (999_900, "1 MB"), (2.5e9, "2.5 GB"), (12, "12 B")],
 )
 def test_size(value: float, text: str) -> None:
     assert formats.size(value) == text
@@ -52,10 +53,18 @@ def test_figures_are_written_as_their_kind() -> None:
 
 
 def test_energy_has_a_unit() -> None:
-    assert [formats.of_kind("joules", value) for value in (0.5, 12.0, 4500.0)] == ["0.5 J", "12 J", "4.5 kJ"]
+    assert [formats.of_kind("joules", value) for value in (0.5, 12.0, 4500.0)] == [
+        "0.5 J",
+        "12 J",
+        "4.5 kJ",
+    ]
 
 
 def test_values_of_one_scale_share_the_unit_of_the_largest() -> None:
     scale = formats.Scale.of("seconds", [0.873, 5.64, None])
     assert scale.title("time") == "time (s)"
-    assert [scale.write(value) for value in (0.873, 5.64, None)] == ["0.873", "5.64", "–"]
+    assert [scale.write(value) for value in (0.873, 5.64, None)] == [
+        "0.873",
+        "5.64",
+        "–",
+    ]

@@ -20,9 +20,14 @@ def test_torch_is_imported_by_its_first_use_alone(tmp_path: Path) -> None:
         "assert torch.zeros is list and nn.Linear is dict\n"
         "sys.exit(early or 'torch' not in sys.modules)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+    }
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -41,5 +46,7 @@ def test_planning_imports_neither_torch_nor_numpy() -> None:
         "try: main()\n"
         "finally: print(sorted({'numpy', 'torch', 'scipy'} & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.stderr == "[]\n", done.stderr

@@ -30,7 +30,9 @@ def test_tensors_of_megabytes_are_made_of_memory_that_is_there():
     # A fixed threshold, since by default glibc changes it by what was freed before, which differs from run to run.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     command = [sys.executable, "-c", TENSORS]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    )
     otherwise, kept = map(int, done.stdout.split())
     assert kept < 1_000  # 60 tensors of 1,563 pages each
     assert otherwise > 10_000

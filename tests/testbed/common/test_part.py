@@ -56,10 +56,19 @@ def test_unknown_keys_and_changes_are_refused():
 
 def test_the_schema_says_the_bounds_of_all_plain_numbers():
     described = Example.model_json_schema()["properties"]
-    assert (described["count"]["minimum"], described["count"]["maximum"]) == (-MOST, MOST)
-    assert described["bounded"] | {"maximum": 1e15, "minimum": -MOST} == described["bounded"]
+    assert (described["count"]["minimum"], described["count"]["maximum"]) == (
+        -MOST,
+        MOST,
+    )
+    assert (
+        described["bounded"] | {"maximum": 1e15, "minimum": -MOST}
+        == described["bounded"]
+    )
     number, nothing = described["share"]["anyOf"]
     assert number["maximum"] == MOST
     assert "maximum" not in nothing
-    assert [item["maximum"] for item in described["pair"]["prefixItems"]] == [MOST, MOST]
+    assert [item["maximum"] for item in described["pair"]["prefixItems"]] == [
+        MOST,
+        MOST,
+    ]
     assert "maximum" not in str(described["wait"])

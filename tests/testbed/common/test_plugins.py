@@ -10,7 +10,10 @@ from testbed.common.errors import InputError
 from testbed.common.plugins import Registry, subclass_of
 
 REGISTRY = Registry(
-    "testbed.none", {"ordered": "collections:OrderedDict", "deque": "collections:deque"}, "mapping", subclass_of(dict)
+    "testbed.none",
+    {"ordered": "collections:OrderedDict", "deque": "collections:deque"},
+    "mapping",
+    subclass_of(dict),
 )
 
 
@@ -21,7 +24,11 @@ def test_own_objects_are_imported_by_name() -> None:
 
 
 def test_an_unknown_name_and_an_unsuitable_object_are_refused() -> None:
-    with pytest.raises(InputError, match=r"a.b: unknown mapping 'order': did you mean 'ordered'\?"):
+    with pytest.raises(
+        InputError, match=r"a.b: unknown mapping 'order': did you mean 'ordered'\?"
+    ):
         REGISTRY.find("order", ("a", "b"))
-    with pytest.raises(TypeError, match=r"deque.* must be a subclass of builtins\.dict"):
+    with pytest.raises(
+        TypeError, match=r"deque.* must be a subclass of builtins\.dict"
+    ):
         REGISTRY.find("deque")

@@ -85,7 +85,11 @@ def test_says_what_would_be_right(parse, text, said):
 def test_what_is_written_reads_back_exactly(kind, data):
     parse, write, _ = KINDS[kind]
     top = 1.0 if kind == "fraction" else 1e15
-    values = st.integers(0, 10**15) if kind == "size" else st.floats(0, top, allow_subnormal=False)
+    values = (
+        st.integers(0, 10**15)
+        if kind == "size"
+        else st.floats(0, top, allow_subnormal=False)
+    )
     value = data.draw(values)
     assert parse(write(value)) == pytest.approx(value, rel=1e-15)
 
@@ -95,10 +99,21 @@ def test_what_is_written_reads_back_exactly(kind, data):
 def test_every_unit_scales(kind, number, data):
     parse, _, units = KINDS[kind]
     unit = data.draw(st.sampled_from(sorted(units)))
-    assert parse(f"{number}{unit}") == pytest.approx(float(number) * units[unit], abs=0.5 if kind == "size" else 1e-12)
+    assert parse(f"{number}{unit}") == pytest.approx(
+        float(number) * units[unit], abs=0.5 if kind == "size" else 1e-12
+    )
 
 
-@given(st.one_of(st.text(), st.text(string.printable), st.floats(), st.integers(), st.none(), st.lists(st.integers())))
+@given(
+    st.one_of(
+        st.text(),
+        st.text(string.printable),
+        st.floats(),
+        st.integers(),
+        st.none(),
+        st.lists(st.integers()),
+    )
+)
 def test_anything_else_is_refused_in_one_line(value):
     for parse, _, _ in KINDS.values():
         try:

@@ -76,20 +76,29 @@ def test_two_files_that_import_each_other(tmp_path: Path) -> None:
 def test_a_class_is_the_same_one_wherever_its_file_is_imported(tmp_path: Path) -> None:
     model = lay(tmp_path, net="class Net: pass\ndef build(): return Net()\n")
     method = lay(tmp_path, method="import net\ndef answer(): return net.Net\n")
-    made = usercode.call(usercode.read(model, "build", ("model", "file")), ("model", "file"))
+    made = usercode.call(
+        usercode.read(model, "build", ("model", "file")), ("model", "file")
+    )
     assert type(made) is called(method)
 
 
 def test_helpers_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
     text = "def answer():\n    import helper\n    return helper.value\n"
-    files = [lay(tmp_path / name, main=text, helper=f"value = {name!r}\n") for name in ("one", "two")]
+    files = [
+        lay(tmp_path / name, main=text, helper=f"value = {name!r}\n")
+        for name in ("one", "two")
+    ]
     codes = [usercode.read(file, "answer", KEY) for file in files]
     functions = [usercode.function(code, KEY) for code in codes]
     assert [function() for function in functions] == ["one", "two"]
 
 
 def test_a_helper_that_was_edited_is_read_again(tmp_path: Path) -> None:
-    file = lay(tmp_path, main="import helper\ndef answer(): return helper.value\n", helper="value = 1\n")
+    file = lay(
+        tmp_path,
+        main="import helper\ndef answer(): return helper.value\n",
+        helper="value = 1\n",
+    )
     assert called(file) == 1
     usercode.clear_cache()
     lay(tmp_path, helper="value = 2\n")
@@ -106,16 +115,36 @@ def test_a_file_knows_where_it_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "other"), [("json", "a module of the standard library"), ("torch", "an installed module"), ("testbed", "")]
+    ("name", "other"),
+    [
+        ("json", "a module of the standard library"),
+        ("torch", "an installed module"),
+        ("testbed", ""),
+    ],
 )
-def test_a_name_that_stands_for_two_modules_is_refused(tmp_path: Path, name: str, other: str) -> None:
-    file = lay(tmp_path, main=f"import helper\nfrom {name} import x\n", helper="", **{name: "x = 1\n"})
-    with pytest.raises(InputError, match=rf"main.py:2: imports '{name}', which is {name}.py beside it and {other}"):
+def test_a_name_that_stands_for_two_modules_is_refused(
+    tmp_path: Path, name: str, other: str
+) -> None:
+    file = lay(
+        tmp_path,
+        main=f"import helper\nfrom {name} import x\n",
+        helper="",
+        **{name: "x = 1\n"},
+    )
+    with pytest.raises(
+        InputError,
+        match=rf"main.py:2: imports '{name}', which is {name}.py beside it and {other}",
+    ):
         usercode.read(file, "answer", KEY)
 
 
 def test_a_file_that_nobody_imports_does_not_matter(tmp_path: Path) -> None:
-    file = lay(tmp_path, main="import json\ndef answer(): return json.dumps(1)\n", secret="broken(", torch="x = 1\n")
+    file = lay(
+        tmp_path,
+        main="import json\ndef answer(): return json.dumps(1)\n",
+        secret="broken(",
+        torch="x = 1\n",
+    )
     code = usercode.read(file, "answer", KEY)
     assert [*code.files.values()] == [str(file)]
     assert called(file) == "1"
@@ -139,7 +168,13 @@ try:
 except ZeroDivisionError as error:
     print(usercode.located(error))
 """
-    done = subprocess.run([sys.executable, "-c", program], input=text, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.splitlines() == [
         f"{tmp_path}/helper.py:2: ZeroDivisionError: division by zero",
         f"  {tmp_path}/main.py:3, in answer: return helper.divide(0)",
@@ -149,19 +184,25 @@ except ZeroDivisionError as error:
 
 def test_an_error_is_located_in_the_helper_that_raised_it(tmp_path: Path) -> None:
     file = lay(
-        tmp_path, main="import helper\ndef answer(): return helper.fail()\n", helper="def fail():\n    {}['x']\n"
+        tmp_path,
+        main="import helper\ndef answer(): return helper.fail()\n",
+        helper="def fail():\n    {}['x']\n",
     )
     with pytest.raises(InputError, match=r"helper.py:2: KeyError: 'x'"):
         called(file)
 
 
 def test_an_error_in_a_group_is_located_and_names_are_the_users(tmp_path: Path) -> None:
-    file = lay(tmp_path, main="def answer():\n    from helper import missing\n", helper="")
+    file = lay(
+        tmp_path, main="def answer():\n    from helper import missing\n", helper=""
+    )
     function = usercode.function(usercode.read(file, "answer", KEY), KEY)
     with pytest.raises(ImportError) as raised:
         function()
     text = usercode.located(ExceptionGroup("some", [raised.value])) or ""
-    assert text.startswith(f"{file}:2: ImportError: cannot import name 'missing' from 'helper'")
+    assert text.startswith(
+        f"{file}:2: ImportError: cannot import name 'missing' from 'helper'"
+    )
 
 
 def test_errors_of_elsewhere_are_not_located() -> None:
@@ -170,10 +211,17 @@ def test_errors_of_elsewhere_are_not_located() -> None:
 
 def test_texts_lie_as_they_lay_beside_each_other(tmp_path: Path) -> None:
     file = lay(tmp_path, main="import tools.inner\n", tools__inner="")
-    assert next(iter(usercode.texts_of(usercode.read(file, "answer", KEY)))) == "main.py"
-    assert set(usercode.texts_of(usercode.read(file, "answer", KEY))) >= {"main.py", "tools/inner.py"}
+    assert (
+        next(iter(usercode.texts_of(usercode.read(file, "answer", KEY)))) == "main.py"
+    )
+    assert set(usercode.texts_of(usercode.read(file, "answer", KEY))) >= {
+        "main.py",
+        "tools/inner.py",
+    }
 
 
 def test_a_code_without_files_is_still_read() -> None:
-    code = Code(name="answer", module="of_text", sources={"of_text": "def answer(): return 7\n"})
+    code = Code(
+        name="answer", module="of_text", sources={"of_text": "def answer(): return 7\n"}
+    )
     assert usercode.call(code, KEY) == 7

@@ -43,8 +43,16 @@ def test_a_word_is_what_the_core_schema_says(word: str) -> None:
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.sampled_from([*WORDS]),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.text()
+        | st.sampled_from([*WORDS]),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+        ),
     ),
     st.booleans(),
 )
@@ -59,6 +67,8 @@ def test_a_value_that_stands_twice_is_written_twice() -> None:
 
 @pytest.mark.parametrize("deep", [DEEPEST + 1, 17_000, 100_000])
 @pytest.mark.parametrize(("opened", "closed"), [("[", "]"), ("{a: ", "}"), ("- ", "")])
-def test_what_is_nested_too_deeply_is_refused(deep: int, opened: str, closed: str) -> None:
+def test_what_is_nested_too_deeply_is_refused(
+    deep: int, opened: str, closed: str
+) -> None:
     with pytest.raises(yaml.YAMLError, match="nested too deeply"):
         nodes(opened * deep + "1" + closed * deep)

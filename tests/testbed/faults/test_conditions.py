@@ -42,7 +42,9 @@ def test_partition_cuts_between_groups_and_those_not_named():
 
 
 def test_single_group_is_cut_from_the_rest():
-    assert down(apply(MESH, partition=[["a"]])) == {pair for pair in MESH.links if "a" in pair}
+    assert down(apply(MESH, partition=[["a"]])) == {
+        pair for pair in MESH.links if "a" in pair
+    }
 
 
 def test_degradation_replaces_only_what_it_gives():
@@ -52,13 +54,18 @@ def test_degradation_replaces_only_what_it_gives():
 
 
 def test_degradation_of_pair_and_of_device():
-    assert set(links(apply(MESH, degrade={"between": ["a", "b"], "loss": "1%"}))) == {("a", "b"), ("b", "a")}
+    assert set(links(apply(MESH, degrade={"between": ["a", "b"], "loss": "1%"}))) == {
+        ("a", "b"),
+        ("b", "a"),
+    }
     of_device = apply(MESH, degrade={"device": "c", "loss": "1%"})
     assert set(links(of_device)) == {pair for pair in MESH.links if "c" in pair}
 
 
 def test_latest_degradation_wins_by_key_and_undo_uncovers_the_earlier():
-    first = apply(MESH, "one", degrade={"device": "a", "rate": "1mbit", "delay": "50ms"})
+    first = apply(
+        MESH, "one", degrade={"device": "a", "rate": "1mbit", "delay": "50ms"}
+    )
     both = apply(first, "two", degrade={"between": ["a", "b"], "rate": "2mbit"})
     assert both.link(("a", "b")) == Link(rate=2e6, delay=0.05)
     assert both.without(["two"]) == first
@@ -67,14 +74,23 @@ def test_latest_degradation_wins_by_key_and_undo_uncovers_the_earlier():
 
 
 RADIO = Radio(
-    Propagation(transmit_power=16, sensitivity=-82, path_loss_exponent=3.2, reference_loss=46.68, shadowing=8),
+    Propagation(
+        transmit_power=16,
+        sensitivity=-82,
+        path_loss_exponent=3.2,
+        reference_loss=46.68,
+        shadowing=8,
+    ),
     {"a": (0, 0), "b": (20, 0), "c": (0, 10), "d": (25, 25)},
     packets=None,
     seed=1,
 )
 OVER_THE_AIR = SystemState.of(
     DEVICES,
-    {pair: Link(rate=250e3, message_loss=1 - RADIO.reception_ratio(pair)) for pair in MESH.links},
+    {
+        pair: Link(rate=250e3, message_loss=1 - RADIO.reception_ratio(pair))
+        for pair in MESH.links
+    },
     RADIO,
 )
 
@@ -85,21 +101,38 @@ def lost(now: SystemState, a: str, b: str) -> float:
 
 def test_an_obstruction_around_a_device_raises_the_exponent_of_its_links_alone():
     hidden = apply(OVER_THE_AIR, obstruct={"device": "b", "path_loss_exponent": 6})
-    assert set(links(hidden, OVER_THE_AIR)) == {pair for pair in MESH.links if "b" in pair}
+    assert set(links(hidden, OVER_THE_AIR)) == {
+        pair for pair in MESH.links if "b" in pair
+    }
     # 16 - (46.68 + 60 log10(20)) + 82 = -26.74 dB, 3.34 deviations of 8 dB below what is received.
     assert lost(hidden, "a", "b") == pytest.approx(0.99958, abs=1e-5)
     assert hidden.link(("a", "b")).rate == 250e3
-    assert undo(hidden, obstruct={"device": "b", "path_loss_exponent": 6}) == OVER_THE_AIR
+    assert (
+        undo(hidden, obstruct={"device": "b", "path_loss_exponent": 6}) == OVER_THE_AIR
+    )
     assert apply(hidden, heal="all") == OVER_THE_AIR
 
 
 def test_of_several_obstructions_the_highest_exponent_counts_and_none_makes_a_link_better():
-    both = apply(OVER_THE_AIR, "one", obstruct={"between": ["a", "b"], "path_loss_exponent": 6})
+    both = apply(
+        OVER_THE_AIR, "one", obstruct={"between": ["a", "b"], "path_loss_exponent": 6}
+    )
     both = apply(both, "two", obstruct={"device": "a", "path_loss_exponent": 4})
     assert lost(both, "a", "b") == 1 - RADIO.reception_ratio(("a", "b"), 6)
-    assert lost(both, "a", "c") == lost(both, "c", "a") == 1 - RADIO.reception_ratio(("a", "c"), 4)
+    assert (
+        lost(both, "a", "c")
+        == lost(both, "c", "a")
+        == 1 - RADIO.reception_ratio(("a", "c"), 4)
+    )
     deaf = apply(OVER_THE_AIR, "one", degrade={"device": "a", "message_loss": "100%"})
-    assert lost(apply(deaf, "two", obstruct={"device": "a", "path_loss_exponent": 4}), "a", "c") == 1
+    assert (
+        lost(
+            apply(deaf, "two", obstruct={"device": "a", "path_loss_exponent": 4}),
+            "a",
+            "c",
+        )
+        == 1
+    )
 
 
 def test_preset_has_a_direction():
@@ -113,7 +146,11 @@ def test_overlapping_partitions_and_heal():
     left = cut.without(["one"])
     assert left.link(("a", "b")).up
     assert not left.link(("a", "c")).up
-    worse = apply(apply(cut, "three", degrade={"device": "d", "delay": "1s"}), "four", throttle=SLOW)
+    worse = apply(
+        apply(cut, "three", degrade={"device": "d", "delay": "1s"}),
+        "four",
+        throttle=SLOW,
+    )
     healed = apply(worse, heal="all")
     assert list(healed.in_force) == ["four"]
     assert healed.without(["four"]) == MESH
@@ -130,7 +167,10 @@ def test_handle_is_used_once_at_a_time():
 
 
 def test_change_that_changes_nothing_touches_no_pair():
-    assert apply(MESH, degrade={"device": "a", "delay": "5ms"}).changed(MESH) == StateDiff()
+    assert (
+        apply(MESH, degrade={"device": "a", "delay": "5ms"}).changed(MESH)
+        == StateDiff()
+    )
     with pytest.raises(KeyError):
         MESH.link(("a", "z"))
 
@@ -139,7 +179,10 @@ def test_flap_takes_links_down_until_it_is_undone():
     flap = {"between": ["a", "b"], "down": "1s", "up": "1s"}
     flapped = apply(MESH, flap=flap)
     assert down(flapped) == {("a", "b"), ("b", "a")}
-    assert links(undo(flapped, flap=flap), flapped) == {("a", "b"): BASE, ("b", "a"): BASE}
+    assert links(undo(flapped, flap=flap), flapped) == {
+        ("a", "b"): BASE,
+        ("b", "a"): BASE,
+    }
     of_device = apply(MESH, flap={"device": "d", "down": "1s", "up": "1s"})
     assert down(of_device) == {pair for pair in MESH.links if "d" in pair}
 
@@ -149,10 +192,17 @@ def test_what_is_set_lies_under_the_faults():
     assert links(slow) == {("a", "b"): Link(1e6, 0.005)}
     both = apply(slow, degrade={"between": ["a", "b"], "delay": "1s"})
     assert both.link(("a", "b")) == Link(1e6, 1.0)
-    slower = both.set_figures(dict.fromkeys([("a", "b"), ("b", "a")], Link(2e6, 0.005, loss=0.01)))
-    assert links(slower, both) == dict.fromkeys([("a", "b"), ("b", "a")], Link(2e6, 1.0, loss=0.01))
+    slower = both.set_figures(
+        dict.fromkeys([("a", "b"), ("b", "a")], Link(2e6, 0.005, loss=0.01))
+    )
+    assert links(slower, both) == dict.fromkeys(
+        [("a", "b"), ("b", "a")], Link(2e6, 1.0, loss=0.01)
+    )
     assert apply(slower, heal="all").link(("a", "b")) == Link(2e6, 0.005, loss=0.01)
-    assert slower.set_figures({("a", "b"): Link(2e6, 0.005, loss=0.01)}).changed(slower) == StateDiff()
+    assert (
+        slower.set_figures({("a", "b"): Link(2e6, 0.005, loss=0.01)}).changed(slower)
+        == StateDiff()
+    )
 
 
 def test_throttles_pile_up_and_go_by_their_handles():
@@ -182,7 +232,9 @@ def test_a_speed_that_is_set_lies_under_the_throttles():
 def test_devices_go_down_stand_still_and_come_back():
     off = apply(MESH, kill="b")
     assert off.changed(MESH) == StateDiff({"b": "down"})
-    assert apply(off, pause="b") == apply(off, resume="b") == apply(off, kill="b") == off
+    assert (
+        apply(off, pause="b") == apply(off, resume="b") == apply(off, kill="b") == off
+    )
     assert apply(off, restart="b") == undo(off, kill="b") == MESH
     still = apply(MESH, pause="b")
     assert still.devices["b"] == "paused"
@@ -196,7 +248,11 @@ def test_what_mends_what_is_told_from_recorded_names():
     assert mending("no such action", "b") is None
     table = {name: mending(name, "b" if name != "heal" else "all") for name in ACTIONS}
     found = {
-        (name, other) for name, each in table.items() if each for other in ACTIONS if each.mends(ACTIONS[other], "b")
+        (name, other)
+        for name, each in table.items()
+        if each
+        for other in ACTIONS
+        if each.mends(ACTIONS[other], "b")
     }
     assert found == {
         ("restart", "kill"),
@@ -218,11 +274,20 @@ link_sets = st.one_of(
     st.permutations("abcd").map(lambda order: {"between": order[:2]}),
     st.permutations("abcd").map(lambda order: {"from": order[0], "to": order[1]}),
 )
-figures = st.sampled_from([{"rate": "1mbit"}, {"delay": "50ms"}, {"loss": "1%", "rate": "2mbit"}, {"preset": "4g"}])
+figures = st.sampled_from(
+    [
+        {"rate": "1mbit"},
+        {"delay": "50ms"},
+        {"loss": "1%", "rate": "2mbit"},
+        {"preset": "4g"},
+    ]
+)
 breaking = st.one_of(
     names.map(lambda name: {"kill": name}),
     names.map(lambda name: {"pause": name}),
-    st.lists(names, min_size=1, max_size=3, unique=True).map(lambda group: {"partition": [group]}),
+    st.lists(names, min_size=1, max_size=3, unique=True).map(
+        lambda group: {"partition": [group]}
+    ),
     st.builds(lambda where, what: {"degrade": {**where, **what}}, link_sets, figures),
     link_sets.map(lambda where: {"flap": {**where, "down": "1s", "up": "1s"}}),
     names.map(lambda name: {"throttle": {"device": name, "slowdown": 3}}),
@@ -246,9 +311,16 @@ def scripts(draw):
     for index, given_ in enumerate(actions):
         action = ActionPart.model_validate(given_).action
         if not action.undoes:
-            steps.append((draw(st.floats(index, 20)), FaultOperation(action, f"{index}", "undo")))
+            steps.append(
+                (draw(st.floats(index, 20)), FaultOperation(action, f"{index}", "undo"))
+            )
         steps.append((index, FaultOperation(action, f"{index}")))
-    return [operation for _, operation in sorted(steps, key=lambda step: (step[0], step[1].phase == "undo"))]
+    return [
+        operation
+        for _, operation in sorted(
+            steps, key=lambda step: (step[0], step[1].phase == "undo")
+        )
+    ]
 
 
 @settings(max_examples=200, deadline=None)

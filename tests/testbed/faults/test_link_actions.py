@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from testbed.faults.link_actions import Degrade, DegradePart, Flap, FlapPart, Heal, LinkSetPart, NetworkPartition
+from testbed.faults.link_actions import (
+    Degrade,
+    DegradePart,
+    Flap,
+    FlapPart,
+    Heal,
+    LinkSetPart,
+    NetworkPartition,
+)
 from testbed.faults.parts import ACTIONS
 
 PAIRS = list(permutations("abcd", 2))
@@ -40,7 +48,10 @@ def test_links_are_one_or_both_directions_or_all_of_a_device() -> None:
     ],
 )
 def test_links_are_named_in_one_way_and_nothing_beside_it_is_ignored(keys) -> None:
-    with pytest.raises(ValidationError, match="name the links with one of 'between', 'from' and 'to', or 'device'"):
+    with pytest.raises(
+        ValidationError,
+        match="name the links with one of 'between', 'from' and 'to', or 'device'",
+    ):
         LinkSetPart.model_validate(keys)
 
 
@@ -57,9 +68,15 @@ def test_targets_and_devices_are_said_as_the_scenario_has_them() -> None:
 
 
 @given(st.lists(st.sets(st.sampled_from("abcd")), max_size=3))
-def test_devices_are_cut_off_from_those_of_other_groups_and_the_rest_is_a_group(groups) -> None:
+def test_devices_are_cut_off_from_those_of_other_groups_and_the_rest_is_a_group(
+    groups,
+) -> None:
     found = NetworkPartition(tuple(tuple(sorted(group)) for group in groups if group))
-    group_of = {name: number for number, group in enumerate(group for group in groups if group) for name in group}
+    group_of = {
+        name: number
+        for number, group in enumerate(group for group in groups if group)
+        for name in group
+    }
     for pair in PAIRS:
         assert found.touches(pair) == (group_of.get(pair[0]) != group_of.get(pair[1]))
 
@@ -74,14 +91,22 @@ def test_turns_are_counted_from_the_first_and_the_links_are_up_at_the_end(
     for turn in range(times):
         begins = turn * (down + up)
         if begins < lasts:
-            expected += [("strike", 10.0 + begins), ("undo", 10.0 + min(lasts, begins + down))]
+            expected += [
+                ("strike", 10.0 + begins),
+                ("undo", 10.0 + min(lasts, begins + down)),
+            ]
     assert found == expected
 
 
 def test_a_flap_without_an_end_goes_on_for_ever() -> None:
     flap = Flap(FlapPart(device="a", down="1s", up="2s"))
     assert flap.takes_no_for is None
-    assert [moment for _, moment in islice(flap.turns(0.0, math.inf), 2000, 2004)] == [3000.0, 3001.0, 3003.0, 3004.0]
+    assert [moment for _, moment in islice(flap.turns(0.0, math.inf), 2000, 2004)] == [
+        3000.0,
+        3001.0,
+        3003.0,
+        3004.0,
+    ]
 
 
 def test_heal_mends_what_was_done_to_links_and_nothing_else() -> None:

@@ -16,7 +16,11 @@ def described(operations):
 
 
 def name(operation):
-    return operation.action.name if operation.phase == "strike" else f"undo {operation.action.name}"
+    return (
+        operation.action.name
+        if operation.phase == "strike"
+        else f"undo {operation.action.name}"
+    )
 
 
 def test_by_time_with_undo():
@@ -29,19 +33,33 @@ def test_by_time_with_undo():
     script.done(operation, 2.6)
     (undo,) = script.due(6)
     assert described([undo]) == [("undo kill", "a", 5.6)]
-    assert undo.events() == [("fault", {"action": "kill", "target": "a", "phase": "undo", "intended": 5.6})]
+    assert undo.events() == [
+        ("fault", {"action": "kill", "target": "a", "phase": "undo", "intended": 5.6})
+    ]
     assert str(undo) == "the fault 'undo kill a'"
     script.done(undo, 5.7)
     assert script.next_deadline() is None
 
 
 def test_equal_instants_keep_the_order_of_the_file():
-    script = FaultScript(faults({"pause": "b", "at": "1s"}, {"kill": "a", "at": "1s"}, {"kill": "c", "at": "0"}))
-    assert described(script.due(1)) == [("kill", "c", 0.0), ("pause", "b", 1.0), ("kill", "a", 1.0)]
+    script = FaultScript(
+        faults(
+            {"pause": "b", "at": "1s"},
+            {"kill": "a", "at": "1s"},
+            {"kill": "c", "at": "0"},
+        )
+    )
+    assert described(script.due(1)) == [
+        ("kill", "c", 0.0),
+        ("pause", "b", 1.0),
+        ("kill", "a", 1.0),
+    ]
 
 
 def test_undo_comes_before_a_later_fault_at_the_same_instant():
-    script = FaultScript(faults({"pause": "b", "at": "1s", "for": "1s"}, {"kill": "b", "at": "2s"}))
+    script = FaultScript(
+        faults({"pause": "b", "at": "1s", "for": "1s"}, {"kill": "b", "at": "2s"})
+    )
     script.done(script.due(1)[0], 1.0)
     assert described(script.due(2)) == [("undo pause", "b", 2.0), ("kill", "b", 2.0)]
 
@@ -55,7 +73,9 @@ def test_after_counts_from_when_the_one_before_took_effect():
         )
     )
     assert script.next_deadline() is None
-    (operation,) = script.observe(7.0, "a", "begin", {"span": "backward", "batch": 2, "micro": 0})
+    (operation,) = script.observe(
+        7.0, "a", "begin", {"span": "backward", "batch": 2, "micro": 0}
+    )
     script.done(operation, 7.25)
     (second,) = script.due(20)
     assert described([second]) == [("restart", "a", 10.25)]
@@ -69,8 +89,18 @@ def test_after_counts_from_when_the_one_before_took_effect():
         ({"begins": "forward"}, "begin", {"span": "forward", "batch": 9}, True),
         ({"begins": "forward"}, "begin", {"span": "backward"}, False),
         ({"begins": "forward"}, "compute", {"span": "forward"}, False),
-        ({"begins": "forward", "batch": 1, "micro": 2}, "begin", {"span": "forward", "batch": 1, "micro": 2}, True),
-        ({"begins": "forward", "batch": 1, "micro": 2}, "begin", {"span": "forward", "batch": 1, "micro": 1}, False),
+        (
+            {"begins": "forward", "batch": 1, "micro": 2},
+            "begin",
+            {"span": "forward", "batch": 1, "micro": 2},
+            True,
+        ),
+        (
+            {"begins": "forward", "batch": 1, "micro": 2},
+            "begin",
+            {"span": "forward", "batch": 1, "micro": 1},
+            False,
+        ),
         ({"event": "recovery"}, "recovery", {"phase": "detected"}, True),
         ({"event": "step", "batch": 3}, "step", {"step": 3}, True),
         ({"event": "step", "batch": 3}, "step", {"step": 2}, False),
@@ -99,7 +129,11 @@ FLAP = {"between": ["a", "b"], "down": "1s", "up": "2s"}
 
 
 def test_flap_goes_down_and_up_so_often():
-    script = FaultScript(faults({"flap": {**FLAP, "times": 2}, "at": "5s"}, {"kill": "a", "after": "100s"}))
+    script = FaultScript(
+        faults(
+            {"flap": {**FLAP, "times": 2}, "at": "5s"}, {"kill": "a", "after": "100s"}
+        )
+    )
     turns = [("flap", 5), ("undo flap", 6), ("flap", 8), ("undo flap", 9)]
     assert play(script, 1000) == [*turns, ("kill", 105)]
 
@@ -113,18 +147,30 @@ def test_flap_does_not_drift():
 
 def test_flap_ends_with_the_links_up():
     script = FaultScript(faults({"flap": FLAP, "at": 0, "for": "3.5s"}))
-    assert play(script, 1000) == [("flap", 0), ("undo flap", 1), ("flap", 3), ("undo flap", 3.5)]
+    assert play(script, 1000) == [
+        ("flap", 0),
+        ("undo flap", 1),
+        ("flap", 3),
+        ("undo flap", 3.5),
+    ]
     without_end = FaultScript(faults({"flap": FLAP, "at": 0}))
     assert len(play(without_end, 3000)) == 2001
 
 
 def test_heal_ends_a_flap():
     script = FaultScript(faults({"flap": FLAP, "at": 0}, {"heal": "all", "at": "3.5s"}))
-    assert play(script, 1000) == [("flap", 0), ("undo flap", 1), ("flap", 3), ("heal", 3.5)]
+    assert play(script, 1000) == [
+        ("flap", 0),
+        ("undo flap", 1),
+        ("flap", 3),
+        ("heal", 3.5),
+    ]
 
 
 def test_throttle_is_undone_by_its_handle():
-    script = FaultScript(faults({"throttle": {"device": "a", "slowdown": 4}, "at": "1s", "for": "2s"}))
+    script = FaultScript(
+        faults({"throttle": {"device": "a", "slowdown": 4}, "at": "1s", "for": "2s"})
+    )
     assert play(script, 10) == [("throttle", 1), ("undo throttle", 3)]
 
 
@@ -142,7 +188,13 @@ def test_links_that_go_down_while_they_are_healed_come_up_at_once():
 
 
 def test_what_may_start_a_device_is_to_come_or_under_way() -> None:
-    script = FaultScript(faults({"kill": "a", "at": "1s"}, {"restart": "a", "at": "3s"}, {"kill": "b", "at": "4s"}))
+    script = FaultScript(
+        faults(
+            {"kill": "a", "at": "1s"},
+            {"restart": "a", "at": "3s"},
+            {"kill": "b", "at": "4s"},
+        )
+    )
     (kill,) = script.due(1)
     script.done(kill, 1)
     assert script.may_start("a")
@@ -154,7 +206,12 @@ def test_what_may_start_a_device_is_to_come_or_under_way() -> None:
 
 
 def test_the_end_of_a_kill_starts_its_device_and_the_end_of_a_pause_does_not() -> None:
-    script = FaultScript(faults({"kill": "a", "at": "1s", "for": "2s"}, {"pause": "b", "at": "1s", "for": "2s"}))
+    script = FaultScript(
+        faults(
+            {"kill": "a", "at": "1s", "for": "2s"},
+            {"pause": "b", "at": "1s", "for": "2s"},
+        )
+    )
     assert script.may_start("a")
     for operation in script.due(1):
         script.done(operation, 1)

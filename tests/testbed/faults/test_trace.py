@@ -43,7 +43,10 @@ def refusal(tmp_path, trace: str) -> str:
 def test_every_kind_of_line():
     change = parse("12.5,link a->b rate,10mbit")
     assert (change.time, change.pairs, change.link.rate) == (12.5, (("a", "b"),), 10e6)
-    assert parse(" 500ms , link a <-> b delay , 40ms ").pairs == (("a", "b"), ("b", "a"))
+    assert parse(" 500ms , link a <-> b delay , 40ms ").pairs == (
+        ("a", "b"),
+        ("b", "a"),
+    )
     assert parse('1,"link a->b distribution",uniform').link.distribution == "uniform"
     assert parse("0,link a->b limit,100").link.limit == 100
     assert parse("13,device a speed,200mflops").speed.speed == 200e6
@@ -57,13 +60,22 @@ def test_every_kind_of_line():
         ("1,link a->b,rate,10mbit", "has 4 values"),
         ("soon,link a->b rate,10mbit", "'soon' is not a duration"),
         ("-1,link a->b rate,10mbit", "is negative"),
-        ("1,link a->b rtae,10mbit", "a trace cannot change 'rtae' of a link: did you mean 'rate'?"),
+        (
+            "1,link a->b rtae,10mbit",
+            "a trace cannot change 'rtae' of a link: did you mean 'rate'?",
+        ),
         ("1,link a->b bursts,10mbit", "a trace cannot change 'bursts' of a link"),
         ("1,link a->b rate,10Mbps", "'Mbps' is not a unit of rate: tc reads"),
         ("1,link a->b rate,10", "has no unit"),
         ("1,link a->b distribution,poisson", "invalid value 'poisson'"),
-        ("1,link a b rate,10mbit", "is neither a link nor a device: write 'link a->b rate'"),
-        ("1,device a memory,1GiB", "a trace cannot change 'memory' of a device: choose one of speed, slowdown"),
+        (
+            "1,link a b rate,10mbit",
+            "is neither a link nor a device: write 'link a->b rate'",
+        ),
+        (
+            "1,device a memory,1GiB",
+            "a trace cannot change 'memory' of a device: choose one of speed, slowdown",
+        ),
         ("1,device a speed,0", "must be more than 0"),
         ("1,device a slowdown,0.5", "must be at least 1"),
         ("", "has 0 values"),
@@ -74,7 +86,10 @@ def test_lines_that_say_nothing(line, said):
         parse(line)
 
 
-@given(st.text(max_size=60) | st.builds("{},link {}->{} {},{}".format, *[st.text(max_size=8)] * 5))
+@given(
+    st.text(max_size=60)
+    | st.builds("{},link {}->{} {},{}".format, *[st.text(max_size=8)] * 5)
+)
 def test_no_line_does_more_than_being_refused(line):
     try:
         assert isinstance(parse(line), Change)
@@ -84,7 +99,8 @@ def test_no_line_does_more_than_being_refused(line):
 
 def test_file_with_comments_and_a_header(tmp_path):
     scenario = written(
-        tmp_path, "# measured in a car\ntime,what,value\n\n1,link a->b rate,1mbit\n2,device b slowdown,2\n"
+        tmp_path,
+        "# measured in a car\ntime,what,value\n\n1,link a->b rate,1mbit\n2,device b slowdown,2\n",
     )
     assert scenario.trace == ("1,link a->b rate,1mbit", "2,device b slowdown,2")
     (trial,) = trials(scenario)
@@ -103,20 +119,31 @@ def test_resolved_scenario_needs_no_file(tmp_path):
 def test_sweep_over_traces(tmp_path):
     (tmp_path / "slow.csv").write_text("1,link a->b rate,1mbit\n")
     scenario = written(tmp_path, "0,device a slowdown,2\n")
-    tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True) | {"sweep": {"trace": ["slow.csv", []]}}
+    tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True) | {
+        "sweep": {"trace": ["slow.csv", []]}
+    }
     runs = trials(validate(tree, scenario.source))
-    assert [[change.what for change in run.experiment.changes] for run in runs] == [["link a->b rate"], []]
+    assert [[change.what for change in run.experiment.changes] for run in runs] == [
+        ["link a->b rate"],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(
     ("trace", "said"),
     [
-        ("#\n1,link a->b rtae,1mbit\n", "/changes.csv:2: trace.0: a trace cannot change 'rtae'"),
+        (
+            "#\n1,link a->b rtae,1mbit\n",
+            "/changes.csv:2: trace.0: a trace cannot change 'rtae'",
+        ),
         (
             "2,link a->b rate,1mbit\n1,link a->b rate,2mbit\n",
             "/changes.csv:2: trace.1: runs backwards: 1s is before the 2s of a line above: sort the lines by time",
         ),
-        ("1,link a->c rate,1mbit\n", "/changes.csv:1: trace.0: unknown device 'c': choose one of a, b"),
+        (
+            "1,link a->c rate,1mbit\n",
+            "/changes.csv:1: trace.0: unknown device 'c': choose one of a, b",
+        ),
         ("1,device c speed,1gflops\n", "unknown device 'c'"),
         ("1,link a->a rate,1mbit\n", "there is no link from 'a' to 'a'"),
         (
@@ -141,7 +168,10 @@ def test_traces_that_cannot_be(tmp_path, trace, said):
 def test_file_that_is_not_there_is_named_where_the_scenario_names_it(tmp_path):
     file = tmp_path / "traced.yaml"
     file.write_text(SCENARIO)
-    with pytest.raises(InputError, match=r"traced\.yaml:6: trace: .*changes\.csv cannot be read: No such file"):
+    with pytest.raises(
+        InputError,
+        match=r"traced\.yaml:6: trace: .*changes\.csv cannot be read: No such file",
+    ):
         load(file)
     (tmp_path / "changes.csv").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="is not text"):
@@ -149,9 +179,16 @@ def test_file_that_is_not_there_is_named_where_the_scenario_names_it(tmp_path):
 
 
 def test_trace_that_is_no_trace():
-    tree = {"name": "x", "devices": {"a": {}}, "workload": {"model": {"name": "mlp"}, "method": {"name": "single"}}}
+    tree = {
+        "name": "x",
+        "devices": {"a": {}},
+        "workload": {"model": {"name": "mlp"}, "method": {"name": "single"}},
+    }
     tree["workload"]["steps"] = 1
-    with pytest.raises(InputError, match="trace: is neither the name of a CSV file nor a list of its lines"):
+    with pytest.raises(
+        InputError,
+        match="trace: is neither the name of a CSV file nor a list of its lines",
+    ):
         validate({**tree, "trace": [{"at": 1}]}, Source("x.yaml"))
 
 
@@ -163,25 +200,43 @@ def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
         "name": "x",
         "devices": {"a": {}, "b": {}},
         "network": {"link": {"delay": "50ms"}},
-        "workload": {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1},
+        "workload": {
+            "model": {"name": "mlp"},
+            "method": {"name": "single"},
+            "steps": 1,
+        },
         "trace": ["5,link b->a delay,2ms"],
         "faults": [{"degrade": {"between": ["a", "b"], "jitter": "10ms"}, "at": "1s"}],
     }
     scenario = validate(tree, Source("x.yaml"))
     found = trials(scenario)[0].experiment
-    traced = [(pair, link) for _, pair, link in traced_links(found.links, found.changes, "a")]
-    (problem,) = problems(scenario.faults, FaultContext(found.devices, found.links, traced), lambda _: (), {})
+    traced = [
+        (pair, link) for _, pair, link in traced_links(found.links, found.changes, "a")
+    ]
+    (problem,) = problems(
+        scenario.faults,
+        FaultContext(found.devices, found.links, traced),
+        lambda _: (),
+        {},
+    )
     assert problem.key == ("faults", 0, "degrade", "jitter")
     assert "a jitter of 10ms is above the delay of 2ms" in problem.text
 
 
 def test_script_keeps_to_its_schedule():
     script = TraceScript(
-        [parse("1,device a slowdown,2"), parse("1,device b slowdown,2"), parse("3,device a slowdown,1")]
+        [
+            parse("1,device a slowdown,2"),
+            parse("1,device b slowdown,2"),
+            parse("3,device a slowdown,1"),
+        ]
     )
     assert script.next_deadline() == 1
     assert not script.due(0.9)
-    assert [change.what for change in script.due(2.9).changes] == ["device a slowdown", "device b slowdown"]
+    assert [change.what for change in script.due(2.9).changes] == [
+        "device a slowdown",
+        "device b slowdown",
+    ]
     assert script.next_deadline() == 3
     assert len(script.due(99).changes) == 1
     assert script.next_deadline() is None
@@ -189,9 +244,13 @@ def test_script_keeps_to_its_schedule():
 
 
 def test_what_a_change_changes():
-    before = SystemState.of([DeviceSpec("a", 1e9, 1e9)], {("a", "b"): Link(1e6), ("b", "a"): Link(1e6)})
+    before = SystemState.of(
+        [DeviceSpec("a", 1e9, 1e9)], {("a", "b"): Link(1e6), ("b", "a"): Link(1e6)}
+    )
     both = parse("1,link a<->b delay,40ms").apply(before)
-    assert both.changed(before) == StateDiff(links=dict.fromkeys([("a", "b"), ("b", "a")], Link(1e6, 0.04)))
+    assert both.changed(before) == StateDiff(
+        links=dict.fromkeys([("a", "b"), ("b", "a")], Link(1e6, 0.04))
+    )
     slow = parse("1,device a speed,100mflops").apply(before)
     assert slow.changed(before) == StateDiff(speeds={"a": 0.1})
 

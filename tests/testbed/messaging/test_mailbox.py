@@ -71,7 +71,9 @@ def test_take_says_that_it_did_not_come():
         assert await mailbox.take(Word, 7, deadline=0.5) is None
         assert mailbox.device.now() == 0.5
         assert await mailbox.take(Word, 7, deadline=0.2) is None
-        assert await mailbox.take(Word, 1, deadline=0.2) is not None  # it is here already
+        assert (
+            await mailbox.take(Word, 1, deadline=0.2) is not None
+        )  # it is here already
         waiting = asyncio.create_task(mailbox.take(Word, 9))
         await mailbox.device.sleep(1)
         assert not waiting.done()
@@ -148,7 +150,11 @@ def test_only_messages_of_the_present_configuration_count():
     async def listen(mailbox):
         mailbox.open(2)
         await mailbox.device.sleep(1)
-        assert [mailbox.holds(Word, number) for number in (1, 2, 3)] == [False, True, False]
+        assert [mailbox.holds(Word, number) for number in (1, 2, 3)] == [
+            False,
+            True,
+            False,
+        ]
         assert mailbox.arrived == 1
 
     talk(speak, listen)
@@ -193,7 +199,9 @@ def test_what_is_under_way_and_overdue_is_known():
         assert not sends.overdue()
         assert sends.is_busy()
         await mailbox.device.sleep(0.005)
-        assert sends.overdue() == {"mouth": pytest.approx(0.005)}  # without links it should have been there at once
+        assert sends.overdue() == {
+            "mouth": pytest.approx(0.005)
+        }  # without links it should have been there at once
         await word
         assert not sends.overdue()
         assert not sends.is_busy()
@@ -212,7 +220,9 @@ def test_mailbox_is_bounded(taker):
     async def listen(mailbox):
         await mailbox.device.sleep(2)
 
-    with pytest.raises(MailboxFullError, match=r"unacknowledged" if taker else r"wait to be taken"):
+    with pytest.raises(
+        MailboxFullError, match=r"unacknowledged" if taker else r"wait to be taken"
+    ):
         talk(flood, listen, limit=4)
 
 

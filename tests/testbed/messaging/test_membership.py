@@ -6,7 +6,14 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.membership import MEMBERSHIP_KINDS, Configured, Membership, Presence, RoleHolder, Status
+from testbed.messaging.membership import (
+    MEMBERSHIP_KINDS,
+    Configured,
+    Membership,
+    Presence,
+    RoleHolder,
+    Status,
+)
 from testbed.messaging.typed import Typed
 from testbed.wire.message import Message
 from tests.helpers.simulated import LINK, simulate
@@ -52,7 +59,12 @@ def test_answers_carry_what_a_device_says_of_itself():
         mailbox.open(7)
         assert await members.ping_all({"one": 1.0, "two": 1.0}) == set()
         answer = members.answers["two"]
-        assert (answer.configuration, answer.holds, answer.actions, answer.computing) == (7, 3, 9, True)
+        assert (
+            answer.configuration,
+            answer.holds,
+            answer.actions,
+            answer.computing,
+        ) == (7, 3, 9, True)
         assert answer.held == [[1, 2, [0]]]
 
     led(lead, lambda: Status(3, 9, True, ((1, 2, (0,)),)))
@@ -137,7 +149,9 @@ def notes_of(lead):
 
     async def coordinate(device):
         async with Mailbox(device, {}, (*MEMBERSHIP_KINDS, Be)) as mailbox:
-            mailbox.on(Configured, lambda configured: said.append(configured.configuration))
+            mailbox.on(
+                Configured, lambda configured: said.append(configured.configuration)
+            )
             await lead(mailbox)
 
     async def serve(device):
@@ -164,8 +178,16 @@ def test_a_role_is_prepared_announced_and_served():
 
 
 def test_a_higher_configuration_ends_a_role_and_a_second_one_of_the_same_does_not():
-    notes, said = notes_of(lambda mailbox: tell(mailbox, (1, "first"), (1, "late"), (2, "second")))
-    assert notes[:5] == ["first prepares", "first serves", "first ends", "second prepares", "second serves"]
+    notes, said = notes_of(
+        lambda mailbox: tell(mailbox, (1, "first"), (1, "late"), (2, "second"))
+    )
+    assert notes[:5] == [
+        "first prepares",
+        "first serves",
+        "first ends",
+        "second prepares",
+        "second serves",
+    ]
     assert said[-1] == 2
 
 
@@ -192,5 +214,8 @@ def test_a_role_that_sends_a_large_message_to_another_device_is_busy_while_it_ma
         await device.receive()
         await device.receive()
 
-    simulate({"lead": coordinate, "one": serve, "two": take}, link=replace(LINK, rate=LINK.rate / 10))
+    simulate(
+        {"lead": coordinate, "one": serve, "two": take},
+        link=replace(LINK, rate=LINK.rate / 10),
+    )
     assert answers == [True, True, False]

@@ -29,7 +29,10 @@ from testbed.wire.message import size_around
 from tests.helpers.simulated import LINK, simulate
 
 NAMES = ("lead", "one", "two")
-PARTS = [Piece(device=name, first=index, last=index + 1, memory=0) for index, name in enumerate(NAMES)]
+PARTS = [
+    Piece(device=name, first=index, last=index + 1, memory=0)
+    for index, name in enumerate(NAMES)
+]
 
 
 class Problem:
@@ -40,12 +43,18 @@ class Problem:
     devices = tuple(map(Device, NAMES))
 
 
-def supervised(lead, status=lambda mailbox: Status(mailbox.configuration), faults=(), patience=1):
+def supervised(
+    lead, status=lambda mailbox: Status(mailbox.configuration), faults=(), patience=1
+):
     async def coordinate(device):
         async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
-            timeouts = Timeouts(patience=patience, return_window=5, standstill=3, startup=1)
+            timeouts = Timeouts(
+                patience=patience, return_window=5, standstill=3, startup=1
+            )
             presence = Presence(mailbox, "lead", lambda: Status(mailbox.configuration))
-            supervisor = Supervisor(mailbox, presence, Problem, timeouts, lambda part: 0)
+            supervisor = Supervisor(
+                mailbox, presence, Problem, timeouts, lambda part: 0
+            )
             supervisor.start(PARTS)
             await lead(supervisor)
 
@@ -78,7 +87,9 @@ def lost(outcome):
 
 
 def test_silent_device_is_lost_after_its_patience():
-    when, error = lost(lambda lead: supervised(lead, faults=[{"kill": "two", "at": "500ms"}]))
+    when, error = lost(
+        lambda lead: supervised(lead, faults=[{"kill": "two", "at": "500ms"}])
+    )
     assert error.missing == ["two"]
     assert not error.cut
     assert 2 <= when < 2.5  # of waiting, and of asking
@@ -93,14 +104,19 @@ class State(Numbered, kind="state"):
 
 def seconds_until_lost(rate, faults=()):
     """Return when a device counts as lost that sends 1 MB where a link of 1 MB/s is planned; None: it never does."""
-    kinds, planned = (*MEMBERSHIP_KINDS, State), dict.fromkeys((("lead", "one"), ("one", "lead")), LINK)
+    kinds, planned = (
+        (*MEMBERSHIP_KINDS, State),
+        dict.fromkeys((("lead", "one"), ("one", "lead")), LINK),
+    )
     found = []
 
     async def coordinate(device):
         async with Mailbox(device, planned, kinds) as mailbox:
             timeouts = Timeouts(patience=1, return_window=5, standstill=3, startup=1)
             presence = Presence(mailbox, "lead", Status)
-            supervisor = Supervisor(mailbox, presence, Problem, timeouts, lambda part: 1e6)
+            supervisor = Supervisor(
+                mailbox, presence, Problem, timeouts, lambda part: 1e6
+            )
             supervisor.start(PARTS[:2])
             try:
                 await supervisor.take(State)
@@ -114,7 +130,11 @@ def seconds_until_lost(rate, faults=()):
             await mailbox.post("lead", State(1, torch.zeros(250_000)))
             await device.receive()
 
-    simulate({"lead": coordinate, "one": send}, link=Link(rate=rate, delay=0.01), faults=faults)
+    simulate(
+        {"lead": coordinate, "one": send},
+        link=Link(rate=rate, delay=0.01),
+        faults=faults,
+    )
     return found[0] if found else None
 
 
@@ -123,13 +143,17 @@ def test_a_device_whose_message_arrives_later_than_planned_is_waited_for():
 
 
 def test_a_device_that_dies_while_its_message_arrives_is_lost_when_its_time_is_over():
-    assert seconds_until_lost(8e6 / 7, [{"kill": "one", "at": "2s"}]) == pytest.approx(4, abs=0.5)
+    assert seconds_until_lost(8e6 / 7, [{"kill": "one", "at": "2s"}]) == pytest.approx(
+        4, abs=0.5
+    )
 
 
 def test_a_device_whose_message_hardly_arrives_is_lost():
     planned = LINK.transmission_time(size_around(1e6)) + 2 * LINK.delay
     waited, asked = 1, 1
-    assert seconds_until_lost(8e3) == pytest.approx(waited + asked + MOST_ARRIVING * SLACK * planned, abs=0.1)
+    assert seconds_until_lost(8e3) == pytest.approx(
+        waited + asked + MOST_ARRIVING * SLACK * planned, abs=0.1
+    )
 
 
 def test_restarted_device_is_lost_as_soon_as_it_greets():
@@ -172,7 +196,9 @@ def test_slow_device_makes_it_more_patient():
         for patience in (2, 4, 8, 8):
             supervisor.learn_patience(Lost(["one"]), {"one": 0.0})
             assert supervisor.patience == patience
-        supervisor.learn_patience(Lost(["one"]), {"one": 0.5})  # it started again, so it was not slow
+        supervisor.learn_patience(
+            Lost(["one"]), {"one": 0.5}
+        )  # it started again, so it was not slow
 
     supervised(lead)
 
@@ -189,7 +215,9 @@ class Plan:
         self.supervisor = SimpleNamespace(
             progress=0,
             stages=[],
-            device=SimpleNamespace(record=lambda event, **fields: self.calls.append(fields["phase"])),
+            device=SimpleNamespace(
+                record=lambda event, **fields: self.calls.append(fields["phase"])
+            ),
             membership=SimpleNamespace(exclude=self.excluded.update),
         )
 
@@ -221,7 +249,10 @@ def test_work_goes_on_after_a_loss():
 def test_losses_and_recoveries_are_logged(caplog):
     caplog.set_level(logging.INFO, "testbed.messaging.supervision")
     Plan(Lost(["one"])).run_with_recovery()
-    assert caplog.messages == ["lost: one; recovering from 5", "recovered: resuming at 5 with []"]
+    assert caplog.messages == [
+        "lost: one; recovering from 5",
+        "recovered: resuming at 5 with []",
+    ]
 
 
 def test_devices_cut_off_are_left_out():
@@ -238,12 +269,17 @@ def test_device_lost_again_and_again_is_left_out_though_it_answers():
 
 def test_without_progress_it_is_given_up():
     plan = Plan(*(Lost(["one"]) for _ in range(MAX_RETRIES)))
-    with pytest.raises(TestbedError, match=r"20 consecutive recoveries .*last: one.*raise method.patience"):
+    with pytest.raises(
+        TestbedError,
+        match=r"20 consecutive recoveries .*last: one.*raise method.patience",
+    ):
         plan.run_with_recovery()
 
 
 def test_progress_in_between_counts():
-    outcomes = [outcome for _ in range(2 * MAX_RETRIES) for outcome in (1, Lost(["one"]))]
+    outcomes = [
+        outcome for _ in range(2 * MAX_RETRIES) for outcome in (1, Lost(["one"]))
+    ]
     plan = Plan(*outcomes)
     plan.run_with_recovery()
     assert not plan.excluded

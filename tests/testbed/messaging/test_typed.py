@@ -47,7 +47,12 @@ def test_tensors_travel_beside_the_fields():
     tensor = torch.arange(3)
     message = encode(Piece(4, 2, tensor))
     assert message == Message("piece", {"step": 4, "part": 2}, {"tensor": tensor})
-    assert decode(Piece, Message("piece", message.fields, message.tensors, "worker1")).sender == "worker1"
+    assert (
+        decode(
+            Piece, Message("piece", message.fields, message.tensors, "worker1")
+        ).sender
+        == "worker1"
+    )
 
 
 def test_a_state_is_all_other_tensors_under_their_own_names():
@@ -114,10 +119,16 @@ class Gradients(Typed, kind="gradients"):
     ],
 )
 def test_the_spelling_of_annotations_does_not_matter(
-    future: str, imported: str, tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    future: str,
+    imported: str,
+    tensor: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = f"spelled_{abs(hash((future, imported)))}"
-    (tmp_path / f"{name}.py").write_text(MODULE.format(future=future, torch=imported, tensor=tensor))
+    (tmp_path / f"{name}.py").write_text(
+        MODULE.format(future=future, torch=imported, tensor=tensor)
+    )
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module(name)
     weights = {"0.weight": torch.ones(2)}
@@ -128,11 +139,17 @@ def test_the_spelling_of_annotations_does_not_matter(
     assert encode(module.Gradients(weights)).tensors.keys() == weights.keys()
 
 
-METHODS = [file for file in sorted(Path("scenarios/examples").glob("*.py")) if "Typed" in file.read_text()]
+METHODS = [
+    file
+    for file in sorted(Path("scenarios/examples").glob("*.py"))
+    if "Typed" in file.read_text()
+]
 
 
 @pytest.mark.parametrize("file", METHODS, ids=lambda file: file.stem)
-def test_examples_send_the_same_messages_as_modules_and_as_scenario_code(file: Path) -> None:
+def test_examples_send_the_same_messages_as_modules_and_as_scenario_code(
+    file: Path,
+) -> None:
     """A method of a package is imported from its file; one that a scenario names is compiled from its text."""
     code = usercode.read(file, "", ("method", "file"))
     spec = importlib.util.spec_from_file_location(f"imported_{file.stem}", file)
@@ -143,7 +160,11 @@ def test_examples_send_the_same_messages_as_modules_and_as_scenario_code(file: P
     spec.loader.exec_module(module)
     loaded = usercode.load(code, ("method", "file"))
     for name, kind in vars(module).items():
-        if isinstance(kind, type) and issubclass(kind, Typed) and kind.__module__ == module.__name__:
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, Typed)
+            and kind.__module__ == module.__name__
+        ):
             assert _classify_fields(kind) == _classify_fields(getattr(loaded, name))
 
 

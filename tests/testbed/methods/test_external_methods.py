@@ -49,7 +49,9 @@ def written(folder: Path, text: str) -> Path:
 def test_the_method_of_a_file_plans_and_declares() -> None:
     prepared = prepare(trials(load(RING))[0])
     assert prepared.plan.method == "ring"
-    assert [figure.name for figure in prepared.method.declared.figures] == ["tokens_lost"]
+    assert [figure.name for figure in prepared.method.declared.figures] == [
+        "tokens_lost"
+    ]
 
 
 def test_a_method_travels_as_text_and_is_the_same_there(tmp_path: Path) -> None:
@@ -61,7 +63,10 @@ def test_a_method_travels_as_text_and_is_the_same_there(tmp_path: Path) -> None:
     )
     body = next(iter(bodies(prepare(trials(load(RING))[0])).values()))
     command = [sys.executable, str(tmp_path / "there.py")]
-    assert subprocess.run(command, check=True, capture_output=True, input=body).stdout == b"ring 6.0\n"
+    assert (
+        subprocess.run(command, check=True, capture_output=True, input=body).stdout
+        == b"ring 6.0\n"
+    )
 
 
 SYSTEMS = {
@@ -74,14 +79,29 @@ SYSTEMS = {
 
 
 @pytest.mark.parametrize("package", SYSTEMS)
-def test_a_published_system_runs_from_its_text_on_a_device_without_the_package(package: str, tmp_path: Path) -> None:
-    names = {point.name for point in entry_points(group="testbed.methods") if point.module.startswith(package)}
-    trial = next(each for each in trials(load(SYSTEMS[package])) if each.scenario.workload.method.name in names)
+def test_a_published_system_runs_from_its_text_on_a_device_without_the_package(
+    package: str, tmp_path: Path
+) -> None:
+    names = {
+        point.name
+        for point in entry_points(group="testbed.methods")
+        if point.module.startswith(package)
+    }
+    trial = next(
+        each
+        for each in trials(load(SYSTEMS[package]))
+        if each.scenario.workload.method.name in names
+    )
     body = next(iter(bodies(prepare(trial)).values()))
-    assert _read_without(package, body, tmp_path) == f"{trial.scenario.workload.method.name} True\n"
+    assert (
+        _read_without(package, body, tmp_path)
+        == f"{trial.scenario.workload.method.name} True\n"
+    )
 
 
-def test_a_workload_and_its_method_from_one_package_share_their_texts(tmp_path: Path) -> None:
+def test_a_workload_and_its_method_from_one_package_share_their_texts(
+    tmp_path: Path,
+) -> None:
     trial = trials(load(ROOT / "generation" / "scenarios" / "kill.yaml"))[0]
     body = next(iter(bodies(prepare(trial)).values()))
     document = json.loads(body)
@@ -108,7 +128,9 @@ def _read_without(package: str, body: bytes, tmp_path: Path) -> str:
     # Without site no editable installation is found: the folders are what a device image has.
     path = f"{tmp_path}:{sysconfig.get_path('purelib')}"
     command = [sys.executable, "-S", str(tmp_path / "there.py")]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, input=body)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, input=body
+    )
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode()
 
@@ -119,8 +141,12 @@ def test_methods_of_this_code_need_not_travel() -> None:
 
 def test_results_keep_the_file_and_load_without_the_original(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SMALL)
-    workload = recorded.SCENARIO["workload"] | {"method": {"file": "mine.py", "name": "nothing"}}
-    (tmp_path / "mine.yaml").write_text(str({**recorded.SCENARIO, "workload": workload, "faults": []}))
+    workload = recorded.SCENARIO["workload"] | {
+        "method": {"file": "mine.py", "name": "nothing"}
+    }
+    (tmp_path / "mine.yaml").write_text(
+        str({**recorded.SCENARIO, "workload": workload, "faults": []})
+    )
     trial = trials(load(tmp_path / "mine.yaml"))[0]
     kept = recorded.write(tmp_path / "run", trial, recorded.plan(), recorded.outcome())
     (tmp_path / "mine.py").unlink()
@@ -135,13 +161,21 @@ def test_results_keep_the_file_and_load_without_the_original(tmp_path: Path) -> 
     [
         ("def plan(:\n", r"mine.py:1: is not Python: "),
         ("import testbed\n\nraise ValueError('x')\n", r"mine.py:3: ValueError: x"),
-        ("import nowhere.to.be.found\n", r"mine.py:1: ModuleNotFoundError: No module named 'nowhere'"),
-        (SMALL.replace('"nothing"', '"other"'), r"defines no method 'nothing': .* \(there: other\)"),
+        (
+            "import nowhere.to.be.found\n",
+            r"mine.py:1: ModuleNotFoundError: No module named 'nowhere'",
+        ),
+        (
+            SMALL.replace('"nothing"', '"other"'),
+            r"defines no method 'nothing': .* \(there: other\)",
+        ),
         ("x = 1\n", r"\(there: none\)"),
         (SMALL.replace("def plan", "def plans"), r"Nothing lacks plan"),
     ],
 )
-def test_a_file_that_is_no_method_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_is_no_method_is_refused_in_one_line(
+    tmp_path: Path, text: str, said: str
+) -> None:
     with pytest.raises(InputError, match=said) as refused:
         from_file(written(tmp_path, text), "nothing")
     assert refused.value.key == ("method", "file")
@@ -149,8 +183,12 @@ def test_a_file_that_is_no_method_is_refused_in_one_line(tmp_path: Path, text: s
 
 
 def test_figures_of_a_method_may_not_take_names_that_there_are(tmp_path: Path) -> None:
-    text = "from testbed.trace.metrics_spec import MetricsSpec, Metric\n" + SMALL.replace(
-        "    name =", "    declared = MetricsSpec(figures=(Metric('loss', 'number', 'x', None),))\n    name ="
+    text = (
+        "from testbed.trace.metrics_spec import MetricsSpec, Metric\n"
+        + SMALL.replace(
+            "    name =",
+            "    declared = MetricsSpec(figures=(Metric('loss', 'number', 'x', None),))\n    name =",
+        )
     )
     with pytest.raises(InputError, match="two figures are called 'loss'"):
         from_file(written(tmp_path, text), "nothing")
@@ -160,13 +198,16 @@ def test_a_missing_file_is_named_at_its_key(tmp_path: Path) -> None:
     scenario = tmp_path / "mine.yaml"
     scenario.write_text(RING.read_text())
     with pytest.raises(
-        InputError, match=r"mine.yaml:\d+: workload.method.file: .*ring.py cannot be read \(No such file"
+        InputError,
+        match=r"mine.yaml:\d+: workload.method.file: .*ring.py cannot be read \(No such file",
     ):
         prepare(trials(load(scenario))[0])
 
 
 def test_expect_knows_the_figures_of_the_file_and_of_no_other_method() -> None:
-    with pytest.raises(InputError, match="unknown figure 'tokens_los': did you mean 'tokens_lost'"):
+    with pytest.raises(
+        InputError, match="unknown figure 'tokens_los': did you mean 'tokens_lost'"
+    ):
         prepare(trials(load(RING, ["expect.tokens_los=== 1"]))[0])
     with pytest.raises(InputError, match="unknown figure 'versions_kept'"):
         prepare(trials(load(RING, ["expect.versions_kept=== 1"]))[0])
@@ -179,16 +220,22 @@ def test_events_of_the_file_can_be_waited_for() -> None:
         prepare(trials(load(RING, [waiting.replace("batch", "micro")]))[0])
 
 
-def test_a_package_registers_methods_by_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_registers_methods_by_entry_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "rings"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "rest.py").write_text("WORD = 'from the package'\n")
-    (package / "small.py").write_text(SMALL + "    from rings.rest import WORD as summary\n")
+    (package / "small.py").write_text(
+        SMALL + "    from rings.rest import WORD as summary\n"
+    )
     info = tmp_path / "rings-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rings\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[testbed.methods]\nnothing = rings.small:Nothing\n")
+    (info / "entry_points.txt").write_text(
+        "[testbed.methods]\nnothing = rings.small:Nothing\n"
+    )
     program = (
         "from testbed.methods import METHODS\n"
         "from testbed.methods.external import code_of\n"
@@ -197,7 +244,13 @@ def test_a_package_registers_methods_by_entry_points(tmp_path: Path, monkeypatch
     )
     root = str(ROOT)
     environment = {"PYTHONPATH": f"{tmp_path}:{root}", "PATH": "/usr/bin:/bin"}
-    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment)
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     code = Code.model_validate_json(found.stdout)
     assert set(code.sources) == {"rings", "rings.rest", "rings.small"}
     method = from_code(code)

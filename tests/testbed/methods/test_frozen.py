@@ -47,8 +47,14 @@ workload:
 """
 ROUNDS = ("federated", "split-learning", "split-federated", "pipelearn")
 PIPELINES = ("pipeline", "gpipe", "pipedream", "ftpipehd")
-OPTIONS = {"pipeline": {"checkpoint_every": 2}, "gpipe": {"checkpoint_every": 2}, "ftpipehd": {"chain_every": 2}}
-OPTIONS |= {key: {"split": 3} for key in ("split-learning", "split-federated", "pipelearn")}
+OPTIONS = {
+    "pipeline": {"checkpoint_every": 2},
+    "gpipe": {"checkpoint_every": 2},
+    "ftpipehd": {"chain_every": 2},
+}
+OPTIONS |= {
+    key: {"split": 3} for key in ("split-learning", "split-federated", "pipelearn")
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ready(folder: Path, method: str, **changes) -> Prepared:
     options = {"name": method, **OPTIONS.get(method, {})}
-    return prepare_with(folder / "frozen.yaml", options, changes, in_rounds=method in ROUNDS)
+    return prepare_with(
+        folder / "frozen.yaml", options, changes, in_rounds=method in ROUNDS
+    )
 
 
 @cache
@@ -78,17 +86,27 @@ def carrying(outcome: Outcome, *kinds: str) -> int:
 
 
 def frozen_of(prepared: Prepared) -> set[str]:
-    found = {name for name, weight in module(prepared).named_parameters() if not weight.requires_grad}
+    found = {
+        name
+        for name, weight in module(prepared).named_parameters()
+        if not weight.requires_grad
+    }
     assert len(found) == 3
     return found
 
 
-def test_messages_of_a_round_are_smaller_by_the_bytes_of_the_frozen_weights(folder: Path) -> None:
-    trained, everything = (run_of(folder, "federated", exchange) for exchange in ("trained", "all"))
+def test_messages_of_a_round_are_smaller_by_the_bytes_of_the_frozen_weights(
+    folder: Path,
+) -> None:
+    trained, everything = (
+        run_of(folder, "federated", exchange) for exchange in ("trained", "all")
+    )
     messages = carrying(everything, "begin", "update")
     assert messages == carrying(trained, "begin", "update") == 2 * 3 * 4
     # Headers of packets and of tensors that are absent are counted, too.
-    assert sent(everything) - sent(trained) == pytest.approx(messages * FROZEN, rel=0.08)
+    assert sent(everything) - sent(trained) == pytest.approx(
+        messages * FROZEN, rel=0.08
+    )
     assert trained.events[-1].time < everything.events[-1].time
 
 
@@ -100,15 +118,26 @@ def test_frozen_weights_neither_travel_nor_change_and_are_among_those_that_a_run
     begin = module(ready(folder, method)).state_dict()
     assert outcome.weights is not None
     assert outcome.weights.keys() == begin.keys()
-    still = {name for name, tensor in begin.items() if torch.equal(outcome.weights[name], tensor)}
+    still = {
+        name
+        for name, tensor in begin.items()
+        if torch.equal(outcome.weights[name], tensor)
+    }
     assert still == frozen_of(ready(folder, method))
     assert sent(outcome) < sent(run_of(folder, method, "all"))
 
 
 @pytest.mark.parametrize("method", ["single", *ROUNDS, *PIPELINES])
-def test_that_they_stay_changes_nothing_that_is_learnt(folder: Path, method: str) -> None:
-    trained, everything = (run_of(folder, method, exchange) for exchange in ("trained", "all"))
-    losses = [[event.fields["loss"] for event in each.events.of("step")] for each in (trained, everything)]
+def test_that_they_stay_changes_nothing_that_is_learnt(
+    folder: Path, method: str
+) -> None:
+    trained, everything = (
+        run_of(folder, method, exchange) for exchange in ("trained", "all")
+    )
+    losses = [
+        [event.fields["loss"] for event in each.events.of("step")]
+        for each in (trained, everything)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert trained.weights is not None
     assert everything.weights is not None
@@ -121,7 +150,14 @@ def test_a_device_that_restarts_has_them_again(folder: Path, method: str) -> Non
     victim, moment = "device2", {"device": "device2", "begins": "backward", "batch": 5}
     plain = {"workload.training.optimizer": {"learning_rate": 0.1}}
     calm = run(ready(folder, method, **plain))
-    struck = run(ready(folder, method, faults=[{"kill": victim, "when": moment, "for": "1s"}], **plain))
+    struck = run(
+        ready(
+            folder,
+            method,
+            faults=[{"kill": victim, "when": moment, "for": "1s"}],
+            **plain,
+        )
+    )
     assert calm.weights is not None
     assert struck.weights is not None
     assert carrying(struck, "ping") == 0
@@ -131,31 +167,52 @@ def test_a_device_that_restarts_has_them_again(folder: Path, method: str) -> Non
             assert torch.equal(struck.weights[name], tensor), name
 
 
-@pytest.mark.parametrize("method", ["federated", "split-federated", "pipeline", "ftpipehd"])
-def test_weights_from_a_file_reach_all_devices_whether_they_are_trained_or_not(folder: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    "method", ["federated", "split-federated", "pipeline", "ftpipehd"]
+)
+def test_weights_from_a_file_reach_all_devices_whether_they_are_trained_or_not(
+    folder: Path, method: str
+) -> None:
     other = run(ready(folder, "single", seed=11, workload__steps=2))
     assert other.weights is not None
     save_file(other.weights, folder / "given.safetensors")
     found = {}
     for exchange in ("trained", "all"):
-        keys = {"workload.model.weights": "given.safetensors", "workload.training.exchange": exchange}
+        keys = {
+            "workload.model.weights": "given.safetensors",
+            "workload.training.exchange": exchange,
+        }
         prepared = ready(folder, method, **keys)
         found[exchange] = outcome = run(prepared, other.weights)
         assert outcome.weights is not None
         for name in frozen_of(prepared):
-            torch.testing.assert_close(outcome.weights[name], other.weights[name], rtol=0, atol=1e-6)
-    losses = [[event.fields["loss"] for event in each.events.of("step")] for each in found.values()]
+            torch.testing.assert_close(
+                outcome.weights[name], other.weights[name], rtol=0, atol=1e-6
+            )
+    losses = [
+        [event.fields["loss"] for event in each.events.of("step")]
+        for each in found.values()
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     if method in ROUNDS:
         assert sent(found["trained"]) < sent(found["all"])
 
 
-def test_a_plan_counts_them_where_they_lie_and_not_where_they_do_not_travel(folder: Path) -> None:
-    trained, everything = (ready(folder, "federated", workload__training__exchange=each) for each in ("trained", "all"))
+def test_a_plan_counts_them_where_they_lie_and_not_where_they_do_not_travel(
+    folder: Path,
+) -> None:
+    trained, everything = (
+        ready(folder, "federated", workload__training__exchange=each)
+        for each in ("trained", "all")
+    )
     model = trained.problem.model
     assert 4 * model.frozen == FROZEN
-    assert model.frozen + model.parameters == sum(weight.numel() for weight in module(trained).parameters())
+    assert model.frozen + model.parameters == sum(
+        weight.numel() for weight in module(trained).parameters()
+    )
     assert all(piece.memory >= FROZEN for piece in trained.plan.pieces)
     for prepared, exchange in ((trained, "trained"), (everything, "all")):
-        first = next(iter(run_of(folder, "federated", exchange).events.of("round"))).fields
+        first = next(
+            iter(run_of(folder, "federated", exchange).events.of("round"))
+        ).fields
         assert prepared.plan.step_time == pytest.approx(first["duration"], rel=0.1)

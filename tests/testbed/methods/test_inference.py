@@ -24,9 +24,13 @@ def accuracy_of_plain_model(spec, weights=None, requests=7):
     size, there = spec.workload.batch_size, len(data.test_labels)
     right = total = 0
     for request in range(requests):
-        part = [sample % there for sample in range(request * size, (request + 1) * size)]
+        part = [
+            sample % there for sample in range(request * size, (request + 1) * size)
+        ]
         with torch.no_grad():
-            found = model(torch.from_numpy(data.test_images[part])).argmax(dim=1).numpy()
+            found = (
+                model(torch.from_numpy(data.test_images[part])).argmax(dim=1).numpy()
+            )
         right += int((found == data.test_labels[part]).sum())
         total += len(found)
     return right / total
@@ -40,7 +44,9 @@ def test_answers_are_those_of_the_undivided_model(partition, in_flight):
     outcome = run(spec, weights=weights)
     assert outcome.status == "finished", outcome.error
     assert [event["request"] for event in of(outcome, "request")] == list(range(7))
-    assert of(outcome, "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(spec, weights)
+    assert of(outcome, "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(
+        spec, weights
+    )
 
 
 def test_seeded_weights_where_none_are_given():
@@ -49,32 +55,55 @@ def test_seeded_weights_where_none_are_given():
 
 
 def test_one_pass_over_the_test_part_unless_told_otherwise():
-    assert len(of(run(sequential(workload={"task": "infer"})), "request")) == 3  # 40 samples, 16 a request
+    assert (
+        len(of(run(sequential(workload={"task": "infer"})), "request")) == 3
+    )  # 40 samples, 16 a request
 
 
 def test_latency_alone_and_throughput_together_are_as_predicted():
-    work = {**INFER, "requests": 40, "batch_size": 20, "model": {"name": "mlp", "hidden": [128, 128, 128, 128]}}
+    work = {
+        **INFER,
+        "requests": 40,
+        "batch_size": 20,
+        "model": {"name": "mlp", "hidden": [128, 128, 128, 128]},
+    }
     alone = sequential(workload=work)
     plan = METHODS["sequential"].plan(problem_of(alone)[0])
     latencies = [event["latency"] for event in of(run(alone), "request")]
     assert latencies[-1] == pytest.approx(plan.details.latency, rel=0.01)
 
-    together = sequential(workload=work, method={"in_flight": 8, "partition": "bottleneck"})
+    together = sequential(
+        workload=work, method={"in_flight": 8, "partition": "bottleneck"}
+    )
     plan = METHODS["sequential"].plan(problem_of(together)[0])
     times = [event.time for event in run(together).events if event.event == "request"]
-    assert (times[30] - times[10]) / 20 == pytest.approx(plan.details.bottleneck, rel=0.02)
+    assert (times[30] - times[10]) / 20 == pytest.approx(
+        plan.details.bottleneck, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("end", [{"for": "2s"}, {}])
 def test_requests_lost_with_a_device_are_sent_again(end):
-    fault = {"kill": "worker2", "when": {"device": "worker2", "begins": "forward", "batch": 3}, **end}
-    spec = sequential(method={"in_flight": 2, "patience": "500ms", "return_window": "6s"}, faults=[fault])
+    fault = {
+        "kill": "worker2",
+        "when": {"device": "worker2", "begins": "forward", "batch": 3},
+        **end,
+    }
+    spec = sequential(
+        method={"in_flight": 2, "patience": "500ms", "return_window": "6s"},
+        faults=[fault],
+    )
     outcome = run(spec)
     assert outcome.status == "finished", outcome.error
-    assert sorted(event["request"] for event in of(outcome, "request")) == list(range(7))
+    assert sorted(event["request"] for event in of(outcome, "request")) == list(
+        range(7)
+    )
     assert of(outcome, "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(spec)
     assert max(event["latency"] for event in of(outcome, "request")) > 1
-    assert [event["phase"] for event in of(outcome, "recovery")] == ["detected", "resumed"]
+    assert [event["phase"] for event in of(outcome, "recovery")] == [
+        "detected",
+        "resumed",
+    ]
 
 
 @pytest.mark.parametrize("device", ["source", "worker2"])
@@ -82,14 +111,21 @@ def test_single_device_trains_the_undivided_model(device):
     spec = scenario(method={"name": "single", "device": device})
     outcome = run(spec)
     model, losses = plain(spec)
-    assert all(torch.equal(outcome.weights[name], tensor) for name, tensor in model.state_dict().items())
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(losses, abs=1e-6)
+    assert all(
+        torch.equal(outcome.weights[name], tensor)
+        for name, tensor in model.state_dict().items()
+    )
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+        losses, abs=1e-6
+    )
     assert {name for name, _ in events(outcome, "compute")} == {device}
     assert not of(outcome, "send")
     plan = METHODS["single"].plan(problem_of(spec)[0])
     times = [event.time for event in outcome.events if event.event == "step"]
     assert times[-1] - times[-2] == pytest.approx(plan.step_time)
-    assert {fields["span"] for _, fields in events(outcome, "begin")} == METHODS["single"].spans(plan, device)
+    assert {fields["span"] for _, fields in events(outcome, "begin")} == METHODS[
+        "single"
+    ].spans(plan, device)
     assert METHODS["single"].spans(plan, "worker1") == frozenset()
 
 
@@ -102,7 +138,11 @@ def test_single_device_answers_requests():
 
 def test_single_device_that_is_not_there_or_too_small():
     with pytest.raises(InputError, match=r"method\.device: unknown device 'elsewhere'"):
-        METHODS["single"].plan(problem_of(scenario(method={"name": "single", "device": "elsewhere"}))[0])
+        METHODS["single"].plan(
+            problem_of(scenario(method={"name": "single", "device": "elsewhere"}))[0]
+        )
     devices = {"source": {"speed": "20mflops", "memory": "10kB"}}
     with pytest.raises(InputError, match=r"source has 10 kB of memory"):
-        METHODS["single"].plan(problem_of(scenario(method={"name": "single"}, devices=devices))[0])
+        METHODS["single"].plan(
+            problem_of(scenario(method={"name": "single"}, devices=devices))[0]
+        )

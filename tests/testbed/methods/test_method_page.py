@@ -21,7 +21,9 @@ def lines(text):
 
 def shown_programs(page):
     """Return the programs of a page, in their order."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    return re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL
+    )
 
 
 def test_the_page_shows_the_end_of_the_tensor_parallel_example():

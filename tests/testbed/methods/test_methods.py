@@ -24,7 +24,9 @@ def test_methods_are_registered_under_their_names():
 
 
 def test_unknown_method_is_named_with_those_there_are():
-    with pytest.raises(InputError, match="unknown method 'gossip': choose one of single, sequential,"):
+    with pytest.raises(
+        InputError, match="unknown method 'gossip': choose one of single, sequential,"
+    ):
         get("gossip")
     with pytest.raises(KeyError):
         METHODS["gossip"]

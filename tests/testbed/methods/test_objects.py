@@ -30,7 +30,12 @@ DOG = 16
 
 
 def spec(method="single", **workload):
-    return scenario(workers=2, speed="10gflops", workload={**WORK, **workload}, method={"name": method})
+    return scenario(
+        workers=2,
+        speed="10gflops",
+        workload={**WORK, **workload},
+        method={"name": method},
+    )
 
 
 def weights_that_see_dogs(problem):
@@ -49,18 +54,29 @@ def test_every_method_finds_what_the_plain_model_finds(method):
     model.load_state_dict(state)
     with torch.no_grad():
         outputs = model(torch.from_numpy(data.test_images)).numpy()
-    expected = [[box.to_json() for box in problem.model.detector.boxes(output)] for output in outputs]
+    expected = [
+        [box.to_json() for box in problem.model.detector.boxes(output)]
+        for output in outputs
+    ]
     assert expected[0]
     assert expected[0] != expected[1]
     outcome = run(spec(method), weights=state)
     assert outcome.status == "finished", outcome.error
     found = of(outcome, "objects")
-    assert [(event["request"], event["sample"]) for event in found] == [(0, 0), (1, 1), (2, 0)]
+    assert [(event["request"], event["sample"]) for event in found] == [
+        (0, 0),
+        (1, 1),
+        (2, 0),
+    ]
     for event in found:
         boxes = expected[event["sample"]]
         assert [box["label"] for box in event["boxes"]] == ["dog"] * len(boxes)
         for side in ("left", "top", "right", "bottom", "score"):
-            assert np.allclose([box[side] for box in event["boxes"]], [box[side] for box in boxes], atol=2e-4)
+            assert np.allclose(
+                [box[side] for box in event["boxes"]],
+                [box[side] for box in boxes],
+                atol=2e-4,
+            )
     # Without labels there is nothing to score.
     assert not of(outcome, "evaluate")
 
@@ -77,11 +93,21 @@ def test_results_hold_boxes_and_pictures_and_say_which_weights(tmp_path):
     write_pictures(place, outcome.events, data)
     finished = files.load(place)
     boxes = json.loads((place / "boxes.json").read_text())
-    assert [len(answer["boxes"]) for answer in boxes] == [len(event["boxes"]) for event in of(outcome, "objects")]
-    assert finished.metrics["objects"] == sum(len(answer["boxes"]) for answer in boxes) > 0
-    assert sorted(path.name for path in place.glob("*.png")) == ["boxes-0.png", "boxes-1.png"]
+    assert [len(answer["boxes"]) for answer in boxes] == [
+        len(event["boxes"]) for event in of(outcome, "objects")
+    ]
+    assert (
+        finished.metrics["objects"] == sum(len(answer["boxes"]) for answer in boxes) > 0
+    )
+    assert sorted(path.name for path in place.glob("*.png")) == [
+        "boxes-0.png",
+        "boxes-1.png",
+    ]
     assert Image.open(place / "boxes-0.png").size == (96, 64)
-    assert json.loads((place / "manifest.json").read_text())["weights"] == "random, drawn from the seed"
+    assert (
+        json.loads((place / "manifest.json").read_text())["weights"]
+        == "random, drawn from the seed"
+    )
     said = io.StringIO()
     show(Console(file=said, width=100), finished)
     for text in (said.getvalue(), render(finished)):
@@ -90,7 +116,14 @@ def test_results_hold_boxes_and_pictures_and_say_which_weights(tmp_path):
 
 
 def test_a_box_is_drawn_where_it_lies():
-    box = {"label": "dog", "score": 0.9, "left": 0.5, "top": 0.5, "right": 0.75, "bottom": 0.75}
+    box = {
+        "label": "dog",
+        "score": 0.9,
+        "left": 0.5,
+        "top": 0.5,
+        "right": 0.75,
+        "bottom": 0.75,
+    }
     plain = np.full((3, 80, 160), 0.5, np.float32)
     drawn = np.asarray(Image.open(io.BytesIO(draw(plain, [box]))))
     changed = (drawn != 128).any(axis=2)

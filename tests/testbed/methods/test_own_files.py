@@ -21,9 +21,15 @@ EXAMPLES = ROOT / "scenarios" / "examples"
 
 def lay(folder: Path, was: str = "", becomes: str = "") -> Path:
     """Lay the example of a method with a helper that may fail into a folder; return its scenario."""
-    text = (EXAMPLES / "ring.py").read_text().replace("import asyncio\n", "import asyncio\n\nimport helper\n")
+    text = (
+        (EXAMPLES / "ring.py")
+        .read_text()
+        .replace("import asyncio\n", "import asyncio\n\nimport helper\n")
+    )
     assert was in text
-    (folder / "ring.py").write_text(text.replace("Cost(flops=1e9)", "helper.hold()").replace(was, becomes, 1))
+    (folder / "ring.py").write_text(
+        text.replace("Cost(flops=1e9)", "helper.hold()").replace(was, becomes, 1)
+    )
     helper = "from testbed.device import Cost\n\ndef hold():\n    return Cost(flops=1e9)\n\ndef fail():\n    {}['x']\n"
     (folder / "helper.py").write_text(helper)
     (folder / "ring.yaml").write_text((EXAMPLES / "ring.yaml").read_text())
@@ -48,17 +54,26 @@ def test_the_helper_travels_and_is_kept(tmp_path: Path) -> None:
     assert sources["helper.py"] == (tmp_path / "helper.py").read_text()
 
 
-def test_an_error_of_a_program_is_located_in_the_users_files_alone(tmp_path: Path) -> None:
+def test_an_error_of_a_program_is_located_in_the_users_files_alone(
+    tmp_path: Path,
+) -> None:
     program = "            await device.send(following, token)\n"
     outcome = simulated(lay(tmp_path, program, "            helper.fail()\n"))
     assert outcome.status == "failed"
     first, *others = (outcome.error or "").splitlines()
     assert first.endswith(f"{tmp_path}/helper.py:7: KeyError: 'x'")
-    assert [line.split(":")[0].strip() for line in others] == [f"{tmp_path}/ring.py", f"{tmp_path}/helper.py"]
+    assert [line.split(":")[0].strip() for line in others] == [
+        f"{tmp_path}/ring.py",
+        f"{tmp_path}/helper.py",
+    ]
 
 
-def test_an_error_of_a_planner_is_located_in_the_users_files_alone(tmp_path: Path) -> None:
+def test_an_error_of_a_planner_is_located_in_the_users_files_alone(
+    tmp_path: Path,
+) -> None:
     scenario = lay(tmp_path, "return Plan(method=self.name,", "return Plan(self.name,")
-    with pytest.raises(InputError, match=r"method.file: \S+/ring.py:\d+: TypeError: ") as raised:
+    with pytest.raises(
+        InputError, match=r"method.file: \S+/ring.py:\d+: TypeError: "
+    ) as raised:
         prepare(trials(load(scenario, []))[0])
     assert "Traceback" not in str(raised.value)

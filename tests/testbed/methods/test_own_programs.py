@@ -22,35 +22,52 @@ def prepared(*changes: str) -> Prepared:
 
 
 def test_a_role_stands_for_its_devices_and_ranks_are_in_their_order() -> None:
-    found = prepared("workload.programs.stage2={command: serve, background: true}", "devices.idle={}")
+    found = prepared(
+        "workload.programs.stage2={command: serve, background: true}", "devices.idle={}"
+    )
     workload = found.problem.workload
-    programs = by_device(workload.programs, [device.name for device in found.problem.devices])
+    programs = by_device(
+        workload.programs, [device.name for device in found.problem.devices]
+    )
     assert {name: part.command[0] for name, part in programs.items()} == {
         "stage1": "python3",
         "stage2": "serve",
         "stage3": "python3",
     }
     told = environment(found.problem, "stage3", [*programs])
-    assert (told["RANK"], told["WORLD_SIZE"], told["MASTER_ADDR"]) == ("2", "3", "stage1")
+    assert (told["RANK"], told["WORLD_SIZE"], told["MASTER_ADDR"]) == (
+        "2",
+        "3",
+        "stage1",
+    )
     assert told["OMP_NUM_THREADS"] == "1"
 
 
 STAR = ("network.topology=star", "devices={hub: {}, leaf: {count: 2}}")
 
 
-def test_the_hub_of_a_star_waits_for_the_leaves_whether_its_program_ends_or_not() -> None:
+def test_the_hub_of_a_star_waits_for_the_leaves_whether_its_program_ends_or_not() -> (
+    None
+):
     background = "workload.programs={hub: {command: serve, background: true}, leaf: {command: ask}}"
     assert prepared(*STAR, background).plan.lead == "hub"
-    assert prepared(*STAR, "workload.programs={leaf: {command: ask}}").plan.lead == "hub"
+    assert (
+        prepared(*STAR, "workload.programs={leaf: {command: ask}}").plan.lead == "hub"
+    )
     without_hub = "network={topology: explicit, links: [{between: [leaf1, hub], rate: 1mbit, delay: 1ms}]}"
-    with pytest.raises(InputError, match="no device has links with all whose programs end, leaf1, leaf2, to know when"):
+    with pytest.raises(
+        InputError,
+        match="no device has links with all whose programs end, leaf1, leaf2, to know when",
+    ):
         prepared(STAR[1], background, without_hub)
 
 
 def test_files_travel_and_the_device_needs_none() -> None:
     found = prepared()
     _, problem, _ = read(bodies(found)["stage1"])
-    assert problem.files == {"programs.py": (EXAMPLE.parent / "programs.py").read_bytes()}
+    assert problem.files == {
+        "programs.py": (EXAMPLE.parent / "programs.py").read_bytes()
+    }
 
 
 @pytest.mark.parametrize(
@@ -60,10 +77,16 @@ def test_files_travel_and_the_device_needs_none() -> None:
         ("workload.programs.stage.background=true", "all stay in the background"),
         ("workload.programs.stage.files=[none.py]", r"none.py cannot be read"),
         ("workload.steps=3", "remove 'steps'"),
-        ("workload.model={name: mlp}", "'model' is not a key of this task: remove the key"),
+        (
+            "workload.model={name: mlp}",
+            "'model' is not a key of this task: remove the key",
+        ),
         ("workload.programs={}", "programs: .*at least 1"),
         ("workload.programs.stage.command=[]", "too short"),
-        ("workload.programs.stage={command: x, image: a, packages: [b]}", "takes one of 'image' and 'packages'"),
+        (
+            "workload.programs.stage={command: x, image: a, packages: [b]}",
+            "takes one of 'image' and 'packages'",
+        ),
     ],
 )
 def test_mistakes_are_said(change: str, message: str) -> None:
@@ -77,11 +100,32 @@ def test_they_are_not_simulated() -> None:
 
 
 def test_lines_of_json_are_events() -> None:
-    assert event_of('{"event": "step", "step": 3, "time": 1}') == {"event": "step", "step": 3}
-    assert event_of('{"event": "drift", "value": [1]}') == {"event": "drift", "value": [1]}
+    assert event_of('{"event": "step", "step": 3, "time": 1}') == {
+        "event": "step",
+        "step": 3,
+    }
+    assert event_of('{"event": "drift", "value": [1]}') == {
+        "event": "drift",
+        "value": [1],
+    }
     for line in (
-        *("plain", "3", '{"step": 3}', '{"event": 3}', '{"event": "send"}', '{"event": "exit"}', '{"event": "step"}'),
-        *('{"event": "step", "step": "3"}', '{"event": "step", "step": 3, "loss": "low"}', '{"event": "evaluate"}'),
-        *('{"event": "request", "request": 1}', '{"event": "request", "request": 1, "latency": NaN}'),
+        *(
+            "plain",
+            "3",
+            '{"step": 3}',
+            '{"event": 3}',
+            '{"event": "send"}',
+            '{"event": "exit"}',
+            '{"event": "step"}',
+        ),
+        *(
+            '{"event": "step", "step": "3"}',
+            '{"event": "step", "step": 3, "loss": "low"}',
+            '{"event": "evaluate"}',
+        ),
+        *(
+            '{"event": "request", "request": 1}',
+            '{"event": "request", "request": 1, "latency": NaN}',
+        ),
     ):
         assert event_of(line) is None

@@ -43,12 +43,16 @@ def run(code: str, seconds: float = 20.0) -> Recording:
     """Run a program of Python on a device; raises TimeoutError where it does not end."""
     problem = prepare(trials(load(EXAMPLE, []))[0]).problem
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    part = problem.workload.programs["stage"].model_copy(update={"command": command, "files": []})
+    part = problem.workload.programs["stage"].model_copy(
+        update={"command": command, "files": []}
+    )
     workload = problem.workload.model_copy(update={"programs": {"stage": part}})
     device = Recording()
     changed = program.replace(problem, workload=workload)
     names = ["stage1", "stage2", "stage3"]
-    asyncio.run(asyncio.wait_for(execute(cast(Device, device), changed, names), seconds))
+    asyncio.run(
+        asyncio.wait_for(execute(cast(Device, device), changed, names), seconds)
+    )
     return device
 
 
@@ -72,8 +76,12 @@ def test_a_progress_bar_of_megabytes_leaves_its_last_state() -> None:
     assert device.lines() == [" 29999/30000 [" + "#" * 75 + "]done"]
 
 
-def test_a_line_of_many_megabytes_is_recorded_in_parts_of_which_nothing_is_lost() -> None:
-    device = run("import sys; sys.stdout.write('y' * 5_000_000); sys.stdout.write('\\nlast')")
+def test_a_line_of_many_megabytes_is_recorded_in_parts_of_which_nothing_is_lost() -> (
+    None
+):
+    device = run(
+        "import sys; sys.stdout.write('y' * 5_000_000); sys.stdout.write('\\nlast')"
+    )
     *parts, last = device.lines()
     assert "".join(parts) == "y" * 5_000_000
     assert max(map(len, parts)) <= program.LONGEST + program.PIECE
@@ -84,7 +92,11 @@ def test_a_line_of_many_megabytes_is_recorded_in_parts_of_which_nothing_is_lost(
 def test_lines_are_the_same_however_output_is_cut(size: int) -> None:
     text = b"one\r\ntwo\n\n 10%\r 20%\r100%\nthree\r\r\nrest"
     lines = LineSplitter()
-    found = [line for at in range(0, len(text), size) for line in lines.split(text[at : at + size])]
+    found = [
+        line
+        for at in range(0, len(text), size)
+        for line in lines.split(text[at : at + size])
+    ]
     assert [*found, *lines.rest()] == ["one", "two", "", "100%", "three", "rest"]
 
 
@@ -103,11 +115,18 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize("keep", ["pass", "os.close(1); os.close(2)"], ids=["keeps its output", "closes its output"])
+@pytest.mark.parametrize(
+    "keep",
+    ["pass", "os.close(1); os.close(2)"],
+    ids=["keeps its output", "closes its output"],
+)
 def test_a_daemon_ends_with_its_program(tmp_path: Path, keep: str) -> None:
     place = str(tmp_path / "pid")
     device = run(DAEMON.format(place=place, keep=keep))
-    assert device.events[-2:] == [("output", {"stream": "stdout", "text": "done"}), ("exit", {"status": 0})]
+    assert device.events[-2:] == [
+        ("output", {"stream": "stdout", "text": "done"}),
+        ("exit", {"status": 0}),
+    ]
     assert not is_running(int(Path(place).read_text()))
 
 
@@ -131,7 +150,10 @@ def test_other_children_of_the_process_live_on() -> None:
 def test_a_kill_for_want_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter((3, 4))
     monkeypatch.setattr(program, "killed_for_memory", lambda: next(counts))
-    with pytest.raises(TestbedError, match=r"ended with signal SIGKILL.*ran out of memory: its container is held to"):
+    with pytest.raises(
+        TestbedError,
+        match=r"ended with signal SIGKILL.*ran out of memory: its container is held to",
+    ):
         run("import os; os.kill(os.getpid(), 9)")
 
 

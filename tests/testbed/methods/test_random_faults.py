@@ -19,13 +19,27 @@ def random_fault(draw: random.Random, first: bool) -> dict:
     if kind == "partition":
         fault = {"partition": [sorted(draw.sample(DEVICES, draw.randint(1, 2)))]}
     elif kind == "degrade":
-        fault = {"degrade": {"device": victim, "rate": draw.choice(["100bit", "200kbit"]), "delay": "100ms"}}
+        fault = {
+            "degrade": {
+                "device": victim,
+                "rate": draw.choice(["100bit", "200kbit"]),
+                "delay": "100ms",
+            }
+        }
     else:
         fault = {kind: victim}
     if lasting:
         fault["for"] = lasting
     moments = [{"at": f"{draw.randint(0, 250)}ms"}]
-    moments.append({"when": {"device": victim, "begins": draw.choice(["forward", "backward", "update"]), "batch": 5}})
+    moments.append(
+        {
+            "when": {
+                "device": victim,
+                "begins": draw.choice(["forward", "backward", "update"]),
+                "batch": 5,
+            }
+        }
+    )
     if not first:
         moments.append({"after": f"{draw.choice([1, 200, 2000, 6000])}ms"})
         moments.append({"when": {"device": "source", "event": "recovery"}})

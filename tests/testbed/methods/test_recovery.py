@@ -47,7 +47,11 @@ def test_killed_stage_comes_back(undisturbed, victim, span):
 
 
 def test_restarted_device_announces_itself_before_patience_ends(undisturbed):
-    fault = {"kill": "worker2", "when": {"device": "worker2", "begins": "backward", "batch": 6}, "for": "1s"}
+    fault = {
+        "kill": "worker2",
+        "when": {"device": "worker2", "begins": "backward", "batch": 6},
+        "for": "1s",
+    }
     outcome = faulty(fault, method={**METHOD, "patience": "60s"})
     assert_recovered(outcome, undisturbed)
     assert outcome.events[-1].time < 10
@@ -55,21 +59,32 @@ def test_restarted_device_announces_itself_before_patience_ends(undisturbed):
 
 @pytest.mark.parametrize("victim", WORKERS)
 def test_killed_stage_stays_away(undisturbed, victim):
-    outcome = faulty({"kill": victim, "when": {"device": victim, "begins": "forward", "batch": 6}})
+    outcome = faulty(
+        {"kill": victim, "when": {"device": victim, "begins": "forward", "batch": 6}}
+    )
     assert_recovered(outcome, undisturbed)
-    assert partition_at_the_end(outcome) == ["source", *(name for name in WORKERS if name != victim)]
+    assert partition_at_the_end(outcome) == [
+        "source",
+        *(name for name in WORKERS if name != victim),
+    ]
 
 
 def test_two_at_once(undisturbed):
     when = {"device": "worker1", "begins": "backward", "batch": 5}
-    outcome = faulty({"kill": "worker1", "when": when, "for": "2s"}, {"kill": "worker3", "when": when, "for": "3s"})
+    outcome = faulty(
+        {"kill": "worker1", "when": when, "for": "2s"},
+        {"kill": "worker3", "when": when, "for": "3s"},
+    )
     assert_recovered(outcome, undisturbed)
     assert of(outcome, "recovery")[0]["missing"] == ["worker1", "worker3"]
 
 
 def test_one_comes_back_and_one_does_not(undisturbed):
     when = {"device": "worker1", "begins": "backward", "batch": 5}
-    outcome = faulty({"kill": "worker1", "when": when}, {"kill": "worker3", "when": when, "for": "3s"})
+    outcome = faulty(
+        {"kill": "worker1", "when": when},
+        {"kill": "worker3", "when": when, "for": "3s"},
+    )
     assert_recovered(outcome, undisturbed)
     assert partition_at_the_end(outcome) == ["source", "worker2", "worker3"]
 
@@ -84,9 +99,17 @@ def test_all_stay_away_and_the_lead_goes_on_alone(undisturbed):
 @pytest.mark.parametrize("event", ["recovery", "configured"])
 @pytest.mark.parametrize("second", [{"for": "2s"}, {}])
 def test_kill_during_recovery(undisturbed, event, second):
-    when = {"device": "source", "event": "recovery"} if event == "recovery" else {"device": "worker3", "begins": "load"}
+    when = (
+        {"device": "source", "event": "recovery"}
+        if event == "recovery"
+        else {"device": "worker3", "begins": "load"}
+    )
     outcome = faulty(
-        {"kill": "worker2", "when": {"device": "worker2", "begins": "backward", "batch": 6}, "for": "2s"},
+        {
+            "kill": "worker2",
+            "when": {"device": "worker2", "begins": "backward", "batch": 6},
+            "for": "2s",
+        },
         {"kill": "worker3", "when": when, **second},
     )
     assert outcome.status == "finished", outcome.error
@@ -96,49 +119,81 @@ def test_kill_during_recovery(undisturbed, event, second):
 
 def test_kill_while_the_final_weights_are_gathered(undisturbed):
     when = {"device": "worker2", "begins": "checkpoint", "batch": 11}
-    assert_recovered(faulty({"kill": "worker2", "when": when, "for": "2s"}), undisturbed)
+    assert_recovered(
+        faulty({"kill": "worker2", "when": when, "for": "2s"}), undisturbed
+    )
 
 
 def test_kill_in_the_evaluation(undisturbed):
     when = {"device": "worker2", "begins": "evaluate"}
-    assert_recovered(faulty({"kill": "worker2", "when": when, "for": "2s"}), undisturbed)
+    assert_recovered(
+        faulty({"kill": "worker2", "when": when, "for": "2s"}), undisturbed
+    )
 
 
 def test_partition_heals_within_the_window(undisturbed):
-    fault = {"partition": [["worker2"]], "when": {"device": "worker2", "begins": "backward", "batch": 6}, "for": "4s"}
+    fault = {
+        "partition": [["worker2"]],
+        "when": {"device": "worker2", "begins": "backward", "batch": 6},
+        "for": "4s",
+    }
     assert_recovered(faulty(fault), undisturbed)
 
 
 def test_short_partition_needs_no_recovery(undisturbed):
-    fault = {"partition": [["worker2"]], "when": {"device": "worker2", "begins": "backward", "batch": 6}}
+    fault = {
+        "partition": [["worker2"]],
+        "when": {"device": "worker2", "begins": "backward", "batch": 6},
+    }
     assert_recovered(faulty({**fault, "for": "500ms"}), undisturbed, recoveries=0)
 
 
 def test_devices_cut_off_for_good_are_done_without(undisturbed):
-    fault = {"partition": [["worker2", "worker3"]], "when": {"device": "worker2", "begins": "update", "batch": 6}}
+    fault = {
+        "partition": [["worker2", "worker3"]],
+        "when": {"device": "worker2", "begins": "update", "batch": 6},
+    }
     outcome = faulty(fault)
     assert_recovered(outcome, undisturbed)
     assert partition_at_the_end(outcome) == ["source", "worker1"]
 
 
 def test_pause_and_resume(undisturbed):
-    fault = {"pause": "worker2", "when": {"device": "worker2", "begins": "backward", "batch": 6}, "for": "4s"}
+    fault = {
+        "pause": "worker2",
+        "when": {"device": "worker2", "begins": "backward", "batch": 6},
+        "for": "4s",
+    }
     assert_recovered(faulty(fault), undisturbed)
 
 
 def test_paused_for_long_is_replaced_and_joins_again(undisturbed):
-    fault = {"pause": "worker2", "when": {"device": "worker2", "begins": "backward", "batch": 6}, "for": "10s"}
+    fault = {
+        "pause": "worker2",
+        "when": {"device": "worker2", "begins": "backward", "batch": 6},
+        "for": "10s",
+    }
     outcome = faulty(fault, workload={"steps": 600, "numerics": "none"})
     assert outcome.status == "finished", outcome.error
     assert partition_at_the_end(outcome) == ["source", "worker1", "worker3"]
     assert any("worker2 join" in event["text"] for event in of(outcome, "log"))
-    updates = [event for event in outcome.events if event.event == "compute" and event.fields["span"] == "update"]
-    assert {event.device for event in updates if event.fields["batch"] == 599} == {"source", *WORKERS}
+    updates = [
+        event
+        for event in outcome.events
+        if event.event == "compute" and event.fields["span"] == "update"
+    ]
+    assert {event.device for event in updates if event.fields["batch"] == 599} == {
+        "source",
+        *WORKERS,
+    }
 
 
 def test_devices_that_lost_each_other_are_told_apart(undisturbed):
     link = {"between": ["worker1", "worker2"], "rate": "1bit"}
-    fault = {"degrade": link, "when": {"device": "worker2", "begins": "backward", "batch": 6}}
+    fault = {
+        "degrade": link,
+        "when": {"device": "worker2", "begins": "backward", "batch": 6},
+    }
     outcome = faulty(fault)
     assert_recovered(outcome, undisturbed)
     assert of(outcome, "recovery")[0]["missing"] == ["worker2"]
@@ -146,14 +201,20 @@ def test_devices_that_lost_each_other_are_told_apart(undisturbed):
 
 
 def test_slow_device_is_waited_for():
-    outcome = faulty(workload={"steps": 2}, speed="5kflops", method={**METHOD, "patience": "200ms"})
+    outcome = faulty(
+        workload={"steps": 2}, speed="5kflops", method={**METHOD, "patience": "200ms"}
+    )
     assert outcome.status == "finished", outcome.error
     assert not of(outcome, "recovery")
     assert outcome.events[-1].time > 20
 
 
 def test_lead_that_restarts_starts_over(undisturbed):
-    fault = {"kill": "source", "when": {"device": "source", "begins": "backward", "batch": 6}, "for": "1s"}
+    fault = {
+        "kill": "source",
+        "when": {"device": "source", "begins": "backward", "batch": 6},
+        "for": "1s",
+    }
     outcome = faulty(fault)
     assert outcome.status == "finished", outcome.error
     for name, tensor in undisturbed.weights.items():

@@ -13,7 +13,14 @@ from tests.helpers.runs import scenario
 
 TRAINING = (
     *("pipeline", "gpipe", "model-parallelism", "pipedream", "respipe", "ftpipehd"),
-    *("federated", "split-learning", "split-federated", "pipelearn", "edgepipe", "versatile"),
+    *(
+        "federated",
+        "split-learning",
+        "split-federated",
+        "pipelearn",
+        "edgepipe",
+        "versatile",
+    ),
 )
 SLOTS = ("edgepipe", "versatile")
 SPLIT = ("federated", "split-learning", "split-federated", "pipelearn")
@@ -23,7 +30,10 @@ STRIKES = 8
 
 
 def keys(method):
-    work = {"numerics": "full" if method in SLOTS else "none", "model": {"name": "mlp", "hidden": [12, 10, 8]}}
+    work = {
+        "numerics": "full" if method in SLOTS else "none",
+        "model": {"name": "mlp", "hidden": [12, 10, 8]},
+    }
     if method in SPLIT:
         work["data"] = {"name": "digits", "train": 96, "test": 40, "split": "iid"}
     work |= {"task": "infer", "requests": 4} if method in INFERENCE else {"steps": 4}
@@ -46,7 +56,9 @@ def fault(draw, event):
     when = {"device": event.device, "event": event.event}
     if event.event == "begin":
         when = {"device": event.device, "begins": event.fields["span"]}
-        when |= {key: event.fields[key] for key in ("batch", "micro") if key in event.fields}
+        when |= {
+            key: event.fields[key] for key in ("batch", "micro") if key in event.fields
+        }
     action = draw.choice(ACTIONS)
     value = {
         "partition": [[device]],
@@ -63,8 +75,14 @@ def test_any_action_at_any_event(method, caplog):
     draw = random.Random(method)
     calm = run(method)
     assert calm.status == "finished"
-    kinds = {(event.device, event.event): event for event in calm.events if event.event != "host"}
-    moments = [event for event in calm.events if event.event == "begin"] + list(kinds.values())
+    kinds = {
+        (event.device, event.event): event
+        for event in calm.events
+        if event.event != "host"
+    }
+    moments = [event for event in calm.events if event.event == "begin"] + list(
+        kinds.values()
+    )
     for _ in range(STRIKES):
         faults = [fault(draw, draw.choice(moments)) for _ in range(draw.randint(1, 3))]
         outcome = run(method, faults)

@@ -22,9 +22,15 @@ def answers(devices=3, hidden=(9, 7), weights=None):
     model = f"workload.model={{name: mlp, hidden: {list(hidden)}{', weights: some' if weights else ''}}}"
     changes = [model, f"devices.source.count={devices}", "workload.requests=2"]
     (trial,) = trials(load(EXAMPLE, changes))
-    with patch("testbed.ml.preparation._pretraining", return_value=None):  # the weights lie in no file
+    with patch(
+        "testbed.ml.preparation._pretraining", return_value=None
+    ):  # the weights lie in no file
         prepared = prepare(trial)
-    data, network, found = load_data(trial.scenario.workload.data), prepared.problem.model, {}
+    data, network, found = (
+        load_data(trial.scenario.workload.data),
+        prepared.problem.model,
+        {},
+    )
 
     def add(self, index, outputs):
         found[index] = outputs
@@ -66,7 +72,9 @@ def test_a_convolution_is_refused():
 def test_the_plan_holds_each_weight_once():
     (trial,) = trials(load(EXAMPLE))
     prepared = prepare(trial)
-    biases_of_all = 3 * sum(unit.output[0] for unit in prepared.problem.model.units[::2])
+    biases_of_all = 3 * sum(
+        unit.output[0] for unit in prepared.problem.model.units[::2]
+    )
     parameters = sum(piece.parameters for piece in prepared.plan.pieces)
     assert parameters == prepared.problem.model.parameters + biases_of_all
     assert len((EXAMPLE.with_suffix(".py")).read_text().splitlines()) <= 80

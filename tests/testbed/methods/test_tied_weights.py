@@ -68,7 +68,9 @@ def plain(clip: float | None = None) -> tuple[torch.nn.Module, list[float]]:
     losses = []
     for step in range(8):
         chosen = torch.from_numpy(batch(64, 16, 1, step))
-        loss = torch.nn.functional.cross_entropy(network(samples[chosen]).movedim(-1, 1), labels[chosen])
+        loss = torch.nn.functional.cross_entropy(
+            network(samples[chosen]).movedim(-1, 1), labels[chosen]
+        )
         optimizer.zero_grad()
         loss.backward()
         if clip is not None:
@@ -89,11 +91,17 @@ METHODS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("method", METHODS, ids=lambda each: each["name"])
-def test_stages_train_tied_weights_as_plain_torch_does(tmp_path: Path, method: dict, clip: float | None) -> None:
-    changes = {"workload.method": method} | ({} if clip is None else {"workload.training.clip": {"norm": clip}})
+def test_stages_train_tied_weights_as_plain_torch_does(
+    tmp_path: Path, method: dict, clip: float | None
+) -> None:
+    changes = {"workload.method": method} | (
+        {} if clip is None else {"workload.training.clip": {"norm": clip}}
+    )
     result = run(tmp_path, changes)
     network, losses = plain(clip)
-    assert [each["loss"] for each in result.rows("steps")] == pytest.approx(losses, abs=1e-6)
+    assert [each["loss"] for each in result.rows("steps")] == pytest.approx(
+        losses, abs=1e-6
+    )
     left = load_file(tmp_path / "run" / "weights.safetensors")
     assert torch.equal(left["embed.weight"], left["head.weight"])
     for name, tensor in network.state_dict().items():
@@ -104,7 +112,12 @@ def test_stages_train_tied_weights_as_plain_torch_does(tmp_path: Path, method: d
 def test_recovery_keeps_the_copies_equal(tmp_path: Path, returns: str | None) -> None:
     kill = {"kill": "a3", "when": {"device": "a3", "begins": "backward", "batch": 5}}
     kill |= {} if returns is None else {"for": returns}
-    method = {"name": "pipeline", "checkpoint_every": 2, "patience": "500ms", "return_window": "3s"}
+    method = {
+        "name": "pipeline",
+        "checkpoint_every": 2,
+        "patience": "500ms",
+        "return_window": "3s",
+    }
     result = run(tmp_path, {"workload.method": method, "faults": [kill]})
     _, losses = plain()
     last = {each["step"]: each["loss"] for each in result.rows("steps")}
@@ -120,10 +133,15 @@ def test_moving_averages_of_tied_weights_are_equal(tmp_path: Path) -> None:
 
 
 def test_the_plan_counts_what_tied_gradients_take(tmp_path: Path) -> None:
-    slow = {"network.link.rate": "100kbit", "workload.method": {"name": "pipeline", "stages": 2}}
+    slow = {
+        "network.link.rate": "100kbit",
+        "workload.method": {"name": "pipeline", "stages": 2},
+    }
     result = run(tmp_path, slow)
     assert result.figures["predicted_step_time"] > 2 * 30 * 16 * 4 * 8 / 1e5
-    assert result.figures["step_time"] == pytest.approx(result.figures["predicted_step_time"], rel=0.15)
+    assert result.figures["step_time"] == pytest.approx(
+        result.figures["predicted_step_time"], rel=0.15
+    )
 
 
 def test_timing_only_sends_as_much(tmp_path: Path) -> None:
@@ -132,10 +150,15 @@ def test_timing_only_sends_as_much(tmp_path: Path) -> None:
     assert shapes.figures["bytes_sent"] == numbers.figures["bytes_sent"]
 
 
-@pytest.mark.parametrize("method", ["pipedream", "respipe", "ftpipehd", "split-learning"])
-def test_methods_that_cannot_add_up_name_weights_and_remedy(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    "method", ["pipedream", "respipe", "ftpipehd", "split-learning"]
+)
+def test_methods_that_cannot_add_up_name_weights_and_remedy(
+    tmp_path: Path, method: str
+) -> None:
     own = {"workload.data.split": "iid"} if method == "split-learning" else {}
     with pytest.raises(
-        InputError, match=r"(?s)embed.weight and head.weight.*take pipeline, gpipe or model-parallelism"
+        InputError,
+        match=r"(?s)embed.weight and head.weight.*take pipeline, gpipe or model-parallelism",
     ):
         run(tmp_path, {"workload.method": {"name": method}, **own})

@@ -20,12 +20,16 @@ DISTRIBUTIONS: tuple[Distribution, ...] = ("normal", "uniform", "pareto")
 
 def correlation(values: list[float]) -> float:
     mean = fmean(values)
-    products = fmean((one - mean) * (other - mean) for one, other in itertools.pairwise(values))
+    products = fmean(
+        (one - mean) * (other - mean) for one, other in itertools.pairwise(values)
+    )
     return products / pstdev(values) ** 2
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_tables_have_mean_0_and_deviation_1_and_fit_netem(distribution: Distribution) -> None:
+def test_tables_have_mean_0_and_deviation_1_and_fit_netem(
+    distribution: Distribution,
+) -> None:
     table = impairments.quantiles(distribution)
     assert list(table) == sorted(table)
     assert fmean(table) == pytest.approx(0, abs=1e-9)
@@ -35,8 +39,12 @@ def test_tables_have_mean_0_and_deviation_1_and_fit_netem(distribution: Distribu
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("memory", [0.0, 0.8])
-def test_jitter_is_the_standard_deviation_with_memory_and_without(distribution: Distribution, memory: float) -> None:
-    link = Link(delay=0.02, jitter=0.005, distribution=distribution, jitter_correlation=memory)
+def test_jitter_is_the_standard_deviation_with_memory_and_without(
+    distribution: Distribution, memory: float
+) -> None:
+    link = Link(
+        delay=0.02, jitter=0.005, distribution=distribution, jitter_correlation=memory
+    )
     draw = impairments.delays(link, "seed")
     assert draw is not None
     values = [draw() for _ in range(40_000)]
@@ -45,7 +53,9 @@ def test_jitter_is_the_standard_deviation_with_memory_and_without(distribution: 
     assert median(values) == pytest.approx(impairments.median_delay(link), abs=2e-4)
     assert min(values) >= 0
     # Read as quantiles of another distribution, values are a little less correlated than the normal ones behind.
-    assert correlation(values) == pytest.approx(memory, abs=0.1 if distribution == "pareto" else 0.03)
+    assert correlation(values) == pytest.approx(
+        memory, abs=0.1 if distribution == "pareto" else 0.03
+    )
 
 
 @pytest.mark.parametrize("loss", [0.001, 0.1, 0.5])
@@ -57,7 +67,9 @@ def test_independent_loss(loss: float) -> None:
 
 
 @pytest.mark.parametrize(("loss", "memory"), [(0.05, 0.25), (0.3, 0.7)])
-def test_correlated_loss_loses_its_share_and_correlates(loss: float, memory: float) -> None:
+def test_correlated_loss_loses_its_share_and_correlates(
+    loss: float, memory: float
+) -> None:
     lost = impairments.losses(Link(loss=loss, loss_correlation=memory), "seed")
     assert lost is not None
     fates = [float(lost()) for _ in range(200_000)]
@@ -70,7 +82,9 @@ def test_bursts_have_their_rate_and_length() -> None:
     assert lost is not None
     fates = [lost() for _ in range(200_000)]
     assert fmean(fates) == pytest.approx(0.01 / 0.21, rel=0.1)
-    assert fmean(len([*run]) for gone, run in groupby(fates) if gone) == pytest.approx(5, rel=0.1)
+    assert fmean(len([*run]) for gone, run in groupby(fates) if gone) == pytest.approx(
+        5, rel=0.1
+    )
 
 
 def test_bursts_that_lose_a_part_only() -> None:
@@ -89,7 +103,9 @@ def test_how_far_correlated_losses_scatter() -> None:
         assert lost is not None
         counts.append(sum(lost() for _ in range(2000)))
     independent = 2000 * share * (1 - share)
-    assert pstdev(counts) ** 2 / independent == pytest.approx(impairments.memory(link), rel=0.2)
+    assert pstdev(counts) ** 2 / independent == pytest.approx(
+        impairments.memory(link), rel=0.2
+    )
 
 
 def test_reordered_packets_skip_the_delay() -> None:
@@ -128,7 +144,13 @@ def test_corruption_turns_one_bit_and_never_one_of_the_header() -> None:
         if result is not None:
             assert len(result) == len(packet)
             assert result[:20] == packet[:20]
-            assert sum((one ^ other).bit_count() for one, other in zip(packet, result, strict=True)) == 1
+            assert (
+                sum(
+                    (one ^ other).bit_count()
+                    for one, other in zip(packet, result, strict=True)
+                )
+                == 1
+            )
 
 
 def test_sources_take_turns_at_a_bottleneck() -> None:

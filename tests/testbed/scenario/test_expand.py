@@ -31,20 +31,39 @@ def refusal(**parts) -> str:
 def test_more_runs_than_anybody_waits_for_are_refused_at_once() -> None:
     for keys, key in (
         ({"repetitions": 10**9}, "repetitions"),
-        ({"sweep": {f"workload.method.{name}": list(range(100)) for name in "abcdefgh"}}, "sweep"),
+        (
+            {
+                "sweep": {
+                    f"workload.method.{name}": list(range(100)) for name in "abcdefgh"
+                }
+            },
+            "sweep",
+        ),
         ({"points": [{"seed": 1}] * 101, "repetitions": 100}, "points"),
     ):
-        with pytest.raises(InputError, match=rf"{key}: there would be .* runs, more than 10,000: use fewer"):
+        with pytest.raises(
+            InputError,
+            match=rf"{key}: there would be .* runs, more than 10,000: use fewer",
+        ):
             expand(**keys)
 
 
 def test_devices_with_a_count_are_numbered_from_one():
-    (trial,) = expand(devices={"source": {}, "worker": {"count": 2}, "single": {"count": 1}})
-    assert [device.name for device in trial.experiment.devices] == ["source", "worker1", "worker2", "single1"]
+    (trial,) = expand(
+        devices={"source": {}, "worker": {"count": 2}, "single": {"count": 1}}
+    )
+    assert [device.name for device in trial.experiment.devices] == [
+        "source",
+        "worker1",
+        "worker2",
+        "single1",
+    ]
 
 
 def test_profile_and_overrides_make_a_device():
-    (trial,) = expand(devices={"a": {"profile": "raspberry-pi-3b", "memory": "512MiB", "cpus": 0.5}})
+    (trial,) = expand(
+        devices={"a": {"profile": "raspberry-pi-3b", "memory": "512MiB", "cpus": 0.5}}
+    )
     (device,) = trial.experiment.devices
     assert device.speed == PROFILES["raspberry-pi-3b"].speed
     assert device.memory == 512 * 2**20
@@ -55,8 +74,14 @@ def test_profile_and_overrides_make_a_device():
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        ({"a": {"profile": "raspbery-pi-4b"}}, "unknown profile 'raspbery-pi-4b': did you mean 'raspberry-pi-4b'?"),
-        ({"a1": {}, "a": {"count": 1}}, "makes a second device called 'a1': rename one of the two"),
+        (
+            {"a": {"profile": "raspbery-pi-4b"}},
+            "unknown profile 'raspbery-pi-4b': did you mean 'raspberry-pi-4b'?",
+        ),
+        (
+            {"a1": {}, "a": {"count": 1}},
+            "makes a second device called 'a1': rename one of the two",
+        ),
         ({"a" * 30: {"count": 10}}, "is longer than 31 characters: shorten the name"),
     ],
 )
@@ -67,7 +92,12 @@ def test_devices_that_cannot_be(devices, said):
 def test_topologies():
     names = ["a", "b", "c"]
     both = {("a", "b"), ("b", "a")}
-    assert set(directed_pairs("mesh", names)) == both | {("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")}
+    assert set(directed_pairs("mesh", names)) == both | {
+        ("a", "c"),
+        ("c", "a"),
+        ("b", "c"),
+        ("c", "b"),
+    }
     assert set(directed_pairs("star", names)) == both | {("a", "c"), ("c", "a")}
     assert set(directed_pairs("line", names)) == both | {("b", "c"), ("c", "b")}
     assert directed_pairs("explicit", names) == []
@@ -100,7 +130,11 @@ def test_presets_are_up_towards_the_first_device_and_down_from_it():
 
 
 def test_a_device_has_the_access_of_a_preset():
-    devices = {"a": {}, "phone": {"access": "4g"}, "other": {"access": "4g", "uplink": "5mbit"}}
+    devices = {
+        "a": {},
+        "phone": {"access": "4g"},
+        "other": {"access": "4g", "uplink": "5mbit"},
+    }
     (trial,) = expand(devices=devices, network={"link": {"rate": "50mbit"}})
     assert [(each.uplink, each.downlink) for each in trial.experiment.devices] == [
         (None, None),
@@ -108,18 +142,27 @@ def test_a_device_has_the_access_of_a_preset():
         (5e6, 25e6),
     ]
     rates = {pair: link.rate for pair, link in trial.experiment.bounded_links().items()}
-    assert (rates["phone", "a"], rates["a", "phone"], rates["phone", "other"]) == (10e6, 25e6, 10e6)
+    assert (rates["phone", "a"], rates["a", "phone"], rates["phone", "other"]) == (
+        10e6,
+        25e6,
+        10e6,
+    )
     said = refusal(devices={"a": {"access": "4h"}})
     assert "devices.a.access: unknown preset '4h': choose one of ethernet-10, " in said
 
 
 def test_keys_beside_a_preset_win():
     (trial,) = expand(network={"link": {"preset": "lan", "rate": "3mbit"}})
-    assert trial.experiment.links["source", "worker1"] == Link(3e6, PRESETS["lan"].delay)
+    assert trial.experiment.links["source", "worker1"] == Link(
+        3e6, PRESETS["lan"].delay
+    )
 
 
 def test_frames_are_those_of_every_link():
-    network = {"frame": "127B", "links": [{"from": "source", "to": "worker1", "message_loss": "20%"}]}
+    network = {
+        "frame": "127B",
+        "links": [{"from": "source", "to": "worker1", "message_loss": "20%"}],
+    }
     (trial,) = expand(network=network)
     assert {link.frame for link in trial.experiment.links.values()} == {127}
     assert "must be at least 16" in refusal(network={"frame": "10B"})
@@ -133,7 +176,10 @@ def test_explicit_links_only_and_the_way_back_with_the_default():
             "links": [{"from": "source", "to": "worker1", "rate": "1mbit"}],
         }
     )
-    assert trial.experiment.links == {("source", "worker1"): Link(1e6), ("worker1", "source"): Link(9e6)}
+    assert trial.experiment.links == {
+        ("source", "worker1"): Link(1e6),
+        ("worker1", "source"): Link(9e6),
+    }
 
 
 @pytest.mark.parametrize(
@@ -147,8 +193,14 @@ def test_explicit_links_only_and_the_way_back_with_the_default():
             {"links": [{"from": "worker", "to": "source"}]},
             "network.links.0.from: 'worker' is a group of devices, worker1 to worker3: name one of them",
         ),
-        ({"links": [{"from": "source", "to": "source"}]}, "network.links.0: links 'source' to itself"),
-        ({"link": {"preset": "5g"}}, "network.link.preset: unknown preset '5g': choose one of ethernet-10, "),
+        (
+            {"links": [{"from": "source", "to": "source"}]},
+            "network.links.0: links 'source' to itself",
+        ),
+        (
+            {"link": {"preset": "5g"}},
+            "network.link.preset: unknown preset '5g': choose one of ethernet-10, ",
+        ),
         (
             {"topology": "star", "links": [{"between": ["worker1", "worker2"]}]},
             "network.links.0: a star has no link between 'worker1' and 'worker2': use the topology mesh, or explicit",
@@ -165,7 +217,10 @@ def test_links_that_cannot_be(network, said):
 
 def test_a_sweep_takes_all_combinations_and_repeats_each():
     runs = expand(
-        sweep={"network.link.rate": ["10mbit", "20mbit"], "workload.batch_size": [1, 2, 3]},
+        sweep={
+            "network.link.rate": ["10mbit", "20mbit"],
+            "workload.batch_size": [1, 2, 3],
+        },
         repetitions=2,
     )
     assert len(runs) == 12
@@ -173,23 +228,38 @@ def test_a_sweep_takes_all_combinations_and_repeats_each():
     assert [run.repetition for run in runs[:2]] == [0, 1]
     assert runs[-1].experiment.links["source", "worker1"].rate == 20e6
     assert runs[-1].scenario.workload.batch_size == 3
-    assert all(run.scenario.sweep == {} and run.scenario.repetitions == 1 for run in runs)
+    assert all(
+        run.scenario.sweep == {} and run.scenario.repetitions == 1 for run in runs
+    )
     seeds = {(run.repetition, run.scenario.seed) for run in runs}
     assert len(seeds) == 2
     assert (0, 7) in seeds
 
 
 def test_keys_that_change_together_are_one_axis():
-    together = {"workload.batch_size": [1, 2, 3], "network.link.rate": ["1mbit", "2mbit", "3mbit"]}
+    together = {
+        "workload.batch_size": [1, 2, 3],
+        "network.link.rate": ["1mbit", "2mbit", "3mbit"],
+    }
     points = [run.point for run in expand(sweep={"seed": [5, 6], "together": together})]
     assert len(points) == 6
-    assert points[1] == {"seed": 5, "workload.batch_size": 2, "network.link.rate": "2mbit"}
-    assert {point["network.link.rate"] for point in points if point["workload.batch_size"] == 3} == {"3mbit"}
+    assert points[1] == {
+        "seed": 5,
+        "workload.batch_size": 2,
+        "network.link.rate": "2mbit",
+    }
+    assert {
+        point["network.link.rate"]
+        for point in points
+        if point["workload.batch_size"] == 3
+    } == {"3mbit"}
 
 
 def test_labels_of_swept_values_and_points_set_no_key():
     swept = {"label": "slow", "value": "1mbit"}
-    runs = expand(sweep={"network.link.rate": [swept]}, points=[{"label": "seventh", "seed": 7}])
+    runs = expand(
+        sweep={"network.link.rate": [swept]}, points=[{"label": "seventh", "seed": 7}]
+    )
     assert runs[0].experiment.links["source", "worker1"].rate == 1e6
     assert runs[0].point == {"network.link.rate": swept}
     assert runs[1].point == {"label": "seventh", "seed": 7}
@@ -221,10 +291,14 @@ def test_a_swept_scenario_differs_in_the_swept_keys_only():
 
 def test_the_lines_of_a_file_are_not_copied_for_each_point():
     lines = {("workload",): 5, ("workload", "batch_size"): 6, ("sweep",): 7}
-    written = validate({**BASE, "sweep": {"workload.batch_size": [8, 9]}}, Source("a.yaml", lines))
+    written = validate(
+        {**BASE, "sweep": {"workload.batch_size": [8, 9]}}, Source("a.yaml", lines)
+    )
     for trial in trials(written):
         assert trial.scenario.source.lines is lines
-        assert trial.scenario.source.where(("workload", "batch_size")).startswith("a.yaml:7 (sweep: ")
+        assert trial.scenario.source.where(("workload", "batch_size")).startswith(
+            "a.yaml:7 (sweep: "
+        )
         assert trial.scenario.source.where(("workload", "steps")) == "a.yaml:5"
 
 
@@ -236,15 +310,27 @@ def test_what_is_in_a_key_that_something_else_set_has_its_place():
 @pytest.mark.parametrize(
     ("sweep", "said"),
     [
-        ({"network.link.rate": ["10mbit", "20Mbps"]}, "network.link.rate: 'Mbps' is not a unit of rate"),
-        ({"network.link.rte": ["10mbit"]}, "network.link.rte: unknown key 'rte': did you mean 'rate'?"),
+        (
+            {"network.link.rate": ["10mbit", "20Mbps"]},
+            "network.link.rate: 'Mbps' is not a unit of rate",
+        ),
+        (
+            {"network.link.rte": ["10mbit"]},
+            "network.link.rte: unknown key 'rte': did you mean 'rate'?",
+        ),
         ({"seed": []}, "sweep.seed: has no values"),
         ({"name.x": [1]}, "name.x: unknown key"),
         (
-            {"seed": [1], "together": {"workload.batch_size": [1, 2], "time_limit": ["9s"]}},
+            {
+                "seed": [1],
+                "together": {"workload.batch_size": [1, 2], "time_limit": ["9s"]},
+            },
             "together.time_limit: needs as",
         ),
-        ({"seed": [1], "together": {"seed": [1]}}, "sweep.together.seed: is swept twice"),
+        (
+            {"seed": [1], "together": {"seed": [1]}},
+            "sweep.together.seed: is swept twice",
+        ),
     ],
 )
 def test_sweeps_that_cannot_be(sweep, said):

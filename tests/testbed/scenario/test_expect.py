@@ -63,7 +63,9 @@ def test_wrong_conditions(text, kind, said):
         parse_condition(text, kind)
 
 
-@given(st.text(), st.sampled_from(["share", "seconds", "bytes", "number", "bool", "text"]))
+@given(
+    st.text(), st.sampled_from(["share", "seconds", "bytes", "number", "bool", "text"])
+)
 def test_any_text_is_a_condition_or_a_value_error(text, kind):
     try:
         condition = parse_condition(text, kind)
@@ -78,8 +80,17 @@ def test_true_is_not_one():
 
 
 def test_evaluates_in_the_order_of_the_scenario_and_keeps_what_is_missing():
-    metrics = {"accuracy": 0.95, "recovery_time": None, "devices": {"worker1": {"idle_share": 0.25}}}
-    expect = {"recovery_time": "< 5s", "accuracy": ">= 0.9", "devices.worker1.idle_share": "< 20%", "latency": "< 1s"}
+    metrics = {
+        "accuracy": 0.95,
+        "recovery_time": None,
+        "devices": {"worker1": {"idle_share": 0.25}},
+    }
+    expect = {
+        "recovery_time": "< 5s",
+        "accuracy": ">= 0.9",
+        "devices.worker1.idle_share": "< 20%",
+        "latency": "< 1s",
+    }
     results = evaluate(expect, metrics, COMMON)
     assert [(result.key, result.value, result.holds) for result in results] == [
         ("recovery_time", None, False),
@@ -92,15 +103,29 @@ def test_evaluates_in_the_order_of_the_scenario_and_keeps_what_is_missing():
 def test_kinds_of_figures():
     assert kind_of("devices.worker1.bytes_sent", COMMON) == "bytes"
     assert kind_of("devices.worker1.compute", COMMON) == "seconds"
-    for unknown in ("acuracy", "devices.worker1", "devices.worker1.acuracy", "links.a.b"):
+    for unknown in (
+        "acuracy",
+        "devices.worker1",
+        "devices.worker1.acuracy",
+        "links.a.b",
+    ):
         with pytest.raises(KeyError):
             kind_of(unknown, COMMON)
 
 
 def test_a_figure_of_each_layer_is_asked_for_by_the_layer():
-    figures = {each: Metric(each, "share", "", len) for each in ("layers.<layer>.dropped", "devices.<device>.trust")}
-    assert kind_of("layers.2.dropped", figures) == kind_of("devices.pi1.trust", figures) == "share"
-    (found,) = evaluate({"layers.2.dropped": "< 10%"}, {"layers": {"2": {"dropped": 0.05}}}, figures)
+    figures = {
+        each: Metric(each, "share", "", len)
+        for each in ("layers.<layer>.dropped", "devices.<device>.trust")
+    }
+    assert (
+        kind_of("layers.2.dropped", figures)
+        == kind_of("devices.pi1.trust", figures)
+        == "share"
+    )
+    (found,) = evaluate(
+        {"layers.2.dropped": "< 10%"}, {"layers": {"2": {"dropped": 0.05}}}, figures
+    )
     assert found.holds
     for unknown in ("layers.dropped", "layers.2.droped", "lairs.2.dropped"):
         with pytest.raises(KeyError):
@@ -108,15 +133,21 @@ def test_a_figure_of_each_layer_is_asked_for_by_the_layer():
 
 
 def test_a_method_adds_figures_under_names_of_their_own():
-    laps = Metric("laps", "number", "rounds of the token", lambda record: len(record.of("lap")))
+    laps = Metric(
+        "laps", "number", "rounds of the token", lambda record: len(record.of("lap"))
+    )
     assert figures_of(MetricsSpec(figures=(laps,)))["laps"] is laps
     with pytest.raises(ValueError, match="two figures are called 'loss'"):
-        figures_of(MetricsSpec(figures=(Metric("loss", "number", "x", lambda record: None),)))
+        figures_of(
+            MetricsSpec(figures=(Metric("loss", "number", "x", lambda record: None),))
+        )
 
 
 def test_figures_of_all_methods_have_names_and_meanings():
     for method in METHODS.values():
         for name, figure in figures_of(method.declared).items():
-            assert re.fullmatch(r"((layer|device)s\.<\2>\.)?[a-z][a-z_0-9]*|metrics\.<metric>", name)
+            assert re.fullmatch(
+                r"((layer|device)s\.<\2>\.)?[a-z][a-z_0-9]*|metrics\.<metric>", name
+            )
             assert figure.meaning
             assert not figure.meaning.endswith(".")

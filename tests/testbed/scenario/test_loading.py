@@ -42,7 +42,9 @@ def write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(text: str | bytes) -> str:
-        Path("small.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+        Path("small.yaml").write_bytes(
+            text if isinstance(text, bytes) else text.encode()
+        )
         return "small.yaml"
 
     return write
@@ -69,7 +71,9 @@ def test_reads_a_scenario(write):
 
 def test_the_resolved_scenario_reads_back_as_the_same(write):
     scenario = load(write(GOOD))
-    again = validate(scenario.model_dump(mode="json", by_alias=True), Source("resolved"))
+    again = validate(
+        scenario.model_dump(mode="json", by_alias=True), Source("resolved")
+    )
     assert again.model_dump() == scenario.model_dump()
 
 
@@ -81,23 +85,63 @@ def test_shipped_scenarios_load():
 
 
 WRONG = [
-    ("rate: 50mbit", "rate: 100Mbps", 7, "network.link.rate: 'Mbps' is not a unit of rate: tc reads 'Mbps' as bytes"),
-    ("rate: 50mbit", "rate: 50", 7, "network.link.rate: '50' has no unit: a rate is written like '50mbit'"),
-    ("delay: 5ms", "dlay: 5ms", 7, "network.link.dlay: unknown key 'dlay': did you mean 'delay'?"),
-    ("  topology: m", "  topolgy: m", 6, "network.topolgy: unknown key 'topolgy': did you mean 'topology'?"),
-    ("mesh", "ring", 6, "network.topology: invalid value 'ring': choose one of mesh, star, line, explicit"),
+    (
+        "rate: 50mbit",
+        "rate: 100Mbps",
+        7,
+        "network.link.rate: 'Mbps' is not a unit of rate: tc reads 'Mbps' as bytes",
+    ),
+    (
+        "rate: 50mbit",
+        "rate: 50",
+        7,
+        "network.link.rate: '50' has no unit: a rate is written like '50mbit'",
+    ),
+    (
+        "delay: 5ms",
+        "dlay: 5ms",
+        7,
+        "network.link.dlay: unknown key 'dlay': did you mean 'delay'?",
+    ),
+    (
+        "  topology: m",
+        "  topolgy: m",
+        6,
+        "network.topolgy: unknown key 'topolgy': did you mean 'topology'?",
+    ),
+    (
+        "mesh",
+        "ring",
+        6,
+        "network.topology: invalid value 'ring': choose one of mesh, star, line, explicit",
+    ),
     (
         "mesh",
         "mesh\n  subnet: 10.1.2.3/16",
         7,
         "network.subnet: '10.1.2.3/16' is not a range of addresses (10.1.2.3/16 has",
     ),
-    ("mesh", "mesh\n  subnet: all", 7, "network.subnet: 'all' is not a range of addresses"),
-    ("count: 2", "cont: 2", 4, "devices.worker.cont: unknown key 'cont': did you mean 'count'?"),
+    (
+        "mesh",
+        "mesh\n  subnet: all",
+        7,
+        "network.subnet: 'all' is not a range of addresses",
+    ),
+    (
+        "count: 2",
+        "cont: 2",
+        4,
+        "devices.worker.cont: unknown key 'cont': did you mean 'count'?",
+    ),
     ("count: 2", '"[nt": 2', 4, "devices.worker.[nt: unknown key '[nt': choose one of"),
     ("count: 2", "count: 0", 4, "devices.worker.count: '0' must be at least 1"),
     ("count: 2", "count: two", 4, "devices.worker.count: 'two' must be a whole number"),
-    ("  worker:", "  Worker:", 4, "devices.Worker: 'Worker' must be a name: lower-case letters, digits and dashes"),
+    (
+        "  worker:",
+        "  Worker:",
+        4,
+        "devices.Worker: 'Worker' must be a name: lower-case letters, digits and dashes",
+    ),
     (
         "    at: 3s",
         "    at: 3s\n    when: {device: worker1, begins: backward}",
@@ -110,13 +154,38 @@ WRONG = [
         15,
         "faults.0: a fault has exactly one of kill,",
     ),
-    ("    at: 3s", "    at: 3", 16, "faults.0.at: '3' has no unit: a duration is written like '5ms'"),
-    ('">= 0.9"', "0.9", 18, "expect.accuracy: '0.9' must be text: write a condition such as '>= 0.9'"),
-    ("  epochs: 1", "", 8, "workload: a training workload needs exactly one of 'epochs' and 'steps'"),
+    (
+        "    at: 3s",
+        "    at: 3",
+        16,
+        "faults.0.at: '3' has no unit: a duration is written like '5ms'",
+    ),
+    (
+        '">= 0.9"',
+        "0.9",
+        18,
+        "expect.accuracy: '0.9' must be text: write a condition such as '>= 0.9'",
+    ),
+    (
+        "  epochs: 1",
+        "",
+        8,
+        "workload: a training workload needs exactly one of 'epochs' and 'steps'",
+    ),
     ("count: 2", '"[nt": 2', 4, "devices.worker.[nt: unknown key '[nt': choose one of"),
-    ("workload:", "workloads:", 8, "workloads: unknown key 'workloads': did you mean 'workload'?"),
+    (
+        "workload:",
+        "workloads:",
+        8,
+        "workloads: unknown key 'workloads': did you mean 'workload'?",
+    ),
     ("  model: {name: mlp}\n", "", 8, "workload.model: is missing"),
-    ("name: small", "name: small\nname: other", 2, "name: duplicate key, first defined in line 1: remove one"),
+    (
+        "name: small",
+        "name: small\nname: other",
+        2,
+        "name: duplicate key, first defined in line 1: remove one",
+    ),
     (
         "{name: mlp}",
         "{name: !!python/name:os.system }",
@@ -125,8 +194,18 @@ WRONG = [
     ),
     ("  epochs: 1", "\tepochs: 1", 13, "is not YAML: "),
     ('">= 0.9"', ">= 0.9", 18, "is not YAML: "),
-    ("devices:\n", "devices: &all\n  more: *all\n", 3, "devices.more: is an alias of something that contains it"),
-    ("{profile: laptop}", "&s {profile: laptop}\n  x: {<<: *s}", 4, "devices.x.<<: merging with '<<' is not YAML 1.2"),
+    (
+        "devices:\n",
+        "devices: &all\n  more: *all\n",
+        3,
+        "devices.more: is an alias of something that contains it",
+    ),
+    (
+        "{profile: laptop}",
+        "&s {profile: laptop}\n  x: {<<: *s}",
+        4,
+        "devices.x.<<: merging with '<<' is not YAML 1.2",
+    ),
 ]
 
 
@@ -144,7 +223,13 @@ def test_a_condition_without_quotes_is_told_to_use_them(write):
 
 
 def test_tells_all_problems_in_the_order_of_the_file(write):
-    lines = refusal(write(GOOD.replace("laptop", "[]").replace("50mbit", "50").replace("at: 3s", "at: soon")))
+    lines = refusal(
+        write(
+            GOOD.replace("laptop", "[]")
+            .replace("50mbit", "50")
+            .replace("at: 3s", "at: soon")
+        )
+    )
     assert [line.split(": ")[:2] for line in lines] == [
         ["small.yaml:3", "devices.source.profile"],
         ["small.yaml:7", "network.link.rate"],
@@ -182,13 +267,24 @@ def test_a_file_that_is_not_there(write, tmp_path):
     assert load("quickstart").source.file == "scenarios/quickstart.yaml"
     assert load("smoke/degrade").source.file == "scenarios/smoke/degrade.yaml"
     assert load("smoke/degrade.yaml").source.file == "scenarios/smoke/degrade.yaml"
-    assert refusal("quikstart") == ["quikstart: no such scenario: did you mean 'quickstart'?"]
+    assert refusal("quikstart") == [
+        "quikstart: no such scenario: did you mean 'quickstart'?"
+    ]
     assert refusal("degrade")[0].endswith("did you mean 'smoke/degrade'?")
-    assert refusal("elsewhere/quickstart.yaml")[0].endswith("did you mean 'quickstart'?")
-    assert refusal("scenarios/smoke/degrad.yaml")[0].endswith("did you mean 'scenarios/smoke/degrade.yaml'?")
+    assert refusal("elsewhere/quickstart.yaml")[0].endswith(
+        "did you mean 'quickstart'?"
+    )
+    assert refusal("scenarios/smoke/degrad.yaml")[0].endswith(
+        "did you mean 'scenarios/smoke/degrade.yaml'?"
+    )
     assert len(refusal("nothing-like-it")[0]) < 200
-    assert refusal("scenarios") == ["scenarios: is a folder: name a scenario file in it"]
-    assert "cannot be read" in refusal("small.yaml/x")[0] or "no such scenario" in refusal("small.yaml/x")[0]
+    assert refusal("scenarios") == [
+        "scenarios: is a folder: name a scenario file in it"
+    ]
+    assert (
+        "cannot be read" in refusal("small.yaml/x")[0]
+        or "no such scenario" in refusal("small.yaml/x")[0]
+    )
 
 
 def test_the_testbeds_own_scenarios_are_found_from_any_folder(tmp_path, monkeypatch):
@@ -201,7 +297,10 @@ def test_the_testbeds_own_scenarios_are_found_from_any_folder(tmp_path, monkeypa
 
 
 def test_yaml_1_2_scalars(write):
-    text = GOOD.replace("epochs: 1", "epochs: 0o10\n  training: {optimizer: {learning_rate: 1e-3, momentum: .5}}")
+    text = GOOD.replace(
+        "epochs: 1",
+        "epochs: 0o10\n  training: {optimizer: {learning_rate: 1e-3, momentum: .5}}",
+    )
     workload = load(write(text)).workload
     assert workload.epochs == 8
     assert workload.training.optimizer.learning_rate == 1e-3
@@ -241,16 +340,28 @@ def test_overrides_set_dotted_keys(write):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("network.link.rate=10Mbps", "--set network.link.rate=10Mbps: network.link.rate: 'Mbps' is not a unit"),
+        (
+            "network.link.rate=10Mbps",
+            "--set network.link.rate=10Mbps: network.link.rate: 'Mbps' is not a unit",
+        ),
         (
             "netwrk.link.rate=10mbit",
             "--set netwrk.link.rate=10mbit: netwrk: unknown key 'netwrk': did you mean 'network'?",
         ),
         ("network.link.rate", "--set network.link.rate: is not of the form key=value"),
         ("=3", "--set =3: is not of the form key=value"),
-        ("name.first=x", "--set name.first=x: name.first: unknown key: name is one value"),
-        ("faults.3.at=1s", "--set faults.3.at=1s: faults.3.at: unknown key: faults is a list of 1"),
-        ("faults=[{heal: all}]", "--set faults=[{heal: all}]: faults.0: a fault strikes at exactly one"),
+        (
+            "name.first=x",
+            "--set name.first=x: name.first: unknown key: name is one value",
+        ),
+        (
+            "faults.3.at=1s",
+            "--set faults.3.at=1s: faults.3.at: unknown key: faults is a list of 1",
+        ),
+        (
+            "faults=[{heal: all}]",
+            "--set faults=[{heal: all}]: faults.0: a fault strikes at exactly one",
+        ),
     ],
 )
 def test_overrides_are_refused_like_the_file(write, override, expected):
@@ -263,23 +374,55 @@ def _only_input_errors(path: str) -> None:
         load(path)
     except InputError as error:
         said = str(error)
-    assert said is None or all(line.startswith("small.yaml") for line in said.split("\n"))
+    assert said is None or all(
+        line.startswith("small.yaml") for line in said.split("\n")
+    )
 
 
-relaxed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+relaxed = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 
 
 @relaxed
-@given(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace"))))
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace")),
+    )
+)
 def test_garbage_is_refused_and_nothing_else(write, content):
     _only_input_errors(write(content))
 
 
-WORDS = ["name", "devices", "network", "link", "workload", "faults", "kill", "when", "sweep", "expect", "between", "x"]
+WORDS = [
+    "name",
+    "devices",
+    "network",
+    "link",
+    "workload",
+    "faults",
+    "kill",
+    "when",
+    "sweep",
+    "expect",
+    "between",
+    "x",
+]
 KEYS = st.sampled_from(WORDS)
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["5ms", "1%", "a", ""])
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["5ms", "1%", "a", ""])
+)
 TREES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4)
+    ),
+    max_leaves=12,
 )
 
 
@@ -317,13 +460,19 @@ def test_any_override_is_taken_or_refused(write, key, value):
 
 
 @relaxed
-@given(position=st.integers(0, len(GOOD) - 1), length=st.integers(0, 9), new=st.text(max_size=6))
+@given(
+    position=st.integers(0, len(GOOD) - 1),
+    length=st.integers(0, 9),
+    new=st.text(max_size=6),
+)
 def test_damaged_files_are_refused_or_read(write, position, length, new):
     _only_input_errors(write(GOOD[:position] + new + GOOD[position + length :]))
 
 
 def test_an_anchor_that_is_used_again_is_refused(write):
-    with pytest.raises(InputError, match=r"^small.yaml:3: is not YAML: duplicate anchor: rename"):
+    with pytest.raises(
+        InputError, match=r"^small.yaml:3: is not YAML: duplicate anchor: rename"
+    ):
         load(write(GOOD.replace("small", "&a small").replace("laptop", "&a laptop")))
 
 

@@ -10,7 +10,13 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import validate
 from testbed.scenario.schema import Source
 
-EDGEPIPE = Propagation(transmit_power=16, sensitivity=-82, path_loss_exponent=3.1, reference_loss=46.68, shadowing=8)
+EDGEPIPE = Propagation(
+    transmit_power=16,
+    sensitivity=-82,
+    path_loss_exponent=3.1,
+    reference_loss=46.68,
+    shadowing=8,
+)
 
 WORKLOAD = {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1}
 
@@ -18,7 +24,11 @@ RADIO = {"area": [50, 50]}
 
 
 def experiment(**parts):
-    base = {"name": "small", "devices": {"a": {}, "b": {}, "c": {}}, "workload": WORKLOAD}
+    base = {
+        "name": "small",
+        "devices": {"a": {}, "b": {}, "c": {}},
+        "workload": WORKLOAD,
+    }
     return trials(validate({**base, **parts}, Source("small.yaml")))[0].experiment
 
 
@@ -29,7 +39,11 @@ def refusal(**parts) -> str:
 
 
 def test_a_radio_makes_the_links_message_loss_and_single_links_may_differ():
-    devices = {"a": {"position": [0, 0]}, "b": {"position": [30, 40]}, "c": {"position": [0, 1]}}
+    devices = {
+        "a": {"position": [0, 0]},
+        "b": {"position": [30, 40]},
+        "c": {"position": [0, 1]},
+    }
     network = {
         "link": {"preset": "802.15.4"},
         "radio": RADIO,
@@ -45,14 +59,31 @@ def test_a_radio_makes_the_links_message_loss_and_single_links_may_differ():
 
 def test_power_and_sensitivity_beside_a_preset_win():
     devices = {"a": {"position": [0, 0]}, "b": {"position": [10, 0]}}
-    radio = {"area": [50, 50], "preset": "802.15.4", "transmit_power": -10, "shadowing": 0}
-    assert experiment(devices=devices, network={"radio": radio}).links["a", "b"].message_loss == 0
+    radio = {
+        "area": [50, 50],
+        "preset": "802.15.4",
+        "transmit_power": -10,
+        "shadowing": 0,
+    }
+    assert (
+        experiment(devices=devices, network={"radio": radio})
+        .links["a", "b"]
+        .message_loss
+        == 0
+    )
     radio["sensitivity"] = -80
-    assert experiment(devices=devices, network={"radio": radio}).links["a", "b"].message_loss == 1
+    assert (
+        experiment(devices=devices, network={"radio": radio})
+        .links["a", "b"]
+        .message_loss
+        == 1
+    )
 
 
 @pytest.mark.parametrize("mean", [0.5767, 0.777, 0.848])
-def test_links_of_a_layout_have_the_mean_reception_that_is_asked_for_and_keep_their_order(mean):
+def test_links_of_a_layout_have_the_mean_reception_that_is_asked_for_and_keep_their_order(
+    mean,
+):
     devices = {"pi": {"count": 6}}
     usual, asked = (
         experiment(devices=devices, network={"radio": {**RADIO, **keys}})
@@ -61,7 +92,10 @@ def test_links_of_a_layout_have_the_mean_reception_that_is_asked_for_and_keep_th
     ratios = {pair: 1 - link.message_loss for pair, link in asked.links.items()}
     assert sum(ratios.values()) / len(ratios) == pytest.approx(mean, abs=1e-6)
     by_ratio = sorted(ratios, key=ratios.__getitem__)
-    assert by_ratio == sorted(ratios, key=lambda pair: (1 - usual.links[pair].message_loss, by_ratio.index(pair)))
+    assert by_ratio == sorted(
+        ratios,
+        key=lambda pair: (1 - usual.links[pair].message_loss, by_ratio.index(pair)),
+    )
 
 
 def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost():
@@ -76,16 +110,40 @@ def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost
 @pytest.mark.parametrize(
     ("network", "devices", "said"),
     [
-        ({"radio": RADIO}, {"a": {"position": [51, 0]}}, "devices.a.position: [51, 0] is outside of the area: use [0"),
-        ({"radio": RADIO}, {"a": {"position": [0, -1]}}, "devices.a.position: [0, -1] is outside of the area"),
-        ({"radio": RADIO}, {"a": {"count": 2, "position": [0, 1]}}, "devices.a.position: would put 2 devices in one"),
-        ({}, {"a": {"position": [0, 0]}}, "devices.a.position: requires `network.radio`"),
+        (
+            {"radio": RADIO},
+            {"a": {"position": [51, 0]}},
+            "devices.a.position: [51, 0] is outside of the area: use [0",
+        ),
+        (
+            {"radio": RADIO},
+            {"a": {"position": [0, -1]}},
+            "devices.a.position: [0, -1] is outside of the area",
+        ),
+        (
+            {"radio": RADIO},
+            {"a": {"count": 2, "position": [0, 1]}},
+            "devices.a.position: would put 2 devices in one",
+        ),
+        (
+            {},
+            {"a": {"position": [0, 0]}},
+            "devices.a.position: requires `network.radio`",
+        ),
         ({"radio": {}}, {"a": {}}, "network.radio.area: is missing"),
         ({"radio": {"area": [0, 5]}}, {"a": {}}, "network.radio.area.0: "),
-        ({"radio": {**RADIO, "path_loss_exponent": 0}}, {"a": {}}, "network.radio.path_loss_exponent: "),
+        (
+            {"radio": {**RADIO, "path_loss_exponent": 0}},
+            {"a": {}},
+            "network.radio.path_loss_exponent: ",
+        ),
         ({"radio": {**RADIO, "shadowing": -1}}, {"a": {}}, "network.radio.shadowing: "),
         ({"radio": {**RADIO, "packets": 0}}, {"a": {}}, "network.radio.packets: "),
-        ({"radio": {**RADIO, "mean_reception": "100%"}}, {"a": {}}, "network.radio.mean_reception: "),
+        (
+            {"radio": {**RADIO, "mean_reception": "100%"}},
+            {"a": {}},
+            "network.radio.mean_reception: ",
+        ),
         (
             {"radio": {**RADIO, "mean_reception": "80%"}},
             {"a": {}},

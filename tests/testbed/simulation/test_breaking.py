@@ -25,12 +25,24 @@ def lead_for(seconds):
 
 
 def test_kill_ends_the_program_in_mid_compute_and_restart_begins_anew():
-    run = world({"lead": lead_for(10.5), "b": ticking}, faults=[{"kill": "b", "at": "2.5s", "for": "1s"}])
+    run = world(
+        {"lead": lead_for(10.5), "b": ticking},
+        faults=[{"kill": "b", "at": "2.5s", "for": "1s"}],
+    )
     run.run()
     ticks = [(event["time"], event["batch"]) for event in events(run, "compute", "b")]
     again = 3.5 + BOOT_SECONDS
-    assert ticks == [(1, 0), (2, 1), (again + 1, 0), (again + 2, 1), (again + 3, 2), (again + 4, 3)]
-    assert [(e["time"], e["phase"], e["action"], e["target"]) for e in events(run, "fault")] == [
+    assert ticks == [
+        (1, 0),
+        (2, 1),
+        (again + 1, 0),
+        (again + 2, 1),
+        (again + 3, 2),
+        (again + 4, 3),
+    ]
+    assert [
+        (e["time"], e["phase"], e["action"], e["target"]) for e in events(run, "fault")
+    ] == [
         (2.5, "strike", "kill", "b"),
         (3.5, "undo", "kill", "b"),
     ]
@@ -48,7 +60,11 @@ def test_kill_by_trigger_strikes_before_the_work_is_done():
 
     async def works(device: Device):
         for number in range(5):
-            await device.compute(lambda number=number: done.append(number), Cost(1e6), Span("forward", batch=number))
+            await device.compute(
+                lambda number=number: done.append(number),
+                Cost(1e6),
+                Span("forward", batch=number),
+            )
 
     trigger = {"kill": "b", "when": {"device": "b", "begins": "forward", "batch": 2}}
     run = world({"lead": lead_for(10.5), "b": works}, faults=[trigger])
@@ -69,7 +85,9 @@ def test_killed_program_can_do_nothing_any_more():
             after.append(child.cancelling())
             await device.send("lead", Message("ghost"))
 
-    run = world({"lead": lead_for(10.5), "b": stubborn}, faults=[{"kill": "b", "at": "1.5s"}])
+    run = world(
+        {"lead": lead_for(10.5), "b": stubborn}, faults=[{"kill": "b", "at": "1.5s"}]
+    )
     run.run()
     assert after == [1]
     assert events(run, "log") == []
@@ -90,11 +108,16 @@ def test_inbox_is_lost_and_unacknowledged_messages_are_sent_again():
         while True:
             got.append(((await device.receive()).kind, device.now()))
 
-    run = world({"lead": lead, "b": slow}, faults=[{"kill": "b", "at": "0.5s"}, {"restart": "b", "at": "1s"}])
+    run = world(
+        {"lead": lead, "b": slow},
+        faults=[{"kill": "b", "at": "0.5s"}, {"restart": "b", "at": "1s"}],
+    )
     run.run()
     up = 1 + BOOT_SECONDS
     assert [kind for kind, _ in got] == []
-    (after,) = [event for event in events(run, "receive") if event["message"] == "after"]
+    (after,) = [
+        event for event in events(run, "receive") if event["message"] == "after"
+    ]
     assert up <= after["time"] < up + 0.3
     assert run.calendar.now == pytest.approx(after["time"] + 0.01)
 
@@ -103,11 +126,15 @@ def test_message_in_flight_to_a_killed_device_is_sent_again_from_the_start():
     async def lead(device: Device):
         await device.send("b", Message("large", padding=1_000_000))
 
-    run = world({"lead": lead, "b": idle}, faults=[{"kill": "b", "at": "0.9s", "for": "0"}])
+    run = world(
+        {"lead": lead, "b": idle}, faults=[{"kill": "b", "at": "0.9s", "for": "0"}]
+    )
     run.run()
     (received,) = events(run, "receive")
     up = 0.9 + BOOT_SECONDS
-    assert received["time"] == pytest.approx(up + on_wire(run, "large") * 8 / 8e6 + 0.01)
+    assert received["time"] == pytest.approx(
+        up + on_wire(run, "large") * 8 / 8e6 + 0.01
+    )
 
 
 def test_messages_of_a_killed_sender_are_lost_unless_they_have_left_it():
@@ -126,9 +153,20 @@ def test_messages_of_a_killed_sender_are_lost_unless_they_have_left_it():
 
 
 def test_pause_stands_still_and_goes_on():
-    run = world({"lead": lead_for(10.5), "b": ticking}, faults=[{"pause": "b", "at": "2.5s", "for": "3s"}])
+    run = world(
+        {"lead": lead_for(10.5), "b": ticking},
+        faults=[{"pause": "b", "at": "2.5s", "for": "3s"}],
+    )
     run.run()
-    assert [event["time"] for event in events(run, "compute", "b")] == [1, 2, 6, 7, 8, 9, 10]
+    assert [event["time"] for event in events(run, "compute", "b")] == [
+        1,
+        2,
+        6,
+        7,
+        8,
+        9,
+        10,
+    ]
 
 
 def test_paused_device_answers_when_it_wakes_and_sends_the_rest():
@@ -137,16 +175,23 @@ def test_paused_device_answers_when_it_wakes_and_sends_the_rest():
         await device.send("b", Message("knock"))
 
     async def talks(device: Device):
-        sending = asyncio.create_task(device.send("lead", Message("large", padding=1_000_000)))
+        sending = asyncio.create_task(
+            device.send("lead", Message("large", padding=1_000_000))
+        )
         await device.receive()
         device.record("log", text="heard")
         await sending
 
-    run = world({"lead": lead, "b": talks}, faults=[{"pause": "b", "at": "0.5s", "for": "4s"}])
+    run = world(
+        {"lead": lead, "b": talks}, faults=[{"pause": "b", "at": "0.5s", "for": "4s"}]
+    )
     run.run()
     assert [event["time"] for event in events(run, "log")] == [4.5]
     assert run.calendar.now == pytest.approx(4.51)
-    run = world({"lead": lead_for(9.5), "b": talks}, faults=[{"pause": "b", "at": "0.5s", "for": "4s"}])
+    run = world(
+        {"lead": lead_for(9.5), "b": talks},
+        faults=[{"pause": "b", "at": "0.5s", "for": "4s"}],
+    )
     run.run()
     (received,) = events(run, "receive", "lead")
     assert received["time"] == pytest.approx(4 + on_wire(run, "large") * 8 / 8e6 + 0.01)
@@ -157,7 +202,10 @@ def test_partition_lets_nothing_through_and_delivers_at_a_retransmission_after_i
         await device.sleep(1)
         await device.send("b", Message("m", padding=100))
 
-    run = world({"lead": lead, "b": idle}, faults=[{"partition": [["lead"], ["b"]], "at": "0.5s", "for": "1s"}])
+    run = world(
+        {"lead": lead, "b": idle},
+        faults=[{"partition": [["lead"], ["b"]], "at": "0.5s", "for": "1s"}],
+    )
     run.run()
     (received,) = events(run, "receive")
     # Sent at 1 s, tried again after 0.22 s and 0.44 s more, healed at 1.5 s.
@@ -175,7 +223,10 @@ def test_partition_in_mid_message_keeps_what_got_through():
     async def lead(device: Device):
         await device.send("b", Message("large", padding=1_000_000))
 
-    run = world({"lead": lead, "b": idle}, faults=[{"partition": [["lead"]], "at": "0.5s", "for": "0.1s"}])
+    run = world(
+        {"lead": lead, "b": idle},
+        faults=[{"partition": [["lead"]], "at": "0.5s", "for": "0.1s"}],
+    )
     run.run()
     (received,) = events(run, "receive")
     whole = on_wire(run, "large") * 8 / 8e6
@@ -186,17 +237,26 @@ def test_long_partition_costs_the_connection_and_the_message_starts_over():
     async def lead(device: Device):
         await device.send("b", Message("large", padding=1_000_000))
 
-    run = world({"lead": lead, "b": idle}, faults=[{"partition": [["lead"]], "at": "0.5s", "for": "5.2s"}])
+    run = world(
+        {"lead": lead, "b": idle},
+        faults=[{"partition": [["lead"]], "at": "0.5s", "for": "5.2s"}],
+    )
     run.run()
     (received,) = events(run, "receive")
-    assert received["time"] == pytest.approx(6.5 + on_wire(run, "large") * 8 / 8e6 + 0.01)
+    assert received["time"] == pytest.approx(
+        6.5 + on_wire(run, "large") * 8 / 8e6 + 0.01
+    )
 
 
 def test_acknowledgement_waits_for_the_way_back():
     async def lead(device: Device):
         await device.send("b", Message("m", padding=100))
 
-    cut = {"degrade": {"from": "b", "to": "lead", "loss": "100%"}, "at": "0", "for": "1s"}
+    cut = {
+        "degrade": {"from": "b", "to": "lead", "loss": "100%"},
+        "at": "0",
+        "for": "1s",
+    }
     run = world({"lead": lead, "b": idle}, faults=[cut])
     run.run()
     arrived = events(run, "receive")[0]["time"]
@@ -210,7 +270,9 @@ def test_peers_of_a_partition_are_unreachable():
             await asyncio.wait_for(device.send("b", Message("m")), 0.3)
         await asyncio.wait_for(device.send("c", Message("m")), 0.3)
 
-    run = world({"lead": lead, "b": idle, "c": idle}, faults=[{"partition": [["b"]], "at": "0"}])
+    run = world(
+        {"lead": lead, "b": idle, "c": idle}, faults=[{"partition": [["b"]], "at": "0"}]
+    )
     run.run()
     assert [event["peer"] for event in events(run, "send")] == ["c"]
 
@@ -219,11 +281,16 @@ def test_degrade_in_mid_message_slows_the_rest_of_it():
     async def lead(device: Device):
         await device.send("b", Message("large", padding=1_000_000))
 
-    worse = {"degrade": {"between": ["lead", "b"], "rate": "4mbit", "delay": "100ms"}, "at": "0.5s"}
+    worse = {
+        "degrade": {"between": ["lead", "b"], "rate": "4mbit", "delay": "100ms"},
+        "at": "0.5s",
+    }
     run = world({"lead": lead, "b": idle}, faults=[worse])
     run.run()
     whole = on_wire(run, "large") * 8 / 8e6
-    assert events(run, "receive")[0]["time"] == pytest.approx(0.5 + 2 * (whole - 0.5) + 0.1)
+    assert events(run, "receive")[0]["time"] == pytest.approx(
+        0.5 + 2 * (whole - 0.5) + 0.1
+    )
     assert run.calendar.now == pytest.approx(0.5 + 2 * (whole - 0.5) + 0.2)
 
 
@@ -246,7 +313,8 @@ def test_heal_undoes_all_and_a_later_undo_is_no_error():
 
 def test_restart_of_a_running_device_and_resume_of_an_awake_one_do_nothing():
     run = world(
-        {"lead": lead_for(5.5), "b": ticking}, faults=[{"restart": "b", "at": "1.5s"}, {"resume": "b", "at": "2.5s"}]
+        {"lead": lead_for(5.5), "b": ticking},
+        faults=[{"restart": "b", "at": "1.5s"}, {"resume": "b", "at": "2.5s"}],
     )
     run.run()
     assert [event["time"] for event in events(run, "compute", "b")] == [1, 2, 3, 4, 5]
@@ -255,14 +323,20 @@ def test_restart_of_a_running_device_and_resume_of_an_awake_one_do_nothing():
 def test_killed_again_while_it_boots():
     run = world(
         {"lead": lead_for(9.5), "b": ticking},
-        faults=[{"kill": "b", "at": "1.5s", "for": "1s"}, {"kill": "b", "at": "3s", "for": "1s"}],
+        faults=[
+            {"kill": "b", "at": "1.5s", "for": "1s"},
+            {"kill": "b", "at": "3s", "for": "1s"},
+        ],
     )
     run.run()
     assert [event["time"] for event in events(run, "compute", "b")] == [1, 7, 8, 9]
 
 
 def test_lead_that_restarts_ends_the_run_when_it_returns():
-    run = world({"lead": lead_for(3), "b": idle}, faults=[{"kill": "lead", "at": "1s", "for": "0"}])
+    run = world(
+        {"lead": lead_for(3), "b": idle},
+        faults=[{"kill": "lead", "at": "1s", "for": "0"}],
+    )
     run.run()
     assert run.calendar.now == 1 + BOOT_SECONDS + 3
 
@@ -272,7 +346,12 @@ def test_deadlock_behind_a_dead_peer_is_found_and_named():
         await device.sleep(1)
         await device.send("b", Message("m"))
 
-    run = world({"lead": lead, "b": idle, "c": idle}, faults=[{"kill": "b", "at": "0.5s"}])
+    run = world(
+        {"lead": lead, "b": idle, "c": idle}, faults=[{"kill": "b", "at": "0.5s"}]
+    )
     with pytest.raises(Stillness):
         run.run()
-    assert run.why_still() == "at 1 s lead waits for b to acknowledge; b is off; c waits for a message"
+    assert (
+        run.why_still()
+        == "at 1 s lead waits for b to acknowledge; b is off; c waits for a message"
+    )

@@ -39,7 +39,9 @@ def interval(count: int, chance: float) -> float:
 
 
 def test_one_transmission_is_charged_however_many_hear_it():
-    run = world({"a": casting(3, padding=3000), **dict.fromkeys(DEVICES, idle)}, link=RADIO)
+    run = world(
+        {"a": casting(3, padding=3000), **dict.fromkeys(DEVICES, idle)}, link=RADIO
+    )
     run.run()
     casts = events(run, "cast")
     seconds = cast_wire_bytes(casts[0]["bytes"]) * 8 / 250e3
@@ -53,7 +55,10 @@ def test_one_transmission_is_charged_however_many_hear_it():
 
 
 def test_the_slowest_link_sets_the_pace_whomever_the_cast_is_for():
-    run = world({"a": casting(1, peers=["b"]), **dict.fromkeys(DEVICES, idle)}, link=Link(rate=8e6))
+    run = world(
+        {"a": casting(1, peers=["b"]), **dict.fromkeys(DEVICES, idle)},
+        link=Link(rate=8e6),
+    )
     lay(run, ("a", "d"), RADIO)
     run.run()
     [cast] = events(run, "cast")
@@ -62,7 +67,10 @@ def test_the_slowest_link_sets_the_pace_whomever_the_cast_is_for():
 
 
 def test_each_receiver_loses_whole_casts_by_its_own_luck():
-    run = world({"a": casting(2000), **dict.fromkeys(DEVICES, idle)}, link=Link(message_loss=0.191))
+    run = world(
+        {"a": casting(2000), **dict.fromkeys(DEVICES, idle)},
+        link=Link(message_loss=0.191),
+    )
     lay(run, ("a", "d"), Link(message_loss=0.5))
     run.run()
     got = {}
@@ -72,24 +80,38 @@ def test_each_receiver_loses_whole_casts_by_its_own_luck():
     assert [cast["number"] for cast in events(run, "cast")] == list(range(2000))
     heard_by_b = [number for number in range(2000) if heard(1, "a", "b", number, 0.191)]
     assert [each["cast"] for each in events(run, "receive", "b")] == heard_by_b
-    both = sum(heard(1, "a", "b", number, 0.191) and heard(1, "a", "c", number, 0.191) for number in range(2000))
+    both = sum(
+        heard(1, "a", "b", number, 0.191) and heard(1, "a", "c", number, 0.191)
+        for number in range(2000)
+    )
     assert abs(both - 2000 * 0.809**2) < interval(2000, 0.809**2)
 
 
 def test_a_cast_of_many_packets_is_lost_with_any_of_them():
-    run = world({"a": casting(1000, padding=5 * CAST_CHUNK), **dict.fromkeys(DEVICES, idle)}, link=Link(loss=0.05))
+    run = world(
+        {"a": casting(1000, padding=5 * CAST_CHUNK), **dict.fromkeys(DEVICES, idle)},
+        link=Link(loss=0.05),
+    )
     run.run()
     for name in DEVICES:
         chance = 0.95**6
-        assert abs(len(events(run, "receive", name)) - 1000 * chance) < interval(1000, chance)
+        assert abs(len(events(run, "receive", name)) - 1000 * chance) < interval(
+            1000, chance
+        )
 
 
 def test_a_partition_and_a_degradation_hold_for_casts():
     faults = [
         {"partition": [["a", "b"], ["c"]], "at": "0s", "for": "1s"},
-        {"degrade": {"from": "a", "to": "b", "delay": "100ms"}, "at": "0s", "for": "1s"},
+        {
+            "degrade": {"from": "a", "to": "b", "delay": "100ms"},
+            "at": "0s",
+            "for": "1s",
+        },
     ]
-    run = world({"a": casting(1), **dict.fromkeys(DEVICES, idle)}, link=RADIO, faults=faults)
+    run = world(
+        {"a": casting(1), **dict.fromkeys(DEVICES, idle)}, link=RADIO, faults=faults
+    )
     run.run()
     assert not events(run, "receive", "c")
     assert not events(run, "receive", "d")
@@ -99,12 +121,23 @@ def test_a_partition_and_a_degradation_hold_for_casts():
 
 
 def test_an_obstruction_and_a_trace_change_who_hears_a_cast_by_the_same_draws():
-    radio = Radio(Propagation(0, -80, 2, 40, 8), {name: (0, 100.0 if name == "b" else 0) for name in "abcd"}, None, 1)
+    radio = Radio(
+        Propagation(0, -80, 2, 40, 8),
+        {name: (0, 100.0 if name == "b" else 0) for name in "abcd"},
+        None,
+        1,
+    )
     run = world(
         {"a": casting(600), **dict.fromkeys(DEVICES, idle)},
         link=RADIO,
         radio=radio,
-        faults=[{"obstruct": {"between": ["a", "b"], "path_loss_exponent": 2.2}, "at": "1s", "for": "1s"}],
+        faults=[
+            {
+                "obstruct": {"between": ["a", "b"], "path_loss_exponent": 2.2},
+                "at": "1s",
+                "for": "1s",
+            }
+        ],
         trace=["2,link a->c message_loss,30%"],
     )
     run.run()
@@ -112,9 +145,16 @@ def test_an_obstruction_and_a_trace_change_who_hears_a_cast_by_the_same_draws():
     chance = 1 - radio.reception_ratio(("a", "b"), 2.2)
     assert chance == pytest.approx(0.69146, abs=1e-5)
     for name, begin, end, loss in (("b", 1, 2, chance), ("c", 2, math.inf, 0.3)):
-        casts = [(each["number"], begin < each["time"] + RADIO.delay < end) for each in events(run, "cast")]
+        casts = [
+            (each["number"], begin < each["time"] + RADIO.delay < end)
+            for each in events(run, "cast")
+        ]
         assert any(struck for _, struck in casts)
-        wanted = [number for number, struck in casts if not struck or heard(1, "a", name, number, loss)]
+        wanted = [
+            number
+            for number, struck in casts
+            if not struck or heard(1, "a", name, number, loss)
+        ]
         assert [each["cast"] for each in events(run, "receive", name)] == wanted
     assert len(events(run, "receive", "d")) == 600
 
@@ -140,7 +180,12 @@ def test_casts_of_one_device_follow_each_other_and_what_is_heard_is_each_receive
 
     async def lead(device: Device):
         tensor = torch.zeros(2)
-        pending = asyncio.gather(*(device.cast(["b", "c"], Message("m", {}, {"x": tensor})) for _ in range(2)))
+        pending = asyncio.gather(
+            *(
+                device.cast(["b", "c"], Message("m", {}, {"x": tensor}))
+                for _ in range(2)
+            )
+        )
         await asyncio.sleep(0)
         tensor.fill_(7)
         await pending
@@ -170,12 +215,25 @@ def test_the_devices_of_a_cell_take_turns_and_a_gateway_waits_for_both_of_its_ce
         await device.cast(["a", "b", "x"], Message("m", padding=3000))
 
     cells = [Cell(("a", "b", "gate"), 250e3), Cell(("x", "gate"), 500e3)]
-    run = world({"a": lead, "b": other, "x": other, "gate": gate}, link=Link(delay=0.01), cells=cells)
+    run = world(
+        {"a": lead, "b": other, "x": other, "gate": gate},
+        link=Link(delay=0.01),
+        cells=cells,
+    )
     run.run()
-    found = {event.device: event.fields for event in run.events if event.event == "cast"}
-    seconds = {name: cast_wire_bytes(cast["bytes"]) * 8 / 250e3 for name, cast in found.items()}
+    found = {
+        event.device: event.fields for event in run.events if event.event == "cast"
+    }
+    seconds = {
+        name: cast_wire_bytes(cast["bytes"]) * 8 / 250e3 for name, cast in found.items()
+    }
     left = {name: cast["start"] + cast["duration"] for name, cast in found.items()}
-    assert {name: cast["start"] for name, cast in found.items()} == {"a": 0, "b": 0.001, "x": 0.001, "gate": 0.002}
+    assert {name: cast["start"] for name, cast in found.items()} == {
+        "a": 0,
+        "b": 0.001,
+        "x": 0.001,
+        "gate": 0.002,
+    }
     assert left["a"] == pytest.approx(seconds["a"])
     assert left["b"] == pytest.approx(seconds["a"] + seconds["b"])
     assert left["x"] == pytest.approx(0.001 + seconds["x"] / 2)

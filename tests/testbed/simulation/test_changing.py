@@ -18,12 +18,18 @@ def computing(flops=4e6):
 
 def test_throttle_slows_what_is_being_computed():
     # 4 s of work: 1 s at full speed, 2 s at a quarter, the rest at full speed.
-    run = world({"a": computing()}, faults=[{"throttle": {"device": "a", "slowdown": 4}, "at": "1s", "for": "2s"}])
+    run = world(
+        {"a": computing()},
+        faults=[{"throttle": {"device": "a", "slowdown": 4}, "at": "1s", "for": "2s"}],
+    )
     run.run()
     (compute,) = events(run, "compute")
     assert compute["duration"] == pytest.approx(1 + 2 + (4 - 1 - 0.5))
     speeds = events(run, "speed")
-    assert [(event["time"], event["factor"], event["speed"]) for event in speeds] == [(1, 0.25, 0.25e6), (3, 1, 1e6)]
+    assert [(event["time"], event["factor"], event["speed"]) for event in speeds] == [
+        (1, 0.25, 0.25e6),
+        (3, 1, 1e6),
+    ]
 
 
 def test_throttles_pile_up_and_all_end_at_once():
@@ -34,7 +40,9 @@ def test_throttles_pile_up_and_all_end_at_once():
     ]
     run = world({"a": computing()}, faults=faults)
     run.run()
-    assert events(run, "compute")[0]["duration"] == pytest.approx(4 + (4 - 1 - 0.5 - 0.5))
+    assert events(run, "compute")[0]["duration"] == pytest.approx(
+        4 + (4 - 1 - 0.5 - 0.5)
+    )
 
 
 def test_speed_changes_while_a_device_is_paused():
@@ -57,11 +65,16 @@ def test_throttle_as_work_begins_counts_once():
     when = {"device": "a", "begins": "nothing"}
     faults = [
         {"throttle": {"device": "a", "slowdown": 2}, "when": when},
-        {"throttle": {"device": "a", "slowdown": 2}, "when": {"device": "a", "begins": "forward"}},
+        {
+            "throttle": {"device": "a", "slowdown": 2},
+            "when": {"device": "a", "begins": "forward"},
+        },
     ]
     run = world({"a": program}, faults=faults)
     run.run()
-    assert [event["duration"] for event in events(run, "compute")] == pytest.approx([0, 0, 0, 4])
+    assert [event["duration"] for event in events(run, "compute")] == pytest.approx(
+        [0, 0, 0, 4]
+    )
 
 
 def test_device_that_boots_again_is_as_slow_as_before():
@@ -71,7 +84,10 @@ def test_device_that_boots_again_is_as_slow_as_before():
     async def lead(device: Device):
         await device.sleep(20)
 
-    faults = [{"throttle": {"device": "b", "slowdown": 4}, "at": 0}, {"kill": "b", "at": "1s", "for": "1s"}]
+    faults = [
+        {"throttle": {"device": "b", "slowdown": 4}, "at": 0},
+        {"kill": "b", "at": "1s", "for": "1s"},
+    ]
     run = world({"a": lead, "b": worker}, faults=faults)
     run.run()
     assert events(run, "compute", "b")[0]["duration"] == pytest.approx(4)
@@ -90,20 +106,34 @@ def test_flap_stops_what_is_under_way_each_time():
     # Down at 1.0 and 6.1 s, each time found to be up again as TCP next tries: 0.22 s after it went down.
     (received,) = events(run, "receive")
     assert received["time"] == pytest.approx(0.05 + alone + LINK.delay + 2 * 0.22)
-    ups = [(event["time"], event["up"]) for event in events(run, "link") if event["source"] == "a"]
-    assert ups == [(1.0, False), (1.1, True), (pytest.approx(6.1), False), (pytest.approx(6.2), True)]
+    ups = [
+        (event["time"], event["up"])
+        for event in events(run, "link")
+        if event["source"] == "a"
+    ]
+    assert ups == [
+        (1.0, False),
+        (1.1, True),
+        (pytest.approx(6.1), False),
+        (pytest.approx(6.2), True),
+    ]
 
 
 def test_flap_of_a_device_leaves_others_alone():
     async def lead(device: Device):
-        await asyncio.gather(*(device.send(peer, Message("m", padding=2_000_000)) for peer in "bc"))
+        await asyncio.gather(
+            *(device.send(peer, Message("m", padding=2_000_000)) for peer in "bc")
+        )
 
     run = world(
-        {"a": lead, "b": idle, "c": idle}, faults=[{"flap": {"device": "b", "down": "1s", "up": "9s"}, "at": 0}]
+        {"a": lead, "b": idle, "c": idle},
+        faults=[{"flap": {"device": "b", "down": "1s", "up": "9s"}, "at": 0}],
     )
     run.run()
     assert {event["destination"] for event in events(run, "link")} == {"a", "b", "c"}
-    assert all("b" in (event["source"], event["destination"]) for event in events(run, "link"))
+    assert all(
+        "b" in (event["source"], event["destination"]) for event in events(run, "link")
+    )
     at_c = events(run, "receive", "c")[0]["time"]
     assert at_c == pytest.approx(on_wire(run, "m") * 8 / LINK.rate + LINK.delay)
     assert events(run, "receive", "b")[0]["time"] > at_c + 1
@@ -113,11 +143,18 @@ def test_rate_of_a_trace_counts_from_its_very_instant():
     async def lead(device: Device):
         await device.send("b", Message("m", padding=4_000_000))
 
-    run = world({"a": lead, "b": idle}, trace=["1,link a->b rate,4mbit", "3,link a->b rate,8mbit"])
+    run = world(
+        {"a": lead, "b": idle},
+        trace=["1,link a->b rate,4mbit", "3,link a->b rate,8mbit"],
+    )
     run.run()
     # Half as fast for 2 s.
-    assert events(run, "receive")[0]["time"] == pytest.approx(on_wire(run, "m") * 8 / LINK.rate + 1 + LINK.delay)
-    assert [(event["time"], event["what"], event["value"]) for event in events(run, "trace")] == [
+    assert events(run, "receive")[0]["time"] == pytest.approx(
+        on_wire(run, "m") * 8 / LINK.rate + 1 + LINK.delay
+    )
+    assert [
+        (event["time"], event["what"], event["value"]) for event in events(run, "trace")
+    ] == [
         (1, "link a->b rate", "4mbit"),
         (3, "link a->b rate", "8mbit"),
     ]
@@ -129,10 +166,15 @@ def test_trace_begins_before_any_device_does():
         await device.compute(lambda: None, Cost(1e6), Span("forward"))
         await device.send("b", Message("m"))
 
-    run = world({"a": lead, "b": idle}, trace=["0,device a speed,2mflops", "0,link a<->b delay,1s"])
+    run = world(
+        {"a": lead, "b": idle},
+        trace=["0,device a speed,2mflops", "0,link a<->b delay,1s"],
+    )
     run.run()
     assert events(run, "compute")[0]["duration"] == pytest.approx(0.5)
-    assert events(run, "send")[0]["duration"] == pytest.approx(2 + on_wire(run, "m") * 8 / LINK.rate)
+    assert events(run, "send")[0]["duration"] == pytest.approx(
+        2 + on_wire(run, "m") * 8 / LINK.rate
+    )
     assert [event["time"] for event in events(run, "trace")] == [0, 0]
 
 

@@ -23,7 +23,9 @@ def test_framing_by_hand():
 @pytest.mark.parametrize("access", [{}, {"source": {"uplink": 8e6}}])
 def test_messages_to_one_peer_leave_one_behind_the_other(access):
     async def source(device: Device):
-        await asyncio.gather(*(device.send("sink", Message(f"m{i}", padding=50_000)) for i in range(3)))
+        await asyncio.gather(
+            *(device.send("sink", Message(f"m{i}", padding=50_000)) for i in range(3))
+        )
 
     run = world({"source": source, "sink": idle}, access=access)
     run.run()
@@ -35,13 +37,19 @@ def test_messages_to_one_peer_leave_one_behind_the_other(access):
         assert received[i]["time"] == pytest.approx((i + 1) * transmission + 0.01)
         assert sent[i]["start"] == 0
         assert sent[i]["queued"] == pytest.approx(i * transmission)
-        assert sent[i]["time"] == sent[i]["duration"] == pytest.approx((i + 1) * transmission + 0.02)
+        assert (
+            sent[i]["time"]
+            == sent[i]["duration"]
+            == pytest.approx((i + 1) * transmission + 0.02)
+        )
 
 
 @pytest.mark.parametrize("access", [{}, {"lead": {"uplink": 1e12}}])
 def test_a_full_window_waits_for_the_first_acknowledgement(access):
     async def lead(device: Device):
-        await asyncio.gather(*(device.send("b", Message("m", padding=WINDOW // 2 + 1)) for _ in range(5)))
+        await asyncio.gather(
+            *(device.send("b", Message("m", padding=WINDOW // 2 + 1)) for _ in range(5))
+        )
 
     run = world({"lead": lead, "b": idle}, link=Link(delay=0.25), access=access)
     run.run()
@@ -52,9 +60,13 @@ def test_a_full_window_waits_for_the_first_acknowledgement(access):
 @pytest.mark.parametrize("access", [{}, {"lead": {"uplink": 50e6}}])
 def test_many_messages_fill_a_long_link(access):
     async def lead(device: Device):
-        await asyncio.gather(*(device.send("b", Message("m", padding=100_000)) for _ in range(100)))
+        await asyncio.gather(
+            *(device.send("b", Message("m", padding=100_000)) for _ in range(100))
+        )
 
-    run = world({"lead": lead, "b": idle}, link=Link(rate=50e6, delay=0.02), access=access)
+    run = world(
+        {"lead": lead, "b": idle}, link=Link(rate=50e6, delay=0.02), access=access
+    )
     run.run()
     carried = 100 * on_wire(run, "m") * 8
     assert carried / (run.calendar.now - 0.04) / 50e6 == pytest.approx(1)
@@ -71,7 +83,9 @@ def test_acknowledgements_keep_the_order_when_a_link_becomes_faster():
         await asyncio.gather(*(send(number) for number in range(5)))
 
     better = {"degrade": {"between": ["lead", "b"], "delay": "1ms"}, "at": "300ms"}
-    run = world({"lead": lead, "b": idle}, link=Link(rate=1e5, delay=0.2), faults=[better])
+    run = world(
+        {"lead": lead, "b": idle}, link=Link(rate=1e5, delay=0.2), faults=[better]
+    )
     run.run()
     assert order == list(range(5))
     times = [event["time"] for event in events(run, "send")]
@@ -80,7 +94,9 @@ def test_acknowledgements_keep_the_order_when_a_link_becomes_faster():
 
 def test_directions_and_pairs_do_not_share_their_rate():
     async def lead(device: Device):
-        await asyncio.gather(*(device.send(peer, Message("m", padding=100_000)) for peer in ("b", "c")))
+        await asyncio.gather(
+            *(device.send(peer, Message("m", padding=100_000)) for peer in ("b", "c"))
+        )
 
     run = world({"lead": lead, "b": idle, "c": idle})
     run.run()
@@ -102,7 +118,12 @@ def test_many_messages_arrive_in_the_order_of_the_calls():
     got = []
 
     async def lead(device: Device):
-        sends = [asyncio.create_task(device.send("b", Message("m", {"i": i}, padding=i % 7 * 900))) for i in range(200)]
+        sends = [
+            asyncio.create_task(
+                device.send("b", Message("m", {"i": i}, padding=i % 7 * 900))
+            )
+            for i in range(200)
+        ]
         await asyncio.gather(*sends)
 
     async def listen(device: Device):
@@ -120,7 +141,9 @@ def test_message_shares_nothing_with_its_sender():
 
     async def lead(device: Device):
         weights, fields = torch.zeros(3), {"list": [1]}
-        sending = asyncio.create_task(device.send("b", Message("m", fields, {"w": weights})))
+        sending = asyncio.create_task(
+            device.send("b", Message("m", fields, {"w": weights}))
+        )
         await asyncio.sleep(0)
         weights += 1
         fields["list"].append(2)
@@ -140,7 +163,9 @@ def test_loss_costs_time_and_depends_on_the_seed_only():
             await device.send("b", Message("m", padding=100_000))
 
     def duration(loss):
-        run = world({"lead": lead, "b": idle}, link=Link(rate=8e6, delay=0.01, loss=loss))
+        run = world(
+            {"lead": lead, "b": idle}, link=Link(rate=8e6, delay=0.01, loss=loss)
+        )
         run.run()
         return run.calendar.now
 
@@ -169,7 +194,9 @@ def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn():
 
     async def lead(device: Device):
         await device.sleep(1)
-        first = asyncio.create_task(asyncio.wait_for(device.send("b", Message("lost")), 0.5))
+        first = asyncio.create_task(
+            asyncio.wait_for(device.send("b", Message("lost")), 0.5)
+        )
         second = asyncio.create_task(device.send("b", Message("kept")))
         with pytest.raises(TimeoutError):
             await first
@@ -180,7 +207,9 @@ def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn():
         while True:
             got.append((await device.receive()).kind)
 
-    run = world({"lead": lead, "b": listen}, faults=[{"kill": "b", "at": "0.9s", "for": "2s"}])
+    run = world(
+        {"lead": lead, "b": listen}, faults=[{"kill": "b", "at": "0.9s", "for": "2s"}]
+    )
     run.run()
     assert got == ["kept"]
 
@@ -198,7 +227,11 @@ def test_what_was_withdrawn_after_it_had_left_is_not_sent_to_a_peer_that_comes_b
         while True:
             got.append((await device.receive()).kind)
 
-    run = world({"lead": lead, "b": listen}, link=Link(delay=0.5), faults=[{"kill": "b", "at": "0.4s", "for": "1s"}])
+    run = world(
+        {"lead": lead, "b": listen},
+        link=Link(delay=0.5),
+        faults=[{"kill": "b", "at": "0.4s", "for": "1s"}],
+    )
     run.run()
     assert got == ["kept"]
 
@@ -216,15 +249,22 @@ def test_what_a_dead_sender_had_sent_is_not_sent_again():
         while True:
             got.append((await device.receive())["boot"])
 
-    faults = [{"kill": "b", "at": "0.2s", "for": "1s"}, {"kill": "c", "at": "0.3s", "for": "1s"}]
-    run = world({"lead": lead, "b": sender, "c": listen}, link=Link(delay=0.5), faults=faults)
+    faults = [
+        {"kill": "b", "at": "0.2s", "for": "1s"},
+        {"kill": "c", "at": "0.3s", "for": "1s"},
+    ]
+    run = world(
+        {"lead": lead, "b": sender, "c": listen}, link=Link(delay=0.5), faults=faults
+    )
     run.run()
     assert got == [3.2]
 
 
 def test_cancelled_send_is_withdrawn_and_the_next_moves_up():
     async def lead(device: Device):
-        large = asyncio.create_task(device.send("b", Message("large", padding=10_000_000)))
+        large = asyncio.create_task(
+            device.send("b", Message("large", padding=10_000_000))
+        )
         small = asyncio.create_task(device.send("b", Message("small")))
         await device.sleep(1)
         large.cancel()
@@ -268,7 +308,15 @@ def test_peer_without_a_link_is_an_error_that_names_both():
 
 @pytest.mark.parametrize(
     ("waited", "attempt"),
-    [(0.0, 0.22), (0.22, 0.22), (0.23, 0.66), (0.7, 1.54), (1.6, 2.0), (2.5, 3.0), (7.01, 8.0)],
+    [
+        (0.0, 0.22),
+        (0.22, 0.22),
+        (0.23, 0.66),
+        (0.7, 1.54),
+        (1.6, 2.0),
+        (2.5, 3.0),
+        (7.01, 8.0),
+    ],
 )
 def test_retransmissions_double_then_the_connection_is_made_anew(waited, attempt):
     assert next_attempt(10.0, 10.0 + waited, 0.02) == pytest.approx(10.0 + attempt)

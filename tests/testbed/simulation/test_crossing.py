@@ -25,16 +25,26 @@ def latencies(link: Link, count: int, padding: int = 0) -> list[float]:
     run = world({"lead": sending(count, padding), "b": idle}, link=link)
     run.run()
     sent = [event["start"] + event["queued"] for event in events(run, "send")]
-    return [event["time"] - start for event, start in zip(events(run, "receive"), sent, strict=True)]
+    return [
+        event["time"] - start
+        for event, start in zip(events(run, "receive"), sent, strict=True)
+    ]
 
 
 def cross(way: Crossing, packets: int, spacing: float, round_trip: float) -> float:
     """Return by how much a message over a new connection is late, no acknowledgement being lost."""
-    return way.message(packets * PACKET, spacing, round_trip, Window(), lambda: False)[2]
+    return way.message(packets * PACKET, spacing, round_trip, Window(), lambda: False)[
+        2
+    ]
 
 
 def test_link_without_chance_has_no_processes():
-    assert crossing(Link(rate=1e6, delay=1, duplicate=0.5, message_loss=0.5, limit=5), "seed") is None
+    assert (
+        crossing(
+            Link(rate=1e6, delay=1, duplicate=0.5, message_loss=0.5, limit=5), "seed"
+        )
+        is None
+    )
     assert crossing(Link(loss=1.0), "seed") is None
 
 
@@ -58,13 +68,19 @@ def test_reordered_packet_skips_the_delay():
     drawn = latencies(Link(delay=0.1, reorder=0.25), 2000)
     skipped = [each for each in drawn if each < 0.05]
     assert max(skipped) < 1e-9
-    assert [each for each in drawn if each > 0.05] == pytest.approx([0.1] * (2000 - len(skipped)))
+    assert [each for each in drawn if each > 0.05] == pytest.approx(
+        [0.1] * (2000 - len(skipped))
+    )
     assert len(skipped) / 2000 == pytest.approx(0.25, abs=0.03)
-    assert min(latencies(Link(delay=0.1, reorder=0.25), 200, padding=40_000)) == pytest.approx(0.1)
+    assert min(
+        latencies(Link(delay=0.1, reorder=0.25), 200, padding=40_000)
+    ) == pytest.approx(0.1)
 
 
 def test_corruption_is_loss():
-    late = [each for each in latencies(Link(delay=0.01, corrupt=0.2), 1000) if each > 0.1]
+    late = [
+        each for each in latencies(Link(delay=0.01, corrupt=0.2), 1000) if each > 0.1
+    ]
     assert len(late) == pytest.approx(200, abs=50)
     assert min(late) == pytest.approx(0.01 + 0.02 + RETRANSMISSION_TIMEOUT)
 
@@ -76,12 +92,17 @@ def test_bursts_hit_what_is_sent_again_as_well():
     assert fmean(fates) == pytest.approx(bursts.loss, rel=0.1)
     bursty = Crossing(Link(delay=0.01, bursts=bursts), "seed")
     plain = Crossing(Link(delay=0.01, loss=bursts.loss), "seed")
-    repeats = [fmean(cross(way, 1, 0.0, 0.02) for _ in range(5000)) for way in (bursty, plain)]
+    repeats = [
+        fmean(cross(way, 1, 0.0, 0.02) for _ in range(5000)) for way in (bursty, plain)
+    ]
     assert repeats[0] > 3 * repeats[1]
 
 
 def test_bytes_sent_again_take_their_time_on_the_link():
-    run = world({"lead": sending(1, 400_000), "b": idle}, link=Link(rate=8e6, delay=0.01, loss=0.3))
+    run = world(
+        {"lead": sending(1, 400_000), "b": idle},
+        link=Link(rate=8e6, delay=0.01, loss=0.3),
+    )
     run.run()
     (received,) = events(run, "receive")
     clean = on_wire(run, "m") * 8 / 8e6
@@ -89,7 +110,9 @@ def test_bytes_sent_again_take_their_time_on_the_link():
 
 
 def test_duplicates_change_nothing():
-    assert latencies(Link(rate=8e6, delay=0.1, duplicate=0.5), 50) == latencies(Link(rate=8e6, delay=0.1), 50)
+    assert latencies(Link(rate=8e6, delay=0.1, duplicate=0.5), 50) == latencies(
+        Link(rate=8e6, delay=0.1), 50
+    )
 
 
 def test_chance_depends_on_the_seed_and_on_how_often_the_link_has_changed():
@@ -98,7 +121,11 @@ def test_chance_depends_on_the_seed_and_on_how_often_the_link_has_changed():
     run = world(
         {"lead": sending(40), "b": idle},
         link=link,
-        trace=["2,link lead<->b jitter,50ms", "2,link lead<->b rate,1gbit", "4,link lead<->b rate,2gbit"],
+        trace=[
+            "2,link lead<->b jitter,50ms",
+            "2,link lead<->b rate,1gbit",
+            "4,link lead<->b rate,2gbit",
+        ],
     )
     run.run()
     drawn = [event["time"] - event["start"] for event in events(run, "receive")]

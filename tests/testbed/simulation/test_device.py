@@ -59,7 +59,9 @@ def test_nothing_is_received_from_a_device_that_died_while_it_sent():
     async def sink(device: Device):
         await device.send("source", Message("x", padding=800_000))
 
-    world({"source": source, "sink": sink}, faults=[{"kill": "sink", "at": "250ms"}]).run()
+    world(
+        {"source": source, "sink": sink}, faults=[{"kill": "sink", "at": "250ms"}]
+    ).run()
     assert seen == [True, True, False, False, False]
 
 
@@ -68,7 +70,12 @@ def test_processor_is_serial():
 
     async def lead(device: Device):
         async def work(i):
-            ends.append((await device.compute(lambda: i, Cost(1e6), Span("w", batch=i)), device.now()))
+            ends.append(
+                (
+                    await device.compute(lambda: i, Cost(1e6), Span("w", batch=i)),
+                    device.now(),
+                )
+            )
 
         await asyncio.gather(*(work(i) for i in range(3)))
 
@@ -84,7 +91,9 @@ def test_several_processors_begin_work_in_its_order_and_compute_at_once():
             await device.compute(lambda: None, Cost(flops), Span("w", batch=i))
             ends.append((i, device.now()))
 
-        await asyncio.gather(*(work(i, flops) for i, flops in enumerate((2e6, 1e6, 2e6, 1e6))))
+        await asyncio.gather(
+            *(work(i, flops) for i, flops in enumerate((2e6, 1e6, 2e6, 1e6)))
+        )
 
     world({"lead": lead}, access={"lead": {"processors": 2}}).run()
     assert ends == [(1, 1.0), (0, 2.0), (2, 3.0), (3, 3.0)]
@@ -147,7 +156,11 @@ def test_program_error_keeps_its_cause():
     with pytest.raises(ProgramError) as caught:
         run.run()
     assert isinstance(caught.value.__cause__, KeyError)
-    failed = [event["error"] for event in events(run, "state", "b") if event["state"] == "failed"]
+    failed = [
+        event["error"]
+        for event in events(run, "state", "b")
+        if event["state"] == "failed"
+    ]
     assert failed == ["KeyError: 'lost'"]
 
 
@@ -177,7 +190,9 @@ def test_a_listener_takes_what_came_before_it_and_then_each_message_as_it_arrive
 
     async def sink(device: Device):
         await device.sleep(0.05)
-        await device.listen(lambda message: heard.append((message["number"], device.now())))
+        await device.listen(
+            lambda message: heard.append((message["number"], device.now()))
+        )
 
     run = world({"source": source, "sink": sink})
     run.run()

@@ -25,7 +25,10 @@ def test_states_follow_the_faults_that_strike() -> None:
             seen.append((device.now(), host.state(), host.condition()))
             await device.sleep(1.0)
 
-    faults = [{"pause": "b", "at": "500ms", "for": "1s"}, {"kill": "b", "at": "2500ms", "for": "1s"}]
+    faults = [
+        {"pause": "b", "at": "500ms", "for": "1s"},
+        {"kill": "b", "at": "2500ms", "for": "1s"},
+    ]
     made = world({"a": watch, "b": idle}, faults=faults)
     made.run()
     assert [(time, state) for time, state, _ in seen] == [
@@ -36,7 +39,11 @@ def test_states_follow_the_faults_that_strike() -> None:
         (4.0, "up"),
         (5.0, "up"),
     ]
-    assert [text for *_, text in seen][1:4] == ["is paused", "waits for a message", "is off"]
+    assert [text for *_, text in seen][1:4] == [
+        "is paused",
+        "waits for a message",
+        "is off",
+    ]
 
 
 def test_what_is_saved_outlives_the_program() -> None:
@@ -53,7 +60,9 @@ def test_what_is_saved_outlives_the_program() -> None:
     async def lead(device):
         await device.sleep(10.0)
 
-    made = world({"a": lead, "b": saver}, faults=[{"kill": "b", "at": "1s", "for": "1s"}])
+    made = world(
+        {"a": lead, "b": saver}, faults=[{"kill": "b", "at": "1s", "for": "1s"}]
+    )
     made.run()
     assert found == [None, 1]
     assert made.hosts["b"].boots == 1, "beside the first"

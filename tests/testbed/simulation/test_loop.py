@@ -50,7 +50,9 @@ def test_timeouts_queues_and_groups(loop):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.Queue().get(), 2)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(asyncio.sleep(delay, delay)) for delay in (3, 1, 2)]
+            tasks = [
+                group.create_task(asyncio.sleep(delay, delay)) for delay in (3, 1, 2)
+            ]
         return [task.result() for task in tasks], loop.time()
 
     assert loop.run_until_complete(main()) == ([3, 1, 2], 8)

@@ -26,7 +26,10 @@ def computing(*flops):
 def durations(machines, programs, **options):
     run = world(programs, machines=machines, **options)
     run.run()
-    return {name: [event["duration"] for event in events(run, "compute", name)] for name in programs}
+    return {
+        name: [event["duration"] for event in events(run, "compute", name)]
+        for name in programs
+    }
 
 
 def test_two_devices_of_one_core_have_half_of_it_until_one_is_done():
@@ -35,20 +38,32 @@ def test_two_devices_of_one_core_have_half_of_it_until_one_is_done():
 
 
 def test_a_device_takes_one_core_at_most_and_others_are_not_concerned():
-    found = durations((Machine(("a", "b", "c"), 2),), {name: computing(2e6) for name in "abcd"})
+    found = durations(
+        (Machine(("a", "b", "c"), 2),), {name: computing(2e6) for name in "abcd"}
+    )
     assert [found[name][0] for name in "abcd"] == pytest.approx([3, 3, 3, 2])
 
 
 @pytest.mark.parametrize(
     ("fault", "a", "b"),
     [
-        ({"kill": "b", "at": "1s"}, 2.5, None),  # b has done 0.5 s of its work, and so has a
+        (
+            {"kill": "b", "at": "1s"},
+            2.5,
+            None,
+        ),  # b has done 0.5 s of its work, and so has a
         ({"pause": "b", "at": "1s", "for": "10s"}, 2.5, 12.5),
-        ({"throttle": {"device": "b", "slowdown": 2}, "at": "1s"}, 4, 5.5),  # 1.5 s of a and 3 of b are left then
+        (
+            {"throttle": {"device": "b", "slowdown": 2}, "at": "1s"},
+            4,
+            5.5,
+        ),  # 1.5 s of a and 3 of b are left then
     ],
 )
 def test_what_strikes_one_device_leaves_the_cores_to_the_other(fault, a, b):
-    found = durations(ONE_CORE, {"a": computing(2e6), "b": computing(2e6)}, faults=[fault])
+    found = durations(
+        ONE_CORE, {"a": computing(2e6), "b": computing(2e6)}, faults=[fault]
+    )
     assert found["a"] == [pytest.approx(a)]
     assert found["b"] == ([] if b is None else [pytest.approx(b)])
 
@@ -57,7 +72,11 @@ def scenario(machines):
     return validate(
         {
             "name": "shared",
-            "devices": {"one": {"speed": "1gflops"}, "two": {"speed": "1gflops"}, "far": {"speed": "1gflops"}},
+            "devices": {
+                "one": {"speed": "1gflops"},
+                "two": {"speed": "1gflops"},
+                "far": {"speed": "1gflops"},
+            },
             "machines": machines,
             "workload": {
                 "task": "train",
@@ -83,7 +102,10 @@ def test_plans_go_by_the_speed_while_all_on_a_machine_compute():
     ("machines", "text"),
     [
         ([{"devices": ["one", "tow"], "cores": 1}], "unknown device 'tow'"),
-        ([{"devices": ["one", "two"], "cores": 1}, {"cores": 2}], "'one' is on another machine already"),
+        (
+            [{"devices": ["one", "two"], "cores": 1}, {"cores": 2}],
+            "'one' is on another machine already",
+        ),
     ],
 )
 def test_machines_that_cannot_be_are_refused(machines, text):

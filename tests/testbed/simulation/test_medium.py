@@ -8,18 +8,27 @@ from hypothesis import strategies as st
 from testbed.simulation.medium import Medium, occupy
 
 WANTED = st.lists(
-    st.tuples(st.integers(0, 5), st.sets(st.integers(0, 2), min_size=1), st.integers(0, 4)), min_size=1, max_size=12
+    st.tuples(
+        st.integers(0, 5), st.sets(st.integers(0, 2), min_size=1), st.integers(0, 4)
+    ),
+    min_size=1,
+    max_size=12,
 )
 
 
 @given(WANTED)
-def test_each_gets_the_first_stretch_after_those_before_it_in_which_all_its_media_are_free(wanted) -> None:
+def test_each_gets_the_first_stretch_after_those_before_it_in_which_all_its_media_are_free(
+    wanted,
+) -> None:
     media = [Medium() for _ in range(3)]
     ends, now = [0, 0, 0], 0
     for later, chosen, seconds in wanted:
         now += later
         start, end = occupy([media[each] for each in chosen], now, seconds)
-        assert (start, end) == (max(now, *(ends[each] for each in chosen)), start + seconds)
+        assert (start, end) == (
+            max(now, *(ends[each] for each in chosen)),
+            start + seconds,
+        )
         for each in chosen:
             ends[each] = end
     assert [medium.free_at for medium in media] == ends

@@ -19,7 +19,19 @@ from tests.helpers.worlds import events, idle, world
 ROUNDS = 3
 DEVICES = ("lead", "b", "c")
 MOMENTS = [
-    *({"event": name} for name in ("state", "step", "send", "receive", "cast", "begin", "compute", "log")),
+    *(
+        {"event": name}
+        for name in (
+            "state",
+            "step",
+            "send",
+            "receive",
+            "cast",
+            "begin",
+            "compute",
+            "log",
+        )
+    ),
     *({"begins": "forward", "batch": batch} for batch in range(ROUNDS)),
 ]
 ACTIONS = {
@@ -27,7 +39,9 @@ ACTIONS = {
     "pause": lambda device: {"pause": device},
     "retire": lambda device: {"retire": device},
     "partition": lambda device: {"partition": [[device]]},
-    "degrade": lambda device: {"degrade": {"device": device, "rate": "8kbit", "delay": "50ms", "loss": "20%"}},
+    "degrade": lambda device: {
+        "degrade": {"device": device, "rate": "8kbit", "delay": "50ms", "loss": "20%"}
+    },
     "flap": lambda device: {"flap": {"device": device, "down": "100ms", "up": "10ms"}},
     "throttle": lambda device: {"throttle": {"device": device, "slowdown": 10}},
 }
@@ -49,8 +63,15 @@ async def answered(device: Device, number: int) -> bool:
         async with asyncio.timeout(2):
             async with asyncio.TaskGroup() as group:
                 for batch in range(2):
-                    group.create_task(device.send("b", Message("work", {"number": number}, padding=5000 * batch)))
-                group.create_task(device.compute(lambda: None, Cost(1e4), Span("forward", number)))
+                    group.create_task(
+                        device.send(
+                            "b",
+                            Message("work", {"number": number}, padding=5000 * batch),
+                        )
+                    )
+                group.create_task(
+                    device.compute(lambda: None, Cost(1e4), Span("forward", number))
+                )
             while (await device.receive()).fields.get("number") != number:
                 pass
     except TimeoutError:
@@ -63,7 +84,9 @@ async def worker(device: Device) -> None:
     target = {"b": "c", "c": "lead"}[device.name]
 
     async def work(message: Message) -> None:
-        await device.compute(lambda: None, Cost(2e4), Span("forward", message["number"]))
+        await device.compute(
+            lambda: None, Cost(2e4), Span("forward", message["number"])
+        )
         device.record("log", text="done")
         await device.send(target, message)
 
@@ -77,7 +100,12 @@ async def worker(device: Device) -> None:
 
 
 def run(faults, access=None):
-    made = world({"lead": lead, "b": worker, "c": worker}, faults=faults, access=access, time_limit=1000)
+    made = world(
+        {"lead": lead, "b": worker, "c": worker},
+        faults=faults,
+        access=access,
+        time_limit=1000,
+    )
     made.run()
     return made
 
@@ -95,18 +123,32 @@ def assert_sound(faults, logged, **options):
         if event.event == "fault" and event.fields["target"] in state:
             name, on = event.fields["target"], event.fields["phase"] == "undo"
             if event.fields["action"] in ("kill", "pause"):
-                state[name], since[name] = "up" if on else event.fields["action"], event.time
+                state[name], since[name] = (
+                    "up" if on else event.fields["action"],
+                    event.time,
+                )
         elif event.device in state and event.event != "state":
-            struck = state[event.device] in ("kill", "pause") and event.time > since[event.device]
+            struck = (
+                state[event.device] in ("kill", "pause")
+                and event.time > since[event.device]
+            )
             assert not struck, event
-    counted = Counter((event.device, event.time) for event in made.events if event.event == "step")
+    counted = Counter(
+        (event.device, event.time) for event in made.events if event.event == "step"
+    )
     assert max(counted.values()) == 1
 
 
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: "-".join(map(str, moment.values())))
+@pytest.mark.parametrize(
+    "moment", MOMENTS, ids=lambda moment: "-".join(map(str, moment.values()))
+)
 def test_any_action_at_any_moment(moment, logged):
     for action, device in product(ACTIONS, DEVICES):
-        fault = {**ACTIONS[action](device), "when": {"device": device, **moment}, "for": "1s"}
+        fault = {
+            **ACTIONS[action](device),
+            "when": {"device": device, **moment},
+            "for": "1s",
+        }
         assert_sound([fault], logged)
 
 
@@ -119,22 +161,32 @@ drawn = st.fixed_dictionaries(
             st.tuples(st.sampled_from(DEVICES), st.sampled_from(MOMENTS)),
             st.floats(0, 0.2),
         ),
-        "for": st.sampled_from(["0s", "1ms", "20ms", "300ms", "1s", f"{BOOT_SECONDS}s", "5s"]),
+        "for": st.sampled_from(
+            ["0s", "1ms", "20ms", "300ms", "1s", f"{BOOT_SECONDS}s", "5s"]
+        ),
     }
 )
 
 
 @given(
     st.lists(drawn, min_size=1, max_size=5),
-    st.sampled_from([None, {"lead": {"uplink": 1e6}}, {"b": {"uplink": 1e6, "downlink": 5e5}}]),
+    st.sampled_from(
+        [None, {"lead": {"uplink": 1e6}}, {"b": {"uplink": 1e6, "downlink": 5e5}}]
+    ),
 )
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_any_actions_at_any_moments(logged, drawn, access):
     faults = []
     for each in drawn:
         when = each["when"]
-        moment = {"at": f"{when:.6f}s"} if isinstance(when, float) else {"when": {"device": when[0], **when[1]}}
-        faults.append({**ACTIONS[each["action"]](each["victim"]), **moment, "for": each["for"]})
+        moment = (
+            {"at": f"{when:.6f}s"}
+            if isinstance(when, float)
+            else {"when": {"device": when[0], **when[1]}}
+        )
+        faults.append(
+            {**ACTIONS[each["action"]](each["victim"]), **moment, "for": each["for"]}
+        )
     assert_sound(faults, logged, access=access)
 
 
@@ -156,7 +208,9 @@ def test_device_killed_as_it_hears_what_came_while_it_was_paused(logged):
     ]
     made = world({"lead": sender, "b": receiver}, faults=faults)
     made.run()
-    assert [number for _, number in heard] == [1, 2], "the first was heard as it died; the others are sent again"
+    assert [number for _, number in heard] == [1, 2], (
+        "the first was heard as it died; the others are sent again"
+    )
     assert min(time for time, _ in heard) > 1 + BOOT_SECONDS
     assert not logged
 
@@ -178,10 +232,15 @@ def test_device_that_boots_can_be_paused():
     async def program(device: Device) -> None:
         await device.sleep(2)
 
-    faults = [{"kill": "lead", "at": "1s", "for": "0s"}, {"pause": "lead", "at": "2s", "for": "10s"}]
+    faults = [
+        {"kill": "lead", "at": "1s", "for": "0s"},
+        {"pause": "lead", "at": "2s", "for": "10s"},
+    ]
     made = world({"lead": program}, faults=faults)
     made.run()
-    assert [event["time"] for event in events(made, "state") if event["state"] == "started"] == [0, 12]
+    assert [
+        event["time"] for event in events(made, "state") if event["state"] == "started"
+    ] == [0, 12]
 
 
 def test_task_that_a_dead_device_starts_never_runs():
@@ -207,7 +266,10 @@ def test_task_that_a_dead_device_starts_never_runs():
 
 def test_sets_of_tasks_have_the_same_order_each_time():
     async def program(device: Device) -> None:
-        tasks = [asyncio.create_task(device.sleep(1), name=str(number)) for number in range(20)]
+        tasks = [
+            asyncio.create_task(device.sleep(1), name=str(number))
+            for number in range(20)
+        ]
         for done in (await asyncio.wait(tasks))[0]:
             device.record("log", text=done.get_name())
 

@@ -24,7 +24,9 @@ def fates(lost: Iterable[int]):
     return lambda: next(numbers) in left
 
 
-def course(packets: int, lost=never, unheard=never, window: Window | None = None) -> Transmission:
+def course(
+    packets: int, lost=never, unheard=never, window: Window | None = None
+) -> Transmission:
     made = Transmission(window or Window(), packets, 0.0, TRIP, lost, unheard)
     made.run()
     return made
@@ -32,7 +34,9 @@ def course(packets: int, lost=never, unheard=never, window: Window | None = None
 
 def test_window_doubles_until_a_message_fits_and_is_kept():
     window = Window()
-    assert course(70, window=window).over == pytest.approx(2 * TRIP), "10, 20 and 40 packets"
+    assert course(70, window=window).over == pytest.approx(2 * TRIP), (
+        "10, 20 and 40 packets"
+    )
     assert window.size == 80
     assert course(70, window=window).over == 0
 
@@ -43,7 +47,9 @@ def test_loss_that_later_packets_show_halves_the_window_and_costs_a_round_trip()
     assert course(40, fates([5]), window=window).over == pytest.approx(TRIP)
     assert window.size == window.threshold == 20
     course(20, window=window)
-    assert window.size == 21, "above its threshold the window grows by one packet a round trip"
+    assert window.size == 21, (
+        "above its threshold the window grows by one packet a round trip"
+    )
 
 
 def test_several_losses_of_one_round_halve_the_window_once():
@@ -61,7 +67,9 @@ def test_lone_packet_is_repeated_at_the_time_out_which_doubles():
 
 
 def test_lost_end_of_a_message_waits_for_a_probe():
-    assert course(8, fates([6, 7])).over == pytest.approx(4 * TRIP, abs=0.01), "answer, two trips, the other packet"
+    assert course(8, fates([6, 7])).over == pytest.approx(4 * TRIP, abs=0.01), (
+        "answer, two trips, the other packet"
+    )
 
 
 def test_lost_repetition_without_anything_behind_it_waits_for_the_time_out():
@@ -95,9 +103,13 @@ def test_long_transfers_follow_the_square_root_law():
         (100e6, 0.05, 0.05, 2_000_000, 29.5),
     ],
 )
-def test_messages_take_as_long_as_on_real_connections(rate, delay, loss, size, measured):
+def test_messages_take_as_long_as_on_real_connections(
+    rate, delay, loss, size, measured
+):
     # docs/fidelity.md has these means of the kernel's own Reno, with their errors.
-    assert simulated(Link(rate, delay, loss=loss), size, 40) == pytest.approx(measured, rel=0.15)
+    assert simulated(Link(rate, delay, loss=loss), size, 40) == pytest.approx(
+        measured, rel=0.15
+    )
 
 
 def test_losses_make_a_simulated_run_slower():
@@ -109,7 +121,9 @@ def test_losses_make_a_simulated_run_slower():
     run.run()
     took = events(run, "receive")[-1]["time"]
     window = 12.2 * 1448 * 8 / TRIP
-    assert took == pytest.approx(40 * 1_000_000 * 8 / window, rel=0.15), "12.2 packets a round trip at 1 %"
+    assert took == pytest.approx(40 * 1_000_000 * 8 / window, rel=0.15), (
+        "12.2 packets a round trip at 1 %"
+    )
 
 
 def test_window_that_waits_leaves_a_shared_rate_to_others():
@@ -127,8 +141,12 @@ def test_window_that_waits_leaves_a_shared_rate_to_others():
         access={"c": {"downlink": 8e6}},
     )
     run.run()
-    quick = max(event["time"] for event in events(run, "receive") if event["message"] == "n")
-    assert quick < 4.5, "the lossy message alone takes 6 s, and fills a sixth of the rate"
+    quick = max(
+        event["time"] for event in events(run, "receive") if event["message"] == "n"
+    )
+    assert quick < 4.5, (
+        "the lossy message alone takes 6 s, and fills a sixth of the rate"
+    )
 
 
 def test_device_that_restarts_begins_with_a_small_window():
@@ -137,8 +155,15 @@ def test_device_that_restarts_begins_with_a_small_window():
             await device.send("b", Message("m", padding=70 * 1448))
 
     quiet = Link(rate=1e9, delay=0.05, loss=1e-9)
-    run = world({"lead": lead, "b": idle}, link=quiet, faults=[{"kill": "b", "at": "2s", "for": "1s"}])
+    run = world(
+        {"lead": lead, "b": idle},
+        link=quiet,
+        faults=[{"kill": "b", "at": "2s", "for": "1s"}],
+    )
     run.run()
-    took = [event["time"] - event["start"] - event["queued"] for event in events(run, "send")]
+    took = [
+        event["time"] - event["start"] - event["queued"]
+        for event in events(run, "send")
+    ]
     slow = [seconds for seconds in took if seconds > 0.25]
     assert len(slow) == 2, "the first message, and the first after the restart"

@@ -17,7 +17,11 @@ from testbed.wire.message import Message
 from tests.helpers.runs import problem_of, run, scenario
 
 FAULTS = [
-    {"kill": "worker2", "when": {"device": "worker2", "begins": "backward", "batch": 4}, "for": "1s"},
+    {
+        "kill": "worker2",
+        "when": {"device": "worker2", "begins": "backward", "batch": 4},
+        "for": "1s",
+    },
     {"degrade": {"device": "worker1", "loss": "2%"}, "at": "20ms", "for": "2s"},
     {"partition": [["worker3"]], "after": "3s", "for": "300ms"},
 ]
@@ -69,7 +73,11 @@ def test_events_are_in_the_order_of_time_and_seen_live():
 
     seen = []
     method = METHODS["pipeline"]
-    outcome = simulate(Prepared(trial, method, problem, method.plan(problem)), data, on_event=seen.append)
+    outcome = simulate(
+        Prepared(trial, method, problem, method.plan(problem)),
+        data,
+        on_event=seen.append,
+    )
     assert seen == outcome.events
     times = [event.time for event in seen]
     assert times == sorted(times)
@@ -77,7 +85,9 @@ def test_events_are_in_the_order_of_time_and_seen_live():
 
 def test_some_events_are_seen_live_and_all_as_lines():
     seen, lines = [], []
-    outcome = run(scenario(), on_event=seen.append, names=("step", "send"), on_lines=lines.append)
+    outcome = run(
+        scenario(), on_event=seen.append, names=("step", "send"), on_lines=lines.append
+    )
     assert seen == outcome.events.of("step", "send")
     assert "".join(lines) == "".join(event.to_json() + "\n" for event in outcome.events)
 
@@ -145,8 +155,13 @@ def test_failure_keeps_the_device_and_the_traceback():
     assert outcome.error.startswith("the program of worker1 failed: ")
     assert "ZeroDivisionError" in outcome.error
     assert "test_run.py" in outcome.error
-    (failed,) = [event for event in outcome.events if event.fields.get("state") == "failed"]
-    assert (failed.device, failed.fields["error"]) == ("worker1", "ZeroDivisionError: division by zero")
+    (failed,) = [
+        event for event in outcome.events if event.fields.get("state") == "failed"
+    ]
+    assert (failed.device, failed.fields["error"]) == (
+        "worker1",
+        "ZeroDivisionError: division by zero",
+    )
 
 
 def test_error_in_a_task_that_nobody_awaits_fails_the_run():
@@ -172,7 +187,10 @@ def test_deadlock_is_told_with_what_each_waits_for():
 
     outcome = outcome_of(program)
     assert outcome.status == "failed"
-    assert outcome.error == "deadlock: at 0 s source waits for a message; worker1 waits for a message"
+    assert (
+        outcome.error
+        == "deadlock: at 0 s source waits for a message; worker1 waits for a message"
+    )
 
 
 def test_time_limit():
@@ -202,7 +220,11 @@ def test_lead_alone_has_data_and_weights_and_ends_the_run():
     assert outcome.status == "finished"
     assert held == {"source": True, "worker1": False}
     assert outcome.weights["w"].tolist() == [1, 1]
-    states = [(event.device, event.fields["state"]) for event in outcome.events if event.event == "state"]
+    states = [
+        (event.device, event.fields["state"])
+        for event in outcome.events
+        if event.event == "state"
+    ]
     assert states[-2:] == [("source", "finished"), ("worker1", "stopped")]
 
 

@@ -17,7 +17,9 @@ FAST = Link(delay=0.01)
 def sending(*peers: str, padding: int = 1_000_000, at: float = 0.0):
     async def program(device: Device):
         await device.sleep(at)
-        await asyncio.gather(*(device.send(peer, Message("m", padding=padding)) for peer in peers))
+        await asyncio.gather(
+            *(device.send(peer, Message("m", padding=padding)) for peer in peers)
+        )
 
     return program
 
@@ -35,11 +37,19 @@ async def rest(device: Device):
 
 
 def arrivals(run) -> dict[tuple[str, str], float]:
-    return {(event.fields["peer"], event.device): event.time for event in run.events if event.event == "receive"}
+    return {
+        (event.fields["peer"], event.device): event.time
+        for event in run.events
+        if event.event == "receive"
+    }
 
 
 def test_uplink_is_shared_by_what_a_device_sends():
-    run = world({"lead": rest, "a": sending("b", "c"), "b": idle, "c": idle}, link=FAST, access={"a": {"uplink": 8e6}})
+    run = world(
+        {"lead": rest, "a": sending("b", "c"), "b": idle, "c": idle},
+        link=FAST,
+        access={"a": {"uplink": 8e6}},
+    )
     run.run()
     wire = on_wire(run, "m")
     assert arrivals(run) == {
@@ -50,7 +60,11 @@ def test_uplink_is_shared_by_what_a_device_sends():
 
 def test_who_comes_later_shares_from_then_on():
     lead = both(sending("b"), sending("c", at=0.5))
-    run = world({"lead": rest, "a": lead, "b": idle, "c": idle}, link=FAST, access={"a": {"uplink": 8e6}})
+    run = world(
+        {"lead": rest, "a": lead, "b": idle, "c": idle},
+        link=FAST,
+        access={"a": {"uplink": 8e6}},
+    )
     run.run()
     wire = on_wire(run, "m") / 1e6
     found = arrivals(run)
@@ -83,7 +97,9 @@ def idle_until(*peers: str):
 
 def test_a_link_slower_than_the_access_is_as_before():
     plain = world({"a": sending("b", padding=300_000), "b": idle})
-    limited = world({"a": sending("b", padding=300_000), "b": idle}, access={"a": {"uplink": 1e9}})
+    limited = world(
+        {"a": sending("b", padding=300_000), "b": idle}, access={"a": {"uplink": 1e9}}
+    )
     for run in (plain, limited):
         run.run()
     assert arrivals(limited)["a", "b"] == pytest.approx(arrivals(plain)["a", "b"])
@@ -93,7 +109,13 @@ def test_a_link_slower_than_the_access_is_as_before():
 
 def test_cell_is_one_channel_for_all_pairs_and_costs_others_nothing():
     cells = [Cell(("a", "b", "c"), 8e6)]
-    programs = {"lead": rest, "a": sending("b", "d"), "b": both(sending("c"), idle), "c": idle, "d": idle}
+    programs = {
+        "lead": rest,
+        "a": sending("b", "d"),
+        "b": both(sending("c"), idle),
+        "c": idle,
+        "d": idle,
+    }
     run = world(programs, link=Link(rate=80e6, delay=0.01), cells=cells)
     run.run()
     wire = on_wire(run, "m") / 1e6
@@ -122,24 +144,39 @@ def test_casts_have_the_channel_first():
         await device.sleep(0.5)
         await device.cast(["a"], Message("c", padding=50_000))
 
-    run = world({"a": sending("b"), "b": idle, "c": caster}, link=FAST, cells=[Cell(("a", "b", "c"), 8e6)])
+    run = world(
+        {"a": sending("b"), "b": idle, "c": caster},
+        link=FAST,
+        cells=[Cell(("a", "b", "c"), 8e6)],
+    )
     run.run()
     (cast,) = events(run, "cast")
     on_air = cast_wire_bytes(cast["bytes"]) / 1e6
     assert cast["duration"] == pytest.approx(on_air)
-    assert arrivals(run)["a", "b"] == pytest.approx(on_wire(run, "m") / 1e6 + on_air + 0.01)
+    assert arrivals(run)["a", "b"] == pytest.approx(
+        on_wire(run, "m") / 1e6 + on_air + 0.01
+    )
 
 
 def test_messages_to_one_peer_are_one_at_a_time_and_in_order():
     async def lead(device: Device):
-        await asyncio.gather(*(device.send("b", Message(f"m{number}", padding=10_000)) for number in range(5)))
+        await asyncio.gather(
+            *(
+                device.send("b", Message(f"m{number}", padding=10_000))
+                for number in range(5)
+            )
+        )
 
     run = world({"a": lead, "b": idle}, link=FAST, access={"a": {"uplink": 8e6}})
     run.run()
     received = events(run, "receive")
-    assert [event["message"] for event in received] == [f"m{number}" for number in range(5)]
+    assert [event["message"] for event in received] == [
+        f"m{number}" for number in range(5)
+    ]
     each = on_wire(run, "m0") / 1e6
-    assert [event["time"] for event in received] == pytest.approx([(n + 1) * each + 0.01 for n in range(5)])
+    assert [event["time"] for event in received] == pytest.approx(
+        [(n + 1) * each + 0.01 for n in range(5)]
+    )
 
 
 def test_faults_on_shared_channels():
@@ -153,21 +190,42 @@ def test_faults_on_shared_channels():
         {"partition": [["a"], ["b"]], "at": "900ms", "for": "100ms"},
         {"degrade": {"between": ["a", "b"], "rate": "4mbit"}, "at": "1200ms"},
     ]
-    run = world({"a": lead, "b": idle, "c": idle}, link=FAST, faults=faults, access={"a": {"uplink": 8e6}})
+    run = world(
+        {"a": lead, "b": idle, "c": idle},
+        link=FAST,
+        faults=faults,
+        access={"a": {"uplink": 8e6}},
+    )
     run.run()
     # From 0.4 s: half a second at 8 mbit, silence until TCP tries again, 0.08 s at 8 mbit, the rest at 4 mbit.
     rest = on_wire(run, "kept") - 0.5e6 - 0.08e6
-    assert events(run, "receive", "b")[0]["time"] == pytest.approx(1.2 + rest / 0.5e6 + 0.01)
+    assert events(run, "receive", "b")[0]["time"] == pytest.approx(
+        1.2 + rest / 0.5e6 + 0.01
+    )
 
 
 def test_same_seed_same_events_with_everything_at_once():
     def events_of():
         link = Link(rate=20e6, delay=0.01, jitter=0.002, loss=0.02)
         names = "abcd"
-        programs = {name: sending(*(other for other in names if other != name), padding=40_000) for name in names}
-        faults = [{"flap": {"device": "b", "down": "50ms", "up": "200ms", "times": 3}, "at": "20ms"}]
+        programs = {
+            name: sending(*(other for other in names if other != name), padding=40_000)
+            for name in names
+        }
+        faults = [
+            {
+                "flap": {"device": "b", "down": "50ms", "up": "200ms", "times": 3},
+                "at": "20ms",
+            }
+        ]
         access = {name: {"uplink": 8e6, "downlink": 16e6} for name in "ab"}
-        run = world(programs, link=link, faults=faults, access=access, cells=[Cell(("c", "d", "a"), 5e6)])
+        run = world(
+            programs,
+            link=link,
+            faults=faults,
+            access=access,
+            cells=[Cell(("c", "d", "a"), 5e6)],
+        )
         run.run()
         return run.events
 
@@ -175,6 +233,8 @@ def test_same_seed_same_events_with_everything_at_once():
 
 
 def test_plain_links_are_not_shared():
-    run = world({"a": sending("b"), "b": idle}, link=LINK, cells=[Cell(("b", "c"), 1e6)])
+    run = world(
+        {"a": sending("b"), "b": idle}, link=LINK, cells=[Cell(("b", "c"), 1e6)]
+    )
     run.run()
     assert not isinstance(run.channel("a", "b"), SharedChannel)

@@ -22,18 +22,41 @@ def test_rates_are_fair_and_leave_nothing_unused():
 @settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.floats(1, 1000), min_size=1, max_size=4),
-    st.lists(st.tuples(st.floats(1, 1000), st.sets(st.integers(0, 3), min_size=1)), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.floats(1, 1000), st.sets(st.integers(0, 3), min_size=1)),
+        min_size=1,
+        max_size=8,
+    ),
 )
 def test_no_rate_could_be_raised_without_another_s_loss(rates, wanted):
     shareds = [Shared(rate) for rate in rates]
     flows = [
-        flow(cap, *(shareds[index % len(shareds)] for index in {i % len(shareds) for i in of})) for cap, of in wanted
+        flow(
+            cap,
+            *(
+                shareds[index % len(shareds)]
+                for index in {i % len(shareds) for i in of}
+            ),
+        )
+        for cap, of in wanted
     ]
     found = max_min_fair_rates(flows, 0.0)
-    used = {shared: sum(found[each] for each in flows if (shared, 1.0) in each.uses) for shared in shareds}
+    used = {
+        shared: sum(found[each] for each in flows if (shared, 1.0) in each.uses)
+        for shared in shareds
+    }
     for shared in shareds:
         assert used[shared] <= shared.rate * (1 + 1e-9)
     for each in flows:
-        full = [shared for shared, _ in each.uses if used[shared] >= shared.rate * (1 - 1e-9)]
-        greatest = [max(found[rival] for rival in flows if (shared, 1.0) in rival.uses) for shared in full]
-        assert found[each] == pytest.approx(each.cap) or any(found[each] >= most * (1 - 1e-9) for most in greatest)
+        full = [
+            shared
+            for shared, _ in each.uses
+            if used[shared] >= shared.rate * (1 - 1e-9)
+        ]
+        greatest = [
+            max(found[rival] for rival in flows if (shared, 1.0) in rival.uses)
+            for shared in full
+        ]
+        assert found[each] == pytest.approx(each.cap) or any(
+            found[each] >= most * (1 - 1e-9) for most in greatest
+        )

@@ -35,13 +35,19 @@ def faults(actions):
     network = st.one_of(
         st.builds(lambda name: {"partition": [[name]]}, st.sampled_from(NAMES)),
         st.builds(
-            lambda name, rate, loss: {"degrade": {"device": name, "rate": rate, "loss": loss}},
+            lambda name, rate, loss: {
+                "degrade": {"device": name, "rate": rate, "loss": loss}
+            },
             st.sampled_from(NAMES),
             st.sampled_from(["50kbit", "10mbit"]),
             st.sampled_from(["0", "10%", "100%"]),
         ),
     )
-    on_device = st.builds(lambda action, name: {action: name}, st.sampled_from(actions), st.sampled_from(NAMES[1:]))
+    on_device = st.builds(
+        lambda action, name: {action: name},
+        st.sampled_from(actions),
+        st.sampled_from(NAMES[1:]),
+    )
     return st.lists(
         st.builds(
             lambda fault, at, lasting: {**fault, "at": at, "for": lasting},
@@ -71,7 +77,9 @@ def talk(link, sizes, breaks, way):
         while True:
             taken[device.name][-1].append((await device.receive())["number"])
 
-    run = world({"lead": lead, "b": listen, "c": listen}, link=link, faults=breaks, **way)
+    run = world(
+        {"lead": lead, "b": listen, "c": listen}, link=link, faults=breaks, **way
+    )
     run.run()
     return run, taken
 
@@ -87,7 +95,9 @@ def test_without_kills_each_message_arrives_once_and_in_order(link, sizes, break
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(links, sizes, faults(["kill", "pause"]), ways)
-def test_with_kills_each_life_takes_in_an_ordered_run_and_none_is_left_out(link, sizes, breaks, way):
+def test_with_kills_each_life_takes_in_an_ordered_run_and_none_is_left_out(
+    link, sizes, breaks, way
+):
     run, taken = talk(link, sizes, breaks, way)
     for name, lives in taken.items():
         received = {number for life in lives for number in life}
@@ -104,13 +114,17 @@ def test_with_kills_each_life_takes_in_an_ordered_run_and_none_is_left_out(link,
 @given(links, sizes, faults(["kill", "pause"]), ways)
 def test_same_scenario_same_events(link, sizes, breaks, way):
     first, second = (talk(link, sizes, breaks, way)[0] for _ in range(2))
-    assert [event.to_json() for event in first.events] == [event.to_json() for event in second.events]
+    assert [event.to_json() for event in first.events] == [
+        event.to_json() for event in second.events
+    ]
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(links, sizes, faults(["kill", "pause"]), ways)
 def test_nothing_is_faster_than_the_link(link, sizes, breaks, way):
-    run, _ = talk(link, sizes, [fault for fault in breaks if "degrade" not in fault], way)
+    run, _ = talk(
+        link, sizes, [fault for fault in breaks if "degrade" not in fault], way
+    )
     for event in events(run, "send"):
         transmission = event["bytes"] * 8 / link.rate if link.rate else 0.0
         assert event["duration"] >= transmission + 2 * link.delay - 1e-9

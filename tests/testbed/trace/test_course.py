@@ -19,7 +19,9 @@ def test_a_run_lasts_until_its_leads_program_has_ended() -> None:
     late = recorded.events(faulty=False)[-1]._replace(time=9.0, device="b")
     found = values(events=[*recorded.events(faulty=False), late])
     assert found["duration"] == 5.6, "what b still does afterwards is no part of it"
-    assert values(events=recorded.events(faulty=False)[:-1])["duration"] == 5.5, "the last that was seen of it"
+    assert values(events=recorded.events(faulty=False)[:-1])["duration"] == 5.5, (
+        "the last that was seen of it"
+    )
 
 
 @pytest.mark.parametrize("status", ["finished", "failed", "timed out", "interrupted"])
@@ -29,7 +31,9 @@ def test_only_a_run_that_finished_can_be_trusted(status: str) -> None:
     assert found["trusted"] is (status == "finished")
 
 
-def test_the_share_of_the_host_is_its_lateness_on_the_path_over_the_undisturbed_steps() -> None:
+def test_the_share_of_the_host_is_its_lateness_on_the_path_over_the_undisturbed_steps() -> (
+    None
+):
     def late(event: Any) -> Any:
         whose = event.event == "compute" and event.device == "b"
         return event._replace(fields={**event.fields, "late": 0.02}) if whose else event

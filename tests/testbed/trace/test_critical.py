@@ -29,19 +29,43 @@ def experiment(**devices: Any) -> Experiment:
         "name": "critical",
         "devices": {"a": devices, "b": {}, "c": {}},
         "network": {"link": {"rate": "1mbit", "delay": "10ms"}},
-        "workload": {"task": "infer", "model": {"name": "mlp"}, "method": {"name": "exchange"}},
+        "workload": {
+            "task": "infer",
+            "model": {"name": "mlp"},
+            "method": {"name": "exchange"},
+        },
     }
     return trials(Scenario.model_validate(scenario))[0].experiment
 
 
 def compute(device: str, start: float, end: float, late: float = 0.0) -> Event:
-    return Event(end, device, "compute", {"start": start, "duration": end - start, "deficit": 0.0, "late": late})
+    return Event(
+        end,
+        device,
+        "compute",
+        {"start": start, "duration": end - start, "deficit": 0.0, "late": late},
+    )
 
 
-def message(source: str, target: str, called: float, late: float = 0.0, queued: float = 0.0) -> list[Event]:
+def message(
+    source: str, target: str, called: float, late: float = 0.0, queued: float = 0.0
+) -> list[Event]:
     arrived = called + queued + TAKES + late
-    here = {"peer": target, "message": "m", "bytes": 1000, "start": called, "queued": queued, "encode": 0.0}
-    there = {"peer": source, "message": "m", "bytes": 1000, "start": arrived, "duration": 0.0}
+    here = {
+        "peer": target,
+        "message": "m",
+        "bytes": 1000,
+        "start": called,
+        "queued": queued,
+        "encode": 0.0,
+    }
+    there = {
+        "peer": source,
+        "message": "m",
+        "bytes": 1000,
+        "start": arrived,
+        "duration": 0.0,
+    }
     ended = arrived + 0.01
     return [
         Event(ended, source, "send", {**here, "duration": ended - called}),
@@ -49,7 +73,9 @@ def message(source: str, target: str, called: float, late: float = 0.0, queued: 
     ]
 
 
-def step(late_work: float = 0.0, late_message: float = 0.0) -> tuple[list[Event], float]:
+def step(
+    late_work: float = 0.0, late_message: float = 0.0
+) -> tuple[list[Event], float]:
     """Return the events of one step from 0 on, and its end."""
     arrived = 1.0 + TAKES
     back = arrived + 0.5 + late_work
@@ -68,7 +94,9 @@ def step(late_work: float = 0.0, late_message: float = 0.0) -> tuple[list[Event]
 
 
 def added(events: list[Event], end: float, **devices: Any) -> PathTime:
-    return CriticalPaths(events, experiment(**devices), packet_lateness=0.001).lateness("a", (0.0, end))
+    return CriticalPaths(events, experiment(**devices), packet_lateness=0.001).lateness(
+        "a", (0.0, end)
+    )
 
 
 def test_a_step_on_time_is_not_late() -> None:
@@ -85,7 +113,9 @@ def test_a_path_ends_where_its_window_begins() -> None:
     events, end = step(late_work=0.07, late_message=0.03)
     paths = CriticalPaths(events, experiment())
     assert paths.lateness("a", (end - 0.2, end)) == PathTime()
-    assert paths.lateness("a", (end - 0.24, end)) == PathTime(messaging=pytest.approx(0.03))
+    assert paths.lateness("a", (end - 0.24, end)) == PathTime(
+        messaging=pytest.approx(0.03)
+    )
     assert paths.lateness("nobody", (0.0, end)) == PathTime()
 
 
@@ -104,38 +134,69 @@ def test_each_of_several_messages_under_way_is_told_from_the_others() -> None:
         events += message("a", "b", 1.0, late=0.29 + late, queued=number * busy)
     paths = CriticalPaths(events, experiment())
     received = [event.time for event in events if event.event == "receive"]
-    found = [paths.lateness("b", (instant - 0.001, instant)).messaging for instant in received]
+    found = [
+        paths.lateness("b", (instant - 0.001, instant)).messaging
+        for instant in received
+    ]
     assert found == pytest.approx([0.0, 0.0, 0.05, 0.05])
 
 
 def test_waiting_for_room_in_the_window_is_not_the_hosts_doing() -> None:
     here = {"peer": "b", "message": "m", "bytes": WINDOW, "encode": 0.0}
     slow = Event(0.0, TESTBED, "link", link_fields("a", "b", Link(None, 1.0)))
-    sends = [Event(3.0, "a", "send", {**here, "start": 1.0, "queued": 0.0, "duration": 2.0})]
-    sends += [Event(5.0, "a", "send", {**here, "start": 1.0, "queued": 2.0, "duration": 4.0})]
-    there = [Event(2.0 * n, "b", "receive", {**here, "peer": "a", "start": 2.0 * n, "duration": 0.0}) for n in (1, 2)]
+    sends = [
+        Event(3.0, "a", "send", {**here, "start": 1.0, "queued": 0.0, "duration": 2.0})
+    ]
+    sends += [
+        Event(5.0, "a", "send", {**here, "start": 1.0, "queued": 2.0, "duration": 4.0})
+    ]
+    there = [
+        Event(
+            2.0 * n,
+            "b",
+            "receive",
+            {**here, "peer": "a", "start": 2.0 * n, "duration": 0.0},
+        )
+        for n in (1, 2)
+    ]
     late = CriticalPaths([slow, *sends, *there], experiment()).lateness("b", (3.9, 4.0))
     assert late.messaging == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("figure", [{"loss": 0.1}, {"jitter": 0.001}, {"reorder": 0.1}])
-def test_what_a_link_does_at_random_is_not_the_hosts_doing(figure: dict[str, float]) -> None:
+def test_what_a_link_does_at_random_is_not_the_hosts_doing(
+    figure: dict[str, float],
+) -> None:
     events, end = step(late_message=0.3)
     changes = [
-        Event(0.0, TESTBED, "link", link_fields("b", "a", replace(Link(RATE, 0.01), **figure))),  # type: ignore[arg-type]
+        Event(
+            0.0,
+            TESTBED,
+            "link",
+            link_fields("b", "a", replace(Link(RATE, 0.01), **figure)),
+        ),  # type: ignore[arg-type]
     ]
-    assert added([*changes, *events], end).messaging == pytest.approx(0.001), "what packets are late by on the average"
+    assert added([*changes, *events], end).messaging == pytest.approx(0.001), (
+        "what packets are late by on the average"
+    )
 
 
 def test_links_are_taken_as_they_were() -> None:
     events, end = step(late_message=0.3)
     slower = Event(1.2, TESTBED, "link", link_fields("b", "a", Link(RATE, 0.31)))
     assert added([slower, *events], end).messaging == pytest.approx(0.0, abs=1e-9)
-    assert added(events, end, uplink="2mbit").messaging == pytest.approx(0.002), "a shared uplink, both ways"
+    assert added(events, end, uplink="2mbit").messaging == pytest.approx(0.002), (
+        "a shared uplink, both ways"
+    )
 
 
 def test_work_that_takes_no_time_does_not_end_the_way_back() -> None:
-    events = [compute("a", 0.0, 1.0), compute("a", 1.0, 1.0), compute("a", 1.0, 1.0), compute("a", 1.0, 1.0)]
+    events = [
+        compute("a", 0.0, 1.0),
+        compute("a", 1.0, 1.0),
+        compute("a", 1.0, 1.0),
+        compute("a", 1.0, 1.0),
+    ]
     events += [*message("a", "b", 1.0), compute("b", 1.0 + TAKES, 2.0 + TAKES)]
     spent = CriticalPaths(events, experiment()).spent("b", (0.0, 2.0 + TAKES))
     assert (spent.computing, spent.messaging) == pytest.approx((2.0, TAKES))
@@ -157,7 +218,9 @@ def test_what_another_processor_does_meanwhile_is_on_no_path() -> None:
         *message("b", "a", answered),
     ]
     paths = CriticalPaths(events, experiment())
-    assert paths.lateness("a", (0.0, back)) == PathTime(computing=pytest.approx(0.01), messaging=pytest.approx(0.0))
+    assert paths.lateness("a", (0.0, back)) == PathTime(
+        computing=pytest.approx(0.01), messaging=pytest.approx(0.0)
+    )
     assert paths.spent("a", (0.0, back)).computing == pytest.approx(1.5)
 
 
@@ -168,16 +231,31 @@ def test_a_device_is_as_busy_as_its_processors_together() -> None:
             Event(end, "a", "compute", {"start": start, "duration": end - start})
             for start, end in ((0.0, 3.0), (1.0, 2.0))
         ),
-        *(Event(time, "a", "step", {"step": int(time), "samples": 1}) for time in (2.0, 4.0)),
+        *(
+            Event(time, "a", "step", {"step": int(time), "samples": 1})
+            for time in (2.0, 4.0)
+        ),
     ]
     one, two = experiment(), experiment(processors=2)
-    assert (busiest(events, one, (0.0, 4.0)), busiest(events, two, (0.0, 4.0))) == (4.0, 2.0)
-    record = RunView(Outcome("simulate", "finished", events), two, Plan(method="single", lead="a", pieces=()))
+    assert (busiest(events, one, (0.0, 4.0)), busiest(events, two, (0.0, 4.0))) == (
+        4.0,
+        2.0,
+    )
+    record = RunView(
+        Outcome("simulate", "finished", events),
+        two,
+        Plan(method="single", lead="a", pieces=()),
+    )
     assert busiest_share(record) == pytest.approx(0.25)  # the step from 2 s on
 
 
-def test_a_message_whose_sender_reads_its_clock_too_late_is_not_taken_for_the_one_before() -> None:
+def test_a_message_whose_sender_reads_its_clock_too_late_is_not_taken_for_the_one_before() -> (
+    None
+):
     first, second = message("a", "b", 0.0), message("a", "b", 5.0)
     second[0].fields["queued"] = TAKES + 0.004  # as if it had left after it arrived
     events = [*first, *second, compute("b", 5.0 + TAKES, 6.0)]
-    assert sum(astuple(CriticalPaths(events, experiment()).lateness("b", (4.0, 6.0)))) < 0.01
+    assert (
+        sum(astuple(CriticalPaths(events, experiment()).lateness("b", (4.0, 6.0))))
+        < 0.01
+    )

@@ -19,7 +19,10 @@ def covered(intervals: list[tuple[float, float]]) -> set[int]:
 
 
 def test_union_joins_what_overlaps_and_touches_and_drops_the_empty() -> None:
-    assert union([(3, 4), (0, 1), (1, 2), (1.5, 1.7), (5, 5), (7, 6)]).tolist() == [[0, 2], [3, 4]]
+    assert union([(3, 4), (0, 1), (1, 2), (1.5, 1.7), (5, 5), (7, 6)]).tolist() == [
+        [0, 2],
+        [3, 4],
+    ]
 
 
 def test_subtract_cuts_holes() -> None:
@@ -35,7 +38,9 @@ def test_subtract_takes_no_longer_for_each_of_many_holes() -> None:
 
 
 @given(INTERVALS)
-def test_union_covers_the_same_points_once(intervals: list[tuple[float, float]]) -> None:
+def test_union_covers_the_same_points_once(
+    intervals: list[tuple[float, float]],
+) -> None:
     merged = union(intervals)
     assert covered(merged) == covered(intervals)
     assert total(intervals) == len(covered(intervals))
@@ -43,12 +48,16 @@ def test_union_covers_the_same_points_once(intervals: list[tuple[float, float]])
 
 
 @given(INTERVALS, INTERVALS)
-def test_subtract_is_set_difference(intervals: list[tuple[float, float]], holes: list[tuple[float, float]]) -> None:
+def test_subtract_is_set_difference(
+    intervals: list[tuple[float, float]], holes: list[tuple[float, float]]
+) -> None:
     assert covered(subtract(intervals, holes)) == covered(intervals) - covered(holes)
 
 
 @given(INTERVALS, BOUNDS)
-def test_idle_and_busy_make_up_the_duration(intervals: list[tuple[float, float]], duration: int) -> None:
+def test_idle_and_busy_make_up_the_duration(
+    intervals: list[tuple[float, float]], duration: int
+) -> None:
     busy = clip(intervals, 0, duration)
     idle = subtract([(0, duration)], busy)
     assert total(busy) + total(idle) == pytest.approx(duration)

@@ -52,9 +52,17 @@ def test_all_are_there_in_their_order(events: list[Event], log: EventLog) -> Non
     assert log.latest == events[-1].time
 
 
-@pytest.mark.parametrize("window", [(-1.0, 1e9), (100.0, 3000.0), (1e9, 2e9), (0.0, 50.0)])
-def test_some_of_them_by_name_and_time(events: list[Event], log: EventLog, window: tuple[float, float]) -> None:
-    wanted = [each for each in events if each.event in ("send", "step") and window[0] < each.time <= window[1]]
+@pytest.mark.parametrize(
+    "window", [(-1.0, 1e9), (100.0, 3000.0), (1e9, 2e9), (0.0, 50.0)]
+)
+def test_some_of_them_by_name_and_time(
+    events: list[Event], log: EventLog, window: tuple[float, float]
+) -> None:
+    wanted = [
+        each
+        for each in events
+        if each.event in ("send", "step") and window[0] < each.time <= window[1]
+    ]
     found = log.of("send", "step").within(*window)
     assert list(found) == wanted
     assert len(found) == len(wanted)
@@ -64,25 +72,40 @@ def test_some_of_them_by_name_and_time(events: list[Event], log: EventLog, windo
     assert not log.of("nothing")
 
 
-def test_rows_have_none_for_what_an_event_lacks(events: list[Event], log: EventLog) -> None:
+def test_rows_have_none_for_what_an_event_lacks(
+    events: list[Event], log: EventLog
+) -> None:
     rows = log.of("send", "compute").rows("event", "time", "device", "bytes", "peers")
     assert list(rows) == [
-        (each.event, each.time, each.device, each.fields.get("bytes"), each.fields.get("peers"))
+        (
+            each.event,
+            each.time,
+            each.device,
+            each.fields.get("bytes"),
+            each.fields.get("peers"),
+        )
         for each in events
         if each.event in ("send", "compute")
     ]
 
 
 def test_what_came_late_is_put_in_order(events: list[Event]) -> None:
-    late = sorted(events, key=lambda event: event.time + random.Random(event.time).random() * 20)
+    late = sorted(
+        events, key=lambda event: event.time + random.Random(event.time).random() * 20
+    )
     assert late != events
     assert list(EventLog(late).ordered()) == events
     rows = EventLog(late).of("send").sorted_by(lambda row: row[0], "start", "bytes")
-    assert [size for _, size in rows] == [each.fields["bytes"] for each in events if each.event == "send"]
+    assert [size for _, size in rows] == [
+        each.fields["bytes"] for each in events if each.event == "send"
+    ]
 
 
 def test_numbers_of_other_kinds_are_kept_as_a_file_has_them() -> None:
-    log = EventLog(Event(float(at), "a", "step", {"loss": np.float64(at / 7)}) for at in range(CHUNK))
+    log = EventLog(
+        Event(float(at), "a", "step", {"loss": np.float64(at / 7)})
+        for at in range(CHUNK)
+    )
     assert [loss for (loss,) in log.rows("loss")] == [at / 7 for at in range(CHUNK)]
 
 
@@ -97,7 +120,9 @@ def test_values_come_out_as_they_went_in_whatever_a_column_holds() -> None:
         "never": lambda _: math.nan,
         "texts": lambda index: f"text {index % 5}",
     }
-    rows = [tuple(make(index) for make in columns.values()) for index in range(CHUNK + 1)]
+    rows = [
+        tuple(make(index) for make in columns.values()) for index in range(CHUNK + 1)
+    ]
     log = EventLog()
     for index, row in enumerate(rows):
         log.add(("all", tuple(columns)), (float(index), "d1", *row))
@@ -154,5 +179,9 @@ def test_rounded_it_has_the_times_of_its_lines(events: list[Event]) -> None:
 def test_its_columns_are_its_rows_of_the_same_times(until: float) -> None:
     log = EventLog(some(2 * CHUNK + 5)).within(-math.inf, until)
     asked = ("time", "device", "none")
-    taken = [(name, *row) for name, columns in log.columns(*asked) for row in zip(*columns, strict=False)]
+    taken = [
+        (name, *row)
+        for name, columns in log.columns(*asked)
+        for row in zip(*columns, strict=False)
+    ]
     assert sorted(taken, key=itemgetter(1)) == list(log.rows("event", *asked))

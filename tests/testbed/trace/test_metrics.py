@@ -10,13 +10,21 @@ from tests.helpers.recorded import calm, figures
 
 
 def test_a_run_that_finished_says_which_steps_it_is_without_and_what_else() -> None:
-    events = [each for each in recorded.events(faulty=False) if each.event != "step" or each.fields["step"] != 1]
+    events = [
+        each
+        for each in recorded.events(faulty=False)
+        if each.event != "step" or each.fields["step"] != 1
+    ]
     assert calm()["verdict"]["trusted"]
-    assert calm(events=events)["verdict"]["reasons"] == ["the run finished without 1 step (1)"]
+    assert calm(events=events)["verdict"]["reasons"] == [
+        "the run finished without 1 step (1)"
+    ]
     fidelity = recorded.outcome().fidelity | {"lost": ["the weights"]}
     (reason,) = calm(events=events, fidelity=fidelity)["verdict"]["reasons"]
     assert reason == "the run finished without 1 step (1) and the weights"
-    ended = calm(events=events, status="interrupted", error="stopped")["verdict"]["reasons"]
+    ended = calm(events=events, status="interrupted", error="stopped")["verdict"][
+        "reasons"
+    ]
     assert ended == ["the run was interrupted: stopped"]
 
 
@@ -35,7 +43,14 @@ def test_learning_and_pace_of_the_recorded_run() -> None:
 def test_steady_steps_leave_out_the_first_and_the_disturbed() -> None:
     found = figures()
     # Six step events: the first is warm-up, the third ends after the recovery and holds the fault.
-    assert [row["steady"] for row in found["series"]["steps"]] == [False, True, False, True, True, True]
+    assert [row["steady"] for row in found["series"]["steps"]] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert found["series"]["steps"][2]["seconds"] == pytest.approx(3.0)
     assert found["step_time"] == pytest.approx(1.0)
     assert found["step_time_mean"] == pytest.approx(1.0)
@@ -44,15 +59,27 @@ def test_steady_steps_leave_out_the_first_and_the_disturbed() -> None:
 
 def test_steps_with_an_evaluation_or_an_odd_batch_are_not_steady() -> None:
     events = recorded.events(faulty=False)
-    events.append(Event(1.5, "a", "evaluate", {"step": 0, "accuracy": 0.1, "loss": 2.0}))
+    events.append(
+        Event(1.5, "a", "evaluate", {"step": 0, "accuracy": 0.1, "loss": 2.0})
+    )
     last = next(event for event in reversed(events) if event.event == "step")
-    events[events.index(last)] = Event(last.time, "a", "step", {**last.fields, "samples": 7})
+    events[events.index(last)] = Event(
+        last.time, "a", "step", {**last.fields, "samples": 7}
+    )
     found = calm(events=sorted(events, key=lambda event: event.time))
-    assert [row["steady"] for row in found["series"]["steps"]] == [False, False, True, True, False]
+    assert [row["steady"] for row in found["series"]["steps"]] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_without_any_steady_step_all_count() -> None:
-    found = calm(events=[Event(0.5, "a", "step", {"step": 0, "loss": 1.0, "samples": 8})])
+    found = calm(
+        events=[Event(0.5, "a", "step", {"step": 0, "loss": 1.0, "samples": 8})]
+    )
     assert found["steady_steps"] == 0
     assert found["step_time"] == 0.5
 

@@ -24,18 +24,31 @@ def test_the_pace_before_and_after_a_fault() -> None:
     assert found["step_time_before"] == pytest.approx(1.0)
     assert found["step_time_after"] == pytest.approx(1.0)
     assert "step_time_before" not in figures(recorded.events(faulty=False))
-    assert figures(recorded.events(faulty=False))["step_time_after"] == pytest.approx(1.0)
+    assert figures(recorded.events(faulty=False))["step_time_after"] == pytest.approx(
+        1.0
+    )
 
 
 def test_a_pause_disturbs() -> None:
     pause = Event(2.9, "a", "pause", {"seconds": 0.5})
     found = figures([*recorded.events(faulty=False), pause])
-    assert [row["steady"] for row in found["series"]["steps"]] == [False, True, False, True, True]
+    assert [row["steady"] for row in found["series"]["steps"]] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
     assert found["step_time_after"] == pytest.approx(1.0)
 
 
 def test_after_a_throttle_that_lasts_the_pace_is_that_of_what_came_of_it() -> None:
-    strike = Event(1.5, "testbed", "fault", {"action": "throttle", "target": "b", "phase": "strike", "intended": 1.5})
+    strike = Event(
+        1.5,
+        "testbed",
+        "fault",
+        {"action": "throttle", "target": "b", "phase": "strike", "intended": 1.5},
+    )
     pause = Event(2.0, "a", "pause", {"seconds": 0.1})
     found = figures([*recorded.events(faulty=False), strike, pause])
     assert found["step_time_after"] == pytest.approx(1.0)
@@ -49,7 +62,9 @@ def test_a_step_takes_the_time_since_the_one_before_it_on_the_same_device() -> N
         for time in [first + every * (number + 1)]
     ]
     found = figures(steps)
-    assert [(row["device"], row["seconds"]) for row in found["series"]["steps"]][:4] == [
+    assert [(row["device"], row["seconds"]) for row in found["series"]["steps"]][
+        :4
+    ] == [
         ("a", 1.5),
         ("a", 1.0),
         ("b", 2.75),
@@ -64,9 +79,26 @@ def test_the_busiest_device_or_link() -> None:
     # Each second a computes 0.4 s, b 0.4 s, and each of the links carries 100 kB at 8 Mbit/s, 0.105 s.
     assert figures(recorded.events(faulty=False))["busiest_share"] == pytest.approx(0.4)
     sends = [
-        Event(time, "a", "send", {"peer": "b", "message": "m", "bytes": 800_000, "start": time - 0.5, "duration": 0.5})
+        Event(
+            time,
+            "a",
+            "send",
+            {
+                "peer": "b",
+                "message": "m",
+                "bytes": 800_000,
+                "start": time - 0.5,
+                "duration": 0.5,
+            },
+        )
         for time in (1.9, 2.9, 3.9, 4.9)
     ]
-    busy = 4 * (wire_bytes(100_000) + wire_bytes(800_000)) / 1e6  # with headers, 5 % more than what is in the messages
-    assert figures([*recorded.events(faulty=False), *sends])["busiest_share"] == pytest.approx(busy / 4)
-    assert figures(recorded.events(faulty=True), faulty=True)["busiest_share"] == pytest.approx(0.4)
+    busy = (
+        4 * (wire_bytes(100_000) + wire_bytes(800_000)) / 1e6
+    )  # with headers, 5 % more than what is in the messages
+    assert figures([*recorded.events(faulty=False), *sends])[
+        "busiest_share"
+    ] == pytest.approx(busy / 4)
+    assert figures(recorded.events(faulty=True), faulty=True)[
+        "busiest_share"
+    ] == pytest.approx(0.4)

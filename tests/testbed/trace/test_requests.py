@@ -10,7 +10,10 @@ from tests.helpers.recorded import calm
 
 def test_latencies_of_inference() -> None:
     events = [
-        Event(float(number), "a", "request", {"request": number, "latency": number / 100}) for number in range(1, 101)
+        Event(
+            float(number), "a", "request", {"request": number, "latency": number / 100}
+        )
+        for number in range(1, 101)
     ]
     found = calm(events=events)
     assert found["requests"] == 100
@@ -22,7 +25,10 @@ def test_latencies_of_inference() -> None:
 
 
 def test_each_device_counts_its_own_requests() -> None:
-    events = [Event(1.0 + place, name, "request", {"request": 0, "latency": 0.5}) for place, name in enumerate("ab")]
+    events = [
+        Event(1.0 + place, name, "request", {"request": 0, "latency": 0.5})
+        for place, name in enumerate("ab")
+    ]
     assert calm(events=events)["requests"] == 2
 
 
@@ -35,6 +41,10 @@ def test_a_request_that_is_asked_again_counts_once_as_it_ended() -> None:
         Event(6.0, "a", "failed", {"request": 2, "error": "b was lost", "after": 0.5}),
     ]
     found = calm(events=events)
-    assert (found["requests"], found["requests_failed"], found["latency"]) == (2, 1, 0.9)
+    assert (found["requests"], found["requests_failed"], found["latency"]) == (
+        2,
+        1,
+        0.9,
+    )
     # From 3.1 to 5.0, two of them, and 0.9 s each is what the plan promises.
     assert found["over_predicted"] == pytest.approx(1.9 / 2 / 0.9)

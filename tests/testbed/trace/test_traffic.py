@@ -17,22 +17,50 @@ from tests.helpers.recorded import calm, figures
 
 def test_links_show_requested_and_measured_and_their_use() -> None:
     there = figures()["links"][0]
-    assert (there["source"], there["destination"], there["messages"], there["bytes"]) == ("a", "b", 7, 700_000)
+    assert (
+        there["source"],
+        there["destination"],
+        there["messages"],
+        there["bytes"],
+    ) == ("a", "b", 7, 700_000)
     assert there["requested"]["rate"] == 8e6
-    assert there["measured"] == {"rate": 7.9e6, "delay": 0.0101, "loss": 0.0, "packets": 50}
+    assert there["measured"] == {
+        "rate": 7.9e6,
+        "delay": 0.0101,
+        "loss": 0.0,
+        "packets": 50,
+    }
     assert there["used_share"] == pytest.approx(7 * wire_bytes(100_000) * 8 / 8e6 / 8.6)
 
 
 def test_a_cast_is_one_transmission_but_uses_every_link() -> None:
-    cast = {"peers": ["b"], "message": "hello", "bytes": 50, "start": 0.0, "duration": 0.1}
-    found = calm(events=[Event(0.1, "a", "cast", cast), Event(1.0, "a", "state", {"state": "finished"})])
+    cast = {
+        "peers": ["b"],
+        "message": "hello",
+        "bytes": 50,
+        "start": 0.0,
+        "duration": 0.1,
+    }
+    found = calm(
+        events=[
+            Event(0.1, "a", "cast", cast),
+            Event(1.0, "a", "state", {"state": "finished"}),
+        ]
+    )
     assert found["bytes_sent"] == 50
     assert found["links"][0]["messages"] == 1
 
 
 def test_reception_is_the_share_of_casts_heard_by_those_they_were_for() -> None:
     cast = {"message": "hello", "bytes": 50, "start": 0.0, "duration": 0.1}
-    heard = {"peer": "a", "message": "hello", "bytes": 50, "start": 0.0, "duration": 0.1, "decode": 0.0}
+    heard = {
+        "peer": "a",
+        "message": "hello",
+        "bytes": 50,
+        "start": 0.0,
+        "duration": 0.1,
+        "decode": 0.0,
+    }
     events = [
         Event(0.1, "a", "cast", {**cast, "peers": ["b"], "number": 0}),
         Event(0.2, "b", "receive", {**heard, "cast": 0}),
@@ -48,7 +76,14 @@ def test_reception_is_the_share_of_casts_heard_by_those_they_were_for() -> None:
 
 
 def send(time: float, source: str, target: str, size: int) -> Event:
-    fields = {"peer": target, "message": "m", "bytes": size, "start": time, "duration": 0.0, "queued": 0.0}
+    fields = {
+        "peer": target,
+        "message": "m",
+        "bytes": size,
+        "start": time,
+        "duration": 0.0,
+        "queued": 0.0,
+    }
     return Event(time, source, "send", fields)
 
 
@@ -60,9 +95,16 @@ def rows(*events: Event, **changes: Any) -> dict[tuple[str, str], dict[str, Any]
     return {(row["source"], row["destination"]): row for row in links(record)}
 
 
-def test_a_link_is_used_for_what_its_messages_weigh_on_the_wire_each_by_itself() -> None:
+def test_a_link_is_used_for_what_its_messages_weigh_on_the_wire_each_by_itself() -> (
+    None
+):
     small, large = send(0.1, "a", "b", 10), send(0.2, "a", "b", 100_000)
-    cast = Event(0.3, "a", "cast", {"peers": ["b"], "message": "c", "bytes": 3000, "start": 0.3, "duration": 0.0})
+    cast = Event(
+        0.3,
+        "a",
+        "cast",
+        {"peers": ["b"], "message": "c", "bytes": 3000, "start": 0.3, "duration": 0.0},
+    )
     found = rows(small, large, cast)["a", "b"]
     assert (found["messages"], found["bytes"], found["casts"]) == (3, 103_010, 1)
     # One second of 8 Mbit/s is a million bytes.
@@ -73,14 +115,20 @@ def test_a_link_is_used_for_what_its_messages_weigh_on_the_wire_each_by_itself()
 def test_links_that_were_neither_used_nor_measured_are_left_out() -> None:
     assert rows(links=[]) == {}
     assert list(rows(send(0.1, "b", "a", 10), links=[])) == [("b", "a")]
-    assert list(rows(send(0.1, "b", "a", 10))) == [("a", "b"), ("b", "a")], "measured, in the order of the experiment"
+    assert list(rows(send(0.1, "b", "a", 10))) == [("a", "b"), ("b", "a")], (
+        "measured, in the order of the experiment"
+    )
 
 
 def test_what_went_where_no_link_is_known_is_shown_last() -> None:
     found = rows(send(0.1, "a", "c", 10), send(0.2, "a", "b", 10), links=[])
     assert list(found) == [("a", "b"), ("a", "c")]
     unknown = found["a", "c"]
-    assert (unknown["requested"], unknown["rate_at_best"], unknown["used_share"]) == (None, None, None)
+    assert (unknown["requested"], unknown["rate_at_best"], unknown["used_share"]) == (
+        None,
+        None,
+        None,
+    )
     assert unknown["messages"] == 1
 
 
@@ -92,16 +140,37 @@ def test_a_link_without_a_rate_has_no_share_that_is_used() -> None:
 
 def test_a_link_is_no_faster_than_its_devices() -> None:
     record = recorded.calm_record()
-    slow = tuple(replace(each, uplink=2e6 if each.name == "b" else None) for each in record.experiment.devices)
+    slow = tuple(
+        replace(each, uplink=2e6 if each.name == "b" else None)
+        for each in record.experiment.devices
+    )
     record.experiment = replace(record.experiment, devices=slow)
-    assert [(row["source"], row["rate_at_best"]) for row in links(record)] == [("a", 8e6), ("b", 2e6)]
+    assert [(row["source"], row["rate_at_best"]) for row in links(record)] == [
+        ("a", 8e6),
+        ("b", 2e6),
+    ]
 
 
-def test_bytes_in_all_are_those_of_messages_and_those_of_the_kernel_where_it_counted() -> None:
+def test_bytes_in_all_are_those_of_messages_and_those_of_the_kernel_where_it_counted() -> (
+    None
+):
     record = recorded.calm_record(fidelity={"sent": {"a": 700, "b": 50}})
     found = {figure.name: figure.compute(record) for figure in FIGURES}
     # Five steps, a message of 100 kB there and one back in each.
-    assert (found["messages"], found["bytes_sent"], found["bytes_received"]) == (10, 1_000_000, 1_000_000)
+    assert (found["messages"], found["bytes_sent"], found["bytes_received"]) == (
+        10,
+        1_000_000,
+        1_000_000,
+    )
     assert found["wire_bytes"] == 750
-    assert (found["casts"], found["cast_time"], found["reception"]) == (None, None, None)
-    assert next(each for each in FIGURES if each.name == "wire_bytes").compute(recorded.calm_record()) is None
+    assert (found["casts"], found["cast_time"], found["reception"]) == (
+        None,
+        None,
+        None,
+    )
+    assert (
+        next(each for each in FIGURES if each.name == "wire_bytes").compute(
+            recorded.calm_record()
+        )
+        is None
+    )

@@ -17,7 +17,11 @@ FORMS = {name: CastForm(name, reversed(NAMES)) for name in NAMES}
 
 
 def outputs(**fields):
-    return Message("outputs", {"batch": 1234, "layer": 3, **fields}, {"tensor": torch.rand(100, 64)})
+    return Message(
+        "outputs",
+        {"batch": 1234, "layer": 3, **fields},
+        {"tensor": torch.rand(100, 64)},
+    )
 
 
 def test_a_header_byte_by_byte():
@@ -25,7 +29,16 @@ def test_a_header_byte_by_byte():
     header = FORMS["pi2"].header(message, ["pi1", "pi9", "pi10"])
     # In the order of names, pi10 stands behind pi1.
     sender, audience = b"\2\0", bytes([0b11, 0b10])
-    assert header == sender + audience + b'\1m\x07{"a":1}' + b"\1" + b"\1x\x07\2" + b"\2\xc8\1" + b"\xac\2"
+    assert (
+        header
+        == sender
+        + audience
+        + b'\1m\x07{"a":1}'
+        + b"\1"
+        + b"\1x\x07\2"
+        + b"\2\xc8\1"
+        + b"\xac\2"
+    )
     whole = FORMS["pi2"].encode(message, ["pi1", "pi9", "pi10"])
     assert len(whole) == len(header) + 1600 + 300
 
@@ -33,11 +46,22 @@ def test_a_header_byte_by_byte():
 def test_the_size_of_a_header_is_known_without_making_it():
     form = CastForm("pi1", NAMES)
     for batch in (7, 8, 1234, 5678):
-        message = Message("outputs", {"batch": batch, "text": "é"}, {"x": torch.zeros(2, 200)}, padding=300)
+        message = Message(
+            "outputs",
+            {"batch": batch, "text": "é"},
+            {"x": torch.zeros(2, 200)},
+            padding=300,
+        )
         _, fields = as_cast(message, "pi1")
-        assert form.header_size(message, ["pi2"], fields) == len(form.header(message, ["pi3"]))
+        assert form.header_size(message, ["pi2"], fields) == len(
+            form.header(message, ["pi3"])
+        )
     with pytest.raises(WireError, match="cannot be broadcast"):
-        form.header_size(Message("outputs", {}, {"x": torch.zeros(2, dtype=torch.complex64)}), ["pi2"], 2)
+        form.header_size(
+            Message("outputs", {}, {"x": torch.zeros(2, dtype=torch.complex64)}),
+            ["pi2"],
+            2,
+        )
 
 
 def test_around_the_values_of_a_layer_are_less_bytes_than_planned():
@@ -53,22 +77,42 @@ def test_a_note_travels_in_it():
     assert read[0]["note"] == note
 
 
-types = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.bfloat16])
+types = st.sampled_from(
+    [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.bfloat16]
+)
 shapes = st.lists(st.integers(0, 5), max_size=4)
 tensors = st.builds(lambda shape, dtype: torch.ones(shape).to(dtype), shapes, types)
-fields = st.dictionaries(st.text(max_size=9), st.integers() | st.text() | st.lists(st.floats(0, 1)), max_size=4)
+fields = st.dictionaries(
+    st.text(max_size=9),
+    st.integers() | st.text() | st.lists(st.floats(0, 1)),
+    max_size=4,
+)
 
 
-@given(st.text(max_size=20), fields, st.dictionaries(st.text(max_size=9), tensors, max_size=3), st.integers(0, 300))
+@given(
+    st.text(max_size=20),
+    fields,
+    st.dictionaries(st.text(max_size=9), tensors, max_size=3),
+    st.integers(0, 300),
+)
 def test_what_is_cast_comes_back(kind, said, carried, padding):
     whole = FORMS["pi1"].encode(Message(kind, said, carried, padding=padding), ["pi3"])
     read = FORMS["pi3"].decode(whole)
     assert read is not None
     message, header = read
-    assert (message.kind, message.fields, message.sender, message.padding) == (kind, said, "pi1", padding)
+    assert (message.kind, message.fields, message.sender, message.padding) == (
+        kind,
+        said,
+        "pi1",
+        padding,
+    )
     assert message.tensors.keys() == carried.keys()
-    assert all(torch.equal(message.tensors[name], tensor) for name, tensor in carried.items())
-    assert header == len(whole) - padding - sum(tensor.nbytes for tensor in carried.values())
+    assert all(
+        torch.equal(message.tensors[name], tensor) for name, tensor in carried.items()
+    )
+    assert header == len(whole) - padding - sum(
+        tensor.nbytes for tensor in carried.values()
+    )
     assert FORMS["pi2"].decode(whole) is None
 
 
@@ -88,14 +132,22 @@ def test_what_is_cut_off_is_refused():
 
 
 def test_what_cannot_be_cast_is_said():
-    for message in (Message("m", {"a": object()}), Message("m", {}, {"x": torch.zeros(1, dtype=torch.complex64)})):
+    for message in (
+        Message("m", {"a": object()}),
+        Message("m", {}, {"x": torch.zeros(1, dtype=torch.complex64)}),
+    ):
         with pytest.raises(WireError, match="message 'm' cannot be broadcast"):
             FORMS["pi1"].header(message, ["pi2"])
 
 
 def test_frames_that_are_lost_are_zeros_and_marked():
     # A header of 20 bytes, then 6 values of 4 bytes and 3 of 8: frames of 10 bytes.
-    message = Message("m", {}, {"x": torch.ones(2, 3), "y": torch.ones(3, dtype=torch.float64)}, padding=7)
+    message = Message(
+        "m",
+        {},
+        {"x": torch.ones(2, 3), "y": torch.ones(3, dtype=torch.float64)},
+        padding=7,
+    )
     assert with_gaps(message, 20, 10, []) is message
     assert with_gaps(message, 20, 10, [7]) is message
     assert with_gaps(message, 20, 10, [1, 4]) is None

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 
 from testbed.ml.arrays import from_raw, to_raw
 from testbed.ml.data.dataset import Dataset, pack, unpack
-from testbed.wire.tensors import HEADER_LIMIT, TensorError, from_numpy, read, to_numpy, write
+from testbed.wire.tensors import (
+    HEADER_LIMIT,
+    TensorError,
+    from_numpy,
+    read,
+    to_numpy,
+    write,
+)
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -30,7 +37,12 @@ def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     result = {}
     for name in draw(st.lists(st.text(max_size=8), max_size=4, unique=True)):
         shape = draw(st.lists(st.integers(0, 4), max_size=4))
-        values = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+        values = torch.randint(
+            0,
+            2,
+            shape,
+            generator=torch.Generator().manual_seed(draw(st.integers(0, 99))),
+        )
         result[name] = values.to(draw(st.sampled_from(DTYPES)))
     return result
 
@@ -54,7 +66,9 @@ def test_what_is_written_is_read(values: dict[str, torch.Tensor]) -> None:
 
 
 @given(tensors())
-def test_the_library_reads_what_we_write_and_the_other_way_round(values: dict[str, torch.Tensor]) -> None:
+def test_the_library_reads_what_we_write_and_the_other_way_round(
+    values: dict[str, torch.Tensor],
+) -> None:
     theirs = safetensors.torch.load(body(values))
     assert same({name: theirs[name] for name in values}, values)
     ours = from_raw(read(safetensors.torch.save(values))[0])
@@ -63,7 +77,12 @@ def test_the_library_reads_what_we_write_and_the_other_way_round(values: dict[st
 
 def test_strided_and_shared_tensors_travel() -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    values = {"transposed": base.T, "row": base[1], "again": base, "expanded": torch.ones(1).expand(5)}
+    values = {
+        "transposed": base.T,
+        "row": base[1],
+        "again": base,
+        "expanded": torch.ones(1).expand(5),
+    }
     assert same(from_raw(read(bytearray(body(values)))[0]), values)
 
 
@@ -89,7 +108,9 @@ def test_values_are_aligned_after_whatever_precedes_them() -> None:
 
 
 def test_dtypes_that_do_not_travel_are_refused_by_name() -> None:
-    with pytest.raises(TensorError, match=r"'z' has unsupported dtype torch\.complex64"):
+    with pytest.raises(
+        TensorError, match=r"'z' has unsupported dtype torch\.complex64"
+    ):
         to_raw({"z": torch.zeros(2, dtype=torch.complex64)})
     with pytest.raises(TensorError, match="'z' has unsupported dtype complex128"):
         from_numpy({"z": np.zeros(2, dtype=complex)})
@@ -117,19 +138,29 @@ def test_arbitrary_bytes_are_refused_or_read(data: bytes) -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 entries = st.fixed_dictionaries(
     {
         "dtype": st.sampled_from(["F32", "U8", "I64", "F31", None]),
-        "shape": st.lists(st.integers(-1, 3) | st.just(2**70) | st.floats(), max_size=3),
-        "data_offsets": st.lists(st.integers(-1, 20), min_size=2, max_size=2) | json_values,
+        "shape": st.lists(
+            st.integers(-1, 3) | st.just(2**70) | st.floats(), max_size=3
+        ),
+        "data_offsets": st.lists(st.integers(-1, 20), min_size=2, max_size=2)
+        | json_values,
     }
 )
 
 
-@given(st.dictionaries(st.text(max_size=5), entries | json_values, max_size=3) | json_values, st.binary(max_size=24))
+@given(
+    st.dictionaries(st.text(max_size=5), entries | json_values, max_size=3)
+    | json_values,
+    st.binary(max_size=24),
+)
 def test_plausible_headers_are_refused_or_read(header: Any, values: bytes) -> None:
     text = json.dumps(header).encode()
     data = len(text).to_bytes(8, "little") + text + values
@@ -138,7 +169,9 @@ def test_plausible_headers_are_refused_or_read(header: Any, values: bytes) -> No
 
 
 @given(tensors(), st.data())
-def test_no_part_of_tensors_is_taken_for_the_whole(values: dict[str, torch.Tensor], data: st.DataObject) -> None:
+def test_no_part_of_tensors_is_taken_for_the_whole(
+    values: dict[str, torch.Tensor], data: st.DataObject
+) -> None:
     whole = body(values)
     part = whole[: data.draw(st.integers(0, len(whole) - 1))]
     with pytest.raises(TensorError):
@@ -159,8 +192,13 @@ def test_a_data_set_travels() -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 2, 2, 2)])
 @pytest.mark.parametrize("dtype", [np.float32, np.int64])
-def test_samples_of_any_shape_travel_with_their_type(shape: tuple[int, ...], dtype: type) -> None:
-    samples, labels = np.arange(5 * math.prod(shape)).reshape(5, *shape).astype(dtype), np.arange(5)
+def test_samples_of_any_shape_travel_with_their_type(
+    shape: tuple[int, ...], dtype: type
+) -> None:
+    samples, labels = (
+        np.arange(5 * math.prod(shape)).reshape(5, *shape).astype(dtype),
+        np.arange(5),
+    )
     found = unpack(pack(Dataset("tokens", 5, samples, labels, samples[:2], labels[:2])))
     assert found.train_images.dtype == dtype
     np.testing.assert_array_equal(found.train_images, samples)
@@ -175,8 +213,16 @@ def test_samples_of_any_shape_travel_with_their_type(shape: tuple[int, ...], dty
         (None, {"name": "x", "classes": "many"}, "a name and a number"),
         ({"train_labels": np.arange(4)}, None, "with as many"),
         ({"train_images": np.zeros(5, np.float32)}, None, r"\(samples, ...\)"),
-        ({"train_images": np.zeros((5, 6), np.float32)}, None, "one shape and one type"),
-        ({"train_images": np.zeros((5, 1, 2, 2), np.int64)}, None, "one shape and one type"),
+        (
+            {"train_images": np.zeros((5, 6), np.float32)},
+            None,
+            "one shape and one type",
+        ),
+        (
+            {"train_images": np.zeros((5, 1, 2, 2), np.int64)},
+            None,
+            "one shape and one type",
+        ),
         ({"test_images": np.zeros((2, 1, 2, 2), np.float32)}, None, "of one shape"),
         ({"train_labels": np.arange(5).astype(np.int32)}, None, "has the arrays"),
     ],

@@ -11,7 +11,9 @@ from testbed.wire import token
 from testbed.wire.token import LEASE, Lease
 
 
-def test_a_lease_that_is_renewed_lasts_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_is_renewed_lasts_and_then_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sleeps, over = [threading.Semaphore(0), threading.Semaphore(0)], threading.Event()
 
     def sleep(_seconds: float) -> None:

@@ -30,8 +30,15 @@ from testbed.wire.message import (
 )
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=10),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=10),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=10,
 )
 messages = st.builds(
@@ -40,7 +47,11 @@ messages = st.builds(
     fields=st.dictionaries(st.text(max_size=8), values, max_size=4),
     tensors=st.dictionaries(
         st.text(max_size=8),
-        st.builds(torch.full, st.tuples(st.integers(0, 4), st.integers(1, 3)), st.floats(-9, 9)),
+        st.builds(
+            torch.full,
+            st.tuples(st.integers(0, 4), st.integers(1, 3)),
+            st.floats(-9, 9),
+        ),
         max_size=3,
     ),
     padding=st.integers(0, 100),
@@ -49,7 +60,9 @@ NUMBERS = st.integers(0, 2**63 - 1)
 
 
 @given(messages, st.text(max_size=10), NUMBERS, NUMBERS)
-def test_round_trip(message: Message, sender: str, incarnation: int, sequence: int) -> None:
+def test_round_trip(
+    message: Message, sender: str, incarnation: int, sequence: int
+) -> None:
     data = encode(message, sender, incarnation, sequence)
     arrived = decode(bytearray(data))
     found = arrived.message
@@ -58,7 +71,10 @@ def test_round_trip(message: Message, sender: str, incarnation: int, sequence: i
         message.kind, message.fields, sender, message.padding,
     )  # fmt: skip
     assert list(found.tensors) == list(message.tensors)
-    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in message.tensors.items())
+    assert all(
+        torch.equal(found.tensors[name], tensor)
+        for name, tensor in message.tensors.items()
+    )
 
 
 @given(messages, st.text(max_size=10))
@@ -70,8 +86,16 @@ def test_the_size_is_known_without_encoding(message: Message, sender: str) -> No
 
 @pytest.mark.parametrize("name", ["bool", "uint8", "bfloat16", "int64"])
 def test_the_size_of_each_type_of_tensor(name: str) -> None:
-    message = Message("m", tensors={"t": torch.zeros(7, 3, dtype=getattr(torch, name)), "u": torch.zeros(())})
-    assert content_size(message, "a") == len(encode(message, "a", incarnation=10**13, sequence=10))
+    message = Message(
+        "m",
+        tensors={
+            "t": torch.zeros(7, 3, dtype=getattr(torch, name)),
+            "u": torch.zeros(()),
+        },
+    )
+    assert content_size(message, "a") == len(
+        encode(message, "a", incarnation=10**13, sequence=10)
+    )
 
 
 @given(messages, st.text(max_size=10))
@@ -81,7 +105,10 @@ def test_delivered_is_what_comes_out_of_the_wire(message: Message, sender: str) 
     assert (found.kind, found.fields, found.sender, found.padding) == (
         really.message.kind, really.message.fields, sender, message.padding,
     )  # fmt: skip
-    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in really.message.tensors.items())
+    assert all(
+        torch.equal(found.tensors[name], tensor)
+        for name, tensor in really.message.tensors.items()
+    )
     assert bytes_ == content_size(message, sender)
 
 
@@ -120,10 +147,14 @@ def test_truncations_and_additions(message: Message, data: st.DataObject) -> Non
 
 
 @given(messages, st.data())
-def test_flipped_bytes_are_refused_or_make_another_message(message: Message, data: st.DataObject) -> None:
+def test_flipped_bytes_are_refused_or_make_another_message(
+    message: Message, data: st.DataObject
+) -> None:
     whole = bytearray(encode(message, "a"))
     for _ in range(data.draw(st.integers(1, 3))):
-        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(
+            st.integers(0, 255)
+        )
     with contextlib.suppress(WireError):  # the one error there may be
         decode(whole)
 
@@ -143,7 +174,14 @@ def test_headers_of_any_json(header: Any) -> None:
     ],
 )  # fmt: skip
 def test_headers_that_are_not_quite_right(change: dict[str, Any]) -> None:
-    header = {"kind": "k", "fields": {}, "sender": "a", "incarnation": 0, "sequence": 0, "padding": 0} | change
+    header = {
+        "kind": "k",
+        "fields": {},
+        "sender": "a",
+        "incarnation": 0,
+        "sequence": 0,
+        "padding": 0,
+    } | change
     text = json.dumps(header).encode()
     with pytest.raises(WireError):
         decode(_PREFIX.pack(MAGIC, VERSION, len(text), 0) + text)
@@ -179,11 +217,16 @@ def test_fields_that_are_not_json_or_too_many() -> None:
     with pytest.raises(WireError, match="send large values as tensors"):
         encode(Message("long", {"x": "y" * HEADER_LIMIT}), "a")
     with pytest.raises(WireError, match="complex64"):
-        encode(Message("complex", tensors={"x": torch.zeros(1, dtype=torch.complex64)}), "a")
+        encode(
+            Message("complex", tensors={"x": torch.zeros(1, dtype=torch.complex64)}),
+            "a",
+        )
 
 
 def test_special_numbers_travel() -> None:
-    fields = decode(encode(Message("loss", {"nan": math.nan, "inf": math.inf}), "a")).message.fields
+    fields = decode(
+        encode(Message("loss", {"nan": math.nan, "inf": math.inf}), "a")
+    ).message.fields
     assert math.isnan(fields["nan"])
     assert fields["inf"] == math.inf
 
@@ -196,7 +239,10 @@ def test_what_is_changed_after_encoding_does_not_travel() -> None:
 
 
 def test_padding_is_charged() -> None:
-    assert len(encode(Message("k", padding=1000), "a")) == len(encode(Message("k", padding=1001), "a")) - 1
+    assert (
+        len(encode(Message("k", padding=1000), "a"))
+        == len(encode(Message("k", padding=1001), "a")) - 1
+    )
 
 
 def test_messages_without_tensors_need_no_torch() -> None:

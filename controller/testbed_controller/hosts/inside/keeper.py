@@ -57,10 +57,18 @@ def remove(run: str, path: str = ENGINE) -> int:
     engine = Engine(path)
     filters = quote(json.dumps({"label": [f"{RUN}={run}"]}))
     found = engine.ask("GET", f"/containers/json?all=1&filters={filters}")
-    ways = [f"/containers/{each['Id']}?force=1&v=1" for each in found if each["Labels"].get(ROLE) != "keeper"]
+    ways = [
+        f"/containers/{each['Id']}?force=1&v=1"
+        for each in found
+        if each["Labels"].get(ROLE) != "keeper"
+    ]
     manages = engine.ask("GET", "/info")["Swarm"].get("ControlAvailable", False)
     networks = engine.ask("GET", f"/networks?filters={filters}")
-    ways += [f"/networks/{each['Id']}" for each in networks if each["Scope"] == "local" or manages]
+    ways += [
+        f"/networks/{each['Id']}"
+        for each in networks
+        if each["Scope"] == "local" or manages
+    ]
     volumes = engine.ask("GET", f"/volumes?filters={filters}")["Volumes"] or []
     ways += [f"/volumes/{each['Name']}" for each in volumes]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -78,15 +86,23 @@ def _delete_object(path: str, way: str) -> None:
 def main() -> int:
     """Wait while the lease is renewed; then remove the run."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    lease, run = float(os.environ.get("TESTBED_LEASE") or "inf"), os.environ["TESTBED_RUN"]
+    lease, run = (
+        float(os.environ.get("TESTBED_LEASE") or "inf"),
+        os.environ["TESTBED_RUN"],
+    )
     alive = Path(ALIVE)
     alive.touch()
     left, seen = lease, 0
     while left > 0:
-        time.sleep(_TICK)  # not the wall clock: a suspended host has not lost its controller
+        time.sleep(
+            _TICK
+        )  # not the wall clock: a suspended host has not lost its controller
         now = alive.stat().st_mtime_ns
         left, seen = (lease if now != seen else left - _TICK), now
-    print(f"{run}: the controller was silent for {lease:g} s: removing the run from this host", flush=True)
+    print(
+        f"{run}: the controller was silent for {lease:g} s: removing the run from this host",
+        flush=True,
+    )
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         try:

@@ -23,12 +23,16 @@ ALIVE = "/run/alive"
 CONNECT_SECONDS = 5.0
 
 
-async def _connect(target: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(
+    target: dict[str, Any],
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     def enter() -> socket.socket:
         namespace = Namespace.of_process(target["pid"])
         try:
             return namespace.run(
-                lambda: socket.create_connection(("127.0.0.1", target["port"]), timeout=CONNECT_SECONDS)
+                lambda: socket.create_connection(
+                    ("127.0.0.1", target["port"]), timeout=CONNECT_SECONDS
+                )
             )
         finally:
             namespace.close()
@@ -41,8 +45,12 @@ async def _connect(target: dict[str, Any]) -> tuple[asyncio.StreamReader, asynci
 async def _main() -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
-    transport, _ = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout.buffer)
+    await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer
+    )
+    transport, _ = await loop.connect_write_pipe(
+        asyncio.streams.FlowControlMixin, sys.stdout.buffer
+    )
 
     def answer(times: bytes) -> None:
         arrived = time.monotonic()

@@ -22,7 +22,9 @@ TIMES = struct.Struct(">ddd")
 PIECE = 1 << 16
 WINDOW = 1 << 20
 
-Connect = Callable[[dict[str, Any]], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+Connect = Callable[
+    [dict[str, Any]], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+]
 
 
 class _Connection:
@@ -43,7 +45,10 @@ class Streams:
     """
 
     def __init__(
-        self, send: Callable[[bytes], None], on_clock: Callable[[bytes], None], connect: Connect | None = None
+        self,
+        send: Callable[[bytes], None],
+        on_clock: Callable[[bytes], None],
+        connect: Connect | None = None,
     ) -> None:
         self._send = send
         self._on_clock = on_clock
@@ -61,7 +66,12 @@ class Streams:
         for connection in self._connections.values():
             self._end_connection(connection)
 
-    async def open(self, target: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def open(
+        self,
+        target: dict[str, Any],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         """Connect a reader and a writer to a target at the other end, until either side closes."""
         self._last += 1
         number, self._connections[self._last] = self._last, _Connection()
@@ -78,7 +88,9 @@ class Streams:
             self._on_clock(content)
         elif kind == OPEN:
             self._connections[number] = _Connection()
-            task = asyncio.get_running_loop().create_task(self._connect_target(number, json.loads(content)))
+            task = asyncio.get_running_loop().create_task(
+                self._connect_target(number, json.loads(content))
+            )
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif connection is None:
@@ -104,11 +116,17 @@ class Streams:
             return
         await self._forward(number, reader, writer)
 
-    async def _forward(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Forward data in both directions until either side closes."""
         connection = self._connections[number]
         ways = [
-            asyncio.ensure_future(way) for way in (self._forward_out(number, reader), self._forward_in(number, writer))
+            asyncio.ensure_future(way)
+            for way in (
+                self._forward_out(number, reader),
+                self._forward_in(number, writer),
+            )
         ]
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         if not ways[1].done() and not connection.arrived.empty():

@@ -12,7 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
-from testbed.ml.data.files import check_images, find, read_cifar, read_idx, read_idx_pair
+from testbed.ml.data.files import (
+    check_images,
+    find,
+    read_cifar,
+    read_idx,
+    read_idx_pair,
+)
 
 SIZES = st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 4))
 
@@ -24,10 +30,15 @@ def written(path: Path, content: bytes) -> Path:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SIZES, st.booleans())
-def test_an_idx_file_has_sizes_as_big_endian_numbers_and_then_bytes(tmp_path: Path, sizes, zipped: bool) -> None:
+def test_an_idx_file_has_sizes_as_big_endian_numbers_and_then_bytes(
+    tmp_path: Path, sizes, zipped: bool
+) -> None:
     values = list(range(int(np.prod(sizes))))
     content = bytes([0, 0, 8, 3]) + struct.pack(">III", *sizes) + bytes(values)
-    path = written(tmp_path / f"images{'.gz' if zipped else ''}", gzip.compress(content) if zipped else content)
+    path = written(
+        tmp_path / f"images{'.gz' if zipped else ''}",
+        gzip.compress(content) if zipped else content,
+    )
     found = read_idx(path, 3)
     assert found.shape == sizes
     assert found.flatten().tolist() == values
@@ -37,16 +48,25 @@ def test_a_plain_file_is_taken_before_a_packed_one(tmp_path: Path) -> None:
     assert find(tmp_path, "images") is None
     packed = written(tmp_path / "images.gz", b"")
     assert find(tmp_path, "images") == packed
-    assert find(tmp_path, "images") != written(tmp_path / "images", b"") == find(tmp_path, "images")
+    assert (
+        find(tmp_path, "images")
+        != written(tmp_path / "images", b"")
+        == find(tmp_path, "images")
+    )
 
 
 def idx(path: Path, *sizes: int, values: bytes) -> Path:
-    return written(path, bytes([0, 0, 8, len(sizes)]) + struct.pack(f">{len(sizes)}I", *sizes) + values)
+    return written(
+        path,
+        bytes([0, 0, 8, len(sizes)]) + struct.pack(f">{len(sizes)}I", *sizes) + values,
+    )
 
 
 def test_images_and_labels_have_to_fit(tmp_path: Path) -> None:
     images = idx(tmp_path / "images", 2, 2, 3, values=bytes(range(12)))
-    pixels, labels = read_idx_pair(images, idx(tmp_path / "labels", 2, values=bytes([1, 9])), (2, 3), 10)
+    pixels, labels = read_idx_pair(
+        images, idx(tmp_path / "labels", 2, values=bytes([1, 9])), (2, 3), 10
+    )
     assert pixels.shape == (2, 1, 2, 3)
     assert labels.tolist() == [1, 9]
     with pytest.raises(InputError, match="3 labels for the 2 images of images"):
@@ -55,7 +75,10 @@ def test_images_and_labels_have_to_fit(tmp_path: Path) -> None:
         read_idx_pair(images, tmp_path / "labels", (2, 3), 9)
     with pytest.raises(InputError, match="images of 2x3 pixels, not of 3x2"):
         read_idx_pair(images, tmp_path / "labels", (3, 2), 10)
-    none = idx(tmp_path / "none", 0, 2, 3, values=b""), idx(tmp_path / "no-labels", 0, values=b"")
+    none = (
+        idx(tmp_path / "none", 0, 2, 3, values=b""),
+        idx(tmp_path / "no-labels", 0, values=b""),
+    )
     with pytest.raises(InputError, match="no samples"):
         read_idx_pair(*none, (2, 3), 10)
 
@@ -76,19 +99,27 @@ def test_sizes_of_images_are_read_from_the_header_alone(tmp_path: Path) -> None:
         (b"", "wrong magic number : an IDX file of this kind has 00000803"),
         (bytes([0, 0, 8, 1]) + bytes(8), "wrong magic number 00000801"),
         (bytes([0, 0, 13, 3]) + bytes(12), "wrong magic number 00000d03"),
-        (bytes([0, 0, 8, 3]) + bytes(7), "truncated: 11 bytes are less than the header of 16"),
+        (
+            bytes([0, 0, 8, 3]) + bytes(7),
+            "truncated: 11 bytes are less than the header of 16",
+        ),
         (
             bytes([0, 0, 8, 3]) + struct.pack(">III", 2, 1, 2) + bytes(3),
             "truncated: .* announces 2x1x2 bytes, 3 follow",
         ),
-        (bytes([0, 0, 8, 3]) + struct.pack(">III", 2, 1, 2) + bytes(5), "too long: .* announces 2x1x2 bytes, 5 follow"),
+        (
+            bytes([0, 0, 8, 3]) + struct.pack(">III", 2, 1, 2) + bytes(5),
+            "too long: .* announces 2x1x2 bytes, 5 follow",
+        ),
         (
             bytes([0, 0, 8, 3]) + b"\xff" * 12,
             "truncated: .* announces 4294967295x4294967295x4294967295 bytes, 0 follow",
         ),
     ],
 )
-def test_what_is_no_idx_file_says_how(tmp_path: Path, content: bytes, message: str) -> None:
+def test_what_is_no_idx_file_says_how(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         read_idx(written(tmp_path / "images", content), 3)
 
@@ -107,7 +138,9 @@ def test_a_cifar_record_is_a_label_and_then_red_green_and_blue(tmp_path: Path) -
     assert images[:, :, 31, 0].tolist() == [[10, 20, 30], [1, 2, 3], [7, 8, 9]]
     with pytest.raises(InputError, match="one: label 9, but there are 9 classes"):
         read_cifar(paths, 9)
-    with pytest.raises(InputError, match="truncated: 3072 bytes are no whole records of 3073"):
+    with pytest.raises(
+        InputError, match="truncated: 3072 bytes are no whole records of 3073"
+    ):
         read_cifar([written(tmp_path / "cut", bytes(3072))])
     with pytest.raises(InputError, match="truncated: 0 bytes"):
         read_cifar([written(tmp_path / "empty", b"")])

@@ -67,7 +67,10 @@ def test_pictures_by_class(tmp_path: Path) -> None:
     assert found.train_labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert found.test_images[1].min() == pytest.approx(200 / 255)
     Image.new("L", (9, 9)).save(tmp_path / "pets" / "test" / "dogs" / "large.png")
-    with pytest.raises(InputError, match=r"large.png is of 9x9, others of 4x6: write `size: HEIGHTxWIDTH`"):
+    with pytest.raises(
+        InputError,
+        match=r"large.png is of 9x9, others of 4x6: write `size: HEIGHTxWIDTH`",
+    ):
         read(tmp_path / "pets")
     assert read(tmp_path / "pets", size="8x8").shape == (3, 8, 8)
 
@@ -96,8 +99,14 @@ def test_what_a_function_returns(tmp_path: Path) -> None:
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    np.savez(tmp_path / "mine.npz", train_images=np.array([{}, {}], dtype=object), train_labels=LABELS[:2])
-    with pytest.raises(InputError, match=r"mine.npz: holds Python objects, and nothing is unpickled"):
+    np.savez(
+        tmp_path / "mine.npz",
+        train_images=np.array([{}, {}], dtype=object),
+        train_labels=LABELS[:2],
+    )
+    with pytest.raises(
+        InputError, match=r"mine.npz: holds Python objects, and nothing is unpickled"
+    ):
         read(tmp_path / "mine.npz")
 
 
@@ -109,11 +118,20 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         ({"train_labels": np.full(30, 1e300)}, "finite numbers of float32"),
         ({"train_labels": np.full(30, np.nan)}, "finite numbers of float32"),
         ({"test_images": IMAGES[30:, :, :2]}, "give both one shape"),
-        ({"train_images": np.full((30, 4), np.nan)}, "contain values that are not finite"),
-        ({"train_images": np.full((30, 4), 1e300)}, "contain values that are not finite in float32"),
+        (
+            {"train_images": np.full((30, 4), np.nan)},
+            "contain values that are not finite",
+        ),
+        (
+            {"train_images": np.full((30, 4), 1e300)},
+            "contain values that are not finite in float32",
+        ),
         ({"train_images": np.array(["a"] * 30)}, "give numbers of"),
         ({"train_images": np.float32(1)}, "no array of samples and 30 labels"),
-        ({"train_labels": LABELS[:30] + 1000}, "labels up to 1003 for 40 samples: number the classes from 0"),
+        (
+            {"train_labels": LABELS[:30] + 1000},
+            "labels up to 1003 for 40 samples: number the classes from 0",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, changed: dict, message: str) -> None:
@@ -124,14 +142,22 @@ def test_what_is_wrong_is_named(tmp_path: Path, changed: dict, message: str) -> 
 
 def test_tests_without_labels_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", x_train=IMAGES, y_train=LABELS, x_test=IMAGES)
-    with pytest.raises(InputError, match="holds one of x_test and y_test: it needs both or none"):
+    with pytest.raises(
+        InputError, match="holds one of x_test and y_test: it needs both or none"
+    ):
         read(tmp_path / "mine.npz")
 
 
 def test_types_that_numpy_lacks_are_refused(tmp_path: Path) -> None:
-    tensors = {"x_train": torch.zeros(4, 2).bfloat16(), "y_train": torch.zeros(4, dtype=torch.int64)}
+    tensors = {
+        "x_train": torch.zeros(4, 2).bfloat16(),
+        "y_train": torch.zeros(4, dtype=torch.int64),
+    }
     safetensors.torch.save_file(tensors, tmp_path / "mine.safetensors")
-    with pytest.raises(InputError, match=r"mine.safetensors: cannot be read: .*bfloat16.*: write it as float32"):
+    with pytest.raises(
+        InputError,
+        match=r"mine.safetensors: cannot be read: .*bfloat16.*: write it as float32",
+    ):
         read(tmp_path / "mine.safetensors")
 
 
@@ -142,7 +168,9 @@ def test_folders_without_pictures_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="test: no training images of birds"):
         read(tmp_path / "pets")
     (tmp_path / "pets" / "train" / "dogs" / "0.png").unlink()
-    with pytest.raises(InputError, match="train: no images of dogs: add some or remove the folder"):
+    with pytest.raises(
+        InputError, match="train: no images of dogs: add some or remove the folder"
+    ):
         read(tmp_path / "pets")
 
 
@@ -177,7 +205,9 @@ def test_what_functions_may_return(tmp_path: Path) -> None:
 
 def test_a_size_is_for_pictures_and_has_two_sides(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", **arrays())
-    with pytest.raises(InputError, match="size: applies to folders of images only: remove the key"):
+    with pytest.raises(
+        InputError, match="size: applies to folders of images only: remove the key"
+    ):
         read(tmp_path / "mine.npz", size="8x8")
     with pytest.raises(ValueError, match="'8' is not HEIGHTxWIDTH, such as 32x32"):
         DataPart.model_validate({"path": "pets", "size": "8"})
@@ -192,7 +222,9 @@ def test_files_that_are_no_arrays(tmp_path: Path) -> None:
         read(tmp_path / "none.npz")
 
 
-def test_a_scenario_with_its_own_data_is_split_and_needs_them_on_no_device(tmp_path: Path) -> None:
+def test_a_scenario_with_its_own_data_is_split_and_needs_them_on_no_device(
+    tmp_path: Path,
+) -> None:
     np.savez(tmp_path / "mine.npz", **arrays())
     (tmp_path / "mine.yaml").write_text(
         "name: mine\ndevices: {source: {profile: laptop}, worker: {profile: laptop, count: 2}}\n"
@@ -212,11 +244,16 @@ def test_the_documented_example_is_one() -> None:
     file = ROOT / "scenarios" / "examples" / "own.yaml"
     assert text.split("```yaml\n")[1].split("```")[0] in file.read_text()
     prepared = prepare(trials(load_scenario(file))[0])
-    assert [len(piece.units) if hasattr(piece, "units") else piece for piece in prepared.plan.pieces]
+    assert [
+        len(piece.units) if hasattr(piece, "units") else piece
+        for piece in prepared.plan.pieces
+    ]
     assert len(prepared.problem.model.units) == 5
 
 
-def test_a_batch_or_a_number_of_samples_beyond_the_data_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_a_batch_or_a_number_of_samples_beyond_the_data_is_refused_before_the_run(
+    tmp_path: Path,
+) -> None:
     np.savez(tmp_path / "mine.npz", **arrays())
     (tmp_path / "s.yaml").write_text(
         "name: s\ndevices: {a: {}}\nworkload: {model: {name: mlp}, data: {path: mine.npz}, method: {name: single}, "
@@ -227,9 +264,15 @@ def test_a_batch_or_a_number_of_samples_beyond_the_data_is_refused_before_the_ru
         prepare(trials(load_scenario(tmp_path / "s.yaml", changes))[0])
 
     prepared()
-    with pytest.raises(InputError, match="batch_size: a batch of 31 is more than the 30 training samples: use at most"):
+    with pytest.raises(
+        InputError,
+        match="batch_size: a batch of 31 is more than the 30 training samples: use at most",
+    ):
         prepared("workload.batch_size=31")
-    with pytest.raises(InputError, match="batch_size: a batch of 30 is more than the 20 training samples"):
+    with pytest.raises(
+        InputError,
+        match="batch_size: a batch of 30 is more than the 20 training samples",
+    ):
         prepared("workload.data.train=20")
     with pytest.raises(InputError, match=r"workload\.data\.train: .* 31"):
         prepared("workload.data.train=31")
@@ -237,7 +280,9 @@ def test_a_batch_or_a_number_of_samples_beyond_the_data_is_refused_before_the_ru
 
 def tokens(folder: Path, *changes: str):
     """Return the scenario of tokens, ready for a runtime."""
-    (folder / "own_tokens.py").write_text((ROOT / "tests" / "helpers" / "own_tokens.py").read_text())
+    (folder / "own_tokens.py").write_text(
+        (ROOT / "tests" / "helpers" / "own_tokens.py").read_text()
+    )
     (folder / "tokens.yaml").write_text(own_tokens.SCENARIO)
     return prepare(trials(load_scenario(folder / "tokens.yaml", changes))[0])
 
@@ -251,9 +296,13 @@ def test_whole_numbers_stay_whole_for_a_network_that_takes_them(tmp_path: Path) 
         assert deployed.read(body)[1].model == model
     losses = {}
     for method in ("single", "pipeline"):
-        outcome = simulate(tokens(tmp_path, f"workload.method={{name: {method}}}"), data)
+        outcome = simulate(
+            tokens(tmp_path, f"workload.method={{name: {method}}}"), data
+        )
         assert outcome.status == "finished", outcome.error
-        losses[method] = [event.fields["loss"] for event in outcome.events if event.event == "step"]
+        losses[method] = [
+            event.fields["loss"] for event in outcome.events if event.event == "step"
+        ]
     assert losses["pipeline"] == pytest.approx(losses["single"], rel=1e-5)
     assert losses["single"][-1] < losses["single"][0]
 
@@ -269,6 +318,12 @@ def test_a_network_that_takes_no_whole_numbers_is_given_floats(tmp_path: Path) -
 
 def test_training_and_test_samples_have_one_type(tmp_path: Path) -> None:
     whole = np.arange(40).reshape(10, 4)
-    np.savez(tmp_path / "mine.npz", x_train=whole, y_train=LABELS[:10], x_test=whole * 1.5, y_test=LABELS[:10])
+    np.savez(
+        tmp_path / "mine.npz",
+        x_train=whole,
+        y_train=LABELS[:10],
+        x_test=whole * 1.5,
+        y_test=LABELS[:10],
+    )
     found = read(tmp_path / "mine.npz")
     assert {found.train_images.dtype.name, found.test_images.dtype.name} == {"float32"}

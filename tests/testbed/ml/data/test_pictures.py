@@ -15,7 +15,11 @@ from testbed.ml.workload import DataPart
 
 def test_photos_come_with_scikit_learn() -> None:
     photos = load(DataPart(name="photos-96x128"))
-    assert (photos.name, photos.classes, photos.shape) == ("photos-96x128", 0, (3, 96, 128))
+    assert (photos.name, photos.classes, photos.shape) == (
+        "photos-96x128",
+        0,
+        (3, 96, 128),
+    )
     assert (len(photos.train_images), len(photos.test_images)) == (0, 2)
     assert photos.test_images.dtype == np.float32
     # 640x427 in 128x96: as wide as the input, 85 high, 5 rows of grey above.
@@ -23,7 +27,10 @@ def test_photos_come_with_scikit_learn() -> None:
     assert photos.test_images[:, :, 5:90].std() > 0.1
     assert describe("photos").shape == (3, 608, 608)
     again = unpack(pack(photos))
-    assert (again.classes, again.test_images.tolist()) == (0, photos.test_images.tolist())
+    assert (again.classes, again.test_images.tolist()) == (
+        0,
+        photos.test_images.tolist(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,16 +42,23 @@ def test_photos_come_with_scikit_learn() -> None:
         ((1, 5000), Frame(31, 0, 1, 64)),
     ],
 )
-def test_a_picture_keeps_its_proportions_and_lies_in_the_middle(size: tuple[int, int], expected: Frame) -> None:
+def test_a_picture_keeps_its_proportions_and_lies_in_the_middle(
+    size: tuple[int, int], expected: Frame
+) -> None:
     assert frame(*size, (3, 64, 64)) == expected
     filled = letterbox(Image.new("RGB", size, (255, 0, 10)), (3, 64, 64))
     inside = np.zeros((64, 64), dtype=bool)
-    inside[expected.top : expected.top + expected.high, expected.left : expected.left + expected.wide] = True
+    inside[
+        expected.top : expected.top + expected.high,
+        expected.left : expected.left + expected.wide,
+    ] = True
     assert np.array_equal(filled[0] == 255, inside)
     assert np.all(filled[:, ~inside] == 128)
 
 
-def test_a_picture_is_read_from_its_file_turned_as_the_camera_says(tmp_path: Path) -> None:
+def test_a_picture_is_read_from_its_file_turned_as_the_camera_says(
+    tmp_path: Path,
+) -> None:
     picture = Image.new("RGB", (40, 20), (200, 0, 0))
     exif = picture.getexif()
     exif[0x0112] = 6  # a quarter turn
@@ -67,12 +81,21 @@ def test_what_is_no_picture_is_refused_with_its_name(tmp_path: Path) -> None:
         load(DataPart(name="image"), tmp_path / "none.png")
 
 
-@pytest.mark.parametrize("name", ["photos-", "photos-32", "image-0x32", "photos-99999x32", "image-axb"])
+@pytest.mark.parametrize(
+    "name", ["photos-", "photos-32", "image-0x32", "photos-99999x32", "image-axb"]
+)
 def test_sizes_that_are_none_are_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"data\.name: .*such as (photos|image)-608x608"):
+    with pytest.raises(
+        InputError, match=r"data\.name: .*such as (photos|image)-608x608"
+    ):
         describe(name)
 
 
 def test_sixteen_bits_a_pixel_are_scaled_to_eight(tmp_path: Path) -> None:
-    Image.fromarray(np.array([[0, 0x1234], [0x8000, 0xFFFF]], dtype=np.uint16)).save(tmp_path / "deep.png")
-    assert np.asarray(read(tmp_path / "deep.png"))[..., 0].tolist() == [[0, 0x12], [0x80, 0xFF]]
+    Image.fromarray(np.array([[0, 0x1234], [0x8000, 0xFFFF]], dtype=np.uint16)).save(
+        tmp_path / "deep.png"
+    )
+    assert np.asarray(read(tmp_path / "deep.png"))[..., 0].tolist() == [
+        [0, 0x12],
+        [0x80, 0xFF],
+    ]

@@ -29,14 +29,19 @@ def refusal(*arguments) -> InputError:
 
 @pytest.mark.parametrize("way", WAYS)
 @given(seed=st.integers(0, 99))
-def test_no_sample_goes_to_two_devices_and_the_seed_decides(way: str, seed: int) -> None:
+def test_no_sample_goes_to_two_devices_and_the_seed_decides(
+    way: str, seed: int
+) -> None:
     shares = split(LABELS, 10, OWNERS, WAYS[way], seed)
     assert list(shares) == OWNERS
     together = np.concatenate(list(shares.values()))
     assert len(set(together.tolist())) == len(together)
     assert len(together) == (1000 if way == "sizes" else len(LABELS))
     assert all((np.diff(share) > 0).all() for share in shares.values())
-    again, other = split(LABELS, 10, OWNERS, WAYS[way], seed), split(LABELS, 10, OWNERS, WAYS[way], seed + 1)
+    again, other = (
+        split(LABELS, 10, OWNERS, WAYS[way], seed),
+        split(LABELS, 10, OWNERS, WAYS[way], seed + 1),
+    )
     assert all(np.array_equal(shares[name], again[name]) for name in OWNERS)
     assert not all(np.array_equal(shares[name], other[name]) for name in OWNERS)
 
@@ -47,7 +52,9 @@ def test_iid_gives_each_as_many(samples: int, devices: int, seed: int) -> None:
     if devices > samples:
         error = refusal(labels, 10, owners, "iid", seed)
         assert error.key == ("data", "split")
-        assert error.text.startswith(f"{samples} samples are too few for {devices} devices")
+        assert error.text.startswith(
+            f"{samples} samples are too few for {devices} devices"
+        )
         return
     sizes = [len(share) for share in split(labels, 10, owners, "iid", seed).values()]
     assert max(sizes) - min(sizes) <= 1
@@ -61,11 +68,17 @@ def test_sizes_are_those_that_were_asked_for() -> None:
 
 
 @given(each=st.integers(1, 10), devices=st.integers(1, 15), seed=st.integers(0, 20))
-def test_shards_give_each_device_so_many_classes(each: int, devices: int, seed: int) -> None:
+def test_shards_give_each_device_so_many_classes(
+    each: int, devices: int, seed: int
+) -> None:
     owners = [f"d{index}" for index in range(devices)]
-    counts = class_counts(LABELS, split(LABELS, 10, owners, SplitPart(shards=each), seed))
+    counts = class_counts(
+        LABELS, split(LABELS, 10, owners, SplitPart(shards=each), seed)
+    )
     assert all(len(of) == each for of in counts.values())
-    holders = np.bincount([label for of in counts.values() for label in of], minlength=10)
+    holders = np.bincount(
+        [label for of in counts.values() for label in of], minlength=10
+    )
     assert holders.max() - holders.min() <= 2
     # Who has a class shares it evenly with the others who have it.
     for label in range(10):
@@ -76,8 +89,12 @@ def test_shards_give_each_device_so_many_classes(each: int, devices: int, seed: 
 
 def test_a_small_concentration_skews_and_a_large_one_does_not() -> None:
     def largest_class(concentration: float) -> float:
-        counts = class_counts(LABELS, split(LABELS, 10, OWNERS, SplitPart(dirichlet=concentration), 1))
-        return float(np.mean([max(of.values()) / sum(of.values()) for of in counts.values()]))
+        counts = class_counts(
+            LABELS, split(LABELS, 10, OWNERS, SplitPart(dirichlet=concentration), 1)
+        )
+        return float(
+            np.mean([max(of.values()) / sum(of.values()) for of in counts.values()])
+        )
 
     assert largest_class(0.1) > 0.3
     assert largest_class(1000.0) < 0.15
@@ -86,11 +103,36 @@ def test_a_small_concentration_skews_and_a_large_one_does_not() -> None:
 @pytest.mark.parametrize(
     ("labels", "how", "key", "text"),
     [
-        (LABELS, SplitPart(sizes=(1, 2)), "sizes", "names 2 sizes, but 4 devices own data: a, b, c, d"),
-        (LABELS, SplitPart(sizes=(400, 400, 400, 1)), "sizes", "add up to 1201 samples, but there are 1200"),
-        (LABELS, SplitPart(shards=11), "shards", "there are 10 classes, not 11: use fewer"),
-        (LABELS[:240], SplitPart(dirichlet=1e-9), None, "without samples: use a larger value, fewer devices or"),
-        (np.arange(4), SplitPart(shards=1), None, "without samples: use more samples or fewer devices"),
+        (
+            LABELS,
+            SplitPart(sizes=(1, 2)),
+            "sizes",
+            "names 2 sizes, but 4 devices own data: a, b, c, d",
+        ),
+        (
+            LABELS,
+            SplitPart(sizes=(400, 400, 400, 1)),
+            "sizes",
+            "add up to 1201 samples, but there are 1200",
+        ),
+        (
+            LABELS,
+            SplitPart(shards=11),
+            "shards",
+            "there are 10 classes, not 11: use fewer",
+        ),
+        (
+            LABELS[:240],
+            SplitPart(dirichlet=1e-9),
+            None,
+            "without samples: use a larger value, fewer devices or",
+        ),
+        (
+            np.arange(4),
+            SplitPart(shards=1),
+            None,
+            "without samples: use more samples or fewer devices",
+        ),
         (np.arange(3), "iid", None, "3 samples are too few for 4 devices"),
     ],
 )
@@ -105,9 +147,20 @@ def test_shares_are_drawn_again_until_each_device_has_enough(way: str) -> None:
     skewed = {way: 0.3}
     for seed in range(5):
         once = split(LABELS, 10, OWNERS, SplitPart(**{way: 5.0}), seed)
-        enough = split(LABELS, 10, OWNERS, SplitPart(**{way: 5.0}, min_samples=min(map(len, once.values()))), seed)
-        assert all(np.array_equal(once[name], enough[name]) for name in OWNERS)  # the first draw is good
-        drawn = [split(LABELS, 10, OWNERS, SplitPart(**skewed, min_samples=150), seed) for _ in range(2)]
+        enough = split(
+            LABELS,
+            10,
+            OWNERS,
+            SplitPart(**{way: 5.0}, min_samples=min(map(len, once.values()))),
+            seed,
+        )
+        assert all(
+            np.array_equal(once[name], enough[name]) for name in OWNERS
+        )  # the first draw is good
+        drawn = [
+            split(LABELS, 10, OWNERS, SplitPart(**skewed, min_samples=150), seed)
+            for _ in range(2)
+        ]
         assert min(map(len, drawn[0].values())) >= 150
         assert all(np.array_equal(drawn[0][name], drawn[1][name]) for name in OWNERS)
 
@@ -119,5 +172,7 @@ def test_a_least_number_that_no_draw_gives_is_refused_with_the_best_draw() -> No
 
 
 def test_a_least_number_goes_with_shares_that_are_drawn() -> None:
-    with pytest.raises(ValueError, match="'min_samples' requires 'dirichlet' or 'quantity'"):
+    with pytest.raises(
+        ValueError, match="'min_samples' requires 'dirichlet' or 'quantity'"
+    ):
         SplitPart(shards=2, min_samples=5)

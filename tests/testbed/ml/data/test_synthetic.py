@@ -17,7 +17,9 @@ from testbed.ml.data.synthetic import make, parse, train_labels
         ("synthetic-3x5x7-4", (3, 5, 7), 4),
     ],
 )
-def test_a_name_says_shape_and_classes(name: str, shape: tuple[int, ...], classes: int) -> None:
+def test_a_name_says_shape_and_classes(
+    name: str, shape: tuple[int, ...], classes: int
+) -> None:
     assert parse(name) == (shape, classes)
     found = make(name, 20, 10)
     assert (found.shape, found.classes) == (shape, classes)
@@ -26,14 +28,27 @@ def test_a_name_says_shape_and_classes(name: str, shape: tuple[int, ...], classe
     assert found.train_images.dtype == np.float32
 
 
-@pytest.mark.parametrize("name", ["synthetic-0x8x8", "synthetic-1x8x8-1", "synthetic-1x8", "synthetic-1x8x8-10-1", "x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "synthetic-0x8x8",
+        "synthetic-1x8x8-1",
+        "synthetic-1x8",
+        "synthetic-1x8x8-10-1",
+        "x",
+    ],
+)
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(InputError):
         parse(name)
 
 
 def test_one_set_has_one_name() -> None:
-    assert make("synthetic", 2, 2).name == make("synthetic-1x8x8-10", 2, 2).name == "synthetic-1x8x8"
+    assert (
+        make("synthetic", 2, 2).name
+        == make("synthetic-1x8x8-10", 2, 2).name
+        == "synthetic-1x8x8"
+    )
     assert make("synthetic-1x8x8-4", 2, 2).name == "synthetic-1x8x8-4"
 
 
@@ -45,12 +60,18 @@ def test_fewer_samples_are_the_first_of_more() -> None:
     assert np.array_equal(train_labels("synthetic-1x8x8", 30), few.train_labels)
 
 
-def test_all_classes_are_as_frequent_and_training_and_tests_show_the_same_ones_anew() -> None:
+def test_all_classes_are_as_frequent_and_training_and_tests_show_the_same_ones_anew() -> (
+    None
+):
     found = make("synthetic-1x8x8", 1000, 500)
     assert np.bincount(found.train_labels).tolist() == [100] * 10
-    centres = np.stack([found.train_images[found.train_labels == each].mean(0) for each in range(10)])
+    centres = np.stack(
+        [found.train_images[found.train_labels == each].mean(0) for each in range(10)]
+    )
     distances = ((found.test_images[:, None] - centres[None]) ** 2).sum((2, 3, 4))
-    assert (distances.argmin(1) == found.test_labels).mean() > 0.95, "the nearest class mean tells them apart"
+    assert (distances.argmin(1) == found.test_labels).mean() > 0.95, (
+        "the nearest class mean tells them apart"
+    )
     assert not np.array_equal(found.train_images[:10], found.test_images[:10])
 
 

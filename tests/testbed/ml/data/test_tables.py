@@ -36,7 +36,9 @@ def table(folder: Path, rows: list[str] = ROWS) -> Path:
 
 
 def read(file: Path, **keys: object):
-    return load(DataPart.model_validate({"path": str(file), "label": "price", **keys}), file)
+    return load(
+        DataPart.model_validate({"path": str(file), "label": "price", **keys}), file
+    )
 
 
 def test_a_row_is_a_sample_and_words_are_classes(tmp_path: Path) -> None:
@@ -45,7 +47,9 @@ def test_a_row_is_a_sample_and_words_are_classes(tmp_path: Path) -> None:
     assert found.classes == 2
     assert len(found.train_labels) + len(found.test_labels) == len(ROWS)
     assert found.train_images.dtype == np.float32
-    assert np.array_equal(found.train_labels == 1, found.train_images[:, 0] > 20)  # cheap, dear
+    assert np.array_equal(
+        found.train_labels == 1, found.train_images[:, 0] > 20
+    )  # cheap, dear
     numbers = read(table(tmp_path), label="rooms", columns=["shop", "size"])
     assert numbers.train_labels.dtype == np.float32
     assert numbers.integers
@@ -54,14 +58,24 @@ def test_a_row_is_a_sample_and_words_are_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "keys", "message"),
     [
-        (ROWS, {"label": "cost"}, "no column 'cost': there are shop, size, rooms, price"),
+        (
+            ROWS,
+            {"label": "cost"},
+            "no column 'cost': there are shop, size, rooms, price",
+        ),
         (ROWS, {"columns": ["width"]}, "data.columns: .* no column 'width'"),
         (["a,1,2,cheap", "b,,2,dear"], {}, "column 'size' is empty in row 2"),
-        (["a,1,2,cheap", "b,2,dear"], {}, r"sales.csv:3: has 3 cells, the first line 4"),
+        (
+            ["a,1,2,cheap", "b,2,dear"],
+            {},
+            r"sales.csv:3: has 3 cells, the first line 4",
+        ),
         ([], {}, "holds no rows"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, rows: list[str], keys: dict, message: str) -> None:
+def test_what_is_wrong_is_said_with_its_place(
+    tmp_path: Path, rows: list[str], keys: dict, message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         read(table(tmp_path, rows), **keys)
 
@@ -74,7 +88,9 @@ def test_parquet_says_what_it_needs(tmp_path: Path) -> None:
         read(file)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("pyarrow"), reason="needs pyarrow: the extra `frames`")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("pyarrow"), reason="needs pyarrow: the extra `frames`"
+)
 def test_parquet_is_read_as_csv_is(tmp_path: Path) -> None:
     from pyarrow import csv, parquet
 
@@ -85,16 +101,33 @@ def test_parquet_is_read_as_csv_is(tmp_path: Path) -> None:
     assert np.array_equal(ours.train_labels, theirs.train_labels)
 
 
-def test_a_table_of_any_size_is_read_a_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_any_size_is_read_a_block_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [
-        f"shop{row % 7},{row},{row / 2 if row > 900 else row},{'dear' if row % 3 else 'cheap'}" for row in range(1000)
+        f"shop{row % 7},{row},{row / 2 if row > 900 else row},{'dear' if row % 3 else 'cheap'}"
+        for row in range(1000)
     ]
-    in_memory = read(table(tmp_path, rows), split={"column": "shop"}, columns=["shop", "size", "rooms"])
+    in_memory = read(
+        table(tmp_path, rows),
+        split={"column": "shop"},
+        columns=["shop", "size", "rooms"],
+    )
     monkeypatch.setattr(tables, "ROWS", 64)
     monkeypatch.setattr(large, "LARGE", 1000)
-    in_files = read(table(tmp_path, rows), split={"column": "shop"}, columns=["shop", "size", "rooms"])
+    in_files = read(
+        table(tmp_path, rows),
+        split={"column": "shop"},
+        columns=["shop", "size", "rooms"],
+    )
     assert isinstance(in_files.train_images, np.memmap)
-    for name in ("train_images", "train_labels", "test_images", "test_labels", "groups"):
+    for name in (
+        "train_images",
+        "train_labels",
+        "test_images",
+        "test_labels",
+        "groups",
+    ):
         assert np.array_equal(getattr(in_memory, name), getattr(in_files, name)), name
     assert in_memory.train_images.dtype == in_files.train_images.dtype == np.float32
     with pytest.raises(InputError, match="column 'size' is empty in row 501"):
@@ -103,7 +136,9 @@ def test_a_table_of_any_size_is_read_a_block_at_a_time(tmp_path: Path, monkeypat
         read(table(tmp_path, [*rows[:500], "shop1,2"]))
 
 
-def test_reading_a_large_table_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_large_table_takes_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = table(tmp_path, [f"a,{row},{row},{row % 2}" for row in range(20_000)])
     monkeypatch.setattr(tables, "ROWS", 256)
     monkeypatch.setattr(large, "LARGE", 0)
@@ -120,7 +155,11 @@ def test_samples_of_one_value_stay_together(tmp_path: Path) -> None:
     how = SplitPart(column="shop")
     shares = split(found.train_labels, 2, ["x", "y", "z"], how, 1, found.groups)
     assert (
-        sorted(found.groups[share].tolist().count(value) > 0 for share in shares.values() for value in (0, 1, 2))
+        sorted(
+            found.groups[share].tolist().count(value) > 0
+            for share in shares.values()
+            for value in (0, 1, 2)
+        )
         == [False] * 6 + [True] * 3
     )
     assert sum(map(len, shares.values())) == len(found.train_labels)
@@ -150,19 +189,27 @@ def test_devices_learn_from_their_own_rows(tmp_path: Path) -> None:
         "  method: {name: federated, local_steps: 2}\n  batch_size: 8\n  steps: 4\n"
     )
     prepared = prepare(trials(load_scenario(file))[0])
-    outcome = simulate(prepared, load(prepared.scenario.workload.data, tmp_path / "sales.csv"))
+    outcome = simulate(
+        prepared, load(prepared.scenario.workload.data, tmp_path / "sales.csv")
+    )
     assert outcome.status == "finished", outcome.error
-    assert [len(share) for share in shares_of(prepared).values()] == pytest.approx([32] * 3, abs=6)
+    assert [len(share) for share in shares_of(prepared).values()] == pytest.approx(
+        [32] * 3, abs=6
+    )
 
 
 def test_pictures_with_their_colours_last_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "last.npz"
     np.savez(file, x_train=np.zeros((4, 16, 16, 3)), y_train=np.arange(4) % 2)
-    with pytest.raises(InputError, match=r"colours last, .* numpy.moveaxis\(samples, -1, 1\)"):
+    with pytest.raises(
+        InputError, match=r"colours last, .* numpy.moveaxis\(samples, -1, 1\)"
+    ):
         load(DataPart(path=str(file)), file)
 
 
-def test_a_look_shows_classes_and_who_would_own_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_look_shows_classes_and_who_would_own_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = table(tmp_path)
     look = ["show", "data", f"{file}:price", "--split", "column=shop", "--devices", "3"]
     command.main(look, standalone_mode=False)
@@ -171,23 +218,36 @@ def test_a_look_shows_classes_and_who_would_own_what(tmp_path: Path, capsys: pyt
     found = json.loads(capsys.readouterr().out)
     assert sum(map(sum, found["shares"].values())) == found["samples"]["train"]
     own = tmp_path / "mine.py"
-    own.write_text("import numpy as np\ndef load():\n    return (np.ones((8, 5), int), np.arange(8) % 2), None\n")
+    own.write_text(
+        "import numpy as np\ndef load():\n    return (np.ones((8, 5), int), np.arange(8) % 2), None\n"
+    )
     net = tmp_path / "net.py"
     net.write_text(
         "from torch import nn\ndef build():\n"
         "    return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 2))\n"
     )
-    command.main(["show", "models", str(net), "build", "--data", f"{own}:load", "--json"], standalone_mode=False)
+    command.main(
+        ["show", "models", str(net), "build", "--data", f"{own}:load", "--json"],
+        standalone_mode=False,
+    )
     assert json.loads(capsys.readouterr().out)["input"] == [5]
 
 
-def of(folder: Path, text: str, label: str | None = "price", columns=None, group: str | None = None):
+def of(
+    folder: Path,
+    text: str,
+    label: str | None = "price",
+    columns=None,
+    group: str | None = None,
+):
     file = folder / "own.csv"
     file.write_text(text)
     return read_table(file, label, columns, group)
 
 
-def test_columns_are_whole_numbers_numbers_or_words_in_the_order_of_the_alphabet(tmp_path: Path) -> None:
+def test_columns_are_whole_numbers_numbers_or_words_in_the_order_of_the_alphabet(
+    tmp_path: Path,
+) -> None:
     text = "town,size,rooms,sold,price\nx,5,1.5,True,3\na,7,2,False,0\n"
     words = of(tmp_path, text, columns=["town", "size", "sold"])
     assert words.samples.tolist() == [[1, 5, 1], [0, 7, 0]]
@@ -199,12 +259,17 @@ def test_columns_are_whole_numbers_numbers_or_words_in_the_order_of_the_alphabet
     assert mixed.groups is None
 
 
-def test_the_column_that_splits_is_no_part_of_a_sample_unless_it_is_named(tmp_path: Path) -> None:
+def test_the_column_that_splits_is_no_part_of_a_sample_unless_it_is_named(
+    tmp_path: Path,
+) -> None:
     text = "town,size,price\nx,5,1\na,7,0\nx,8,0\n"
     found = of(tmp_path, text, group="town")
     assert found.samples.tolist() == [[5], [7], [8]]
     assert found.groups.tolist() == [1, 0, 1]
-    assert of(tmp_path, text, columns=["town", "size"], group="town").samples.shape == (3, 2)
+    assert of(tmp_path, text, columns=["town", "size"], group="town").samples.shape == (
+        3,
+        2,
+    )
 
 
 def test_columns_of_several_inputs(tmp_path: Path) -> None:
@@ -218,33 +283,48 @@ def test_columns_of_several_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cell", ["", " ", "nan", "NaN", "NAN", "None", "-nan"])
-def test_cells_that_hold_no_number_are_refused_however_they_are_written(tmp_path: Path, cell: str) -> None:
+def test_cells_that_hold_no_number_are_refused_however_they_are_written(
+    tmp_path: Path, cell: str
+) -> None:
     with pytest.raises(InputError, match="column 'size' is empty in row 2"):
         of(tmp_path, f"size,price\n5,1\n{cell},0\n")
 
 
-def test_names_of_columns_may_have_blanks_and_a_byte_order_mark_before_them(tmp_path: Path) -> None:
-    assert of(tmp_path, "\ufeffsize, price\n5,1\n\n7,0\n").samples.tolist() == [[5], [7]]
+def test_names_of_columns_may_have_blanks_and_a_byte_order_mark_before_them(
+    tmp_path: Path,
+) -> None:
+    assert of(tmp_path, "\ufeffsize, price\n5,1\n\n7,0\n").samples.tolist() == [
+        [5],
+        [7],
+    ]
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"own\.csv: has two columns 'size': rename one"):
+    with pytest.raises(
+        InputError, match=r"own\.csv: has two columns 'size': rename one"
+    ):
         of(tmp_path, "size,size,price\n5,6,1\n7,8,0\n")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("pyarrow"), reason="needs pyarrow: the extra `frames`")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("pyarrow"), reason="needs pyarrow: the extra `frames`"
+)
 def test_two_columns_of_one_name_are_refused_in_parquet_too(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
     file = tmp_path / "own.parquet"
-    parquet.write_table(pyarrow.table([[1], [2], [3]], names=["size", "size", "price"]), file)
+    parquet.write_table(
+        pyarrow.table([[1], [2], [3]], names=["size", "size", "price"]), file
+    )
     with pytest.raises(InputError, match=r"own\.parquet: has two columns 'size'"):
         read_table(file, "price", None, None)
 
 
 def test_a_table_without_a_label_says_which_columns_there_are(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has the columns size, price: name the one of the labels"):
+    with pytest.raises(
+        InputError, match="has the columns size, price: name the one of the labels"
+    ):
         of(tmp_path, "size,price\n5,1\n", label=None)
     with pytest.raises(InputError, match="a sample needs at least one more"):
         of(tmp_path, "price\n1\n")

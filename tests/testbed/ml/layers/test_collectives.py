@@ -46,7 +46,9 @@ def test_an_all_reduce_gives_everybody_the_same_sum(size, shape):
 
     found, _ = together(size, operation)
     assert all(torch.equal(each, found[0]) for each in found)
-    torch.testing.assert_close(found[0], sum(values(rank, *shape) for rank in range(size)))
+    torch.testing.assert_close(
+        found[0], sum(values(rank, *shape) for rank in range(size))
+    )
 
 
 def test_an_all_reduce_sends_its_share_over_each_link_of_the_ring_and_takes_time_for_additions():
@@ -82,7 +84,9 @@ def test_broadcast_gather_and_scatter_have_a_root(root):
         is_root = group.device.name == root
         everywhere = await group.broadcast(values(9, 2, 3) if is_root else None, root)
         gathered = await group.gather(values(rank, rank + 1), root)
-        own = await group.scatter([{"w": values(5 + to, 4)} for to in range(3)] if is_root else None, root)
+        own = await group.scatter(
+            [{"w": values(5 + to, 4)} for to in range(3)] if is_root else None, root
+        )
         return everywhere, gathered, own
 
     found, _ = together(3, operation)
@@ -92,7 +96,9 @@ def test_broadcast_gather_and_scatter_have_a_root(root):
         if NAMES[rank] != root:
             assert gathered is None
         else:
-            assert [each.tolist() for each in gathered] == [values(of, of + 1).tolist() for of in range(3)]
+            assert [each.tolist() for each in gathered] == [
+                values(of, of + 1).tolist() for of in range(3)
+            ]
 
 
 def test_an_all_gather_gives_everybody_what_each_has():
@@ -101,7 +107,9 @@ def test_an_all_gather_gives_everybody_what_each_has():
 
     found, _ = together(3, operation)
     for each in found:
-        assert [part.tolist() for part in each] == [values(rank, 2).tolist() for rank in range(3)]
+        assert [part.tolist() for part in each] == [
+            values(rank, 2).tolist() for rank in range(3)
+        ]
 
 
 def test_groups_of_different_numbers_do_not_meet():
@@ -114,7 +122,10 @@ def test_groups_of_different_numbers_do_not_meet():
             groups = [Group(mailbox, names, number) for number in range(2)]
             rank, order = groups[0].rank, (0, 1) if device.name == "a" else (1, 0)
             # The two begin in another order on each device, so neither may wait for the other.
-            tasks = {at: mailbox.start(groups[at].all_gather(values(10 * at + rank, 3))) for at in order}
+            tasks = {
+                at: mailbox.start(groups[at].all_gather(values(10 * at + rank, 3)))
+                for at in order
+            }
             found[device.name] = [await tasks[at] for at in range(2)]
             await all_done(groups[0])
 

@@ -11,7 +11,10 @@ from testbed.ml.layers.draws import RowsOfBatch
 KINDS = {
     "dropout": (nn.Dropout(0.5), (12, 6)),
     "of channels": (nn.Dropout2d(0.5), (12, 3, 4, 4)),
-    "attention": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True), (12, 5, 8)),
+    "attention": (
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True),
+        (12, 5, 8),
+    ),
 }
 
 

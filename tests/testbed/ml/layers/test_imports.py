@@ -44,15 +44,25 @@ print(json.dumps([part_of_a_layer, imported()]))
 @pytest.fixture(scope="module")
 def imported() -> list[list[str]]:
     """Return what was imported of it in one process: once a part of a layer was trained, and then whole layers too."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     found: list[list[str]] = json.loads(done.stdout)
     return found
 
 
-def test_a_part_of_a_layer_imports_no_symbolic_shapes(imported: list[list[str]]) -> None:
-    assert not [name for name in imported[0] if name == "sympy" or "symbolic_shapes" in name]
+def test_a_part_of_a_layer_imports_no_symbolic_shapes(
+    imported: list[list[str]],
+) -> None:
+    assert not [
+        name for name in imported[0] if name == "sympy" or "symbolic_shapes" in name
+    ]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch imports them itself")
-def test_a_shard_imports_neither_torchs_compiler_nor_sympy(imported: list[list[str]]) -> None:
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="older torch imports them itself"
+)
+def test_a_shard_imports_neither_torchs_compiler_nor_sympy(
+    imported: list[list[str]],
+) -> None:
     assert not {"torch._dynamo", "sympy"} & set(imported[1])

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.models.chain import Model, chain
 from testbed.ml.models.graph import GraphLayer, graph_of
-from testbed.ml.models.layers import BatchNorm2d, Conv2d, Dropout, Flatten, LeakyReLU, Linear, MaxPool2d, ReLU
+from testbed.ml.models.layers import (
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    LeakyReLU,
+    Linear,
+    MaxPool2d,
+    ReLU,
+)
 from testbed.ml.models.sliced import cut, draw
 from testbed.ml.models.slices import NONE, Channels, Slice, as_channels, elements, pick
 from testbed.ml.training.schema import OptimizerPart
@@ -26,11 +35,21 @@ def layers(draw: st.DrawFn) -> tuple[Model, int]:
     kind = draw(st.sampled_from(["dense", "dense behind a map", "convolution"]))
     wide, narrow = draw(st.integers(1, 9)), draw(st.integers(1, 6))
     if kind == "dense":
-        return chain("m", (narrow,), 2, [("a", [Linear(wide), ReLU()]), ("b", [Linear(2)])]), 0
+        return chain(
+            "m", (narrow,), 2, [("a", [Linear(wide), ReLU()]), ("b", [Linear(2)])]
+        ), 0
     norm = [BatchNorm2d()] * draw(st.booleans())
     stride, kernel = draw(st.integers(1, 2)), draw(st.sampled_from([1, 3]))
-    convolution = [Conv2d(wide, kernel, stride, kernel // 2, bias=not norm), *norm, LeakyReLU(0.1)]
-    units = [("a", [*convolution, Flatten()]), ("b", [Linear(3), ReLU()]), ("c", [Linear(2)])]
+    convolution = [
+        Conv2d(wide, kernel, stride, kernel // 2, bias=not norm),
+        *norm,
+        LeakyReLU(0.1),
+    ]
+    units = [
+        ("a", [*convolution, Flatten()]),
+        ("b", [Linear(3), ReLU()]),
+        ("c", [Linear(2)]),
+    ]
     return chain("m", (narrow, 5, 4), 2, units), int(kind == "dense behind a map")
 
 
@@ -40,14 +59,19 @@ def divisions(draw: st.DrawFn, size: int, others: int = 0) -> list[Channels]:
     count = draw(st.integers(1, 4))
     owners = draw(st.lists(st.integers(0, count - 1), min_size=size, max_size=size))
     owners = sorted(owners) if draw(st.booleans()) else owners
-    parts = [as_channels(n for n, owner in enumerate(owners) if owner == device) for device in range(count)]
+    parts = [
+        as_channels(n for n, owner in enumerate(owners) if owner == device)
+        for device in range(count)
+    ]
     return [part for part in parts if len(part)]
 
 
 class Whole:
     """An layer undivided, in torch alone."""
 
-    def __init__(self, model: Model, layer: GraphLayer, optimizer: OptimizerPart) -> None:
+    def __init__(
+        self, model: Model, layer: GraphLayer, optimizer: OptimizerPart
+    ) -> None:
         unit = model.build(layer.unit, layer.unit + 1, seed=5)[0]
         self.modules = [unit[int(name)] for name in layer.modules]
         for module in self.modules:
@@ -65,7 +89,11 @@ class Whole:
 
     def state(self) -> dict[str, torch.Tensor]:
         pairs = zip(self.layer.names, self.modules, strict=True)
-        return {f"{name}.{key}": value for name, module in pairs for key, value in module.state_dict().items()}
+        return {
+            f"{name}.{key}": value
+            for name, module in pairs
+            for key, value in module.state_dict().items()
+        }
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         values = inputs.reshape(len(inputs), *self.layer.entering)
@@ -73,7 +101,9 @@ class Whole:
             values = module(values)
         return values.flatten(1)
 
-    def train(self, inputs: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def train(
+        self, inputs: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs and the gradient of the inputs; update."""
         inputs = inputs.clone().requires_grad_()
         outputs = self.forward(inputs)
@@ -95,7 +125,9 @@ def same_state(shards: list[LayerShard], whole: Whole) -> None:
             assert close(shard.state()[name], tensor), name
 
 
-def in_order(parts: list[Channels], values: list[torch.Tensor], each: int) -> torch.Tensor:
+def in_order(
+    parts: list[Channels], values: list[torch.Tensor], each: int
+) -> torch.Tensor:
     """Put values of channels, (samples, elements), into the order of the channels."""
     order = [element for part in parts for element in elements(part, each)]
     places = torch.empty(len(order), dtype=torch.long)
@@ -105,12 +137,17 @@ def in_order(parts: list[Channels], values: list[torch.Tensor], each: int) -> to
 
 @settings(max_examples=20, deadline=None)
 @given(layers())
-def test_a_first_layer_learns_the_same_without_the_gradient_of_its_inputs(case: tuple[Model, int]) -> None:
+def test_a_first_layer_learns_the_same_without_the_gradient_of_its_inputs(
+    case: tuple[Model, int],
+) -> None:
     model, index = case
     layer = graph_of(model).layers[index]
     whole = Whole(model, layer, OPTIMIZERS[0])
     state = cut(layer, layer.whole, whole.state())
-    inputs, gradient = torch.randn(SAMPLES, layer.inputs), torch.randn(SAMPLES, layer.outputs)
+    inputs, gradient = (
+        torch.randn(SAMPLES, layer.inputs),
+        torch.randn(SAMPLES, layer.outputs),
+    )
     found = []
     for learn in (LayerShard.backward, LayerShard.learn):
         shard = LayerShard(layer, layer.whole, state, OPTIMIZERS[0])
@@ -136,7 +173,10 @@ def test_neurons_divided_by_outputs_train_as_the_undivided_layer_does(
         for part in (Slice(part, every, part) for part in parts)
     ]
     for step in range(3):
-        inputs, gradient = torch.randn(SAMPLES, layer.inputs), torch.randn(SAMPLES, layer.outputs)
+        inputs, gradient = (
+            torch.randn(SAMPLES, layer.inputs),
+            torch.randn(SAMPLES, layer.outputs),
+        )
         outputs = [shard.forward(step, inputs) for shard in shards]
         sent = [
             shard.backward(step, pick(gradient, 1, elements(part, layer.pixels)))
@@ -174,7 +214,9 @@ def test_missing_inputs_count_as_zero(arrived: set[int], neurons: set[int]) -> N
     assert close(found, pick(wanted, 1, here))
 
 
-def test_a_backward_uses_the_weights_of_its_forward_and_gradients_add_up_until_the_update() -> None:
+def test_a_backward_uses_the_weights_of_its_forward_and_gradients_add_up_until_the_update() -> (
+    None
+):
     layer, whole = dense()
     shard = LayerShard(layer, layer.whole, whole.state(), OPTIMIZERS[0])
     first, second = torch.randn(2, SAMPLES, 6)
@@ -190,7 +232,9 @@ def test_a_backward_uses_the_weights_of_its_forward_and_gradients_add_up_until_t
     assert not torch.equal(shard.state()["0.0.weight"], before["0.0.weight"])
     assert torch.equal(shard.backward(1, gradient), wanted)
     for scale in (1.0, 0.5):
-        one, two = (LayerShard(layer, layer.whole, before, OPTIMIZERS[0]) for _ in range(2))
+        one, two = (
+            LayerShard(layer, layer.whole, before, OPTIMIZERS[0]) for _ in range(2)
+        )
         for key, inputs in enumerate((first, second)):
             one.forward(key, inputs)
             one.backward(key, scale * gradient)
@@ -198,7 +242,9 @@ def test_a_backward_uses_the_weights_of_its_forward_and_gradients_add_up_until_t
             two.backward(key, gradient)
         one.update()
         two.update(scale)
-        assert all(close(tensor, two.state()[name]) for name, tensor in one.state().items())
+        assert all(
+            close(tensor, two.state()[name]) for name, tensor in one.state().items()
+        )
 
 
 def test_what_was_handed_out_and_in_does_not_change() -> None:
@@ -228,27 +274,43 @@ def test_neurons_move_with_weights_and_momentum_and_training_goes_on_as_if_they_
     model, index = case
     layer = graph_of(model).layers[index]
     whole = Whole(model, layer, optimizer)
-    every, owners = range(layer.input_channels), [set(range(layer.output_channels)), set[int]()]
+    every, owners = (
+        range(layer.input_channels),
+        [set(range(layer.output_channels)), set[int]()],
+    )
     shards = []
     for owned in owners:
         part = Slice(as_channels(owned), every, as_channels(owned))
-        state = {name: tensor for name, tensor in whole.state().items() if not name.endswith("tracked")}
+        state = {
+            name: tensor
+            for name, tensor in whole.state().items()
+            if not name.endswith("tracked")
+        }
         held = {name: pick(tensor, 0, part.rows) for name, tensor in state.items()}
         shards.append(LayerShard(layer, part, held, optimizer))
     for step in range(3):
-        inputs, gradient = torch.randn(SAMPLES, layer.inputs), torch.randn(SAMPLES, layer.outputs)
+        inputs, gradient = (
+            torch.randn(SAMPLES, layer.inputs),
+            torch.randn(SAMPLES, layer.outputs),
+        )
         for shard in shards:
             if len(shard.part.rows):
                 shard.forward(step, inputs)
-                shard.backward(step, pick(gradient, 1, elements(shard.part.rows, layer.pixels)))
+                shard.backward(
+                    step, pick(gradient, 1, elements(shard.part.rows, layer.pixels))
+                )
                 shard.update()
         whole.train(inputs, gradient)
         same_state(shards, whole)
         giver = data.draw(st.integers(0, 1))
         if len(shards[giver].part.rows):
-            moved = as_channels(data.draw(st.sets(st.sampled_from(list(shards[giver].part.rows)))))
+            moved = as_channels(
+                data.draw(st.sets(st.sampled_from(list(shards[giver].part.rows))))
+            )
             shards[1 - giver].take(moved, shards[giver].give(moved))
-        assert sorted([*shards[0].part.rows, *shards[1].part.rows]) == list(range(layer.output_channels))
+        assert sorted([*shards[0].part.rows, *shards[1].part.rows]) == list(
+            range(layer.output_channels)
+        )
 
 
 def test_what_cannot_be_moved_or_divided_is_refused() -> None:
@@ -263,7 +325,10 @@ def test_what_cannot_be_moved_or_divided_is_refused() -> None:
     by_inputs = Slice(range(8), range(3), NONE)
     with pytest.raises(ValueError, match="divided by inputs"):
         LayerShard(layer, by_inputs, cut(layer, by_inputs, state), OPTIMIZERS[0])
-    units = [("a", [Conv2d(2, 1), MaxPool2d(), Flatten()]), ("b", [Linear(2), Dropout()])]
+    units = [
+        ("a", [Conv2d(2, 1), MaxPool2d(), Flatten()]),
+        ("b", [Linear(2), Dropout()]),
+    ]
     pool, dropped = graph_of(chain("m", (1, 2, 2), 2, units)).layers[1:]
     for other in (pool, dropped):
         with pytest.raises(ValueError, match=other.name):
@@ -281,7 +346,10 @@ def test_a_slice_is_drawn_from_the_seed_as_it_is_cut_from_the_whole(
     rows = data.draw(divisions(found[index].output_channels))[0]
     columns = data.draw(divisions(found[index].input_channels))[0]
     part = Slice(rows, columns, rows)
-    drawn, wanted = draw(model, [(found[index], part)], 9), cut(found[index], part, state)
+    drawn, wanted = (
+        draw(model, [(found[index], part)], 9),
+        cut(found[index], part, state),
+    )
     assert drawn.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in drawn.items())
 
@@ -290,10 +358,14 @@ def test_a_slice_is_drawn_from_the_seed_as_it_is_cut_from_the_whole(
 def test_channels_are_ranges_where_they_can_be(numbers: set[int], each: int) -> None:
     channels = as_channels(numbers)
     assert list(channels) == sorted(numbers)
-    wanted = [number * each + value for number in sorted(numbers) for value in range(each)]
+    wanted = [
+        number * each + value for number in sorted(numbers) for value in range(each)
+    ]
     assert list(elements(channels, each)) == wanted
     row = torch.arange(100)
     assert pick(row, 0, channels).tolist() == sorted(numbers)
     if isinstance(channels, range) and channels:
         assert pick(row, 0, channels).data_ptr() == row[channels[0] :].data_ptr()
-    assert pick(row[: len(channels)], 0, channels[1:], channels).tolist() == list(range(1, len(channels)))
+    assert pick(row[: len(channels)], 0, channels[1:], channels).tolist() == list(
+        range(1, len(channels))
+    )

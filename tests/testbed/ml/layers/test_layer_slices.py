@@ -30,10 +30,16 @@ WORKLOAD = WorkloadPart.model_validate(
 def divided(members, by_outputs=True):
     """The slices of each of some members, of every layer."""
     if by_outputs:
-        parts = [[layer.by_outputs(part) for part in evenly(layer.output_channels, members)] for layer in LAYERS]
+        parts = [
+            [layer.by_outputs(part) for part in evenly(layer.output_channels, members)]
+            for layer in LAYERS
+        ]
     else:
         parts = [
-            [layer.by_inputs(part, own) for part, own in zip(*(evenly(n, members) for n in sizes), strict=True)]
+            [
+                layer.by_inputs(part, own)
+                for part, own in zip(*(evenly(n, members) for n in sizes), strict=True)
+            ]
             for layer in LAYERS
             for sizes in [(layer.input_channels, layer.output_channels)]
         ]
@@ -46,10 +52,15 @@ def test_members_together_hold_and_multiply_as_much_as_the_whole(members, by_out
     held = divided(members, by_outputs)
     assert sum(map(parameters, held)) == MODEL.parameters
     works = [product_cost(*each, SAMPLES).of() for own in held for each in own]
-    assert sum(work.flops for work in works) == pytest.approx(SAMPLES * MODEL.forward_flops)
+    assert sum(work.flops for work in works) == pytest.approx(
+        SAMPLES * MODEL.forward_flops
+    )
     finished = [finish_cost(*each, SAMPLES) for own in held for each in own]
     assert sum(finished, Cost()).of().accessed == pytest.approx(
-        SAMPLES * sum(layer.finish_cost(layer.output_channels).of().accessed for layer in LAYERS)
+        SAMPLES
+        * sum(
+            layer.finish_cost(layer.output_channels).of().accessed for layer in LAYERS
+        )
     )
 
 
@@ -74,11 +85,15 @@ def test_slices_of_the_inputs_add_up_to_the_whole_layer():
     state = MODEL.build(0, len(MODEL.units), 7).state_dict()
     members = [own[0][1] for own in divided(3, by_outputs=False)]
     sums = sum(
-        SlicedLayer(layer, part, cut(layer, part, state)).sums(inputs[:, part.columns.start : part.columns.stop])
+        SlicedLayer(layer, part, cut(layer, part, state)).sums(
+            inputs[:, part.columns.start : part.columns.stop]
+        )
         for part in members
     )
     finished = [
-        SlicedLayer(layer, part, cut(layer, part, state)).finish(sums[:, part.channels.start : part.channels.stop])
+        SlicedLayer(layer, part, cut(layer, part, state)).finish(
+            sums[:, part.channels.start : part.channels.stop]
+        )
         for part in members
     ]
     whole = SlicedLayer(layer, layer.whole, cut(layer, layer.whole, state)).run(inputs)
@@ -89,6 +104,8 @@ def test_drawn_slices_are_those_of_the_seeds_whole_model():
     state = MODEL.build(0, len(MODEL.units), 7).state_dict()
     for own in divided(2):
         drawn = draw(MODEL, own, 7)
-        wanted = {name: tensor for each in own for name, tensor in cut(*each, state).items()}
+        wanted = {
+            name: tensor for each in own for name, tensor in cut(*each, state).items()
+        }
         assert drawn.keys() == wanted.keys()
         assert all(torch.equal(drawn[name], wanted[name]) for name in drawn)

@@ -26,13 +26,20 @@ MODEL = create("cnn", {}, (1, 8, 8), 10)
 def trial(precision: str, workers: int = 2, **keys) -> Prepared:
     devices = {"source": {"speed": "1gflops", "precision": precision}}
     if workers:
-        devices["worker"] = {"speed": "1gflops", "count": workers, "precision": precision}
+        devices["worker"] = {
+            "speed": "1gflops",
+            "count": workers,
+            "precision": precision,
+        }
     return prepare(trials(scenario(workers, devices=devices, **keys))[0])
 
 
 @pytest.mark.parametrize("precision", ["f16", "bf16", "int8"])
 def test_values_are_near_those_of_float32(precision: str) -> None:
-    shards = [Shard(MODEL, 0, len(MODEL.units), 1, TrainingConfig(), each) for each in ("f32", precision)]
+    shards = [
+        Shard(MODEL, 0, len(MODEL.units), 1, TrainingConfig(), each)
+        for each in ("f32", precision)
+    ]
     inputs = torch.rand(4, 1, 8, 8)
     exact, found = (shard.infer(inputs) for shard in shards)
     assert found.dtype == torch.float32
@@ -50,16 +57,24 @@ def test_layers_take_their_rates_and_updates_those_of_float32() -> None:
     eight = replace(plain, precision="int8")
     assert eight.seconds(Cost(0, 0, 8e9, "convolution")) == pytest.approx(1.0)
     assert eight.seconds(Cost(4e9, 8e9, 0, "convolution")) == pytest.approx(2.0)
-    assert {kind for kinds, _ in narrow.rates for kind in kinds} == {kind for kinds, _ in plain.rates for kind in kinds}
+    assert {kind for kinds, _ in narrow.rates for kind in kinds} == {
+        kind for kinds, _ in plain.rates for kind in kinds
+    }
 
 
 def test_bytes_follow() -> None:
     units = range(len(MODEL.units))
-    assert inference_bytes(MODEL, units, 8, "f16") == inference_bytes(MODEL, units, 8) / 2
+    assert (
+        inference_bytes(MODEL, units, 8, "f16") == inference_bytes(MODEL, units, 8) / 2
+    )
     saved = inference_bytes(MODEL, units, 8) - inference_bytes(MODEL, units, 8, "int8")
     assert saved == pytest.approx(0.75 * MODEL.weight_bytes(units))
-    trained = training_bytes(MODEL, units, 8, 1) - training_bytes(MODEL, units, 8, 1, precision="bf16")
-    assert trained == pytest.approx(4 * (MODEL.activation_bytes(units) + MODEL.cut_bytes(0)))
+    trained = training_bytes(MODEL, units, 8, 1) - training_bytes(
+        MODEL, units, 8, 1, precision="bf16"
+    )
+    assert trained == pytest.approx(
+        4 * (MODEL.activation_bytes(units) + MODEL.cut_bytes(0))
+    )
 
 
 @pytest.mark.parametrize("method", ["single", "pipeline", "pipedream"])
@@ -79,19 +94,29 @@ def test_training_learns(method: str, precision: str) -> None:
 
 
 def test_a_profile_knows_its_speeds_and_what_is_not_known_is_asked_for() -> None:
-    assert PROFILES["jetson-nano"].precisions["f16"] == pytest.approx(2 * PROFILES["jetson-nano"].speed, rel=0.01)
+    assert PROFILES["jetson-nano"].precisions["f16"] == pytest.approx(
+        2 * PROFILES["jetson-nano"].speed, rel=0.01
+    )
     devices = {"source": {"profile": "jetson-nano", "precision": "f16"}}
-    (device,) = prepare(trials(scenario(0, devices=devices, method={"name": "single"}))[0]).problem.devices
+    (device,) = prepare(
+        trials(scenario(0, devices=devices, method={"name": "single"}))[0]
+    ).problem.devices
     assert device.faster == pytest.approx(2.0, rel=0.01)
-    with pytest.raises(InputError, match="no speed in bf16 is known of laptop: give `speed`"):
-        trials(scenario(0, devices={"source": {"profile": "laptop", "precision": "bf16"}}))
+    with pytest.raises(
+        InputError, match="no speed in bf16 is known of laptop: give `speed`"
+    ):
+        trials(
+            scenario(0, devices={"source": {"profile": "laptop", "precision": "bf16"}})
+        )
 
 
 def test_who_does_not_do_it_says_so() -> None:
     infer = {"task": "infer", "steps": None, "training": {}}
     with pytest.raises(InputError, match="'distributed' computes in float32"):
         trial("int8", workload=infer, method={"name": "distributed"})
-    with pytest.raises(InputError, match="int8 applies to weights that are not trained"):
+    with pytest.raises(
+        InputError, match="int8 applies to weights that are not trained"
+    ):
         trial("int8", method={"name": "pipeline"})
     found = trial("int8", workload=infer, method={"name": "sequential"})
     outcome = simulate(found, load_data(found))

@@ -19,20 +19,28 @@ ROUTED = create("yolov2", {}, (3, 32, 32), 80)
 
 def both(model, first, last, momentum=0.9):
     training = sgd(learning_rate=0.1, momentum=momentum)
-    return Shard(model, first, last, 7, training), ShapeShard(model, first, last, training)
+    return Shard(model, first, last, 7, training), ShapeShard(
+        model, first, last, training
+    )
 
 
 def form(tensors):
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    return {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+    }
 
 
 def entering(model, first, samples=2):
     """What crosses the cut before a unit: one tensor as it is, several as one that is flat."""
     shapes = [shape for _, shape in model.crossing(first)]
-    return torch.randn(samples, *(shapes[0] if len(shapes) == 1 else [sum(map(math.prod, shapes))]))
+    return torch.randn(
+        samples, *(shapes[0] if len(shapes) == 1 else [sum(map(math.prod, shapes))])
+    )
 
 
-@pytest.mark.parametrize(("model", "first", "last"), [(MODEL, 0, 2), (MODEL, 2, 5), (ROUTED, 20, 27)])
+@pytest.mark.parametrize(
+    ("model", "first", "last"), [(MODEL, 0, 2), (MODEL, 2, 5), (ROUTED, 20, 27)]
+)
 def test_outputs_and_gradients_have_the_same_shapes(model, first, last):
     real, shapes = both(model, first, last)
     inputs = entering(model, first)
@@ -97,9 +105,28 @@ def test_a_loss_is_no_number_and_its_backward_has_the_shape_of_the_inputs():
 
 @pytest.mark.parametrize(("numerics", "kind"), [("full", Shard), ("none", ShapeShard)])
 def test_the_workload_says_whether_there_are_numbers(numerics, kind):
-    keys = {"task": "train", "model": {"name": "mlp"}, "data": {"name": "digits"}, "method": {"name": "single"}}
+    keys = {
+        "task": "train",
+        "model": {"name": "mlp"},
+        "data": {"name": "digits"},
+        "method": {"name": "single"},
+    }
     workload = WorkloadPart.model_validate({**keys, "steps": 1, "numerics": numerics})
     assert (
-        type(shard(Problem((DeviceSpec("a", 1e9, 1e9),), {}, workload, Options(), seed=7, model=MODEL), 0, 1, "a"))
+        type(
+            shard(
+                Problem(
+                    (DeviceSpec("a", 1e9, 1e9),),
+                    {},
+                    workload,
+                    Options(),
+                    seed=7,
+                    model=MODEL,
+                ),
+                0,
+                1,
+                "a",
+            )
+        )
         is kind
     )

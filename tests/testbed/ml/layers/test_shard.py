@@ -38,12 +38,19 @@ def batches(model, sizes):
 
 def train_plain(model, sizes):
     whole = model.build(0, len(model.units), 7)
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    optimizer = torch.optim.SGD(
+        whole.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01
+    )
     gradients = []
     for images, labels in batches(model, sizes):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(whole(images), labels).backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in whole.named_parameters()})
+        gradients.append(
+            {
+                name: parameter.grad.clone()
+                for name, parameter in whole.named_parameters()
+            }
+        )
         optimizer.step()
     return whole.state_dict(), gradients
 
@@ -56,16 +63,22 @@ def train_split(model, sizes, cuts, schedule, count):
         parts = cut_batch(len(labels), count)
         passing = {(0, micro): images[part] for micro, part in enumerate(parts)}
         back = {}
-        for slot in play(orders(schedule, len(shards), count), lambda _stage, _action: 1.0):
+        for slot in play(
+            orders(schedule, len(shards), count), lambda _stage, _action: 1.0
+        ):
             stage, micro = slot.stage, slot.action.micro
             key, last = (step, micro), slot.stage == len(shards) - 1
             if slot.action.kind == "backward":
                 gradient = None if last else back.pop((stage, micro))
                 back[stage - 1, micro] = shards[stage].backward(key, gradient)
             elif last:
-                shards[stage].forward_loss(key, passing.pop((stage, micro)), labels[parts[micro]], len(labels))
+                shards[stage].forward_loss(
+                    key, passing.pop((stage, micro)), labels[parts[micro]], len(labels)
+                )
             else:
-                passing[stage + 1, micro] = shards[stage].forward(key, passing.pop((stage, micro)))
+                passing[stage + 1, micro] = shards[stage].forward(
+                    key, passing.pop((stage, micro))
+                )
         assert all(back.pop((-1, micro)) is None for micro in range(count))
         for shard in shards:
             shard.update(step)
@@ -80,7 +93,9 @@ def test_every_split_equals_the_undivided_model(name, count, schedule):
     expected, _ = train_plain(model, sizes)
     for stages in range(1, 4):
         for cuts in itertools.combinations(range(1, len(model.units)), stages - 1):
-            found = weights_of(train_split(model, sizes, cuts, SCHEDULES[schedule], count))
+            found = weights_of(
+                train_split(model, sizes, cuts, SCHEDULES[schedule], count)
+            )
             assert found.keys() == expected.keys()
             for key, tensor in expected.items():
                 torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6)
@@ -98,7 +113,9 @@ def test_gradients_equal_those_of_the_whole_batch():
     shard.update(0)
     after = shard.state()
     for key, gradient in expected.items():
-        torch.testing.assert_close(before[key] - after[key], gradient, rtol=0, atol=2e-7)
+        torch.testing.assert_close(
+            before[key] - after[key], gradient, rtol=0, atol=2e-7
+        )
 
 
 def test_state_goes_on_bit_for_bit_in_another_shard():
@@ -151,7 +168,9 @@ def test_inference_leaves_training_alone():
     ((images, labels),) = batches(model, [4])
     loss = shard.forward_loss(0, images, labels, 4)
     outputs = shard.infer(images)
-    assert torch.nn.functional.cross_entropy(outputs, labels).item() == pytest.approx(loss)
+    assert torch.nn.functional.cross_entropy(outputs, labels).item() == pytest.approx(
+        loss
+    )
     assert not outputs.requires_grad
     shard.backward(0)
 

@@ -8,7 +8,9 @@ from testbed.ml.layers.versions import Statistics, Versions
 
 def module():
     torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)
+    )
 
 
 def moved(versions, oldest_needed):
@@ -52,7 +54,9 @@ def test_nothing_is_copied_where_nobody_needs_the_old_one():
     places = {name: parameter.data_ptr() for name, parameter in versions.latest.items()}
     moved(versions, 1)
     assert len(versions) == 1
-    assert {name: parameter.data_ptr() for name, parameter in versions.latest.items()} == places
+    assert {
+        name: parameter.data_ptr() for name, parameter in versions.latest.items()
+    } == places
 
 
 def test_versions_are_freed_and_renumbered():
@@ -73,7 +77,9 @@ def test_versions_are_freed_and_renumbered():
 
 def test_mean_of_the_last_versions_becomes_the_newest():
     versions = Versions(module())
-    first = {name: parameter.detach().clone() for name, parameter in versions.latest.items()}
+    first = {
+        name: parameter.detach().clone() for name, parameter in versions.latest.items()
+    }
     moved(versions, 0)
     moved(versions, 0)
     versions.aggregate(3)
@@ -105,9 +111,16 @@ def test_running_statistics_follow_the_backwards():
         statistics.apply("c")
 
 
-@pytest.mark.parametrize("settings", [{"momentum": None}, {"momentum": 0.3}, {"track_running_stats": False}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"momentum": None}, {"momentum": 0.3}, {"track_running_stats": False}],
+    ids=str,
+)
 def test_statistics_of_all_kinds_of_normalisation_follow(settings):
-    ours, theirs = torch.nn.BatchNorm2d(3, **settings), torch.nn.BatchNorm2d(3, **settings)
+    ours, theirs = (
+        torch.nn.BatchNorm2d(3, **settings),
+        torch.nn.BatchNorm2d(3, **settings),
+    )
     statistics = Statistics(ours)
     for key in range(3):
         inputs = torch.rand(4, 3, 2, 2)

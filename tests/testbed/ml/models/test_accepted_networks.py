@@ -81,26 +81,43 @@ def written(folder: Path) -> Path:
     return folder / "own.yaml"
 
 
-@pytest.mark.parametrize(("name", "type_"), [("double", "float64"), ("half", "float16"), ("brain", "bfloat16")])
-def test_weights_of_another_type_than_the_samples_are_refused(tmp_path: Path, name: str, type_: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "type_"),
+    [("double", "float64"), ("half", "float16"), ("brain", "bfloat16")],
+)
+def test_weights_of_another_type_than_the_samples_are_refused(
+    tmp_path: Path, name: str, type_: str
+) -> None:
     with pytest.raises(InputError, match=rf"multiplies .*{type_}.*samples are float32"):
         prepare(trials(load(written(tmp_path), {"workload.model.name": name}))[0])
 
 
-def test_a_layer_of_another_type_is_taken_where_the_network_converts(tmp_path: Path) -> None:
-    result = simulate(load(written(tmp_path), {"workload.model.name": "Inside"}), out=tmp_path / "run")
+def test_a_layer_of_another_type_is_taken_where_the_network_converts(
+    tmp_path: Path,
+) -> None:
+    result = simulate(
+        load(written(tmp_path), {"workload.model.name": "Inside"}), out=tmp_path / "run"
+    )
     assert result.run.outcome.status == "finished", result.run.outcome.error
 
 
 @pytest.mark.parametrize(
     ("method", "batch", "fits"),
-    [("{name: single}", 1, False), ("{name: pipeline, micro_batches: 4}", 4, False), ("{name: single}", 2, True)],
+    [
+        ("{name: single}", 1, False),
+        ("{name: pipeline, micro_batches: 4}", 4, False),
+        ("{name: single}", 2, True),
+    ],
 )
 def test_a_normalisation_needs_more_than_one_sample_at_once(
     tmp_path: Path, method: str, batch: int, fits: bool
 ) -> None:
     file = written(tmp_path)
-    file.write_text(SCENARIO.replace("{name: single}", method).replace("name: plain", "name: normed"))
+    file.write_text(
+        SCENARIO.replace("{name: single}", method).replace(
+            "name: plain", "name: normed"
+        )
+    )
     scenario = load(file, {"workload.batch_size": batch})
     if fits:
         prepare(trials(scenario)[0])
@@ -111,8 +128,18 @@ def test_a_normalisation_needs_more_than_one_sample_at_once(
 
 def test_noise_is_the_same_in_however_many_parts(tmp_path: Path) -> None:
     found = []
-    for number, method in enumerate(({"name": "single"}, {"name": "pipeline", "micro_batches": 4})):
+    for number, method in enumerate(
+        ({"name": "single"}, {"name": "pipeline", "micro_batches": 4})
+    ):
         changes = {"workload.model.name": "Noise", "workload.method": method}
-        result = simulate(load(written(tmp_path / str(number)), changes), out=tmp_path / f"{number}" / "run")
-        found.append([*(each["loss"] for each in result.rows("steps")), result.figures["test_loss"]])
+        result = simulate(
+            load(written(tmp_path / str(number)), changes),
+            out=tmp_path / f"{number}" / "run",
+        )
+        found.append(
+            [
+                *(each["loss"] for each in result.rows("steps")),
+                result.figures["test_loss"],
+            ]
+        )
     assert found[0] == pytest.approx(found[1], abs=1e-6)

@@ -11,15 +11,27 @@ from testbed.ml.models.layers import (
 
 def test_sizes_from_the_papers() -> None:
     mlp = create("mlp", {}, (1, 28, 28), 10)
-    assert [unit.parameters for unit in mlp.units] == [784 * 128 + 128, *[128 * 128 + 128] * 3, 1290]
+    assert [unit.parameters for unit in mlp.units] == [
+        784 * 128 + 128,
+        *[128 * 128 + 128] * 3,
+        1290,
+    ]
     vgg5 = create("vgg5", {"batch_norm": False}, (3, 32, 32), 10)
-    assert [unit.output for unit in vgg5.units] == [(32, 16, 16), (64, 8, 8), (4096,), (128,), (10,)]
+    assert [unit.output for unit in vgg5.units] == [
+        (32, 16, 16),
+        (64, 8, 8),
+        (4096,),
+        (128,),
+        (10,),
+    ]
     assert vgg5.units[0].forward_flops == 2 * 3 * 9 * 32 * 32 * 32
 
 
 def test_mobilenetv2_is_the_published_network() -> None:
     whole = create("mobilenetv2", {}, (3, 224, 224), 1000)
-    assert whole.parameters == 3_504_872  # the paper: 3.4 M, and 300 M multiplications and additions
+    assert (
+        whole.parameters == 3_504_872
+    )  # the paper: 3.4 M, and 300 M multiplications and additions
     assert whole.forward_flops / 2 == pytest.approx(300e6, rel=0.01)
     assert [unit.output for unit in whole.units[-2:]] == [(1280,), (1000,)]
     assert whole.units[-3].output == (320, 7, 7)
@@ -27,8 +39,12 @@ def test_mobilenetv2_is_the_published_network() -> None:
     assert wide.forward_flops / 2 == pytest.approx(585e6, rel=0.01)
 
 
-@pytest.mark.parametrize(("shape", "pixels"), [((1, 28, 28), 4), ((3, 32, 32), 4), ((3, 224, 224), 7)])
-def test_mobilenetv2_has_a_stem_for_small_images(shape: tuple[int, ...], pixels: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "pixels"), [((1, 28, 28), 4), ((3, 32, 32), 4), ((3, 224, 224), 7)]
+)
+def test_mobilenetv2_has_a_stem_for_small_images(
+    shape: tuple[int, ...], pixels: int
+) -> None:
     model = create("mobilenetv2", {}, shape, 10)
     assert len(model.units) == 20
     assert model.units[17].output == (320, pixels, pixels)
@@ -47,7 +63,9 @@ def test_resnet18_has_the_ten_layers_of_pipelearns_table_2() -> None:
         (10,),
     ]
     assert all(isinstance(unit.layers[0], Residual) for unit in model.units[1:-1])
-    assert model.cut_bytes(1) * 10_000 * 8 / 10e6 < 203.6  # seconds on 4G, of the paper's whole epoch
+    assert (
+        model.cut_bytes(1) * 10_000 * 8 / 10e6 < 203.6
+    )  # seconds on 4G, of the paper's whole epoch
 
 
 @pytest.mark.parametrize(
@@ -55,7 +73,9 @@ def test_resnet18_has_the_ten_layers_of_pipelearns_table_2() -> None:
     # As torchvision states them for its alexnet and vgg16.
     [("alexnet", 61_100_840, 714_188_480), ("vgg16", 138_357_544, 15_470_264_320)],
 )
-def test_classifiers_have_their_published_sizes(name: str, parameters: int, multiplications: int) -> None:
+def test_classifiers_have_their_published_sizes(
+    name: str, parameters: int, multiplications: int
+) -> None:
     model = create(name, {}, (3, 224, 224), 0)
     assert model.parameters == parameters
     assert model.multiplications == multiplications
@@ -70,7 +90,9 @@ def test_the_papers_chain_of_fully_connected_layers() -> None:
 
 def test_a_network_of_one_layer_is_its_output() -> None:
     model = mlp(MlpOptions(hidden=()), (1, 4, 4), 3)
-    assert [(unit.name, unit.parameters) for unit in model.units] == [("output", 16 * 3 + 3)]
+    assert [(unit.name, unit.parameters) for unit in model.units] == [
+        ("output", 16 * 3 + 3)
+    ]
 
 
 def test_every_residual_block_halves_the_image_where_it_doubles_the_channels() -> None:

@@ -24,14 +24,25 @@ def test_weights_reach_as_far_from_zero_as_torch_draws_them(how, shape):
     limit = bound(how, shape)
     match how:
         case "he" | "glorot":
-            reached = TORCH[how](torch.empty(shape), **({"nonlinearity": "relu"} if how == "he" else {})).abs().max()
+            reached = (
+                TORCH[how](
+                    torch.empty(shape),
+                    **({"nonlinearity": "relu"} if how == "he" else {}),
+                )
+                .abs()
+                .max()
+            )
         case "torch":
-            made = torch.nn.Linear(60, 40) if len(shape) == 2 else torch.nn.Conv2d(16, 32, 3)
+            made = (
+                torch.nn.Linear(60, 40)
+                if len(shape) == 2
+                else torch.nn.Conv2d(16, 32, 3)
+            )
             reached = made.weight.abs().max()
         case _:
-            assert torch.empty(shape).uniform_(-limit, limit).var().item() * math.prod(shape[1:]) == pytest.approx(
-                1, 0.1
-            )
+            assert torch.empty(shape).uniform_(-limit, limit).var().item() * math.prod(
+                shape[1:]
+            ) == pytest.approx(1, 0.1)
             return
     assert 0.98 * limit < reached <= limit
 
@@ -42,7 +53,11 @@ def test_all_layers_of_a_network_are_drawn_so_and_shards_have_the_same():
     whole = model.build(0, len(model.units), 1).state_dict()
     for tensor in whole.values():
         if tensor.dim() > 1:
-            assert 0.9 * bound("torch", tuple(tensor.shape)) < tensor.abs().max() <= bound("torch", tuple(tensor.shape))
+            assert (
+                0.9 * bound("torch", tuple(tensor.shape))
+                < tensor.abs().max()
+                <= bound("torch", tuple(tensor.shape))
+            )
     last = len(model.units) - 1
     assert whole[f"{last}.0.bias"].abs().max() > 0
     part = model.build(last, last + 1, 1).state_dict()
@@ -53,7 +68,10 @@ def test_all_layers_of_a_network_are_drawn_so_and_shards_have_the_same():
 def test_a_scenario_says_how_and_methods_begin_with_the_same():
     def loss(method, how):
         keys = {"initialisation": how} if how else {}
-        return of(run(scenario(1, workload={"steps": 2, **keys}, method={"name": method})), "step")[0]["loss"]
+        return of(
+            run(scenario(1, workload={"steps": 2, **keys}, method={"name": method})),
+            "step",
+        )[0]["loss"]
 
     assert loss("single", "he") != loss("single", None)
     assert loss("single", "lecun") == loss("single", None)
@@ -63,8 +81,16 @@ def test_a_scenario_says_how_and_methods_begin_with_the_same():
 def test_what_draws_no_weights_of_the_catalogue_refuses_it(tmp_path):
     network = "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     code = Code(name="net", module="net", sources={"net": network})
-    workload = scenario(1, workload={"initialisation": "he", "model": {"name": "net", "file": "net.py"}}).workload
+    workload = scenario(
+        1, workload={"initialisation": "he", "model": {"name": "net", "file": "net.py"}}
+    ).workload
     with pytest.raises(InputError, match="initialises its own weights"):
         model_of(workload, code, 10, InputSpec((1, 8, 8)))
     with pytest.raises(ValueError, match="exclude 'initialisation'"):
-        scenario(1, workload={"initialisation": "he", "model": {"name": "mlp", "weights": "w.safetensors"}})
+        scenario(
+            1,
+            workload={
+                "initialisation": "he",
+                "model": {"name": "mlp", "weights": "w.safetensors"},
+            },
+        )

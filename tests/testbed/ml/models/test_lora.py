@@ -56,7 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ready(folder: Path, method: str, **changes: object) -> Prepared:
     options = {"name": method, **({"split": 3} if method == "split-learning" else {})}
-    return prepare_with(folder / "adapters.yaml", options, changes, in_rounds=method in ROUNDS)
+    return prepare_with(
+        folder / "adapters.yaml", options, changes, in_rounds=method in ROUNDS
+    )
 
 
 def test_adapted_network_begins_as_the_network() -> None:
@@ -79,7 +81,9 @@ def test_adapter_adds_the_product_of_its_matrices() -> None:
         layer.lora_up.normal_()
     values = torch.randn(5, 8)
     merged = layer.weight + 3.0 * layer.lora_up @ layer.lora_down
-    torch.testing.assert_close(layer(values), nn.functional.linear(values, merged, layer.bias))
+    torch.testing.assert_close(
+        layer(values), nn.functional.linear(values, merged, layer.bias)
+    )
 
 
 @pytest.mark.parametrize("method", [*ROUNDS, *PIPELINES])
@@ -95,7 +99,11 @@ def test_only_adapters_change(folder: Path, method: str) -> None:
 
 def test_messages_of_a_round_hold_the_adapters_alone(folder: Path) -> None:
     outcome = run(ready(folder, "federated"))
-    messages = [event.fields for event in outcome.events.of("send") if event.fields["message"] in ("begin", "update")]
+    messages = [
+        event.fields
+        for event in outcome.events.of("send")
+        if event.fields["message"] in ("begin", "update")
+    ]
     mean = sum(fields["bytes"] for fields in messages) / len(messages)
     assert ADAPTERS < mean < 1.25 * ADAPTERS
 
@@ -103,7 +111,14 @@ def test_messages_of_a_round_hold_the_adapters_alone(folder: Path) -> None:
 def test_weights_of_the_network_without_adapters_are_a_beginning(folder: Path) -> None:
     torch.manual_seed(5)
     layers = [nn.Flatten(), nn.Linear(64, 96)]
-    layers += [nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10)]
+    layers += [
+        nn.ReLU(),
+        nn.Linear(96, 96),
+        nn.ReLU(),
+        nn.Linear(96, 96),
+        nn.ReLU(),
+        nn.Linear(96, 10),
+    ]
     network = nn.Sequential(*layers)
     save_file(network.state_dict(), folder / "base.safetensors")
     from testbed.ml.models import weights
@@ -115,8 +130,16 @@ def test_weights_of_the_network_without_adapters_are_a_beginning(folder: Path) -
         plain = name.partition(".")[2]
         if plain in base:
             assert torch.equal(tensor, base[plain])
-    assert all(tensor.abs().sum() > 0 for name, tensor in state.items() if name.endswith("lora_down"))
-    assert all(tensor.abs().sum() == 0 for name, tensor in state.items() if name.endswith("lora_up"))
+    assert all(
+        tensor.abs().sum() > 0
+        for name, tensor in state.items()
+        if name.endswith("lora_down")
+    )
+    assert all(
+        tensor.abs().sum() == 0
+        for name, tensor in state.items()
+        if name.endswith("lora_up")
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,9 +150,14 @@ def test_weights_of_the_network_without_adapters_are_a_beginning(folder: Path) -
             "no linear layer has one of these names; .* 1, 3, 5, 7",
         ),
         ({"workload__training__lora": {"rank": 64}}, "a rank of 64 does not reduce 1"),
-        ({"workload__model": {"name": "mlp"}}, "'mlp' is built from layer descriptions, but adapters need"),
+        (
+            {"workload__model": {"name": "mlp"}},
+            "'mlp' is built from layer descriptions, but adapters need",
+        ),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(folder: Path, changes: dict[str, object], text: str) -> None:
+def test_adapters_that_cannot_be_are_refused(
+    folder: Path, changes: dict[str, object], text: str
+) -> None:
     with pytest.raises(InputError, match=text):
         ready(folder, "federated", **changes)

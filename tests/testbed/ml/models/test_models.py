@@ -29,8 +29,23 @@ RESIDUAL = chain(
     4,
     [
         ("stem", [Conv2d(6, 5, stride=2, padding=1), BatchNorm2d(), ReLU(6.0)]),
-        ("same", [Residual((Conv2d(6, groups=6, padding=1, bias=False), ReLU(), Conv2d(6, 1)))]),
-        ("wider", [Residual((Conv2d(8, stride=2, padding=1), ReLU()), (Conv2d(8, 1, stride=2),)), Dropout(0.0)]),
+        (
+            "same",
+            [
+                Residual(
+                    (Conv2d(6, groups=6, padding=1, bias=False), ReLU(), Conv2d(6, 1))
+                )
+            ],
+        ),
+        (
+            "wider",
+            [
+                Residual(
+                    (Conv2d(8, stride=2, padding=1), ReLU()), (Conv2d(8, 1, stride=2),)
+                ),
+                Dropout(0.0),
+            ],
+        ),
         ("head", [MaxPool2d(), Flatten(), Linear(5, bias=False), ReLU()]),
         ("output", [Linear(4)]),
     ],
@@ -47,11 +62,18 @@ MODELS = [
     create("resnet18", {"batch_norm": False}, (1, 8, 8), 10),
     RESIDUAL,
 ]
-every_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.name}-{model.input}")
+every_model = pytest.mark.parametrize(
+    "model", MODELS, ids=lambda model: f"{model.name}-{model.input}"
+)
 
 
 def batch(model: Model, samples: int = 3) -> torch.Tensor:
-    return torch.rand(samples, *model.input, generator=torch.Generator().manual_seed(5), dtype=torch.float32)
+    return torch.rand(
+        samples,
+        *model.input,
+        generator=torch.Generator().manual_seed(5),
+        dtype=torch.float32,
+    )
 
 
 @every_model
@@ -62,23 +84,34 @@ def test_shapes_and_parameters_are_those_of_the_built_modules(model: Model) -> N
         values = module(values)
         assert values.shape[1:] == unit.output
         assert unit.output_bytes == values[0].numel() * 4
-        assert unit.parameters == sum(parameter.numel() for parameter in module.parameters())
-    assert model.parameters == sum(parameter.numel() for parameter in built.parameters())
+        assert unit.parameters == sum(
+            parameter.numel() for parameter in module.parameters()
+        )
+    assert model.parameters == sum(
+        parameter.numel() for parameter in built.parameters()
+    )
 
 
 @every_model
 def test_flops_are_those_torch_counts(model: Model) -> None:
     values = batch(model, samples=2)
-    for unit, module in zip(model.units, model.build(0, len(model.units), seed=1), strict=True):
+    for unit, module in zip(
+        model.units, model.build(0, len(model.units), seed=1), strict=True
+    ):
         values = values.detach().requires_grad_()
         with FlopCounterMode(display=False) as forward:
             output = module(values)
         assert forward.get_total_flops() == 2 * unit.forward_flops
         with FlopCounterMode(display=False) as backward:
             output.sum().backward()
-        grouped = any(isinstance(inner, nn.Conv2d) and inner.groups > 1 for inner in module.modules())
+        grouped = any(
+            isinstance(inner, nn.Conv2d) and inner.groups > 1
+            for inner in module.modules()
+        )
         if not grouped:  # torch counts the backward of a depthwise convolution as if it had one group
-            assert backward.get_total_flops() == 2 * backward_of(unit.cost, 1).of().flops
+            assert (
+                backward.get_total_flops() == 2 * backward_of(unit.cost, 1).of().flops
+            )
         values = output
 
 
@@ -92,7 +125,9 @@ def test_activations_are_the_outputs_of_all_layers(model: Model) -> None:
         made += output[0].numel() * 4 if leaf else 0
 
     values = batch(model)
-    for unit, module in zip(model.units, model.build(0, len(model.units), seed=1), strict=True):
+    for unit, module in zip(
+        model.units, model.build(0, len(model.units), seed=1), strict=True
+    ):
         made = 0
         for inner in module.modules():
             inner.register_forward_hook(count)
@@ -110,7 +145,10 @@ def test_stages_compose_to_the_whole_at_every_split_point(model: Model) -> None:
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
     for split in range(1, last):
         front, back = model.build(0, split, seed=3), model.build(split, last, seed=3)
-        assert {**front.state_dict(), **back.state_dict()}.keys() == whole.state_dict().keys()
+        assert {
+            **front.state_dict(),
+            **back.state_dict(),
+        }.keys() == whole.state_dict().keys()
         sent = front(inputs)
         received = sent.detach().requires_grad_()
         output = back(received)
@@ -130,7 +168,9 @@ def test_weights_depend_on_the_seed_and_the_unit_alone() -> None:
     assert {key.split(".")[0] for key in part} == {"2", "3", "4"}
     assert all(torch.equal(whole[key], value) for key, value in part.items())
     other = model.build(2, 5, seed=8).state_dict()
-    assert not any(torch.equal(part[key], other[key]) for key in part if key.endswith("weight"))
+    assert not any(
+        torch.equal(part[key], other[key]) for key in part if key.endswith("weight")
+    )
 
 
 def test_building_leaves_the_global_generator_alone() -> None:
@@ -145,18 +185,27 @@ def test_threads_may_build_at_the_same_time() -> None:
     model = create("cnn", {}, (1, 8, 8), 10)
     expected = model.build(0, 6, seed=1).state_dict()
     built: list[dict[str, torch.Tensor]] = []
-    threads = [threading.Thread(target=lambda: built.append(model.build(0, 6, seed=1).state_dict())) for _ in range(8)]
+    threads = [
+        threading.Thread(
+            target=lambda: built.append(model.build(0, 6, seed=1).state_dict())
+        )
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(built) == 8
-    assert all(torch.equal(state[key], expected[key]) for state in built for key in expected)
+    assert all(
+        torch.equal(state[key], expected[key]) for state in built for key in expected
+    )
 
 
 def test_initial_weights_keep_the_variance() -> None:
     linear = create("mlp", {"hidden": [400]}, (1, 10, 10), 10).build(0, 1, seed=0)[0][1]
-    assert float(linear.weight.detach().std()) == pytest.approx(math.sqrt(1 / 100), rel=0.02)
+    assert float(linear.weight.detach().std()) == pytest.approx(
+        math.sqrt(1 / 100), rel=0.02
+    )
     assert not linear.bias.detach().any()
 
 
@@ -171,11 +220,17 @@ def test_an_empty_or_impossible_range_of_units() -> None:
     ("name", "shape", "message"),
     [
         ("resnet", (1, 8, 8), "unknown model 'resnet': did you mean 'resnet18'"),
-        ("cnn", (1, 3, 3), "cannot take inputs of 1x3x3: MaxPool2d of kernel 2 does not fit into 1 pixels"),
+        (
+            "cnn",
+            (1, 3, 3),
+            "cannot take inputs of 1x3x3: MaxPool2d of kernel 2 does not fit into 1 pixels",
+        ),
         ("cnn", (64,), r"needs \(channels, height, width\), not \(64,\)"),
     ],
 )
-def test_what_cannot_be_made_says_why(name: str, shape: tuple[int, ...], message: str) -> None:
+def test_what_cannot_be_made_says_why(
+    name: str, shape: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         create(name, {}, shape, 10)
 

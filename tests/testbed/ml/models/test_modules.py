@@ -35,17 +35,28 @@ def test_the_mean_of_a_channel_is_that_of_its_pixels() -> None:
     assert ChannelMean()(image).tolist() == [[2.5, 8.5]]
 
 
-def test_a_unit_that_reads_several_is_given_them_along_one_axis_and_keeps_its_names() -> None:
+def test_a_unit_that_reads_several_is_given_them_along_one_axis_and_keeps_its_names() -> (
+    None
+):
     apart = SplitInputs(Plus(1), [(2, 2), (4,), (1, 4)])
     values = torch.arange(24.0).reshape(2, 12)
 
     class Flat(Plus):
         def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-            assert [tuple(each.shape) for each in inputs] == [(2, 2, 2), (2, 4), (2, 1, 4)]
+            assert [tuple(each.shape) for each in inputs] == [
+                (2, 2, 2),
+                (2, 4),
+                (2, 1, 4),
+            ]
             return super().forward(*(each.flatten(1) for each in inputs))
 
     found = SplitInputs(Flat(1), [(2, 2), (4,), (1, 4)])(values)
-    assert found[0].tolist() == [0 + 4 + 8 + 1, 1 + 5 + 9 + 1, 2 + 6 + 10 + 1, 3 + 7 + 11 + 1]
+    assert found[0].tolist() == [
+        0 + 4 + 8 + 1,
+        1 + 5 + 9 + 1,
+        2 + 6 + 10 + 1,
+        3 + 7 + 11 + 1,
+    ]
     apart.load_state_dict({"number": torch.tensor(7.0)})
     assert apart.unit.number.item() == 7.0
 
@@ -55,8 +66,16 @@ def segment(first: int, last: int) -> Segment:
     units = [Plus(1), Plus(10), Plus(100), Plus(1000)]
     reads = [[-1], [0], [1], [0, 2]]
     shape = (1, 2)
-    crossing = [[(-1, shape)], [(0, shape)], [(0, shape), (1, shape)], [(0, shape), (2, shape)], [(3, shape)]]
-    return Segment(first, units[first:last], reads[first:last], crossing[first : last + 1])
+    crossing = [
+        [(-1, shape)],
+        [(0, shape)],
+        [(0, shape), (1, shape)],
+        [(0, shape), (2, shape)],
+        [(3, shape)],
+    ]
+    return Segment(
+        first, units[first:last], reads[first:last], crossing[first : last + 1]
+    )
 
 
 def test_units_read_what_they_name_and_parts_compose_to_the_whole() -> None:

@@ -13,7 +13,14 @@ from testbed.common.errors import InputError
 from testbed.ml.models import create
 from testbed.ml.models.chain import Model, chain
 from testbed.ml.models.detection import Box, Detector, overlap, suppress
-from testbed.ml.models.layers import Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d, Reorganise
+from testbed.ml.models.layers import (
+    Conv2d,
+    Flatten,
+    LeakyReLU,
+    Linear,
+    MaxPool2d,
+    Reorganise,
+)
 from testbed.ml.models.shapes import INPUT
 from testbed.ml.models.yolov2 import COCO, ROUTES
 from testbed.ml.partition.memory import inference_bytes
@@ -28,13 +35,18 @@ SMALL = create("yolov2", {}, (3, 64, 96), 0)
 def test_yolov2_has_the_sizes_that_darknet_prints() -> None:
     # Darknet: "62.94 BFLOPs" for 608x608; its weight file holds 50,983,561 values, four for each normalised channel.
     assert 2 * YOLO.multiplications == 62_938_253_312
-    normalised = sum(unit.output[0] for unit in YOLO.units[:-1] if unit.name.startswith("conv"))
+    normalised = sum(
+        unit.output[0] for unit in YOLO.units[:-1] if unit.name.startswith("conv")
+    )
     assert YOLO.weights + 4 * normalised + 425 == 50_983_561
     assert YOLO.parameters == YOLO.weights + normalised + 425
     assert len(YOLO.units) == 31
     assert YOLO.output == (425, 19, 19)
     named = {unit.name: unit.output for unit in YOLO.units}
-    assert [named[name] for name in ("conv16", "conv24", "route25", "reorg27", "route28", "conv29")] == [
+    assert [
+        named[name]
+        for name in ("conv16", "conv24", "route25", "reorg27", "route28", "conv29")
+    ] == [
         (512, 38, 38),
         (1024, 19, 19),
         (512, 38, 38),
@@ -54,7 +66,10 @@ def test_built_networks_have_the_shapes_of_their_descriptions() -> None:
         for unit, module in zip(model.units, built, strict=True):
             values = module(values)
             assert values.shape[1:] == unit.output
-        assert sum(parameter.numel() for parameter in built.parameters()) == model.parameters
+        assert (
+            sum(parameter.numel() for parameter in built.parameters())
+            == model.parameters
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------- routes
@@ -69,12 +84,16 @@ def plain_yolov2(state: dict[str, torch.Tensor], values: torch.Tensor) -> torch.
         elif index == 25:
             values = outputs[16]
         elif index == 27:
-            values = torch.from_numpy(np.stack([darknet_reorganised(sample, 2) for sample in values.numpy()]))
+            values = torch.from_numpy(
+                np.stack([darknet_reorganised(sample, 2) for sample in values.numpy()])
+            )
         elif index == 28:
             values = torch.cat([outputs[27], outputs[24]], dim=1)
         else:
             kernel = state[f"{index}.0.weight"]
-            values = functional.conv2d(values, kernel, state[f"{index}.0.bias"], padding=kernel.shape[-1] // 2)
+            values = functional.conv2d(
+                values, kernel, state[f"{index}.0.bias"], padding=kernel.shape[-1] // 2
+            )
             values = values if index == 30 else functional.leaky_relu(values, 0.1)
         outputs.append(values)
     return values
@@ -105,7 +124,9 @@ def test_reorganisation_moves_values_as_darknet_does() -> None:
         Reorganise(2).output((4, 3, 2))
 
 
-def test_yolov2_computes_what_its_layer_list_says_whole_and_cut_where_routes_cross() -> None:
+def test_yolov2_computes_what_its_layer_list_says_whole_and_cut_where_routes_cross() -> (
+    None
+):
     images = torch.rand(1, *SMALL.input, generator=torch.Generator().manual_seed(1))
     whole = SMALL.build(0, 31, seed=2)
     with torch.no_grad():
@@ -123,8 +144,12 @@ def test_yolov2_computes_what_its_layer_list_says_whole_and_cut_where_routes_cro
 def test_what_crosses_the_cuts_of_yolov2() -> None:
     crossing = {cut: [index for index, _ in YOLO.crossing(cut)] for cut in range(32)}
     assert crossing[0] == [INPUT]
-    assert [crossing[cut] for cut in range(1, 18)] == [[cut - 1] for cut in range(1, 18)]
-    assert [crossing[cut] for cut in range(18, 26)] == [[16, cut - 1] for cut in range(18, 26)]
+    assert [crossing[cut] for cut in range(1, 18)] == [
+        [cut - 1] for cut in range(1, 18)
+    ]
+    assert [crossing[cut] for cut in range(18, 26)] == [
+        [16, cut - 1] for cut in range(18, 26)
+    ]
     assert [crossing[cut] for cut in (26, 27, 28)] == [[24, 25], [24, 26], [24, 27]]
     assert [crossing[cut] for cut in (29, 30, 31)] == [[28], [29], [30]]
     # The early features that wait for the route are in a stage's memory while the units after it run.
@@ -138,18 +163,29 @@ def test_what_crosses_the_cuts_of_yolov2() -> None:
 def routed(draw: st.DrawFn) -> Model:
     count = draw(st.integers(1, 7))
     routes = {
-        index: tuple(draw(st.lists(st.integers(INPUT, index - 1), min_size=1, max_size=3, unique=True)))
+        index: tuple(
+            draw(
+                st.lists(
+                    st.integers(INPUT, index - 1), min_size=1, max_size=3, unique=True
+                )
+            )
+        )
         for index in range(count)
         if draw(st.booleans())
     }
-    units = [(f"u{index}", [Conv2d(draw(st.integers(1, 3)), 1), LeakyReLU()]) for index in range(count)]
+    units = [
+        (f"u{index}", [Conv2d(draw(st.integers(1, 3)), 1), LeakyReLU()])
+        for index in range(count)
+    ]
     units.append(("end", [Flatten(), Linear(2)]))
     return chain("routed", (2, 2, 2), 2, units, routes)
 
 
 @settings(max_examples=40, deadline=None)
 @given(routed())
-def test_segments_of_any_routed_model_compose_to_the_whole_with_their_gradients(model: Model) -> None:
+def test_segments_of_any_routed_model_compose_to_the_whole_with_their_gradients(
+    model: Model,
+) -> None:
     last = len(model.units)
     images = torch.rand(3, *model.input, generator=torch.Generator().manual_seed(1))
     whole = model.build(0, last, seed=4)
@@ -168,12 +204,19 @@ def test_segments_of_any_routed_model_compose_to_the_whole_with_their_gradients(
             sent.backward(received.grad)
         for name, parameter in [*front.named_parameters(), *back.named_parameters()]:
             # What does not reach the output has no gradient in the whole model, and zeros behind a joined cut.
-            wanted, got = (torch.zeros(()) if each is None else each for each in (gradients[name], parameter.grad))
+            wanted, got = (
+                torch.zeros(()) if each is None else each
+                for each in (gradients[name], parameter.grad)
+            )
             assert torch.allclose(got, wanted, atol=1e-6), name
 
 
 def test_routes_that_cannot_be() -> None:
-    convolutions = [("a", [Conv2d(2, 1)]), ("b", [Conv2d(2, 1), MaxPool2d()]), ("c", [Flatten(), Linear(2)])]
+    convolutions = [
+        ("a", [Conv2d(2, 1)]),
+        ("b", [Conv2d(2, 1), MaxPool2d()]),
+        ("c", [Flatten(), Linear(2)]),
+    ]
     with pytest.raises(ValueError, match="unit 1 reads"):
         chain("later", (2, 2, 2), 2, convolutions, {1: (1,)})
     with pytest.raises(ValueError, match="cannot be joined"):
@@ -190,7 +233,9 @@ def test_routes_that_cannot_be() -> None:
         ("mlp", (3, 32, 32), "mlp needs data with labels.*or alexnet, vgg16, yolov2"),
     ],
 )
-def test_inputs_that_do_not_fit(name: str, shape: tuple[int, ...], message: str) -> None:
+def test_inputs_that_do_not_fit(
+    name: str, shape: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         create(name, {}, shape, 0)
 
@@ -198,9 +243,15 @@ def test_inputs_that_do_not_fit(name: str, shape: tuple[int, ...], message: str)
 # ---------------------------------------------------------------------------------------------------------------- boxes
 
 
-def output_with(detector: Detector, found: Iterator[tuple[int, int, int, int, float]] | list, size: int) -> np.ndarray:
+def output_with(
+    detector: Detector,
+    found: Iterator[tuple[int, int, int, int, float]] | list,
+    size: int,
+) -> np.ndarray:
     """Make an output in which these (anchor, row, column, label, raw objectness) stand out."""
-    values = np.full((len(detector.anchors), 5 + len(detector.labels), size, size), -8.0, np.float32)
+    values = np.full(
+        (len(detector.anchors), 5 + len(detector.labels), size, size), -8.0, np.float32
+    )
     values[:, :4] = 0
     for anchor, row, column, label, objectness in found:
         values[anchor, 4, row, column] = objectness
@@ -212,7 +263,9 @@ def test_boxes_are_decoded_from_cells_and_anchors() -> None:
     detector = Detector(((1.0, 2.0), (3.0, 3.0)), ("cat", "dog"))
     (box,) = detector.boxes(output_with(detector, [(0, 2, 1, 1, 3.0)], 4))
     # The middle of cell (1, 2) of 4, one cell wide and two high.
-    assert (box.left, box.top, box.right, box.bottom) == pytest.approx((1 / 4, 1.5 / 4, 2 / 4, 3.5 / 4))
+    assert (box.left, box.top, box.right, box.bottom) == pytest.approx(
+        (1 / 4, 1.5 / 4, 2 / 4, 3.5 / 4)
+    )
     assert box.label == "dog"
     assert box.score == pytest.approx(1 / (1 + np.exp(-3)), rel=1e-6)
     assert detector.boxes(output_with(detector, [(0, 2, 1, 1, -0.1)], 4)) == []
@@ -223,7 +276,16 @@ def test_boxes_are_decoded_from_cells_and_anchors() -> None:
 def test_of_overlapping_boxes_of_a_class_the_best_stays() -> None:
     detector = Detector(((3.0, 3.0), (3.0, 2.9)), ("cat", "dog"))
     found = detector.boxes(
-        output_with(detector, [(0, 2, 2, 0, 3.0), (1, 2, 2, 0, 4.0), (0, 2, 3, 1, 2.0), (0, 6, 6, 0, 1.0)], 8)
+        output_with(
+            detector,
+            [
+                (0, 2, 2, 0, 3.0),
+                (1, 2, 2, 0, 4.0),
+                (0, 2, 3, 1, 2.0),
+                (0, 6, 6, 0, 1.0),
+            ],
+            8,
+        )
     )
     assert [box.label for box in found] == ["cat", "dog", "cat"]
     assert [round(box.score, 3) for box in found] == [0.982, 0.881, 0.731]
@@ -240,4 +302,8 @@ def test_overlap_is_intersection_over_union() -> None:
 def test_the_labels_are_those_of_coco() -> None:
     assert len(set(COCO)) == 80
     assert (COCO[0], COCO[16], COCO[79]) == ("person", "dog", "toothbrush")
-    assert create("yolov2", {}, (3, 32, 32), 3).detector.labels == ("class 0", "class 1", "class 2")
+    assert create("yolov2", {}, (3, 32, 32), 3).detector.labels == (
+        "class 0",
+        "class 1",
+        "class 2",
+    )

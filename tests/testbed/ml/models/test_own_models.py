@@ -34,20 +34,30 @@ NAMES = ("ResNet", "UNet", "Transformer", "Gpt", "layered")
 SHAPE = (1, 8, 8)
 
 
-def own(name: str, file: Path = NETWORKS, shape: tuple[int, ...] = SHAPE, units=None, **options: object) -> Model:
+def own(
+    name: str,
+    file: Path = NETWORKS,
+    shape: tuple[int, ...] = SHAPE,
+    units=None,
+    **options: object,
+) -> Model:
     return create_own(usercode.read(file, name, KEY), options, shape, 10, units)
 
 
 def undivided(name: str, seed: int) -> nn.Module:
     """Return the network as its user would make it."""
     torch.manual_seed(derive(seed, "weights"))
-    module: nn.Module = usercode.function(usercode.read(NETWORKS, name, KEY), KEY)(SHAPE, 10)
+    module: nn.Module = usercode.function(usercode.read(NETWORKS, name, KEY), KEY)(
+        SHAPE, 10
+    )
     return module
 
 
 def written(folder: Path, body: str) -> Path:
     file = folder / "net.py"
-    file.write_text("import torch\nfrom torch import nn\nimport torch.nn.functional as F\n" + body)
+    file.write_text(
+        "import torch\nfrom torch import nn\nimport torch.nn.functional as F\n" + body
+    )
     return file
 
 
@@ -60,7 +70,9 @@ def test_units_are_blocks_and_children_of_a_sequential() -> None:
     assert [unit.name for unit in transformer.units] == [
         "embed", "blocks.0", "blocks.0.mlp", "blocks.1", "blocks.1.mlp", "head",
     ]  # fmt: skip
-    assert {len(transformer.crossing(cut)) for cut in range(len(transformer.units) + 1)} == {1}
+    assert {
+        len(transformer.crossing(cut)) for cut in range(len(transformer.units) + 1)
+    } == {1}
 
 
 def test_skips_are_carried() -> None:
@@ -82,7 +94,9 @@ def test_partitioned_equals_whole(name: str) -> None:
     nn.functional.cross_entropy(expected, labels).backward()
     torch.optim.SGD(whole.parameters(), lr=0.1).step()
     for cuts in [*([0, cut, count] for cut in range(1, count)), [*range(count + 1)]]:
-        parts = [model.build(first, last, seed=5) for first, last in itertools.pairwise(cuts)]
+        parts = [
+            model.build(first, last, seed=5) for first, last in itertools.pairwise(cuts)
+        ]
         crossing, entered, left = inputs, [], []
         for part in parts:  # as devices do: what crosses is another tensor there
             entered.append(crossing.detach().requires_grad_())
@@ -96,7 +110,10 @@ def test_partitioned_equals_whole(name: str) -> None:
         found = {}
         for part in parts:
             torch.optim.SGD(part.parameters(), lr=0.1).step()
-            found |= {name.partition(".")[2]: value for name, value in part.state_dict().items()}
+            found |= {
+                name.partition(".")[2]: value
+                for name, value in part.state_dict().items()
+            }
         assert found.keys() == whole.state_dict().keys()
         for key, value in whole.state_dict().items():
             assert torch.allclose(found[key], value, atol=1e-6), key
@@ -119,25 +136,44 @@ def test_what_is_counted_is_what_our_formulas_say(name: str, tmp_path: Path) -> 
         f"        return self.whole(x){'.mean((2, 3))[:, :80]' if len(ours.output) > 1 else ''}\n",
     )
     counted = create_own(usercode.read(file, "Net", KEY), {}, ours.input, ours.classes)
-    assert (counted.parameters, counted.forward_flops) == (ours.parameters, ours.forward_flops)
+    assert (counted.parameters, counted.forward_flops) == (
+        ours.parameters,
+        ours.forward_flops,
+    )
     # Torch makes no copy to flatten; our formulas count each layer's output, that of Flatten too.
     flattened = sum(
         math.prod(entering)
         for unit in ours.units
-        for layer, entering in zip(unit.layers, shapes(unit.layers, unit.input), strict=False)
+        for layer, entering in zip(
+            unit.layers, shapes(unit.layers, unit.input), strict=False
+        )
         if isinstance(layer, Flatten)
     )
-    kept, formula = (sum(unit.activation_bytes for unit in model.units) // 4 for model in (counted, ours))
-    assert kept == pytest.approx(formula - flattened, rel=0.005)  # dropout makes a mask beside its output
-    accessed, formula = (cost_of(model.units).of().accessed for model in (counted, ours))
+    kept, formula = (
+        sum(unit.activation_bytes for unit in model.units) // 4
+        for model in (counted, ours)
+    )
+    assert kept == pytest.approx(
+        formula - flattened, rel=0.005
+    )  # dropout makes a mask beside its output
+    accessed, formula = (
+        cost_of(model.units).of().accessed for model in (counted, ours)
+    )
     assert accessed == pytest.approx(formula, rel=0.01)  # joining reads and writes, too
     for kind in KINDS[:4]:
         assert cost_of(counted.units).of([kind]) == cost_of(ours.units).of([kind])
 
 
 def test_units_by_hand() -> None:
-    assert [unit.name for unit in own("ResNet", units=["layer1", "layer2"]).units] == ["conv1", "layer1", "layer2"]
-    with pytest.raises(InputError, match=r"net\w*.py:\d+: no unit can begin at 'layer1.0.conv2': .* 2 tensors"):
+    assert [unit.name for unit in own("ResNet", units=["layer1", "layer2"]).units] == [
+        "conv1",
+        "layer1",
+        "layer2",
+    ]
+    with pytest.raises(
+        InputError,
+        match=r"net\w*.py:\d+: no unit can begin at 'layer1.0.conv2': .* 2 tensors",
+    ):
         own("ResNet", units=["layer1.0.conv2"])
     with pytest.raises(InputError, match="no module 'nothing'"):
         own("ResNet", units=["nothing"])
@@ -146,17 +182,26 @@ def test_units_by_hand() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("        if x.sum() > 0:\n            x = -x\n        return self.fc(x)", "net.py:9: branches on values"),
+        (
+            "        if x.sum() > 0:\n            x = -x\n        return self.fc(x)",
+            "net.py:9: branches on values",
+        ),
         (
             "        if x.shape[0] > 2:\n            x = -x\n        return self.fc(x)",
             "net.py:9: branches on the number",
         ),
-        ("        return self.fc(x.flatten(1)) * x.mean().item()", r"net.py:9: .item\(\) reads values"),
+        (
+            "        return self.fc(x.flatten(1)) * x.mean().item()",
+            r"net.py:9: .item\(\) reads values",
+        ),
         (
             "        x = x.flatten(1)\n        x[:, 0] = 0\n        return self.fc(x)",
             "net.py:10: changes a tensor in place",
         ),
-        ("        return self.fc(x.flatten(1).add_(1))", r"net.py:9: .add_\(\) changes a tensor in place"),
+        (
+            "        return self.fc(x.flatten(1).add_(1))",
+            r"net.py:9: .add_\(\) changes a tensor in place",
+        ),
         (
             "        x = self.fc(x.flatten(1))\n        return x * 2 if self.training else x",
             "net.py:10: does something else in evaluation",
@@ -202,7 +247,10 @@ def test_what_cannot_be_traced_may_be_a_unit(tmp_path: Path) -> None:
         "        return x\n"
         "def build():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), Halved(), nn.Linear(64, 10))\n",
     )
-    with pytest.raises(InputError, match=r"net.py:6: branches on values of a tensor: .* name that in `units`"):
+    with pytest.raises(
+        InputError,
+        match=r"net.py:6: branches on values of a tensor: .* name that in `units`",
+    ):
         own("build", file)
     model = own("build", file, units=["2", "3"])
     assert [unit.parameters for unit in model.units] == [65 * 64, 0, 650]
@@ -210,14 +258,20 @@ def test_what_cannot_be_traced_may_be_a_unit(tmp_path: Path) -> None:
 
 
 def test_a_layer_without_sizes_is_refused(tmp_path: Path) -> None:
-    file = written(tmp_path, "def build():\n    return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))\n")
-    with pytest.raises(InputError, match=r"net.py: '1' has no sizes yet: call the network once"):
+    file = written(
+        tmp_path,
+        "def build():\n    return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))\n",
+    )
+    with pytest.raises(
+        InputError, match=r"net.py: '1' has no sizes yet: call the network once"
+    ):
         own("build", file)
 
 
 def test_options_are_arguments(tmp_path: Path) -> None:
     file = written(
-        tmp_path, "def build(width, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
+        tmp_path,
+        "def build(width, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n",
     )
     assert own("build", file, width=3).classes == 10
     with pytest.raises(InputError, match="missing a required argument: 'width'"):
@@ -235,10 +289,15 @@ def test_weights_shared_by_two_places_are_named(tmp_path: Path) -> None:
     model = own("build", file)
     assert [unit.parameters for unit in model.units] == [65 * 64] * 3 + [650]
     assert model.parameters == 2 * 65 * 64 + 650
-    assert [tied.names for tied in model.tied] == [("0.1.weight", "2.1.weight"), ("0.1.bias", "2.1.bias")]
+    assert [tied.names for tied in model.tied] == [
+        ("0.1.weight", "2.1.weight"),
+        ("0.1.bias", "2.1.bias"),
+    ]
 
 
-def test_a_normalisation_with_statistics_on_both_sides_stays_in_one_unit(tmp_path: Path) -> None:
+def test_a_normalisation_with_statistics_on_both_sides_stays_in_one_unit(
+    tmp_path: Path,
+) -> None:
     file = written(
         tmp_path,
         "def build():\n    norm = nn.BatchNorm1d(64, affine=False)\n    return nn.Sequential(nn.Flatten(), "
@@ -246,10 +305,15 @@ def test_a_normalisation_with_statistics_on_both_sides_stays_in_one_unit(tmp_pat
     )
     model = own("build", file)
     assert [unit.parameters for unit in model.units] == [65 * 64, 2 * 65 * 64, 650]
-    assert re.match(r".*net.py.*: no unit can begin here: a normalisation with running statistics", model.held[0])
+    assert re.match(
+        r".*net.py.*: no unit can begin here: a normalisation with running statistics",
+        model.held[0],
+    )
 
 
-def test_more_stages_than_units_are_refused_with_the_line_that_holds_units_together(tmp_path: Path) -> None:
+def test_more_stages_than_units_are_refused_with_the_line_that_holds_units_together(
+    tmp_path: Path,
+) -> None:
     file = scenario(tmp_path, "{name: pipeline, stages: 3}", "Tied")
     (tmp_path / "net.py").write_text(
         "from torch import nn\nclass Tied(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -257,7 +321,10 @@ def test_more_stages_than_units_are_refused_with_the_line_that_holds_units_toget
         "    def forward(self, x):\n        x = self.two(self.one(self.norm(x.flatten(1))))\n"
         "        return self.norm(x)[:, :10]\n"
     )
-    with pytest.raises(InputError, match=r"3 stages, but the model has 1 unit: .*net\.py:\d: no unit can begin here"):
+    with pytest.raises(
+        InputError,
+        match=r"3 stages, but the model has 1 unit: .*net\.py:\d: no unit can begin here",
+    ):
         prepare(trials(load(file))[0])
 
 
@@ -271,7 +338,9 @@ def test_a_weight_with_two_names_is_trained_by_each_method(tmp_path: Path) -> No
         file = scenario(tmp_path, f"{{name: {method}}}", "build")
         written(tmp_path, body)
         found[method] = losses(file)
-    assert found["pipeline, stages: 2, micro_batches: 1"] == pytest.approx(found["single"], rel=1e-5)
+    assert found["pipeline, stages: 2, micro_batches: 1"] == pytest.approx(
+        found["single"], rel=1e-5
+    )
     assert found["pipedream"][0] == pytest.approx(found["single"][0])
 
 
@@ -298,14 +367,22 @@ def losses(file: Path) -> list[float]:
 
 def test_a_pipeline_learns_what_a_single_device_does(tmp_path: Path) -> None:
     alone = losses(scenario(tmp_path, "{name: single}", "UNet"))
-    divided = losses(scenario(tmp_path, "{name: pipeline, micro_batches: 1, stages: 3}", "UNet"))
+    divided = losses(
+        scenario(tmp_path, "{name: pipeline, micro_batches: 1, stages: 3}", "UNet")
+    )
     assert divided == pytest.approx(alone, rel=1e-5)
 
 
 def test_what_is_drawn_does_not_depend_on_the_cuts(tmp_path: Path) -> None:
     network = "Transformer, dropout: 0.3"
     two, three = (
-        losses(scenario(tmp_path, f"{{name: pipeline, micro_batches: 2, stages: {stages}}}", network))
+        losses(
+            scenario(
+                tmp_path,
+                f"{{name: pipeline, micro_batches: 2, stages: {stages}}}",
+                network,
+            )
+        )
         for stages in (2, 3)
     )
     assert three == pytest.approx(two, rel=1e-5)
@@ -331,5 +408,8 @@ def test_of_two_files_with_one_text_each_is_named(tmp_path: Path) -> None:
     text = "class Net(nn.Module):\n    def forward(self, x):\n        return x.flatten(1)[:, :10].add_(1)\n"
     for folder in (tmp_path / "one", tmp_path / "other"):
         folder.mkdir()
-        with pytest.raises(InputError, match=rf"{folder.name}/net.py:6: .add_\(\) changes a tensor in place"):
+        with pytest.raises(
+            InputError,
+            match=rf"{folder.name}/net.py:6: .add_\(\) changes a tensor in place",
+        ):
             own("Net", written(folder, text))

@@ -35,9 +35,15 @@ time_limit: 100s
 """
 
 
-def prepared(folder: Path, network: str, data: str, method: str = "pipeline, micro_batches: 1") -> Prepared:
+def prepared(
+    folder: Path, network: str, data: str, method: str = "pipeline, micro_batches: 1"
+) -> Prepared:
     shutil.copy(ROOT / "tests/helpers/own_inputs.py", folder)
-    text = SCENARIO.replace("NETWORK", network).replace("DATA", data).replace("METHOD", method)
+    text = (
+        SCENARIO.replace("NETWORK", network)
+        .replace("DATA", data)
+        .replace("METHOD", method)
+    )
     (folder / "inputs.yaml").write_text(text)
     return prepare(trials(load(folder / "inputs.yaml"))[0])
 
@@ -46,9 +52,16 @@ def test_inputs_are_parts_of_a_row() -> None:
     ids, ages = np.arange(6).reshape(3, 2), np.ones((3, 1, 2), np.float32)
     flags = np.array([True, False, True])
     rows, fields = pack({"ids": ids, "ages": ages, "flags": flags})
-    assert fields == (Field("ids", (2,), "int64"), Field("ages", (1, 2), "float32"), Field("flags", (), "bool"))
+    assert fields == (
+        Field("ids", (2,), "int64"),
+        Field("ages", (1, 2), "float32"),
+        Field("flags", (), "bool"),
+    )
     assert rows.shape == (3, 5)
-    found = {name: entry(torch.from_numpy(rows), *part).numpy() for name, part in entries(fields).items()}
+    found = {
+        name: entry(torch.from_numpy(rows), *part).numpy()
+        for name, part in entries(fields).items()
+    }
     for name, given in (("ids", ids), ("ages", ages), ("flags", flags)):
         assert np.array_equal(found[name], given)
         assert found[name].dtype == given.dtype
@@ -57,7 +70,8 @@ def test_inputs_are_parts_of_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("network", "data", "units"), [("Masked", "tokens", 3), ("Whole", "tokens", 3), ("Towers", "pairs", 5)]
+    ("network", "data", "units"),
+    [("Masked", "tokens", 3), ("Whole", "tokens", 3), ("Towers", "pairs", 5)],
 )
 def test_in_parts_as_whole(tmp_path: Path, network: str, data: str, units: int) -> None:
     found = prepared(tmp_path, network, data)
@@ -82,24 +96,37 @@ def test_a_mask_is_what_its_user_meant(tmp_path: Path) -> None:
     module = found.problem.model.build(0, len(found.problem.model.units), 1)
     rows = torch.from_numpy(load_data(found).train_images[:9])
     own = Masked(3)
-    own.load_state_dict({name.partition(".")[2]: value for name, value in module.state_dict().items()})
-    assert torch.allclose(module(rows), own(rows[:, :7], rows[:, 7:])["logits"], atol=1e-6)
+    own.load_state_dict(
+        {name.partition(".")[2]: value for name, value in module.state_dict().items()}
+    )
+    assert torch.allclose(
+        module(rows), own(rows[:, :7], rows[:, 7:])["logits"], atol=1e-6
+    )
 
 
-@pytest.mark.parametrize(("network", "data"), [("Masked", "tokens"), ("Towers", "pairs")])
-def test_a_pipeline_learns_what_a_single_device_does(tmp_path: Path, network: str, data: str) -> None:
+@pytest.mark.parametrize(
+    ("network", "data"), [("Masked", "tokens"), ("Towers", "pairs")]
+)
+def test_a_pipeline_learns_what_a_single_device_does(
+    tmp_path: Path, network: str, data: str
+) -> None:
     losses = []
     for method in ("single", "pipeline, micro_batches: 1, partition: even"):
         found = prepared(tmp_path, network, data, method)
         outcome = simulate(found, load_data(found))
         assert outcome.status == "finished", outcome.error
-        losses.append([event.fields["loss"] for event in outcome.events if event.event == "step"])
+        losses.append(
+            [event.fields["loss"] for event in outcome.events if event.event == "step"]
+        )
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[0][-1] < losses[0][0]
 
 
 def test_names_that_a_network_does_not_take_are_said(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="forward takes first, second, and the data have input_ids, attention_mask"):
+    with pytest.raises(
+        Exception,
+        match="forward takes first, second, and the data have input_ids, attention_mask",
+    ):
         prepared(tmp_path, "Towers", "tokens")
 
 
@@ -108,17 +135,32 @@ def test_arrays_and_tables_have_several_inputs(tmp_path: Path) -> None:
     from testbed.ml.workload import DataPart
 
     ids, mask = np.arange(40).reshape(10, 4), np.ones((10, 4), bool)
-    np.savez(tmp_path / "mine.npz", train_ids=ids, train_mask=mask, train_labels=np.arange(10) % 2)
+    np.savez(
+        tmp_path / "mine.npz",
+        train_ids=ids,
+        train_mask=mask,
+        train_labels=np.arange(10) % 2,
+    )
     found = load_set(DataPart(path=str(tmp_path / "mine.npz")))
     assert found.fields == (Field("ids", (4,), "int64"), Field("mask", (4,), "bool"))
     (tmp_path / "t.csv").write_text(
-        "age,height,city,label\n" + "".join(f"{n},1.{n},c{n % 3},{n % 2}\n" for n in range(10))
+        "age,height,city,label\n"
+        + "".join(f"{n},1.{n},c{n % 3},{n % 2}\n" for n in range(10))
     )
-    part = DataPart(path=str(tmp_path / "t.csv"), label="label", columns={"body": ["age", "height"], "place": ["city"]})
-    assert load_set(part).fields == (Field("body", (2,), "float32"), Field("place", (1,), "int64"))
+    part = DataPart(
+        path=str(tmp_path / "t.csv"),
+        label="label",
+        columns={"body": ["age", "height"], "place": ["city"]},
+    )
+    assert load_set(part).fields == (
+        Field("body", (2,), "float32"),
+        Field("place", (1,), "int64"),
+    )
 
 
-def test_samples_of_a_data_set_may_be_mappings_of_unlike_lengths(tmp_path: Path) -> None:
+def test_samples_of_a_data_set_may_be_mappings_of_unlike_lengths(
+    tmp_path: Path,
+) -> None:
     from testbed.ml.data import load as load_set
     from testbed.ml.workload import DataPart
 

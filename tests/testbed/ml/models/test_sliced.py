@@ -16,12 +16,19 @@ SIZES = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6))
 
 
 @given(SIZES, st.booleans(), st.booleans(), st.integers(0, 10**6))
-def test_outputs_and_gradients_are_those_of_autograd(sizes, biased: bool, rectified: bool, seed: int) -> None:
+def test_outputs_and_gradients_are_those_of_autograd(
+    sizes, biased: bool, rectified: bool, seed: int
+) -> None:
     samples, entering, leaving = sizes
     draw = torch.Generator().manual_seed(seed)
     inputs, weight, bias, gradient = (
         torch.randn(size, generator=draw, dtype=torch.float64)
-        for size in ((samples, entering), (leaving, entering), (leaving,), (samples, leaving))
+        for size in (
+            (samples, entering),
+            (leaving, entering),
+            (leaving,),
+            (samples, leaving),
+        )
     )
     given_bias = bias if biased else None
     outputs = dense_forward(inputs, weight, given_bias, rectified)
@@ -30,7 +37,9 @@ def test_outputs_and_gradients_are_those_of_autograd(sizes, biased: bool, rectif
     expected = functional.linear(leaves[0], leaves[1], leaves[2] if biased else None)
     expected = functional.relu(expected) if rectified else expected
     torch.testing.assert_close(outputs, expected.detach())
-    of_inputs, of_weight, of_bias = torch.autograd.grad(expected, leaves, gradient, allow_unused=True)
+    of_inputs, of_weight, of_bias = torch.autograd.grad(
+        expected, leaves, gradient, allow_unused=True
+    )
     sums = step.of_sums(gradient)
     torch.testing.assert_close(step.of_inputs(sums), of_inputs)
     mine = step.of_parameters(sums)
@@ -43,9 +52,19 @@ def test_outputs_and_gradients_are_those_of_autograd(sizes, biased: bool, rectif
     ("name", "options", "dense"),
     [
         ("mlp", {"hidden": [4]}, [True, True]),
-        ("cnn", {"channels": [2, 2, 2], "hidden": [4]}, [False, False, False, True, True]),
+        (
+            "cnn",
+            {"channels": [2, 2, 2], "hidden": [4]},
+            [False, False, False, True, True],
+        ),
     ],
 )
-def test_layers_that_are_fully_connected_with_a_relu_at_most(name: str, options: dict, dense: list[bool]) -> None:
-    found = [is_dense(layer) for layer in graph_of(create(name, options, (1, 8, 8), 3)).layers if layer.weights]
+def test_layers_that_are_fully_connected_with_a_relu_at_most(
+    name: str, options: dict, dense: list[bool]
+) -> None:
+    found = [
+        is_dense(layer)
+        for layer in graph_of(create(name, options, (1, 8, 8), 3)).layers
+        if layer.weights
+    ]
     assert found == dense

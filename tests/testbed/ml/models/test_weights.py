@@ -56,17 +56,24 @@ def written(version: tuple[int, int, int] = (0, 2, 0), seen: str = "<Q") -> byte
 def normalised(values: torch.Tensor, layer: dict[str, np.ndarray]) -> torch.Tensor:
     """Compute one convolution as Darknet does: normalise what it makes, then scale it and add the bias."""
     of = {name: torch.from_numpy(found) for name, found in layer.items()}
-    values = functional.conv2d(values, of["kernel"], padding=of["kernel"].shape[-1] // 2)
+    values = functional.conv2d(
+        values, of["kernel"], padding=of["kernel"].shape[-1] // 2
+    )
     if "scale" in of:
-        mean, variance, scale = (of[name][:, None, None] for name in ("mean", "variance", "scale"))
+        mean, variance, scale = (
+            of[name][:, None, None] for name in ("mean", "variance", "scale")
+        )
         values = (values - mean) / (variance.sqrt() + 1e-6) * scale
     return values + of["bias"][:, None, None]
 
 
 @pytest.mark.parametrize(
-    ("version", "seen"), [((0, 1, 0), "<I"), ((0, 2, 0), "<Q"), ((0, 2, 5), "<Q"), ((1, 0, 0), "<Q")]
+    ("version", "seen"),
+    [((0, 1, 0), "<I"), ((0, 2, 0), "<Q"), ((0, 2, 5), "<Q"), ((1, 0, 0), "<Q")],
 )
-def test_a_file_computes_what_darknet_computes(tmp_path: Path, version: tuple[int, int, int], seen: str) -> None:
+def test_a_file_computes_what_darknet_computes(
+    tmp_path: Path, version: tuple[int, int, int], seen: str
+) -> None:
     path = tmp_path / "small.weights"
     path.write_bytes(written(version, seen))
     model = small()
@@ -75,8 +82,12 @@ def test_a_file_computes_what_darknet_computes(tmp_path: Path, version: tuple[in
     module = model.build(0, len(model.units), seed=0)
     module.load_state_dict(read(path, model))
     images = torch.rand(2, 3, 8, 8)
-    values = functional.max_pool2d(functional.leaky_relu(normalised(images, LAYERS[0]), 0.1), 2)
-    values = normalised(functional.leaky_relu(normalised(values, LAYERS[1]), 0.1), LAYERS[2])
+    values = functional.max_pool2d(
+        functional.leaky_relu(normalised(images, LAYERS[0]), 0.1), 2
+    )
+    values = normalised(
+        functional.leaky_relu(normalised(values, LAYERS[1]), 0.1), LAYERS[2]
+    )
     with torch.no_grad():
         assert torch.allclose(module(images), values, rtol=1e-4, atol=1e-4)
     assert facts(path, model)["format"] == f"darknet {'.'.join(map(str, version))}"
@@ -84,7 +95,9 @@ def test_a_file_computes_what_darknet_computes(tmp_path: Path, version: tuple[in
 
 def test_the_files_of_yolov2_have_the_values_that_are_known() -> None:
     # yolov2.weights, trained on COCO, is 203,934,260 bytes long, its header 16.
-    values = sum(each.values for each in convolutions(create("yolov2", {}, (3, 608, 608), 0)))
+    values = sum(
+        each.values for each in convolutions(create("yolov2", {}, (3, 608, 608), 0))
+    )
     assert values == 50_983_561
     assert 4 * values + 16 == 203_934_260
 
@@ -95,7 +108,10 @@ def test_the_files_of_yolov2_have_the_values_that_are_known() -> None:
         (b"", "is not a Darknet weights file"),
         (b"just a text that somebody wrote", "is not a Darknet weights file"),
         (written()[:14], "truncated: it ends within its header"),
-        (written()[:-4], r"truncated: small for 1 classes has 1,528 bytes of weights, 1,524 follow the header of 20"),
+        (
+            written()[:-4],
+            r"truncated: small for 1 classes has 1,528 bytes of weights, 1,524 follow the header of 20",
+        ),
         (written() + b"more", "too long"),
         (written((0, 1, 0)), "too long"),
         (written((2000, 2, 0)), "is not a Darknet weights file"),
@@ -108,8 +124,13 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, told: str) -> N
         read(path, small())
 
 
-@pytest.mark.parametrize(("name", "value", "told"), [("kernel", np.nan, "no numbers"), ("variance", -1, "negative")])
-def test_damaged_values_are_refused(tmp_path: Path, name: str, value: float, told: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [("kernel", np.nan, "no numbers"), ("variance", -1, "negative")],
+)
+def test_damaged_values_are_refused(
+    tmp_path: Path, name: str, value: float, told: str
+) -> None:
     path = tmp_path / "small.weights"
     kept = LAYERS[0][name].copy()
     try:
@@ -133,9 +154,15 @@ def test_other_networks_are_not_read_from_darknet(tmp_path: Path) -> None:
     [
         ({"0.0.weight": None}, "missing 0.0.weight"),
         ({"9.0.weight": torch.zeros(1)}, "9.0.weight does not belong to the model"),
-        ({"0.0.weight": torch.zeros(3, 3)}, r"0.0.weight is torch.float32 of \[3, 3\] instead of torch.float32 of \["),
+        (
+            {"0.0.weight": torch.zeros(3, 3)},
+            r"0.0.weight is torch.float32 of \[3, 3\] instead of torch.float32 of \[",
+        ),
         ({"0.0.bias": torch.zeros(4, dtype=torch.float64)}, "torch.float64"),
-        ({"0.0.bias": torch.full((4,), torch.nan)}, "no numbers: the training that wrote them has diverged"),
+        (
+            {"0.0.bias": torch.full((4,), torch.nan)},
+            "no numbers: the training that wrote them has diverged",
+        ),
     ],
 )
 def test_weights_of_another_model_are_refused(
@@ -148,6 +175,13 @@ def test_weights_of_another_model_are_refused(
     path = tmp_path / "weights.safetensors"
     save_file(state, path)
     assert files.read(path, model).keys() == state.keys()
-    save_file({name: tensor for name, tensor in {**state, **change}.items() if tensor is not None}, path)
+    save_file(
+        {
+            name: tensor
+            for name, tensor in {**state, **change}.items()
+            if tensor is not None
+        },
+        path,
+    )
     with pytest.raises(InputError, match=told):
         files.read(path, model)

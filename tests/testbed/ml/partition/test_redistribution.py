@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.ml.methods.pipedream import take_over
-from testbed.ml.partition.redistribution import StagePartition, UnitsLostError, missing, needs
+from testbed.ml.partition.redistribution import (
+    StagePartition,
+    UnitsLostError,
+    missing,
+    needs,
+)
 from tests.helpers.replicated import chained, moved, own, redistribution, without
 
 NAMES = ("centre", "one", "two", "three", "four")
@@ -26,7 +31,9 @@ def failures(devices: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield from combinations(devices[1:], count)
 
 
-def small_cases(most_units: int, most_devices: int) -> Iterator[tuple[StagePartition, StagePartition, tuple[str, ...]]]:
+def small_cases(
+    most_units: int, most_devices: int
+) -> Iterator[tuple[StagePartition, StagePartition, tuple[str, ...]]]:
     for units in range(1, most_units + 1):
         for count in range(1, min(units, most_devices) + 1):
             for lost in failures(NAMES[:count]):
@@ -53,17 +60,27 @@ def test_whatever_fails_every_device_finds_exactly_its_new_units() -> None:
                 for unit in units:
                     holder = old.holder(unit)
                     backup = old.successor(holder)
-                    expected = holder if holder not in lost else backup if backup not in lost else "centre"
+                    expected = (
+                        holder
+                        if holder not in lost
+                        else backup
+                        if backup not in lost
+                        else "centre"
+                    )
                     assert source == expected
     assert seen == sum(
-        comb(units - 1, count - 1) * comb(count - 1, gone) * comb(units - 1, count - gone - 1)
+        comb(units - 1, count - 1)
+        * comb(count - 1, gone)
+        * comb(units - 1, count - gone - 1)
         for units in range(1, 8)
         for count in range(1, min(units, 5) + 1)
         for gone in range(count)
     )
 
 
-def algorithm_1(p_new: list[int], p_cur: list[int], i_fail: int, i_cur: int, i_new: int) -> tuple[dict, list[int]]:
+def algorithm_1(
+    p_new: list[int], p_cur: list[int], i_fail: int, i_cur: int, i_new: int
+) -> tuple[dict, list[int]]:
     """The paper's listing, in its terms; partition points are where each stage ends, inclusively."""
     n = len(p_cur) - 1  # the last index
 
@@ -72,11 +89,19 @@ def algorithm_1(p_new: list[int], p_cur: list[int], i_fail: int, i_cur: int, i_n
 
     start_cur, end_cur = ends(p_cur, i_cur)
     start_new, end_new = ends(p_new, i_new)
-    needed = [layer for layer in range(start_new, end_new + 1) if not start_cur <= layer <= end_cur]
+    needed = [
+        layer
+        for layer in range(start_new, end_new + 1)
+        if not start_cur <= layer <= end_cur
+    ]
     local = [layer for layer in range(start_new, end_new + 1) if layer not in needed]
     need: dict[int, list[int]] = {}
     for layer in needed:
-        target = next(index for index in range(n + 1) if ends(p_cur, index)[0] <= layer <= ends(p_cur, index)[1])
+        target = next(
+            index
+            for index in range(n + 1)
+            if ends(p_cur, index)[0] <= layer <= ends(p_cur, index)[1]
+        )
         if target > i_fail:
             target -= 1
         elif target == i_fail == n:
@@ -96,7 +121,11 @@ def test_one_failure_is_the_listing_of_the_paper() -> None:
             ends = [cut - 1 for cut in new.cuts[1:]], [cut - 1 for cut in old.cuts[1:]]
             need, local = algorithm_1(*ends, failed, old.devices.index(device), index)
             assert set(local) <= set(plan[device].local)
-            sources = {layer: new.devices[target] for target, layers in need.items() for layer in layers}
+            sources = {
+                layer: new.devices[target]
+                for target, layers in need.items()
+                for layer in layers
+            }
             for source, units in plan[device].fetch.items():
                 assert {sources[unit] for unit in units} == {source}
             assert {unit for unit in plan[device].local if unit not in local} == {
@@ -105,18 +134,30 @@ def test_one_failure_is_the_listing_of_the_paper() -> None:
 
 
 @given(st.data())
-def test_a_repartition_moves_what_is_missing_and_nothing_else(data: st.DataObject) -> None:
+def test_a_repartition_moves_what_is_missing_and_nothing_else(
+    data: st.DataObject,
+) -> None:
     units = data.draw(st.integers(1, 12))
     count = data.draw(st.integers(1, min(units, 5)))
-    old, new = (data.draw(st.sampled_from(list(partitions(units, NAMES[:count])))) for _ in range(2))
+    old, new = (
+        data.draw(st.sampled_from(list(partitions(units, NAMES[:count]))))
+        for _ in range(2)
+    )
     plan = redistribution(old, new)
-    stays = sum(len(set(old.of(device)) & set(new.of(device))) for device in old.devices)
+    stays = sum(
+        len(set(old.of(device)) & set(new.of(device))) for device in old.devices
+    )
     assert len(moved(plan)) == units - stays
-    assert all(unit in old.of(source) and unit in new.of(target) for source, target, unit in moved(plan))
+    assert all(
+        unit in old.of(source) and unit in new.of(target)
+        for source, target, unit in moved(plan)
+    )
     assert not moved(redistribution(old, old))
 
 
-def test_after_a_replication_of_the_same_state_a_replica_need_not_be_fetched_again() -> None:
+def test_after_a_replication_of_the_same_state_a_replica_need_not_be_fetched_again() -> (
+    None
+):
     old = StagePartition(NAMES[:3], (0, 2, 4, 6))
     new = StagePartition(NAMES[:3], (0, 1, 4, 6))
     assert moved(needs(old, new, own(old))) == [("centre", "one", 1)]
@@ -126,7 +167,9 @@ def test_after_a_replication_of_the_same_state_a_replica_need_not_be_fetched_aga
 
 def test_the_last_ones_backup_is_at_the_central_node() -> None:
     old = StagePartition(NAMES[:3], (0, 2, 4, 6))
-    plan = redistribution(old, StagePartition(NAMES[:2], (0, 3, 6)), ["two"], everything=False)
+    plan = redistribution(
+        old, StagePartition(NAMES[:2], (0, 3, 6)), ["two"], everything=False
+    )
     assert plan["one"].fetch == {"centre": (4, 5)}
     assert plan["centre"].local == (0, 1)
     assert plan["centre"].fetch == {"one": (2,)}
@@ -152,7 +195,9 @@ def test_two_neighbours_lost_need_the_central_nodes_replica() -> None:
     new = StagePartition(("centre", "three"), (0, 2, 4))
     with pytest.raises(UnitsLostError, match="no device has the units 1 of") as caught:
         redistribution(old, new, ["one", "two"], everything=False)
-    assert caught.value.units == {1} == missing(without(chained(old), ["one", "two"]), 4)
+    assert (
+        caught.value.units == {1} == missing(without(chained(old), ["one", "two"]), 4)
+    )
     plan = redistribution(old, new, ["one", "two"])
     assert plan["centre"].local == (0, 1)
     assert plan["three"].local == (2, 3)
@@ -160,22 +205,38 @@ def test_two_neighbours_lost_need_the_central_nodes_replica() -> None:
 
 def test_respipe_hands_everything_to_the_next() -> None:
     old = StagePartition(NAMES[:4], (0, 1, 3, 4, 6))
-    assert take_over(old, ["one"]) == StagePartition(("centre", "two", "three"), (0, 1, 4, 6))
-    assert take_over(old, ["one", "two"]) == StagePartition(("centre", "three"), (0, 1, 6))
-    assert take_over(old, ["three"]) == StagePartition(("centre", "one", "two"), (0, 1, 3, 6))
+    assert take_over(old, ["one"]) == StagePartition(
+        ("centre", "two", "three"), (0, 1, 4, 6)
+    )
+    assert take_over(old, ["one", "two"]) == StagePartition(
+        ("centre", "three"), (0, 1, 6)
+    )
+    assert take_over(old, ["three"]) == StagePartition(
+        ("centre", "one", "two"), (0, 1, 3, 6)
+    )
     assert take_over(old, NAMES[1:4]) == StagePartition(("centre",), (0, 6))
     with pytest.raises(ValueError, match="no device is left"):
         take_over(old, NAMES)
     # Its point: a single failure moves nothing, unless the last one's replica has to come from the central node.
     for each, _, lost in small_cases(6, 4):
         if len(lost) == 1:
-            moves = moved(redistribution(each, take_over(each, lost), lost, everything=False))
+            moves = moved(
+                redistribution(each, take_over(each, lost), lost, everything=False)
+            )
             last = lost[0] == each.devices[-1] and len(each.devices) > 2
-            assert [unit for _, _, unit in moves] == (list(each.of(lost[0])) if last else [])
+            assert [unit for _, _, unit in moves] == (
+                list(each.of(lost[0])) if last else []
+            )
 
 
 @pytest.mark.parametrize(
-    ("devices", "cuts"), [((), (0,)), (("a", "a"), (0, 1, 2)), (("a", "b"), (0, 2)), (("a", "b"), (0, 2, 2))]
+    ("devices", "cuts"),
+    [
+        ((), (0,)),
+        (("a", "a"), (0, 1, 2)),
+        (("a", "b"), (0, 2)),
+        (("a", "b"), (0, 2, 2)),
+    ],
 )
 def test_what_is_no_partition(devices: tuple[str, ...], cuts: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"partition is over|does not cut"):

@@ -16,7 +16,13 @@ from testbed.ml.layers.versions import mean
 from testbed.ml.models import create
 from testbed.ml.models.chain import Model, chain
 from testbed.ml.models.layers import Linear
-from testbed.ml.partition.asynchronous import AsynchronousPipeline, UnitTimes, capacities, divisible_limit, measured
+from testbed.ml.partition.asynchronous import (
+    AsynchronousPipeline,
+    UnitTimes,
+    capacities,
+    divisible_limit,
+    measured,
+)
 from testbed.ml.partition.cuts import Cuts
 from testbed.ml.schedule import Action, one_forward_one_backward, orders
 from testbed.ml.schedule.versions import aggregates, in_flight, kept, used
@@ -30,25 +36,49 @@ PAPER = (1.0, 1.0, 0.1)
 
 def homogeneous(pipeline: AsynchronousPipeline) -> Cuts:
     """Return PipeDream's partition: the least bottleneck if all devices were as fast as the coordinator."""
-    return replace(pipeline, capacities=(1.0,) * len(pipeline.devices)).least_bottleneck()
+    return replace(
+        pipeline, capacities=(1.0,) * len(pipeline.devices)
+    ).least_bottleneck()
 
 
 def row(*speeds: float, memory: float = 64e9) -> tuple[DeviceSpec, ...]:
-    return tuple(DeviceSpec(f"d{index}", 1e9 * speed, memory) for index, speed in enumerate(speeds))
+    return tuple(
+        DeviceSpec(f"d{index}", 1e9 * speed, memory)
+        for index, speed in enumerate(speeds)
+    )
 
 
 def linear(*sizes: int, bias: bool = True) -> Model:
     """Make a model of fully connected units; ``sizes`` are those of the input and of each one's output."""
-    return chain("linear", sizes[:1], sizes[-1], [(f"u{n}", [Linear(size, bias)]) for n, size in enumerate(sizes[1:])])
+    return chain(
+        "linear",
+        sizes[:1],
+        sizes[-1],
+        [(f"u{n}", [Linear(size, bias)]) for n, size in enumerate(sizes[1:])],
+    )
 
 
-def row_of(model: Model, speeds: tuple[float, ...], rate: float | None = None, **other: Any) -> AsynchronousPipeline:
+def row_of(
+    model: Model, speeds: tuple[float, ...], rate: float | None = None, **other: Any
+) -> AsynchronousPipeline:
     devices = row(*speeds, memory=other.pop("memory", 64e9))
     batch = other.pop("batch_size", 256)
-    links = {(one.name, two.name): Link(rate) for one in devices for two in devices if one != two}
+    links = {
+        (one.name, two.name): Link(rate)
+        for one in devices
+        for two in devices
+        if one != two
+    }
     profile = UnitTimes.by_formula(model.units, batch, devices[0], update_flops=6)
     return AsynchronousPipeline(
-        model, devices, links, batch, profile, capacities(devices, model.units, batch), state_values=1.0, **other
+        model,
+        devices,
+        links,
+        batch,
+        profile,
+        capacities(devices, model.units, batch),
+        state_values=1.0,
+        **other,
     )
 
 
@@ -61,13 +91,34 @@ def random_chains(draw: st.DrawFn) -> AsynchronousPipeline:
     sizes = draw(st.lists(st.integers(1, 40), min_size=2, max_size=7))
     units = len(sizes) - 1
     count = draw(st.integers(1, min(units, 4)))
-    devices = tuple(DeviceSpec(f"d{stage}", 1e6, draw(st.sampled_from([5e3, 2e4, 1e9]))) for stage in range(count))
+    devices = tuple(
+        DeviceSpec(f"d{stage}", 1e6, draw(st.sampled_from([5e3, 2e4, 1e9])))
+        for stage in range(count)
+    )
     rates = st.sampled_from([1e4, 1e5, math.inf])
-    links = measured({(one.name, two.name): draw(rates) for one in devices for two in devices if one != two})
+    links = measured(
+        {
+            (one.name, two.name): draw(rates)
+            for one in devices
+            for two in devices
+            if one != two
+        }
+    )
     time = st.floats(0.01, 1.0)
     profile = UnitTimes(*(tuple(draw(time) for _ in range(units)) for _ in range(3)))
-    scale = (1.0, *(draw(st.sampled_from([0.5, 1.0, 3.0, 10.0])) for _ in range(count - 1)))
-    return AsynchronousPipeline(linear(*sizes), devices, links, 4, profile, scale, counts_traffic=draw(st.booleans()))
+    scale = (
+        1.0,
+        *(draw(st.sampled_from([0.5, 1.0, 3.0, 10.0])) for _ in range(count - 1)),
+    )
+    return AsynchronousPipeline(
+        linear(*sizes),
+        devices,
+        links,
+        4,
+        profile,
+        scale,
+        counts_traffic=draw(st.booleans()),
+    )
 
 
 def recursion(found: AsynchronousPipeline) -> float:
@@ -80,7 +131,9 @@ def recursion(found: AsynchronousPipeline) -> float:
     def execution(stage: int, first: int, last: int) -> float:
         if not fits(stage, first, last):
             return math.inf
-        return sum(times[layer] * found.capacities[stage] for layer in range(first, last + 1))
+        return sum(
+            times[layer] * found.capacities[stage] for layer in range(first, last + 1)
+        )
 
     def crossing(stage: int, layer: int) -> float:
         bits = 8 * wire_bytes(4 * found.units[layer].output_bytes + ENVELOPE)
@@ -92,7 +145,12 @@ def recursion(found: AsynchronousPipeline) -> float:
         if n == 1:
             return execution(0, 0, j)
         return min(
-            (max(best(cut, n - 1), crossing(n - 2, cut), execution(n - 1, cut + 1, j)) for cut in range(n - 2, j)),
+            (
+                max(
+                    best(cut, n - 1), crossing(n - 2, cut), execution(n - 1, cut + 1, j)
+                )
+                for cut in range(n - 2, j)
+            ),
             default=math.inf,
         )
 
@@ -100,11 +158,16 @@ def recursion(found: AsynchronousPipeline) -> float:
 
 
 @given(random_chains())
-def test_the_partition_is_that_of_the_papers_recursion_and_of_brute_force(found: AsynchronousPipeline) -> None:
+def test_the_partition_is_that_of_the_papers_recursion_and_of_brute_force(
+    found: AsynchronousPipeline,
+) -> None:
     fitting = [
         cuts
         for cuts in all_cuts(len(found.units), len(found.devices))
-        if all(found.memory(stage, *ends) <= found.devices[stage].memory for stage, ends in enumerate(pairwise(cuts)))
+        if all(
+            found.memory(stage, *ends) <= found.devices[stage].memory
+            for stage, ends in enumerate(pairwise(cuts))
+        )
     ]
     limit = recursion(found)
     if not fitting:
@@ -114,17 +177,29 @@ def test_the_partition_is_that_of_the_papers_recursion_and_of_brute_force(found:
         return
     cuts = found.least_bottleneck()
     assert cuts in fitting
-    assert found.bottleneck(cuts) == min(map(found.bottleneck, fitting)) == pytest.approx(limit)
+    assert (
+        found.bottleneck(cuts)
+        == min(map(found.bottleneck, fitting))
+        == pytest.approx(limit)
+    )
     assert homogeneous(found) in fitting
     assert found.bottleneck(homogeneous(found)) >= found.bottleneck(cuts)
     # A full pipeline takes at least as long for a batch as its busiest part, and not longer than a batch all alone.
     found = replace(found, counts_traffic=True)
     alone = found.passage_costs.of(cuts, lambda one, other: one + other)
-    assert found.bottleneck(cuts) * (1 - 1e-9) <= found.batch_time(cuts) <= alone * (1 + 1e-9)
+    assert (
+        found.bottleneck(cuts) * (1 - 1e-9)
+        <= found.batch_time(cuts)
+        <= alone * (1 + 1e-9)
+    )
 
 
-def test_a_link_counts_twice_its_activations_as_in_equation_5_unless_its_traffic_is_counted() -> None:
-    shared, two_way = (row_of(MOBILENET, PAPER, 1e4, counts_traffic=counts) for counts in (False, True))
+def test_a_link_counts_twice_its_activations_as_in_equation_5_unless_its_traffic_is_counted() -> (
+    None
+):
+    shared, two_way = (
+        row_of(MOBILENET, PAPER, 1e4, counts_traffic=counts) for counts in (False, True)
+    )
     cuts = (0, 5, 10, 20)
     seconds = 8 * wire_bytes(256 * MOBILENET.units[5].input_bytes + ENVELOPE) / 1e4
     assert two_way.bottleneck_costs.boundary(0, 5) == pytest.approx(seconds)
@@ -138,12 +213,18 @@ def test_seven_times_is_the_limit_of_a_finely_divisible_chain() -> None:
     # Speeds add up to 2.1, so 42 equal units of next to no weights divide as finely as these devices need.
     fine = linear(*[4] * 43, bias=False)
     devices = row(*PAPER)
-    links = {(one.name, two.name): Link() for one in devices for two in devices if one != two}
+    links = {
+        (one.name, two.name): Link() for one in devices for two in devices if one != two
+    }
     profile = UnitTimes((0.1,) * 42, (0.2,) * 42, (0.0,) * 42)
-    found = AsynchronousPipeline(fine, devices, links, 1, profile, capacities(devices, fine.units, 1))
+    found = AsynchronousPipeline(
+        fine, devices, links, 1, profile, capacities(devices, fine.units, 1)
+    )
     assert homogeneous(found) == (0, 14, 28, 42)
     assert found.least_bottleneck() == (0, 20, 40, 42)
-    assert found.bottleneck(homogeneous(found)) / found.bottleneck(found.least_bottleneck()) == pytest.approx(7.0)
+    assert found.bottleneck(homogeneous(found)) / found.bottleneck(
+        found.least_bottleneck()
+    ) == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize(
@@ -155,21 +236,38 @@ def test_seven_times_is_the_limit_of_a_finely_divisible_chain() -> None:
     ],
 )
 def test_what_the_units_of_mobilenet_permit(
-    shape: tuple[int, ...], width: float, speeds: tuple[float, ...], even: Cuts, optimal: Cuts, ratio: float
+    shape: tuple[int, ...],
+    width: float,
+    speeds: tuple[float, ...],
+    even: Cuts,
+    optimal: Cuts,
+    ratio: float,
 ) -> None:
     """More than 7.0 where the even partition is not balanced itself."""
     found = row_of(create("mobilenetv2", {"width": width}, shape, 10), speeds)
     found = replace(found, links=dict.fromkeys(found.links, Link()))
     assert (homogeneous(found), found.least_bottleneck()) == (even, optimal)
-    assert found.slowest_stage(even) / found.slowest_stage(optimal) == pytest.approx(ratio, abs=0.01)
-    assert found.batch_time(even) / found.batch_time(optimal) == pytest.approx(ratio, abs=0.01)
+    assert found.slowest_stage(even) / found.slowest_stage(optimal) == pytest.approx(
+        ratio, abs=0.01
+    )
+    assert found.batch_time(even) / found.batch_time(optimal) == pytest.approx(
+        ratio, abs=0.01
+    )
 
 
 def test_links_move_the_cut_to_where_less_crosses() -> None:
     fast, slow = row_of(MOBILENET, (1, 1)), row_of(MOBILENET, (1, 1), rate=5e5)
-    at = {name: found.least_bottleneck()[1] for name, found in (("fast", fast), ("slow", slow))}
-    assert MOBILENET.units[at["slow"]].input_bytes < MOBILENET.units[at["fast"]].input_bytes
-    assert slow.bottleneck(slow.least_bottleneck()) < slow.bottleneck(fast.least_bottleneck())
+    at = {
+        name: found.least_bottleneck()[1]
+        for name, found in (("fast", fast), ("slow", slow))
+    }
+    assert (
+        MOBILENET.units[at["slow"]].input_bytes
+        < MOBILENET.units[at["fast"]].input_bytes
+    )
+    assert slow.bottleneck(slow.least_bottleneck()) < slow.bottleneck(
+        fast.least_bottleneck()
+    )
 
 
 def test_what_does_not_fit_goes_elsewhere_or_is_refused() -> None:
@@ -181,7 +279,9 @@ def test_what_does_not_fit_goes_elsewhere_or_is_refused() -> None:
     assert other != cuts
     assert tight.bottleneck(other) >= roomy.bottleneck(cuts)
     tight.check(other)
-    with pytest.raises(InputError, match=r"a batch_size of at most 7 fits, or 4 devices fit"):
+    with pytest.raises(
+        InputError, match=r"a batch_size of at most 7 fits, or 4 devices fit"
+    ):
         replace(roomy, devices=row(*PAPER, memory=need * 0.3)).least_bottleneck()
 
 
@@ -201,7 +301,10 @@ def test_memory_counts_versions_and_batches_in_flight() -> None:
     for stage in range(3):
         flying = (3 - stage) * 8 * activations
         assert found.memory(stage, 4, 9) == (3 + 2) * weights + flying
-        assert replace(found, vertical_sync=False).memory(stage, 4, 9) == (3 - stage + 2) * weights + flying
+        assert (
+            replace(found, vertical_sync=False).memory(stage, 4, 9)
+            == (3 - stage + 2) * weights + flying
+        )
 
 
 def test_the_order_is_1f1b_and_one_batch_at_a_time_where_the_window_is_one() -> None:
@@ -215,15 +318,23 @@ def test_the_order_is_1f1b_and_one_batch_at_a_time_where_the_window_is_one() -> 
     alone = replace(found, window=1)
     # All forwards and backwards one after the other; the later stages update while gradients go on to the first.
     there_and_back = sum(found.profile.forward) + sum(found.profile.backward)
-    assert alone.batch_time(cuts) == pytest.approx(there_and_back + alone.seconds("update", 0, *cuts[:2]))
+    assert alone.batch_time(cuts) == pytest.approx(
+        there_and_back + alone.seconds("update", 0, *cuts[:2])
+    )
     assert alone.memory(0, 0, 5) < found.memory(0, 0, 5)
     assert replace(found, window=9).memory(0, 0, 5) == found.memory(0, 0, 5)
-    assert found.batch_time(cuts) <= replace(found, window=2).batch_time(cuts) <= alone.batch_time(cuts)
+    assert (
+        found.batch_time(cuts)
+        <= replace(found, window=2).batch_time(cuts)
+        <= alone.batch_time(cuts)
+    )
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("vertical_sync", [True, False])
-def test_versions_are_bounded_in_a_run_of_1f1b(stages: int, vertical_sync: bool) -> None:
+def test_versions_are_bounded_in_a_run_of_1f1b(
+    stages: int, vertical_sync: bool
+) -> None:
     """Played action by action: what is needed is there, what is dropped is never needed again."""
     batches = 5 * stages
     for stage, actions in enumerate(orders(one_forward_one_backward, stages, batches)):
@@ -247,7 +358,10 @@ def test_versions_are_bounded_in_a_run_of_1f1b(stages: int, vertical_sync: bool)
             oldest = used(min(done, forwarded), stages, 0 if vertical_sync else stage)
             stored &= set(range(oldest, done + 1))
             assert done in stored
-            most_flying, most_stored = max(most_flying, len(set(flying.values()))), max(most_stored, len(stored))
+            most_flying, most_stored = (
+                max(most_flying, len(set(flying.values()))),
+                max(most_stored, len(stored)),
+            )
         assert most_flying == in_flight(stages, stage) == stages - stage
         assert most_stored == kept(stages, stage, vertical_sync)
 
@@ -258,8 +372,13 @@ def test_the_papers_figure_2() -> None:
     aggregations = [done for done in range(9) if aggregates(done, in_flight(3, 0))]
     assert aggregations == [3, 6]
     assert used(6, 3) + sum(done <= used(6, 3) for done in aggregations) == 5
-    assert [done for done in range(9) if aggregates(done, in_flight(3, 1), multiple=2)] == [4, 8]
-    assert not any(aggregates(done, in_flight(3, 2)) or aggregates(done, 3, multiple=0) for done in range(9))
+    assert [
+        done for done in range(9) if aggregates(done, in_flight(3, 1), multiple=2)
+    ] == [4, 8]
+    assert not any(
+        aggregates(done, in_flight(3, 2)) or aggregates(done, 3, multiple=0)
+        for done in range(9)
+    )
 
 
 def test_the_mean_of_versions() -> None:

@@ -27,7 +27,9 @@ UNEQUAL = {"source": {"speed": "2mflops"}, "worker": {"speed": "500kflops", "cou
 
 
 def adapting(*faults, steps=36, **keys):
-    return scenario(2, "2mflops", {**WORK, "steps": steps}, METHOD, faults=faults, **keys)
+    return scenario(
+        2, "2mflops", {**WORK, "steps": steps}, METHOD, faults=faults, **keys
+    )
 
 
 def throttle(device, slowdown, batch, **keys):
@@ -61,14 +63,24 @@ def test_a_throttled_device_is_noticed_at_the_next_point(device):
     assert pipeline.bottleneck(before) > 1.1 * least
     # Looked for after 20 batches, changed to once the pipeline has run empty.
     assert 20 <= found[0]["step"] <= 23
-    assert pipeline.bottleneck(cuts_of(found[-1]["partition"])) <= 1.02 * least  # less is not worth a change
+    assert (
+        pipeline.bottleneck(cuts_of(found[-1]["partition"])) <= 1.02 * least
+    )  # less is not worth a change
 
 
 @pytest.mark.parametrize("every", [2, 3, 5, 10])
 @pytest.mark.parametrize("evaluate_every", [1, 2, 3, 5, 10])
-def test_evaluations_on_the_same_batches_keep_no_better_partition_from_being_found(every, evaluate_every):
-    often = {"repartition_first": every, "repartition_every": every, "evaluate_every": evaluate_every}
-    planned = scenario(2, workload=WORK | {"steps": 21}, method=METHOD | often, devices=UNEQUAL)
+def test_evaluations_on_the_same_batches_keep_no_better_partition_from_being_found(
+    every, evaluate_every
+):
+    often = {
+        "repartition_first": every,
+        "repartition_every": every,
+        "evaluate_every": evaluate_every,
+    }
+    planned = scenario(
+        2, workload=WORK | {"steps": 21}, method=METHOD | often, devices=UNEQUAL
+    )
     found = of(run(planned), "repartition")
     assert found
     pipeline = slowed(planned, 1, 4, 4)
@@ -80,14 +92,19 @@ def test_what_is_throttled_no_more_has_its_share_again():
     planned = adapting(throttle("worker1", 4, 2, **{"for": "300ms"}))
     found = of(run(planned), "repartition")
     assert len(found) >= 2
-    assert cuts_of(found[-1]["partition"]) == slowed(planned, 1, 1, 1).least_bottleneck()
+    assert (
+        cuts_of(found[-1]["partition"]) == slowed(planned, 1, 1, 1).least_bottleneck()
+    )
 
 
 def test_a_repartition_loses_no_batch_and_moves_but_the_missing_units():
     planned = adapting(devices=UNEQUAL)
     outcome = run(planned)
     reference = Reference(planned).replay(outcome, 36)
-    assert all(torch.equal(outcome.weights[name], tensor) for name, tensor in reference.newest.items())
+    assert all(
+        torch.equal(outcome.weights[name], tensor)
+        for name, tensor in reference.newest.items()
+    )
     first = of(outcome, "repartition")[0]
     old, new = (
         {unit: device for device, *ends in each["partition"] for unit in range(*ends)}
@@ -96,7 +113,9 @@ def test_a_repartition_loses_no_batch_and_moves_but_the_missing_units():
     problem = problem_of(planned)[0]
     units = problem.model.units
     missing = [units[unit] for unit in new if old[unit] != new[unit]]
-    received = [each["bytes"] for each in of(outcome, "receive") if each["message"] == "unit"]
+    received = [
+        each["bytes"] for each in of(outcome, "receive") if each["message"] == "unit"
+    ]
     state = costs.state_bytes(missing, problem.training)
     assert len(received) == len(missing) > 0
     assert state < sum(received) < state + 700 * len(missing)  # headers
@@ -108,7 +127,9 @@ def test_the_busiest_stage_hardly_ever_rests():
     figures = figures_of(planned, run(planned))
     pipeline = slowed(planned, 1, 4, 4)
     assert figures["busiest_share"] >= 0.95
-    assert figures["step_time_after"] == pytest.approx(pipeline.batch_time(pipeline.least_bottleneck()), rel=0.02)
+    assert figures["step_time_after"] == pytest.approx(
+        pipeline.batch_time(pipeline.least_bottleneck()), rel=0.02
+    )
 
 
 @pytest.mark.parametrize(("chain", "everything"), [(4, 8), (4, 0), (0, 8), (0, 0)])
@@ -132,5 +153,7 @@ def test_replicas_take_no_more_memory_than_was_planned(chain, everything, monkey
     cuts = [cuts_of(each["partition"]) for each in of(outcome, "stretch")]
     pipeline = pipeline_over(problem, NAMES)
     for stage, name in enumerate(NAMES):
-        assert most[name] <= max(pipeline.extra(stage, *each[stage : stage + 2]) for each in cuts), name
+        assert most[name] <= max(
+            pipeline.extra(stage, *each[stage : stage + 2]) for each in cuts
+        ), name
     assert most["source"] >= 0.6 * pipeline.extra(0, *cuts[-1][:2])

@@ -9,14 +9,29 @@ import torch
 from testbed.scenario.schema import Scenario
 from tests.helpers.delayed import Reference, stretches
 from tests.helpers.runs import of, run, scenario
-from tests.helpers.schedules import DEVICES, METHOD, MODEL, STEPS, WORKERS, during, random_keys
+from tests.helpers.schedules import (
+    DEVICES,
+    METHOD,
+    MODEL,
+    STEPS,
+    WORKERS,
+    during,
+    random_keys,
+)
 
 SEEDS = int(os.environ.get("RANDOM_FAULTS", "24"))
 """How many random schedules; all that there are to be is 200."""
 
 
 def disturbed(*faults, method=METHOD, steps=STEPS, **keys):
-    return run(scenario(workload={"steps": steps, "model": MODEL}, method={**METHOD, **method}, faults=faults, **keys))
+    return run(
+        scenario(
+            workload={"steps": steps, "model": MODEL},
+            method={**METHOD, **method},
+            faults=faults,
+            **keys,
+        )
+    )
 
 
 def assert_right(outcome, steps=STEPS, **keys):
@@ -24,7 +39,9 @@ def assert_right(outcome, steps=STEPS, **keys):
     assert outcome.status == "finished", outcome.error
     assert {step["step"] for step in of(outcome, "step")} == set(range(steps))
     assert len(of(outcome, "evaluate")) == 1
-    reference = Reference(scenario(workload={"steps": steps, "model": MODEL}, **keys)).replay(outcome, steps)
+    reference = Reference(
+        scenario(workload={"steps": steps, "model": MODEL}, **keys)
+    ).replay(outcome, steps)
     assert outcome.weights.keys() == reference.newest.keys()
     for name, tensor in reference.newest.items():
         assert torch.equal(outcome.weights[name], tensor), name
@@ -33,7 +50,9 @@ def assert_right(outcome, steps=STEPS, **keys):
 
 
 def recovered(outcome):
-    return [event for event in of(outcome, "recovery") if event["phase"] == "repartitioned"]
+    return [
+        event for event in of(outcome, "recovery") if event["phase"] == "repartitioned"
+    ]
 
 
 @pytest.mark.parametrize("victim", WORKERS)
@@ -41,7 +60,11 @@ def recovered(outcome):
 def test_worker_killed_for_good(method, victim):
     given = {"name": method, "chain_every": 4, "global_every": 8, "patience": "500ms"}
     fault = {"kill": victim, "when": during(victim, "backward", 13)}
-    outcome = run(scenario(workload={"steps": STEPS, "model": MODEL}, method=given, faults=[fault]))
+    outcome = run(
+        scenario(
+            workload={"steps": STEPS, "model": MODEL}, method=given, faults=[fault]
+        )
+    )
     if method != "ftpipehd":
         assert_right(outcome)
         assert stretches(outcome)[-1][0] == 12
@@ -58,14 +81,18 @@ def test_worker_killed_for_good(method, victim):
 @pytest.mark.parametrize("also", [False, True])
 @pytest.mark.parametrize("batch", [2, 13, 34])
 def test_central_node_dies_and_comes_back(batch, also):
-    faults = [{"kill": "source", "when": during("source", "forward", batch), "for": "1s"}]
+    faults = [
+        {"kill": "source", "when": during("source", "forward", batch), "for": "1s"}
+    ]
     if also:
         faults.append({"kill": "worker1", "when": during("source", "forward", batch)})
     outcome = disturbed(*faults)
     assert_right(outcome)
     _, decided, *_ = of(outcome, "recovery")
     assert decided["case"] == ("redistribute" if also else "restart")
-    assert decided["step"] == max(0, batch - 3) // 4 * 4  # what was replicated, wherever; nothing starts over
+    assert (
+        decided["step"] == max(0, batch - 3) // 4 * 4
+    )  # what was replicated, wherever; nothing starts over
     assert ("worker1" in [device for device, _, _ in decided["partition"]]) is not also
 
 
@@ -80,9 +107,15 @@ def test_random_faults(seed):
 def test_with_one_batch_in_flight_a_fault_changes_nothing():
     """Nothing of what was undone is left, and nothing is missing: as if nobody had died."""
     calm = disturbed(method={"in_flight": 1})
-    killed = disturbed({"kill": "worker2", "when": during("worker2", "update", 17)}, method={"in_flight": 1})
+    killed = disturbed(
+        {"kill": "worker2", "when": during("worker2", "update", 17)},
+        method={"in_flight": 1},
+    )
     assert of(killed, "recovery")
-    assert all(torch.equal(tensor, killed.weights[name]) for name, tensor in calm.weights.items())
+    assert all(
+        torch.equal(tensor, killed.weights[name])
+        for name, tensor in calm.weights.items()
+    )
     assert of(killed, "evaluate") == of(calm, "evaluate")
 
 
@@ -98,10 +131,14 @@ def test_worker_that_came_back_empty_is_filled_again():
 
 def test_two_neighbours_at_once_go_back_to_the_global_replica():
     when = during("worker2", "backward", 14)
-    outcome = disturbed({"kill": "worker1", "when": when}, {"kill": "worker2", "when": when})
+    outcome = disturbed(
+        {"kill": "worker1", "when": when}, {"kill": "worker2", "when": when}
+    )
     assert_right(outcome)
     (decided,) = recovered(outcome)
-    assert decided["step"] == 8  # the chain's replica after batch 12 is not whole any more
+    assert (
+        decided["step"] == 8
+    )  # the chain's replica after batch 12 is not whole any more
     assert [device for device, _, _ in decided["partition"]] == ["source", "worker3"]
 
 
@@ -111,28 +148,49 @@ def test_replaced_worker_joins_again_or_is_turned_away(name):
     given = {"name": name, "chain_every": 4, "global_every": 8, "patience": "500ms"}
     method = {**METHOD, "return_window": "0s"} if name == "ftpipehd" else given
     steps = 150
-    outcome = run(scenario(workload={"steps": steps, "model": MODEL}, method=method, faults=[fault], speed="2mflops"))
+    outcome = run(
+        scenario(
+            workload={"steps": steps, "model": MODEL},
+            method=method,
+            faults=[fault],
+            speed="2mflops",
+        )
+    )
     assert_right(outcome, steps)
-    members = [[device for device, _, _ in partition] for _, _, partition in stretches(outcome)]
+    members = [
+        [device for device, _, _ in partition] for _, _, partition in stretches(outcome)
+    ]
     assert ["source", "worker1", "worker3"] in members
     assert ("worker2" in members[-1]) is (name == "ftpipehd")
     words = [event["text"] for event in of(outcome, "log")]
-    assert any("worker2" in text and ("joins" if name == "ftpipehd" else "cannot join") in text for text in words)
+    assert any(
+        "worker2" in text and ("joins" if name == "ftpipehd" else "cannot join") in text
+        for text in words
+    )
 
 
 @pytest.mark.parametrize("span", ["keep", "load"])
 def test_worker_dies_while_the_partition_changes(span):
-    devices = {name: {"speed": "2mflops"} for name in DEVICES[:3]} | {"worker3": {"speed": "200kflops"}}
+    devices = {name: {"speed": "2mflops"} for name in DEVICES[:3]} | {
+        "worker3": {"speed": "200kflops"}
+    }
     calm = disturbed(devices=devices)
     assert of(calm, "repartition")
-    when = {"device": "source", "event": "repartition"} if span == "load" else {"device": "worker1", "begins": span}
+    when = (
+        {"device": "source", "event": "repartition"}
+        if span == "load"
+        else {"device": "worker1", "begins": span}
+    )
     outcome = disturbed({"kill": "worker1", "when": when}, devices=devices)
     assert_right(outcome)
     assert recovered(outcome)
 
 
 def test_throttled_device_is_noticed_at_the_next_point():
-    fault = {"throttle": {"device": "worker1", "slowdown": 8}, "when": during("worker1", "forward", 13)}
+    fault = {
+        "throttle": {"device": "worker1", "slowdown": 8},
+        "when": during("worker1", "forward", 13),
+    }
     outcome = disturbed(fault, steps=60, speed="2mflops")
     assert_right(outcome, 60)
     change = next(event for event in of(outcome, "repartition") if event["step"] > 13)
@@ -142,9 +200,14 @@ def test_throttled_device_is_noticed_at_the_next_point():
 
 
 def test_too_few_devices_is_said():
-    devices = {name: {"speed": "20mflops", "memory": "199kB" if name == "source" else "150kB"} for name in DEVICES}
+    devices = {
+        name: {"speed": "20mflops", "memory": "199kB" if name == "source" else "150kB"}
+        for name in DEVICES
+    }
     when = during("worker2", "backward", 13)
-    outcome = disturbed(*({"kill": worker, "when": when} for worker in WORKERS), devices=devices)
+    outcome = disturbed(
+        *({"kill": worker, "when": when} for worker in WORKERS), devices=devices
+    )
     assert outcome.status == "failed"
     assert "not enough devices: " in outcome.error
     assert "fit" in outcome.error  # and what would be enough
@@ -152,9 +215,17 @@ def test_too_few_devices_is_said():
 
 def test_worker_restarts_between_the_drain_and_the_change():
     """It answers in time, but has lost the state that the others have: nothing may be skipped for that."""
-    devices = {name: {"speed": "2mflops"} for name in DEVICES[:3]} | {"worker3": {"speed": "200kflops"}}
-    fault = {"kill": "worker1", "when": {"device": "source", "begins": "keep"}, "for": "100ms"}
-    outcome = disturbed(fault, devices=devices, method={"patience": "5s", "repartition_first": 6})
+    devices = {name: {"speed": "2mflops"} for name in DEVICES[:3]} | {
+        "worker3": {"speed": "200kflops"}
+    }
+    fault = {
+        "kill": "worker1",
+        "when": {"device": "source", "begins": "keep"},
+        "for": "100ms",
+    }
+    outcome = disturbed(
+        fault, devices=devices, method={"patience": "5s", "repartition_first": 6}
+    )
     assert_right(outcome)
     (decided,) = recovered(outcome)
     assert decided["case"] == "refill"
@@ -164,57 +235,100 @@ def test_worker_restarts_between_the_drain_and_the_change():
 def test_two_runs_with_faults_are_identical():
     one, other = (run(scenario(**random_keys(3))) for _ in range(2))
     assert of(one, "recovery")
-    assert [event.to_json() for event in one.events] == [event.to_json() for event in other.events]
+    assert [event.to_json() for event in one.events] == [
+        event.to_json() for event in other.events
+    ]
 
 
 @pytest.mark.parametrize("returns", [False, True])
-@pytest.mark.parametrize("when", [{"device": "source", "event": "recovery"}, {"device": "worker3", "begins": "load"}])
+@pytest.mark.parametrize(
+    "when",
+    [
+        {"device": "source", "event": "recovery"},
+        {"device": "worker3", "begins": "load"},
+    ],
+)
 def test_worker_dies_while_another_is_recovered_from(when, returns):
     second = {"kill": "worker3", "when": when, **({"for": "500ms"} if returns else {})}
-    outcome = disturbed({"kill": "worker1", "when": during("worker1", "backward", 13)}, second)
+    outcome = disturbed(
+        {"kill": "worker1", "when": during("worker1", "backward", 13)}, second
+    )
     assert_right(outcome)
 
 
 def test_what_a_replaced_worker_still_says_is_refused():
     """Cut off, it trains on with what it has; healed, it must not be heard as the stage that it no longer is."""
-    fault = {"partition": [["worker2"]], "when": during("worker2", "forward", 13), "for": "4s"}
+    fault = {
+        "partition": [["worker2"]],
+        "when": during("worker2", "forward", 13),
+        "for": "4s",
+    }
     outcome = disturbed(fault, steps=120, speed="2mflops")
     assert_right(outcome, 120)
-    members = [{device for device, _, _ in partition} for _, _, partition in stretches(outcome)]
+    members = [
+        {device for device, _, _ in partition} for _, _, partition in stretches(outcome)
+    ]
     assert {"source", "worker1", "worker3"} in members
     assert "worker2" in members[-1]
 
 
-@pytest.mark.parametrize("ends", [{"between": ["worker1", "worker2"]}, {"from": "worker2", "to": "worker1"}])
+@pytest.mark.parametrize(
+    "ends", [{"between": ["worker1", "worker2"]}, {"from": "worker2", "to": "worker1"}]
+)
 def test_two_neighbours_that_never_reach_each_other_are_parted(ends):
     """Already while they measure the link between them: nobody is silent, nothing moves."""
     outcome = disturbed({"flap": {**ends, "down": "10h", "up": "1s"}, "at": "1ms"})
     assert_right(outcome)
     assert any("worker2 is excluded" in event["text"] for event in of(outcome, "log"))
-    assert [device for device, _, _ in stretches(outcome)[-1][2]] == ["source", "worker1", "worker3"]
+    assert [device for device, _, _ in stretches(outcome)[-1][2]] == [
+        "source",
+        "worker1",
+        "worker3",
+    ]
 
 
 def test_a_device_that_is_too_slow_to_reach_is_done_without():
     """It answers whenever it is waited for, and is late again as soon as it is a stage: neither a failure nor a way."""
-    slow = {"degrade": {"device": "worker2", "rate": "8kbit", "delay": "100ms"}, "at": "1ms"}
+    slow = {
+        "degrade": {"device": "worker2", "rate": "8kbit", "delay": "100ms"},
+        "at": "1ms",
+    }
     outcome = disturbed(slow, method={"patience": "100ms", "return_window": "5s"})
     assert_right(outcome)
-    assert [device for device, _, _ in stretches(outcome)[-1][2]] == ["source", "worker1", "worker3"]
+    assert [device for device, _, _ in stretches(outcome)[-1][2]] == [
+        "source",
+        "worker1",
+        "worker3",
+    ]
 
 
 def test_replicas_are_not_asked_of_who_is_not_reached():
     """Who came back empty is to be filled by a neighbour that it does not reach any more; that one is no stage then."""
-    killed = {"kill": "worker1", "when": during("source", "forward", 22), "for": "100ms"}
-    cut = {"flap": {"between": ["worker1", "worker2"], "down": "10h", "up": "1s"}, "after": "200ms"}
+    killed = {
+        "kill": "worker1",
+        "when": during("source", "forward", 22),
+        "for": "100ms",
+    }
+    cut = {
+        "flap": {"between": ["worker1", "worker2"], "down": "10h", "up": "1s"},
+        "after": "200ms",
+    }
     outcome = disturbed(killed, cut, method={"global_every": 0, "return_window": "5s"})
     assert_right(outcome)
     assert len(recovered(outcome)) == 2
-    assert [device for device, _, _ in stretches(outcome)[-1][2]] == ["source", "worker1", "worker3"]
+    assert [device for device, _, _ in stretches(outcome)[-1][2]] == [
+        "source",
+        "worker1",
+        "worker3",
+    ]
 
 
 def test_no_batch_that_is_gone_on_from_is_missing_in_the_record():
     """The last stage does not reach the central node any more, which then dies: what was replicated has been said."""
-    cut = {"flap": {"from": "worker3", "to": "source", "down": "10h", "up": "1s"}, "for": "3s"}
+    cut = {
+        "flap": {"from": "worker3", "to": "source", "down": "10h", "up": "1s"},
+        "for": "3s",
+    }
     cut["when"] = during("worker3", "forward", 1)
     killed = {"kill": "source", "after": "1s", "for": "4s"}
     outcome = disturbed(cut, killed, method={"patience": "5s"})
@@ -225,13 +339,26 @@ def test_no_batch_that_is_gone_on_from_is_missing_in_the_record():
 @pytest.mark.parametrize("victim", ["worker1", "source"])
 def test_what_is_drawn_and_normalised_is_as_if_nothing_had_been_undone(victim):
     """Dropout draws again what it drew; running averages and momentum come back with the weights."""
-    work = {"steps": 14, "model": {"name": "mobilenetv2", "width": 0.1}, "batch_size": 8}
+    work = {
+        "steps": 14,
+        "model": {"name": "mobilenetv2", "width": 0.1},
+        "batch_size": 8,
+    }
     fault = {"kill": victim, "when": during(victim, "backward", 10), "for": "1s"}
-    planned = scenario(2, "200mflops", work, {**METHOD, "return_window": "5s", "aggregate": 1}, faults=[fault])
+    planned = scenario(
+        2,
+        "200mflops",
+        work,
+        {**METHOD, "return_window": "5s", "aggregate": 1},
+        faults=[fault],
+    )
     outcome = run(planned)
     assert len(stretches(outcome)) > 1
     reference = Reference(planned).replay(outcome, 14, aggregate=1)
-    assert all(torch.equal(outcome.weights[name], tensor) for name, tensor in reference.newest.items())
+    assert all(
+        torch.equal(outcome.weights[name], tensor)
+        for name, tensor in reference.newest.items()
+    )
     for name, tensor in reference.model.named_buffers():
         torch.testing.assert_close(outcome.weights[name], tensor)
 
@@ -253,24 +380,39 @@ def test_who_comes_back_is_waited_for_before_it_is_counted_in(workers, delay):
             network={"link": {"rate": "20mbit", "delay": "2ms"}, "links": [far]},
         )
     )
-    members = [[device for device, _, _ in partition] for _, _, partition in stretches(outcome)]
+    members = [
+        [device for device, _, _ in partition] for _, _, partition in stretches(outcome)
+    ]
     assert any(last not in each for each in members)
     assert last in members[-1]
-    assert all(one != other for (*_, one), (*_, other) in pairwise(stretches(outcome)))  # no change in vain
+    assert all(
+        one != other for (*_, one), (*_, other) in pairwise(stretches(outcome))
+    )  # no change in vain
 
 
 def test_the_central_node_gone_for_good_is_said_in_one_line():
     outcome = disturbed({"kill": "source", "when": during("source", "forward", 13)})
     assert outcome.status == "failed"
-    assert outcome.error == "source is down; it leads the run: end its fault by 'for', or restart it"
+    assert (
+        outcome.error
+        == "source is down; it leads the run: end its fault by 'for', or restart it"
+    )
 
 
 @pytest.mark.parametrize(("copies", "step"), [(1, 0), (2, 12)])
 def test_as_many_copies_as_neighbours_that_are_lost_at_once(copies, step):
     when = during("worker2", "backward", 14)
-    given = {"name": "respipe", "chain_every": 4, "copies": copies, "patience": "500ms", "return_window": "0s"}
+    given = {
+        "name": "respipe",
+        "chain_every": 4,
+        "copies": copies,
+        "patience": "500ms",
+        "return_window": "0s",
+    }
     faults = [{"kill": "worker1", "when": when}, {"kill": "worker2", "when": when}]
-    outcome = run(scenario(workload={"steps": STEPS, "model": MODEL}, method=given, faults=faults))
+    outcome = run(
+        scenario(workload={"steps": STEPS, "model": MODEL}, method=given, faults=faults)
+    )
     assert_right(outcome)
     (decided,) = recovered(outcome)
     assert decided["step"] == step
@@ -280,17 +422,34 @@ def test_a_batch_that_ends_while_silent_devices_are_waited_for_is_recorded():
     """Training goes on after a batch whose last gradient left just before the others were cut off: it has to count."""
     names = ("source", "w0", "w1", "w2", "w3")
     speeds = {"w2": {"speed": "300mflops"}, "w3": {"speed": "100mflops"}}
-    method = {"name": "ftpipehd", "patience": "200ms", "return_window": "3s", "chain_every": 1, "in_flight": 3}
+    method = {
+        "name": "ftpipehd",
+        "patience": "200ms",
+        "return_window": "3s",
+        "chain_every": 1,
+        "in_flight": 3,
+    }
     planned = Scenario.model_validate(
         {
             "name": "test",
             "devices": {name: speeds.get(name, {}) for name in names},
             "workload": {
                 "model": {"name": "mlp", "hidden": [12, 10, 8, 8]},
-                "method": {**method, "evaluate_every": 5, "profile_runs": 1, "repartition_first": 1},
+                "method": {
+                    **method,
+                    "evaluate_every": 5,
+                    "profile_runs": 1,
+                    "repartition_first": 1,
+                },
                 "steps": 23,
             },
-            "faults": [{"partition": [["w1", "w3"]], "when": during("w3", "backward", 2), "for": "2.5s"}],
+            "faults": [
+                {
+                    "partition": [["w1", "w3"]],
+                    "when": during("w3", "backward", 2),
+                    "for": "2.5s",
+                }
+            ],
         }
     )
     outcome = run(planned)

@@ -5,7 +5,11 @@ import pytest
 from tests.helpers.delayed import stretches
 from tests.helpers.runs import of, run, scenario
 from tests.helpers.schedules import during
-from tests.testbed.ml.pipeline.test_async_faults import assert_right, disturbed, recovered
+from tests.testbed.ml.pipeline.test_async_faults import (
+    assert_right,
+    disturbed,
+    recovered,
+)
 
 METHOD = {
     "name": "ftpipehd",
@@ -16,27 +20,49 @@ METHOD = {
     "global_every": 50,
     "patience": "10s",
 }
-WORK = {"model": {"name": "mlp", "hidden": [24, 20, 20, 16, 16, 12, 12, 12]}, "batch_size": 13}
+WORK = {
+    "model": {"name": "mlp", "hidden": [24, 20, 20, 16, 16, 12, 12, 12]},
+    "batch_size": 13,
+}
 SLOW = "60kbit"
 
 
 def two(steps, *faults, method=(), workers=2, **keys):
     """Two or three equal devices."""
-    return scenario(workers, "20mflops", WORK | {"steps": steps}, METHOD | dict(method), faults=faults, **keys)
+    return scenario(
+        workers,
+        "20mflops",
+        WORK | {"steps": steps},
+        METHOD | dict(method),
+        faults=faults,
+        **keys,
+    )
 
 
 def partitions(outcome):
-    return [(step, [tuple(stage) for stage in partition]) for step, _, partition in stretches(outcome)]
+    return [
+        (step, [tuple(stage) for stage in partition])
+        for step, _, partition in stretches(outcome)
+    ]
 
 
 def rates(outcome):
-    return {(each["source"], each["destination"]): each["rate"] for each in of(outcome, "bandwidth")}
+    return {
+        (each["source"], each["destination"]): each["rate"]
+        for each in of(outcome, "bandwidth")
+    }
 
 
 def test_a_link_that_is_degraded_in_mid_run_is_measured_again_and_the_partition_follows():
-    slow = {"degrade": {"between": ["source", "worker1"], "rate": SLOW}, "when": during("source", "backward", 8)}
+    slow = {
+        "degrade": {"between": ["source", "worker1"], "rate": SLOW},
+        "when": during("source", "backward", 8),
+    }
     traffic = {"objective": "traffic"}
-    network = {"link": {"rate": "20mbit"}, "links": [{"between": ["source", "worker1"], "rate": SLOW}]}
+    network = {
+        "link": {"rate": "20mbit"},
+        "links": [{"between": ["source", "worker1"], "rate": SLOW}],
+    }
     outcome = run(two(70, slow, method=traffic))
     always = run(two(70, network=network, method=traffic))
     assert outcome.status == "finished", outcome.error
@@ -47,17 +73,39 @@ def test_a_link_that_is_degraded_in_mid_run_is_measured_again_and_the_partition_
 
 
 def test_who_is_lost_over_a_slow_link_is_not_taken_back_over_it_again_and_again():
-    slow = {"degrade": {"between": ["source", "worker1"], "rate": SLOW}, "when": during("source", "backward", 8)}
-    outcome = run(two(245, slow, method={"chain_every": 50, "global_every": 100, "patience": "500ms"}))
+    slow = {
+        "degrade": {"between": ["source", "worker1"], "rate": SLOW},
+        "when": during("source", "backward", 8),
+    }
+    outcome = run(
+        two(
+            245,
+            slow,
+            method={"chain_every": 50, "global_every": 100, "patience": "500ms"},
+        )
+    )
     assert outcome.status == "finished", outcome.error
     assert len(recovered(outcome)) <= 2
-    assert [device for device, *_ in partitions(outcome)[-1][1]] == ["source", "worker2"]
+    assert [device for device, *_ in partitions(outcome)[-1][1]] == [
+        "source",
+        "worker2",
+    ]
 
 
 def test_the_link_between_new_neighbours_is_measured_after_a_loss():
-    network = {"link": {"rate": "20mbit"}, "links": [{"between": ["source", "worker2"], "rate": "100kbit"}]}
+    network = {
+        "link": {"rate": "20mbit"},
+        "links": [{"between": ["source", "worker2"], "rate": "100kbit"}],
+    }
     killed = {"kill": "worker1", "when": during("worker1", "backward", 55)}
-    outcome = run(two(100, killed, network=network, method={"patience": "500ms", "objective": "traffic"}))
+    outcome = run(
+        two(
+            100,
+            killed,
+            network=network,
+            method={"patience": "500ms", "objective": "traffic"},
+        )
+    )
     left = {"source": {"speed": "20mflops"}, "worker2": {"speed": "20mflops"}}
     fresh = run(two(30, network=network, devices=left, method={"objective": "traffic"}))
     assert outcome.status == "finished", outcome.error
@@ -71,31 +119,48 @@ def test_a_device_that_is_off_at_the_start_costs_seconds():
     assert [device for device, *_ in partitions(outcome)[0][1]] == ["source", "worker2"]
     assert of(outcome, "bandwidth")
     assert next(event.time for event in outcome.events if event.event == "step") < 8
-    assert any("worker1 did not answer in 5 s" in event["text"] for event in of(outcome, "log"))
+    assert any(
+        "worker1 did not answer in 5 s" in event["text"] for event in of(outcome, "log")
+    )
 
 
 def test_who_was_off_at_the_start_joins_when_it_comes():
     outcome = run(two(400, {"kill": "worker1", "at": "0s", "for": "6s"}))
     assert outcome.status == "finished", outcome.error
-    assert [device for device, *_ in partitions(outcome)[-1][1]] == ["source", "worker1", "worker2"]
+    assert [device for device, *_ in partitions(outcome)[-1][1]] == [
+        "source",
+        "worker1",
+        "worker2",
+    ]
 
 
 def test_a_device_that_was_cut_off_from_its_neighbour_comes_back_when_the_link_heals():
-    cut = {"flap": {"between": ["worker1", "worker2"], "down": "10h", "up": "1s"}, "for": "3s"}
+    cut = {
+        "flap": {"between": ["worker1", "worker2"], "down": "10h", "up": "1s"},
+        "for": "3s",
+    }
     cut["when"] = during("worker1", "backward", 13)
     outcome = disturbed(cut, steps=120, speed="2mflops")
     assert_right(outcome, 120)
-    members = [[device for device, _, _ in partition] for _, _, partition in stretches(outcome)]
+    members = [
+        [device for device, _, _ in partition] for _, _, partition in stretches(outcome)
+    ]
     assert ["source", "worker1", "worker3"] in members
     assert "worker2" in members[-1]
 
 
 def test_when_all_answer_again_as_they_were_nothing_is_done_again():
     """The fault handler's first case: training goes on with the batch whose gradients did not come."""
-    paused = {"partition": [["worker2"]], "when": during("worker2", "backward", 13), "for": "4s"}
+    paused = {
+        "partition": [["worker2"]],
+        "when": during("worker2", "backward", 13),
+        "for": "4s",
+    }
     outcome = disturbed(paused, method={"return_window": "10s"})
     assert_right(outcome)
-    assert [step["step"] for step in of(outcome, "step")] == list(range(len(of(outcome, "step"))))
+    assert [step["step"] for step in of(outcome, "step")] == list(
+        range(len(of(outcome, "step")))
+    )
     (decided,) = recovered(outcome)
     assert decided["case"] == "restart"
 
@@ -103,7 +168,10 @@ def test_when_all_answer_again_as_they_were_nothing_is_done_again():
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_both_ways_of_a_link_share_counts_half(shared):
     """The factor 2 of equation (5), by what the links are."""
-    radio = {"link": {"delay": "1ms"}, "cells": [{"devices": ["source", "worker1"], "rate": "10mbit"}]}
+    radio = {
+        "link": {"delay": "1ms"},
+        "cells": [{"devices": ["source", "worker1"], "rate": "10mbit"}],
+    }
     network = radio if shared else {"link": {"rate": "10mbit", "delay": "1ms"}}
     found = rates(run(two(12, network=network, workers=1)))
     for rate in found.values():

@@ -42,10 +42,17 @@ def measured(name, rate="100mbit", devices=UNEQUAL, kill=None, steps=60):
     partition = stretches(outcome)[-1][2]
     names = [device for device, _, _ in partition]
     speeds = [problem.device(name).speed for name in names]
-    pipeline = pipeline_over(problem, names, capacities=[speeds[0] / speed for speed in speeds])
+    pipeline = pipeline_over(
+        problem, names, capacities=[speeds[0] / speed for speed in speeds]
+    )
     cuts = (0, *(last for _, _, last in partition))
     method = METHODS[name]
-    return outcome, metrics(outcome, trial.experiment, method.plan(problem), method.declared), pipeline, cuts
+    return (
+        outcome,
+        metrics(outcome, trial.experiment, method.plan(problem), method.declared),
+        pipeline,
+        cuts,
+    )
 
 
 @pytest.mark.parametrize("rate", ["100mbit", "20mbit"])
@@ -53,8 +60,14 @@ def test_adapting_pays_as_much_as_predicted(rate):
     times, predicted = {}, {}
     for name in ("pipedream", "ftpipehd"):
         _, figures, pipeline, cuts = measured(name, rate)
-        times[name], predicted[name] = figures.get("step_time_after", figures["step_time"]), pipeline.bottleneck(cuts)
-    gained, possible = times["pipedream"] / times["ftpipehd"], predicted["pipedream"] / predicted["ftpipehd"]
+        times[name], predicted[name] = (
+            figures.get("step_time_after", figures["step_time"]),
+            pipeline.bottleneck(cuts),
+        )
+    gained, possible = (
+        times["pipedream"] / times["ftpipehd"],
+        predicted["pipedream"] / predicted["ftpipehd"],
+    )
     assert gained >= 0.97 * possible
     assert 5 < possible < divisible_limit([1, 1, 0.1]) == pytest.approx(7.0)
 
@@ -68,7 +81,9 @@ def test_after_a_fault_it_is_as_fast_as_without_the_lost_one():
     _, figures, *_ = measured("ftpipehd", kill="d1")
     left = (("d0", "50mflops"), ("d2", "5mflops"))
     _, fresh, *_ = measured("ftpipehd", devices=left)
-    assert figures["step_time_after"] == pytest.approx(fresh["step_time_after"], rel=0.05)
+    assert figures["step_time_after"] == pytest.approx(
+        fresh["step_time_after"], rel=0.05
+    )
 
 
 def test_taking_over_is_no_match_for_redistribution():
@@ -83,16 +98,31 @@ def test_recovery_takes_as_long_as_what_it_moves(kill):
     devices = tuple((f"d{index}", "50mflops") for index in range(4))
     outcome, figures, pipeline, cuts = measured("ftpipehd", "5mbit", devices, kill)
     (recovery,) = figures["recovery_list"]
-    assert recovery["struck"] < recovery["detected"] < recovery["repartitioned"] < recovery["redistributed"]
+    assert (
+        recovery["struck"]
+        < recovery["detected"]
+        < recovery["repartitioned"]
+        < recovery["redistributed"]
+    )
     assert recovery["redistributed"] <= recovery["resumed"] < recovery["trained"]
     # The replica was after batch 30, batch 35 had begun: what is done again counts.
-    again = [event.time for event in outcome.events if event.event == "step" and event.fields["step"] == 35]
-    assert figures["outage"] == again[-1] - recovery["struck"] > recovery["trained"] - recovery["struck"]
+    again = [
+        event.time
+        for event in outcome.events
+        if event.event == "step" and event.fields["step"] == 35
+    ]
+    assert (
+        figures["outage"]
+        == again[-1] - recovery["struck"]
+        > recovery["trained"] - recovery["struck"]
+    )
     moved = defaultdict(float)
     for event in outcome.events:
         late = recovery["detected"] < event.time < recovery["trained"]
         if late and event.event == "receive" and event.fields["message"] == "unit":
-            moved[event.fields["peer"], event.device] += wire_bytes(event.fields["bytes"])
+            moved[event.fields["peer"], event.device] += wire_bytes(
+                event.fields["bytes"]
+            )
     assert figures["recovery_bytes"] == recovery["moved"] > 0
     carrying = 8 * max(moved.values()) / 5e6
     fill = pipeline.passage_costs.of(cuts, lambda one, other: one + other)
@@ -121,7 +151,11 @@ def test_an_evaluation_between_draining_and_moving_is_no_cost_of_the_change():
             "in_flight": 1,
         }
         devices = {device: {"speed": speed} for device, speed in UNEQUAL}
-        outcome = run(scenario(workload={"steps": 6, "model": MODEL}, method=method, devices=devices))
+        outcome = run(
+            scenario(
+                workload={"steps": 6, "model": MODEL}, method=method, devices=devices
+            )
+        )
         (change,) = of(outcome, "repartition")
         costs.append((change["step"], change["seconds"] - change["draining"]))
     assert costs[0] == pytest.approx(costs[1])

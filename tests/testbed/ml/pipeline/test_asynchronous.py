@@ -27,7 +27,9 @@ def order_of(outcome, device):
     return " ".join(
         f"{letters[event.fields['span']]}{event.fields['batch']}"
         for event in outcome.events
-        if event.event == "compute" and event.device == device and event.fields["span"] in letters
+        if event.event == "compute"
+        and event.device == device
+        and event.fields["span"] in letters
     )
 
 
@@ -36,7 +38,9 @@ def test_one_batch_in_flight_is_plain_sgd(workers):
     outcome = trained(workers, method={"in_flight": 1})
     model, losses = plain(scenario(workers))
     assert_equal(outcome.weights, dict(model.state_dict()), 1e-7)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(losses, abs=1e-6)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+        losses, abs=1e-6
+    )
     assert {report["kept"] for report in of(outcome, "versions")} == {1}
 
 
@@ -46,41 +50,82 @@ def test_equals_sgd_with_delayed_gradients(vertical_sync, in_flight):
     outcome = trained(method={"vertical_sync": vertical_sync, "in_flight": in_flight})
     reference = Reference(scenario()).replay(outcome, 12, vertical_sync)
     assert_equal(outcome.weights, reference.newest)
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(reference.losses, abs=1e-6)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+        reference.losses, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("vertical_sync", [True, False])
 @pytest.mark.parametrize("aggregate", [1, 2])
 def test_versions_are_averaged_at_their_interval(aggregate, vertical_sync):
-    outcome = trained(method={"aggregate": aggregate, "vertical_sync": vertical_sync}, workload={"steps": 30})
-    reference = Reference(scenario(workload={"steps": 30})).replay(outcome, 30, vertical_sync, aggregate)
+    outcome = trained(
+        method={"aggregate": aggregate, "vertical_sync": vertical_sync},
+        workload={"steps": 30},
+    )
+    reference = Reference(scenario(workload={"steps": 30})).replay(
+        outcome, 30, vertical_sync, aggregate
+    )
     assert_equal(outcome.weights, reference.newest)
-    alone = trained(method={"vertical_sync": vertical_sync}, workload={"steps": 30}).weights
-    assert any(not torch.equal(outcome.weights[name], tensor) for name, tensor in alone.items())
+    alone = trained(
+        method={"vertical_sync": vertical_sync}, workload={"steps": 30}
+    ).weights
+    assert any(
+        not torch.equal(outcome.weights[name], tensor) for name, tensor in alone.items()
+    )
 
 
-NORMALISED = {"model": {"name": "mobilenetv2", "width": 0.1}, "batch_size": 8, "steps": 5}
+NORMALISED = {
+    "model": {"name": "mobilenetv2", "width": 0.1},
+    "batch_size": 8,
+    "steps": 5,
+}
 """A network with dropout and batch normalisation."""
 
 
 def test_running_statistics_and_dropout_depend_on_the_batches_alone():
     one, other = (
         trained(
-            3, workload=NORMALISED, devices={"source": {"speed": first}, "worker": {"speed": "1gflops", "count": 3}}
+            3,
+            workload=NORMALISED,
+            devices={
+                "source": {"speed": first},
+                "worker": {"speed": "1gflops", "count": 3},
+            },
         )
         for first in ("1gflops", "10mflops")
     )
-    assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
-    counts = {int(tensor) for name, tensor in one.weights.items() if name.endswith("num_batches_tracked")}
+    assert all(
+        torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items()
+    )
+    counts = {
+        int(tensor)
+        for name, tensor in one.weights.items()
+        if name.endswith("num_batches_tracked")
+    }
     assert counts == {5}
 
 
 def test_undone_forwards_leave_no_trace_in_running_statistics():
-    method = {"in_flight": 1, "chain_every": 2, "patience": "500ms", "return_window": "5s"}
-    fault = {"kill": "worker1", "when": {"device": "worker1", "begins": "backward", "batch": 3}, "for": "1s"}
-    disturbed, calm = (trained(2, workload=NORMALISED, method=method, faults=list(f)) for f in ([fault], []))
+    method = {
+        "in_flight": 1,
+        "chain_every": 2,
+        "patience": "500ms",
+        "return_window": "5s",
+    }
+    fault = {
+        "kill": "worker1",
+        "when": {"device": "worker1", "begins": "backward", "batch": 3},
+        "for": "1s",
+    }
+    disturbed, calm = (
+        trained(2, workload=NORMALISED, method=method, faults=list(f))
+        for f in ([fault], [])
+    )
     assert [event["step"] for event in of(disturbed, "recovery")][-1] == 2
-    assert all(torch.equal(tensor, disturbed.weights[name]) for name, tensor in calm.weights.items())
+    assert all(
+        torch.equal(tensor, disturbed.weights[name])
+        for name, tensor in calm.weights.items()
+    )
 
 
 def test_forwards_and_backwards_alternate():
@@ -92,9 +137,14 @@ def test_forwards_and_backwards_alternate():
 
 def test_batches_under_way_use_no_more_versions_than_stages_are_left():
     reports = of(trained(), "versions")
-    assert [report["allowed"] for report in sorted(reports, key=lambda report: report["stage"])] == [4, 3, 2, 1]
+    assert [
+        report["allowed"]
+        for report in sorted(reports, key=lambda report: report["stage"])
+    ] == [4, 3, 2, 1]
     assert all(report["in_use"] == report["allowed"] for report in reports)
-    assert {report["kept"] for report in reports} == {4}  # later batches use what the first stage has by then
+    assert {report["kept"] for report in reports} == {
+        4
+    }  # later batches use what the first stage has by then
     for report in of(trained(method={"vertical_sync": False}), "versions"):
         assert report["in_use"] == report["kept"] == report["allowed"]
 
@@ -113,11 +163,20 @@ def test_evaluations_drain_the_pipeline():
 
 def test_two_runs_are_identical():
     one, other = (trained(method={"chain_every": 4}) for _ in range(2))
-    assert [event.to_json() for event in one.events] == [event.to_json() for event in other.events]
-    assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
+    assert [event.to_json() for event in one.events] == [
+        event.to_json() for event in other.events
+    ]
+    assert all(
+        torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items()
+    )
 
 
 def test_speeds_change_times_and_nothing_else():
-    devices = {"source": {"speed": "20mflops"}, "worker": {"speed": "1mflops", "count": 3}}
+    devices = {
+        "source": {"speed": "20mflops"},
+        "worker": {"speed": "1mflops", "count": 3},
+    }
     one, other = trained(), trained(devices=devices)
-    assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
+    assert all(
+        torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items()
+    )

@@ -45,7 +45,10 @@ def plan_over(names):
     if len(names) < 2:
         raise InputError("it takes two devices")
     order = [name for name in NAMES if name in names]
-    return [Piece(device=name, first=at, last=at + 1, memory=0) for at, name in enumerate(order)]
+    return [
+        Piece(device=name, first=at, last=at + 1, memory=0)
+        for at, name in enumerate(order)
+    ]
 
 
 class Stage:
@@ -68,18 +71,32 @@ def recovering(lead, faults=(), window=2.0):
             holder = RoleHolder(mailbox, "lead")
 
             def role_of(configure):
-                configured.append((device.name, configure.given, sorted(configure.state)))
+                configured.append(
+                    (device.name, configure.given, sorted(configure.state))
+                )
                 return Stage()
 
             holder.follow(Configure, role_of)
             if device.name != "lead":
                 await holder.serve()
-            timeouts = Timeouts(patience=1, return_window=window, standstill=3, startup=1)
-            problem = SimpleNamespace(devices=[SimpleNamespace(name=name) for name in NAMES])
-            supervisor = Supervisor(mailbox, holder.presence, problem, timeouts, lambda part: 0)
+            timeouts = Timeouts(
+                patience=1, return_window=window, standstill=3, startup=1
+            )
+            problem = SimpleNamespace(
+                devices=[SimpleNamespace(name=name) for name in NAMES]
+            )
+            supervisor = Supervisor(
+                mailbox, holder.presence, problem, timeouts, lambda part: 0
+            )
 
             def configure(part, state):
-                return Configure(mailbox.configuration, supervisor.stages, 10, state is not None, state or {})
+                return Configure(
+                    mailbox.configuration,
+                    supervisor.stages,
+                    10,
+                    state is not None,
+                    state or {},
+                )
 
             policy = CheckpointRecovery(supervisor, configure, plan_over, 2, None)
             supervisor.start(plan_over(NAMES))
@@ -94,7 +111,9 @@ async def checkpoint(policy, supervisor):
     """Complete a checkpoint of step 4."""
     for unit in (0, 1):
         state = {f"{unit}.w": torch.tensor(float(unit))}
-        supervisor.mailbox.post("lead", UnitState(supervisor.mailbox.configuration, 4, unit, state))
+        supervisor.mailbox.post(
+            "lead", UnitState(supervisor.mailbox.configuration, 4, unit, state)
+        )
     assert policy.checkpoint.step == 4
 
 
@@ -113,7 +132,9 @@ def test_those_left_go_on_from_the_last_checkpoint():
 
     configured = recovering(lead, [{"kill": "two", "at": "1s"}])
     assert sorted(configured[:3]) == [(name, False, []) for name in NAMES]
-    assert sorted(configured[3:]) == [(name, True, ["0.w", "1.w"]) for name in ("lead", "one")]
+    assert sorted(configured[3:]) == [
+        (name, True, ["0.w", "1.w"]) for name in ("lead", "one")
+    ]
 
 
 def test_a_device_that_is_back_in_time_has_its_part_again():
@@ -121,7 +142,9 @@ def test_a_device_that_is_back_in_time_has_its_part_again():
         await policy.recover(await lose(supervisor), 0)
         await policy.establish()
 
-    configured = recovering(lead, [{"kill": "two", "at": "1s", "for": "100ms"}], window=9)
+    configured = recovering(
+        lead, [{"kill": "two", "at": "1s", "for": "100ms"}], window=9
+    )
     assert sorted(name for name, *_ in configured[3:]) == [*NAMES]
 
 

@@ -36,8 +36,12 @@ def forwarded(lead, faults=()):
     async def coordinate(device):
         async with Mailbox(device, {}, FORWARD_KINDS) as mailbox:
             presence = Presence(mailbox, "lead", lambda: Status(mailbox.configuration))
-            problem = SimpleNamespace(devices=[SimpleNamespace(name=name) for name in DEVICES])
-            supervisor = Supervisor(mailbox, presence, problem, Timeouts(1, 2, 3, 1), lambda part: 0)
+            problem = SimpleNamespace(
+                devices=[SimpleNamespace(name=name) for name in DEVICES]
+            )
+            supervisor = Supervisor(
+                mailbox, presence, problem, Timeouts(1, 2, 3, 1), lambda part: 0
+            )
             supervisor.start([Piece(device="stage", first=0, last=1, memory=0)])
             await lead(supervisor)
 
@@ -47,18 +51,29 @@ def forwarded(lead, faults=()):
             while True:
                 given = await mailbox.take(Activation)
                 await device.sleep(0.1)
-                behind = sum(mailbox.holds(Activation, (given.work, batch, 0)) for batch in range(10))
+                behind = sum(
+                    mailbox.holds(Activation, (given.work, batch, 0))
+                    for batch in range(10)
+                )
                 most[0] = max(most[0], 1 + behind)
                 outputs = given.tensor.flatten(1)
-                mailbox.post("lead", Output(given.configuration, given.work, given.batch, outputs))
+                mailbox.post(
+                    "lead",
+                    Output(given.configuration, given.work, given.batch, outputs),
+                )
 
-    return simulate(dict(zip(DEVICES, (coordinate, answer), strict=True)), faults=faults), most[0]
+    return simulate(
+        dict(zip(DEVICES, (coordinate, answer), strict=True)), faults=faults
+    ), most[0]
 
 
 def test_no_more_batches_are_under_way_than_asked():
     async def lead(supervisor):
         images = Requests(DATA, 2, 5).images
-        found = [index async for index, _ in forward_all(supervisor, "infer", range(5), 3, images)]
+        found = [
+            index
+            async for index, _ in forward_all(supervisor, "infer", range(5), 3, images)
+        ]
         assert found == list(range(5))
         assert supervisor.progress == 5
 
@@ -81,26 +96,41 @@ def test_requests_of_a_lost_stage_are_left_or_given_up(gives_up):
 
     async def lead(supervisor):
         workload = SimpleNamespace(batch_size=2, requests=4)
-        problem = SimpleNamespace(workload=workload, model=SimpleNamespace(detector=None), training=sgd())
-        serving = Serving(supervisor, SimpleNamespace(dataset=DATA, problem=problem), 2, gives_up)
+        problem = SimpleNamespace(
+            workload=workload, model=SimpleNamespace(detector=None), training=sgd()
+        )
+        serving = Serving(
+            supervisor, SimpleNamespace(dataset=DATA, problem=problem), 2, gives_up
+        )
         assert serving.start == 0
         with pytest.raises(Lost, match="stage"):
             await serving.run()
         left.append(serving.start)
 
     world, _ = forwarded(lead, faults=[{"kill": "stage", "at": "300ms"}])
-    answered = [event.fields["request"] for event in world.events if event.event == "request"]
-    failed = [event.fields["request"] for event in world.events if event.event == "failed"]
+    answered = [
+        event.fields["request"] for event in world.events if event.event == "request"
+    ]
+    failed = [
+        event.fields["request"] for event in world.events if event.event == "failed"
+    ]
     assert answered
     assert failed == ([len(answered), len(answered) + 1] if gives_up else [])
     assert left == [len(answered) + len(failed)]
 
 
 def test_a_stage_is_told_its_units_of_a_state_and_nothing_of_the_seeds():
-    supervisor = SimpleNamespace(mailbox=SimpleNamespace(configuration=3), stages=[("a", 0, 1), ("b", 1, 3)])
+    supervisor = SimpleNamespace(
+        mailbox=SimpleNamespace(configuration=3), stages=[("a", 0, 1), ("b", 1, 3)]
+    )
     part = Piece(device="b", first=1, last=3, memory=0)
     state = {f"{unit}.weight": torch.zeros(1) for unit in range(3)}
     told = configure_stage(supervisor, 9, part, state)
-    assert (told.configuration, told.steps, told.given, sorted(told.state)) == (3, 9, True, ["1.weight", "2.weight"])
+    assert (told.configuration, told.steps, told.given, sorted(told.state)) == (
+        3,
+        9,
+        True,
+        ["1.weight", "2.weight"],
+    )
     fresh = configure_stage(supervisor, 9, part, None)
     assert (fresh.given, fresh.state) == (False, {})

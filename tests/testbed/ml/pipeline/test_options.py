@@ -15,7 +15,9 @@ from testbed.ml.pipeline.planning import SynchronousOptions
         ({"schedule": "model-parallelism", "micro_batches": 7}, 7),
     ],
 )
-def test_micro_batches_default_to_those_of_the_schedule(options, micro_batches: int) -> None:
+def test_micro_batches_default_to_those_of_the_schedule(
+    options, micro_batches: int
+) -> None:
     assert SynchronousOptions(**options).micro_batches == micro_batches
 
 

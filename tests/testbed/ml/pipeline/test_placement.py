@@ -53,7 +53,11 @@ def test_given_weights_come_from_the_central_node():
 
 
 def test_after_the_last_batch_the_central_node_gathers_everything():
-    inventory = {"a": [(1, 100, [0, 1])], "b": [(1, 100, [2, 3])], "c": [(1, 100, [2, 3, 4, 5])]}
+    inventory = {
+        "a": [(1, 100, [0, 1])],
+        "b": [(1, 100, [2, 3])],
+        "c": [(1, 100, [2, 3, 4, 5])],
+    }
     found = placed(inventory)
     assert found.needs["a"].local == (0, 1)
     assert found.needs["a"].fetch == {"b": (2, 3), "c": (4, 5)}
@@ -64,7 +68,10 @@ def test_every_stage_has_its_units_from_one_state(data):
     """Whatever is where: each unit of each stage is local or fetched from who has it, all of one whole state."""
     points = st.sampled_from([(1, 10), (1, 20), (2, 30), (2, 40), (1, 30)])
     inventory = {
-        name: [(*point, data.draw(st.sets(st.integers(0, 5)))) for point in data.draw(st.sets(points))]
+        name: [
+            (*point, data.draw(st.sets(st.integers(0, 5))))
+            for point in data.draw(st.sets(points))
+        ]
         for name in data.draw(st.sets(st.sampled_from("abc"))) | {"a"}
     }
     lineage = LINEAGE.branch(20, 2)
@@ -74,7 +81,12 @@ def test_every_stage_has_its_units_from_one_state(data):
         return
     assert found.point in lineage
     having = {
-        name: {unit for made, step, units in held if Point(made, step) == found.point for unit in units}
+        name: {
+            unit
+            for made, step, units in held
+            if Point(made, step) == found.point
+            for unit in units
+        }
         for name, held in inventory.items()
     }
     for device, need in found.needs.items():
@@ -120,15 +132,23 @@ def test_the_disk_gives_back_what_it_got():
     replicas.put(Point(9, 20), {}, [1])
     again.load(decode(bytearray(encode(replicas.dump(), "source"))).message)
     assert again.inventory() == replicas.inventory()
-    assert torch.equal(again.state(Point(7, 10), [3])["3.0.weight"], torch.full((2, 2), 3.0))
+    assert torch.equal(
+        again.state(Point(7, 10), [3])["3.0.weight"], torch.full((2, 2), 3.0)
+    )
 
 
 def test_what_was_undone_is_void():
     lineage = Lineage().branch(0, 1).branch(12, 5).branch(8, 9)
     # Configuration 1 from 0 on, 5 from 12 on; then back to 8, which configuration 1 had made.
     assert lineage.begun == ((1, 0), (9, 8))
-    assert all(point in lineage for point in (BEGINNING, Point(1, 4), Point(1, 8), Point(9, 9), Point(9, 100)))
-    assert not any(point in lineage for point in (Point(1, 9), Point(5, 14), Point(9, 8), Point(2, 3)))
+    assert all(
+        point in lineage
+        for point in (BEGINNING, Point(1, 4), Point(1, 8), Point(9, 9), Point(9, 100))
+    )
+    assert not any(
+        point in lineage
+        for point in (Point(1, 9), Point(5, 14), Point(9, 8), Point(2, 3))
+    )
     assert lineage.point(8) == Point(1, 8)
     assert lineage.point(9) == Point(9, 9)
     assert lineage.point(0) == BEGINNING
@@ -143,7 +163,9 @@ def test_each_step_is_of_one_configuration(jumps):
         lineage = lineage.branch(step, configuration)
         reached = step + jump % 7
     for step in range(1, reached + 1):
-        makers = [made for made in range(1, len(jumps) + 1) if Point(made, step) in lineage]
+        makers = [
+            made for made in range(1, len(jumps) + 1) if Point(made, step) in lineage
+        ]
         if step <= reached and makers:
             assert lineage.point(step).configuration in makers
             assert len(makers) == 1

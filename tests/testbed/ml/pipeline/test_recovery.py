@@ -40,7 +40,10 @@ class EvenPartitioner:
 
     def pieces(self, partition):
         ends = zip(partition.devices, partition.cuts, partition.cuts[1:], strict=False)
-        return tuple(Piece(device=name, first=first, last=last, memory=0) for name, first, last in ends)
+        return tuple(
+            Piece(device=name, first=first, last=last, memory=0)
+            for name, first, last in ends
+        )
 
 
 class Stage:
@@ -66,12 +69,19 @@ def recovering(lead, faults=(), silent=(), window=4.0):
         store = ReplicaStore(mailbox)
 
         def with_replicas(status):
-            return Status(status.holds, status.actions, status.computing, store.replicas.inventory())
+            return Status(
+                status.holds,
+                status.actions,
+                status.computing,
+                store.replicas.inventory(),
+            )
 
         holder = RoleHolder(mailbox, "lead", with_replicas)
 
         def role_of(prepare):
-            found.prepared.append((mailbox.device.name, prepare.step, prepare.seeded, prepare.fetch))
+            found.prepared.append(
+                (mailbox.device.name, prepare.step, prepare.seeded, prepare.fetch)
+            )
             return Stage()
 
         holder.follow(Prepare, role_of)
@@ -81,15 +91,21 @@ def recovering(lead, faults=(), silent=(), window=4.0):
     async def coordinate(device):
         async with Mailbox(device, {}, ASYNCHRONOUS_KINDS) as mailbox:
             holder, store = take_part(mailbox)
-            timeouts = Timeouts(patience=1, return_window=window, standstill=3, startup=1)
+            timeouts = Timeouts(
+                patience=1, return_window=window, standstill=3, startup=1
+            )
             specs = tuple(SimpleNamespace(name=name) for name in NAMES)
             problem = SimpleNamespace(
                 devices=specs,
                 model=SimpleNamespace(units=range(UNITS)),
                 options=SimpleNamespace(selection=2.0, fetch="local-first"),
             )
-            supervisor = Supervisor(mailbox, holder.presence, problem, timeouts, lambda part: 0)
-            job = SimpleNamespace(problem=problem, plan=SimpleNamespace(pieces=pieces), weights=None)
+            supervisor = Supervisor(
+                mailbox, holder.presence, problem, timeouts, lambda part: 0
+            )
+            job = SimpleNamespace(
+                problem=problem, plan=SimpleNamespace(pieces=pieces), weights=None
+            )
             found.policy = ReplicaRecovery(supervisor, store, partitioner, job, STEPS)
             found.supervisor, found.replicas = supervisor, store.replicas
             await lead(found)
@@ -119,7 +135,11 @@ async def lose(run):
 
 
 def phases(run, name):
-    return [event.fields for event in run.world.events if event.event == "recovery" and event.fields["phase"] == name]
+    return [
+        event.fields
+        for event in run.world.events
+        if event.event == "recovery" and event.fields["phase"] == name
+    ]
 
 
 def test_a_beginning_is_the_planned_partition_from_the_seed_and_committed_once_all_are_ready():
@@ -145,7 +165,9 @@ def test_after_a_loss_the_others_go_on_from_the_newest_state_that_is_whole_and_f
         await begin(run)
         configuration = run.supervisor.mailbox.configuration
         run.replicas.put(Point(configuration, 8), state_of(range(UNITS)), range(UNITS))
-        run.replicas.put(Point(configuration, 12), state_of([0]), [0])  # of the others' there is nothing
+        run.replicas.put(
+            Point(configuration, 12), state_of([0]), [0]
+        )  # of the others' there is nothing
         run.supervisor.progress = 13
         await run.policy.recover(await lose(run), 13)
         await run.policy.establish()
@@ -180,7 +202,9 @@ def test_a_device_that_comes_back_empty_within_the_window_keeps_its_units():
         await run.policy.recover(await lose(run), 9)
         await run.policy.establish()
 
-    run = recovering(lead, faults=[{"kill": "two", "at": "1s", "for": "100ms"}], window=9)
+    run = recovering(
+        lead, faults=[{"kill": "two", "at": "1s", "for": "100ms"}], window=9
+    )
     assert run.policy.partition == StagePartition(NAMES, (0, 1, 2, 3))
     assert ("two", 8, False, {"lead": [2]}) in run.prepared
     (repartitioned,) = phases(run, "repartitioned")
@@ -219,7 +243,9 @@ def test_too_few_devices_end_the_run_with_a_reason():
         await run.policy.recover(await lose(run), 1)
 
     faults = [{"kill": "one", "at": "1s"}, {"kill": "two", "at": "1s"}]
-    with pytest.raises(TestbedError, match="not enough devices: a pipeline has two stages"):
+    with pytest.raises(
+        TestbedError, match="not enough devices: a pipeline has two stages"
+    ):
         recovering(lead, faults=faults, window=0)
 
 

@@ -7,8 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.ml.partition.redistribution import StagePartition, needs
-from testbed.ml.pipeline.placement import FailureCase, classify_failure, held_at, resume_point
-from testbed_ftpipehd.method import AdaptivePartitioner, FTPipeHDOptions, estimate, worthwhile
+from testbed.ml.pipeline.placement import (
+    FailureCase,
+    classify_failure,
+    held_at,
+    resume_point,
+)
+from testbed_ftpipehd.method import (
+    AdaptivePartitioner,
+    FTPipeHDOptions,
+    estimate,
+    worthwhile,
+)
 from tests.helpers.replicated import chained, gathered, without
 
 ROW = StagePartition(("centre", "one", "two", "three"), (0, 2, 4, 6, 8))
@@ -16,7 +26,14 @@ ROW = StagePartition(("centre", "one", "two", "three"), (0, 2, 4, 6, 8))
 
 def test_the_papers_schedule() -> None:
     options = FTPipeHDOptions()
-    assert [done for done in range(301) if options.chain_due(done)] == [50, 100, 150, 200, 250, 300]
+    assert [done for done in range(301) if options.chain_due(done)] == [
+        50,
+        100,
+        150,
+        200,
+        250,
+        300,
+    ]
     assert [done for done in range(301) if options.global_due(done)] == [100, 200, 300]
     assert not FTPipeHDOptions(chain_every=0, global_every=0).chain_due(50)
     assert looked_for(options) == [10, 100, 200, 300]
@@ -30,7 +47,10 @@ def looked_for(options: FTPipeHDOptions) -> list[int]:
 
 
 def inventory(states: dict[int, dict[str, set[int]]]) -> dict[str, dict[int, set[int]]]:
-    return {device: {done: held[device] for done, held in states.items() if device in held} for device in ROW.devices}
+    return {
+        device: {done: held[device] for done, held in states.items() if device in held}
+        for device in ROW.devices
+    }
 
 
 def test_what_training_resumes_from() -> None:
@@ -38,24 +58,49 @@ def test_what_training_resumes_from() -> None:
     whole = inventory({0: initial, 100: gathered(ROW), 150: chained(ROW)})
 
     def after(*lost: str) -> int | None:
-        return resume_point({device: held for device, held in whole.items() if device not in lost}, 8)
+        return resume_point(
+            {device: held for device, held in whole.items() if device not in lost}, 8
+        )
 
     assert after() == after("one") == after("three") == after("one", "three") == 150
     # Neighbours hold each other's replica: then the central node's, which is older.
-    assert after("one", "two") == after("two", "three") == after("one", "two", "three") == 100
+    assert (
+        after("one", "two")
+        == after("two", "three")
+        == after("one", "two", "three")
+        == 100
+    )
     # A replication that was cut off is no state to resume from, but one that lacks nothing is.
-    partial = {device: set(units) for device, units in chained(ROW).items() if device != "three"}
+    partial = {
+        device: set(units)
+        for device, units in chained(ROW).items()
+        if device != "three"
+    }
     partial["centre"] -= {6, 7}
-    cut_off = {device: {**held, 200: partial.get(device, set())} for device, held in whole.items()}
+    cut_off = {
+        device: {**held, 200: partial.get(device, set())}
+        for device, held in whole.items()
+    }
     assert resume_point(cut_off, 8) == 150
     partial["centre"] |= {6, 7}
-    assert resume_point({device: {**held, 200: partial.get(device, set())} for device, held in whole.items()}, 8) == 200
+    assert (
+        resume_point(
+            {
+                device: {**held, 200: partial.get(device, set())}
+                for device, held in whole.items()
+            },
+            8,
+        )
+        == 200
+    )
     assert resume_point({}, 8) is None
     assert resume_point(inventory({0: initial}), 8) == 0
     assert held_at(whole, 0) == initial
 
 
-def test_a_state_older_than_the_partition_is_found_under_the_one_that_replicated_it() -> None:
+def test_a_state_older_than_the_partition_is_found_under_the_one_that_replicated_it() -> (
+    None
+):
     """Replicated after 200 batches, repartitioned after 210, a death after 230."""
     now = StagePartition(("centre", "one", "three"), (0, 1, 3, 8))
     plan = needs(ROW, now, without(chained(ROW), ["two"]), local_first=True)
@@ -68,15 +113,22 @@ def test_a_state_older_than_the_partition_is_found_under_the_one_that_replicated
 def test_the_three_cases() -> None:
     stages = {"one": 0.5, "two": 0.6, "three": 0.7}
     assert classify_failure(stages, stages) == FailureCase("restart", (), ())
-    assert classify_failure(stages, {**stages, "spare": 3.0}) == FailureCase("restart", (), ())
+    assert classify_failure(stages, {**stages, "spare": 3.0}) == FailureCase(
+        "restart", (), ()
+    )
     empty = classify_failure(stages, {**stages, "two": 9.0})
     assert empty == FailureCase("refill", (), ("two",))
     assert empty.lost == ("two",)
-    assert classify_failure(stages, {"one": 0.5, "three": 0.7}) == FailureCase("redistribute", ("two",), ())
+    assert classify_failure(stages, {"one": 0.5, "three": 0.7}) == FailureCase(
+        "redistribute", ("two",), ()
+    )
     both = classify_failure(stages, {"one": 8.0})
     assert both == FailureCase("redistribute", ("two", "three"), ("one",))
     assert both.lost == ("two", "three", "one")
-    assert classify_failure(stages, {"one": 8.0, "two": 9.0, "three": 0.7}).case == "redistribute"
+    assert (
+        classify_failure(stages, {"one": 8.0, "two": 9.0, "three": 0.7}).case
+        == "redistribute"
+    )
     assert classify_failure({}, {}).case == "restart"
 
 
@@ -88,8 +140,13 @@ def test_capacities_follow_from_what_is_observed() -> None:
         estimate(execution, (0, 2, 4), (3.0,))
 
 
-@given(st.lists(st.floats(0.1, 10), min_size=3, max_size=8), st.lists(st.floats(0.05, 20), min_size=2, max_size=2))
-def test_estimates_recover_the_capacities_that_made_the_times(execution: list[float], true: list[float]) -> None:
+@given(
+    st.lists(st.floats(0.1, 10), min_size=3, max_size=8),
+    st.lists(st.floats(0.05, 20), min_size=2, max_size=2),
+)
+def test_estimates_recover_the_capacities_that_made_the_times(
+    execution: list[float], true: list[float]
+) -> None:
     cuts = (0, 1, 2, len(execution))
     observed = [
         capacity * sum(execution[first:last])

@@ -20,7 +20,13 @@ CUTS = (0, 1, UNITS)
 OPTIMIZER = sgd(learning_rate=0.1)
 WORKLOAD = SimpleNamespace(training=OPTIMIZER.part, numerics="full")
 DEVICE = SimpleNamespace(precision="f32")
-PROBLEM = SimpleNamespace(model=MODEL, seed=1, training=OPTIMIZER, workload=WORKLOAD, device=lambda name: DEVICE)
+PROBLEM = SimpleNamespace(
+    model=MODEL,
+    seed=1,
+    training=OPTIMIZER,
+    workload=WORKLOAD,
+    device=lambda name: DEVICE,
+)
 NAMES = ("first", "last")
 IMAGES = torch.linspace(-1, 1, 32).reshape(8, 1, 2, 2)
 LABELS = torch.arange(8) % 3
@@ -64,7 +70,9 @@ def trained(actions, micros=4, recompute=False, ends_at=None):
     def program(index):
         async def run(device):
             async with Mailbox(device, {}, SYNCHRONOUS_KINDS) as mailbox:
-                stage = Stage(mailbox, PROBLEM, StagePosition(0, "first", stages, index, 1))
+                stage = Stage(
+                    mailbox, PROBLEM, StagePosition(0, "first", stages, index, 1)
+                )
                 policy = policies[index] = Plain(stage, ends_at)
                 policy.recompute = recompute
                 await stage.prepare()
@@ -72,10 +80,14 @@ def trained(actions, micros=4, recompute=False, ends_at=None):
                     mailbox.post("last", Labels(0, 0, LABELS))
                     for micro in range(micros if ends_at is None else ends_at):
                         part = IMAGES[micro * 8 // micros : (micro + 1) * 8 // micros]
-                        mailbox.post("first", Activation(0, "train", 0, micro, micros, 8, part))
+                        mailbox.post(
+                            "first", Activation(0, "train", 0, micro, micros, 8, part)
+                        )
                 await run_schedule(stage, policy, actions(index))
                 states[index] = stage.shard.state()
-                await device.sleep(1 + index)  # what was posted is withdrawn when the mailbox closes
+                await device.sleep(
+                    1 + index
+                )  # what was posted is withdrawn when the mailbox closes
 
         return run
 
@@ -86,7 +98,10 @@ def trained(actions, micros=4, recompute=False, ends_at=None):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_any_schedule_makes_the_update_of_the_whole_batch(name, recompute):
-    policies, states = trained(lambda index: [*SCHEDULES[name](2, index, 4), Action("update", 0)], recompute=recompute)
+    policies, states = trained(
+        lambda index: [*SCHEDULES[name](2, index, 4), Action("update", 0)],
+        recompute=recompute,
+    )
     whole = Shard(MODEL, 0, UNITS, 1, OPTIMIZER)
     loss = whole.forward_loss(0, IMAGES, LABELS, 8)
     whole.backward(0)
@@ -98,7 +113,9 @@ def test_any_schedule_makes_the_update_of_the_whole_batch(name, recompute):
 
 
 def test_actions_are_done_in_the_order_of_the_schedule():
-    policies, _ = trained(lambda index: [*SCHEDULES["gpipe"](2, index, 4), Action("update", 0)])
+    policies, _ = trained(
+        lambda index: [*SCHEDULES["gpipe"](2, index, 4), Action("update", 0)]
+    )
     assert policies[0].done == ["F0", "F1", "F2", "F3", "B3", "B2", "B1", "B0", "U0"]
 
 

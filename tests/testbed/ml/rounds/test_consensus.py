@@ -15,8 +15,16 @@ from tests.helpers import recorded
 
 def test_the_distance_is_the_root_of_the_mean_squared_euclidean_one() -> None:
     states = [
-        {"0.weight": torch.tensor([[1.0, 2.0]]), "0.bias": torch.tensor([0.0]), "seen": torch.tensor(3)},
-        {"0.weight": torch.tensor([[4.0, 6.0]]), "0.bias": torch.tensor([0.0]), "seen": torch.tensor(9)},
+        {
+            "0.weight": torch.tensor([[1.0, 2.0]]),
+            "0.bias": torch.tensor([0.0]),
+            "seen": torch.tensor(3),
+        },
+        {
+            "0.weight": torch.tensor([[4.0, 6.0]]),
+            "0.bias": torch.tensor([0.0]),
+            "seen": torch.tensor(9),
+        },
     ]
     mean = average(states, [1, 1])
     # They are 5 apart, each 2.5 from the middle; what is counted, and not trained, is no distance.
@@ -32,14 +40,31 @@ def test_of_unlike_distances_the_squares_are_averaged() -> None:
 
 def test_figures_are_those_of_the_last_time() -> None:
     scored = [
-        Event(1.5, "a", "consensus", {"step": 1, "accuracies": {"a": 0.1, "b": 0.2}, "distance": 9.0}),
-        Event(2.5, "a", "consensus", {"step": 2, "accuracies": {"a": 0.5, "b": 0.9}, "distance": 4.0}),
+        Event(
+            1.5,
+            "a",
+            "consensus",
+            {"step": 1, "accuracies": {"a": 0.1, "b": 0.2}, "distance": 9.0},
+        ),
+        Event(
+            2.5,
+            "a",
+            "consensus",
+            {"step": 2, "accuracies": {"a": 0.5, "b": 0.9}, "distance": 4.0},
+        ),
     ]
-    events = sorted([*recorded.events(faulty=False), *scored], key=lambda event: event.time)
-    found = {figure.name: figure.compute(recorded.calm_record(events=events)) for figure in CONSENSUS.figures}
+    events = sorted(
+        [*recorded.events(faulty=False), *scored], key=lambda event: event.time
+    )
+    found = {
+        figure.name: figure.compute(recorded.calm_record(events=events))
+        for figure in CONSENSUS.figures
+    }
     assert found == {
         "consensus_distance": 4.0,
         "mean_device_accuracy": pytest.approx(0.7),
         "least_device_accuracy": 0.5,
     }
-    assert {figure.compute(recorded.calm_record()) for figure in CONSENSUS.figures} == {None}
+    assert {figure.compute(recorded.calm_record()) for figure in CONSENSUS.figures} == {
+        None
+    }

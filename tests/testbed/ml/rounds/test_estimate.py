@@ -4,7 +4,15 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.ml.rounds.estimate import KINDS, GraphStage, Kind, ends, iteration_time, previous, stages
+from testbed.ml.rounds.estimate import (
+    KINDS,
+    GraphStage,
+    Kind,
+    ends,
+    iteration_time,
+    previous,
+    stages,
+)
 
 
 def edges(count: int) -> set[tuple[GraphStage, GraphStage]]:
@@ -14,7 +22,11 @@ def edges(count: int) -> set[tuple[GraphStage, GraphStage]]:
     lanes: list[list[GraphStage]] = [
         [("forward", n) for n in numbers] + [("backward", n) for n in numbers],
         [("upload", n) for n in numbers],
-        [stage for n in numbers for stage in (("server forward", n), ("server backward", n))],  # type: ignore[misc]
+        [
+            stage
+            for n in numbers
+            for stage in (("server forward", n), ("server backward", n))
+        ],  # type: ignore[misc]
         [("download", n) for n in numbers],
         *([(kind, n) for kind in KINDS] for n in numbers),
     ]
@@ -37,11 +49,16 @@ def longest_path(durations: dict[Kind, float], count: int) -> float:
     return max(begin + durations[kind] for (kind, _), begin in begins.items())
 
 
-def test_the_time_of_an_iteration_is_the_longest_path_through_the_graph_in_1000_cases() -> None:
+def test_the_time_of_an_iteration_is_the_longest_path_through_the_graph_in_1000_cases() -> (
+    None
+):
     draw = random.Random(10)
     for _ in range(1000):
         count = draw.randint(1, 12)
-        durations: dict[Kind, float] = {kind: draw.choice([0.0, draw.random(), 10 * draw.random()]) for kind in KINDS}
+        durations: dict[Kind, float] = {
+            kind: draw.choice([0.0, draw.random(), 10 * draw.random()])
+            for kind in KINDS
+        }
         expected = longest_path(durations, count)
         assert abs(iteration_time(durations, count) - expected) <= 1e-9 * expected
 
@@ -51,15 +68,23 @@ def test_previous_stages_are_those_of_table_1() -> None:
     assert previous(("forward", 3), 3) == (("forward", 2),)
     assert set(previous(("upload", 2), 3)) == {("upload", 1), ("forward", 2)}
     assert previous(("server forward", 1), 3) == (("upload", 1),)
-    assert set(previous(("server forward", 3), 3)) == {("upload", 3), ("server backward", 2)}
+    assert set(previous(("server forward", 3), 3)) == {
+        ("upload", 3),
+        ("server backward", 2),
+    }
     assert previous(("server backward", 2), 3) == (("server forward", 2),)
-    assert set(previous(("download", 3), 3)) == {("download", 2), ("server backward", 3)}
+    assert set(previous(("download", 3), 3)) == {
+        ("download", 2),
+        ("server backward", 3),
+    }
     assert set(previous(("backward", 1), 3)) == {("forward", 3), ("download", 1)}
     assert set(previous(("backward", 2), 3)) == {("backward", 1), ("download", 2)}
 
 
 def test_one_mini_batch_passes_all_stages_one_after_the_other() -> None:
-    durations: dict[Kind, float] = {kind: float(place) for place, kind in enumerate(KINDS, 1)}
+    durations: dict[Kind, float] = {
+        kind: float(place) for place, kind in enumerate(KINDS, 1)
+    }
     assert iteration_time(durations, 1) == 21.0
 
 

@@ -39,7 +39,10 @@ def module(name: str) -> ModuleType:
 
 
 def ready(name: str, **changes) -> Prepared:
-    values = {key: json.loads(each) if str(each).startswith(("[", "{")) else each for key, each in changes.items()}
+    values = {
+        key: json.loads(each) if str(each).startswith(("[", "{")) else each
+        for key, each in changes.items()
+    }
     given = {key.replace("__", "."): value for key, value in values.items()}
     (trial,) = trials(load(EXAMPLES / f"{name}.yaml", given))
     return prepare(trial)
@@ -57,7 +60,8 @@ def same(one: Outcome, other: Outcome, tolerance: float = 0.0) -> bool:
     assert one.weights is not None
     assert other.weights is not None
     return all(
-        torch.allclose(tensor, other.weights[name], rtol=0, atol=tolerance) for name, tensor in one.weights.items()
+        torch.allclose(tensor, other.weights[name], rtol=0, atol=tolerance)
+        for name, tensor in one.weights.items()
     )
 
 
@@ -65,20 +69,38 @@ def same(one: Outcome, other: Outcome, tolerance: float = 0.0) -> bool:
 def test_its_file_is_short_and_it_learns(name: str) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LIMITS[name]
     outcome, prepared = run(name), ready(name)
-    figures = metrics(outcome, prepared.experiment, prepared.plan, prepared.method.declared)
+    figures = metrics(
+        outcome, prepared.experiment, prepared.plan, prepared.method.declared
+    )
     assert figures["accuracy"] >= 0.85
 
 
 def test_fedprox_without_its_term_is_federated_averaging_to_the_bit() -> None:
     plain = run("fedprox", workload__steps=60, workload__method__mu=0.0)
-    averaged = run("fedprox", workload__steps=60, workload__method='{"name": "federated", "local_steps": 10}')
+    averaged = run(
+        "fedprox",
+        workload__steps=60,
+        workload__method='{"name": "federated", "local_steps": 10}',
+    )
     assert same(plain, averaged)
-    assert not same(run("fedprox", workload__steps=60, workload__method__mu=1.0), averaged, 1e-3)
+    assert not same(
+        run("fedprox", workload__steps=60, workload__method__mu=1.0), averaged, 1e-3
+    )
 
 
 def test_the_proximal_term_is_the_gradient_of_half_the_squared_distance() -> None:
-    outcome = run("fedprox", workload__steps=2, workload__method__local_steps=2, workload__method__mu=0.7)
-    prepared = ready("fedprox", workload__steps=2, workload__method__local_steps=2, workload__method__mu=0.7)
+    outcome = run(
+        "fedprox",
+        workload__steps=2,
+        workload__method__local_steps=2,
+        workload__method__mu=0.7,
+    )
+    prepared = ready(
+        "fedprox",
+        workload__steps=2,
+        workload__method__local_steps=2,
+        workload__method__mu=0.7,
+    )
     problem, data = prepared.problem, load_data(prepared.scenario.workload.data)
     from testbed.ml.rounds.layers import LocalDataset
 
@@ -92,15 +114,24 @@ def test_the_proximal_term_is_the_gradient_of_half_the_squared_distance() -> Non
         share = LocalDataset(own, 16, 1, problem.seed)
         for step in range(2):
             ((images, labels),) = share.iteration(step)
-            distance = sum(((now - then) ** 2).sum() for now, then in zip(model.parameters(), start, strict=True))
+            distance = sum(
+                ((now - then) ** 2).sum()
+                for now, then in zip(model.parameters(), start, strict=True)
+            )
             optimizer.zero_grad()
-            (torch.nn.functional.cross_entropy(model(images), labels) + 0.35 * distance).backward()
+            (
+                torch.nn.functional.cross_entropy(model(images), labels)
+                + 0.35 * distance
+            ).backward()
             optimizer.step()
         states.append(model.state_dict())
         counts.append(2 * share.mini_batch)
     assert outcome.weights is not None
     for name, found in outcome.weights.items():
-        expected = sum(state[name] * count / sum(counts) for state, count in zip(states, counts, strict=True))
+        expected = sum(
+            state[name] * count / sum(counts)
+            for state, count in zip(states, counts, strict=True)
+        )
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
@@ -109,7 +140,10 @@ def test_fedadam_takes_the_steps_of_its_paper() -> None:
     state = {"w": torch.tensor([1.0, -2.0]), "seen": torch.tensor(3)}
     m, v, expected = torch.zeros(2), torch.full((2,), 1e-6), state["w"].clone()
     for number in range(4):
-        sent = {"w": state["w"] + torch.tensor([0.5, -0.1]) * (number + 1), "seen": torch.tensor(number)}
+        sent = {
+            "w": state["w"] + torch.tensor([0.5, -0.1]) * (number + 1),
+            "seen": torch.tensor(number),
+        }
         change = sent["w"] - state["w"]
         m, v = 0.9 * m + 0.1 * change, 0.99 * v + 0.01 * change**2
         expected = expected + 0.03 * m / (v.sqrt() + 1e-3)
@@ -123,7 +157,11 @@ def test_what_fedadam_keeps_outlives_a_restart_of_the_server() -> None:
     assert same(run("fedadam", workload__steps=80, faults=fault), undisturbed)
 
 
-SCAFFOLD = {"workload__steps": 15, "workload__method__local_steps": 5, "devices__device__count": 3}
+SCAFFOLD = {
+    "workload__steps": 15,
+    "workload__method__local_steps": 5,
+    "devices__device__count": 3,
+}
 
 
 def test_scaffold_computes_what_its_paper_says() -> None:
@@ -131,7 +169,11 @@ def test_scaffold_computes_what_its_paper_says() -> None:
     from testbed.ml.rounds.layers import LocalDataset
 
     outcome, prepared = run("scaffold", **SCAFFOLD), ready("scaffold", **SCAFFOLD)
-    problem, data, rate = prepared.problem, load_data(prepared.scenario.workload.data), 0.05
+    problem, data, rate = (
+        prepared.problem,
+        load_data(prepared.scenario.workload.data),
+        0.05,
+    )
     names = prepared.method.data_owners(problem)
     model = problem.model.build(0, len(problem.model.units), problem.seed)
     x = [each.detach().clone() for each in model.parameters()]
@@ -149,23 +191,34 @@ def test_scaffold_computes_what_its_paper_says() -> None:
                 ((images, labels),) = share.iteration(step)
                 model.zero_grad()
                 torch.nn.functional.cross_entropy(model(images), labels).backward()
-                for weight, all_, one in zip(model.parameters(), c, own[name], strict=True):
+                for weight, all_, one in zip(
+                    model.parameters(), c, own[name], strict=True
+                ):
                     assert weight.grad is not None
                     weight.data -= rate * (weight.grad - one + all_)
             y = [each.detach().clone() for each in model.parameters()]
-            after = [one - all_ + (a - b) / (5 * rate) for one, all_, a, b in zip(own[name], c, x, y, strict=True)]
-            changes.append([new - old for new, old in zip(after, own[name], strict=True)])
+            after = [
+                one - all_ + (a - b) / (5 * rate)
+                for one, all_, a, b in zip(own[name], c, x, y, strict=True)
+            ]
+            changes.append(
+                [new - old for new, old in zip(after, own[name], strict=True)]
+            )
             own[name] = after
             ends.append(y)
         x = [sum(each) / len(names) for each in zip(*ends, strict=True)]
-        c = [old + sum(each) / len(names) for old, *each in zip(c, *changes, strict=True)]
+        c = [
+            old + sum(each) / len(names) for old, *each in zip(c, *changes, strict=True)
+        ]
     assert outcome.weights is not None
     for found, expected in zip(outcome.weights.values(), x, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("victim", ["device2", "server"])
-def test_what_devices_and_server_keep_between_rounds_outlives_their_restart(victim: str) -> None:
+def test_what_devices_and_server_keep_between_rounds_outlives_their_restart(
+    victim: str,
+) -> None:
     fault = f'[{{"kill": "{victim}", "when": {{"device": "server", "event": "evaluate"}}, "for": "1s"}}]'
     struck = run("scaffold", **SCAFFOLD, faults=fault)
     assert len(struck.events.of("fault")) == 2
@@ -174,34 +227,67 @@ def test_what_devices_and_server_keep_between_rounds_outlives_their_restart(vict
 
 
 def test_extra_tensors_have_their_size_without_numbers_and_are_no_weights() -> None:
-    full, timed = run("scaffold", **SCAFFOLD), run("scaffold", **SCAFFOLD, workload__numerics="none", expect="{}")
-    sizes = [[event.fields["bytes"] for event in each.events.of("send")] for each in (full, timed)]
+    full, timed = (
+        run("scaffold", **SCAFFOLD),
+        run("scaffold", **SCAFFOLD, workload__numerics="none", expect="{}"),
+    )
+    sizes = [
+        [event.fields["bytes"] for event in each.events.of("send")]
+        for each in (full, timed)
+    ]
     assert sizes[0] == sizes[1]
     assert full.weights is not None
-    assert set(full.weights) == set(ready("scaffold").problem.model.build(0, 2, 1).state_dict())
+    assert set(full.weights) == set(
+        ready("scaffold").problem.model.build(0, 2, 1).state_dict()
+    )
 
 
-def test_a_device_knows_its_name_the_number_of_devices_and_the_learning_rate_of_the_schedule() -> None:
+def test_a_device_knows_its_name_the_number_of_devices_and_the_learning_rate_of_the_schedule() -> (
+    None
+):
     known = []
     prepared = ready(
-        "scaffold", **SCAFFOLD, workload__training__schedule='{"name": "step", "step_size": 5, "gamma": 0.5}'
+        "scaffold",
+        **SCAFFOLD,
+        workload__training__schedule='{"name": "step", "step_size": 5, "gamma": 0.5}',
     )
 
     async def train(local):
         known.append((local.device, local.devices, local.rate))
         return await train_whole(local)
 
-    method = type("Knows", (type(prepared.method),), {"hooks": lambda self, options: Hooks(train_local=train)})()
-    outcome = simulate(replace(prepared, method=method), load_data(prepared.scenario.workload.data))
+    method = type(
+        "Knows",
+        (type(prepared.method),),
+        {"hooks": lambda self, options: Hooks(train_local=train)},
+    )()
+    outcome = simulate(
+        replace(prepared, method=method), load_data(prepared.scenario.workload.data)
+    )
     assert outcome.status == "finished", outcome.error
     assert known[:3] == [(f"device{number}", 3, 0.05) for number in (1, 2, 3)]
     assert [rate for _, _, rate in known[3::3]] == [0.025, 0.0125]
 
 
-def test_the_first_version_of_fedbuff_with_a_buffer_of_all_devices_is_that_of_federated_averaging() -> None:
-    everyone = {"workload__steps": 10, "workload__data__split": "iid", "devices__slow__speed": "20mflops"}
-    buffered = run("fedbuff", workload__method__buffer=4, workload__method__staleness=0.0, **everyone)
-    averaged = run("fedbuff", workload__method='{"name": "federated", "local_steps": 10}', **everyone)
+def test_the_first_version_of_fedbuff_with_a_buffer_of_all_devices_is_that_of_federated_averaging() -> (
+    None
+):
+    everyone = {
+        "workload__steps": 10,
+        "workload__data__split": "iid",
+        "devices__slow__speed": "20mflops",
+    }
+    buffered = run(
+        "fedbuff",
+        workload__method__buffer=4,
+        workload__method__staleness=0.0,
+        **everyone,
+    )
+    averaged = run(
+        "fedbuff",
+        workload__method='{"name": "federated", "local_steps": 10}',
+        **everyone,
+    )
     assert same(buffered, averaged, 1e-5)
 
 
@@ -215,20 +301,30 @@ def test_fedbuff_does_not_wait_for_the_slow_device() -> None:
 def test_fedbuff_goes_on_after_a_restart(victim: str) -> None:
     fault = f'[{{"kill": "{victim}", "when": {{"device": "server", "event": "step", "batch": 2}}, "for": "500ms"}}]'
     outcome = run("fedbuff", workload__steps=100, faults=fault)
-    assert {event.fields["step"] for event in outcome.events if event.event == "step"} == set(range(10))
+    assert {
+        event.fields["step"] for event in outcome.events if event.event == "step"
+    } == set(range(10))
 
 
 def test_gossip_scores_every_device_and_says_how_far_they_are_from_their_mean() -> None:
-    events = [event.fields for event in run("gossip").events if event.event == "consensus"]
+    events = [
+        event.fields for event in run("gossip").events if event.event == "consensus"
+    ]
     assert [each["step"] for each in events] == list(range(5, 65, 5))
     assert all(len(each["accuracies"]) == 5 for each in events)
     prepared = ready("gossip")
-    figures = metrics(run("gossip"), prepared.experiment, prepared.plan, prepared.method.declared)
+    figures = metrics(
+        run("gossip"), prepared.experiment, prepared.plan, prepared.method.declared
+    )
     assert figures["least_device_accuracy"] == min(events[-1]["accuracies"].values())
     assert figures["consensus_distance"] == events[-1]["distance"] > 0
 
 
 def test_gossip_goes_on_without_a_device_that_is_gone() -> None:
-    outcome = run("gossip", workload__steps=100, faults='[{"kill": "device2", "at": "1s"}]')
-    missed = [event.fields["devices"] for event in outcome.events if event.event == "missed"]
+    outcome = run(
+        "gossip", workload__steps=100, faults='[{"kill": "device2", "at": "1s"}]'
+    )
+    missed = [
+        event.fields["devices"] for event in outcome.events if event.event == "missed"
+    ]
     assert missed[-1] == ["device2"]

@@ -8,7 +8,12 @@ from testbed.network.link import Link
 from testbed.simulation.world import World
 
 NAMES = ("server", "quick", "late")
-LINKS = {(one, other): Link(rate=8e6, delay=0.01) for one in NAMES for other in NAMES if one != other}
+LINKS = {
+    (one, other): Link(rate=8e6, delay=0.01)
+    for one in NAMES
+    for other in NAMES
+    if one != other
+}
 
 
 def test_a_late_device_is_left_out_and_nothing_else_happens() -> None:
@@ -20,7 +25,9 @@ def test_a_late_device_is_left_out_and_nothing_else_happens() -> None:
 
         async with Mailbox(device, LINKS, KINDS) as mailbox:
             rounds = Rounds(mailbox, RoundPolicy(min_updates=1, deadline=1.0), seed=1)
-            updates = await rounds.hold(0, ["quick", "late"], lambda name, number: Begin(number, 0, {}), serve)
+            updates = await rounds.hold(
+                0, ["quick", "late"], lambda name, number: Begin(number, 0, {}), serve
+            )
             assert [update.sender for update in updates] == ["quick"]
             await device.sleep(10)  # it averages, and evaluates
             device.record("averaged")
@@ -43,13 +50,21 @@ def test_a_late_device_is_left_out_and_nothing_else_happens() -> None:
 
         return program
 
-    programs = {"server": server, "quick": participant(0.1), "late": participant(STARTUP + 5.0)}
+    programs = {
+        "server": server,
+        "quick": participant(0.1),
+        "late": participant(STARTUP + 5.0),
+    }
     devices = [DeviceSpec(name, 1e6, 1e9) for name in NAMES]
-    world = World(devices, LINKS, lambda device: programs[device.name](device), "server", seed=1)
+    world = World(
+        devices, LINKS, lambda device: programs[device.name](device), "server", seed=1
+    )
     try:
         world.start()
         world.run()
     finally:
         world.close()
-    assert [event.event for event in world.events if event.event in ("missed", "averaged")] == ["missed", "averaged"]
+    assert [
+        event.event for event in world.events if event.event in ("missed", "averaged")
+    ] == ["missed", "averaged"]
     assert served == ["quick"]

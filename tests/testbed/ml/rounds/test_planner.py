@@ -7,7 +7,13 @@ import pytest
 from testbed.common.errors import InputError
 from testbed.ml.partition.memory import inference_bytes, training_bytes
 from testbed.ml.rounds.estimate import aggregation_time
-from testbed.ml.rounds.planner import ClientPlan, Participants, plan, split_plan, whole_plan
+from testbed.ml.rounds.planner import (
+    ClientPlan,
+    Participants,
+    plan,
+    split_plan,
+    whole_plan,
+)
 from testbed.wire.message import size_around
 from tests.helpers.collaborating import prepared, scenario
 
@@ -17,66 +23,127 @@ def team(method: str = "split-learning", devices: int = 2, **keys) -> Participan
 
 
 def portion(split: int, parallel: int = 1) -> ClientPlan:
-    return ClientPlan(split=split, parallel=parallel, iteration_time=2.0, exchange_time=0.5, iterations=3, epoch=6)
+    return ClientPlan(
+        split=split,
+        parallel=parallel,
+        iteration_time=2.0,
+        exchange_time=0.5,
+        iterations=3,
+        epoch=6,
+    )
 
 
-def test_a_server_that_serves_one_after_the_other_keeps_layers_for_each_split_point() -> None:
+def test_a_server_that_serves_one_after_the_other_keeps_layers_for_each_split_point() -> (
+    None
+):
     """One device has a unit, the others three: what the server trains for them begins there, and it keeps both."""
-    found = split_plan("split-learning", team(devices=3), {"device1": 3, "device2": 1, "device3": 3}, 1)
+    found = split_plan(
+        "split-learning", team(devices=3), {"device1": 3, "device2": 1, "device3": 3}, 1
+    )
     model, batch = team().problem.model, 16
     served = found.of("server")[1:]
-    assert [(piece.first, piece.last, piece.copy_for) for piece in served] == [(3, 3, None), (1, 3, None)]
+    assert [(piece.first, piece.last, piece.copy_for) for piece in served] == [
+        (3, 3, None),
+        (1, 3, None),
+    ]
     # SGD with momentum keeps one value for each parameter.
-    assert [piece.memory for piece in served] == [training_bytes(model, range(first, 3), batch, 1) for first in (3, 1)]
+    assert [piece.memory for piece in served] == [
+        training_bytes(model, range(first, 3), batch, 1) for first in (3, 1)
+    ]
     evaluating = inference_bytes(model, range(3), batch)
     assert found.memory("server") == evaluating + sum(piece.memory for piece in served)
 
 
-def test_devices_with_one_split_point_share_what_the_server_keeps_of_the_largest_mini_batch() -> None:
+def test_devices_with_one_split_point_share_what_the_server_keeps_of_the_largest_mini_batch() -> (
+    None
+):
     found = team(
-        devices=3, workload={"data": {"name": "digits", "train": 46, "test": 8, "split": {"sizes": [20, 8, 16]}}}
+        devices=3,
+        workload={
+            "data": {
+                "name": "digits",
+                "train": 46,
+                "test": 8,
+                "split": {"sizes": [20, 8, 16]},
+            }
+        },
     )
-    made = plan("m", found, dict.fromkeys(found.names, portion(1)), dict.fromkeys(found.names, 1), in_turn=True)
+    made = plan(
+        "m",
+        found,
+        dict.fromkeys(found.names, portion(1)),
+        dict.fromkeys(found.names, 1),
+        in_turn=True,
+    )
     (piece,) = made.of("server")[1:]
     assert piece.memory == training_bytes(found.problem.model, range(1, 3), 16, 1)
 
 
 def test_a_server_that_serves_all_at_once_keeps_a_copy_for_each() -> None:
     found = split_plan("split-federated", team("split-federated", 3), 1, 3)
-    assert [piece.copy_for for piece in found.of("server")[1:]] == ["device1", "device2", "device3"]
+    assert [piece.copy_for for piece in found.of("server")[1:]] == [
+        "device1",
+        "device2",
+        "device3",
+    ]
 
 
-def test_a_round_of_turns_is_as_long_as_all_of_them_and_one_of_all_at_once_as_the_slowest() -> None:
+def test_a_round_of_turns_is_as_long_as_all_of_them_and_one_of_all_at_once_as_the_slowest() -> (
+    None
+):
     found = team(devices=2)
-    portions = {"device1": portion(1), "device2": portion(1).model_copy(update={"iterations": 5})}
+    portions = {
+        "device1": portion(1),
+        "device2": portion(1).model_copy(update={"iterations": 5}),
+    }
     assert [each.round_time for each in portions.values()] == [6.5, 10.5]
     turns = plan("m", found, portions, dict.fromkeys(portions, 1), in_turn=True)
     model, server = found.problem.model, found.server
-    assert turns.step_time == pytest.approx(6.5 + 10.5 + 2 * aggregation_time(model, server, 1))
+    assert turns.step_time == pytest.approx(
+        6.5 + 10.5 + 2 * aggregation_time(model, server, 1)
+    )
     together = plan("m", found, portions, dict.fromkeys(portions, 1))
-    assert together.step_time == pytest.approx(10.5 + aggregation_time(model, server, 2))
+    assert together.step_time == pytest.approx(
+        10.5 + aggregation_time(model, server, 2)
+    )
 
 
 def test_the_best_split_point_is_that_of_the_quickest_epoch() -> None:
     found = team(speed="20kflops", server="20mflops")
     best = split_plan("split-learning", found, "best", 1).details.portions["device1"]
-    each = {split: split_plan("split-learning", found, split, 1).details.portions["device1"] for split in (1, 2, 3)}
-    quickest = min(each, key=lambda split: each[split].iteration_time * each[split].epoch + each[split].exchange_time)
+    each = {
+        split: split_plan("split-learning", found, split, 1).details.portions["device1"]
+        for split in (1, 2, 3)
+    }
+    quickest = min(
+        each,
+        key=lambda split: (
+            each[split].iteration_time * each[split].epoch + each[split].exchange_time
+        ),
+    )
     assert best == each[quickest]
 
 
-def test_a_given_number_of_mini_batches_is_kept_to_and_one_beyond_the_batch_refused() -> None:
-    found = split_plan("pipelearn", team("pipelearn"), "best", 2, {"device1": 2, "device2": 4})
+def test_a_given_number_of_mini_batches_is_kept_to_and_one_beyond_the_batch_refused() -> (
+    None
+):
+    found = split_plan(
+        "pipelearn", team("pipelearn"), "best", 2, {"device1": 2, "device2": 4}
+    )
     assert [each.parallel for each in found.details.portions.values()] == [2, 4]
     with pytest.raises(InputError, match="17 is out of range: use 1 to 16"):
         split_plan("pipelearn", team("pipelearn"), "best", 2, 17)
-    with pytest.raises(InputError, match="name each of the devices device1, device2, and no other"):
+    with pytest.raises(
+        InputError, match="name each of the devices device1, device2, and no other"
+    ):
         split_plan("pipelearn", team("pipelearn"), {"device1": 1}, 2)
     with pytest.raises(InputError, match="4 is out of range: use 1 to 3"):
         split_plan("pipelearn", team("pipelearn"), 4, 2)
 
 
-def test_a_device_that_trains_all_by_itself_sends_its_weights_and_nothing_else() -> None:
+def test_a_device_that_trains_all_by_itself_sends_its_weights_and_nothing_else() -> (
+    None
+):
     found = team("federated")
     made = whole_plan("federated", found)
     mine = made.details.portions["device1"]
@@ -88,7 +155,9 @@ def test_a_device_that_trains_all_by_itself_sends_its_weights_and_nothing_else()
     ]
     parameters = sum(unit.parameters for unit in found.problem.model.units)
     # There and back over a link of 1 Mbit/s and 2 ms.
-    assert mine.exchange_time == pytest.approx(2 * (size_around(4 * parameters) * 8 / 1e6 + 0.002))
+    assert mine.exchange_time == pytest.approx(
+        2 * (size_around(4 * parameters) * 8 / 1e6 + 0.002)
+    )
 
 
 def test_without_a_server_all_devices_have_data_and_the_first_one_evaluates() -> None:

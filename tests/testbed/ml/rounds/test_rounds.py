@@ -19,7 +19,9 @@ UNLIKE = {
 def faulty(method: str, *faults: dict, options=None, rounds: int = 6):
     """Return a scenario of three devices with rounds of two iterations."""
     chosen = {"local_steps": 2, **(options or {})}
-    return scenario(method, 3, workload={"steps": 2 * rounds}, options=chosen, faults=list(faults))
+    return scenario(
+        method, 3, workload={"steps": 2 * rounds}, options=chosen, faults=list(faults)
+    )
 
 
 def round_time(method: str) -> float:
@@ -40,7 +42,9 @@ def test_a_round_takes_what_the_stage_graph_says(method: str, delay: str) -> Non
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_device_that_dies_in_a_round_for_good_is_left_out_of_all_after_it(method: str) -> None:
+def test_a_device_that_dies_in_a_round_for_good_is_left_out_of_all_after_it(
+    method: str,
+) -> None:
     dies = 1.5 * round_time(method)
     outcome = run(faulty(method, {"kill": "device2", "at": f"{dies}s"}))
     others = ["device1", "device3"]
@@ -70,7 +74,9 @@ def test_a_device_that_is_cut_off_comes_back_when_its_link_does(method: str) -> 
         "at": f"{1.5 * length}s",
         "for": f"{5 * length}s",
     }
-    outcome = run(faulty(method, cut, options={"round_deadline": f"{1.5 * length}s"}, rounds=12))
+    outcome = run(
+        faulty(method, cut, options={"round_deadline": f"{1.5 * length}s"}, rounds=12)
+    )
     rounds = took_part(outcome)
     assert ["device1", "device2"] in rounds
     assert rounds[-1] == ALL
@@ -81,17 +87,29 @@ def test_no_update_counts_twice() -> None:
     length = round_time("federated")
     faults = [
         {"kill": "device1", "at": f"{1.2 * length}s", "for": f"{length}s"},
-        {"partition": [["device3"], ["server", "device1", "device2"]], "at": f"{2.2 * length}s", "for": f"{length}s"},
-        {"throttle": {"device": "device2", "slowdown": 5}, "at": f"{4 * length}s", "for": f"{length}s"},
+        {
+            "partition": [["device3"], ["server", "device1", "device2"]],
+            "at": f"{2.2 * length}s",
+            "for": f"{length}s",
+        },
+        {
+            "throttle": {"device": "device2", "slowdown": 5},
+            "at": f"{4 * length}s",
+            "for": f"{length}s",
+        },
     ]
-    outcome = run(faulty("federated", *faults, options={"round_deadline": f"{1.5 * length}s"}))
+    outcome = run(
+        faulty("federated", *faults, options={"round_deadline": f"{1.5 * length}s"})
+    )
     assert [each["round"] for each in of(outcome, "round")] == list(range(6))
     for each in of(outcome, "round"):
         assert set(each["samples"].values()) == {32}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_server_that_restarts_goes_on_from_the_global_model_on_its_disk(method: str) -> None:
+def test_a_server_that_restarts_goes_on_from_the_global_model_on_its_disk(
+    method: str,
+) -> None:
     dies = 3.5 * round_time(method)
     outcome = run(faulty(method, {"kill": "server", "at": f"{dies}s", "for": "200ms"}))
     numbers = [each["round"] for each in of(outcome, "round")]
@@ -99,13 +117,25 @@ def test_a_server_that_restarts_goes_on_from_the_global_model_on_its_disk(method
     assert took_part(outcome)[-1] == ALL
 
 
-def test_a_restart_of_the_server_between_updates_changes_nothing_that_is_learnt() -> None:
+def test_a_restart_of_the_server_between_updates_changes_nothing_that_is_learnt() -> (
+    None
+):
     """Without momentum nothing is lost: the round is trained again from the same weights on the same samples."""
     plain = {"learning_rate": 0.1}
-    keys = {"workload": {"steps": 12, "training": {"optimizer": plain}}, "options": {"local_steps": 2}}
+    keys = {
+        "workload": {"steps": 12, "training": {"optimizer": plain}},
+        "options": {"local_steps": 2},
+    }
     whole = run(scenario("federated", 3, **keys))
-    killed = {"kill": "server", "at": f"{2.5 * of(whole, 'round')[0]['duration']}s", "for": "200ms"}
-    one, other = whole.weights, run(scenario("federated", 3, faults=[killed], **keys)).weights
+    killed = {
+        "kill": "server",
+        "at": f"{2.5 * of(whole, 'round')[0]['duration']}s",
+        "for": "200ms",
+    }
+    one, other = (
+        whole.weights,
+        run(scenario("federated", 3, faults=[killed], **keys)).weights,
+    )
     assert one is not None
     assert other is not None
     for name, tensor in one.items():
@@ -114,11 +144,19 @@ def test_a_restart_of_the_server_between_updates_changes_nothing_that_is_learnt(
 
 def test_a_round_waits_for_as_many_updates_as_it_needs() -> None:
     length = round_time("federated")
-    slow = {"throttle": {"device": "device2", "slowdown": 10}, "at": f"{1.1 * length}s", "for": f"{12 * length}s"}
+    slow = {
+        "throttle": {"device": "device2", "slowdown": 10},
+        "at": f"{1.1 * length}s",
+        "for": f"{12 * length}s",
+    }
     options = {"round_deadline": f"{1.5 * length}s", "min_devices": 3}
     outcome = run(faulty("federated", slow, options=options, rounds=3))
     assert took_part(outcome) == [ALL] * 3
-    hasty = run(faulty("federated", slow, options={"round_deadline": f"{1.5 * length}s"}, rounds=3))
+    hasty = run(
+        faulty(
+            "federated", slow, options={"round_deadline": f"{1.5 * length}s"}, rounds=3
+        )
+    )
     assert took_part(hasty)[1] == ["device1", "device3"]
 
 
@@ -129,16 +167,27 @@ def test_a_run_with_faults_is_the_same_each_time() -> None:
     assert took_part(one) == took_part(other)
     assert one.weights is not None
     assert other.weights is not None
-    assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
+    assert all(
+        torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items()
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_default_deadline_waits_for_devices_whose_messages_take_far_longer_than_planned(method: str) -> None:
+def test_a_default_deadline_waits_for_devices_whose_messages_take_far_longer_than_planned(
+    method: str,
+) -> None:
     """Planners do not know that the server's access is shared: here rounds take many times the planned time."""
     devices = {"server": {"speed": "1gflops", "downlink": "1mbit", "uplink": "1mbit"}}
     devices |= {"device": {"speed": "1gflops", "count": 12}}
-    spec = scenario(method, devices=devices, workload={"steps": 4, "batch_size": 8}, options={"local_steps": 2})
-    planned = max(portion.round_time for portion in prepared(spec).plan.details.portions.values())
+    spec = scenario(
+        method,
+        devices=devices,
+        workload={"steps": 4, "batch_size": 8},
+        options={"local_steps": 2},
+    )
+    planned = max(
+        portion.round_time for portion in prepared(spec).plan.details.portions.values()
+    )
     outcome = run(spec)
     if method != "split-learning":  # there devices take turns
         assert of(outcome, "round")[1]["duration"] > 3 * planned
@@ -148,18 +197,33 @@ def test_a_default_deadline_waits_for_devices_whose_messages_take_far_longer_tha
 
 def test_an_overhead_of_seconds_in_rounds_of_milliseconds_loses_no_update() -> None:
     """As of a busy host: one device of three answers seconds late."""
-    keys = {"workload": {"steps": 12}, "options": {"local_steps": 2}, "server": "1gflops", "speed": "1gflops"}
-    slow = {"throttle": {"device": "device2", "slowdown": 5000}, "at": "150ms", "for": "60s"}
+    keys = {
+        "workload": {"steps": 12},
+        "options": {"local_steps": 2},
+        "server": "1gflops",
+        "speed": "1gflops",
+    }
+    slow = {
+        "throttle": {"device": "device2", "slowdown": 5000},
+        "at": "150ms",
+        "for": "60s",
+    }
     outcome = run(scenario("federated", 3, faults=[slow], **keys))
     assert of(outcome, "round")[-1]["duration"] > 1
     assert of(outcome, "missed") == []
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_device_that_is_late_is_not_invited_while_it_still_computes(method: str) -> None:
+def test_a_device_that_is_late_is_not_invited_while_it_still_computes(
+    method: str,
+) -> None:
     options = {"local_steps": 2, "round_deadline": "1s"}
-    outcome = run(scenario(method, devices=UNLIKE, workload={"steps": 60}, options=options))
-    computed = [event.fields for event in outcome.events.of("compute") if event.device == "slow"]
+    outcome = run(
+        scenario(method, devices=UNLIKE, workload={"steps": 60}, options=options)
+    )
+    computed = [
+        event.fields for event in outcome.events.of("compute") if event.device == "slow"
+    ]
     invited = [
         event.time
         for event in outcome.events.of("receive")
@@ -167,23 +231,38 @@ def test_a_device_that_is_late_is_not_invited_while_it_still_computes(method: st
     ]
     assert len(invited) > 1
     for time in invited:
-        assert not [span for span in computed if span["start"] < time - 1e-6 < span["start"] + span["duration"] - 2e-6]
+        assert not [
+            span
+            for span in computed
+            if span["start"] < time - 1e-6 < span["start"] + span["duration"] - 2e-6
+        ]
 
 
 def judged(spec) -> tuple[dict, Prepared]:
     ready = prepared(spec)
-    return metrics(run(spec), ready.experiment, ready.plan, ready.method.declared), ready
+    return metrics(
+        run(spec), ready.experiment, ready.plan, ready.method.declared
+    ), ready
 
 
 def test_updates_that_are_missed_without_a_fault_are_named_by_the_verdict() -> None:
-    spec = scenario("federated", devices=UNLIKE, workload={"steps": 8}, options={"round_deadline": "1s"})
+    spec = scenario(
+        "federated",
+        devices=UNLIKE,
+        workload={"steps": 8},
+        options={"round_deadline": "1s"},
+    )
     found, ready = judged(spec)
     assert found["missed_updates"] > 0
     assert "though no fault struck" in found["verdict"]["summary"]
-    assert found["verdict"]["kind"] == "prediction"  # the scenario asks for this deadline
+    assert (
+        found["verdict"]["kind"] == "prediction"
+    )  # the scenario asks for this deadline
     default = scenario("federated", devices=UNLIKE, workload={"steps": 8})
     adapted = prepared(default)
-    untrusted = metrics(run(spec), adapted.experiment, ready.plan, ready.method.declared)["verdict"]
+    untrusted = metrics(
+        run(spec), adapted.experiment, ready.plan, ready.method.declared
+    )["verdict"]
     assert untrusted["kind"] == "not trusted"
     assert "though no fault struck" in untrusted["reasons"][0]
     assert judged(default)[0]["missed_updates"] == 0
@@ -191,7 +270,11 @@ def test_updates_that_are_missed_without_a_fault_are_named_by_the_verdict() -> N
 
 def test_nobody_both_takes_part_in_a_round_and_misses_it() -> None:
     length = round_time("federated")
-    slow = {"throttle": {"device": "device2", "slowdown": 10}, "at": f"{1.1 * length}s", "for": f"{12 * length}s"}
+    slow = {
+        "throttle": {"device": "device2", "slowdown": 10},
+        "at": f"{1.1 * length}s",
+        "for": f"{12 * length}s",
+    }
     options = {"round_deadline": f"{1.5 * length}s", "min_devices": 3}
     found, _ = judged(faulty("federated", slow, options=options, rounds=3))
     assert found["missed_updates"] == 0

@@ -18,8 +18,14 @@ def test_models_weigh_as_many_samples_as_they_saw() -> None:
 
 def test_running_statistics_are_averaged_and_batches_seen_are_the_most() -> None:
     states = [
-        {"0.running_mean": torch.tensor([1.0]), "0.num_batches_tracked": torch.tensor(7)},
-        {"0.running_mean": torch.tensor([3.0]), "0.num_batches_tracked": torch.tensor(5)},
+        {
+            "0.running_mean": torch.tensor([1.0]),
+            "0.num_batches_tracked": torch.tensor(7),
+        },
+        {
+            "0.running_mean": torch.tensor([3.0]),
+            "0.num_batches_tracked": torch.tensor(5),
+        },
     ]
     found = average(states, [1, 3])
     assert found["0.running_mean"].item() == 2.5

@@ -15,7 +15,9 @@ CUT = {"partition": [["device2"], ["server", "device1"]]}
 
 
 def without(spec):
-    return spec.model_copy(update={"workload": spec.workload.model_copy(update={"numerics": "none"})})
+    return spec.model_copy(
+        update={"workload": spec.workload.model_copy(update={"numerics": "none"})}
+    )
 
 
 def told(outcome):
@@ -25,7 +27,11 @@ def told(outcome):
             event.time,
             event.device,
             event.event,
-            {key: value for key, value in event.fields.items() if key not in ("loss", "accuracy")},
+            {
+                key: value
+                for key, value in event.fields.items()
+                if key not in ("loss", "accuracy")
+            },
         )
         for event in outcome.events
     ]
@@ -33,11 +39,20 @@ def told(outcome):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "model", [{"name": "vgg5"}, {"name": "mobilenetv2", "width": 0.1}], ids=lambda model: model["name"]
+    "model",
+    [{"name": "vgg5"}, {"name": "mobilenetv2", "width": 0.1}],
+    ids=lambda model: model["name"],
 )
-def test_a_run_without_numbers_has_the_events_of_one_with_them(method: str, model: dict) -> None:
+def test_a_run_without_numbers_has_the_events_of_one_with_them(
+    method: str, model: dict
+) -> None:
     faults = (
-        [] if method == "single" else [{"kill": "device1", "at": "40s", "for": "3s"}, {**CUT, "at": "90s", "for": "9s"}]
+        []
+        if method == "single"
+        else [
+            {"kill": "device1", "at": "40s", "for": "3s"},
+            {**CUT, "at": "90s", "for": "9s"},
+        ]
     )
     spec = scenario(method, 2, workload={"model": model, "steps": 3}, faults=faults)
     full, timing = run(spec), run(without(spec))
@@ -47,7 +62,10 @@ def test_a_run_without_numbers_has_the_events_of_one_with_them(method: str, mode
     assert not any("accuracy" in each for each in of(timing, "evaluate"))
 
 
-@pytest.mark.parametrize("name", ["ftpipehd-faults", "gpipe-kill-for-good", "distributed-kill", "sequential-infer"])
+@pytest.mark.parametrize(
+    "name",
+    ["ftpipehd-faults", "gpipe-kill-for-good", "distributed-kill", "sequential-infer"],
+)
 def test_so_have_the_other_families_with_their_faults(name: str) -> None:
     spec = load_scenario(f"smoke/{name}").model_copy(update={"sweep": {}})
     full, timing = run(spec), run(without(spec))
@@ -65,20 +83,32 @@ def test_a_method_whose_time_is_that_of_its_slots_is_refused() -> None:
 def test_an_epoch_of_resnet18_takes_seconds() -> None:
     work = {
         "model": {"name": "resnet18"},
-        "data": {"name": "synthetic-3x32x32", "train": 40_000, "test": 100, "split": "iid"},
+        "data": {
+            "name": "synthetic-3x32x32",
+            "train": 40_000,
+            "test": 100,
+            "split": "iid",
+        },
         "batch_size": 100,
         "epochs": 1,
         "numerics": "none",
     }
     begun = time.thread_time()
-    found = prepared(scenario("pipelearn", 4, workload=work, server="20gflops", speed="1gflops"))
+    found = prepared(
+        scenario("pipelearn", 4, workload=work, server="20gflops", speed="1gflops")
+    )
     outcome = simulate(found, load(found.scenario.workload.data, blank=True))
     assert outcome.status == "finished", outcome.error
     assert time.thread_time() - begun < 5
 
 
 def test_blank_data_have_the_labels_and_take_no_memory() -> None:
-    spec = scenario("pipelearn", workload={"data": {"name": "synthetic-1x8x8", "train": 50, "test": 9, "split": "iid"}})
+    spec = scenario(
+        "pipelearn",
+        workload={
+            "data": {"name": "synthetic-1x8x8", "train": 50, "test": 9, "split": "iid"}
+        },
+    )
     full, blank = data(spec.workload.data), load(spec.workload.data, blank=True)
     assert (blank.train_labels == full.train_labels).all()
     assert blank.train_images.shape == full.train_images.shape

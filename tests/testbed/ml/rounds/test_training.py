@@ -6,7 +6,16 @@ import torch
 from testbed.ml.data.batches import batch
 from testbed.ml.models import create
 from testbed.ml.preparation import share as share_of
-from tests.helpers.collaborating import SHAPE, Plain, data, of, prepared, run, scenario, took_part
+from tests.helpers.collaborating import (
+    SHAPE,
+    Plain,
+    data,
+    of,
+    prepared,
+    run,
+    scenario,
+    took_part,
+)
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
 BATCH_NORM = {"name": "vgg5"}
@@ -14,12 +23,16 @@ VGG5 = {"name": "vgg5", "batch_norm": False}
 RESNET18 = {"name": "resnet18", "batch_norm": False}
 
 
-def pieces(spec, device: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pieces(
+    spec, device: int, step: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images and labels of a device's iteration."""
     share = share_of(prepared(spec), data(spec.workload.data), f"device{device + 1}")
     assert share is not None
     chosen = batch(len(share.train_labels), size, spec.seed, step)
-    return torch.from_numpy(share.train_images[chosen]), torch.from_numpy(share.train_labels[chosen])
+    return torch.from_numpy(share.train_images[chosen]), torch.from_numpy(
+        share.train_labels[chosen]
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -33,15 +46,26 @@ def test_one_device_learns_what_a_single_one_does(method: str) -> None:
     assert together.keys() == alone.keys()
     exact = method == "federated"
     for name, tensor in alone.items():
-        torch.testing.assert_close(together[name], tensor, rtol=0, atol=0 if exact else 2e-6)
+        torch.testing.assert_close(
+            together[name], tensor, rtol=0, atol=0 if exact else 2e-6
+        )
 
 
 @pytest.mark.parametrize("method", ["federated", "split-federated", "pipelearn"])
-def test_devices_with_equal_shares_and_one_iteration_a_round_take_steps_with_all_their_batches(method: str) -> None:
-    spec = scenario(method, 3, workload={"steps": 5}, options={"parallel": 4} if method == "pipelearn" else {})
+def test_devices_with_equal_shares_and_one_iteration_a_round_take_steps_with_all_their_batches(
+    method: str,
+) -> None:
+    spec = scenario(
+        method,
+        3,
+        workload={"steps": 5},
+        options={"parallel": 4} if method == "pipelearn" else {},
+    )
     plain = Plain(spec)
     for step in range(5):
-        images, labels = zip(*(pieces(spec, device, step, 16) for device in range(3)), strict=True)
+        images, labels = zip(
+            *(pieces(spec, device, step, 16) for device in range(3)), strict=True
+        )
         plain.step(torch.cat(images), torch.cat(labels))
     plain.assert_same(run(spec))
 
@@ -54,7 +78,9 @@ def transparent(model: dict, split: int, parallel: int, mini_batches: int = 1) -
         "data": {"name": "digits", "train": 16, "test": 8, "split": "iid"},
         "batch_size": 13,
     }
-    spec = scenario("pipelearn", 1, workload=work, options={"split": split, "parallel": parallel})
+    spec = scenario(
+        "pipelearn", 1, workload=work, options={"split": split, "parallel": parallel}
+    )
     plain = Plain(spec)
     plain.step(*pieces(spec, 0, 0, 13 // parallel * parallel), mini_batches)
     plain.assert_same(run(spec))
@@ -62,12 +88,18 @@ def transparent(model: dict, split: int, parallel: int, mini_batches: int = 1) -
 
 @pytest.mark.parametrize("parallel", [1, 3, 13])
 @pytest.mark.parametrize("split", range(1, 6))
-def test_an_iteration_is_a_step_with_the_whole_batch_at_every_split_point_of_vgg5(split: int, parallel: int) -> None:
+def test_an_iteration_is_a_step_with_the_whole_batch_at_every_split_point_of_vgg5(
+    split: int, parallel: int
+) -> None:
     transparent(VGG5, split, parallel)
 
 
-@pytest.mark.parametrize("split", range(1, len(create("resnet18", {}, SHAPE, 10).units) + 1))
-def test_an_iteration_is_a_step_with_the_whole_batch_at_every_split_point_of_resnet18(split: int) -> None:
+@pytest.mark.parametrize(
+    "split", range(1, len(create("resnet18", {}, SHAPE, 10).units) + 1)
+)
+def test_an_iteration_is_a_step_with_the_whole_batch_at_every_split_point_of_resnet18(
+    split: int,
+) -> None:
     transparent(RESNET18, split, 4)
 
 
@@ -78,7 +110,11 @@ def test_batch_normalisation_sees_each_mini_batch_by_itself(split: int) -> None:
 
 
 def test_split_learning_hands_the_model_from_device_to_device() -> None:
-    spec = scenario("split-learning", 2, workload={"steps": 3, "training": {"optimizer": {"learning_rate": 0.1}}})
+    spec = scenario(
+        "split-learning",
+        2,
+        workload={"steps": 3, "training": {"optimizer": {"learning_rate": 0.1}}},
+    )
     plain = Plain(spec)
     for step in range(3):
         for device in range(2):
@@ -94,17 +130,28 @@ def test_a_fraction_of_the_devices_takes_part_by_seed_and_round() -> None:
     assert rounds == took_part(run(spec))
 
 
-def test_devices_with_fewer_samples_than_a_batch_train_with_all_they_have_and_are_named() -> None:
+def test_devices_with_fewer_samples_than_a_batch_train_with_all_they_have_and_are_named() -> (
+    None
+):
     def spec(batch: int):
-        split = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 10]}}
-        return scenario("federated", 2, workload={"data": split, "batch_size": batch, "steps": 1})
+        split = {
+            "name": "digits",
+            "train": 96,
+            "test": 40,
+            "split": {"sizes": [40, 10]},
+        }
+        return scenario(
+            "federated", 2, workload={"data": split, "batch_size": batch, "steps": 1}
+        )
 
     assert [event["text"] for event in of(run(spec(16)), "log")] == [
         "device2: fewer samples than a batch of 16, which is all of them there"
     ]
     assert not of(run(spec(10)), "log")
     everyone = run(spec(41))
-    assert [event["text"].partition(":")[0] for event in of(everyone, "log")] == ["device1, device2"]
+    assert [event["text"].partition(":")[0] for event in of(everyone, "log")] == [
+        "device1, device2"
+    ]
     assert of(everyone, "round")[0]["samples"] == {"device1": 40, "device2": 10}
 
 
@@ -115,42 +162,70 @@ def test_without_drop_last_each_epoch_has_every_sample_of_every_device() -> None
         (True, {"device1": 32, "device2": 10}, [8]),
         (False, {"device1": 40, "device2": 10}, []),
     ):
-        outcome = run(scenario("federated", 2, workload={**work, "drop_last": drop_last}))
+        outcome = run(
+            scenario("federated", 2, workload={**work, "drop_last": drop_last})
+        )
         assert [each["samples"] for each in of(outcome, "round")] == [samples] * 2
         assert [each["samples"] for each in of(outcome, "left_out")] == left
 
 
-def test_without_drop_last_planners_and_both_ways_of_timing_count_the_last_batch() -> None:
+def test_without_drop_last_planners_and_both_ways_of_timing_count_the_last_batch() -> (
+    None
+):
     data = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 40]}}
     work = {"data": data, "batch_size": 16, "epochs": 1, "drop_last": False}
-    full, timed = (run(scenario("federated", 2, workload={**work, "numerics": each})) for each in ("full", "none"))
-    assert of(timed, "round")[0]["duration"] == pytest.approx(of(full, "round")[0]["duration"])
+    full, timed = (
+        run(scenario("federated", 2, workload={**work, "numerics": each}))
+        for each in ("full", "none")
+    )
+    assert of(timed, "round")[0]["duration"] == pytest.approx(
+        of(full, "round")[0]["duration"]
+    )
     portions = prepared(scenario("federated", 2, workload=work)).plan.details.portions
     assert {portion.iterations for portion in portions.values()} == {3}
 
 
-def test_without_drop_last_mini_batches_of_the_last_iteration_have_the_rest_of_an_epoch() -> None:
+def test_without_drop_last_mini_batches_of_the_last_iteration_have_the_rest_of_an_epoch() -> (
+    None
+):
     data = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 37]}}
     work = {"data": data, "batch_size": 16, "epochs": 1, "drop_last": False}
     options = {"split": 1, "parallel": 3}
     full, timed = (
-        run(scenario("pipelearn", 2, workload={**work, "numerics": each}, options=options)) for each in ("full", "none")
+        run(
+            scenario(
+                "pipelearn", 2, workload={**work, "numerics": each}, options=options
+            )
+        )
+        for each in ("full", "none")
     )
     assert of(full, "round")[0]["samples"] == {"device1": 40, "device2": 37}
-    assert of(timed, "round")[0]["duration"] == pytest.approx(of(full, "round")[0]["duration"])
+    assert of(timed, "round")[0]["duration"] == pytest.approx(
+        of(full, "round")[0]["duration"]
+    )
     # Iterations of three mini-batches of 5, and one of 5 and 5 or of 5 and 2.
-    portions = prepared(scenario("pipelearn", 2, workload=work, options=options)).plan.details.portions
-    assert [(portion.iterations, portion.epoch) for portion in portions.values()] == [(3, 40 / 15), (3, 37 / 15)]
+    portions = prepared(
+        scenario("pipelearn", 2, workload=work, options=options)
+    ).plan.details.portions
+    assert [(portion.iterations, portion.epoch) for portion in portions.values()] == [
+        (3, 40 / 15),
+        (3, 37 / 15),
+    ]
 
 
 def test_the_moving_average_is_that_of_the_rounds() -> None:
     def left(steps: int, **training: object) -> dict[str, torch.Tensor]:
-        work = {"steps": steps, "training": {"optimizer": {"learning_rate": 0.1}, **training}}
+        work = {
+            "steps": steps,
+            "training": {"optimizer": {"learning_rate": 0.1}, **training},
+        }
         weights = run(scenario("federated", 2, workload=work)).weights
         assert weights is not None
         return weights
 
     first, second, third = (left(steps) for steps in (1, 2, 3))
     for name, tensor in left(3, ema=0.75).items():
-        expected = 0.75 * (0.75 * first[name] + 0.25 * second[name]) + 0.25 * third[name]
+        expected = (
+            0.75 * (0.75 * first[name] + 0.25 * second[name]) + 0.25 * third[name]
+        )
         assert torch.allclose(tensor, expected, atol=1e-6), name

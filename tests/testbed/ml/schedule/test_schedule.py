@@ -6,19 +6,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.ml.schedule import SCHEDULES, Action, Schedule, ScheduleError, in_flight, orders, play, written
+from testbed.ml.schedule import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    ScheduleError,
+    in_flight,
+    orders,
+    play,
+    written,
+)
 
 
 def check(schedule: Schedule, stages: int, micro_batches: int) -> None:
     """Raise unless every stage does each micro-batch once each way, in a possible order."""
     lists = orders(schedule, stages, micro_batches)
     for stage, actions in enumerate(lists):
-        expected = {Action(kind, micro) for kind in ("forward", "backward") for micro in range(micro_batches)}
+        expected = {
+            Action(kind, micro)
+            for kind in ("forward", "backward")
+            for micro in range(micro_batches)
+        }
         if set(actions) != expected or len(actions) != len(expected):
-            raise ScheduleError(f"stage {stage} does not do each of {micro_batches} once: {written(actions)}")
+            raise ScheduleError(
+                f"stage {stage} does not do each of {micro_batches} once: {written(actions)}"
+            )
         for micro in range(micro_batches):
-            if actions.index(Action("backward", micro)) < actions.index(Action("forward", micro)):
-                raise ScheduleError(f"stage {stage} does B{micro} before F{micro}: {written(actions)}")
+            if actions.index(Action("backward", micro)) < actions.index(
+                Action("forward", micro)
+            ):
+                raise ScheduleError(
+                    f"stage {stage} does B{micro} before F{micro}: {written(actions)}"
+                )
     play(lists, lambda stage, action: 1.0)
 
 
@@ -28,15 +47,24 @@ every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
 @every_schedule
 @sizes
-def test_every_schedule_is_complete_and_never_deadlocks(name: str, stages: int, micros: int) -> None:
+def test_every_schedule_is_complete_and_never_deadlocks(
+    name: str, stages: int, micros: int
+) -> None:
     check(SCHEDULES[name], stages, micros)
 
 
 @sizes
 def test_micro_batches_kept_by_each_stage(stages: int, micros: int) -> None:
     for stage in range(stages):
-        kept = {name: in_flight(schedule(stages, stage, micros)) for name, schedule in SCHEDULES.items()}
-        assert kept == {"model-parallelism": 1, "gpipe": micros, "1f1b": min(micros, stages - stage)}
+        kept = {
+            name: in_flight(schedule(stages, stage, micros))
+            for name, schedule in SCHEDULES.items()
+        }
+        assert kept == {
+            "model-parallelism": 1,
+            "gpipe": micros,
+            "1f1b": min(micros, stages - stage),
+        }
 
 
 def test_actions_print() -> None:
@@ -51,12 +79,16 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
             order = [order[0], order[2], order[1], order[3]]
         return (Action(kind, micro) for kind, micro in order)
 
-    with pytest.raises(ScheduleError, match="deadlock: stage 0 waits for B0, stage 1 waits for F1"):
+    with pytest.raises(
+        ScheduleError, match="deadlock: stage 0 waits for B0, stage 1 waits for F1"
+    ):
         check(crossed, 2, 2)
 
 
 def test_an_incomplete_schedule_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="stage 0 does not do each of 2 once: F0 B0"):
+    with pytest.raises(
+        ScheduleError, match="stage 0 does not do each of 2 once: F0 B0"
+    ):
         check(lambda *_: iter([Action("forward", 0), Action("backward", 0)]), 1, 2)
     with pytest.raises(ScheduleError, match="stage 0 does B0 before F0: B0 F0"):
         check(lambda *_: iter([Action("backward", 0), Action("forward", 0)]), 1, 1)

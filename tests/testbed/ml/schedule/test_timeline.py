@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.ml.schedule import SCHEDULES, Action, ScheduleError, Slot, grid, orders, play
+from testbed.ml.schedule import (
+    SCHEDULES,
+    Action,
+    ScheduleError,
+    Slot,
+    grid,
+    orders,
+    play,
+)
 
 sizes = given(stages=st.integers(1, 7), micros=st.integers(1, 9))
 
@@ -16,13 +24,18 @@ every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
 @every_schedule
 def test_the_drawings_in_the_documentation_are_those_of_the_grid(name: str) -> None:
-    assert grid(SCHEDULES[name], 3, 4) in inspect.cleandoc(SCHEDULES[name].__doc__ or "").replace("\n    ", "\n")
+    assert grid(SCHEDULES[name], 3, 4) in inspect.cleandoc(
+        SCHEDULES[name].__doc__ or ""
+    ).replace("\n    ", "\n")
 
 
 @sizes
 def test_lengths_follow_the_formulas(stages: int, micros: int) -> None:
     def length(name: str) -> float:
-        return max(slot.end for slot in play(orders(SCHEDULES[name], stages, micros), lambda *_: 1.0))
+        return max(
+            slot.end
+            for slot in play(orders(SCHEDULES[name], stages, micros), lambda *_: 1.0)
+        )
 
     assert length("model-parallelism") == 2 * stages * micros
     assert length("gpipe") == 2 * (micros + stages - 1)
@@ -31,13 +44,49 @@ def test_lengths_follow_the_formulas(stages: int, micros: int) -> None:
 
 def test_1f1b_as_in_pipedreams_figure() -> None:
     # Figure 4 of PipeDream (Narayanan et al., 2019), startup and steady state, a backward taking two forwards.
-    rows = [row.split()[2:] for row in grid(SCHEDULES["1f1b"], 4, 8, backward=2).splitlines()]
-    assert rows[0][:15] == ["F0", "F1", "F2", "F3", ".", ".", ".", ".", ".", ".", "B0", "B0", "F4", "B1", "B1"]
-    assert rows[3][:12] == [".", ".", ".", "F0", "B0", "B0", "F1", "B1", "B1", "F2", "B2", "B2"]
+    rows = [
+        row.split()[2:]
+        for row in grid(SCHEDULES["1f1b"], 4, 8, backward=2).splitlines()
+    ]
+    assert rows[0][:15] == [
+        "F0",
+        "F1",
+        "F2",
+        "F3",
+        ".",
+        ".",
+        ".",
+        ".",
+        ".",
+        ".",
+        "B0",
+        "B0",
+        "F4",
+        "B1",
+        "B1",
+    ]
+    assert rows[3][:12] == [
+        ".",
+        ".",
+        ".",
+        "F0",
+        "B0",
+        "B0",
+        "F1",
+        "B1",
+        "B1",
+        "F2",
+        "B2",
+        "B2",
+    ]
 
 
 def test_transfers_queue_for_their_link_and_take_its_delay() -> None:
-    slots = play(orders(SCHEDULES["gpipe"], 2, 2), lambda *_: 1.0, lambda stage, action: (3.0, 0.5))
+    slots = play(
+        orders(SCHEDULES["gpipe"], 2, 2),
+        lambda *_: 1.0,
+        lambda stage, action: (3.0, 0.5),
+    )
     begins = {(slot.stage, str(slot.action)): slot.start for slot in slots}
     # F0 ends at 1 and is on the link until 4; F1, ready at 2, follows until 7. Gradients have the way back free.
     assert begins[1, "F0"] == 4.5
@@ -49,14 +98,24 @@ def test_transfers_queue_for_their_link_and_take_its_delay() -> None:
 
 @every_schedule
 @given(seed=st.integers(0, 10**6))
-def test_every_action_begins_at_the_very_instant_at_which_all_that_it_waits_for_is_there(name: str, seed: int) -> None:
+def test_every_action_begins_at_the_very_instant_at_which_all_that_it_waits_for_is_there(
+    name: str, seed: int
+) -> None:
     draw = random.Random(seed)
     stages, micros = draw.randint(1, 4), draw.randint(1, 5)
     spent = {
-        (s, a): float(draw.randint(0, 5)) for s in range(stages) for a in orders(SCHEDULES[name], stages, micros)[s]
+        (s, a): float(draw.randint(0, 5))
+        for s in range(stages)
+        for a in orders(SCHEDULES[name], stages, micros)[s]
     }
-    travels = {key: (float(draw.randint(0, 4)), float(draw.randint(0, 2))) for key in spent}
-    slots = play(orders(SCHEDULES[name], stages, micros), lambda *key: spent[key], lambda *key: travels[key])
+    travels = {
+        key: (float(draw.randint(0, 4)), float(draw.randint(0, 2))) for key in spent
+    }
+    slots = play(
+        orders(SCHEDULES[name], stages, micros),
+        lambda *key: spent[key],
+        lambda *key: travels[key],
+    )
     found = {(slot.stage, slot.action): slot for slot in slots}
     assert found.keys() == spent.keys()
     assert slots == sorted(slots, key=lambda slot: (slot.start, slot.stage, slot.end))
@@ -64,7 +123,10 @@ def test_every_action_begins_at_the_very_instant_at_which_all_that_it_waits_for_
     for source in range(stages):
         for kind, target in (("forward", source + 1), ("backward", source - 1)):
             free = 0.0
-            for slot in (found[source, each] for each in orders(SCHEDULES[name], stages, micros)[source]):
+            for slot in (
+                found[source, each]
+                for each in orders(SCHEDULES[name], stages, micros)[source]
+            ):
                 if slot.action.kind == kind and 0 <= target < stages:
                     busy, delay = travels[source, slot.action]
                     free = max(free, slot.end) + busy
@@ -76,13 +138,22 @@ def test_every_action_begins_at_the_very_instant_at_which_all_that_it_waits_for_
             there = arrivals.get((stage, action), 0.0)
             if action.kind == "backward" and stage == stages - 1:
                 there = found[stage, Action("forward", action.micro)].end
-            assert slot == Slot(stage, action, max(before, there), max(before, there) + spent[stage, action])
+            assert slot == Slot(
+                stage,
+                action,
+                max(before, there),
+                max(before, there) + spent[stage, action],
+            )
             before = slot.end
 
 
 def test_an_update_waits_for_nothing_but_its_turn() -> None:
-    rows = [[*actions, Action("update", 0)] for actions in orders(SCHEDULES["gpipe"], 2, 1)]
-    ends = {(slot.stage, str(slot.action)): slot.end for slot in play(rows, lambda *_: 1.0)}
+    rows = [
+        [*actions, Action("update", 0)] for actions in orders(SCHEDULES["gpipe"], 2, 1)
+    ]
+    ends = {
+        (slot.stage, str(slot.action)): slot.end for slot in play(rows, lambda *_: 1.0)
+    }
     assert (ends[1, "U0"], ends[0, "B0"], ends[0, "U0"]) == (4.0, 4.0, 5.0)
 
 

@@ -9,7 +9,15 @@ import torch
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.ml.slots.arrangement import NeuronAssignment
-from testbed.ml.slots.casts import CASTS, Acknowledged, CastAck, CastExchange, Losses, Outputs, Repeated
+from testbed.ml.slots.casts import (
+    CASTS,
+    Acknowledged,
+    CastAck,
+    CastExchange,
+    Losses,
+    Outputs,
+    Repeated,
+)
 from testbed.network.link import Link
 from tests.helpers.worlds import events, world
 
@@ -32,7 +40,11 @@ def run(programs, **options):
 
         return whole
 
-    made = world({name: with_mailbox(program) for name, program in programs.items()}, link=LINK, **options)
+    made = world(
+        {name: with_mailbox(program) for name, program in programs.items()},
+        link=LINK,
+        **options,
+    )
     made.run()
     return made
 
@@ -47,7 +59,9 @@ def ear(answering: bool, after: float = 0.0):
             await mailbox.device.sleep(after)
             transmit.heard(message)
 
-        mailbox.on(Outputs, lambda message: answering and mailbox.start(answer(message)))
+        mailbox.on(
+            Outputs, lambda message: answering and mailbox.start(answer(message))
+        )
         await asyncio.get_running_loop().create_future()
 
     return listen
@@ -75,12 +89,24 @@ def casts(made) -> list[list[str]]:
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_repeated_casts_are_as_many_as_asked_for_whoever_hears_them(times):
-    made = run({"a": cast(lambda mailbox: Repeated(mailbox, times), message()), "b": ear(True), "c": ear(False)})
+    made = run(
+        {
+            "a": cast(lambda mailbox: Repeated(mailbox, times), message()),
+            "b": ear(True),
+            "c": ear(False),
+        }
+    )
     assert casts(made) == [["b", "c"]] * times
 
 
 def test_a_cast_that_all_acknowledge_is_made_once():
-    made = run({"a": cast(lambda mailbox: Acknowledged(mailbox, 0.5), message()), "b": ear(True), "c": ear(True)})
+    made = run(
+        {
+            "a": cast(lambda mailbox: Acknowledged(mailbox, 0.5), message()),
+            "b": ear(True),
+            "c": ear(True),
+        }
+    )
     assert casts(made) == [["b", "c"]]
 
 
@@ -88,7 +114,9 @@ def test_what_is_not_acknowledged_is_cast_to_those_that_lack_it_while_there_is_t
     def transmit(mailbox):
         return Acknowledged(mailbox, 0.5)
 
-    made = run({"a": cast(transmit, message(), until=2.0), "b": ear(True), "c": ear(False)})
+    made = run(
+        {"a": cast(transmit, message(), until=2.0), "b": ear(True), "c": ear(False)}
+    )
     # A cast takes well below a millisecond: at 0, 0.5, 1.0 and 1.5 s, when the next answer would come too late.
     assert casts(made) == [["b", "c"], ["c"], ["c"], ["c"]]
     assert max(each["time"] for each in events(made, "cast", "a")) < 2.0
@@ -98,7 +126,9 @@ def test_a_cast_without_time_for_an_answer_is_made_all_the_same():
     def transmit(mailbox):
         return Acknowledged(mailbox, 0.5)
 
-    made = run({"a": cast(transmit, message(), until=0.1), "b": ear(True), "c": ear(True)})
+    made = run(
+        {"a": cast(transmit, message(), until=0.1), "b": ear(True), "c": ear(True)}
+    )
     assert casts(made) == [["b", "c"]]
 
 
@@ -114,7 +144,9 @@ def test_a_late_acknowledgement_of_an_earlier_cast_does_not_end_the_wait_for_tho
 
 
 def exchange(mailbox, under_way=2, values=(1, 1, 1)) -> CastExchange:
-    return CastExchange(mailbox, lambda: ARRANGEMENT, Repeated(mailbox), under_way, values)
+    return CastExchange(
+        mailbox, lambda: ARRANGEMENT, Repeated(mailbox), under_way, values
+    )
 
 
 def heard_by(name: str, *casts_of_others, check):
@@ -134,7 +166,8 @@ def heard_by(name: str, *casts_of_others, check):
         return speak
 
     speakers = {
-        sender: speaking([each for by, each in casts_of_others if by == sender]) for sender, _ in casts_of_others
+        sender: speaking([each for by, each in casts_of_others if by == sender])
+        for sender, _ in casts_of_others
     }
     run({name: listen, **speakers})
 
@@ -142,7 +175,10 @@ def heard_by(name: str, *casts_of_others, check):
 def test_parts_stand_in_the_order_of_their_holders_and_what_has_not_come_is_counted():
     def check(own):
         found = own.outputs(2, 0, 2)
-        assert [(part.sender, list(part.neurons), part.tensor is None) for part in found.parts] == [
+        assert [
+            (part.sender, list(part.neurons), part.tensor is None)
+            for part in found.parts
+        ] == [
             ("b", [0], True),
             ("c", [1], False),
         ]
@@ -168,7 +204,9 @@ def test_what_a_device_has_for_itself_costs_no_cast_and_is_not_counted():
 
 def test_of_losses_a_device_takes_those_of_its_own_neurons():
     arranged = NeuronAssignment(
-        (range(2), range(2, 3)), (2, 3, 2), ({"a": range(2)}, {"a": (0, 2), "d": (1,)}, {"b": range(2)})
+        (range(2), range(2, 3)),
+        (2, 3, 2),
+        ({"a": range(2)}, {"a": (0, 2), "d": (1,)}, {"b": range(2)}),
     )
 
     async def listen(mailbox):
@@ -192,7 +230,11 @@ def test_outputs_are_kept_as_long_as_they_may_be_asked_for_and_older_ones_droppe
         assert own.outputs(2, 1, 2).rate == 0
         assert own.outputs(2, 2, 2).rate == 1 / 2
 
-    heard_by("a", *(("c", Outputs(batch, 2, torch.ones(2, 1))) for batch in (1, 2)), check=check)
+    heard_by(
+        "a",
+        *(("c", Outputs(batch, 2, torch.ones(2, 1))) for batch in (1, 2)),
+        check=check,
+    )
 
 
 def test_a_layer_whose_sender_has_nothing_is_announced_and_not_there():
@@ -205,5 +247,11 @@ def test_a_layer_whose_sender_has_nothing_is_announced_and_not_there():
 
 
 def test_acknowledgements_are_made_of_every_arrival():
-    made = run({"a": cast(lambda mailbox: Repeated(mailbox, 2), message()), "b": ear(True), "c": ear(False)})
+    made = run(
+        {
+            "a": cast(lambda mailbox: Repeated(mailbox, 2), message()),
+            "b": ear(True),
+            "c": ear(False),
+        }
+    )
     assert [each["message"] for each in events(made, "cast", "b")] == [CastAck.kind] * 2

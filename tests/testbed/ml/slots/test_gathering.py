@@ -10,34 +10,62 @@ MODEL = {"name": "mlp", "hidden": [16, 16]}
 
 
 def lossy(name, loss, **method):
-    keys = {"name": name, "allocation": "horizontal", "test_runs": 3, "evaluate_every": 20, **method}
+    keys = {
+        "name": name,
+        "allocation": "horizontal",
+        "test_runs": 3,
+        "evaluate_every": 20,
+        **method,
+    }
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": loss}}
-    return scenario(2, workload={"model": MODEL, "steps": 40}, method=keys, network=network)
+    return scenario(
+        2, workload={"model": MODEL, "steps": 40}, method=keys, network=network
+    )
 
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
 def test_where_nothing_is_lost_all_three_accuracies_are_one(name):
     (cast,), (gathered,) = [
-        of(run(lossy(name, "0%", test_results=how)), "evaluate")[-1:] for how in ("cast", "gathered")
+        of(run(lossy(name, "0%", test_results=how)), "evaluate")[-1:]
+        for how in ("cast", "gathered")
     ]
-    assert gathered["one"] == gathered["any"] == gathered["accuracy"] == cast["accuracy"]
+    assert (
+        gathered["one"] == gathered["any"] == gathered["accuracy"] == cast["accuracy"]
+    )
     assert gathered["runs"] == cast["runs"]
     assert gathered["loss"] == pytest.approx(cast["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
 def test_gathering_changes_nothing_of_what_is_cast(name):
-    cast, gathered = (run(lossy(name, "20%", test_results=how)) for how in ("cast", "gathered"))
-    assert [step["loss"] for step in of(cast, "step")] == [step["loss"] for step in of(gathered, "step")]
+    cast, gathered = (
+        run(lossy(name, "20%", test_results=how)) for how in ("cast", "gathered")
+    )
+    assert [step["loss"] for step in of(cast, "step")] == [
+        step["loss"] for step in of(gathered, "step")
+    ]
     evaluations = of(gathered, "evaluate")
-    assert [each["one"] for each in evaluations] == [each["accuracy"] for each in of(cast, "evaluate")]
+    assert [each["one"] for each in evaluations] == [
+        each["accuracy"] for each in of(cast, "evaluate")
+    ]
     assert all(each["any"] >= each["one"] - 1e-9 for each in evaluations)
-    assert [each["accuracy"] for each in evaluations] != [each["one"] for each in evaluations]
+    assert [each["accuracy"] for each in evaluations] != [
+        each["one"] for each in evaluations
+    ]
 
 
 def test_results_that_are_cast_without_loss_are_those_that_are_gathered():
     (found,) = of(
-        run(lossy("versatile", "20%", test_results="gathered", sharing="ideal", evaluate_every=None)), "evaluate"
+        run(
+            lossy(
+                "versatile",
+                "20%",
+                test_results="gathered",
+                sharing="ideal",
+                evaluate_every=None,
+            )
+        ),
+        "evaluate",
     )
     assert found["one"] == found["accuracy"]
     assert found["accuracy"] > 0.1
@@ -48,6 +76,12 @@ def test_a_device_that_is_off_after_the_tests_counts_as_zeros_and_nobody_waits_f
     whole = run(written)
     tests = [event.time for event in whole.events if event.event == "tests"]
     faults = [{"kill": "worker1", "at": f"{tests[-1] + 0.05}s"}]
-    outcome = run(type(written).model_validate(written.model_dump(by_alias=True) | {"faults": faults}))
+    outcome = run(
+        type(written).model_validate(
+            written.model_dump(by_alias=True) | {"faults": faults}
+        )
+    )
     assert outcome.status == "finished"
-    assert of(outcome, "evaluate")[-1]["accuracy"] < of(whole, "evaluate")[-1]["accuracy"]
+    assert (
+        of(outcome, "evaluate")[-1]["accuracy"] < of(whole, "evaluate")[-1]["accuracy"]
+    )

@@ -18,18 +18,30 @@ NEW, NOTHING = Usable(None, "new"), Usable(None, "nothing")
 
 
 def arrived(*parts, neurons=5):
-    return Arrived(1, 7, 2, neurons, tuple(SenderPart(f"d{number}", *each) for number, each in enumerate(parts)))
+    return Arrived(
+        1,
+        7,
+        2,
+        neurons,
+        tuple(SenderPart(f"d{number}", *each) for number, each in enumerate(parts)),
+    )
 
 
 def test_missing_outputs_are_zeros_wherever_the_neurons_lie():
-    found = arrived((range(1, 3), torch.ones(2, 2)), ((0, 3), torch.full((2, 2), 2.0)), (range(4, 5), None))
+    found = arrived(
+        (range(1, 3), torch.ones(2, 2)),
+        ((0, 3), torch.full((2, 2), 2.0)),
+        (range(4, 5), None),
+    )
     assert found.together().tolist() == [[2, 1, 1, 2, 0]] * 2
     assert not found.complete
     assert found.rate == pytest.approx(2 / 3)
 
 
 def test_losses_add_up_and_count_only_if_all_are_there():
-    whole = arrived((range(2), torch.ones(2, 3)), (range(2, 5), torch.full((2, 3), 2.0)))
+    whole = arrived(
+        (range(2), torch.ones(2, 3)), (range(2, 5), torch.full((2, 3), 2.0))
+    )
     usable = asyncio.run(TreatedAsNull().losses(whole))
     assert usable.values.tolist() == [[3, 3, 3]] * 2
     assert usable.learns == "new"
@@ -53,9 +65,13 @@ def test_learning_is_an_update_at_once_or_nothing():
     assert inputs.shape == (1, 4)
     active = (outputs[0] > 0).float()
     for name, tensor in shard.state().items():
-        lowered = 0.5 * active if tensor.dim() == 1 else 0.5 * active[:, None].expand(2, 4)
+        lowered = (
+            0.5 * active if tensor.dim() == 1 else 0.5 * active[:, None].expand(2, 4)
+        )
         assert torch.equal(tensor, before[name] - lowered)
     shard.forward(8, torch.ones(1, 4))
     learning = learn(shard, 1, 8, torch.ones_like(outputs), NEW)
     assert learning is not None
-    assert learning() is None, "the first layer's inputs are the samples, to which nobody passes a loss"
+    assert learning() is None, (
+        "the first layer's inputs are the samples, to which nobody passes a loss"
+    )

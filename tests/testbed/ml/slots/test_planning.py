@@ -40,7 +40,9 @@ BUDGET = 2400 * naive_slots(6, 1) * 0.44142
 
 
 def partition(neurons, devices, allocation="hybrid"):
-    return arrangement.partition(neurons, [f"d{number}" for number in range(devices)], allocation)
+    return arrangement.partition(
+        neurons, [f"d{number}" for number in range(devices)], allocation
+    )
 
 
 def lengths(groups):
@@ -56,7 +58,11 @@ def schedule(allocation, devices=6):
 
 def test_the_papers_example_of_six_layers_and_six_devices():
     found = partition(FIGURE_2, 6)
-    assert [[layer + 1 for layer in group] for group in found.groups] == [[1, 2], [3, 4], [5, 6]]
+    assert [[layer + 1 for layer in group] for group in found.groups] == [
+        [1, 2],
+        [3, 4],
+        [5, 6],
+    ]
     assert [len(found.members(group)) for group in range(3)] == [2, 2, 2]
     device_4 = "d3"
     assert found.members(1).index(device_4) == 1
@@ -71,7 +77,11 @@ def test_the_papers_example_of_six_layers_and_six_devices():
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_up_to_three_devices_are_horizontal(devices):
-    assert layer_groups(6, devices, "hybrid") == layer_groups(6, devices, "horizontal") == [range(6)]
+    assert (
+        layer_groups(6, devices, "hybrid")
+        == layer_groups(6, devices, "horizontal")
+        == [range(6)]
+    )
 
 
 @pytest.mark.parametrize("devices", [12, 13, 14, 30])
@@ -91,21 +101,34 @@ def test_twice_as_many_devices_as_layers_are_vertical(devices):
         (8, 6, [2, 3, 3], [2, 2, 2]),
     ],
 )
-def test_layers_that_are_left_go_to_the_last_groups_and_devices_are_in_proportion(layers, devices, wanted, held):
+def test_layers_that_are_left_go_to_the_last_groups_and_devices_are_in_proportion(
+    layers, devices, wanted, held
+):
     groups = layer_groups(layers, devices, "hybrid")
     assert lengths(groups) == wanted
     assert devices_of(groups, devices) == held
 
 
 @pytest.mark.parametrize(
-    ("most", "wanted"), [(1, [1] * 6), (2, [2, 2, 2]), (3, [3, 3]), (4, [2, 4]), (5, [1, 5]), (6, [6]), (9, [6])]
+    ("most", "wanted"),
+    [
+        (1, [1] * 6),
+        (2, [2, 2, 2]),
+        (3, [3, 3]),
+        (4, [2, 4]),
+        (5, [1, 5]),
+        (6, [6]),
+        (9, [6]),
+    ],
 )
 def test_a_largest_group_is_filled_from_the_output_on(most, wanted):
     assert lengths(layer_groups(6, 6, most)) == wanted
 
 
 @given(*SHAPES, st.sampled_from(["vertical", "hybrid", "horizontal"]))
-def test_every_neuron_is_on_one_device_and_every_device_has_some(layers, devices, allocation):
+def test_every_neuron_is_on_one_device_and_every_device_has_some(
+    layers, devices, allocation
+):
     neurons = [20 + layer for layer in range(layers)]
     found = partition(neurons, devices, allocation)
     assert len(found.devices) == devices
@@ -129,9 +152,13 @@ def test_devices_are_as_line_6_rounds_them_where_that_uses_all(layers, devices):
 
 
 def test_more_devices_than_neurons_and_more_groups_than_devices_are_refused():
-    with pytest.raises(InputError, match="layer 5 has 2 neurons for 6 devices: use fewer devices"):
+    with pytest.raises(
+        InputError, match="layer 5 has 2 neurons for 6 devices: use fewer devices"
+    ):
         partition((784, 128, 128, 128, 128, 2), 6, "horizontal")
-    with pytest.raises(InputError, match="makes 6 groups of layers for 4 devices: use larger groups"):
+    with pytest.raises(
+        InputError, match="makes 6 groups of layers for 4 devices: use larger groups"
+    ):
         partition(EVALUATED, 4, 1)
 
 
@@ -166,8 +193,16 @@ def test_a_horizontal_division_has_all_pairs_alike():
 
 def topology(seed, devices=6):
     names = [f"d{number}" for number in range(devices)]
-    radio = Radio(Propagation(16, -82, 3.1, 46.68, 8), draw_positions(names, {}, (50, 50), seed), 50, seed)
-    return matrix(names, {(a, b): radio.reception_ratio((a, b)) for a in names for b in names if a != b})
+    radio = Radio(
+        Propagation(16, -82, 3.1, 46.68, 8),
+        draw_positions(names, {}, (50, 50), seed),
+        50,
+        seed,
+    )
+    return matrix(
+        names,
+        {(a, b): radio.reception_ratio((a, b)) for a in names for b in names if a != b},
+    )
 
 
 def misses(mapped, allocation, devices=6, count=100):
@@ -182,7 +217,9 @@ def misses(mapped, allocation, devices=6, count=100):
 
 
 @pytest.mark.parametrize("allocation", ["vertical", "hybrid"])
-@pytest.mark.parametrize(("devices", "count"), [(4, 20), (5, 20), (6, 30), (7, 5), (8, 2)])
+@pytest.mark.parametrize(
+    ("devices", "count"), [(4, 20), (5, 20), (6, 30), (7, 5), (8, 2)]
+)
 def test_hill_climbs_reach_the_best_of_all_orders(allocation, devices, count):
     assert max(misses(climbing, allocation, devices, count)) < 1e-12
 
@@ -203,14 +240,18 @@ def test_algorithm_2_takes_an_order_as_good_as_its_best_one():
     for _ in range(5):
         expected = tuple(draws.sample(expected, 4))
     assert genetic(every, ratios, 3, 5) == expected
-    assert genetic(every, every, 3, 5) == tuple(range(4)), "where all links are alike devices keep their order"
+    assert genetic(every, every, 3, 5) == tuple(range(4)), (
+        "where all links are alike devices keep their order"
+    )
 
 
 def test_mappings_are_seeded_and_never_worse_than_none():
     wanted = connectivity(partition(EVALUATED, 6))
     ratios = topology(1)
     assert genetic(wanted, ratios, 5) == genetic(wanted, ratios, 5)
-    assert score(wanted, ratios, genetic(wanted, ratios, 5, 3)) >= score(wanted, ratios, (0, 1, 2, 3, 4, 5))
+    assert score(wanted, ratios, genetic(wanted, ratios, 5, 3)) >= score(
+        wanted, ratios, (0, 1, 2, 3, 4, 5)
+    )
     assert sorted(by_chance(6, 1)) == list(range(6))
     assert by_chance(6, 1) == by_chance(6, 1)
     assert len({by_chance(6, seed) for seed in range(20)}) > 10
@@ -221,9 +262,14 @@ def test_mappings_are_seeded_and_never_worse_than_none():
 
 def test_scores_are_the_sum_of_the_hadamard_product():
     draws = random.Random(0)
-    wanted, ratios = (tuple(tuple(draws.random() * (a != b) for b in range(4)) for a in range(4)) for _ in range(2))
+    wanted, ratios = (
+        tuple(tuple(draws.random() * (a != b) for b in range(4)) for a in range(4))
+        for _ in range(2)
+    )
     order = (2, 0, 3, 1)
-    expected = sum(wanted[a][b] * ratios[order[a]][order[b]] for a in range(4) for b in range(4))
+    expected = sum(
+        wanted[a][b] * ratios[order[a]][order[b]] for a in range(4) for b in range(4)
+    )
     assert score(wanted, ratios, order) == pytest.approx(expected)
 
 
@@ -239,7 +285,14 @@ def test_the_coordinator_is_nearest_to_all_in_expected_transmissions():
     both = {**links, **{(b, a): ratio for (a, b), ratio in links.items()}}
     assert coordinator(["a", "b", "c"], both) == "b"
     # Only the way out counts: c hears all and is heard by none.
-    out = {("a", "b"): 1.0, ("a", "c"): 0.5, ("b", "a"): 1.0, ("b", "c"): 0.4, ("c", "a"): 0.0, ("c", "b"): 0.0}
+    out = {
+        ("a", "b"): 1.0,
+        ("a", "c"): 0.5,
+        ("b", "a"): 1.0,
+        ("b", "c"): 0.4,
+        ("c", "a"): 0.0,
+        ("c", "b"): 0.0,
+    }
     assert coordinator(["c", "b", "a"], out) == "a"
 
 
@@ -249,9 +302,28 @@ def test_the_coordinator_is_nearest_to_all_in_expected_transmissions():
 def test_device_4_of_the_papers_example():
     # BW4(0) and BW3(0) of the paper are stalls.
     device_4 = [str(action or "stall") for action in schedule("hybrid").actions(1, 100)]
-    paper = ["stall", "stall", ("F", 3, 1), ("F", 4, 1), "stall", "stall", ("F", 3, 2), ("F", 4, 2)]
-    paper += [("B", 4, 1), ("B", 3, 1), ("F", 3, 3), ("F", 4, 3), ("B", 4, 2), ("B", 3, 2)]
-    ours = [each if each == "stall" else f"{each[0]}{each[2] - 1}.{each[1] - 1}" for each in paper]
+    paper = [
+        "stall",
+        "stall",
+        ("F", 3, 1),
+        ("F", 4, 1),
+        "stall",
+        "stall",
+        ("F", 3, 2),
+        ("F", 4, 2),
+    ]
+    paper += [
+        ("B", 4, 1),
+        ("B", 3, 1),
+        ("F", 3, 3),
+        ("F", 4, 3),
+        ("B", 4, 2),
+        ("B", 3, 2),
+    ]
+    ours = [
+        each if each == "stall" else f"{each[0]}{each[2] - 1}.{each[1] - 1}"
+        for each in paper
+    ]
     assert device_4[: len(ours)] == ours
 
 
@@ -267,7 +339,11 @@ def test_timeslots_of_equal_groups_are_those_of_theorem_1(groups, size, batches)
 
 @given(st.integers(2, 12), st.integers(1, 30))
 def test_timeslots_of_horizontal_and_vertical_divisions(layers, batches):
-    assert timetable([range(layers)]).slots(batches) == naive_slots(layers, batches) == (2 * layers - 1) * batches
+    assert (
+        timetable([range(layers)]).slots(batches)
+        == naive_slots(layers, batches)
+        == (2 * layers - 1) * batches
+    )
     assert (
         timetable([range(layer, layer + 1) for layer in range(layers)]).slots(batches)
         == 2 * layers + 2 * (batches - 1) - 1
@@ -279,7 +355,9 @@ def test_a_horizontal_division_has_no_stale_weights_but_those_of_the_batch_befor
 
 
 @given(*SHAPES, st.integers(1, 6))
-def test_no_device_does_two_things_in_a_slot_and_every_batch_passes_in_order(layers, devices, batches):
+def test_no_device_does_two_things_in_a_slot_and_every_batch_passes_in_order(
+    layers, devices, batches
+):
     table = timetable(layer_groups(layers, devices, "hybrid"))
     slots = {}
     for group in range(len(table.groups)):
@@ -291,14 +369,20 @@ def test_no_device_does_two_things_in_a_slot_and_every_batch_passes_in_order(lay
     assert len(slots) == batches * (2 * layers - 1)
     for batch in range(batches):
         forward = [slots["forward", layer, batch] for layer in range(layers)]
-        backward = [slots["backward", layer, batch] for layer in reversed(range(1, layers))]
+        backward = [
+            slots["backward", layer, batch] for layer in reversed(range(1, layers))
+        ]
         path = forward + backward
         assert path == sorted(set(path))
 
 
 @pytest.mark.parametrize(
     ("allocation", "batches", "slots"),
-    [("hybrid", 9_356, 37_431), ("vertical", 10_750, 21_509), ("horizontal", 6_128, 67_408)],
+    [
+        ("hybrid", 9_356, 37_431),
+        ("vertical", 10_750, 21_509),
+        ("horizontal", 6_128, 67_408),
+    ],
 )
 def test_the_timeslots_of_table_iii(allocation, batches, slots):
     assert schedule(allocation).slots(batches) == slots
@@ -306,28 +390,59 @@ def test_the_timeslots_of_table_iii(allocation, batches, slots):
 
 @pytest.mark.parametrize(
     ("allocation", "computation", "signals", "milliseconds"),
-    [("vertical", 0.34142, 784, 541.77), ("hybrid", 0.16115, 392, 311.33), ("horizontal", 0.05609, 131, 172.86)],
+    [
+        ("vertical", 0.34142, 784, 541.77),
+        ("hybrid", 0.16115, 392, 311.33),
+        ("horizontal", 0.05609, 131, 172.86),
+    ],
 )
 def test_the_slot_lengths_of_table_iii(allocation, computation, signals, milliseconds):
     """Equation (4), with 32 bits a signal and nothing around them; the paper's computation is measured."""
     division = partition(EVALUATED, 6, allocation)
-    assert max(division.largest_message(name, (1,) * 6) for name in division.devices) == signals
-    assert 1e3 * (computation + 32 * signals / RATE + MARGIN) == pytest.approx(milliseconds, abs=0.005)
+    assert (
+        max(division.largest_message(name, (1,) * 6) for name in division.devices)
+        == signals
+    )
+    assert 1e3 * (computation + 32 * signals / RATE + MARGIN) == pytest.approx(
+        milliseconds, abs=0.005
+    )
 
 
 @pytest.mark.parametrize(
     ("workers", "allocation", "signals"),
-    [(5, "vertical", 784), (5, "hybrid", 392), (5, "horizontal", 131), (0, "hybrid", None)],
+    [
+        (5, "vertical", 784),
+        (5, "hybrid", 392),
+        (5, "horizontal", 131),
+        (0, "hybrid", None),
+    ],
 )
-def test_a_planned_slot_has_room_for_the_message_of_table_iii_and_what_is_around_it(workers, allocation, signals):
+def test_a_planned_slot_has_room_for_the_message_of_table_iii_and_what_is_around_it(
+    workers, allocation, signals
+):
     """A single device transmits nothing."""
-    workload = {"model": {"name": "mlp", "hidden": [128] * 4}, "data": {"name": "digits-28"}, "batch_size": 1}
-    method, network = {"name": "edgepipe", "allocation": allocation}, {"link": {"rate": "250kbit"}}
+    workload = {
+        "model": {"name": "mlp", "hidden": [128] * 4},
+        "data": {"name": "digits-28"},
+        "batch_size": 1,
+    }
+    method, network = (
+        {"name": "edgepipe", "allocation": allocation},
+        {"link": {"rate": "250kbit"}},
+    )
     details = (
-        EdgePipe().plan(problem_of(scenario(workers, workload=workload, method=method, network=network))[0]).details
+        EdgePipe()
+        .plan(
+            problem_of(
+                scenario(workers, workload=workload, method=method, network=network)
+            )[0]
+        )
+        .details
     )
     transmission = 0 if signals is None else 8 * size_around(4 * signals) / RATE
-    assert details.slot == pytest.approx(max(details.forward + details.backward) + transmission + MARGIN)
+    assert details.slot == pytest.approx(
+        max(details.forward + details.backward) + transmission + MARGIN
+    )
 
 
 @pytest.mark.parametrize(
@@ -356,7 +471,10 @@ def test_twenty_epochs_take_249_minutes_and_3_75_transmissions_a_second_and_devi
 def test_a_schedule_is_drawn_a_line_a_group():
     lines = draw(schedule("hybrid"), batches=2).splitlines()
     assert len(lines) == 3
-    assert " ".join(lines[1].split()[2:]) == ". . F0.2 F0.3 . . F1.2 F1.3 B0.3 B0.2 . . B1.3 B1.2 ."
+    assert (
+        " ".join(lines[1].split()[2:])
+        == ". . F0.2 F0.3 . . F1.2 F1.3 B0.3 B0.2 . . B1.3 B1.2 ."
+    )
 
 
 def test_training_and_tests_take_turns_each_in_slots_of_its_own():
@@ -370,12 +488,25 @@ def test_training_and_tests_take_turns_each_in_slots_of_its_own():
     assert found[0].end == table.slots(3) * 0.5
     # Forward only: six layers, then two slots a batch.
     assert found[1].end - found[1].start == (6 + 3 * 2) * 2.0
-    assert (found[1].next(found[1].start), found[1].next(found[1].end - 0.1)) == (found[1].begin(1), found[1].end)
+    assert (found[1].next(found[1].start), found[1].next(found[1].end - 0.1)) == (
+        found[1].begin(1),
+        found[1].end,
+    )
     for segment in found:
         for group in range(3):
             work = list(segment.work(group))
-            assert all(segment.start <= segment.begin(slot) < segment.end for slot, _ in work)
+            assert all(
+                segment.start <= segment.begin(slot) < segment.end for slot, _ in work
+            )
             assert {action.batch for _, action in work} == set(segment.batches)
-            numbers = [segment.number(action.batch) for _, action in work if action.kind == "forward"]
-            assert set(numbers) == set(range(segment.first, segment.first + len(segment.batches)))
-            assert not segment.tests or all(action.kind == "forward" for _, action in work)
+            numbers = [
+                segment.number(action.batch)
+                for _, action in work
+                if action.kind == "forward"
+            ]
+            assert set(numbers) == set(
+                range(segment.first, segment.first + len(segment.batches))
+            )
+            assert not segment.tests or all(
+                action.kind == "forward" for _, action in work
+            )

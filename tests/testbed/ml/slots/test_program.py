@@ -13,26 +13,43 @@ from testbed.ml.slots.program import gradient_of_cross_entropy
 from tests.helpers.runs import of, run, scenario
 
 MODEL = {"name": "mlp", "hidden": [16, 16]}
-GIVING_UP = ("the evaluation after step 10 is lost", "is left with no device", "is down; it leads the run")
+GIVING_UP = (
+    "the evaluation after step 10 is lost",
+    "is left with no device",
+    "is down; it leads the run",
+)
 
 
 def two(name, workers=1, **keys):
     method = {"name": name, "margin": "10ms"}
-    return scenario(workers, workload={"model": MODEL, "steps": 8}, method=method, **keys)
+    return scenario(
+        workers, workload={"model": MODEL, "steps": 8}, method=method, **keys
+    )
 
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
 @pytest.mark.parametrize("lasts", ["0.001s", "1s"])
-def test_a_lead_that_comes_back_when_all_slots_are_over_ends_the_run_and_says_what_is_lost(name, lasts):
-    kill = {"kill": "source", "when": {"device": "worker1", "begins": "backward", "batch": 1}, "for": lasts}
+def test_a_lead_that_comes_back_when_all_slots_are_over_ends_the_run_and_says_what_is_lost(
+    name, lasts
+):
+    kill = {
+        "kill": "source",
+        "when": {"device": "worker1", "begins": "backward", "batch": 1},
+        "for": lasts,
+    }
     outcome = run(two(name, faults=[kill]))
     assert outcome.status == "failed"
-    assert "the evaluation after step 8 is lost: source, which leads, was off or had no neurons" in outcome.error
+    assert (
+        "the evaluation after step 8 is lost: source, which leads, was off or had no neurons"
+        in outcome.error
+    )
     assert max(event.time for event in outcome.events) < 10
 
 
 def test_the_gradient_of_cross_entropy_is_that_of_autograd_to_the_bit():
-    results = torch.randn(50, 10, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    results = torch.randn(
+        50, 10, generator=torch.Generator().manual_seed(1), requires_grad=True
+    )
     labels = torch.arange(50) % 10
     loss = torch.nn.functional.cross_entropy(results, labels, reduction="sum") / 70
     (wanted,) = torch.autograd.grad(loss, [results])
@@ -50,10 +67,14 @@ def test_the_gradient_of_cross_entropy_is_that_of_autograd_to_the_bit():
         {"name": "versatile", "allocation": "horizontal", "past": True},
     ],
 )
-def test_test_runs_that_hear_the_same_samples_are_computed_once_and_come_to_the_same(monkeypatch, method, frame):
+def test_test_runs_that_hear_the_same_samples_are_computed_once_and_come_to_the_same(
+    monkeypatch, method, frame
+):
     inferred = []
     infer = LayerShard.infer
-    monkeypatch.setattr(LayerShard, "infer", lambda *given: inferred.append(given) or infer(*given))
+    monkeypatch.setattr(
+        LayerShard, "infer", lambda *given: inferred.append(given) or infer(*given)
+    )
     network = {"link": {"message_loss": "30%"}, "frame": frame}
     workload = {"model": MODEL, "steps": 8}
     several = {"margin": "10ms", "test_runs": 12, "test_batch": 25, "evaluate_every": 4}
@@ -61,7 +82,9 @@ def test_test_runs_that_hear_the_same_samples_are_computed_once_and_come_to_the_
     for most in (neurons.MOST_KEPT, 0):
         monkeypatch.setattr(neurons, "MOST_KEPT", most)
         inferred.clear()
-        outcome = run(scenario(2, workload=workload, method=method | several, network=network))
+        outcome = run(
+            scenario(2, workload=workload, method=method | several, network=network)
+        )
         assert outcome.status == "finished"
         of_all.append((list(outcome.events), len(inferred)))
     (kept, computed), (anew, each_time) = of_all
@@ -71,21 +94,40 @@ def test_test_runs_that_hear_the_same_samples_are_computed_once_and_come_to_the_
 
 def test_a_lead_without_others_gives_up_when_its_slots_are_over():
     faults = [
-        {"kill": "source", "when": {"device": "worker1", "begins": "backward", "batch": 1}, "for": "1ms"},
+        {
+            "kill": "source",
+            "when": {"device": "worker1", "begins": "backward", "batch": 1},
+            "for": "1ms",
+        },
         {"kill": "worker1", "at": "2s"},
     ]
     workload = {"model": MODEL, "steps": 40}
-    outcome = run(scenario(1, workload=workload, method={"name": "versatile", "margin": "100ms"}, faults=faults))
+    outcome = run(
+        scenario(
+            1,
+            workload=workload,
+            method={"name": "versatile", "margin": "100ms"},
+            faults=faults,
+        )
+    )
     assert outcome.status == "failed"
     assert "the evaluation after step 40 is lost" in outcome.error
 
 
 def random_fault(draw, names):
     one, other = draw.sample(names, 2)
-    fault = draw.choice([{"kill": one}, {"kill": one}, {"pause": one}, {"partition": [[one]]}])
+    fault = draw.choice(
+        [{"kill": one}, {"kill": one}, {"pause": one}, {"partition": [[one]]}]
+    )
     moments = [{"at": f"{draw.randint(0, 3000)}ms"}]
     moments.append(
-        {"when": {"device": other, "begins": draw.choice(["forward", "backward"]), "batch": draw.randint(0, 9)}}
+        {
+            "when": {
+                "device": other,
+                "begins": draw.choice(["forward", "backward"]),
+                "batch": draw.randint(0, 9),
+            }
+        }
     )
     lasting = draw.choice(["1ms", "300ms", "1s", "4s", None])
     return fault | draw.choice(moments) | ({} if lasting is None else {"for": lasting})
@@ -97,10 +139,21 @@ def test_no_schedule_of_faults_makes_a_run_hang(name, seed):
     draw = random.Random(f"{name} {seed}")
     workers = draw.randint(1, 3)
     names = ["source", *(f"worker{number}" for number in range(1, workers + 1))]
-    method = {"name": name, "recovery": draw.choice(["none", "r-tx", "ack"]), "evaluate_every": draw.choice([None, 5])}
+    method = {
+        "name": name,
+        "recovery": draw.choice(["none", "r-tx", "ack"]),
+        "evaluate_every": draw.choice([None, 5]),
+    }
     method["allocation"] = draw.choice(["hybrid", "horizontal"])
     faults = [random_fault(draw, names) for _ in range(draw.randint(1, 3))]
-    outcome = run(scenario(workers, workload={"model": MODEL, "steps": 10}, method=method, faults=faults))
+    outcome = run(
+        scenario(
+            workers,
+            workload={"model": MODEL, "steps": 10},
+            method=method,
+            faults=faults,
+        )
+    )
     assert outcome.status in ("finished", "failed")
     if outcome.status == "finished":
         assert of(outcome, "evaluate")[-1]["step"] == 10

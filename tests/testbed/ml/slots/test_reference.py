@@ -18,12 +18,23 @@ STEPS, BATCH, RATE = 14, 16, 0.2
 def drawn(name, seed):
     """Return the keys of a random case, and those of the method."""
     draw = random.Random(f"{name} {seed}")
-    layers, groups = draw.choice([(4, 2), (4, 4), (6, 3), (6, 2), (6, 6), (4, 1), (3, 1), (3, 3)])
+    layers, groups = draw.choice(
+        [(4, 2), (4, 4), (6, 3), (6, 2), (6, 6), (4, 1), (3, 1), (3, 3)]
+    )
     devices = draw.randint(1, 3) * groups if groups < 4 else groups
     hidden = [draw.randint(3, 14) for _ in range(layers - 2)]
-    method = {"name": name, "layers": layers // groups, "margin": "50ms", "mapping": "random"}
+    method = {
+        "name": name,
+        "layers": layers // groups,
+        "margin": "50ms",
+        "mapping": "random",
+    }
     if name == "edgepipe":
-        own = {"learns": draw.choice(["what_arrived", "with_all_results", "with_all_transmissions"])}
+        own = {
+            "learns": draw.choice(
+                ["what_arrived", "with_all_results", "with_all_transmissions"]
+            )
+        }
         method |= own
     else:
         own = {
@@ -32,9 +43,15 @@ def drawn(name, seed):
             "patience": draw.randint(1, 5),
             "stage_window": draw.choice([1, 1, 2, 4]),
         }
-        own |= {"granularity": draw.choice(["link", "neuron"]), "ideal": draw.random() < 0.3}
+        own |= {
+            "granularity": draw.choice(["link", "neuron"]),
+            "ideal": draw.random() < 0.3,
+        }
         own["past"] = random.Random(f"past {seed}").random() < 0.3
-        method |= {"backward": own["granularity"], "sharing": "ideal" if own["ideal"] else "neuron"}
+        method |= {
+            "backward": own["granularity"],
+            "sharing": "ideal" if own["ideal"] else "neuron",
+        }
         same = ("grad_reuse", "patience", "stage_window", "past")
         method |= {"rearrangement": False, **{key: own[key] for key in same}}
         method["thres_fw"] = own["thres_fw"] and f"{own['thres_fw']:.0%}"
@@ -45,7 +62,11 @@ def drawn(name, seed):
         "training": {"optimizer": {"learning_rate": RATE}},
         "steps": STEPS,
     }
-    keys = {"workload": workload, "method": {k: v for k, v in method.items() if v is not None}, "network": network}
+    keys = {
+        "workload": workload,
+        "method": {k: v for k, v in method.items() if v is not None},
+        "network": network,
+    }
     return scenario(devices - 1, seed=seed + 1, **keys), own
 
 
@@ -54,18 +75,29 @@ def setting(written, outcome):
     problem, data = problem_of(written)
     details = METHODS[written.workload.method.name].plan(problem).details
     model = problem.model.build(0, len(problem.model.units), problem.seed)
-    dense = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    dense = [
+        module for module in model.modules() if isinstance(module, torch.nn.Linear)
+    ]
     count = len(details.devices) // len(details.groups)
     heard = {
         (event.fields["peer"], event.device, event.fields["cast"])
         for event in outcome.events
         if event.event == "receive" and "cast" in event.fields
     }
-    batches = [batch(len(data.train_labels), BATCH, problem.seed, step) for step in range(STEPS)]
+    batches = [
+        batch(len(data.train_labels), BATCH, problem.seed, step)
+        for step in range(STEPS)
+    ]
     return Setting(
-        [list(details.devices[at : at + count]) for at in range(0, len(details.devices), count)],
+        [
+            list(details.devices[at : at + count])
+            for at in range(0, len(details.devices), count)
+        ],
         [(each.weight.detach().numpy(), each.bias.detach().numpy()) for each in dense],
-        [(data.train_images[each].reshape(len(each), -1), data.train_labels[each]) for each in batches],
+        [
+            (data.train_images[each].reshape(len(each), -1), data.train_labels[each])
+            for each in batches
+        ],
         RATE,
         heard,
     )
@@ -81,8 +113,14 @@ def test_every_loss_is_that_of_the_papers_arithmetic(name, seed):
     losses = [step["loss"] for step in of(outcome, "step")]
     assert losses == pytest.approx(expected.losses, rel=1e-6, abs=1e-6)
     # Also who had something to cast: more would be out of step with what was heard from the first difference on.
-    until = min((event.time for event in outcome.events if event.event == "tests"), default=0)
+    until = min(
+        (event.time for event in outcome.events if event.event == "tests"), default=0
+    )
     casts = dict.fromkeys(expected.nodes, 0)
     for event in outcome.events:
-        casts[event.device] = casts.get(event.device, 0) + (event.event == "cast" and event.time < until)
-    assert {node: casts[node] for node in expected.nodes} == {name: node.casts for name, node in expected.nodes.items()}
+        casts[event.device] = casts.get(event.device, 0) + (
+            event.event == "cast" and event.time < until
+        )
+    assert {node: casts[node] for node in expected.nodes} == {
+        name: node.casts for name, node in expected.nodes.items()
+    }

@@ -15,7 +15,12 @@ from testbed.ml.workload import LearningPart
 
 DATA = make("synthetic-1x2x2-3", 40, 10)
 WORKLOAD = LearningPart.model_validate(
-    {"model": {"name": "mlp"}, "method": {"name": "edgepipe"}, "steps": 3, "batch_size": 10}
+    {
+        "model": {"name": "mlp"},
+        "method": {"name": "edgepipe"},
+        "steps": 3,
+        "batch_size": 10,
+    }
 )
 
 
@@ -30,7 +35,9 @@ def test_micro_batches_are_the_batches_of_training_in_their_order(parts: int) ->
         for own in (range(4), range(1, 3), range(0), (0, 3)):
             seen = torch.cat([found.images(number, own) for number in numbers])
             assert torch.equal(seen, images.flatten(1)[:, list(own)])
-        assert torch.equal(torch.cat([found.labels(number) for number in numbers]), labels)
+        assert torch.equal(
+            torch.cat([found.labels(number) for number in numbers]), labels
+        )
         sizes = [found.samples(number) for number in numbers]
         assert sizes == [len(found.labels(number)) for number in numbers]
         assert sum(sizes) == 10
@@ -39,7 +46,10 @@ def test_micro_batches_are_the_batches_of_training_in_their_order(parts: int) ->
 
 def outputs(labels: np.ndarray, right: int) -> torch.Tensor:
     """Return outputs that are sure of the label of the first samples and of another class of all others."""
-    said = [label if place < right else (label + 1) % 3 for place, label in enumerate(labels)]
+    said = [
+        label if place < right else (label + 1) % 3
+        for place, label in enumerate(labels)
+    ]
     return 10 * torch.nn.functional.one_hot(torch.tensor(said), 3).float()
 
 
@@ -48,7 +58,9 @@ def test_each_run_shows_all_test_samples_once_and_is_scored_by_itself() -> None:
     assert len(tests) == 6, "batches of 4, 4 and 2, twice"
     assert [tests.samples(test) for test in range(6)] == [4, 4, 2, 4, 4, 2]
     whole = torch.from_numpy(DATA.test_images).flatten(1)
-    assert torch.equal(torch.cat([tests.images(test, range(4)) for test in range(3)]), whole)
+    assert torch.equal(
+        torch.cat([tests.images(test, range(4)) for test in range(3)]), whole
+    )
     assert torch.equal(tests.images(4, (0, 2)), tests.images(1, range(4))[:, [0, 2]])
     labels = [DATA.test_labels[:4], DATA.test_labels[4:8], DATA.test_labels[8:]] * 2
     for test, right in enumerate((4, 4, 2, 2, 1, 0)):
@@ -57,5 +69,7 @@ def test_each_run_shows_all_test_samples_once_and_is_scored_by_itself() -> None:
     found = tests.finish()
     assert found["runs"] == [1.0, 0.3]
     assert found["accuracy"] == pytest.approx(0.65)
-    assert found["deviation"] == pytest.approx(pstdev([1.0, 0.3])) == pytest.approx(0.35)
+    assert (
+        found["deviation"] == pytest.approx(pstdev([1.0, 0.3])) == pytest.approx(0.35)
+    )
     assert list(tests.unscored(1)) == [0], "it begins again"

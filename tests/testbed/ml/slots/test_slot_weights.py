@@ -20,28 +20,47 @@ def horizontal(name, given=False, **keys):
 
 
 def equal(one, other):
-    return one.keys() == other.keys() and all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.allclose(one[name], other[name], atol=1e-6) for name in one
+    )
 
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
 def test_what_is_left_is_what_torch_trains_and_what_is_given_is_trained_on(name):
     outcome = run(horizontal(name))
     model, losses = plain(horizontal(name))
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(losses, abs=1e-5)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+        losses, abs=1e-5
+    )
     assert equal(outcome.weights, model.state_dict())
     again = run(horizontal(name, given=True), weights=outcome.weights)
     further, losses = plain(horizontal(name), weights=outcome.weights)
-    assert [step["loss"] for step in of(again, "step")] == pytest.approx(losses, abs=1e-5)
+    assert [step["loss"] for step in of(again, "step")] == pytest.approx(
+        losses, abs=1e-5
+    )
     assert equal(again.weights, further.state_dict())
 
 
 def test_a_device_that_restarts_is_given_weights_again_and_the_first_slot_waits_for_nobody():
-    calm = run(horizontal("edgepipe", given=True), weights=dict(run(horizontal("edgepipe")).weights))
-    kill = {"kill": "worker1", "when": {"device": "worker1", "begins": "backward", "batch": 3}, "for": "100ms"}
-    hurt = run(horizontal("edgepipe", given=True, faults=[kill]), weights=dict(run(horizontal("edgepipe")).weights))
+    calm = run(
+        horizontal("edgepipe", given=True),
+        weights=dict(run(horizontal("edgepipe")).weights),
+    )
+    kill = {
+        "kill": "worker1",
+        "when": {"device": "worker1", "begins": "backward", "batch": 3},
+        "for": "100ms",
+    }
+    hurt = run(
+        horizontal("edgepipe", given=True, faults=[kill]),
+        weights=dict(run(horizontal("edgepipe")).weights),
+    )
     assert hurt.status == "finished"
     assert len(of(hurt, "step")) == len(of(calm, "step")) == 12
-    first = [min(each.time for each in outcome.events if each.event == "step") for outcome in (calm, hurt)]
+    first = [
+        min(each.time for each in outcome.events if each.event == "step")
+        for outcome in (calm, hurt)
+    ]
     assert first[0] == first[1]
 
 

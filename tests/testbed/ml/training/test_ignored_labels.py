@@ -13,17 +13,29 @@ from tests.helpers.training import recipe
 
 LOSSES = {
     "default": (recipe(), -100, {}),
-    "another label": (recipe(loss={"name": "cross-entropy", "ignore_index": 0}), 0, {"ignore_index": 0}),
+    "another label": (
+        recipe(loss={"name": "cross-entropy", "ignore_index": 0}),
+        0,
+        {"ignore_index": 0},
+    ),
     "weighted": (
-        recipe(loss={"name": "cross-entropy", "weight": [1.0, 2.0, 0.5, 1.0, 3.0, 1.0]}),
+        recipe(
+            loss={"name": "cross-entropy", "weight": [1.0, 2.0, 0.5, 1.0, 3.0, 1.0]}
+        ),
         -100,
         {"weight": torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0])},
     ),
-    "summed": (recipe(loss={"name": "cross-entropy", "reduction": "sum"}), -100, {"reduction": "sum"}),
+    "summed": (
+        recipe(loss={"name": "cross-entropy", "reduction": "sum"}),
+        -100,
+        {"reduction": "sum"},
+    ),
 }
 
 
-def in_parts(training: TrainingConfig, outputs: torch.Tensor, labels: torch.Tensor, parts: int):
+def in_parts(
+    training: TrainingConfig, outputs: torch.Tensor, labels: torch.Tensor, parts: int
+):
     """Return loss and gradient of outputs that pass in parts, as the stages of a pipeline compute them."""
     outputs = outputs.clone().requires_grad_()
     loss = 0.0
@@ -46,12 +58,16 @@ def data(ignored: int):
 
 @pytest.mark.parametrize("parts", [1, 4, 5])
 @pytest.mark.parametrize("name", LOSSES)
-def test_parts_add_up_to_loss_and_gradient_of_plain_torch(name: str, parts: int) -> None:
+def test_parts_add_up_to_loss_and_gradient_of_plain_torch(
+    name: str, parts: int
+) -> None:
     training, ignored, options = LOSSES[name]
     outputs, labels = data(ignored)
     loss, gradient = in_parts(training, outputs, labels, parts)
     outputs.requires_grad_()
-    expected = torch.nn.functional.cross_entropy(outputs.movedim(-1, 1), labels, **options)
+    expected = torch.nn.functional.cross_entropy(
+        outputs.movedim(-1, 1), labels, **options
+    )
     expected.backward()
     assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
     torch.testing.assert_close(gradient, outputs.grad, rtol=0, atol=1e-6)
@@ -60,7 +76,9 @@ def test_parts_add_up_to_loss_and_gradient_of_plain_torch(name: str, parts: int)
 def test_one_label_a_sample_is_weighed_likewise() -> None:
     outputs, labels = torch.rand((6, 5)), torch.tensor([1, -100, 2, -100, -100, 3])
     loss, _ = in_parts(recipe(), outputs, labels, 3)
-    assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, labels)), rel=1e-6)
+    assert loss == pytest.approx(
+        float(torch.nn.functional.cross_entropy(outputs, labels)), rel=1e-6
+    )
 
 
 def test_the_test_loss_is_the_mean_of_counted_labels() -> None:
@@ -109,23 +127,40 @@ workload:
 """
 
 
-def losses(folder: Path, method: dict[str, object], split: str | None = None) -> list[float]:
+def losses(
+    folder: Path, method: dict[str, object], split: str | None = None
+) -> list[float]:
     folder.mkdir()
     (folder / "own.py").write_text(OWN)
     (folder / "ignored.yaml").write_text(SCENARIO)
-    changes = {"workload.method": method} | ({"workload.data.split": split} if split else {})
+    changes = {"workload.method": method} | (
+        {"workload.data.split": split} if split else {}
+    )
     result = simulate(load(folder / "ignored.yaml", changes), out=folder / "run")
     assert result.figures.get("diverged") is None
     return [each["loss"] for each in result.rows("steps")]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_pipeline_with_micro_batches_trains_as_one_device_does(tmp_path: Path, schedule: str) -> None:
-    several = losses(tmp_path / "several", {"name": "pipeline", "schedule": schedule, "micro_batches": 16})
-    assert several == pytest.approx(losses(tmp_path / "one", {"name": "single"}), abs=1e-6)
+def test_a_pipeline_with_micro_batches_trains_as_one_device_does(
+    tmp_path: Path, schedule: str
+) -> None:
+    several = losses(
+        tmp_path / "several",
+        {"name": "pipeline", "schedule": schedule, "micro_batches": 16},
+    )
+    assert several == pytest.approx(
+        losses(tmp_path / "one", {"name": "single"}), abs=1e-6
+    )
 
 
 def test_mini_batches_of_split_learning_are_weighed_likewise(tmp_path: Path) -> None:
-    several = losses(tmp_path / "several", {"name": "pipelearn", "parallel": 4, "local_steps": 1}, "iid")
-    one = losses(tmp_path / "one", {"name": "pipelearn", "parallel": 1, "local_steps": 1}, "iid")
+    several = losses(
+        tmp_path / "several",
+        {"name": "pipelearn", "parallel": 4, "local_steps": 1},
+        "iid",
+    )
+    one = losses(
+        tmp_path / "one", {"name": "pipelearn", "parallel": 1, "local_steps": 1}, "iid"
+    )
     assert several == pytest.approx(one, abs=1e-6)

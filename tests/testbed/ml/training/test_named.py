@@ -19,7 +19,10 @@ def found(name: str, **keys):
     return find(part, {}, KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", **keys)
 
 
-@pytest.mark.parametrize("name", ["CosineAnnealingLR", "cosineannealing", "cosine-annealing", "Cosine_Annealing LR"])
+@pytest.mark.parametrize(
+    "name",
+    ["CosineAnnealingLR", "cosineannealing", "cosine-annealing", "Cosine_Annealing LR"],
+)
 def test_case_dashes_and_what_all_names_end_in_may_be_left_out(name: str) -> None:
     assert found(name) is lr_scheduler.CosineAnnealingLR
 
@@ -28,15 +31,24 @@ def test_every_class_of_torch_is_found_by_its_own_name() -> None:
     classes = [
         each
         for each in vars(torch.optim).values()
-        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+        if isinstance(each, type)
+        and issubclass(each, torch.optim.Optimizer)
+        and each is not torch.optim.Optimizer
     ]
     assert len(classes) > 10
     for each in classes:
         part = NamedPart(name=each.__name__)
-        assert find(part, {}, ("training", "optimizer"), torch.optim, torch.optim.Optimizer) is each
+        assert (
+            find(
+                part, {}, ("training", "optimizer"), torch.optim, torch.optim.Optimizer
+            )
+            is each
+        )
 
 
-@pytest.mark.parametrize("name", ["", "LR", "LRScheduler", "_LRScheduler", "Optimizer", "Any", "exponentiel"])
+@pytest.mark.parametrize(
+    "name", ["", "LR", "LRScheduler", "_LRScheduler", "Optimizer", "Any", "exponentiel"]
+)
 def test_other_names_are_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(InputError) as refused:
         found(name)
@@ -53,17 +65,34 @@ def test_names_that_do_not_work_are_not_offered() -> None:
 
 
 def test_a_file_of_ones_own_goes_before_torch() -> None:
-    code = Code(name="StepLR", module="named_of_a_test", sources={"named_of_a_test": "def StepLR():\n    return 7\n"})
+    code = Code(
+        name="StepLR",
+        module="named_of_a_test",
+        sources={"named_of_a_test": "def StepLR():\n    return 7\n"},
+    )
     part = NamedPart(name="StepLR", file="own.py")
-    assert find(part, {"own.py:StepLR": code}, KEY, lr_scheduler, lr_scheduler.LRScheduler)() == 7
+    assert (
+        find(
+            part, {"own.py:StepLR": code}, KEY, lr_scheduler, lr_scheduler.LRScheduler
+        )()
+        == 7
+    )
 
 
-def test_what_a_class_says_of_its_options_is_said_with_the_name_that_the_scenario_has() -> None:
+def test_what_a_class_says_of_its_options_is_said_with_the_name_that_the_scenario_has() -> (
+    None
+):
     part = NamedPart(name="dropout")
     assert make(torch.nn.Dropout, part, KEY, p=0.25).p == 0.25
-    with pytest.raises(InputError, match=r"training\.schedule: dropout: got an unexpected keyword argument 'share'"):
+    with pytest.raises(
+        InputError,
+        match=r"training\.schedule: dropout: got an unexpected keyword argument 'share'",
+    ):
         make(torch.nn.Dropout, part, KEY, share=0.5)
-    with pytest.raises(InputError, match="dropout: dropout probability has to be between 0 and 1, but got 2"):
+    with pytest.raises(
+        InputError,
+        match="dropout: dropout probability has to be between 0 and 1, but got 2",
+    ):
         make(torch.nn.Dropout, part, KEY, 2)
 
     def refuse() -> None:

@@ -15,11 +15,15 @@ from tests.helpers.training import recipe
 @pytest.mark.parametrize("weight_decay", [0.0, 4e-5])
 def test_equals_torch_to_the_bit(momentum: float, weight_decay: float) -> None:
     generator = torch.Generator().manual_seed(3)
-    settings = OptimizerPart(learning_rate=0.07, momentum=momentum, weight_decay=weight_decay)
+    settings = OptimizerPart(
+        learning_rate=0.07, momentum=momentum, weight_decay=weight_decay
+    )
     start = torch.randn(17, 5, generator=generator)
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     mine = Sgd(settings)
-    reference = torch.optim.SGD([theirs], lr=0.07, momentum=momentum, weight_decay=weight_decay, foreach=False)
+    reference = torch.optim.SGD(
+        [theirs], lr=0.07, momentum=momentum, weight_decay=weight_decay, foreach=False
+    )
     for _ in range(20):
         gradient = torch.randn(17, 5, generator=generator)
         theirs.grad = gradient.clone()
@@ -28,7 +32,11 @@ def test_equals_torch_to_the_bit(momentum: float, weight_decay: float) -> None:
         assert torch.equal(ours, theirs)
 
 
-def steps(optimizer: TorchOptimizer, weights: torch.nn.Parameter, gradients: list[torch.Tensor]) -> None:
+def steps(
+    optimizer: TorchOptimizer,
+    weights: torch.nn.Parameter,
+    gradients: list[torch.Tensor],
+) -> None:
     for gradient in gradients:
         optimizer.step({"0.w": weights}, {"0.w": gradient.clone()})
 
@@ -36,7 +44,19 @@ def steps(optimizer: TorchOptimizer, weights: torch.nn.Parameter, gradients: lis
 @pytest.mark.parametrize(
     "keys",
     [
-        *({"name": name} for name in ("adam", "adamw", "RMSprop", "adagrad", "nadam", "radam", "adamax", "adadelta")),
+        *(
+            {"name": name}
+            for name in (
+                "adam",
+                "adamw",
+                "RMSprop",
+                "adagrad",
+                "nadam",
+                "radam",
+                "adamax",
+                "adadelta",
+            )
+        ),
         *({"name": name} for name in ("asgd", "rprop", "adafactor")),
         {"name": "adam", "learning_rate": 0.01, "betas": [0.8, 0.99], "amsgrad": True},
         {"name": "sgd", "momentum": 0.9, "nesterov": True},
@@ -54,21 +74,34 @@ def test_every_optimizer_of_torch_goes_on_from_its_state_to_the_bit(keys):
         reference.step()
     first, second = made.optimizer(), made.optimizer()
     steps(first, moved, gradients[:3])
-    moved = torch.nn.Parameter(moved.detach().clone())  # another version, on another device
+    moved = torch.nn.Parameter(
+        moved.detach().clone()
+    )  # another version, on another device
     second.load({"0.w": moved.detach(), **first.state()})
     steps(second, moved, gradients[3:])
     assert torch.equal(moved, theirs)
-    kept = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in second.state().items()}
-    assert kept == {f"{kind}0.w": described for kind, described in made.kept((6, 4)).items()}
+    kept = {
+        name: (tuple(tensor.shape), tensor.dtype)
+        for name, tensor in second.state().items()
+    }
+    assert kept == {
+        f"{kind}0.w": described for kind, described in made.kept((6, 4)).items()
+    }
 
 
 @pytest.mark.parametrize(
     ("keys", "values"),
-    [({"name": "adamw"}, 2), ({"name": "adam", "amsgrad": True}, 3), ({"name": "rmsprop", "momentum": 0.9}, 2)],
+    [
+        ({"name": "adamw"}, 2),
+        ({"name": "adam", "amsgrad": True}, 3),
+        ({"name": "rmsprop", "momentum": 0.9}, 2),
+    ],
 )
 def test_what_an_optimizer_keeps_is_counted(keys, values):
     assert recipe(optimizer=keys).state_values == pytest.approx(values, abs=0.01)
-    assert recipe(optimizer=keys, ema=0.9).state_values == pytest.approx(values + 1, abs=0.01)
+    assert recipe(optimizer=keys, ema=0.9).state_values == pytest.approx(
+        values + 1, abs=0.01
+    )
     assert recipe(optimizer=keys).update_flops >= 10
 
 
@@ -86,11 +119,20 @@ def test_a_number_in_the_state_of_an_optimizer_stays_a_number():
     [
         ({"optimizer": {"name": "adamm"}}, "available: ASGD, Adadelta"),
         ({"optimizer": {"name": "lbfgs"}}, "has no 'lbfgs' supported here"),
-        ({"optimizer": {"name": "adam", "beta": 1}}, "unexpected keyword argument 'beta'"),
+        (
+            {"optimizer": {"name": "adam", "beta": 1}},
+            "unexpected keyword argument 'beta'",
+        ),
         ({"optimizer": {"name": "adam", "betas": [2, 3]}}, "Invalid beta"),
-        ({"loss": {"name": "mse", "colour": 1}}, "unexpected keyword argument 'colour'"),
+        (
+            {"loss": {"name": "mse", "colour": 1}},
+            "unexpected keyword argument 'colour'",
+        ),
         ({"schedule": {"name": "cosine-annealing"}}, "write 'T_max'"),
-        ({"schedule": [{"name": "linear"}, {"name": "exponential", "gamma": 0.9}]}, "set 'steps'"),
+        (
+            {"schedule": [{"name": "linear"}, {"name": "exponential", "gamma": 0.9}]},
+            "set 'steps'",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(keys, words):

@@ -78,7 +78,9 @@ def test_a_device_is_sent_the_text_of_all_of_them(tmp_path):
     body = deployments(prepared, "run", "token", addresses, None).of("a2")
     _, problem = deployment.read(body).problem()
     optimizer, weight = problem.training.optimizer(), torch.nn.Parameter(torch.ones(3))
-    optimizer.step({"0.w": weight}, {"0.w": torch.ones(3)}, problem.training.settings(4))
+    optimizer.step(
+        {"0.w": weight}, {"0.w": torch.ones(3)}, problem.training.settings(4)
+    )
     assert weight.tolist() == pytest.approx([0.99] * 3)
     assert optimizer.state()["count:0.w"].item() == 1
     assert problem.training.state_values == pytest.approx(1, abs=0.01)
@@ -86,12 +88,18 @@ def test_a_device_is_sent_the_text_of_all_of_them(tmp_path):
 
 
 def test_their_state_outlives_a_stage(tmp_path):
-    fault = "faults: [{kill: a2, when: {device: a2, begins: backward, batch: 7}, for: 1s}]"
+    fault = (
+        "faults: [{kill: a2, when: {device: a2, begins: backward, batch: 7}, for: 1s}]"
+    )
     runs = [prepared_in(tmp_path), prepared_in(tmp_path, **{"faults: []": fault})]
-    plain, killed = (simulate(each, load_data(each.scenario.workload.data)) for each in runs)
+    plain, killed = (
+        simulate(each, load_data(each.scenario.workload.data)) for each in runs
+    )
     assert plain.status == killed.status == "finished", killed.error
     assert of(killed, "recovery")
-    assert all(torch.equal(killed.weights[name], plain.weights[name]) for name in plain.weights)
+    assert all(
+        torch.equal(killed.weights[name], plain.weights[name]) for name in plain.weights
+    )
     assert of(plain, "evaluate")[-1]["metrics"] == of(killed, "evaluate")[-1]["metrics"]
 
 

@@ -16,17 +16,26 @@ from tests.helpers.training import recipe
 
 METHODS = {
     "single": {"name": "single", "evaluate_every": 5},
-    "pipeline": {"name": "pipeline", "micro_batches": 1, "evaluate_every": 5, "checkpoint_every": 1000},
+    "pipeline": {
+        "name": "pipeline",
+        "micro_batches": 1,
+        "evaluate_every": 5,
+        "checkpoint_every": 1000,
+    },
     "ftpipehd": {"name": "ftpipehd", "evaluate_every": 5, "global_every": 0},
     "federated": {"name": "federated", "local_steps": 5},
 }
 
 
 def trained(name, training, steps=200, **keys):
-    data = {"name": "digits", "train": 400, "test": 100} | ({"split": "iid"} if name == "federated" else {})
+    data = {"name": "digits", "train": 400, "test": 100} | (
+        {"split": "iid"} if name == "federated" else {}
+    )
     training = {"optimizer": {"learning_rate": 0.1}, **training}
     work = {"training": training, "steps": steps, "data": data}
-    prepared = prepare(trials(scenario(2, workload=work, method=METHODS[name], **keys))[0])
+    prepared = prepare(
+        trials(scenario(2, workload=work, method=METHODS[name], **keys))[0]
+    )
     outcome = simulate(prepared, load_data(prepared.scenario.workload.data))
     assert outcome.status == "finished", outcome.error
     return outcome
@@ -45,18 +54,30 @@ def test_training_ends_with_the_first_evaluation_that_is_good_enough(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_best_weights_are_left_not_the_last(name):
-    training = {"optimizer": {"learning_rate": 0.1}, "schedule": {"name": "step", "step_size": 8, "gamma": 40}}
+    training = {
+        "optimizer": {"learning_rate": 0.1},
+        "schedule": {"name": "step", "step_size": 8, "gamma": 40},
+    }
     outcome = trained(name, {**training, "best": "test_loss"}, steps=20)
     losses = {each["step"]: each["loss"] for each in of(outcome, "evaluate")}
     best = min(losses, key=losses.get)
     assert best < max(losses), "the test wants a training that gets worse"
     again = trained(name, training, steps=5 * best if name == "federated" else best)
-    assert all(torch.equal(outcome.weights[key], again.weights[key]) for key in again.weights)
+    assert all(
+        torch.equal(outcome.weights[key], again.weights[key]) for key in again.weights
+    )
 
 
 def test_a_pipeline_that_loses_a_stage_ends_where_the_unharmed_one_does():
-    fault = {"kill": "worker1", "when": {"device": "worker1", "begins": "backward", "batch": 12}, "for": "1s"}
-    runs = [trained("pipeline", {"until": {"accuracy": ">= 0.4"}}, faults=faults) for faults in ([], [fault])]
+    fault = {
+        "kill": "worker1",
+        "when": {"device": "worker1", "begins": "backward", "batch": 12},
+        "for": "1s",
+    }
+    runs = [
+        trained("pipeline", {"until": {"accuracy": ">= 0.4"}}, faults=faults)
+        for faults in ([], [fault])
+    ]
     ends = [of(each, "evaluate")[-1] for each in runs]
     assert ends[0] == ends[1]
     assert of(runs[1], "recovery")
@@ -65,7 +86,9 @@ def test_a_pipeline_that_loses_a_stage_ends_where_the_unharmed_one_does():
 def judged(training, values):
     stopping = Stopping(recipe(**training))
     for step, (accuracy, loss) in enumerate(values, 1):
-        stopping.judge(step, {"accuracy": accuracy, "loss": loss}, lambda step=step: {"step": step})
+        stopping.judge(
+            step, {"accuracy": accuracy, "loss": loss}, lambda step=step: {"step": step}
+        )
         if stopping.reason:
             return step, stopping.result({"step": -1})["step"]
     return None, stopping.result({"step": -1})["step"]
@@ -76,7 +99,10 @@ def test_patience_counts_evaluations_that_are_no_better():
     assert judged({"patience": 2}, losses) == (6, -1)
     assert judged({"patience": 2, "best": "accuracy"}, losses) == (None, 6)
     assert judged({"patience": 2, "best": "test_loss"}, losses) == (6, 4)
-    assert judged({"until": {"accuracy": "> 65%", "test_loss": "< 2"}}, losses) == (4, -1)
+    assert judged({"until": {"accuracy": "> 65%", "test_loss": "< 2"}}, losses) == (
+        4,
+        -1,
+    )
 
 
 def test_an_evaluation_that_is_made_again_counts_once():
@@ -90,7 +116,11 @@ def test_an_evaluation_that_is_made_again_counts_once():
     ("method", "training", "words"),
     [
         ({"name": "pipeline"}, {"patience": 1}, "set evaluate_every"),
-        ({"name": "edgepipe"}, {"until": {"accuracy": "> 0.5"}}, "does not support early stopping"),
+        (
+            {"name": "edgepipe"},
+            {"until": {"accuracy": "> 0.5"}},
+            "does not support early stopping",
+        ),
     ],
 )
 def test_what_cannot_be_judged_is_refused(method, training, words):
@@ -100,7 +130,12 @@ def test_what_cannot_be_judged_is_refused(method, training, words):
 
 
 @pytest.mark.parametrize(
-    "training", [{"until": {"acuracy": "> 1"}}, {"best": "metrics.f1"}, {"until": {"accuracy": "1"}}]
+    "training",
+    [
+        {"until": {"acuracy": "> 1"}},
+        {"best": "metrics.f1"},
+        {"until": {"accuracy": "1"}},
+    ],
 )
 def test_what_no_evaluation_has_is_refused(training):
     with pytest.raises(ValueError, match=r"an evaluation has no|is not a condition"):

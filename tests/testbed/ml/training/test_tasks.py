@@ -69,8 +69,14 @@ LOSSES = {
     "numbers": (
         "dense",
         "{loss: {name: mse}, metrics: {mean-absolute-error: {}, worst: {name: largest_error, file: own.py}}}",
-        lambda outputs, labels: torch.nn.functional.mse_loss(outputs.squeeze(-1), labels),
-        {"mean-absolute-error": lambda outputs, labels: (outputs.squeeze(-1) - labels).abs().mean()},
+        lambda outputs, labels: torch.nn.functional.mse_loss(
+            outputs.squeeze(-1), labels
+        ),
+        {
+            "mean-absolute-error": lambda outputs, labels: (
+                (outputs.squeeze(-1) - labels).abs().mean()
+            )
+        },
     ),
     "several numbers": (
         "dense",
@@ -91,22 +97,39 @@ LOSSES = {
     "tokens": (
         "language",
         "{metrics: {perplexity: {}}}",
-        lambda outputs, labels: torch.nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten()),
+        lambda outputs, labels: torch.nn.functional.cross_entropy(
+            outputs.flatten(0, 1), labels.flatten()
+        ),
         {
             "perplexity": lambda outputs, labels: torch.exp(
-                torch.nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+                torch.nn.functional.cross_entropy(
+                    outputs.flatten(0, 1), labels.flatten()
+                )
             )
         },
     ),
 }
 
 
-def prepared_in(folder, task, method="pipeline, micro_batches: 2", training=None, expect="{}"):
+def prepared_in(
+    folder, task, method="pipeline, micro_batches: 2", training=None, expect="{}"
+):
     network, given, _, _ = LOSSES[task]
     (folder / "own.py").write_text(NETWORKS)
     samples, labels = drawn(task)
-    np.savez(folder / "own.npz", x_train=samples[:64], y_train=labels[:64], x_test=samples[64:], y_test=labels[64:])
-    keys = {"network": network, "method": method, "training": training or given, "expect": expect}
+    np.savez(
+        folder / "own.npz",
+        x_train=samples[:64],
+        y_train=labels[:64],
+        x_test=samples[64:],
+        y_test=labels[64:],
+    )
+    keys = {
+        "network": network,
+        "method": method,
+        "training": training or given,
+        "expect": expect,
+    }
     (folder / "scenario.yaml").write_text(SCENARIO.format(**keys))
     return prepare(trials(load(str(folder / "scenario.yaml"), []))[0])
 
@@ -116,7 +139,9 @@ def data_of(prepared, folder):
 
 
 @pytest.mark.parametrize("task", LOSSES)
-def test_every_task_is_learned_as_in_plain_torch_and_measured_by_torchmetrics(tmp_path, task):
+def test_every_task_is_learned_as_in_plain_torch_and_measured_by_torchmetrics(
+    tmp_path, task
+):
     prepared = prepared_in(tmp_path, task)
     data = unpack(pack(data_of(prepared, tmp_path)))  # as it reaches a device
     outcome = simulate(prepared, data)
@@ -124,30 +149,50 @@ def test_every_task_is_learned_as_in_plain_torch_and_measured_by_torchmetrics(tm
     _, _, criterion, measured = LOSSES[task]
     problem = prepared.problem
     model = problem.model.build(0, len(problem.model.units), problem.seed)
-    made = problem.training._make_optimizer if not problem.training.part.optimizer.plain else None
-    optimizer = made([*model.parameters()]) if made else torch.optim.SGD(model.parameters(), lr=0.05)
+    made = (
+        problem.training._make_optimizer
+        if not problem.training.part.optimizer.plain
+        else None
+    )
+    optimizer = (
+        made([*model.parameters()])
+        if made
+        else torch.optim.SGD(model.parameters(), lr=0.05)
+    )
     losses = []
     for step in range(8):
         chosen = batch(64, 16, problem.seed, step)
         loss = criterion(
-            model(torch.from_numpy(data.train_images[chosen])), torch.from_numpy(data.train_labels[chosen])
+            model(torch.from_numpy(data.train_images[chosen])),
+            torch.from_numpy(data.train_labels[chosen]),
         )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(losses, abs=1e-5)
+    assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
+        losses, abs=1e-5
+    )
     with torch.no_grad():
-        outputs, labels = model(torch.from_numpy(data.test_images)), torch.from_numpy(data.test_labels)
+        outputs, labels = (
+            model(torch.from_numpy(data.test_images)),
+            torch.from_numpy(data.test_labels),
+        )
     found = of(outcome, "evaluate")[-1]
     assert found["loss"] == pytest.approx(float(criterion(outputs, labels)), abs=1e-4)
     for name, compute in measured.items():
-        assert found["metrics"][name] == pytest.approx(float(compute(outputs, labels)), rel=1e-4)
+        assert found["metrics"][name] == pytest.approx(
+            float(compute(outputs, labels)), rel=1e-4
+        )
     assert ("accuracy" in found) == (task == "tokens")
 
 
 def test_a_metric_is_a_figure_that_a_scenario_may_expect(tmp_path):
-    prepared = prepared_in(tmp_path, "numbers", expect="{metrics.mean-absolute-error: '< 100', metrics.worst: '> 0'}")
+    prepared = prepared_in(
+        tmp_path,
+        "numbers",
+        expect="{metrics.mean-absolute-error: '< 100', metrics.worst: '> 0'}",
+    )
     outcome = simulate(prepared, data_of(prepared, tmp_path))
     figures = metrics(outcome, prepared.experiment, prepared.plan)
     assert set(figures["metrics"]) == {"mean-absolute-error", "worst"}
@@ -159,9 +204,17 @@ def test_a_metric_is_a_figure_that_a_scenario_may_expect(tmp_path):
     ("task", "training", "words"),
     [
         ("numbers", "{}", "use a loss such as mse"),
-        ("numbers", "{loss: {name: mse}, metrics: {f2: {}}}", "torchmetrics has no 'f2'"),
+        (
+            "numbers",
+            "{loss: {name: mse}, metrics: {f2: {}}}",
+            "torchmetrics has no 'f2'",
+        ),
         ("numbers", "{loss: {name: none, file: own.py}}", "defines no function 'none'"),
-        ("numbers", "{loss: {name: mse}, metrics: {f1: {averages: macro}}}", "Unexpected keyword arguments: .averages"),
+        (
+            "numbers",
+            "{loss: {name: mse}, metrics: {f1: {averages: macro}}}",
+            "Unexpected keyword arguments: .averages",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_before_the_run(tmp_path, task, training, words):
@@ -171,8 +224,14 @@ def test_what_does_not_fit_is_said_before_the_run(tmp_path, task, training, word
 
 def test_federated_devices_learn_numbers(tmp_path):
     prepared_in(tmp_path, "numbers")
-    text = (tmp_path / "scenario.yaml").read_text().replace("path: own.npz", "path: own.npz, split: iid")
-    (tmp_path / "scenario.yaml").write_text(text.replace("name: pipeline, micro_batches: 2", "name: federated"))
+    text = (
+        (tmp_path / "scenario.yaml")
+        .read_text()
+        .replace("path: own.npz", "path: own.npz, split: iid")
+    )
+    (tmp_path / "scenario.yaml").write_text(
+        text.replace("name: pipeline, micro_batches: 2", "name: federated")
+    )
     prepared = prepare(trials(load(str(tmp_path / "scenario.yaml"), []))[0])
     outcome = simulate(prepared, data_of(prepared, tmp_path))
     assert outcome.status == "finished", outcome.error

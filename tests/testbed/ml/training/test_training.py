@@ -21,7 +21,9 @@ STEPS = 12
 
 
 def spec(method, training=RECIPE, workers=3, **keys):
-    return scenario(workers, workload={"training": training, "steps": STEPS}, method=method, **keys)
+    return scenario(
+        workers, workload={"training": training, "steps": STEPS}, method=method, **keys
+    )
 
 
 def by_hand(written):
@@ -31,9 +33,12 @@ def by_hand(written):
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, T_max=STEPS)
     criterion, losses = torch.nn.CrossEntropyLoss(label_smoothing=0.1), []
     for step in range(STEPS):
-        chosen = batch(len(data.train_labels), written.workload.batch_size, problem.seed, step)
+        chosen = batch(
+            len(data.train_labels), written.workload.batch_size, problem.seed, step
+        )
         loss = criterion(
-            model(torch.from_numpy(data.train_images[chosen])), torch.from_numpy(data.train_labels[chosen])
+            model(torch.from_numpy(data.train_images[chosen])),
+            torch.from_numpy(data.train_labels[chosen]),
         )
         adamw.zero_grad()
         loss.backward()
@@ -49,7 +54,13 @@ METHODS = {
     "pipeline": ({"micro_batches": 1}, []),
     "a pipeline that loses a stage": (
         {"micro_batches": 1, "checkpoint_every": 2},
-        [{"kill": "worker2", "when": {"device": "worker2", "begins": "backward", "batch": 7}, "for": "2s"}],
+        [
+            {
+                "kill": "worker2",
+                "when": {"device": "worker2", "begins": "backward", "batch": 7},
+                "for": "2s",
+            }
+        ],
     ),
     "four micro-batches": ({"schedule": "gpipe", "micro_batches": 4}, []),
 }
@@ -68,9 +79,16 @@ def test_a_recipe_does_what_the_loop_in_plain_torch_does(case):
 
 
 def test_clipping_by_norm_is_the_same_to_the_bit_wherever_the_model_is_cut():
-    one, other = run(spec({"micro_batches": 1}, workers=1)), run(spec({"micro_batches": 1}))
-    assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
-    assert [each["message"] for each in of(other, "send")].count("norms") == 2 * 3 * STEPS
+    one, other = (
+        run(spec({"micro_batches": 1}, workers=1)),
+        run(spec({"micro_batches": 1})),
+    )
+    assert all(
+        torch.equal(one.weights[name], other.weights[name]) for name in one.weights
+    )
+    assert [each["message"] for each in of(other, "send")].count(
+        "norms"
+    ) == 2 * 3 * STEPS
 
 
 def test_a_stage_without_anything_trained_has_no_norms():
@@ -81,9 +99,16 @@ def test_a_stage_without_anything_trained_has_no_norms():
 
 def test_an_asynchronous_pipeline_keeps_adams_state_over_a_death():
     training = {**RECIPE, "clip": {"value": 0.1}, "ema": 0.5}
-    fault = {"kill": "worker1", "when": {"device": "worker1", "begins": "backward", "batch": 9}, "for": "2s"}
+    fault = {
+        "kill": "worker1",
+        "when": {"device": "worker1", "begins": "backward", "batch": 9},
+        "for": "2s",
+    }
     method = {"name": "ftpipehd", "chain_every": 3, "global_every": 3, "stages": 3}
-    plain, killed = (run(spec(method, training, faults=faults, workers=2)) for faults in ([], [fault]))
+    plain, killed = (
+        run(spec(method, training, faults=faults, workers=2))
+        for faults in ([], [fault])
+    )
     assert plain.status == killed.status == "finished", killed.error
     assert of(killed, "recovery")
     assert sorted(killed.weights) == sorted(plain.weights)
@@ -92,8 +117,18 @@ def test_an_asynchronous_pipeline_keeps_adams_state_over_a_death():
 
 def test_a_federated_device_alone_trains_as_a_single_one_does():
     training = {**RECIPE, "optimizer": {"name": "adam", "learning_rate": 0.01}}
-    work = {"training": training, "steps": STEPS, "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"}}
-    prepared = prepare(trials(scenario(1, workload=work, method={"name": "federated", "local_steps": STEPS}))[0])
+    work = {
+        "training": training,
+        "steps": STEPS,
+        "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"},
+    }
+    prepared = prepare(
+        trials(
+            scenario(
+                1, workload=work, method={"name": "federated", "local_steps": STEPS}
+            )
+        )[0]
+    )
     from testbed.ml.data import load
     from testbed.simulation import simulate
 
@@ -104,21 +139,34 @@ def test_a_federated_device_alone_trains_as_a_single_one_does():
 def test_a_moving_average_is_evaluated_and_left():
     training = {"optimizer": {"learning_rate": 0.1}, "ema": 0.75}
     averaged, plain = (
-        run(spec({"name": "single"}, each)) for each in (training, {"optimizer": {"learning_rate": 0.1}})
+        run(spec({"name": "single"}, each))
+        for each in (training, {"optimizer": {"learning_rate": 0.1}})
     )
-    assert [step["loss"] for step in of(averaged, "step")] == [step["loss"] for step in of(plain, "step")]
+    assert [step["loss"] for step in of(averaged, "step")] == [
+        step["loss"] for step in of(plain, "step")
+    ]
     pipelined = run(spec({"micro_batches": 1}, training))
     for name, tensor in averaged.weights.items():
         assert not torch.equal(tensor, plain.weights[name])
         torch.testing.assert_close(pipelined.weights[name], tensor, rtol=0, atol=1e-6)
-    assert of(pipelined, "evaluate")[-1]["loss"] == pytest.approx(of(averaged, "evaluate")[-1]["loss"], abs=1e-6)
+    assert of(pipelined, "evaluate")[-1]["loss"] == pytest.approx(
+        of(averaged, "evaluate")[-1]["loss"], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("method", "training", "words"),
     [
-        ({"name": "ftpipehd"}, RECIPE, "'ftpipehd' does not support this .each update would wait"),
-        ({"name": "edgepipe"}, {"optimizer": {"name": "adam"}}, "updated by plain descent"),
+        (
+            {"name": "ftpipehd"},
+            RECIPE,
+            "'ftpipehd' does not support this .each update would wait",
+        ),
+        (
+            {"name": "edgepipe"},
+            {"optimizer": {"name": "adam"}},
+            "updated by plain descent",
+        ),
     ],
 )
 def test_what_a_method_does_not_follow_is_refused(method, training, words):
@@ -144,5 +192,8 @@ def test_without_numbers_as_many_bytes_travel_at_the_same_times():
         work = {"training": training, "steps": 6, "numerics": numerics}
         method = {"micro_batches": 2, "checkpoint_every": 2}
         runs.append(run(scenario(2, workload=work, method=method)))
-    plain, shapes = ([(each["message"], each["bytes"], each["start"]) for each in of(one, "send")] for one in runs)
+    plain, shapes = (
+        [(each["message"], each["bytes"], each["start"]) for each in of(one, "send")]
+        for one in runs
+    )
     assert plain == shapes
