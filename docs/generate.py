@@ -44,16 +44,15 @@ def generated() -> Iterator[tuple[Path, str]]:
             page,
             _replace(before, "help", "\n\n".join(_helps(command, f"testbed {name}"))),
         )
-    page = DOCS / "scenario.md"
     tables = {
         "keys": _keys_table(),
-        "figures": _figures_table(),
+        "metrics": _metrics_table(),
         "events": _events_table(),
     }
-    text = page.read_text()
+    pages = {"keys": "keys.md", "metrics": "metrics.md", "events": "faults.md"}
     for mark, table in tables.items():
-        text = _replace(text, mark, table)
-    yield page, text
+        page = DOCS / "scenario" / pages[mark]
+        yield page, _replace(page.read_text(), mark, table)
     yield DOCS / "scenario.schema.json", json.dumps(published_schema(), indent=2) + "\n"
     for file, text in compose_project(trials(load("quickstart"))[0], {}).items():
         yield DOCS.parent / "compose" / file, text
@@ -83,18 +82,20 @@ def _helps(command: click.Command, name: str) -> Iterator[str]:
             yield from _helps(subcommand, f"{name} {inner}")
 
 
-def _figures_table() -> str:
-    rows = _declared(COMMON.values(), lambda declared: declared.figures, _figure_row)
+def _metrics_table() -> str:
+    rows = _declared(COMMON.values(), lambda declared: declared.figures, _metric_row)
     rows += [
         f"| `devices.<device>.{name}` | {kind} | of one device | every method |"
         for name, kind in OF_DEVICES.items()
     ]
-    return "\n".join(["| figure | in | what it is | of |", "|---|---|---|---|", *rows])
+    return "\n".join(
+        ["| metric | unit | meaning | methods |", "|---|---|---|---|", *rows]
+    )
 
 
 def _events_table() -> str:
     head = [
-        "| event | what it says | can be matched | fields | of |",
+        "| event | meaning | keys of `when` | fields | methods |",
         "|---|---|---|---|---|",
     ]
     return "\n".join(
@@ -120,7 +121,7 @@ def _event_row(event: EventType, users: str) -> str:
     return f"| `{event.name}` | {event.meaning} | {keys} | {', '.join(event.fields)} | {users} |"
 
 
-def _figure_row(figure: Metric, users: str) -> str:
+def _metric_row(figure: Metric, users: str) -> str:
     return f"| `{figure.name}` | {figure.kind} | {figure.meaning} | {users} |"
 
 

@@ -142,17 +142,17 @@ def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
         (f"`{each.name}`", each.kind, each.meaning) for each in method.declared.figures
     ]
     text += (
-        "## Figures\n\nBeside [those of every method](../docs/scenario.md#expectations).\n\n"
+        "## Metrics\n\nIn addition to [the metrics of every method](../docs/scenario/metrics.md).\n\n"
         if figures
         else ""
     )
-    text += table(("figure", "in", "what it is"), figures)
+    text += table(("metric", "unit", "meaning"), figures)
     events = [
         (f"`{each.name}`", each.meaning, ", ".join(each.fields))
         for each in method.declared.events
     ]
     text += "## Events\n\n" if events else ""
-    text += table(("event", "what it says", "fields"), events)
+    text += table(("event", "meaning", "fields"), events)
     of_it = []
     for each in scenarios:
         workload = each.scenario.workload

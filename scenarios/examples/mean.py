@@ -90,7 +90,6 @@ class Mean(Method[MeanOptions]):
             values = [reply.value for reply in replies if reply is not None]
             mailbox.discard_before(Reply, (number + 1, ""))
             mean = sum(values) / len(values) if values else None
-            device.record(
-                "mean", batch=number, value=mean, late=len(replies) - len(values)
-            )
+            late = len(replies) - len(values)
+            device.record("mean", batch=number, value=mean, late=late)
             device.record("request", request=number, latency=device.now() - began)

@@ -47,12 +47,10 @@ def test_losses_are_those_of_the_script(method):
     assert of(outcome, "evaluate")[-1]["metrics"]["f1"] == pytest.approx(f1, abs=1e-6)
 
 
-def test_the_page_shows_both_and_they_are_short():
+def test_the_page_shows_script_and_scenario():
     page = (ROOT / "docs" / "from-torch.md").read_text()
     script, scenario = (
         (EXAMPLES / f"fromtorch.{ending}").read_text() for ending in ("py", "yaml")
     )
     assert f"```python\n{script}```" in page
     assert f"```yaml\n{scenario}```" in page
-    assert len(script.splitlines()) <= 60
-    assert len(scenario.splitlines()) <= 25

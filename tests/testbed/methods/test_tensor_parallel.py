@@ -77,4 +77,3 @@ def test_the_plan_holds_each_weight_once():
     )
     parameters = sum(piece.parameters for piece in prepared.plan.pieces)
     assert parameters == prepared.problem.model.parameters + biases_of_all
-    assert len((EXAMPLE.with_suffix(".py")).read_text().splitlines()) <= 80

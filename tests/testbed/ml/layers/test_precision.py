@@ -121,5 +121,5 @@ def test_who_does_not_do_it_says_so() -> None:
     found = trial("int8", workload=infer, method={"name": "sequential"})
     outcome = simulate(found, load_data(found))
     assert outcome.status == "finished", outcome.error
-    with pytest.raises(InputError, match="is for programs of one's own"):
+    with pytest.raises(InputError, match="applies to user programs only"):
         trials(scenario(0, devices={"source": {"gpu": True}}))

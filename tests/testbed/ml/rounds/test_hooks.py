@@ -25,8 +25,8 @@ from testbed_controller.api import load
 from tests.helpers import ROOT
 
 EXAMPLES = ROOT / "scenarios" / "examples"
-LIMITS = {"fedprox": 30, "fedadam": 30, "scaffold": 45, "fedbuff": 60, "gossip": 70}
-"""Lines that a method of one's own takes, all of its file counted."""
+HOOKED = ("fedprox", "fedadam", "scaffold", "fedbuff", "gossip")
+"""Methods that hooks of `federated` make, each in a file of its own."""
 
 
 def module(name: str) -> ModuleType:
@@ -65,9 +65,8 @@ def same(one: Outcome, other: Outcome, tolerance: float = 0.0) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", LIMITS)
-def test_its_file_is_short_and_it_learns(name: str) -> None:
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LIMITS[name]
+@pytest.mark.parametrize("name", HOOKED)
+def test_example_with_hooks_learns(name: str) -> None:
     outcome, prepared = run(name), ready(name)
     figures = metrics(
         outcome, prepared.experiment, prepared.plan, prepared.method.declared
