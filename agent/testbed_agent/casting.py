@@ -44,12 +44,16 @@ _IP_PKTINFO = 8
 _PACKET_INFORMATION = struct.Struct("=I4s4s")
 """Interface (0: any), source address, destination address."""
 
-Hears = Callable[[Message, int, int], Message | None]
-"""Function from (message, header size in bytes, broadcast number) to the received message, or None if lost."""
+ReceiveFilter = Callable[[Message, int, int], Message | None]
+"""Function from (message, header size in bytes, broadcast number) to the received message; None for a lost one."""
 
 
-def mark(run: str) -> bytes:
-    """Return four bytes to distinguish the datagrams of one run from other ones."""
+def run_mark(run: str) -> bytes:
+    """Return the four bytes that distinguish the datagrams of a run from those of other runs.
+
+    >>> run_mark("quickstart-0a1b2c3d") == run_mark("quickstart-ffffffff")
+    False
+    """
     return hashlib.sha256(b"cast " + run.encode()).digest()[:4]
 
 
@@ -74,7 +78,14 @@ class _Partial:
 
 
 class Caster:
-    """Sender and receiver of broadcasts; a thread of its own receives."""
+    """Sender and receiver of broadcasts; a separate thread receives.
+
+    Example::
+
+        caster = Caster(form, addresses, run, limit, lambda message, header, number: message)
+        caster.start(inbox)
+        size, left = caster.send(form.encode(message, peers), incarnation, number=0)
+    """
 
     def __init__(
         self,
@@ -82,8 +93,9 @@ class Caster:
         addresses: Addresses,
         run: str,
         limit: int,
-        receive_filter: Hears,
+        receive_filter: ReceiveFilter,
     ) -> None:
+        """``limit`` is the maximum size of a received message in bytes."""
         self._form = form
         self._receive_filter = receive_filter
         self._broadcast = addresses.broadcast
@@ -91,7 +103,7 @@ class Caster:
         self._from = _PACKET_INFORMATION.pack(
             0, socket.inet_aton(addresses.own), bytes(4)
         )
-        self._mark = mark(run)
+        self._mark = run_mark(run)
         self._limit = limit
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
@@ -110,9 +122,8 @@ class Caster:
     def close(self) -> None:
         """Stop receiving."""
         self._closed = True
-        with contextlib.suppress(
-            OSError
-        ):  # raises for an unconnected socket, but wakes up its reader
+        # Closing would not wake up the reading thread. `shutdown` does, though it raises for an unconnected socket.
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, whole: bytes, incarnation: int, number: int) -> tuple[int, float]:
@@ -134,10 +145,10 @@ class Caster:
         for index in range(count):
             prefix = _PREFIX.pack(self._mark, incarnation, number, index, count)
             chunk = view[index * CAST_CHUNK : (index + 1) * CAST_CHUNK]
-            notes = [
-                (socket.IPPROTO_IP, _IP_PKTINFO, self._from),
-                *(_NOTE if index == count - 1 else ()),
-            ]
+            notes = [(socket.IPPROTO_IP, _IP_PKTINFO, self._from)]
+            if index == count - 1:
+                # Datagrams leave in order, so the departure of the last one is that of the whole message.
+                notes += _NOTE
             self._socket.sendmsg([prefix, chunk], notes, 0, self._broadcast)
         return len(whole), self._wait_until_sent()
 
@@ -150,15 +161,14 @@ class Caster:
             departure = self._read_departure()
             if departure is not None:
                 return departure
-            queued = fcntl.ioctl(
-                self._socket, termios.TIOCOUTQ, b"\0\0\0\0"
-            )  # number of bytes not yet sent
+            # The number of bytes not yet sent, as a C integer.
+            queued = fcntl.ioctl(self._socket, termios.TIOCOUTQ, b"\0\0\0\0")
             if not any(queued):
                 break  # dropped, or the kernel does not report departures
         return time.monotonic()
 
     def _read_departure(self) -> float | None:
-        """Return the monotonic instant of the latest departure reported by the kernel, or None."""
+        """Return the monotonic instant of the latest departure reported by the kernel; None without a report."""
         departure = None
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -185,13 +195,11 @@ class Caster:
         if len(datagram) < _PREFIX.size:
             return
         run, incarnation, number, index, count = _PREFIX.unpack_from(datagram)
-        if (
-            run != self._mark
-            or index >= count
-            or count * CAST_CHUNK > self._limit + CAST_CHUNK
-        ):
+        if run != self._mark or index >= count:
+            return  # of another run on the same network, or malformed
+        if count * CAST_CHUNK > self._limit + CAST_CHUNK:
             return
-        # Datagrams of other runs on the same network, or with lengths beyond the limit, are ignored.
+        # By address rather than by the sender's name, which only the whole message holds.
         key = (source, incarnation, number)
         partial = self._partial.setdefault(key, _Partial(time.monotonic(), count))
         if partial.count != count:
@@ -202,41 +210,39 @@ class Caster:
                 self._partial.popitem(last=False)
             return
         del self._partial[key]
-        self._complete(
-            b"".join(partial.chunks[part] for part in range(count)), key, partial, inbox
-        )
+        whole = b"".join(partial.chunks[part] for part in range(count))
+        self._complete(whole, key, partial, inbox)
 
     def _complete(
         self, whole: bytes, key: tuple[str, int, int], partial: _Partial, inbox: Inbox
     ) -> None:
-        source, *numbers = key
+        source, incarnation, number = key
+        size = len(whole)
         arrived = time.monotonic()
         try:
-            read = self._form.decode(whole)
+            decoded = self._form.decode(whole)
         except WireError:
             return
-        if read is None or self._sources.get(read[0].sender) != source:
+        if decoded is None:
             return
-        message, size, start = (
-            self._receive_filter(*read, numbers[1]),
-            len(whole),
-            partial.start,
-        )
+        sent, header = decoded
+        # A device cannot send from another's address, so a foreign name in the message is an impersonation.
+        if self._sources.get(sent.sender) != source:
+            return
+        message = self._receive_filter(sent, header, number)
         if message is None or not inbox.reserve(size):
             return
         new = False
         try:
-            envelope = Envelope(message, *numbers)
-            new = inbox.put(
-                Arrival(
-                    envelope,
-                    size,
-                    start,
-                    arrived - start,
-                    time.monotonic() - arrived,
-                    cast=True,
-                )
+            arrival = Arrival(
+                Envelope(message, incarnation, number),
+                size,
+                partial.start,
+                arrived - partial.start,
+                time.monotonic() - arrived,
+                cast=True,
             )
+            new = inbox.put(arrival)
         finally:
             if not new:
                 inbox.release(size)

@@ -16,8 +16,8 @@ from werkzeug.exceptions import HTTPException
 
 from testbed.wire.serving import refusal
 from testbed.wire.token import authorised
-from testbed_agent.http import Refused, announced_length, read_body
-from testbed_agent.metrics import exposition
+from testbed_agent.http import Refused, announced_length, is_number, read_body
+from testbed_agent.metrics import render_metrics
 
 if TYPE_CHECKING:
     from testbed_agent.runner import Runner
@@ -31,8 +31,10 @@ _SMALL = 4096
 routes = Blueprint("control", __name__)
 
 
-def application(runner: Runner, renew: Callable[[], None] = lambda: None) -> Flask:
-    """Return the Flask application of a device; ``renew`` is called when the controller renews its lease."""
+def create_application(
+    runner: Runner, renew: Callable[[], None] = lambda: None
+) -> Flask:
+    """Create the Flask application of a device; ``renew`` is called at each renewal of the lease."""
     app = Flask("agent", static_folder=None)
     app.extensions.update(runner=runner, renew=renew)
     app.register_blueprint(routes)
@@ -44,14 +46,13 @@ def application(runner: Runner, renew: Callable[[], None] = lambda: None) -> Fla
 
 @routes.before_app_request
 def authorise() -> Any:
-    """Refuse every request without the device's token, except for its health."""
-    if request.path != "/health" and not authorised(
-        request.environ, _runner().settings.token
-    ):
-        return {
-            "error": "send the device's token as 'Authorization: Bearer <token>'"
-        }, 401
-    return None
+    """Refuse every request without the device's token, except ``/health``."""
+    # Whoever waits for a device to boot needs no secret (`testbed_controller.lab.health.is_healthy`).
+    if request.path == "/health":
+        return None
+    if authorised(request.environ, _runner().settings.token):
+        return None
+    return {"error": "send the device's token as 'Authorization: Bearer <token>'"}, 401
 
 
 @routes.get("/health")
@@ -62,7 +63,7 @@ def get_health() -> dict[str, Any]:
 
 @routes.put("/deployment")
 def put_deployment() -> dict[str, Any]:
-    """Prepare the device for its part of the run."""
+    """Load the deployment: the device's part of the run."""
     _runner().deploy(_read_body(JSON_LIMIT))
     return _state()
 
@@ -100,28 +101,28 @@ def stop() -> dict[str, Any]:
 
 @routes.post("/lease")
 def renew_lease() -> dict[str, Any]:
-    """Keep the device switched on for another term."""
+    """Keep the device switched on for another term of the lease."""
     current_app.extensions["renew"]()
     return _state()
 
 
 @routes.post("/leave")
 def leave() -> dict[str, Any]:
-    """Ask the program to hand over its state and leave."""
+    """Request a graceful shutdown: the program hands over its state and ends."""
     _runner().leave()
     return _state()
 
 
 @routes.put("/speed")
 def put_speed() -> dict[str, Any]:
-    """Set the share of its own speed at which the device computes."""
+    """Set the speed of computing, as a share of the device's own speed."""
     _runner().set_speed(_read_number("factor", 1e-6, 1e6))
     return _state()
 
 
 @routes.put("/links")
 def put_links() -> dict[str, Any]:
-    """Set the links that the program plans with."""
+    """Adapt to changed links: the loss of broadcasts, and the round-trip times in time-outs."""
     _runner().set_links(_read_body(JSON_LIMIT))
     return _state()
 
@@ -151,7 +152,7 @@ def get_facts() -> dict[str, Any]:
 
 @routes.get("/events")
 def get_events() -> Response:
-    """Stream the events after a number of them until the run ends."""
+    """Stream the events from number ``after`` on, until the program ends."""
     after = request.args.get("after", "0")
     if not after.isdecimal() or len(after) > 15:
         raise Refused(400, f"'after' must be a number of events, not '{after[:40]}'")
@@ -160,33 +161,35 @@ def get_events() -> Response:
 
 @routes.get("/weights")
 def get_weights() -> Response:
-    """Return the weights that the program ended with, or of its part alone."""
-    return Response(
-        _runner().weights("part" in request.args), mimetype="application/octet-stream"
-    )
+    """Return the weights exposed by the program; with ``part``, only the device's part of the model."""
+    weights = _runner().weights(part="part" in request.args)
+    return Response(weights, mimetype="application/octet-stream")
 
 
 @routes.get("/metrics")
 def get_metrics() -> Response:
     """Return the device's metrics as text for Prometheus."""
-    return Response(exposition(_runner(), resident_bytes()), mimetype="text/plain")
+    return Response(render_metrics(_runner(), resident_bytes()), mimetype="text/plain")
 
 
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes."""
-    return int(
-        Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    ) * os.sysconf("SC_PAGESIZE")
+    # The second field of proc(5)'s statm: resident pages.
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
 
 
 def memory_limit() -> int | None:
-    """Return the container's memory limit in bytes, or None without a limit."""
+    """Return the container's memory limit in bytes; None for an unlimited container."""
+    # The files of cgroups version 2 and version 1.
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         path = Path("/sys/fs/cgroup") / name
         if path.exists():
             text = path.read_text(encoding="ascii").strip()
-            # Version 1 writes "no limit" as the largest number of pages.
-            return int(text) if text.isdecimal() and int(text) < 1 << 60 else None
+            # Version 2 writes "max" without a limit, version 1 the largest number of pages.
+            if not text.isdecimal() or int(text) >= 1 << 60:
+                return None
+            return int(text)
     return None
 
 
@@ -195,7 +198,7 @@ def _runner() -> Runner:
 
 
 def _state() -> dict[str, Any]:
-    """Return the answer to a request that changes something: the device's state and its work in progress."""
+    """Return the response to a change: the device's state, and its compute kernels once torch is imported."""
     document = _runner().health()
     if _runner().computing is not None:
         document["computing"] = _runner().computing
@@ -203,10 +206,8 @@ def _state() -> dict[str, Any]:
 
 
 def _read_body(limit: int) -> bytearray:
-    length, encoding = (
-        request.headers.get("Content-Length", ""),
-        request.headers.get("Transfer-Encoding", ""),
-    )
+    length = request.headers.get("Content-Length", "")
+    encoding = request.headers.get("Transfer-Encoding", "")
     return read_body(request.environ, announced_length(length, encoding, limit))
 
 
@@ -218,14 +219,10 @@ def _read_number(key: str, minimum: float, maximum: float) -> float:
         raise Refused(
             400, f'the body must be JSON such as {{"{key}": 12.5}}'
         ) from error
-    value = (
-        document.get(key) if isinstance(document, dict) and len(document) == 1 else None
-    )
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not minimum <= value <= maximum
-    ):
+    value = None
+    if isinstance(document, dict) and document.keys() == {key}:
+        value = document[key]
+    if not is_number(value, minimum, maximum):
         raise Refused(
             400,
             f"the body must have the single key '{key}', a number from {minimum:g} to {maximum:g}",
@@ -239,11 +236,11 @@ def _refused(error: Refused) -> Any:
 
 
 def _unknown(error: HTTPException) -> Any:
-    return {
-        "error": refusal(f"{request.method} {request.path}: {error.name}")
-    }, error.code or 500
+    text = refusal(f"{request.method} {request.path}: {error.name}")
+    return {"error": text}, error.code or 500
 
 
 def _failed(error: Exception) -> Any:
     _LOG.exception("request failed")
-    return {"error": refusal(f"{request.method} {request.path}: {error!r}")}, 500
+    text = refusal(f"{request.method} {request.path}: {error!r}")
+    return {"error": text}, 500

@@ -15,12 +15,12 @@ from testbed.plan import Plan
 from testbed.wire.ports import CAST_PORT, DATA_PORT
 from testbed.workload import Workload, kind_of
 from testbed_agent.http import Refused
-from testbed_agent.settings import Address, Settings, address
+from testbed_agent.settings import Address, Settings, parse_address
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A device with links to and from the own device."""
+    """Another device, with links in both directions."""
 
     address: Address
     slowness: float
@@ -45,44 +45,43 @@ class Deployment:
     """Initial fraction of each peer's broadcasts lost as whole messages."""
 
 
-def read(body: bytes | bytearray, settings: Settings) -> Deployment:
+def read_deployment(body: bytes | bytearray, settings: Settings) -> Deployment:
     """Decode a deployment; raises Refused (400) with the reason if the deployment is invalid."""
-    name = settings.device
     try:
-        document = deployment.read(body)
-        if (document.run, document.device) != (settings.run, name):
-            text = f"this is device '{name}' of run '{settings.run}', not '{document.device}' of '{document.run}'"
-            raise Refused(400, text)
-        if name not in document.devices:
-            raise InputError(
-                f"device: unknown name '{name}'; the deployment has {', '.join(document.devices)}"
-            )
-        work = kind_of(document.workload)
-        work.begin(document.workload)  # must precede the import of scenario files
-        method, problem = document.problem()
-        peers = {}
-        for peer, entry in document.peers.items():
-            ways = [
-                pair for pair in ((name, peer), (peer, name)) if pair in problem.links
-            ]
-            if len(ways) < 2:
-                raise InputError(f"peers: '{peer}' needs links in both directions")
-            links = [problem.links[pair] for pair in ways]
-            peers[peer] = Peer(
-                address(entry.address, DATA_PORT),
-                slowness(*links),
-                entry.sent,
-                entry.received,
-            )
-        message_loss = {peer: problem.links[peer, name].message_loss for peer in peers}
-        broadcast = (
-            None
-            if document.broadcast is None
-            else address(document.broadcast, CAST_PORT)
-        )
-        plan = document.plan.with_details(method.Details)
+        return _decode(body, settings)
     except ValidationError as error:
         raise Refused(400, f"deployment: {deployment.first_problem(error)}") from error
     except (InputError, ValueError) as error:
         raise Refused(400, f"deployment: {error}") from error
+
+
+def _decode(body: bytes | bytearray, settings: Settings) -> Deployment:
+    name = settings.device
+    document = deployment.read(body)
+    # Addresses are reused, so a deployment may reach the device of another run.
+    if (document.run, document.device) != (settings.run, name):
+        text = f"this is device '{name}' of run '{settings.run}', not '{document.device}' of '{document.run}'"
+        raise Refused(400, text)
+    if name not in document.devices:
+        raise InputError(
+            f"device: unknown name '{name}'; the deployment has {', '.join(document.devices)}"
+        )
+    work = kind_of(document.workload)
+    work.begin(document.workload)  # must precede the import of scenario files
+    method, problem = document.problem()
+    peers = {}
+    message_loss = {}
+    for peer, entry in document.peers.items():
+        there = problem.links.get((name, peer))
+        back = problem.links.get((peer, name))
+        if there is None or back is None:
+            raise InputError(f"peers: '{peer}' needs links in both directions")
+        peer_address = parse_address(entry.address, DATA_PORT)
+        round_trip = slowness(there, back)
+        peers[peer] = Peer(peer_address, round_trip, entry.sent, entry.received)
+        message_loss[peer] = back.message_loss
+    broadcast = None
+    if document.broadcast is not None:
+        broadcast = parse_address(document.broadcast, CAST_PORT)
+    plan = document.plan.with_details(method.Details)
     return Deployment(work, method, problem, plan, peers, broadcast, message_loss)

@@ -17,7 +17,7 @@ from testbed.trace.events import Event
 from testbed.wire.arrays import library_of
 from testbed.wire.cast import CastForm
 from testbed.wire.message import Message, encode
-from testbed_agent.casting import Addresses, Caster, Hears
+from testbed_agent.casting import Addresses, Caster, ReceiveFilter
 from testbed_agent.disk import Disk
 from testbed_agent.events import EventLog
 from testbed_agent.pacing import (
@@ -26,8 +26,8 @@ from testbed_agent.pacing import (
     Pace,
     Processors,
     WorkTimes,
-    fixed,
-    slowed,
+    constant_charge,
+    proportional_charge,
 )
 from testbed_agent.receiving import Arrival, Inbox
 from testbed_agent.sending import STALL_SECONDS, Lane
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class RealDevice:
-    """A device from the start of its program to the end; see `testbed.device.Device` for the interface.
+    """The device of a running program, on the real clock; `testbed.device.Device` documents the interface.
 
     The program runs in an asyncio loop, which also sends and receives; work runs in the threads of the processors, and
     a separate thread sends broadcasts. ``origin`` is the monotonic instant at which the workload began.
@@ -53,10 +53,12 @@ class RealDevice:
         origin: float,
         log: EventLog,
         pace: Pace | None = None,
-        hears: Hears = lambda message, _header, _number: message,
+        receive_filter: ReceiveFilter = lambda message, _header, _number: message,
         slowness: Mapping[str, float] | None = None,
     ) -> None:
-        spec, peers = deployment.problem.device(settings.device), deployment.peers
+        problem = deployment.problem
+        spec = problem.device(settings.device)
+        peers = deployment.peers
         self.name = settings.device
         self.leaving = False
         self.exposed: dict[bool, Callable[[], Mapping[str, Any]]] = {}
@@ -70,13 +72,11 @@ class RealDevice:
         self._loop = asyncio.get_running_loop()
         self._spec = spec
         self._peers = peers
-        self._slowness = {name: peer.slowness for name, peer in peers.items()} | dict(
-            slowness or {}
-        )
-        self._computes = deployment.problem.workload.is_computed
-        self._specs = {
-            device_spec.name: device_spec for device_spec in deployment.problem.devices
-        }
+        self._slowness = {name: peer.slowness for name, peer in peers.items()}
+        # A link may have changed between the deployment and the start of the program.
+        self._slowness |= slowness or {}
+        self._computes = problem.workload.is_computed
+        self._specs = {device_spec.name: device_spec for device_spec in problem.devices}
         self._origin = origin
         self._time = DeviceTime(max(origin, time.monotonic()))
         self._log = log
@@ -85,17 +85,19 @@ class RealDevice:
         self._sequence = count()
         self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
         self.disk = Disk(settings, origin)
+        # Two writes at once would share a temporary file; two broadcasts at once would mix their departures.
         self._writing = asyncio.Lock()
         self._casts = asyncio.Lock()
         self._cast_number = count()
-        self._form = CastForm(
-            self.name, (device_spec.name for device_spec in deployment.problem.devices)
-        )
+        names = [device_spec.name for device_spec in problem.devices]
+        self._form = CastForm(self.name, names)
         sources = {name: peer.address[0] for name, peer in peers.items()}
         addresses = Addresses(
             settings.cast, deployment.broadcast, settings.data[0], sources
         )
-        self._caster = Caster(self._form, addresses, settings.run, largest, hears)
+        self._caster = Caster(
+            self._form, addresses, settings.run, largest, receive_filter
+        )
         self._caster.start(self.inbox)
         self._closed = False
 
@@ -127,9 +129,8 @@ class RealDevice:
         self._record_at(self._time.now(), event, **fields)
 
     def _record_at(self, instant: float, event: str, **fields: Any) -> None:
-        self._log.append(
-            Event(instant - self._origin, self.name, event, fields).to_json()
-        )
+        entry = Event(instant - self._origin, self.name, event, fields)
+        self._log.append(entry.to_json())
 
     def expose(
         self, weights: Callable[[], Mapping[str, Any]], part: bool = False
@@ -151,13 +152,14 @@ class RealDevice:
         return self.processors.between_works(call)
 
     async def sleep(self, seconds: float) -> None:
-        """Wait on the wall clock."""
+        """Wait for seconds of the wall clock, counted from the instant of the latest event."""
         end = self._time.now() + seconds
         await asyncio.sleep(end - time.monotonic())
+        # The loop wakes up a little late; the program continues at the instant for which it asked.
         self._time.advance_to(end)
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Run the work in a processor's thread; return its result at the instant of the emulated device.
+        """Run the work in a processor's thread; return the result when the emulated device would have it.
 
         Example::
 
@@ -195,8 +197,8 @@ class RealDevice:
 
     def _charge_for(self, cost: Cost) -> Charge:
         if self._spec.slowdown is not None:
-            return slowed(self._spec.slowdown)
-        return fixed(self._spec.seconds(cost))
+            return proportional_charge(self._spec.slowdown)
+        return constant_charge(self._spec.seconds(cost))
 
     def on_timer(self, instant: float) -> None:
         """Note a timer of the program's loop, set to the given monotonic instant."""
@@ -210,7 +212,7 @@ class RealDevice:
         instant: float,
     ) -> None:
         if future.done():
-            return
+            return  # cancelled
         self._time.advance_to(instant)
         if failure is None:
             future.set_result(result)
@@ -224,15 +226,17 @@ class RealDevice:
         """
         if peer not in self._peers:
             raise ValueError(f"no link from {self.name} to {peer}")
-        called, began = self._time.now(), time.monotonic()
+        called = self._time.now()
+        encoding_began = time.monotonic()
         body = encode(message, self.name, self._incarnation, next(self._sequence))
-        encoded = time.monotonic() - began
+        encoding = time.monotonic() - encoding_began
         check_message(len(body), self._spec, self._specs[peer])
         if peer not in self.lanes:
             known = self._peers[peer]
             self.lanes[peer] = Lane(
                 peer, known.address, known.sent, self._slowness[peer]
             )
+        # A result is handed over a moment before it is due (`testbed_agent.pacing`); its message must not leave early.
         delivery = await self.lanes[peer].deliver(body, not_before=called)
         self._time.advance_to(delivery.ended)
         self.totals.count_message("sent", len(body))
@@ -243,8 +247,8 @@ class RealDevice:
             bytes=len(body),
             start=called - self._origin,
             duration=delivery.ended - called,
-            queued=max(0.0, delivery.begun - called - encoded),
-            encode=encoded,
+            queued=max(0.0, delivery.begun - called - encoding),
+            encode=encoding,
         )
 
     async def cast(self, peers: Collection[str], message: Message) -> None:
@@ -252,13 +256,16 @@ class RealDevice:
         for peer in peers:
             if peer not in self._peers:
                 raise ValueError(f"no link from {self.name} to {peer}")
-        body, number = self._form.encode(message, peers), next(self._cast_number)
+        body = self._form.encode(message, peers)
+        number = next(self._cast_number)
         for peer in peers:
             check_message(len(body), self._spec, self._specs[peer])
         called = self._time.now()
         async with self._casts:
+            # As in `send`: not before the due instant of the result that caused the broadcast.
             await asyncio.sleep(called - time.monotonic())
             start = time.monotonic()
+            # In a thread, since the call returns only when the last datagram has left.
             size, left = await asyncio.to_thread(
                 self._caster.send, body, self._incarnation, number
             )
@@ -303,8 +310,10 @@ class RealDevice:
         message = arrival.envelope.message
         self.totals.count_message("received", arrival.size)
         if self._closed:
+            # Acknowledged and dropped, as by a machine that is on while its program has ended.
             self.inbox.release(arrival.size)
             return
+        numbers = {"cast": arrival.envelope.sequence} if arrival.cast else {}
         self.record(
             "receive",
             peer=message.sender,
@@ -313,7 +322,7 @@ class RealDevice:
             start=arrival.start - self._origin,
             duration=arrival.duration,
             decode=arrival.decode,
-            **({"cast": arrival.envelope.sequence} if arrival.cast else {}),
+            **numbers,
         )
         if arrival.cast:
             self._call_in_loop(self._enqueue_arrival, arrival)
@@ -341,7 +350,13 @@ _LEARNING_METRICS = {
 
 
 class Totals:
-    """Counters of the device since its boot, for the endpoint ``/metrics``."""
+    """Counters of a device since the start of the program, for the endpoint ``/metrics``.
+
+    >>> totals = Totals()
+    >>> totals.count_message("sent", 1500)
+    >>> totals.counts["sent_bytes"]
+    1500.0
+    """
 
     def __init__(self) -> None:
         self.counts: dict[str, float] = defaultdict(float)

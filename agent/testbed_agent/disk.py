@@ -37,7 +37,7 @@ class Disk:
         self._folder = self._root / origin.hex().replace(".", "_")
 
     def check(self) -> None:
-        """Raise HostError if the disk holds more than its quota."""
+        """Raise HostError if the disk usage exceeds the quota."""
         usage = disk_usage(self._root)
         if usage > self._limit:
             limit = format_size(self._limit)
@@ -52,10 +52,12 @@ class Disk:
         """
         if not self._folder.exists():
             # Files of earlier workloads are of no use any more and would count against the quota.
-            for other in self._root.iterdir() if self._root.exists() else ():
-                shutil.rmtree(other, ignore_errors=True)
+            if self._root.exists():
+                for other in self._root.iterdir():
+                    shutil.rmtree(other, ignore_errors=True)
             self._folder.mkdir(parents=True)
         path = self._folder / name
+        # Written beside and renamed: a kill in between must leave a whole file.
         part = path.with_suffix(".part")
         with part.open("wb") as file:
             file.write(encode(message, self._device))
@@ -64,7 +66,7 @@ class Disk:
         part.replace(path)
 
     def saved(self, name: str) -> Message | None:
-        """Return the message last saved under a name, or None."""
+        """Return the message last saved under a name; None before the first."""
         with suppress(FileNotFoundError):
             return decode(bytearray((self._folder / name).read_bytes())).message
         return None

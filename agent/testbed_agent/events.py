@@ -24,6 +24,12 @@ class EventLog:
 
     The newest lines are stored uncompressed for live readers; older ones are compressed. Writing never waits for a
     reader. A reader whose next line was dropped is refused instead of getting a gap.
+
+    >>> log = EventLog(limit=1 << 20)
+    >>> log.append('{"event": "step"}')
+    >>> log.close()
+    >>> list(log.follow(0))
+    [b'{"event": "step"}\\n']
     """
 
     def __init__(self, limit: int) -> None:
@@ -76,6 +82,7 @@ class EventLog:
         if after < self._dropped:
             raise self._refuse_position(after)
         if after > self.count:
+            # The device has restarted: following from here on would leave out the first lines of the new log.
             raise Refused(
                 409,
                 f"event {after} does not exist: {self.count} were recorded since the boot",
@@ -101,12 +108,14 @@ class EventLog:
             yield b"".join(lines) or b"\n"
 
     def _lines_from(self, position: int) -> tuple[int, list[bytes] | bytes]:
-        """Return lines from a position on, or a compressed block and the number of its lines to skip."""
+        """Return (0, lines from a position on), or (number of lines to skip, compressed block)."""
         if position < self._dropped:
             raise self._refuse_position(position)
         first = self._dropped + self._sealed_lines
         if position >= first:
-            return 0, list(islice(reversed(self._recent), self.count - position))[::-1]
+            # From the end, since a live reader is near it and a deque has no slices.
+            newest_first = list(islice(reversed(self._recent), self.count - position))
+            return 0, newest_first[::-1]
         for count, block in reversed(self._sealed):
             first -= count
             if position >= first:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from testbed.wire.serving import STALLED_AFTER, refusal
 
@@ -15,13 +15,29 @@ class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's w
         self.status = status
 
 
+def is_number(value: object, minimum: float, maximum: float) -> TypeGuard[float]:
+    """Return whether a decoded JSON value is a number within a range, both ends included.
+
+    >>> is_number(0.5, 0, 1), is_number(2, 0, 1), is_number(True, 0, 1)
+    (True, False, False)
+    """
+    # Python counts booleans as integers.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return minimum <= value <= maximum
+
+
 def announced_length(text: str, encoding: str, limit: int) -> int:
     """Return the size of a request's body in bytes, from Content-Length and Transfer-Encoding.
 
     Raises Refused if the size is unknown or above ``limit``.
+
+    >>> announced_length("1024", "", limit=4096)
+    1024
     """
     if "chunked" in encoding.lower() or not text.isdecimal():
         raise Refused(411, "send a Content-Length")
+    # `int` takes quadratic time, and refuses texts of more than 4,300 digits.
     if len(text) > 18 or int(text) > limit:
         raise Refused(
             413, f"the body of {text[:18]} bytes exceeds the limit of {limit}"

@@ -42,9 +42,8 @@ class Loop(asyncio.SelectorEventLoop):
         sys.setswitchinterval(0.0005)
         asyncio.set_event_loop(self)
         while True:
-            with contextlib.suppress(
-                SystemExit, KeyboardInterrupt
-            ):  # raised by a program, and reported by its task
+            # Raised by a program, and reported by its task.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.run_forever()
 
     def call_at(
@@ -54,7 +53,7 @@ class Loop(asyncio.SelectorEventLoop):
         *args: *_Arguments,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Schedule a callback at a monotonic instant, and report the timer when it fires."""
+        """Schedule a callback at a monotonic instant, and report the instant to `on_timer` when the timer fires."""
 
         def fire(*args: *_Arguments) -> None:
             self.on_timer(when)

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 _STATES = ("idle", "ready", "running", "finished", "failed", "stopped")
 _COUNTED = {
-    "compute_seconds": "Time the program's work took on this device.",
+    "compute_seconds": "Computing time of the program on this device.",
     "deficit_seconds": "Time by which the host was slower than the device.",
     "late_seconds": "Time by which the host made the program's work late.",
-    "sent_bytes": "Bytes of acknowledged messages and of casts.",
-    "received_bytes": "Bytes of messages that arrived.",
-    "sent_messages": "Messages acknowledged, and casts.",
-    "received_messages": "Messages that arrived.",
-    "steps": "Training steps that this device recorded.",
-    "requests": "Inferences that this device recorded.",
+    "sent_bytes": "Bytes of acknowledged messages and of broadcasts.",
+    "received_bytes": "Bytes of received messages.",
+    "sent_messages": "Acknowledged messages, and broadcasts.",
+    "received_messages": "Received messages.",
+    "steps": "Training steps recorded by this device.",
+    "requests": "Inferences recorded by this device.",
 }
 _LEARNED = {
     "loss": "Loss of the last training step.",
@@ -29,12 +29,12 @@ _LEARNED = {
 }
 
 
-def exposition(runner: Runner, resident: int) -> bytes:
+def render_metrics(runner: Runner, resident: int) -> bytes:
     """Return the device's metrics as Prometheus text; ``resident`` is the agent's memory in bytes."""
     states = {f'{{state="{state}"}}': float(state == runner.state) for state in _STATES}
     lines = [
-        *_family("state", "gauge", "1 for the state the device is in.", states),
-        *_gauge("resident_bytes", "Memory the agent holds.", resident),
+        *_family("state", "gauge", "1 for the device's current state.", states),
+        *_gauge("resident_bytes", "Resident memory of the agent.", resident),
         *_gauge(
             "speed_factor",
             "Current speed of the processor as a share of its own speed.",
@@ -51,21 +51,21 @@ def _program_metrics(device: RealDevice) -> Iterator[str]:
     totals = device.totals
     for name, text in _COUNTED.items():
         yield from _counter(name, text, totals.counts.get(name, 0.0))
+    # Copies, here and below: the program's thread may add an entry during the iteration.
     for name, value in list(totals.learned.items()):
         yield from _gauge(name, _LEARNED[name], value)
     yield from _gauge(
-        "inbox_messages", "Messages that wait for the program.", device.waiting
+        "inbox_messages", "Messages waiting for the program.", device.waiting
     )
     yield from _gauge(
-        "inbox_bytes", "Memory of messages that wait or arrive.", device.inbox.bytes
+        "inbox_bytes", "Memory of waiting and arriving messages.", device.inbox.bytes
     )
     yield from _gauge(
-        "compute_queue", "Tasks that wait for the processor.", device.processors.waiting
+        "compute_queue", "Tasks waiting for the processor.", device.processors.waiting
     )
-    queues = {
-        f'{{peer="{peer}"}}': float(lane.waiting)
-        for peer, lane in list(device.lanes.items())
-    }
+    queues = {}
+    for peer, lane in list(device.lanes.items()):
+        queues[f'{{peer="{peer}"}}'] = float(lane.waiting)
     yield from _family(
         "send_queue", "gauge", "Unacknowledged messages to each peer.", queues
     )
@@ -75,13 +75,9 @@ def _family(name: str, kind: str, text: str, samples: Mapping[str, float]) -> li
     """Return the lines of a metric family; label values are device and state names, which need no escaping."""
     full = f"testbed_{name}"
     lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
-    return [
-        *lines,
-        *(
-            f"{full}{labels} {_format_number(value)}"
-            for labels, value in samples.items()
-        ),
-    ]
+    for labels, value in samples.items():
+        lines.append(f"{full}{labels} {_format_number(value)}")
+    return lines
 
 
 def _format_number(value: float) -> str:

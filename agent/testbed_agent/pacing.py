@@ -50,7 +50,12 @@ class WorkTimes:
 
 
 class Pace:
-    """The speed of the processors over time, as a share of their own speed. Thread-safe."""
+    """The speed of the processors over time, as a share of their own speed. Thread-safe.
+
+    >>> pace = Pace()
+    >>> pace.due(origin=10.0, charge=0.5)
+    10.5
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,11 +96,12 @@ class Pace:
         The result holds as long as the speed does not change again.
         """
         with self._lock:
-            steps = self._steps[
-                max(0, bisect_right(self._steps, (origin, math.inf)) - 1) :
-            ]
+            # The last change up to the origin; the first step began before every origin.
+            first = bisect_right(self._steps, (origin, math.inf)) - 1
+            steps = self._steps[max(0, first) :]
         # Integrate the piecewise constant speed until the charge is used up.
-        instant, left = origin, charge
+        instant = origin
+        left = charge
         for (_, factor), (until, _) in pairwise([*steps, (math.inf, 0.0)]):
             duration = left / factor
             if instant + duration <= until:
@@ -105,15 +111,22 @@ class Pace:
         raise AssertionError("the last step lasts for ever")
 
 
-def fixed(seconds: float) -> Charge:
-    """Charge a constant time in seconds for a task, independent of the host."""
+def constant_charge(seconds: float) -> Charge:
+    """Charge a constant time in seconds for a task, independent of the host.
+
+    >>> constant_charge(0.5)(0.02)
+    0.5
+    """
     return lambda _: seconds
 
 
-def slowed(slowdown: float) -> Charge:
+def proportional_charge(slowdown: float) -> Charge:
     """Charge a multiple of the task's processor time on the host.
 
-    Processor time excludes the time that the host spends on other processes, which is no property of the device.
+    Processor time excludes the time that the host spends on other processes, which the device does not run.
+
+    >>> proportional_charge(slowdown=10)(0.02)
+    0.2
     """
     return lambda processor_time: processor_time * slowdown
 
@@ -128,11 +141,11 @@ class DeviceTime:
         instant."""
 
     def advance_to(self, instant: float) -> None:
-        """Advance to the instant of an event before the program learns of it."""
+        """Advance to the monotonic instant of an event, before the program is informed about the event."""
         self.latest = max(self.latest, instant)
 
     def now(self) -> float:
-        """Return the monotonic instant as the program sees it."""
+        """Return the program's present, which may be a moment ahead of the monotonic clock."""
         return max(self.latest, time.monotonic())
 
 
@@ -152,7 +165,7 @@ class Processors:
     Example::
 
         processors = Processors(count=2)
-        processors.put(work, fixed(0.5), lambda start: True, report)  # occupies a processor for 0.5 s
+        processors.put(work, constant_charge(0.5), lambda start: True, report)  # occupies a processor for 0.5 s
     """
 
     def __init__(self, count: int = 1, pace: Pace | None = None) -> None:
@@ -179,16 +192,14 @@ class Processors:
         end: Callable[[Any, BaseException | None, WorkTimes], None],
         ready: float | None = None,
     ) -> None:
-        """Queue work, which takes its charged time from the monotonic instant ``ready`` on (default: now).
+        """Queue work, charged from the monotonic instant ``ready`` on (default: now).
 
         ``begin`` gets the start instant on the device and returns False to skip the work; ``end`` gets the result or
-        exception ``LEAD_SECONDS`` before the time has passed. Both run in the processor's thread.
+        exception ``LEAD_SECONDS`` before the charged time has passed. Both run in the processor's thread.
         """
-        self._queue.put(
-            _PacedWork(
-                work, charge, begin, end, time.monotonic() if ready is None else ready
-            )
-        )
+        if ready is None:
+            ready = time.monotonic()
+        self._queue.put(_PacedWork(work, charge, begin, end, ready))
 
     def between_works(self, call: Callable[[], T]) -> T:
         """Call a function in a processor's thread, or directly after the processors have closed.
@@ -204,7 +215,7 @@ class Processors:
         )
         self.put(
             call,
-            fixed(0.0),
+            constant_charge(0.0),
             lambda _: True,
             lambda result, failure, _: outcome.put((result, failure)),
         )
@@ -236,8 +247,9 @@ class Processors:
         return self._queue.qsize()
 
     def close(self) -> None:
-        """End the threads after their current work, without waiting for its charged time."""
+        """End the threads after their current work, without the rest of the charged time."""
         self._stop.set()
+        # None ends a thread that waits for work; the event ends the wait for the charged time.
         for changed in self._changed:
             self._queue.put(None)
             changed.set()
@@ -245,7 +257,10 @@ class Processors:
     def _run_tasks(self, changed: threading.Event) -> None:
         precise_sleep()
         free = 0.0
-        while (item := self._queue.get()) is not None and not self._stop.is_set():
+        while True:
+            item = self._queue.get()
+            if item is None or self._stop.is_set():
+                break
             start = time.monotonic()
             # On the device, queued work begins at the end of the previous task. Small delays in waking this thread
             # must not add up over thousands of tasks, but a long interruption, such as a pause, is not compensated.
@@ -264,16 +279,15 @@ class Processors:
         changed: threading.Event,
     ) -> float:
         """Execute a task; return the instant at which the processor is free again."""
-        result, failure = None, None
         processor_time = time.thread_time()
         try:
             result = item.work()
-        except BaseException as error:  # noqa: BLE001 - raised where the work is awaited
-            failure = error
-        busy = time.monotonic() - start
-        if failure is not None:
+        except BaseException as failure:  # noqa: BLE001 - raised where the work is awaited
+            # A failed task is not charged: its program learns of the error at once.
+            busy = time.monotonic() - start
             item.end(None, failure, WorkTimes(start, busy, busy, 0.0, lateness))
             return origin
+        busy = time.monotonic() - start
         processor_time = time.thread_time() - processor_time
         self.computed += processor_time
         charge = item.charge(processor_time)
@@ -281,21 +295,17 @@ class Processors:
         free = max(due, start + busy)
         if not self._stop.is_set():
             duration = max(free, time.monotonic()) - origin
+            deficit = max(0.0, busy - (due - origin))
             lateness += max(0.0, origin + duration - due)
-            item.end(
-                result,
-                None,
-                WorkTimes(
-                    origin, duration, busy, max(0.0, busy - (due - origin)), lateness
-                ),
-            )
+            item.end(result, None, WorkTimes(origin, duration, busy, deficit, lateness))
         return free
 
     def _wait_until_due(
         self, origin: float, charge: float, busy_until: float, changed: threading.Event
     ) -> float:
-        """Wait until ``LEAD_SECONDS`` before the end of the task on the device; return the instant of its end."""
+        """Wait until ``LEAD_SECONDS`` before the due instant of a task on the device; return the due instant."""
         while True:
+            # Before reading the speed: a change in between would otherwise be cleared unseen.
             changed.clear()
             due = self._pace.due(origin, charge)
             left = max(due, busy_until) - LEAD_SECONDS - time.monotonic()
@@ -314,7 +324,7 @@ def precise_sleep() -> None:
 
 
 def _wait_for_event(event: threading.Event, seconds: float) -> None:
-    """Wait for an event at most ``seconds``; a function of its own for tests to observe."""
+    """Wait for an event, at most ``seconds``; a separate function which tests replace."""
     event.wait(seconds)
 
 
@@ -329,24 +339,21 @@ class WaitingTime:
     def since_last(self) -> float:
         """Return the waiting time in seconds since the last call, summed over threads; 0 without kernel statistics."""
         now = self._read_counters()
-        waited = sum(
-            nanoseconds - self._known.get(thread, 0)
-            for thread, nanoseconds in now.items()
-        )
+        waited = 0
+        for thread, nanoseconds in now.items():
+            waited += nanoseconds - self._known.get(thread, 0)
         self._known = now
         return waited * 1e-9
 
     def _read_counters(self) -> dict[str, int]:
+        """Return the nanoseconds that each thread has waited: the second field of its ``schedstat``."""
         counters = {}
         for task in _TASKS.iterdir():
-            if task.name not in self._without:
-                try:
-                    counters[task.name] = int(
-                        (task / "schedstat").read_text().split()[1]
-                    )
-                except (
-                    OSError,
-                    IndexError,
-                ):  # the thread has ended, or the kernel has no statistics
-                    continue
+            if task.name in self._without:
+                continue
+            try:
+                fields = (task / "schedstat").read_text().split()
+                counters[task.name] = int(fields[1])
+            except (OSError, IndexError):
+                continue  # the thread has ended, or the kernel has no statistics
         return counters

@@ -31,7 +31,7 @@ _TOGETHER = 1 << 15
 """Received bytes before the loop wakes up, instead of once for each packet. Half of the smallest window, so that no
 sender has to wait."""
 _PIECE = 1 << 14
-_TAKEN = b"HTTP/1.1 204 No Content\r\n\r\n"
+_ACCEPTED = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,20 @@ class Arrival:
     duration: float
     """Seconds from the first to the last byte."""
     decode: float
+    """Seconds of decoding on the host."""
     cast: bool = False
     """Whether the message is a broadcast; the sequence number then counts the sender's broadcasts."""
 
 
 class Inbox:
-    """A bounded buffer of received messages without duplicates, delivered in order."""
+    """A bounded buffer of received messages without duplicates, delivered in order.
+
+    Room is reserved before a body is read, so that many large messages cannot exhaust the device's memory together.
+
+    >>> inbox = Inbox({"worker1": "token"}, limit=1000, deliver=print)
+    >>> inbox.reserve(900), inbox.reserve(200)
+    (True, False)
+    """
 
     def __init__(
         self,
@@ -67,10 +75,10 @@ class Inbox:
         self._senders = {f"Bearer {token}": name for name, token in peers.items()}
         self._limit = limit
         self._deliver = deliver
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: the receiver may release the message at once
+        # Reentrant: the receiver may release the message at once.
+        self._lock = threading.RLock()
         self._latest: dict[tuple[str, bool], tuple[int, int]] = {}
+        """Newest (incarnation, sequence number) by sender; broadcasts are counted separately."""
         self.bytes = 0
         """Number of bytes reserved by arriving and waiting messages."""
 
@@ -85,7 +93,10 @@ class Inbox:
             ) from None
 
     def reserve(self, size: int) -> bool:
-        """Reserve room for a message before reading its body; a single message always fits into an empty inbox."""
+        """Reserve room for a message before its body is read; return whether the message may be received.
+
+        An empty inbox accepts a message of any size: otherwise a message above the limit could never arrive.
+        """
         with self._lock:
             if self.bytes and self.bytes + size > self._limit:
                 return False
@@ -218,11 +229,12 @@ class _Connection:
         if self._reading:
             self._readable()
         limit = STALLED_AFTER + self._server.slowness
-        if time.monotonic() - self._heard > limit:
-            if self._reading:
-                self._refuse(Refused(408, f"no data received for {limit:g} s"))
-            else:
-                self.close()
+        if time.monotonic() - self._heard <= limit:
+            return
+        if self._reading:
+            self._refuse(Refused(408, f"no data received for {limit:g} s"))
+        else:
+            self.close()
 
     def _readable(self) -> None:
         try:
@@ -249,6 +261,7 @@ class _Connection:
         try:
             self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
             self._link.sendall(head.encode() + text)
+            # The peer sees the end of the stream while its own data is still drained, see HANG_UP_SECONDS.
             self._link.shutdown(socket.SHUT_WR)
         except OSError:
             self.close()
@@ -270,7 +283,8 @@ class _Connection:
                 if len(received) > LARGEST_HEAD:
                     raise Refused(431, "the head of the request is too long")
                 yield 1
-                if not (piece := self._link.recv(_PIECE)):
+                piece = self._link.recv(_PIECE)
+                if not piece:
                     return
                 self._heard = time.monotonic()
                 received += piece
@@ -281,21 +295,25 @@ class _Connection:
                 raise Refused(503, "the inbox is full")
             new = False
             try:
-                body, self._reading = bytearray(size), True
+                self._reading = True
+                body = bytearray(size)
                 done = min(size, len(received))
-                body[:done], received = received[:done], received[done:]
-                with memoryview(body) as rest:
+                body[:done] = received[:done]
+                received = received[done:]
+                # Directly into the body: joining pieces would hold a large message twice.
+                with memoryview(body) as view:
                     while done < size:
                         yield min(_TOGETHER, size - done)
                         try:
-                            count = self._link.recv_into(rest[done:])
+                            count = self._link.recv_into(view[done:])
                         except BlockingIOError:  # resumed by `check_stall` without data
                             continue
                         if not count:
                             raise Refused(
                                 400, f"the body ended after {done} of {size} bytes"
                             )
-                        self._heard = inbox.arriving[sender] = time.monotonic()
+                        self._heard = time.monotonic()
+                        inbox.arriving[sender] = self._heard
                         done += count
                 self._reading = False
                 new = _deliver(body, start, inbox, sender)
@@ -303,11 +321,13 @@ class _Connection:
                 inbox.arriving.pop(sender, None)
                 if not new:
                     inbox.release(size)
-            self._link.sendall(_TAKEN)
+            # A duplicate is acknowledged as well: the sender has lost the first acknowledgement.
+            self._link.sendall(_ACCEPTED)
 
     def _parse_head(self, head: bytes) -> tuple[Inbox, str, int]:
         """Return the inbox, the sender and the body size of a message; raises `Refused`."""
         request, *lines = head.decode("latin-1").split("\r\n")
+        # A malformed request line has fewer words; padding turns it into an unknown path.
         method, path = [*request.split(" "), "", ""][:2]
         headers = {}
         for line in lines:
@@ -338,6 +358,5 @@ def _deliver(body: bytearray, start: float, inbox: Inbox, sender: str) -> bool:
         raise Refused(400, str(error)) from error
     if envelope.message.sender != sender:
         raise Refused(403, f"'{sender}' must not send as '{envelope.message.sender}'")
-    return inbox.put(
-        Arrival(envelope, len(body), start, arrived - start, time.monotonic() - arrived)
-    )
+    decoding = time.monotonic() - arrived
+    return inbox.put(Arrival(envelope, len(body), start, arrived - start, decoding))

@@ -16,14 +16,14 @@ from testbed.common.lazy import asyncio
 from testbed.trace.events import Event
 from testbed.wire import arrays, tensors
 from testbed_agent.events import EventLog
-from testbed_agent.http import Refused
+from testbed_agent.http import Refused, is_number
 from testbed_agent.pacing import Pace, WaitingTime
 from testbed_agent.receiving import DataServer
 from testbed_agent.settings import Settings
 
 if TYPE_CHECKING:
     from testbed.wire.message import Message
-    from testbed_agent.casting import Hears
+    from testbed_agent.casting import ReceiveFilter
     from testbed_agent.deployment import Deployment
     from testbed_agent.device import RealDevice
     from testbed_agent.loop import Loop
@@ -41,7 +41,15 @@ STOP_SECONDS = 3.0
 
 
 class Runner:
-    """The runner of one deployment: the program and its messages share an event loop in a separate thread."""
+    """The life cycle of a device's program, which shares an event loop with its messages in a separate thread.
+
+    Methods are thread-safe: requests come from the threads of the control server. Example::
+
+        runner = Runner(settings, DataServer(settings))
+        runner.deploy(body)
+        runner.start(origin=time.monotonic())
+        runner.stop()
+    """
 
     def __init__(self, settings: Settings, data: DataServer) -> None:
         self.settings = settings
@@ -74,14 +82,15 @@ class Runner:
 
     def health(self) -> dict[str, Any]:
         """Return the device's state, with the traceback of a failed program."""
-        run, device = self.settings.run, self.settings.device
         document = {
-            "run": run,
-            "device": device,
+            "run": self.settings.run,
+            "device": self.settings.device,
             "state": self.state,
             "events": self.log.count,
         }
-        return document if self.error is None else {**document, "error": self.error}
+        if self.error is not None:
+            document["error"] = self.error
+        return document
 
     def _start_loop(self) -> Loop:
         """Return the program's loop, which starts on demand: asyncio takes 7 MB, too much for an idle device."""
@@ -102,7 +111,7 @@ class Runner:
         self._start_loop()
 
     def deploy(self, body: bytearray) -> None:
-        """Replace the deployment and discard all data. Imports the libraries of the work if the method needs them.
+        """Replace the deployment, discard all data, and import torch if the method needs torch.
 
         Raises `Refused` while a program is running, and for an invalid deployment.
         """
@@ -112,31 +121,32 @@ class Runner:
                     409,
                     "cannot deploy while a program is running: stop the program first",
                 )
-            from testbed_agent import deployment
+            # Imported on demand: an idle device must not hold the memory of pydantic and the core.
+            from testbed_agent.deployment import read_deployment
 
-            self._deployment = deployment.read(body, self.settings)
-            arrays.choose(self._deployment.work.arrays)
-            if self._deployment.method.needs_torch:
-                self.computing = self._deployment.work.prepare_device(
-                    self._deployment.problem
-                )
-            self._message_loss = dict(self._deployment.message_loss)
+            deployment = read_deployment(body, self.settings)
+            self._deployment = deployment
+            arrays.choose(deployment.work.arrays)
+            if deployment.method.needs_torch:
+                # Importing torch takes seconds, which must have passed before the workload starts.
+                self.computing = deployment.work.prepare_device(deployment.problem)
+            self._message_loss = dict(deployment.message_loss)
             self._slowness = {}
             self._follow_links(
-                {name: peer.slowness for name, peer in self._deployment.peers.items()}
+                {name: peer.slowness for name, peer in deployment.peers.items()}
             )
-            self._input = self._weights = self.error = None
-            self.device = self._data.inbox = None
+            self._input = None
+            self._weights = None
+            self.error = None
+            self.device = None
+            self._data.inbox = None
             self.log.reopen()
             self.state = "ready"
-            _LOG.info(
-                "deployed: %s, peers %s",
-                self._deployment.method.name,
-                ", ".join(self._deployment.peers),
-            )
+            peers = ", ".join(deployment.peers)
+            _LOG.info("deployed: %s, peers %s", deployment.method.name, peers)
 
     def put_data(self, body: bytearray) -> None:
-        """Store the data set for the program of the coordinator; raises `Refused` for invalid data."""
+        """Store the device's samples for its program; raises `Refused` for invalid data."""
         # Only the deployment tells the format of the data.
         if self._deployment is None:
             self.require_ready("data")
@@ -146,6 +156,7 @@ class Runner:
         except tensors.TensorError as error:
             raise Refused(400, str(error)) from error
         with self._lock:
+            # The state may have changed: decoding happens outside the lock, so that `health` and `stop` need not wait.
             self.require_ready("data")
             _LOG.info("received %d bytes of training and test samples", len(body))
             self._input = data
@@ -162,7 +173,7 @@ class Runner:
             self._weights = weights
 
     def set_links(self, body: bytearray) -> None:
-        """Adapt to changed links: JSON such as ``{"message_loss": {"a": 0.2}, "slowness": {"a": 4.0}}``.
+        """Adapt to changed links, given as JSON: ``{"message_loss": {"a": 0.2}, "slowness": {"a": 4.0}}``.
 
         ``message_loss`` is the fraction of lost broadcasts from now on; ``slowness`` is the round-trip time of a few
         packets in seconds, which extends the time-outs of connections. Raises `Refused` before a deployment.
@@ -186,11 +197,12 @@ class Runner:
         self._slowness = {**self._slowness, **slowness}
         self._data.slowness = max(self._slowness.values(), default=0.0)
 
-    def _receive_filter(self, deployment: Deployment) -> Hears:
+    def _receive_filter(self, deployment: Deployment) -> ReceiveFilter:
         """Return a function for the loss of broadcasts, according to the links of the moment."""
         from testbed.network.broadcast import heard, received
 
-        problem, name = deployment.problem, self.settings.device
+        problem = deployment.problem
+        name = self.settings.device
 
         def filter_message(
             message: Message, header: int, number: int
@@ -205,13 +217,12 @@ class Runner:
                 number,
                 self._message_loss.get(sender, 0.0),
             )
-            return received(
-                message, header, None if link is None else link.frame, chance
-            )
+            frame = None if link is None else link.frame
+            return received(message, header, frame, chance)
 
         return filter_message
 
-    def weights(self, part: bool = False) -> bytes:
+    def weights(self, *, part: bool = False) -> bytes:
         """Return the weights exposed by the program, in their state between two tasks.
 
         With ``part``, only the weights of the device's own part of the model. Raises `Refused` if the program exposes
@@ -253,14 +264,14 @@ class Runner:
             raise Refused(409, "the program ignored its cancellation: kill the device")
 
     def leave(self) -> None:
-        """Request a graceful shutdown; the controller stops the device after the end of the program."""
+        """Request a graceful shutdown of the program; the controller then stops the device."""
         with self._lock:
             _LOG.info("asked to leave")
             if self.device is not None:
                 self.device.leaving = True
 
     def require_ready(self, request: str) -> None:
-        """Raise `Refused` unless the device is deployed and not started; ``what`` names the request."""
+        """Raise `Refused` unless the device is deployed and not started; ``request`` appears in the error."""
         if self.state != "ready":
             raise Refused(
                 409,
@@ -291,20 +302,13 @@ class Runner:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         self._start_loop().on_timer = lambda _: None
-        failure = None if program.cancelled() else program.exception()
+        failure = None
         if program.cancelled():
             state = "stopped"
-        elif failure is not None:
-            state = "failed"
         else:
-            state = "finished"
-        error = None
-        if isinstance(failure, TestbedError):
-            error = str(failure)
-        elif failure is not None:
-            from testbed.common.usercode import located
-
-            error = located(failure) or "".join(traceback.format_exception(failure))
+            failure = program.exception()
+            state = "finished" if failure is None else "failed"
+        error = None if failure is None else _describe_failure(failure)
         # On the device's clock, since the last result may be due a moment from now.
         now = time.monotonic() - origin if self.device is None else self.device.now()
         self._record(origin + now, origin, state, error)
@@ -315,14 +319,18 @@ class Runner:
             exc_info=failure,
         )
         with self._lock:
-            self.state, self.error, self._task = state, error, None
+            self.state = state
+            self.error = error
+            self._task = None
+        # After the state: whoever sees the end of the events asks for the state next.
         self.log.close()
         self._over.set()
 
     async def _run_program(self, deployment: Deployment, origin: float) -> None:
         from testbed_agent.device import RealDevice
 
-        settings, problem = self.settings, deployment.problem
+        settings = self.settings
+        problem = deployment.problem
         device = RealDevice(
             settings,
             deployment,
@@ -344,21 +352,23 @@ class Runner:
         with self._lock:
             self.device = device
         self._record(max(origin, self._booted), origin, "up")
+        # Before the origin: devices start at slightly different instants, and an early message must not be refused.
         self._data.inbox = device.inbox
         try:
             await asyncio.sleep(origin - time.monotonic())
             self._record(time.monotonic(), origin, "started")
             watch = asyncio.create_task(_record_host_load(device))
-            full = asyncio.create_task(_enforce_disk_quota(device, self._task))
+            quota = asyncio.create_task(_enforce_disk_quota(device, self._task))
             try:
                 await deployment.method.program(device, job)
             except asyncio.CancelledError:
-                if full.done():
-                    full.result()  # raises the error that caused the cancellation
+                if quota.done():
+                    quota.result()  # raises the error that caused the cancellation
                 raise
-            for task in (watch, full):
+            for task in (watch, quota):
                 task.cancel()
-            await asyncio.wait([watch, full])
+            # The watch records the host's load once more, before the end of the program is recorded.
+            await asyncio.wait([watch, quota])
         except BaseException:
             self._data.inbox = None
             raise
@@ -369,12 +379,20 @@ class Runner:
     def _record(
         self, instant: float, origin: float, state: str, error: str | None = None
     ) -> None:
-        fields: dict[str, Any] = (
-            {"state": state} if error is None else {"state": state, "error": error}
-        )
-        self.log.append(
-            Event(instant - origin, self.settings.device, "state", fields).to_json()
-        )
+        fields: dict[str, Any] = {"state": state}
+        if error is not None:
+            fields["error"] = error
+        event = Event(instant - origin, self.settings.device, "state", fields)
+        self.log.append(event.to_json())
+
+
+def _describe_failure(failure: BaseException) -> str:
+    """Return the message of a failed program, with a traceback unless the error explains itself."""
+    if isinstance(failure, TestbedError):
+        return str(failure)
+    from testbed.common.usercode import located
+
+    return located(failure) or "".join(traceback.format_exception(failure))
 
 
 async def _record_host_load(device: RealDevice) -> None:
@@ -388,16 +406,14 @@ async def _record_host_load(device: RealDevice) -> None:
 
     def record() -> None:
         nonlocal last
-        before, last = last, read_times()
-        interval, processor, computing = (
-            now - then for now, then in zip(last, before, strict=True)
-        )
+        before = last
+        last = read_times()
         device.record(
             "host",
             waited=waiting.since_last(),
-            interval=interval,
-            processor=processor,
-            computing=computing,
+            interval=last[0] - before[0],
+            processor=last[1] - before[1],
+            computing=last[2] - before[2],
         )
 
     try:
@@ -454,11 +470,7 @@ def _parse_link_changes(
                     400,
                     f"unknown peer '{peer}'; the peers are {', '.join(sorted(peers))}",
                 )
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not 0 <= value <= maximum
-            ):
+            if not is_number(value, 0, maximum):
                 raise Refused(400, f"the {key} of '{peer}' must be a {kind}")
         changes[key] = {peer: float(value) for peer, value in values.items()}
     return changes

@@ -37,7 +37,9 @@ QUIET_SECONDS = 0.05
 UNSENT_BYTES = 128 << 10
 """Kernel buffer of unsent data, in bytes: a larger one would still be sent after a message is withdrawn."""
 _TCP_NOTSENT_LOWAT = 25
+"""Constant of linux/tcp.h, which Python's `socket` lacks."""
 _ANSWER_LIMIT = 1 << 16
+"""Maximum size of a response in bytes, since another program on the port might send without end."""
 _MOST_PIECES = 256
 """Maximum number of buffers in one system call; the kernel accepts up to 1024."""
 
@@ -53,21 +55,34 @@ _RETRY_LATER = 503
 class ConnectionLost(Exception):  # noqa: N818 - a state of the link
     """The connection broke, and the arrival of unacknowledged messages is unknown."""
 
-    def __init__(self, reason: str, stale: bool = False) -> None:
+    def __init__(self, reason: str, *, stale: bool = False) -> None:
         super().__init__(reason)
         self.stale = stale
         """Whether the connection had worked before, so that a retry at once is worthwhile."""
 
 
 class Connection:
-    """An HTTP connection to one address. Requests without a response when it breaks must be written again."""
+    """An HTTP connection to one address; after a break, requests without a response must be written again.
+
+    Example::
+
+        connection = Connection(("10.0.0.2", 8701), "/messages", token)
+        await connection.open()
+        connection.write([connection.request_head(body), body])
+        await connection.wait(writing=False)
+        [(status, text)] = connection.read()
+    """
 
     def __init__(
         self, address: Address, path: str, token: str, slowness: float = 0.0
     ) -> None:
         """``slowness`` is the current round-trip time of a few packets on the link, in seconds."""
         self._address = address
-        self._head = f"POST {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nAuthorization: Bearer {token}\r\n"
+        host, port = address
+        self._head = (
+            f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\n"
+            f"Authorization: Bearer {token}\r\n"
+        )
         self._socket: socket.socket | None = None
         self._used = False
         """Whether a response has arrived on the connection."""
@@ -113,6 +128,7 @@ class Connection:
         self._check_kept()
 
     def _check_kept(self) -> None:
+        # Between requests a peer sends nothing: readable data is a response to nothing or the end of the stream.
         with self._in_use() as link, contextlib.suppress(BlockingIOError):
             link.recv(1, socket.MSG_PEEK)
             raise ConnectionResetError("the peer has closed the idle connection")
@@ -127,22 +143,22 @@ class Connection:
             return link.sendmsg(pieces[:_MOST_PIECES])
         return 0
 
-    async def wait(self, writing: bool) -> None:
+    async def wait(self, *, writing: bool) -> None:
         """Wait for a response, for `wake` or, if ``writing``, for room in the kernel's buffer."""
         assert self._socket is not None
-        loop, link = asyncio.get_running_loop(), self._socket
+        loop = asyncio.get_running_loop()
+        link = self._socket
         self._ready = loop.create_future()
-        timer = (
-            None
-            if writing or self._keepalive
-            else loop.call_later(QUIET_SECONDS, self._resume_waiting, False)
-        )
+        timer = None
+        if not writing and not self._keepalive:
+            timer = loop.call_later(QUIET_SECONDS, self._report_silence)
         if writing:
-            loop.add_writer(link, self._resume_waiting, True)
+            loop.add_writer(link, self.wake)
         try:
-            if not await self._ready:
+            has_news = await self._ready
+            if not has_news:
                 # All data is acknowledged, so only a keepalive can detect a dead peer.
-                self._set_keepalive(True)
+                self._set_keepalive(enabled=True)
         finally:
             self._ready = None
             if timer is not None:
@@ -152,19 +168,22 @@ class Connection:
 
     def wake(self) -> None:
         """Make the waiting task check for other work."""
-        self._resume_waiting(True)
+        self._end_wait(has_news=True)
+
+    def _report_silence(self) -> None:
+        self._end_wait(has_news=False)
 
     def _readable(self) -> None:
         if self._ready is not None:
-            self._resume_waiting(True)
+            self.wake()
         else:
             # No request is pending: the peer has closed the connection, or the data was read already.
             with contextlib.suppress(ConnectionLost):
                 self._check_kept()
 
-    def _resume_waiting(self, value: bool) -> None:
+    def _end_wait(self, *, has_news: bool) -> None:
         if self._ready is not None and not self._ready.done():
-            self._ready.set_result(value)
+            self._ready.set_result(has_news)
 
     def read(self) -> list[Answer]:
         """Return the received responses, in the order of the requests. Raises `ConnectionLost`."""
@@ -177,30 +196,34 @@ class Connection:
                         "the peer closed the connection instead of answering"
                     )
                 self._received += piece
-            while (parsed := _parse_response(self._received)) is not None:
+            parsed = _parse_response(self._received)
+            while parsed is not None:
                 answer, self._received = parsed
                 answers.append(answer)
+                parsed = _parse_response(self._received)
             if len(self._received) > _ANSWER_LIMIT:
                 raise ConnectionResetError("the peer's response exceeds the size limit")
         if answers:
             self._used = True
             self._set_stall_seconds(STALL_SECONDS + self._slowness)
-            self._set_keepalive(False)
+            self._set_keepalive(enabled=False)
         return answers
 
     def close(self) -> None:
         """Close the socket; buffered data is still sent."""
-        link, self._socket = self._socket, None
+        link = self._socket
+        self._socket = None
         if link is not None:
+            # The number of a closed file may soon name another one, which the loop would then watch.
             asyncio.get_running_loop().remove_reader(link)
             link.close()
 
     def abort(self) -> None:
         """Reset the connection: the kernel drops unsent data and notifies the peer."""
         if self._socket is not None:
-            self._socket.setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )
+            # Lingering for 0 s turns the close into a reset.
+            linger = struct.pack("ii", 1, 0)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         self.close()
 
     @contextlib.contextmanager
@@ -212,6 +235,7 @@ class Connection:
         except OSError as error:
             self.close()
             if isinstance(error, TimeoutError):
+                # The link may be slower than assumed rather than dead: allow more time at the next attempt.
                 self._stall_seconds = min(
                     2 * self._stall_seconds, STALL_SECONDS_MOST + self._slowness
                 )
@@ -222,15 +246,14 @@ class Connection:
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
         link = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        # The last, short segment of a message must not wait for the acknowledgement of those before.
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._limit_stall(link)
-        for option, value in (
-            (socket.TCP_KEEPIDLE, 1),
-            (socket.TCP_KEEPINTVL, 1),
-            (socket.TCP_KEEPCNT, 3),
-        ):
-            link.setsockopt(socket.IPPROTO_TCP, option, value)
+        # Once enabled, keepalive finds a dead peer after 1 s of silence and three probes, a second apart.
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         try:
             async with asyncio.timeout(self._connect_seconds):
                 await loop.sock_connect(link, self._address)
@@ -242,14 +265,17 @@ class Connection:
                 )
             raise ConnectionLost(f"cannot connect: {error!r}") from error
         except BaseException:
+            # A cancellation would otherwise leave the socket to the garbage collector.
             link.close()
             raise
         self._connect_seconds = CONNECT_SECONDS + self._slowness
         loop.add_reader(link, self._readable)
-        self._socket, self._received = link, b""
-        self._used = self._keepalive = False
+        self._socket = link
+        self._received = b""
+        self._used = False
+        self._keepalive = False
 
-    def _set_keepalive(self, enabled: bool) -> None:
+    def _set_keepalive(self, *, enabled: bool) -> None:
         """Let the kernel probe the peer while no other data is in transit."""
         if enabled != self._keepalive and self._socket is not None:
             self._socket.setsockopt(
@@ -259,7 +285,7 @@ class Connection:
 
 
 def _parse_response(received: bytes) -> tuple[Answer, bytes] | None:
-    """Return the first response and the remaining bytes, or None for an incomplete response.
+    """Split off the first response; return the response and the remaining bytes, None while it is incomplete.
 
     The agent's own server always sends a Content-Length and no chunks.
     """
@@ -272,10 +298,8 @@ def _parse_response(received: bytes) -> tuple[Answer, bytes] | None:
         name, _, value = line.partition(b":")
         headers[name.strip().lower()] = value.strip()
     try:
-        length, number = (
-            int(headers.get(b"content-length", b"0")),
-            int(status.split()[1]),
-        )
+        length = int(headers.get(b"content-length", b"0"))
+        number = int(status.split()[1])
     except (ValueError, IndexError):
         raise ConnectionResetError("the peer's response is not HTTP") from None
     if len(text) < length:
@@ -356,6 +380,7 @@ class Lane:
         """
         outgoing = _Outgoing(self._connection.request_head(body), body, not_before)
         self._messages.append(outgoing)
+        # The task ends with the last message: an idle lane costs neither a task nor a wake-up.
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send_all())
         else:
@@ -375,6 +400,7 @@ class Lane:
         if self._sending is None or self._sending.done():
             self._connection.close()
         else:
+            # Closing now would pull the socket away from under the task, which still waits for events of the socket.
             self._sending.add_done_callback(lambda _: self._connection.close())
             self._sending.cancel()
 
@@ -385,6 +411,7 @@ class Lane:
         if place < self._written:
             return  # already sent; the response is ignored
         if place == self._written and self._offset:
+            # The peer waits for the rest of the announced body, so only a new connection can begin another message.
             self._broken_off = True
         else:
             self._messages.remove(outgoing)
@@ -395,7 +422,9 @@ class Lane:
         self._messages = deque(
             message for message in self._messages if not message.delivered.done()
         )
-        self._written = self._offset = self._unacknowledged = 0
+        self._written = 0
+        self._offset = 0
+        self._unacknowledged = 0
         self._broken_off = False
 
     async def _send_all(self) -> None:
@@ -408,10 +437,12 @@ class Lane:
                 except ConnectionLost as lost:
                     self._log_problem(str(lost))
                     self._start_over()
+                    # A stale connection says nothing about the peer, so the next attempt need not wait.
                     if not lost.stale:
                         await asyncio.sleep(self._backoff)
                         self._backoff = min(2 * self._backoff, BACKOFF_SECONDS_MOST)
         except Exception as error:
+            # A defect of the sender: without this, programs would wait for an acknowledgement for ever.
             _LOG.exception("sending to %s failed", self.peer)
             for message in self._messages:
                 if not message.delivered.done():
@@ -429,11 +460,11 @@ class Lane:
         loop = asyncio.get_running_loop()
         while self._messages:
             writing, early = self._write_due()
-            timer = (
-                None if early is None else loop.call_at(early, self._connection.wake)
-            )
+            timer = None
+            if early is not None:
+                timer = loop.call_at(early, self._connection.wake)
             try:
-                await self._connection.wait(writing)
+                await self._connection.wait(writing=writing)
             finally:
                 if timer is not None:
                     timer.cancel()
@@ -461,12 +492,10 @@ class Lane:
 
     def _collect_due(self) -> tuple[list[bytes | memoryview], float | None]:
         """Return the due pieces for one call, or the later instant of the next message."""
-        now, offset, room, total = (
-            time.monotonic(),
-            self._offset,
-            WINDOW - self._unacknowledged,
-            0,
-        )
+        now = time.monotonic()
+        offset = self._offset
+        room = WINDOW - self._unacknowledged
+        total = 0
         pieces: list[bytes | memoryview] = []
         for index in range(self._written, len(self._messages)):
             outgoing = self._messages[index]
@@ -478,6 +507,7 @@ class Lane:
                 room -= len(outgoing.body)
             head = len(outgoing.head)
             if offset >= head:
+                # A view: slicing bytes would copy the rest of a large message at each call.
                 pieces.append(memoryview(outgoing.body)[offset - head :])
             else:
                 pieces += [outgoing.head[offset:], outgoing.body]
@@ -504,22 +534,17 @@ class Lane:
     def _handle_answer(self, answer: Answer) -> None:
         """Apply the peer's response to the first unacknowledged message."""
         status, text = answer
-        if status >= 300 and self._messages and status != _RETRY_LATER:
+        is_final = status != _RETRY_LATER
+        if status >= 300 and is_final and self._messages:
             rejected = self._messages.popleft()
-            _LOG.warning(
-                "%s refused a message: %s", self.peer, _explain_refusal(status, text)
-            )
+            reason = f"{self.peer} refused a message: {_explain_refusal(status, text)}"
+            _LOG.warning("%s", reason)
             if not rejected.delivered.done():
-                rejected.delivered.set_exception(
-                    Rejected(
-                        f"{self.peer} refused a message: {_explain_refusal(status, text)}"
-                    )
-                )
+                rejected.delivered.set_exception(Rejected(reason))
         if status >= 300 or not self._written:
+            # The peer reads nothing after a refusal, so later messages must go over a new connection.
             self._connection.abort()
-            raise ConnectionLost(
-                "the peer refused a message", stale=status != _RETRY_LATER
-            )
+            raise ConnectionLost("the peer refused a message", stale=is_final)
         acknowledged = self._messages.popleft()
         self._written -= 1
         self._unacknowledged -= len(acknowledged.body)

@@ -13,7 +13,12 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Settings:
-    """Identity, addresses and limits of a device."""
+    """Identity, addresses and limits of a device.
+
+    >>> names = {"TESTBED_RUN": "quickstart-0a1b2c3d", "TESTBED_DEVICE": "worker1", "TESTBED_TOKEN": "secret"}
+    >>> Settings.from_environment(names).data
+    ('0.0.0.0', 8701)
+    """
 
     run: str
     device: str
@@ -47,20 +52,19 @@ class Settings:
         parsers: Mapping[Any, Callable[[str], Any]] = {
             "str": str,
             "int": _parse_bytes,
-            "Address": address,
+            "Address": parse_address,
         }
         values = {}
         for field in fields(Settings):
-            name = f"TESTBED_{field.name.upper()}" + (
-                "_ADDRESS" if field.type == "Address" else ""
-            )
-            if name in environment:
-                try:
-                    values[field.name] = parsers[field.type](environment[name])
-                except ValueError as error:
-                    raise SystemExit(
-                        f"agent: {name}{':' * (field.type == 'Address')} {error}"
-                    ) from error
+            name = f"TESTBED_{field.name.upper()}"
+            if field.type == "Address":
+                name += "_ADDRESS"
+            if name not in environment:
+                continue
+            try:
+                values[field.name] = parsers[field.type](environment[name])
+            except ValueError as error:
+                raise SystemExit(f"agent: {name}: {error}") from error
         return Settings(**values)
 
 
@@ -70,13 +74,11 @@ def _parse_bytes(text: str) -> int:
     return int(text)
 
 
-def address(text: str, port: int | None = None) -> Address:
+def parse_address(text: str, port: int | None = None) -> Address:
     """Parse ``host:port``, or ``host`` alone if a default port is given; raises ValueError.
 
-    Example::
-
-        >>> address("10.0.0.2", 8701)
-        ('10.0.0.2', 8701)
+    >>> parse_address("10.0.0.2", 8701)
+    ('10.0.0.2', 8701)
     """
     host, colon, number = text.partition(":")
     if not colon and port is not None and host:

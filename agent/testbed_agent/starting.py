@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HealthFirst:
-    """A WSGI application that answers ``/health`` and makes the Flask application for the first other request.
+    """A WSGI application that answers ``/health`` itself and creates the Flask application on the first other request.
 
     Importing Flask takes an agent as long as all else together. Where 20 agents start at once on two cores and each
     imports it, all are healthy after twice the time, and a run can shape its links only then.
@@ -31,16 +31,14 @@ class HealthFirst:
         if self._application is None:
             if environ["PATH_INFO"] == "/health":
                 body = json.dumps(self._runner.health()).encode()
-                start_response(
-                    "200 OK",
-                    [
-                        ("Content-Type", "application/json"),
-                        ("Content-Length", str(len(body))),
-                    ],
-                )
+                headers = [
+                    ("Content-Type", "application/json"),
+                    ("Content-Length", str(len(body))),
+                ]
+                start_response("200 OK", headers)
                 return [body]
-            from testbed_agent.control import application
+            from testbed_agent.control import create_application
 
-            # Two first requests at once may each make one: an application has no state of its own.
-            self._application = application(self._runner, self._renew)
+            # Two first requests at once may each create one: an application has no state of its own.
+            self._application = create_application(self._runner, self._renew)
         return self._application(environ, start_response)

@@ -13,7 +13,7 @@ from testbed.network.broadcast import heard, received
 from testbed.wire.cast import CastForm
 from testbed.wire.framing import CAST_CHUNK
 from testbed.wire.message import Message
-from testbed_agent.casting import Addresses, Caster, mark
+from testbed_agent.casting import Addresses, Caster, run_mark
 from testbed_agent.receiving import Arrival, Inbox
 
 
@@ -117,7 +117,7 @@ def test_casts_for_others_and_foreign_datagrams_are_not_heard(pair):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as foreign:
         address = sender._broadcast
         assert address is not None
-        prefix = struct.pack("<4sQIHH", mark("run"), 1, 1, 0, 1)
+        prefix = struct.pack("<4sQIHH", run_mark("run"), 1, 1, 0, 1)
         for junk in (
             b"",
             b"CAST",

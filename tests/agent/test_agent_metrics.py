@@ -13,7 +13,7 @@ import pytest
 
 from testbed.wire.token import authorised
 from testbed_agent.device import Totals
-from testbed_agent.metrics import exposition
+from testbed_agent.metrics import render_metrics
 from testbed_controller.lab import runstate
 from tests.helpers import ROOT
 
@@ -32,7 +32,7 @@ def told(totals: Totals) -> str:
         log=SimpleNamespace(count=7),
         device=device,
     )
-    return exposition(runner, 1 << 20).decode()  # type: ignore[arg-type]
+    return render_metrics(runner, 1 << 20).decode()  # type: ignore[arg-type]
 
 
 def learned() -> Totals:

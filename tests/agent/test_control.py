@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from werkzeug.test import Client
 
-from testbed_agent.control import application
+from testbed_agent.control import create_application
 from testbed_agent.http import Refused
 from testbed_agent.starting import HealthFirst
 
@@ -53,7 +53,7 @@ class Runner:
 def ask(
     runner: Runner, method: str, path: str, body: bytes = b"", token: str = "t"
 ) -> tuple[int, bytes]:
-    client = application(runner).test_client()  # type: ignore[arg-type]
+    client = create_application(runner).test_client()  # type: ignore[arg-type]
     answer = client.open(
         path, method=method, data=body, headers={"Authorization": f"Bearer {token}"}
     )

@@ -21,8 +21,8 @@ from testbed_agent.pacing import (
     Processors,
     WaitingTime,
     WorkTimes,
-    fixed,
-    slowed,
+    constant_charge,
+    proportional_charge,
 )
 from tools.bench.paced import measure
 
@@ -60,15 +60,17 @@ def perform(processors: Processors, works: list[tuple[Any, float]]) -> list[Work
     """Queue works behind a first one, so that all wait before any begins; return how they went."""
     measured: list[WorkTimes] = []
     gate, over = threading.Event(), threading.Event()
-    processors.put(gate.wait, fixed(0.0), lambda _: True, lambda *_: None)
+    processors.put(gate.wait, constant_charge(0.0), lambda _: True, lambda *_: None)
     for work, charge in works:
         processors.put(
             work,
-            fixed(charge),
+            constant_charge(charge),
             lambda _: True,
             lambda _result, _failure, how: measured.append(how),
         )
-    processors.put(lambda: None, fixed(0.0), lambda _: True, lambda *_: over.set())
+    processors.put(
+        lambda: None, constant_charge(0.0), lambda _: True, lambda *_: over.set()
+    )
     gate.set()
     assert over.wait(5)
     processors.close()
@@ -111,7 +113,7 @@ def test_results_come_early_enough_to_prepare_what_follows(clock: Clock) -> None
         handed_over.extend([clock.now, how.start + how.duration])
         over.set()
 
-    processors.put(lambda: None, fixed(0.01), lambda _: True, end)
+    processors.put(lambda: None, constant_charge(0.01), lambda _: True, end)
     assert over.wait(5)
     processors.close()
     assert handed_over == [pytest.approx(100.01 - LEAD_SECONDS), pytest.approx(100.01)]
@@ -128,12 +130,14 @@ def test_work_is_charged_from_what_set_it_off(clock: Clock) -> None:
 
     processors.put(
         lambda: None,
-        fixed(0.01),
+        constant_charge(0.01),
         begin,
         lambda _result, _failure, how: measured.append(how),
         ready=99.998,
     )
-    processors.put(lambda: None, fixed(0.01), begin, lambda *_: over.set(), ready=90.0)
+    processors.put(
+        lambda: None, constant_charge(0.01), begin, lambda *_: over.set(), ready=90.0
+    )
     assert over.wait(5)
     processors.close()
     assert began == [pytest.approx(99.998), pytest.approx(100.008)]
@@ -169,7 +173,7 @@ def test_work_that_fails_is_over_at_once(clock: Clock) -> None:
         failures.append(failure)
         over.set()
 
-    processors.put(lambda: 1 // 0, fixed(10.0), lambda _: True, end)
+    processors.put(lambda: 1 // 0, constant_charge(10.0), lambda _: True, end)
     assert over.wait(5)
     assert isinstance(failures[0], ZeroDivisionError)
     assert clock.now == 100.0
@@ -184,7 +188,10 @@ def test_work_that_nobody_awaits_is_skipped(clock: Clock) -> None:
     done: list[int] = []
     processors = Processors()
     processors.put(
-        lambda: done.append(1), fixed(1.0), lambda _: False, lambda *_: done.append(2)
+        lambda: done.append(1),
+        constant_charge(1.0),
+        lambda _: False,
+        lambda *_: done.append(2),
     )
     assert processors.between_works(lambda: list(done)) == []
     processors.close()
@@ -217,7 +224,7 @@ def test_work_under_way_feels_a_change_of_speed() -> None:
         measured.append(how)
         over.set()
 
-    processors.put(lambda: None, fixed(10.0), lambda _: True, end)
+    processors.put(lambda: None, constant_charge(10.0), lambda _: True, end)
     pace.set(1000.0)
     assert over.wait(8)
     processors.close()
@@ -233,7 +240,9 @@ def test_slowdown_multiplies_what_the_host_needs(clock: Clock) -> None:
         measured.append(how)
         over.set()
 
-    processors.put(lambda: clock.sleep(0.1), slowed(5.0), lambda _: True, end)
+    processors.put(
+        lambda: clock.sleep(0.1), proportional_charge(5.0), lambda _: True, end
+    )
     assert over.wait(5)
     processors.close()
     assert measured[0].duration == pytest.approx(0.5)
@@ -248,7 +257,7 @@ def test_beginning_too_late_shows(clock: Clock) -> None:
         measured.append(how)
         over.set()
 
-    processors.put(lambda: None, fixed(0.01), lambda _: True, end, ready=99.9)
+    processors.put(lambda: None, constant_charge(0.01), lambda _: True, end, ready=99.9)
     assert over.wait(5)
     processors.close()
     assert measured[0].deficit == 0.0
@@ -267,7 +276,9 @@ def test_as_many_works_as_there_are_processors_go_on_at_once() -> None:
 
     ready = time.monotonic()
     for charge in (0.2, 0.1, 0.2):
-        processors.put(lambda: None, fixed(charge), lambda _: True, end, ready)
+        processors.put(
+            lambda: None, constant_charge(charge), lambda _: True, end, ready
+        )
     assert over.wait(5)
     processors.close()
     ends = [how.start + how.duration - ready for how in measured]
@@ -280,7 +291,10 @@ def test_all_processors_feel_a_change_of_speed() -> None:
     processors, over = Processors(2, pace), threading.Semaphore(0)
     for _ in range(2):
         processors.put(
-            lambda: None, fixed(10.0), lambda _: True, lambda *_: over.release()
+            lambda: None,
+            constant_charge(10.0),
+            lambda _: True,
+            lambda *_: over.release(),
         )
     pace.set(1000.0)
     assert over.acquire(timeout=8)  # not 10

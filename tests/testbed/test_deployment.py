@@ -136,7 +136,7 @@ for blocked in ("yaml", "testbed.scenario", "testbed.prepare", "testbed.validati
     sys.modules[blocked] = None
 
 import testbed_agent, testbed.methods, testbed.ml
-from testbed_agent.deployment import read
+from testbed_agent.deployment import read_deployment
 from testbed_agent.settings import Settings
 
 for package in (testbed_agent, testbed.methods, testbed.ml):
@@ -145,7 +145,7 @@ for package in (testbed_agent, testbed.methods, testbed.ml):
             importlib.import_module(module.name)
 files = sorted(Path(sys.argv[1]).iterdir())
 for file in files:
-    read(file.read_bytes(), Settings("run-00000000", file.name.rpartition("-")[2], "token"))
+    read_deployment(file.read_bytes(), Settings("run-00000000", file.name.rpartition("-")[2], "token"))
 print(len(files))
 """
     done = subprocess.run(

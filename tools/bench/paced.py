@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from testbed_agent.pacing import Processors, fixed
+from testbed_agent.pacing import Processors, constant_charge
 
 LOAD = 0.1
 """Share of its charge for which work really computes, as torch does for small layers."""
@@ -43,7 +43,11 @@ def measure(charges: list[float], seconds: float) -> dict[str, Any]:
                 over.set()
 
         processors.put(
-            lambda: busy_wait(charge * LOAD), fixed(charge), lambda _: True, end, ready
+            lambda: busy_wait(charge * LOAD),
+            constant_charge(charge),
+            lambda _: True,
+            end,
+            ready,
         )
 
     put(0, began)

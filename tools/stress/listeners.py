@@ -38,8 +38,8 @@ from testbed.wire.framing import CAST_CHUNK
 from testbed.wire.message import Message, encode
 from testbed.wire.serving import PatientServer
 from testbed.wire.token import data_token
-from testbed_agent.casting import Addresses, Caster, mark
-from testbed_agent.control import application as control_application
+from testbed_agent.casting import Addresses, Caster, run_mark
+from testbed_agent.control import create_application as control_application
 from testbed_agent.receiving import Arrival, DataServer, Inbox
 from testbed_agent.runner import Runner
 from testbed_agent.settings import Settings
@@ -323,6 +323,8 @@ def _datagram(
     number: int, content: bytes, index: int = 0, count: int = 1, incarnation: int = 1
 ) -> bytes:
     return (
-        struct.pack("<4sQIHH", mark("r"), incarnation, number % (1 << 32), index, count)
+        struct.pack(
+            "<4sQIHH", run_mark("r"), incarnation, number % (1 << 32), index, count
+        )
         + content
     )
