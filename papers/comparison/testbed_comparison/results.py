@@ -116,9 +116,9 @@ class Results:
             expressions, unit, self._values_of(scenario), is_timing=is_timing
         )
 
-    def _values_of(self, scenario: str) -> Callable[[Value], Sequence[float]]:
-        def values(value: Value) -> Sequence[float]:
-            found: Mapping[str, list[float]] = self.scenarios[
+    def _values_of(self, scenario: str) -> Callable[[Value], Sequence[float | None]]:
+        def values(value: Value) -> Sequence[float | None]:
+            found: Mapping[str, list[float | None]] = self.scenarios[
                 value.scenario or scenario
             ]["values"]
             return found.get(_key(value), ())
@@ -201,23 +201,31 @@ def _check(results: Sequence[Result]) -> None:
             )
 
 
-def _values(results: Sequence[Result], value: Value) -> list[float]:
-    """Return a value for each repetition, in their order."""
-    points: dict[str, list[float]] = {}
+def _values(results: Sequence[Result], value: Value) -> list[float | None]:
+    """Return a value for each repetition, in their order; None for a run without it, such as a time never reached."""
+    points: dict[str, list[float | None]] = {}
     for result in results:
         if _is_at(result, value):
             numbers = points.setdefault(
                 json.dumps(result.run.trial.point, sort_keys=True), []
             )
-            number = _metric(result, value.metric)
-            numbers += [] if number is None else [number]
+            # A place for each repetition: pairs of two points must come from the same one.
+            numbers.append(_metric(result, value.metric))
     if value.least:
-        return min(filter(None, points.values()), key=fmean, default=[])
+        return min(filter(_numbers, points.values()), key=_mean, default=[])
     if len(points) != 1:
         raise InputError(
             f"{value.metric} at {value.at}: {len(points)} points of the sweep match; name exactly one"
         )
     return next(iter(points.values()))
+
+
+def _numbers(values: Sequence[float | None]) -> list[float]:
+    return [number for number in values if number is not None]
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    return fmean(_numbers(values))
 
 
 def _is_at(result: Result, value: Value) -> bool:

@@ -60,15 +60,18 @@ class Ours:
 
 
 def combine(
-    expression: Expression, values: Callable[[Value], Sequence[float]]
+    expression: Expression, values: Callable[[Value], Sequence[float | None]]
 ) -> list[float]:
-    """Return an expression's value for each repetition.
+    """Return an expression's value for each repetition that has it.
 
     Repetitions share their seed, so both values of a pair come from the same one.
     """
     if isinstance(expression, Value):
-        return list(values(expression))
-    pairs = list(zip(*map(values, terms(expression)), strict=False))
+        return [number for number in values(expression) if number is not None]
+    pairs = []
+    for one, other in zip(*map(values, terms(expression)), strict=False):
+        if one is not None and other is not None:
+            pairs.append((one, other))
     if isinstance(expression, Difference):
         return [one - other for one, other in pairs]
     ratios = [one / other for one, other in pairs if other]
@@ -78,7 +81,7 @@ def combine(
 def measure(
     expressions: Sequence[Expression],
     unit: str,
-    values: Callable[[Value], Sequence[float]],
+    values: Callable[[Value], Sequence[float | None]],
     *,
     is_timing: bool,
 ) -> Ours | None:

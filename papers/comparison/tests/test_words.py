@@ -36,7 +36,7 @@ def timed(low, high=None):
 
 
 def ours_of(
-    values: Mapping[str, Sequence[float]], *expressions, unit="", is_timing=False
+    values: Mapping[str, Sequence[float | None]], *expressions, unit="", is_timing=False
 ):
     return measure(
         expressions,
@@ -151,6 +151,13 @@ def test_expressions_pair_repetitions_so_that_what_seeds_share_cancels():
     assert combine(
         Saving(saving=(ACCURACY, OTHER)), lambda value: [4.0] if value.at else [3.0]
     ) == [0.25]
+
+
+def test_a_repetition_without_a_value_leaves_the_other_pairs_together():
+    values = {"": [4.0, None, 9.0], "other": [2.0, 5.0, 3.0]}
+    ours = ours_of(values, Ratio(ratio=(ACCURACY, OTHER)))
+    assert (ours.low, ours.runs) == (2.5, 2)
+    assert ours_of({"": [None, None]}, ACCURACY) is None
 
 
 def test_the_interval_is_students():
