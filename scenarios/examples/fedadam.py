@@ -1,24 +1,34 @@
-"""FedAdam (Reddi et al., 2021, Algorithm 2): the server takes a step of Adam along what the devices have changed."""
+"""FedAdam (Reddi et al., 2021, Algorithm 2): the server runs Adam on the mean change of the devices' weights."""
 
 from testbed.ml.rounds.method import Hooks, RoundMethod
 from testbed.ml.rounds.options import GroupOptions
 from testbed.ml.rounds.server import mean
 
-RATE, BETA1, BETA2, TAU = 0.03, 0.9, 0.99, 1e-3
+LEARNING_RATE = 0.03
+BETA1 = 0.9
+BETA2 = 0.99
+TAU = 1e-3
+"""Degree of adaptivity: the paper adds this to the root of the second moment."""
 
 
 def adam(state, trained, memory):
-    """Return the weights after a step; the memory has both moments of the change of each."""
+    """Merge a round: one step of Adam from ``state``, with the mean change of the weights as the gradient.
+
+    ``memory`` is kept between rounds with the model; both moments of every tensor are stored there.
+    """
     new = dict(mean(state, trained, memory))
-    for name in (name for name, values in state.items() if values.is_floating_point()):
-        change = new[name] - state[name]
-        m = memory[f"m:{name}"] = (
-            BETA1 * memory.get(f"m:{name}", 0) + (1 - BETA1) * change
-        )
-        v = memory[f"v:{name}"] = (
-            BETA2 * memory.get(f"v:{name}", TAU**2) + (1 - BETA2) * change**2
-        )
-        new[name] = state[name] + RATE * m / (v.sqrt() + TAU)
+    for name, weights in state.items():
+        if not weights.is_floating_point():
+            # A counter of batch normalisation has no gradient: its mean is kept.
+            continue
+        change = new[name] - weights
+        momentum = BETA1 * memory.get(f"m:{name}", 0) + (1 - BETA1) * change
+        # The second moment starts at TAU squared, the lower bound in the paper's initialisation.
+        before = memory.get(f"v:{name}", TAU**2)
+        variance = BETA2 * before + (1 - BETA2) * change**2
+        memory[f"m:{name}"] = momentum
+        memory[f"v:{name}"] = variance
+        new[name] = weights + LEARNING_RATE * momentum / (variance.sqrt() + TAU)
     return new
 
 
@@ -29,5 +39,5 @@ class FedAdam(RoundMethod):
     summary = "federated learning with Adam on the server"
 
     def hooks(self, options: GroupOptions) -> Hooks:
-        """Change what the server makes of the updates."""
+        """Replace the merge of federated averaging."""
         return Hooks(options.choose, merge=adam, min_updates=options.min_devices)

@@ -1,4 +1,4 @@
-"""FedBuff (Nguyen et al., 2022): the server merges changes as they come, whatever version they began from."""
+"""FedBuff (Nguyen et al., 2022): the server merges weight changes as they arrive, whichever version they began with."""
 
 from testbed.messaging.membership import Hello
 from testbed.ml.rounds.client import send_difference
@@ -12,17 +12,15 @@ class FedBuffOptions(TransferOptions):
     """Options of `FedBuff`."""
 
     buffer: int = 2
-    """Changes that make a version; 1: FedAsync (Xie et al., 2019)."""
+    """Number of changes merged into a new version; 1 is FedAsync (Xie et al., 2019)."""
     staleness: float = 0.5
-    """A change of a version that is s versions old weighs (1 + s) to the power of minus this."""
+    """Exponent a of the weight (1 + s) ** -a of a change that began s versions ago."""
 
 
 def add_mean(state, trained, memory):
-    """Return the weights with the mean of the changes added."""
-    return {
-        name: change + state[name]
-        for name, change in mean(state, trained, memory).items()
-    }
+    """Merge a buffer: add the mean of its changes to the weights."""
+    changes = mean(state, trained, memory)
+    return {name: change + state[name] for name, change in changes.items()}
 
 
 class FedBuff(RoundMethod[FedBuffOptions]):
@@ -33,34 +31,47 @@ class FedBuff(RoundMethod[FedBuffOptions]):
     Options = FedBuffOptions
 
     def hooks(self, options):
-        """Send what training has changed."""
+        """Make devices send weight changes: weights of different versions cannot be averaged."""
         return Hooks(sent=send_difference)
 
     async def serve(self, mailbox, job):
-        """Give each device the newest weights whenever it has sent a change, or has started."""
-        options, device = job.problem.options, mailbox.device
-        model, versions, given = GlobalModel(device, job, add_mean), {}, {}
+        """Send a device the newest weights whenever the device starts or has sent a change."""
+        device = mailbox.device
+        options = job.problem.options
+        model = GlobalModel(device, job, add_mean)
+        version_of = {}
+        """The version that each device is training from."""
+        training_of = {}
+        """The number of each device's training, which selects its next samples."""
 
         def begin(name):
-            versions[name], given[name] = model.rounds, given.get(name, -1) + 1
-            mailbox.post(name, Begin(mailbox.configuration, given[name], model.state))
+            version_of[name] = model.rounds
+            training_of[name] = training_of.get(name, -1) + 1
+            begin_round = Begin(mailbox.configuration, training_of[name], model.state)
+            mailbox.post(name, begin_round)
 
-        mailbox.on(
-            Hello,
-            lambda hello: begin(hello.sender) if hello.incarnation > start else None,
-        )
+        def begin_after_restart(hello):
+            # The loop below starts devices that were there before: a second start would cancel their training.
+            if hello.incarnation > start:
+                begin(hello.sender)
+
+        mailbox.on(Hello, begin_after_restart)
+        # A message that nobody takes would stay in the mailbox.
         mailbox.on(Begun, lambda _: None)
-        start, buffer = device.now(), []
+        start = device.now()
+        buffer = []
         for name in job.plan.details.portions:
             begin(name)
         while not model.finished:
             update = await mailbox.take(Update)
-            weight = (1 + model.rounds - versions[update.sender]) ** -options.staleness
+            age = model.rounds - version_of[update.sender]
+            weight = (1 + age) ** -options.staleness
             change = {name: values * weight for name, values in update.state.items()}
             buffer.append(Trained(update.sender, update.samples, change, update.loss))
             if len(buffer) == options.buffer:
                 await model.merge(buffer)
                 await model.keep(start, buffer)
                 await model.report()
-                start, buffer = device.now(), []
+                start = device.now()
+                buffer = []
             begin(update.sender)

@@ -13,13 +13,13 @@ class FedProxOptions(GroupOptions):
 
 
 async def train_near(local: LocalRound, mu: float) -> float:
-    """Train with mu/2 times the squared distance from the weights that the round began with added to the loss."""
-    return await train_whole(
-        local,
-        lambda name, weight, gradient: gradient.add_(
-            weight - local.start[name], alpha=mu
-        ),
-    )
+    """Train with mu/2 times the squared distance from the global weights added to the loss; return the mean loss."""
+
+    def add_proximal_term(name, weight, gradient):
+        # The gradient of mu/2 * ||w - w_t||^2 is mu * (w - w_t).
+        gradient.add_(weight - local.start[name], alpha=mu)
+
+    return await train_whole(local, add_proximal_term)
 
 
 class FedProx(RoundMethod[FedProxOptions]):
@@ -30,9 +30,9 @@ class FedProx(RoundMethod[FedProxOptions]):
     Options = FedProxOptions
 
     def hooks(self, options: FedProxOptions) -> Hooks:
-        """Change how devices train."""
-        return Hooks(
-            options.choose,
-            lambda local: train_near(local, options.mu),
-            min_updates=options.min_devices,
-        )
+        """Replace the local training of federated averaging."""
+
+        async def train_local(local: LocalRound) -> float:
+            return await train_near(local, options.mu)
+
+        return Hooks(options.choose, train_local, min_updates=options.min_devices)

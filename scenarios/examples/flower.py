@@ -1,37 +1,40 @@
-"""A Flower server and its clients: nothing here knows the testbed; a line of JSON with an "event" becomes one."""
+"""A Flower server and its clients, without imports from the testbed; a printed line of JSON becomes an event."""
 
 import json
 import socket
 import sys
 import time
-from itertools import pairwise
 
 import flwr
 import numpy as np
 import torch
 from torch import nn
 
-CLIENTS, STEPS, BATCH = 3, 5, 32
+CLIENTS = 3
+STEPS = 5
+BATCH = 32
 
 
 class Timed(flwr.server.strategy.FedAvg):
-    """Federated averaging that reports when a round is over."""
+    """Federated averaging that reports the duration of each round."""
 
     last = None
+    """When the round before was aggregated."""
 
     def aggregate_fit(self, server_round, results, failures):
-        """Average what the clients sent."""
-        averaged, now = (
-            super().aggregate_fit(server_round, results, failures),
-            time.perf_counter(),
-        )
-        samples = sum(result.num_examples for _, result in results)
-        if self.last is not None:  # the first round waits for clients
-            taken = {"start": 0.0, "duration": now - self.last, "samples": samples}
-            print(
-                json.dumps({"event": "round", "round": server_round, **taken}),
-                flush=True,
-            )
+        """Average the weights of the clients."""
+        averaged = super().aggregate_fit(server_round, results, failures)
+        now = time.perf_counter()
+        # The first round is not reported, since it includes the wait for clients.
+        if self.last is not None:
+            event = {
+                "event": "round",
+                "round": server_round,
+                "start": 0.0,
+                "duration": now - self.last,
+                "samples": sum(result.num_examples for _, result in results),
+            }
+            print(json.dumps(event), flush=True)
         self.last = now
         return averaged
 
@@ -41,39 +44,46 @@ class Client(flwr.client.NumPyClient):
 
     def __init__(self):
         torch.manual_seed(0)
-        sizes = (64, 512, 512, 10)
-        layers = [
-            layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())
-        ]
-        self.model = nn.Sequential(*layers[:-1])
-        self.samples, self.labels = torch.randn(320, 64), torch.randint(10, (320,))
+        self.model = nn.Sequential(
+            nn.Linear(64, 512),
+            nn.ReLU(),
+            nn.Linear(512, 512),
+            nn.ReLU(),
+            nn.Linear(512, 10),
+        )
+        self.samples = torch.randn(320, 64)
+        self.labels = torch.randint(10, (320,))
 
     def get_parameters(self, config):
         """Return the weights."""
         return [value.detach().numpy() for value in self.model.parameters()]
 
     def fit(self, parameters, config):
-        """Train from these weights on; return those that come out, and of how many samples."""
+        """Train from the given weights; return the new weights, the number of samples and no metrics."""
         with torch.no_grad():
             for mine, given in zip(self.model.parameters(), parameters, strict=True):
                 mine.copy_(torch.from_numpy(np.array(given)))
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        for chosen in torch.randperm(len(self.samples)).split(BATCH)[:STEPS]:
+        batches = torch.randperm(len(self.samples)).split(BATCH)
+        for chosen in batches[:STEPS]:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(
-                self.model(self.samples[chosen]), self.labels[chosen]
-            ).backward()
+            outputs = self.model(self.samples[chosen])
+            loss = nn.functional.cross_entropy(outputs, self.labels[chosen])
+            loss.backward()
             optimizer.step()
         return self.get_parameters(config), STEPS * BATCH, {}
 
 
 def wait_for_server():
-    """Return once the server listens: a client that finds nobody gives up."""
+    """Return once the server listens: a Flower client gives up if its first connection fails."""
     while True:
         try:
-            return socket.create_connection(("server", 8080), timeout=1).close()
+            connection = socket.create_connection(("server", 8080), timeout=1)
         except OSError:
             time.sleep(0.2)
+        else:
+            connection.close()
+            return
 
 
 if sys.argv[1] == "server":

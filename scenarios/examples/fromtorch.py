@@ -4,18 +4,17 @@ import torch
 from torch import nn
 from torchmetrics import F1Score
 
-STEPS, BATCH = 200, 64
+STEPS = 200
+BATCH = 64
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
-        )
-        self.head = nn.Sequential(
-            nn.Flatten(), nn.Linear(16 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)
-        )
+        convolution = nn.Conv2d(1, 16, 3, padding=1)
+        self.features = nn.Sequential(convolution, nn.ReLU(), nn.MaxPool2d(2))
+        hidden = nn.Linear(16 * 4 * 4, 64)
+        self.head = nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(64, 10))
 
     def forward(self, images):
         return self.head(self.features(images))
@@ -30,26 +29,25 @@ def data():
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    order = torch.randperm(
-        len(digits.target), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(digits.target), generator=generator)
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[order] / 16
     labels = torch.tensor(digits.target)[order]
     return (images[:1400], labels[:1400]), (images[1400:], labels[1400:])
 
 
 def main():
-    model, ((images, labels), (test_images, test_labels)) = network(), data()
+    model = network()
+    (images, labels), (test_images, test_labels) = data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    batches = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))[
-        : len(images) // BATCH
-    ]
+    batches = len(images) // BATCH
     losses = []
     for step in range(STEPS):
-        inputs, wanted = batches[step % len(batches)]
-        loss = criterion(model(inputs), wanted)
+        first = step % batches * BATCH
+        chosen = slice(first, first + BATCH)
+        loss = criterion(model(images[chosen]), labels[chosen])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -58,9 +56,8 @@ def main():
     model.eval()
     with torch.no_grad():
         outputs = model(test_images)
-    f1 = F1Score(task="multiclass", num_classes=10, average="macro")(
-        outputs, test_labels
-    )
+    measure = F1Score(task="multiclass", num_classes=10, average="macro")
+    f1 = measure(outputs, test_labels)
     print(f"loss {losses[-1]:.4f}, F1 {f1:.4f}")
     return losses, float(f1)
 

@@ -1,4 +1,4 @@
-"""Gossip learning (Ormandi et al., 2013): no server; each device trains, and averages with what neighbours send it."""
+"""Gossip learning (Ormandi et al., 2013): no server; each device averages its model with those its neighbours send."""
 
 import random
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from testbed.ml.rounds.server import average
 
 @dataclass(frozen=True)
 class Weights(Typed, kind="weights"):
-    """To a neighbour."""
+    """To a neighbour: the sender's weights after a round."""
 
     state: State
 
@@ -25,11 +25,11 @@ class GossipOptions(PeerOptions):
     """Options of `Gossip`."""
 
     patience: float = 10.0
-    """Seconds for which the first device waits for others' weights when it scores them."""
+    """Seconds for which the first device waits for the weights of the others when it evaluates them."""
 
 
 class Gossip(RoundMethod[GossipOptions]):
-    """All devices have data; in a round each trains, and sends its weights to a neighbour drawn at random."""
+    """Every device has data; in a round each one trains and sends its weights to a random neighbour."""
 
     name = "gossip"
     summary = "learning without a server: devices average with random neighbours"
@@ -42,42 +42,46 @@ class Gossip(RoundMethod[GossipOptions]):
         return Hooks()
 
     def data_owners(self, problem):
-        """Return all devices."""
+        """Return the names of all devices."""
         return Participants(problem, serverless=True).names
 
     def plan(self, problem):
-        """Give the whole model to each device. Raises `InputError` where it does not fit."""
+        """Give each device the whole model. Raises `InputError` if the memory of a device is too small."""
         return whole_plan(self.name, Participants(problem, serverless=True))
 
     async def program(self, device, job):
-        """Train a round, send, average with what has come; let the first device score everyone's weights."""
-        problem, draw = (
-            job.problem,
-            random.Random(derive(job.problem.seed, "gossip", device.name)),
-        )
-        neighbours = [to for one, to in problem.links if one == device.name]
-        codecs = problem.options.codecs(problem.codes)
-        async with Mailbox(
-            device, problem.links, (Weights, Snapshot), codecs=codecs
-        ) as mailbox:
-            training, consensus = (
-                local_training(device, job),
-                Consensus(mailbox, job, problem.options.patience),
-            )
+        """Train, send and average round by round; the first device evaluates the weights of all."""
+        problem = job.problem
+        options = problem.options
+        # A generator for each device: one for all would depend on the order in which devices run.
+        draw = random.Random(derive(problem.seed, "gossip", device.name))
+        neighbours = [
+            target for source, target in problem.links if source == device.name
+        ]
+        codecs = options.codecs(problem.codes)
+        messages = (Weights, Snapshot)
+        async with Mailbox(device, problem.links, messages, codecs=codecs) as mailbox:
+            training = local_training(device, job)
+            consensus = Consensus(mailbox, job, options.patience)
+            rounds = training.length.rounds
             state = training.layers.weights()
-            for number in range(training.length.rounds):
+            for number in range(rounds):
                 loss, state = await training.train(number, state)
-                device.record(
-                    "step", step=number, samples=training.samples(number), loss=loss
-                )
+                samples = training.samples(number)
+                device.record("step", step=number, samples=samples, loss=loss)
                 mailbox.post(draw.choice(neighbours), Weights(state))
-                heard = iter(lambda: mailbox.pop(Weights), None)
-                models = [state, *(weights.state for weights in heard)]
-                state = average(models, [1] * len(models))
-                if (
-                    (number + 1) % problem.options.evaluate_every == 0
-                    or number + 1 == training.length.rounds
-                ):
-                    await consensus.report(number + 1, state)
+                state = self.average_with_arrived(mailbox, state)
+                done = number + 1
+                if done % options.evaluate_every == 0 or done == rounds:
+                    await consensus.report(done, state)
             device.expose(lambda: state)
             await consensus.finish()
+
+    def average_with_arrived(self, mailbox, state):
+        """Return the mean of the device's weights and of all weights that have arrived."""
+        models = [state]
+        while True:
+            arrived = mailbox.pop(Weights)
+            if arrived is None:
+                return average(models, [1] * len(models))
+            models.append(arrived.state)

@@ -1,4 +1,4 @@
-"""A method in one file: one device asks all others for a value, and goes on without those that are late."""
+"""A method in one file: one device asks all others for a value, and continues without the late ones."""
 
 from dataclasses import dataclass
 
@@ -14,36 +14,36 @@ from testbed.trace.record import RunView
 
 @dataclass(frozen=True)
 class Ask(Typed, kind="ask"):
-    """From the coordinator: what do you measure?"""
+    """From the coordinator: measure a value in this round."""
 
     round: int
 
 
 @dataclass(frozen=True)
 class Reply(Typed, kind="reply", key=("round", "sender")):
-    """To the coordinator."""
+    """To the coordinator: the value measured in a round."""
 
     round: int
     value: float
 
 
 class MeanOptions(Options):
-    """Options of the mean."""
+    """Options of `Mean`."""
 
     deadline: float = 0.5
-    """Seconds that a round may take."""
+    """Seconds after which a round ends."""
 
 
 def replies_left_out(run: RunView) -> int:
-    """Return how many replies all rounds together went on without."""
+    """Return the number of late replies in all rounds."""
     return sum(event.fields["late"] for event in run.of("mean"))
 
 
 class Mean(Method[MeanOptions]):
-    """A round is a request; what is missing of it is left out."""
+    """A round is a request; its mean leaves out late replies."""
 
     name = "mean"
-    summary = "the mean of what all devices measure, without those that are late"
+    summary = "the mean of the values measured by all devices, without late ones"
     tasks = ("infer",)
     Options = MeanOptions
     declared = MetricsSpec(
@@ -53,11 +53,11 @@ class Mean(Method[MeanOptions]):
     )
 
     def plan(self, problem: Problem[MeanOptions]) -> Plan:
-        """Divide nothing."""
+        """Make the first device the coordinator; there is no model to partition."""
         return Plan(method=self.name, lead=problem.devices[0].name, pieces=())
 
     async def program(self, device: Device, job: Job[MeanOptions]) -> None:
-        """Ask on the first device, reply elsewhere."""
+        """Coordinate on the first device, reply on the others."""
         async with Mailbox(device, job.problem.links, (Ask, Reply)) as mailbox:
             if device.name == job.plan.lead:
                 await self.coordinate(mailbox, job)
@@ -65,31 +65,35 @@ class Mean(Method[MeanOptions]):
                 await self.reply(mailbox, job.plan.lead)
 
     async def reply(self, mailbox: Mailbox, coordinator: str) -> None:
-        """Measure something whenever asked."""
+        """Measure a value whenever the coordinator asks."""
         while True:
             ask = await mailbox.take(Ask)
-            span = Span("measure", batch=ask.round)
             value = await mailbox.device.compute(
-                lambda: float(len(mailbox.device.name)), Cost(flops=1e8), span
+                lambda: float(len(mailbox.device.name)),
+                Cost(flops=1e8),
+                Span("measure", batch=ask.round),
             )
             mailbox.post(coordinator, Reply(ask.round, value))
 
     async def coordinate(self, mailbox: Mailbox, job: Job[MeanOptions]) -> None:
-        """Ask all, take what comes in time, go on."""
+        """Ask all devices in each round, and record the mean of the replies that arrive in time."""
         device = mailbox.device
-        others = [each.name for each in job.problem.devices if each.name != device.name]
+        names = [spec.name for spec in job.problem.devices]
+        others = [name for name in names if name != device.name]
         for number in range(job.problem.workload.requests or 1):
             began = device.now()
             for name in others:
                 mailbox.post(name, Ask(number))
             deadline = began + job.problem.options.deadline
-            replies = [
-                await mailbox.take(Reply, (number, name), deadline=deadline)
-                for name in others
-            ]
-            values = [reply.value for reply in replies if reply is not None]
+            values = []
+            for name in others:
+                key = (number, name)
+                reply = await mailbox.take(Reply, key, deadline=deadline)
+                if reply is not None:
+                    values.append(reply.value)
+            # Replies that arrive later would stay in the mailbox.
             mailbox.discard_before(Reply, (number + 1, ""))
             mean = sum(values) / len(values) if values else None
-            late = len(replies) - len(values)
+            late = len(others) - len(values)
             device.record("mean", batch=number, value=mean, late=late)
             device.record("request", request=number, latency=device.now() - began)

@@ -1,11 +1,11 @@
-"""A network and data of one's own: nothing here knows the testbed."""
+"""A user's own network and data, without imports from the testbed."""
 
 import torch
 from torch import nn
 
 
 class Block(nn.Module):
-    """Adds what two convolutions make of a picture to the picture."""
+    """A residual block of two convolutions."""
 
     def __init__(self, channels):
         super().__init__()
@@ -14,26 +14,24 @@ class Block(nn.Module):
 
     def forward(self, x):
         """Map (samples, channels, height, width) to the same shape."""
-        return torch.relu(x + self.second(torch.relu(self.first(x))))
+        hidden = torch.relu(self.first(x))
+        return torch.relu(x + self.second(hidden))
 
 
 def build(shape, classes, width=8, blocks=3):
-    """Return the network; the data's shape and classes are passed to arguments of these names."""
-    return nn.Sequential(
-        nn.Conv2d(shape[0], width, 3, padding=1),
-        nn.ReLU(),
-        *(Block(width) for _ in range(blocks)),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(width * shape[1] * shape[2] // 4, classes),
-    )
+    """Return the network; arguments named ``shape`` and ``classes`` receive those of the data."""
+    channels, height, columns = shape
+    layers = [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+    layers += [Block(width) for _ in range(blocks)]
+    features = width * height * columns // 4
+    layers += [nn.MaxPool2d(2), nn.Flatten(), nn.Linear(features, classes)]
+    return nn.Sequential(*layers)
 
 
 def load():
-    """Return training and test samples: arrays or tensors of samples and labels, or torch data sets."""
-    from sklearn.datasets import (
-        load_digits,
-    )  # here, since devices read this file for its network and have no sklearn
+    """Return training and test samples, each as (samples, labels): arrays, tensors or torch data sets."""
+    # Imported here, since devices read this file for its network and have no scikit-learn.
+    from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""A method in one file: a token goes round, and the first device sends another when it was lost."""
+"""A method in one file: a token travels round a ring, and the first device replaces a lost one."""
 
 import asyncio
 
@@ -11,14 +11,14 @@ from testbed.wire.message import Message
 
 
 class RingOptions(Options):
-    """Options of the ring."""
+    """Options of `Ring`."""
 
     patience: float = 4.0
-    """Seconds that a round may take before its token counts as lost."""
+    """Seconds after which the token of a round counts as lost."""
 
 
 class Ring(Method[RingOptions]):
-    """Each device holds the token for a while and passes it on."""
+    """Each device holds the token for a while, then sends it to the next."""
 
     name = "ring"
     summary = "pass a token round; a round is a request"
@@ -30,55 +30,57 @@ class Ring(Method[RingOptions]):
             Metric(
                 "tokens_lost",
                 "number",
-                "tokens that did not come back",
+                "tokens that were lost and replaced",
                 lambda run: len(run.of("lost")),
             ),
         ),
-        events=(
-            EventType(
-                "lost", "the token of this round did not come back in time", ("batch",)
-            ),
-        ),
-        rows=(
-            Row(
-                "Lost",
-                "{tokens_lost}",
-                "tokens that did not come back and were replaced",
-            ),
-        ),
+        events=(EventType("lost", "the token of this round was lost", ("batch",)),),
+        rows=(Row("Lost", "{tokens_lost}", "tokens that were lost and replaced"),),
     )
 
     def plan(self, problem: Problem[RingOptions]) -> Plan:
-        """Divide nothing: there is only the token."""
+        """Make the first device the coordinator; there is no model to partition."""
         return Plan(method=self.name, lead=problem.devices[0].name, pieces=())
 
     async def program(self, device: Device, job: Job[RingOptions]) -> None:
-        """Pass on whatever token comes; on the first device, send a token for each round."""
-        names = [each.name for each in job.problem.devices]
+        """Coordinate on the first device, pass the token on elsewhere."""
+        names = [spec.name for spec in job.problem.devices]
         following = names[(names.index(device.name) + 1) % len(names)]
-        while device.name != job.plan.lead:
+        if device.name == job.plan.lead:
+            await self.coordinate(device, following, job)
+        else:
+            await self.pass_tokens(device, following)
+
+    async def pass_tokens(self, device: Device, following: str) -> None:
+        """Hold each token for a while and send it to the following device."""
+        while True:
             token = await device.receive()
-            await device.compute(
-                lambda: None, Cost(flops=1e9), Span("hold", batch=token["round"])
-            )
+            hold = Span("hold", batch=token["round"])
+            await device.compute(lambda: None, Cost(flops=1e9), hold)
             await device.send(following, token)
+
+    async def coordinate(
+        self, device: Device, following: str, job: Job[RingOptions]
+    ) -> None:
+        """Send a token in each round, and another whenever one is lost."""
+        patience = job.problem.options.patience
         for number in range(job.problem.workload.requests or 1):
             began = device.now()
-            while not await self.goes_round(
-                device, following, number, job.problem.options.patience
-            ):
+            while not await self.returns(device, following, number, patience):
                 device.record("lost", step=number)
             device.record("request", request=number, latency=device.now() - began)
 
-    async def goes_round(
+    async def returns(
         self, device: Device, following: str, number: int, patience: float
     ) -> bool:
-        """Send a token and say whether it came back in time."""
+        """Send the token of a round; return whether the token comes back in time."""
         try:
             async with asyncio.timeout(patience):
                 await device.send(following, Message("token", {"round": number}))
-                while (await device.receive())["round"] != number:
-                    pass  # a token that had been given up
+                token = await device.receive()
+                # A token of an earlier round may return after it was replaced.
+                while token["round"] != number:
+                    token = await device.receive()
         except TimeoutError:
             return False
         return True

@@ -7,17 +7,25 @@ from testbed.ml.rounds.server import average
 
 
 async def train(local: LocalRound) -> float:
-    """Train along corrected gradients, g - c_i + c; then renew the device's variate c_i and send its change."""
-    shared, own = local.extra, local.own
+    """Train along the corrected gradients g - c_i + c; return the mean loss.
+
+    Afterwards the device's variate c_i is renewed, and its change is sent to the server.
+    """
+    shared = local.extra
+    own = local.own
     corrections = {name: variate - own.get(name, 0) for name, variate in shared.items()}
-    loss = await train_whole(
-        local, lambda name, _, gradient: gradient.add_(corrections.get(name, 0))
-    )
+
+    def correct(name, weight, gradient):
+        gradient.add_(corrections.get(name, 0))
+
+    loss = await train_whole(local, correct)
+    steps = len(local.steps)
     for name, trained in local.layers.weights().items():
-        change = (local.start[name] - trained) / (
-            len(local.steps) * local.rate
-        ) - shared.get(name, 0)
+        # Option II: c_i+ = c_i - c + (x - y_i) / (K * rate), from the weights alone, without another gradient.
+        gradient = (local.start[name] - trained) / (steps * local.rate)
+        change = gradient - shared.get(name, 0)
         own[name] = own.get(name, 0) + change
+        # Divided by all N devices, not by those of this round: the paper scales the mean change by |S| / N.
         local.sends[name] = change / local.devices
     return loss
 
@@ -25,8 +33,10 @@ async def train(local: LocalRound) -> float:
 def merge(state, trained, memory):
     """Average the models with equal weights; add the changes of the devices' variates to the server's, c."""
     for name in state:
-        memory[name] = memory.get(name, 0) + sum(each.extra[name] for each in trained)
-    return average([each.state for each in trained], [1] * len(trained))
+        memory[name] = memory.get(name, 0) + sum(
+            update.extra[name] for update in trained
+        )
+    return average([update.state for update in trained], [1] * len(trained))
 
 
 class Scaffold(RoundMethod):

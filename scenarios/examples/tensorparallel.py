@@ -21,25 +21,25 @@ from testbed.plan import Plan
 
 
 def divide(problem: Problem) -> list[LayerSlices]:
-    """Return each device's slices: of the last layer by inputs, of the one before by outputs, and so on."""
-    layers, devices = graph_of(problem.model).layers, len(problem.devices)
-    if any(not layer.splits or len(layer.entering) > 1 for layer in layers):
-        raise InputError(
-            "tensor-parallel divides fully connected layers: use the model mlp",
-            ("model", "name"),
-        )
-    held = [[] for _ in range(devices)]
+    """Return each device's slices: of the last layer by inputs, of the one before by outputs, and so on.
+
+    Raises `InputError` for networks with layers that are not fully connected.
+    """
+    layers = graph_of(problem.model).layers
+    devices = len(problem.devices)
+    for layer in layers:
+        if not layer.splits or len(layer.entering) > 1:
+            text = "tensor-parallel divides fully connected layers: use the model mlp"
+            raise InputError(text, ("model", "name"))
+    slices_of = [[] for _ in range(devices)]
     for index, layer in enumerate(layers):
+        # The last layer is divided by inputs, since its sum is complete on every device after an all-reduce.
         by_inputs = (len(layers) - index) % 2 == 1
-        for slices, part in zip(
-            held,
-            evenly(layer.inputs if by_inputs else layer.outputs, devices),
-            strict=True,
-        ):
-            slices.append(
-                (layer, layer.by_inputs(part) if by_inputs else layer.by_outputs(part))
-            )
-    return held
+        channels = layer.inputs if by_inputs else layer.outputs
+        select = layer.by_inputs if by_inputs else layer.by_outputs
+        for slices, part in zip(slices_of, evenly(channels, devices), strict=True):
+            slices.append((layer, select(part)))
+    return slices_of
 
 
 class TensorParallel(Method):
@@ -53,50 +53,47 @@ class TensorParallel(Method):
     def plan(self, problem: Problem) -> Plan:
         """Give every device an equal share of each layer. Raises `InputError` for layers of other kinds."""
         names = [device.name for device in problem.devices]
-        held = zip(names, divide(problem), strict=True)
-        pieces = tuple(
-            piece(problem, name, slices, "an equal share") for name, slices in held
-        )
-        return Plan(method=self.name, lead=names[0], pieces=pieces)
+        pieces = []
+        for name, slices in zip(names, divide(problem), strict=True):
+            pieces.append(piece(problem, name, slices, "an equal share"))
+        return Plan(method=self.name, lead=names[0], pieces=tuple(pieces))
 
     async def program(self, device: Device, job: Job) -> None:
-        """Ask and answer on the lead; elsewhere do the same part of every request until the lead has all answers."""
-        workload = job.problem.workload
+        """Send and answer requests on the coordinator; compute a share of each request on the others."""
+        names = [spec.name for spec in job.problem.devices]
+        coordinator = job.plan.lead
         async with Mailbox(device, job.problem.links, (Contribution,)) as mailbox:
-            group = Group(mailbox, [each.name for each in job.problem.devices])
+            group = Group(mailbox, names)
             layers = await load_slices(group, job, divide(job.problem))
-            while device.name != job.plan.lead:
-                await self.infer(group, layers, None, job.plan.lead)
+            # The others compute until they are stopped: the run ends with the coordinator's program.
+            while device.name != coordinator:
+                await self.infer(group, layers, None, coordinator)
+            workload = job.problem.workload
             requests = Requests(job.dataset, workload.batch_size, workload.requests)
             answers = Answers(device, job.problem, requests)
             for number in range(len(requests)):
                 began = device.now()
-                outputs = await self.infer(
-                    group, layers, requests.images(number).flatten(1), job.plan.lead
-                )
+                images = requests.images(number).flatten(1)
+                outputs = await self.infer(group, layers, images, coordinator)
                 device.record("request", request=number, latency=device.now() - began)
                 answers.add(number, outputs)
             answers.finish()
 
-    async def infer(self, group: Group, layers, images, lead: str):
-        """Return on every device the outputs (samples, classes) of the images (samples, values) of the lead."""
-        values = await group.broadcast(images, lead)
-        held = range(values.shape[1])
+    async def infer(self, group: Group, layers, images, coordinator: str):
+        """Return the outputs (samples, classes) for the coordinator's images (samples, values) on every device."""
+        values = await group.broadcast(images, coordinator)
+        channels = range(values.shape[1])
         for sliced in layers:
-            layer, part, values = (
-                sliced.layer,
-                sliced.part,
-                pick(values, 1, sliced.part.columns, held),
-            )
+            layer = sliced.layer
+            part = sliced.part
+            values = pick(values, 1, part.columns, channels)
+            cost = product_cost(layer, part, len(values))
             work = partial(sliced.sums, values)
-            sums = await group.device.compute(
-                work, product_cost(layer, part, len(values)), Span("forward")
-            )
+            sums = await group.device.compute(work, cost, Span("forward"))
             if part.columns != layer.whole.columns:
                 sums = await group.all_reduce(sums)
+            cost = finish_cost(layer, part, len(sums))
             work = partial(sliced.finish, sums)
-            values = await group.device.compute(
-                work, finish_cost(layer, part, len(sums)), Span("forward")
-            )
-            held = part.channels
+            values = await group.device.compute(work, cost, Span("forward"))
+            channels = part.channels
         return values
