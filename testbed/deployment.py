@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from testbed import methods
-from testbed.common.errors import InputError
+from testbed.common.errors import InputError, format_key
 from testbed.common.usercode import Code
 from testbed.hardware import DeviceSpec
 from testbed.method import Method, Problem
@@ -32,7 +32,7 @@ from testbed.network.link import Link
 from testbed.plan import Plan
 from testbed.wire.token import data_token
 from testbed.work import WorkloadPart
-from testbed.workload import Prepared, kind_of
+from testbed.workload import Prepared, workload_of
 
 VERSION = 1
 """Version of the schema; another one is refused."""
@@ -82,12 +82,13 @@ class Deployment(BaseModel):
     """Address of the data network."""
 
     @model_validator(mode="after")
-    def _numbers_are_of_kinds(self) -> Self:
-        if not all(0 <= kind < len(self.specs) for kind in self.devices.values()):
+    def _check_indices(self) -> Self:
+        # The body comes over the network: a negative index would silently count from the end.
+        if not all(0 <= index < len(self.specs) for index in self.devices.values()):
             raise ValueError("a device refers to an unknown specification")
-        if not all(0 <= kind < len(self.kinds) for _, _, kind in self.links):
+        if not all(0 <= index < len(self.kinds) for _, _, index in self.links):
             raise ValueError("a link refers to an unknown specification")
-        if any(kind.rate is not None and not kind.rate > 0 for kind in self.kinds):
+        if any(link.rate is not None and not link.rate > 0 for link in self.kinds):
             raise ValueError("a link's rate is not above 0 bit/s")
         return self
 
@@ -98,26 +99,22 @@ class Deployment(BaseModel):
         if code is None:
             method = methods.get(workload.method.name, workload.task)
         else:
+            # Modules that workload and method share are sent once, with the workload.
             shared = self.work_code.sources if self.work_code is not None else {}
-            method = from_code(
-                code.model_copy(update={"sources": {**shared, **code.sources}})
-            )
-        given: Problem = Problem(
-            devices=tuple(
-                replace(self.specs[kind], name=name)
-                for name, kind in self.devices.items()
-            ),
-            links={
-                (source, destination): self.kinds[kind]
-                for source, destination, kind in self.links
-            },
-            workload=workload,
-            options=method.Options.model_validate(workload.method.options()),
-            seed=self.seed,
-        )
-        return method, kind_of(workload).posed(
-            given, method, {**self.facts, **self.own_facts}
-        )
+            sources = {**shared, **code.sources}
+            method = from_code(code.model_copy(update={"sources": sources}))
+        devices = [
+            replace(self.specs[index], name=name)
+            for name, index in self.devices.items()
+        ]
+        links = {
+            (source, destination): self.kinds[index]
+            for source, destination, index in self.links
+        }
+        options = method.Options.model_validate(workload.method.options())
+        given: Problem = Problem(tuple(devices), links, workload, options, self.seed)
+        facts = {**self.facts, **self.own_facts}
+        return method, workload_of(workload).rebuild_problem(given, method, facts)
 
 
 def read(body: bytes | bytearray) -> Deployment:
@@ -130,9 +127,8 @@ def read(body: bytes | bytearray) -> Deployment:
                 f"this device reads version {VERSION} of the schema, not {version}: build the images again from the "
                 "same code with 'testbed setup images'"
             )
-        if (
-            document.get("work_code") is not None
-        ):  # before the keys are read that it defines
+        # Before validation: the package's workload defines the keys of `workload`.
+        if document.get("work_code") is not None:
             register_work(Code.model_validate(document["work_code"]))
         return Deployment.model_validate(document)
     except ValidationError as error:
@@ -144,11 +140,8 @@ def read(body: bytes | bytearray) -> Deployment:
 def first_problem(error: ValidationError) -> str:
     """Return the first validation problem as ``location: message``."""
     first = error.errors()[0]
-    return ": ".join(
-        each
-        for each in (".".join(str(part) for part in first["loc"]), first["msg"])
-        if each
-    )
+    location = format_key(first["loc"])
+    return f"{location}: {first['msg']}" if location else first["msg"]
 
 
 @dataclass(frozen=True)
@@ -171,36 +164,36 @@ class Deployments:
         """Return the deployment of a device as JSON."""
         problem, plan = self.method.facts(self.problem, self.plan, device)
         numbers: dict[Link, int] = {}
-        known: dict[
-            int, int
-        ] = {}  # by identity, since pairs share links and it takes long to compare two
+        # By identity, since pairs share link objects and a comparison of two links takes long.
+        known: dict[int, int] = {}
         links = []
+        peers = {}
         for pair, link in problem.links.items():
             if id(link) not in known:
                 known[id(link)] = numbers.setdefault(link, len(numbers))
             links.append((*pair, known[id(link)]))
-        pairs = {(source, destination) for source, destination, _ in links}
-        peers = [
-            name
-            for source, name, _ in links
-            if source == device and (name, device) in pairs
-        ]
+            source, destination = pair
+            # A message and its acknowledgement take both directions.
+            if source == device and (destination, device) in problem.links:
+                peers[destination] = self._peer_entry(device, destination)
         own = {
             "device": device,
             "kinds": [link.to_json() for link in numbers],
             "links": links,
-            "peers": {name: self._peer_entry(device, name) for name in peers},
-            "own_facts": kind_of(problem.workload).own_facts(problem),
+            "peers": peers,
+            "own_facts": workload_of(problem.workload).own_facts(problem),
         }
+        # The lead gets the whole plan, which may be long, in text that is ready.
         plan_text = self._plan_json if plan is self.plan else plan.model_dump_json()
-        return f'{self._common_fields[:-1]},"plan":{plan_text},{_to_json_text(own)[1:]}'.encode()
+        common = self._common_fields.removesuffix("}")
+        return f'{common},"plan":{plan_text},{_to_json_text(own)[1:]}'.encode()
 
     def _peer_entry(self, device: str, peer: str) -> dict[str, str]:
-        sent, received = (
-            data_token(self.token, device, peer),
-            data_token(self.token, peer, device),
-        )
-        return {"address": self.addresses[peer], "sent": sent, "received": received}
+        return {
+            "address": self.addresses[peer],
+            "sent": data_token(self.token, device, peer),
+            "received": data_token(self.token, peer, device),
+        }
 
     @cached_property
     def _plan_json(self) -> str:
@@ -213,32 +206,33 @@ class Deployments:
         numbers: dict[str, int] = {}
         specs: list[object] = []
         devices: dict[str, int] = {}
+        adapter = _type_adapter(DeviceSpec)
         for spec in problem.devices:
-            nameless = _type_adapter(DeviceSpec).dump_python(
-                replace(spec, name=""), mode="json"
-            )
-            number = devices[spec.name] = numbers.setdefault(
-                _to_json_text(nameless), len(numbers)
-            )
+            nameless = adapter.dump_python(replace(spec, name=""), mode="json")
+            number = numbers.setdefault(_to_json_text(nameless), len(numbers))
+            devices[spec.name] = number
             if number == len(specs):
                 specs.append(nameless)
-        return _to_json_text(
-            {
-                "version": VERSION,
-                "run": self.run,
-                "seed": problem.seed,
-                "workload": problem.workload.on_containers().model_dump(
-                    mode="json", by_alias=True, exclude_none=True
-                ),
-                "facts": kind_of(problem.workload).facts(problem),
-                "specs": specs,
-                "devices": devices,
-                "work_code": self.work_code and self.work_code.model_dump(mode="json"),
-                "method_code": self.method_code
-                and self.method_code.model_dump(mode="json"),
-                "broadcast": self.broadcast,
-            }
-        )
+        workload = problem.workload.on_containers()
+        fields = {
+            "version": VERSION,
+            "run": self.run,
+            "seed": problem.seed,
+            "workload": workload.model_dump(
+                mode="json", by_alias=True, exclude_none=True
+            ),
+            "facts": workload_of(problem.workload).facts(problem),
+            "specs": specs,
+            "devices": devices,
+            "work_code": _dump_code(self.work_code),
+            "method_code": _dump_code(self.method_code),
+            "broadcast": self.broadcast,
+        }
+        return _to_json_text(fields)
+
+
+def _dump_code(code: Code | None) -> Any:
+    return None if code is None else code.model_dump(mode="json")
 
 
 @cache
@@ -264,13 +258,12 @@ def deployments(
     """
     method_code, work_code = code_of(prepared.method), code_of(prepared.workload)
     if method_code is not None and work_code is not None:
+        # A package with both is sent once.
+        modules = method_code.sources.keys() - work_code.sources.keys()
         own = {
-            module: text
-            for module, text in method_code.sources.items()
-            if module not in work_code.sources
+            name: text for name, text in method_code.sources.items() if name in modules
         }
         method_code = method_code.model_copy(update={"sources": own})
-    codes = method_code, work_code
     return Deployments(
         prepared.method,
         prepared.problem,
@@ -279,5 +272,6 @@ def deployments(
         token,
         addresses,
         broadcast,
-        *codes,
+        method_code,
+        work_code,
     )

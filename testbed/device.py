@@ -7,7 +7,7 @@ waiting goes through the device or through asyncio primitives, never through thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import cycle, repeat
 from operator import add, mul, sub
@@ -49,13 +49,19 @@ class Work(NamedTuple):
     """Bytes of weights and gradients read, independent of the batch size."""
 
 
-_EACH = len(Work._fields)
+_FIELDS = len(Work._fields)
 
 
 @dataclass(frozen=True, init=False)
 class Cost:
-    """Amount of work charged for a computation; `testbed.hardware.DeviceSpec.seconds` converts a cost to time."""
+    """Amount of work charged for a computation; `testbed.hardware.DeviceSpec.seconds` converts a cost to time.
 
+    >>> cost = Cost(1e9, kind="linear") + Cost(accessed=8e6, kind="activation") * 2
+    >>> cost.of(["activation"])
+    Work(flops=0.0, accessed=16000000.0, weights=0.0)
+    """
+
+    # One flat tuple instead of a `Work` for each kind: planners add up costs millions of times.
     _amounts: tuple[float, ...]
     """The work of each of `KINDS`, one after the other."""
 
@@ -67,52 +73,55 @@ class Cost:
         kind: Kind = "other",
     ) -> None:
         """Work of one kind; costs add up to work of several."""
-        before = _EACH * KINDS.index(kind)
-        after = _EACH * (len(KINDS) - 1) - before
+        before = _FIELDS * KINDS.index(kind)
+        after = _FIELDS * (len(KINDS) - 1) - before
         self._set_amounts(
             (*repeat(0.0, before), flops, accessed, weights, *repeat(0.0, after))
         )
 
-    def _set_amounts(self, amounts: tuple[float, ...]) -> Cost:
+    def _set_amounts(self, amounts: tuple[float, ...]) -> None:
+        # A frozen dataclass refuses plain assignment, also from its own `__init__`.
         object.__setattr__(self, "_amounts", amounts)
-        return self
+
+    @staticmethod
+    def _from_amounts(amounts: Iterable[float]) -> Cost:
+        cost = Cost.__new__(Cost)
+        cost._set_amounts(tuple(amounts))
+        return cost
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost.__new__(Cost)._set_amounts(
-            tuple(map(add, self._amounts, other._amounts))
-        )
+        return self._from_amounts(map(add, self._amounts, other._amounts))
 
     def __sub__(self, other: Cost) -> Cost:
-        return Cost.__new__(Cost)._set_amounts(
-            tuple(map(sub, self._amounts, other._amounts))
-        )
+        return self._from_amounts(map(sub, self._amounts, other._amounts))
 
     def __mul__(self, times: float) -> Cost:
         return self.scaled(times, times, times)
 
     def scaled(self, flops: float, accessed: float, weights: float) -> Cost:
         """Return the cost with FLOPs, activation bytes and weight bytes multiplied by separate factors."""
-        return Cost.__new__(Cost)._set_amounts(
-            tuple(map(mul, self._amounts, cycle((flops, accessed, weights))))
-        )
+        factors = cycle((flops, accessed, weights))
+        return self._from_amounts(map(mul, self._amounts, factors))
 
     def of(self, kinds: Collection[Kind] = KINDS) -> Work:
-        """Return the work of some kinds together."""
+        """Return the total work of the given kinds of layers."""
         amounts = self._amounts
         if len(kinds) < len(KINDS):
-            amounts = tuple(
-                amounts[_EACH * KINDS.index(kind) + field]
-                for kind in kinds
-                for field in range(_EACH)
-            )
-        return Work(
-            sum(amounts[0::_EACH]), sum(amounts[1::_EACH]), sum(amounts[2::_EACH])
-        )
+            chosen: list[float] = []
+            for kind in kinds:
+                first = _FIELDS * KINDS.index(kind)
+                chosen += self._amounts[first : first + _FIELDS]
+            amounts = tuple(chosen)
+        return Work(*(sum(amounts[field::_FIELDS]) for field in range(_FIELDS)))
 
 
 @dataclass(frozen=True)
 class Span:
-    """Names a piece of work, in traces and in fault triggers ("when worker1 begins backward of batch 205")."""
+    """The name of a piece of work, in traces and in fault triggers ("when worker1 begins backward of batch 205").
+
+    >>> Span("backward", batch=205).fields()
+    {'span': 'backward', 'batch': 205}
+    """
 
     name: str
     batch: int | None = None
@@ -120,6 +129,7 @@ class Span:
 
     def row(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Return the names and the values of all fields that are set."""
+        # Spelled out: two events of each computation call this, up to ten million times in a run.
         if self.micro is None:
             if self.batch is None:
                 return ("span",), (self.name,)
@@ -184,8 +194,8 @@ class Device(Protocol):
     async def save(self, name: str, message: Message) -> None:
         """Write a message to the device's disk atomically, replacing the previous one of the same name.
 
-        Return when it is there. It outlives a restart of the device, and nothing else: the next workload does not see
-        it. Calls take effect in their order, and none of the device's time.
+        Return when the message is written. The message outlives a restart of the device, but not the run. Calls take
+        effect in their order, and writing takes none of the device's time.
         """
 
     def saved(self, name: str) -> Message | None:
@@ -202,6 +212,6 @@ class Device(Protocol):
     ) -> None:
         """Register the function that returns the current weights; the runtime calls the function on request.
 
-        Those of the lead are the run's. A ``part`` is the device's own part of the model: a run that fails before the
-        lead has gathered the whole keeps the parts of all devices. A device may expose both.
+        The weights of the lead are the result of the run. A ``part`` is the device's own part of the model: a run that
+        fails before the lead has gathered the whole model keeps the parts of all devices. A device may expose both.
         """

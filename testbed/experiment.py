@@ -43,43 +43,31 @@ class Experiment:
 
     def sharing_devices(self) -> tuple[DeviceSpec, ...]:
         """Return the devices with the speed left to each while all devices on its machine compute."""
+        processors = {device.name: device.processors for device in self.devices}
         shares: dict[str, float] = {}
         for machine in self.machines:
-            wanted = sum(
-                device.processors
-                for device in self.devices
-                if device.name in machine.devices
-            )
+            wanted = sum(processors[name] for name in machine.devices)
             shares |= dict.fromkeys(machine.devices, min(1.0, machine.cores / wanted))
-        return tuple(
-            device.with_share(shares[device.name])
-            if shares.get(device.name, 1) < 1
-            else device
-            for device in self.devices
-        )
+        devices = []
+        for device in self.devices:
+            share = shares.get(device.name, 1.0)
+            # A device of its own stays the same object, and its speeds are not rounded.
+            devices.append(device.with_share(share) if share < 1 else device)
+        return tuple(devices)
 
     def bounded_links(self) -> dict[Pair, Link]:
         """Return the links with their rates limited by the access rates of both ends and by the cell."""
-        uplinks = {
-            device.name: device.uplink
-            for device in self.devices
-            if device.uplink is not None
-        }
-        downlinks = {
-            device.name: device.downlink
-            for device in self.devices
-            if device.downlink is not None
-        }
-        if not (uplinks or downlinks or self.cells):
+        uplinks = {device.name: device.uplink for device in self.devices}
+        downlinks = {device.name: device.downlink for device in self.devices}
+        limits = {*uplinks.values(), *downlinks.values()} - {None}
+        if not limits and not self.cells:
+            # Without a copy: a mesh of 1,000 devices has a million links.
             return self.links
-        found = {}
+        bounded = {}
         for pair, link in self.links.items():
+            sender, receiver = pair
             cell = cell_of(pair, self.cells)
             shared = None if cell is None else cell.rate
-            found[pair] = replace(
-                link,
-                rate=least_rate(
-                    link.rate, uplinks.get(pair[0]), downlinks.get(pair[1]), shared
-                ),
-            )
-        return found
+            rate = least_rate(link.rate, uplinks[sender], downlinks[receiver], shared)
+            bounded[pair] = replace(link, rate=rate)
+        return bounded

@@ -37,9 +37,9 @@ class Options(ConfigModel):
     @classmethod
     def _of_baseline(cls, value: Any) -> Any:
         """Fill in the option values of the named baseline."""
-        name = (
-            value.get("baseline") if cls.baselines and isinstance(value, dict) else None
-        )
+        if not cls.baselines or not isinstance(value, dict):
+            return value
+        name = value.get("baseline")
         if name is None:
             return value
         if not isinstance(name, str) or name not in cls.baselines:
@@ -47,6 +47,7 @@ class Options(ConfigModel):
                 f"unknown baseline '{name}': {nearest(str(name), cls.baselines)}"
             )
         for key, fixed in cls.baselines[name].items():
+            # A value that differs would be a system that no publication measured under this name.
             if value.get(key, fixed) != fixed:
                 raise ValueError(
                     f"the baseline '{name}' implies {key}: {json.dumps(fixed)}: remove '{key}'"
@@ -114,15 +115,14 @@ class Problem(Generic[ProblemOptions]):
         return next(device for device in self.devices if device.name == name)
 
     def with_links_of(self, device: str) -> Self:
-        """Return the same with the links from and to a device alone."""
-        return replace(
-            self,
-            links=_LinksOf(self.links, device, self._pairs_by_device.get(device, ())),
-        )
+        """Return the problem with only the links from and to a device."""
+        pairs = self._pairs_by_device.get(device, ())
+        return replace(self, links=_LinksOf(self.links, device, pairs))
 
     @cached_property
     def _pairs_by_device(self) -> Mapping[str, Sequence[Pair]]:
-        """The links from and to each device, in the order of all."""
+        """The links from and to each device, in the order of all links."""
+        # Grouped once for all devices: a search for each would be quadratic in a mesh.
         pairs: dict[str, list[Pair]] = {}
         for pair in self.links:
             for name in pair:
@@ -138,7 +138,7 @@ class _LinksOf(Mapping[Pair, Link]):
     ) -> None:
         self._links = links
         self._device = device
-        self._pairs_by_device = pairs
+        self._pairs = pairs
 
     def __getitem__(self, pair: Pair) -> Link:
         if self._device not in pair:
@@ -146,10 +146,10 @@ class _LinksOf(Mapping[Pair, Link]):
         return self._links[pair]
 
     def __iter__(self) -> Iterator[Pair]:
-        return iter(self._pairs_by_device)
+        return iter(self._pairs)
 
     def __len__(self) -> int:
-        return len(self._pairs_by_device)
+        return len(self._pairs)
 
 
 @dataclass(frozen=True)
@@ -185,20 +185,21 @@ Capability = Literal[
     "tied_weights",
     "timing_only",
 ]
-"""An ability of a method's programs.
+"""An optional feature that a method's programs support.
 
-all_links: the lead plans again as devices come and go, for which it is given the links of all.
-all_samples: every device of the plan is given all samples, since it reads a part of each; else see `data_owners`.
-early_stopping: it follows ``until``, ``patience`` and ``best`` of the training, by an option ``evaluate_every``.
-fixed_units: devices keep their units for the whole run, so that given weights which are frozen are placed on all before
-it; else messages carry them. Frozen weights of the seed are on every device anyway.
-initial_weights: its program on the lead begins with `Job.weights`.
-precisions: devices compute in the precision that the scenario gives them; else in float32 alone.
-retirement: a device's program hands over what it holds and returns once `Device.leaving` is true.
-smaller_batches: the last batch of an epoch may be smaller, as ``workload.drop_last: false`` asks for.
-stacked: similar devices can be computed together, as ``workload.numerics: stacked`` asks for.
-tied_weights: devices with a copy each of one weight train it as one; else no plan may divide its units.
-timing_only: it can do without numbers, as ``workload.numerics: none`` asks for.
+- ``all_links``: the lead replans when devices leave or join, and therefore receives the links of all devices.
+- ``all_samples``: every device of the plan receives all samples, since it reads a part of each; otherwise
+  `Method.data_owners` names the devices with samples.
+- ``early_stopping``: training respects ``until``, ``patience`` and ``best``, with an option ``evaluate_every``.
+- ``fixed_units``: devices keep their units for the whole run, so given weights which are frozen are placed on all
+  devices before the run; otherwise messages carry them. Frozen weights from the seed are on every device anyway.
+- ``initial_weights``: the program on the lead begins with `Job.weights`.
+- ``precisions``: devices compute in the precision of the scenario; otherwise in float32 only.
+- ``retirement``: a device's program hands over its state and returns once `Device.leaving` is true.
+- ``smaller_batches``: the last batch of an epoch may be smaller (``workload.drop_last: false``).
+- ``stacked``: similar devices can be computed together (``workload.numerics: stacked``).
+- ``tied_weights``: several devices train copies of one weight as one; otherwise no plan may divide its units.
+- ``timing_only``: programs can run without numbers (``workload.numerics: none``).
 """
 _FORMER = {
     "frozen_placed": "fixed_units",
@@ -219,8 +220,15 @@ _FORMER = {
 class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """A published system or a baseline, with its own types of options and plan details.
 
-    Stateless: state lives in the programs. The types of its problem and its job are those of the workloads that it can
-    do: `Problem` and `Job`, or classes that a kind of work derives from them (`testbed.workload.Workload.problem`).
+    Stateless: state lives in the programs. Problem and job have the types of the supported workloads: `Problem` and
+    `Job`, or classes that a workload derives from them (`testbed.workload.Workload.problem`).
+
+    >>> class Idle(Method):
+    ...     name, summary, tasks = "idle", "does nothing", ("train",)
+    ...     def plan(self, problem):
+    ...         return Plan(method=self.name, lead=problem.devices[0].name, pieces=())
+    ...     async def program(self, device, job):
+    ...         await device.sleep(1.0)
     """
 
     name: ClassVar[str]
@@ -235,7 +243,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     libraries start sooner and use much less memory."""
     supports: ClassVar[frozenset[Capability]] = frozenset()
     """Optional features supported by the method; see `Capability`."""
-    begins: ClassVar[frozenset[str] | None] = None
+    span_names: ClassVar[frozenset[str] | None] = None
     """Names of the spans recorded by devices, used to reject fault triggers that never fire; None if unknown."""
     declared: ClassVar[MetricsSpec] = MetricsSpec()
     """Metrics, events, rows and tables defined by the method."""
@@ -246,6 +254,10 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         for name in _FORMER.keys() & vars(cls).keys():
             raise TypeError(
                 f"{cls.__name__}.{name} has no effect: write '{_FORMER[name]}' in `supports` instead"
+            )
+        if "begins" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__}.begins has no effect: write `span_names` instead"
             )
 
     @abstractmethod
@@ -264,10 +276,9 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         The program sees nothing else on either clock. By default, a device gets its own links (all links with the
         capability `all_links`) and its own part of the plan; the lead gets the whole plan.
         """
-        everything = "all_links" in self.supports and device == plan.lead
-        return problem if everything else problem.with_links_of(device), plan.part_of(
-            device
-        )
+        if "all_links" not in self.supports or device != plan.lead:
+            problem = problem.with_links_of(device)
+        return problem, plan.part_of(device)
 
     def simulation_state(self, problem: Any) -> Any:
         """Return an object through which the devices of a simulation compute together; None where each is alone."""
@@ -283,7 +294,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         return ()
 
     def alternatives(self, problem: Any) -> tuple[Alternative, ...]:
-        """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""
+        """Return the plans that the method chose from, for `testbed plan`. Pure. Empty by default."""
         return ()
 
     def advice(self, problem: Any, plan: Plan[MethodDetails]) -> tuple[str, ...]:
@@ -295,5 +306,5 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         return None
 
     def spans(self, plan: Plan, device: str) -> frozenset[str] | None:
-        """Return the span names of a device; by default `begins`. A method may return fewer for a given plan."""
-        return self.begins
+        """Return the span names of a device; by default `span_names`. A method may return fewer for a given plan."""
+        return self.span_names

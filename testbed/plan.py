@@ -12,7 +12,10 @@ from typing_extensions import TypeVar
 class Piece(BaseModel):
     """A part of the model on one device: units ``first`` up to but without ``last``, whole or a share of each.
 
-    A device may hold several pieces, and the same units may lie on several devices, or several times on one.
+    A device may hold several pieces, and the same units may be on several devices, or several times on one.
+
+    >>> Piece(device="worker1", first=3, last=6, memory=4e6).device
+    'worker1'
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
@@ -37,7 +40,7 @@ class Piece(BaseModel):
 class Details(BaseModel):
     """Method-specific additions to a plan; a method derives its own class.
 
-    As such, it takes whatever there is: a reader who does not know the method keeps its details as plain values.
+    The base class accepts any keys, so that a reader of results without the method keeps the details as plain values.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
@@ -53,7 +56,13 @@ OtherDetails = TypeVar("OtherDetails", bound=Details)
 
 
 class Plan(BaseModel, Generic[PlanDetails]):
-    """The result of a planner, sent to every device and stored with the results."""
+    """The result of a planner, sent to every device and stored with the results.
+
+    >>> stages = (Piece(device="a", first=0, last=2, memory=1.0), Piece(device="b", first=2, last=4, memory=1.0))
+    >>> plan = Plan(method="pipeline", lead="a", pieces=stages)
+    >>> plan.devices, [piece.first for piece in plan.of("b")]
+    (('a', 'b'), [2])
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     method: str
@@ -78,10 +87,10 @@ class Plan(BaseModel, Generic[PlanDetails]):
 
     @cached_property
     def _by_device(self) -> dict[str, tuple[Piece, ...]]:
-        found: dict[str, list[Piece]] = {}
+        lists: dict[str, list[Piece]] = {}
         for piece in self.pieces:
-            found.setdefault(piece.device, []).append(piece)
-        return {device: tuple(pieces) for device, pieces in found.items()}
+            lists.setdefault(piece.device, []).append(piece)
+        return {device: tuple(pieces) for device, pieces in lists.items()}
 
     def part_of(self, device: str) -> Self:
         """Return the part of the plan relevant to a device: the whole plan on the lead, its own pieces elsewhere."""

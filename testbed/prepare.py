@@ -1,6 +1,6 @@
-"""From an experiment to something a runtime can start: method, problem and plan, once every check has passed.
+"""Preparation of a trial for a runtime: its method, problem and plan, after all checks.
 
-What depends on the kind of work is asked of its `testbed.workload.Workload`.
+Everything specific to a kind of work is done by its `testbed.workload.Workload`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from testbed.scenario.devices import device_names
 from testbed.scenario.points import point_parts
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.metrics_spec import events_of
-from testbed.validation import find_method, reporting
+from testbed.validation import find_method, metrics_spec_of
 from testbed.wire.message import ENVELOPE
-from testbed.workload import Prepared, kind_of
+from testbed.workload import Prepared, workload_of
 
 __all__ = [
     "Prepared",
-    "batches",
     "build_problem",
+    "count_batches",
     "prepare",
     "prepare_all",
     "raise_refused",
@@ -43,7 +43,7 @@ def prepare(trial: Trial) -> Prepared:
         # What is left to check follows from a plan, and there is none without a method and its problem.
         raise scenario.source.error(problems)
     method, problem = build_problem(trial)
-    work = kind_of(scenario.workload)
+    work = workload_of(scenario.workload)
     try:
         problem, division = work.divide(scenario, method, problem)
         plan = _make_plan(method, problem)
@@ -53,13 +53,11 @@ def prepare(trial: Trial) -> Prepared:
         if hint := work.hint(problem, error):
             located = replace(located, text=f"{located.text}; {hint}")
         raise scenario.source.error([located]) from None
-    problems = [
-        *(
-            _memory_problems(trial, plan)
-            or _message_problems(trial, method, problem, plan)
-        ),
-        *_fault_problems(trial, method, plan),
-    ]
+    problems = _memory_problems(trial, plan)
+    if not problems:
+        # A message too large for a device would only repeat that its part of the plan is too large.
+        problems = _message_problems(trial, method, problem, plan)
+    problems += _fault_problems(trial, method, plan)
     if problems:
         raise scenario.source.error(problems)
     return Prepared(trial, method, problem, plan, division)
@@ -77,15 +75,17 @@ def prepare_all(runs: Sequence[Trial]) -> tuple[dict[int, Prepared], list[str]]:
         try:
             prepared[number] = prepare(trial)
         except InputError as error:
-            again = [f"repetition={trial.repetition + 1}"] if trial.repetition else []
-            named = ", ".join(
-                [*point_parts(trial.point), *again, f"seed {trial.scenario.seed}"]
-            )
+            names = point_parts(trial.point)
+            if trial.repetition:
+                names.append(f"repetition={trial.repetition + 1}")
+            names.append(f"seed {trial.scenario.seed}")
             reasons.append(error)
-            refused.append(f"{named}: {error}")
+            refused.append(f"{', '.join(names)}: {error}")
     if not prepared:
-        same = len({str(error) for error in reasons}) == 1
-        raise reasons[0] if same else InputError("\n".join(refused))
+        # One reason for all points concerns the scenario, not its sweep.
+        if len({str(error) for error in reasons}) == 1:
+            raise reasons[0]
+        raise InputError("\n".join(refused))
     return prepared, refused
 
 
@@ -100,7 +100,10 @@ def _make_plan(method: Method, problem: Problem) -> Plan:
     try:
         return method.plan(problem)
     except Exception as error:
-        text = None if isinstance(error, TestbedError) else usercode.located(error)
+        text = (
+            None if isinstance(error, TestbedError) else usercode.describe_error(error)
+        )
+        # Without a line of the user's, an error is a fault of the testbed: it keeps its traceback.
         if text is None:
             raise
         raise InputError(text, ("method", "file")) from error
@@ -118,20 +121,16 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
         options = method.Options.model_validate(workload.method.options())
         links, devices = experiment.bounded_links(), experiment.sharing_devices()
         given: Problem = Problem(devices, links, workload, options, scenario.seed)
-        return method, kind_of(workload).problem(given, scenario, method)
+        return method, workload_of(workload).problem(given, scenario, method)
     except InputError as error:
         raise scenario.source.error([_locate_error(error, trial)]) from None
 
 
-def batches(scenario: Scenario, plan: Plan) -> int | None:
+def count_batches(scenario: Scenario, plan: Plan) -> int | None:
     """Return the number of batches of a run; None if the number depends on data files or on the division of
     the data."""
-    known = [
-        count
-        for count in (kind_of(scenario.workload).total(scenario), plan.steps)
-        if count is not None
-    ]
-    return min(known, default=None)
+    bounds = (workload_of(scenario.workload).total(scenario), plan.steps)
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _memory_problems(trial: Trial, plan: Plan) -> list[Diagnostic]:
@@ -154,13 +153,15 @@ def _message_problems(
     """Report the first planned message that a device would reject during the run, with the same text."""
     devices = {device.name: device for device in problem.devices}
     for sender, receiver, size in method.largest_messages(problem, plan):
-        ends = devices[sender], devices[receiver]
+        # A message to oneself is handed over without being encoded.
         if sender == receiver:
             continue
+        ends = devices[sender], devices[receiver]
         try:
             check_message(int(size + ENVELOPE), *ends)
         except TestbedError as error:
             smaller = min(ends, key=lambda device: device.memory)
+            # One is enough: the others usually have the same size.
             return [Diagnostic(_device_key(smaller.name, trial.scenario), str(error))]
     return []
 
@@ -168,20 +169,21 @@ def _message_problems(
 def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic]:
     experiment = trial.experiment
     links = experiment.links
-    traced = [
-        (pair, link)
-        for _, pair, link in traced_links(
-            links, experiment.changes, experiment.devices[0].name
-        )
-    ]
+    first = experiment.devices[0].name
+    changes = traced_links(links, experiment.changes, first)
+    context = FaultContext(
+        experiment.devices,
+        links,
+        [(pair, link) for _, pair, link in changes],
+        experiment.time_limit,
+        experiment.radio,
+    )
     problems = fault_parts.problems(
         experiment.faults,
-        FaultContext(
-            experiment.devices, links, traced, experiment.time_limit, experiment.radio
-        ),
+        context,
         lambda device: method.spans(plan, device),
-        events_of(reporting(method, trial.scenario.workload)),
-        batches(trial.scenario, plan),
+        events_of(metrics_spec_of(method, trial.scenario.workload)),
+        count_batches(trial.scenario, plan),
     )
     for index, fault in enumerate(experiment.faults):
         action = fault.action
@@ -191,23 +193,21 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
             text = (
                 f"method '{method.name}' does not support graceful shutdown: use kill"
             )
-            problems.append(Diagnostic(("faults", index, "retire"), text))
         elif action.target == plan.lead:
-            problems.append(
-                Diagnostic(
-                    ("faults", index, "retire"),
-                    f"'{plan.lead}' leads the run, which would end",
-                )
-            )
+            text = f"'{plan.lead}' leads the run, which would end"
+        else:
+            continue
+        problems.append(Diagnostic(("faults", index, "retire"), text))
     return problems
 
 
 def _device_key(name: str, scenario: Scenario) -> Key:
-    """Return the scenario key that defines a device."""
+    """Return the scenario key that defines the memory of a device."""
     for part_name, part in scenario.devices.items():
         if name in device_names(part_name, part):
-            part_key: Key = ("devices", part_name)
-            return (*part_key, "memory") if part.memory is not None else part_key
+            # Without the key, the memory is the profile's.
+            own = ("memory",) if part.memory is not None else ()
+            return ("devices", part_name, *own)
     return ("devices",)
 
 

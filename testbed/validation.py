@@ -17,18 +17,16 @@ from testbed.scenario.expand import no_such_devices
 from testbed.scenario.explaining import explain
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.metrics_spec import Metric, MetricsSpec
-from testbed.trace.registry import OF_DEVICES, figures_of
-from testbed.trace.registry import kind_of as kind_of_figure
+from testbed.trace.registry import OF_DEVICES, figures_of, metric_kind
 from testbed.work import WorkloadPart
-from testbed.workload import kind_of
+from testbed.workload import workload_of
 
 
 def problems(trial: Trial) -> Iterator[Diagnostic]:
     """Yield all problems of a trial's method, model, data, names and expectations."""
-    scenario, figures = trial.scenario, _available_metrics(trial.scenario)
-    yield from _workload_problems(scenario)
+    yield from _workload_problems(trial.scenario)
     yield from _name_problems(trial)
-    yield from _expect_problems(trial, figures)
+    yield from _expect_problems(trial, _available_metrics(trial.scenario))
 
 
 def find_method(scenario: Scenario) -> Method:
@@ -38,57 +36,54 @@ def find_method(scenario: Scenario) -> Method:
 
 def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     workload = scenario.workload
-    key: Key = ("workload",)
     method = _method_or_problem(scenario)
     if isinstance(method, Diagnostic):
         yield method
-    else:
-        if workload.task not in method.tasks:
-            can = " and ".join(method.tasks)
-            yield Diagnostic(
-                (*key, "task"),
-                f"the method '{method.name}' cannot {workload.task}: it can {can}",
+        yield from workload_of(workload).problems(scenario, None)
+        return
+    if workload.task not in method.tasks:
+        can = " and ".join(method.tasks)
+        yield Diagnostic(
+            ("workload", "task"),
+            f"the method '{method.name}' cannot {workload.task}: it can {can}",
+        )
+    try:
+        method.Options.model_validate(workload.method.options())
+    except ValidationError as error:
+        yield from explain(error, method.Options, ("workload", "method"))
+        named: Key = ("workload", "method", "name")
+        # --set of the name alone leaves options of another method, which this one refuses.
+        if scenario.source.where(named).startswith("--set"):
+            text = (
+                "keeps the other options as they were; to replace them as well, write "
             )
-        try:
-            method.Options.model_validate(workload.method.options())
-        except ValidationError as error:
-            yield from explain(error, method.Options, (*key, "method"))
-            named: Key = (*key, "method", "name")
-            if scenario.source.where(named).startswith("--set"):
-                text = "keeps the other options as they were; to replace them as well, write "
-                yield Diagnostic(
-                    named, f"{text}--set 'workload.method={{name: {method.name}}}'"
-                )
-    yield from kind_of(workload).problems(
-        scenario, None if isinstance(method, Diagnostic) else method
-    )
+            yield Diagnostic(
+                named, f"{text}--set 'workload.method={{name: {method.name}}}'"
+            )
+    yield from workload_of(workload).problems(scenario, method)
 
 
 def _method_or_problem(scenario: Scenario) -> Method | Diagnostic:
     try:
         return find_method(scenario)
     except InputError as error:
-        return _to_diagnostic(error)
+        return Diagnostic(("workload", *error.key), error.text)
 
 
-def _to_diagnostic(error: InputError) -> Diagnostic:
-    """Convert an error to a diagnostic with a key below `workload`."""
-    return Diagnostic(("workload", *error.key), error.text)
-
-
-def reporting(method: Method, workload: WorkloadPart) -> MetricsSpec:
+def metrics_spec_of(method: Method, workload: WorkloadPart) -> MetricsSpec:
     """Return the metrics, events and report sections defined by a method and its workload."""
-    return kind_of(workload).declared.joined(method.declared)
+    return workload_of(workload).declared.joined(method.declared)
 
 
 def _available_metrics(scenario: Scenario) -> dict[str, Metric]:
     """Return the metrics available to a run; for an unknown method, those of all methods."""
     method = _method_or_problem(scenario)
+    # The unknown method is reported; its metrics must not be reported as unknown, too.
     known = methods.METHODS.values() if isinstance(method, Diagnostic) else [method]
-    declared = [reporting(each, scenario.workload) for each in known]
-    return {
-        name: figure for each in declared for name, figure in figures_of(each).items()
-    }
+    available: dict[str, Metric] = {}
+    for candidate in known:
+        available |= figures_of(metrics_spec_of(candidate, scenario.workload))
+    return available
 
 
 def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
@@ -119,16 +114,14 @@ def _expect_problems(
             for _, wrong in no_such_devices([(key, parts[1])], trial.scenario, names):
                 yield Diagnostic(key, wrong)
         try:
-            parse_condition(text, kind_of_figure(figure, figures))
+            parse_condition(text, metric_kind(figure, figures))
         except KeyError:
-            what, known = (
-                ("figure of a device", [*OF_DEVICES])
-                if of_device
-                else ("figure", [*figures])
-            )
-            yield Diagnostic(
-                key,
-                f"unknown {what} '{parts[-1] if of_device else figure}': {nearest(parts[-1], known)}",
-            )
+            if of_device:
+                unknown = f"unknown figure of a device '{parts[-1]}'"
+                suggestion = nearest(parts[-1], OF_DEVICES)
+            else:
+                unknown = f"unknown figure '{figure}'"
+                suggestion = nearest(parts[-1], figures)
+            yield Diagnostic(key, f"{unknown}: {suggestion}")
         except ValueError as error:
             yield Diagnostic(key, str(error))

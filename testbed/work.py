@@ -23,6 +23,7 @@ from testbed.common.errors import InputError, nearest
 from testbed.common.part import ConfigModel
 
 MOST_STEPS = 10**9
+"""Upper bound of options that count steps, rounds or epochs."""
 GROUP = "testbed.workloads"
 """Entry point group of workloads in installed packages: ``task = "module:Class"``."""
 _CLASSES = {
@@ -135,8 +136,9 @@ class WorkloadPart(ConfigModel):
             }
             raise ValidationError.from_exception_data(cls.__name__, [error])  # type: ignore[list-item]
         try:
-            part: type[Self] = kind(task).Part
-        except InputError as error:  # a package that cannot be imported
+            part: type[Self] = find_workload(task).Part
+        except InputError as error:
+            # A package that cannot be imported: pydantic adds the key to a ValueError only.
             raise ValueError(error.text) from None
         return part.model_validate(value)
 
@@ -148,11 +150,11 @@ class WorkloadPart(ConfigModel):
             return super().__get_pydantic_json_schema__(core_schema, handler)
         parts: dict[type[WorkloadPart], None] = {}
         for task in tasks():
-            with suppress(
-                InputError
-            ):  # a package that cannot be imported; it is reported where a scenario names it
-                parts[kind(task).Part] = None
+            # A package that cannot be imported is reported where a scenario names it.
+            with suppress(InputError):
+                parts[find_workload(task).Part] = None
         for part in parts:
+            # The models are built with their first use, and the schema needs them built.
             part.model_rebuild()
         return {"anyOf": [handler(part.__pydantic_core_schema__) for part in parts]}
 
@@ -162,18 +164,23 @@ def tasks() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*_CLASSES, *_registered, *plugins.installed(GROUP)]))
 
 
-def register(task: str, made: Any) -> None:
+def register_workload(task: str, workload: Any) -> None:
     """Register a workload object for a task, on a device without the package."""
-    _registered[task] = made
+    _registered[task] = workload
 
 
-def kind(task: str) -> Any:
-    """Return the `testbed.workload.Workload` of a task. Raises `InputError` listing the available tasks."""
-    return _registered.get(task) or _load_kind(task)
+def find_workload(task: str) -> Any:
+    """Return the `testbed.workload.Workload` of a task. Raises `InputError` listing the available tasks.
+
+    >>> find_workload("program").name
+    'program'
+    """
+    # Not cached: a device registers a workload after it may have asked for the task.
+    return _registered.get(task) or _load_workload(task)
 
 
 @cache
-def _load_kind(task: str) -> Any:
+def _load_workload(task: str) -> Any:
     if task in _CLASSES:
         module, _, name = _CLASSES[task].partition(":")
         return getattr(importlib.import_module(module), name)()

@@ -17,7 +17,7 @@ from testbed.method import Job, Method, Problem
 from testbed.plan import Plan
 from testbed.trace.metrics_spec import NOTHING, MetricsSpec
 from testbed.trace.outcome import Outcome
-from testbed.work import WorkloadPart, kind
+from testbed.work import WorkloadPart, find_workload
 
 if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario, Trial
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A validated and planned trial, ready for a runtime."""
+    """A validated and planned trial, ready for a runtime.
+
+    ::
+
+        prepared = testbed.prepare.prepare(testbed.scenario.expand.trials(scenario)[0])
+        outcome = testbed.simulation.run.simulate(prepared)
+    """
 
     trial: Trial
     method: Method
@@ -47,7 +53,7 @@ class Prepared:
     @property
     def workload(self) -> Workload:
         """The kind of work."""
-        return kind_of(self.problem.workload)
+        return workload_of(self.problem.workload)
 
 
 class Inputs:
@@ -80,6 +86,16 @@ class Inputs:
         return weights
 
 
+_FORMER = {
+    "posed": "rebuild_problem",
+    "computing": "simulation_context",
+    "owned": "sample_counts",
+    "exported": "export_outcome",
+    "described": "library_versions",
+}
+"""Methods of version 1.0 and their present names."""
+
+
 class Workload(ABC):
     """A kind of work. Stateless, as methods are."""
 
@@ -91,6 +107,14 @@ class Workload(ABC):
     """The library whose arrays programs receive in messages (`testbed.wire.arrays`)."""
     declared: ClassVar[MetricsSpec] = NOTHING
     """Metrics, events, rows, tables and charts of every run of this workload, besides those of the method."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Reject methods under a former name, which nothing would call."""
+        super().__init_subclass__(**keywords)
+        for name in _FORMER.keys() & vars(cls).keys():
+            raise TypeError(
+                f"{cls.__name__}.{name} has no effect: rename the method to {_FORMER[name]}"
+            )
 
     def problems(
         self, scenario: Scenario, method: Method | None
@@ -134,7 +158,7 @@ class Workload(ABC):
         """Return the facts of one device's problem (`Method.facts`), as JSON values."""
         return {}
 
-    def posed(
+    def rebuild_problem(
         self, given: Problem, method: Method, facts: Mapping[str, Any]
     ) -> Problem:
         """Rebuild the problem on a device from the generic problem and the facts. Raises `InputError`."""
@@ -174,7 +198,7 @@ class Workload(ABC):
         """Return the input of a device's program in its container."""
         return Job(problem, plan)
 
-    def computing(self, problem: Problem) -> AbstractContextManager[None]:
+    def simulation_context(self, problem: Problem) -> AbstractContextManager[None]:
         """Return a context manager with seeds and library settings for a simulation."""
         return nullcontext()
 
@@ -182,20 +206,20 @@ class Workload(ABC):
         """Return the manifest entry for the initial state."""
         return None
 
-    def owned(self, prepared: Prepared) -> Mapping[str, Mapping[int, int]]:
+    def sample_counts(self, prepared: Prepared) -> Mapping[str, Mapping[int, int]]:
         """Return the number of samples by device and class; empty for work without data owners."""
         return {}
 
-    def exported(self, prepared: Prepared, outcome: Outcome) -> Outcome:
+    def export_outcome(self, prepared: Prepared, outcome: Outcome) -> Outcome:
         """Return the outcome to record, for example with weights under names known to users."""
         return outcome
 
-    def described(self) -> dict[str, Any] | None:
+    def library_versions(self) -> dict[str, Any] | None:
         """Return the versions that numerics depend on in this process, for the manifest; None if irrelevant."""
         return None
 
 
-def kind_of(part: WorkloadPart) -> Workload:
+def workload_of(part: WorkloadPart) -> Workload:
     """Return the kind of work of a scenario's workload."""
-    workload: Workload = kind(part.task)
+    workload: Workload = find_workload(part.task)
     return workload

@@ -13,7 +13,7 @@ from testbed.method import Method, Problem
 from testbed.network.link import slowness
 from testbed.plan import Plan
 from testbed.wire.ports import CAST_PORT, DATA_PORT
-from testbed.workload import Workload, kind_of
+from testbed.workload import Workload, workload_of
 from testbed_agent.http import Refused
 from testbed_agent.settings import Address, Settings, parse_address
 
@@ -66,7 +66,7 @@ def _decode(body: bytes | bytearray, settings: Settings) -> Deployment:
         raise InputError(
             f"device: unknown name '{name}'; the deployment has {', '.join(document.devices)}"
         )
-    work = kind_of(document.workload)
+    work = workload_of(document.workload)
     work.begin(document.workload)  # must precede the import of scenario files
     method, problem = document.problem()
     peers = {}

@@ -390,9 +390,9 @@ def _describe_failure(failure: BaseException) -> str:
     """Return the message of a failed program, with a traceback unless the error explains itself."""
     if isinstance(failure, TestbedError):
         return str(failure)
-    from testbed.common.usercode import located
+    from testbed.common.usercode import describe_error
 
-    return located(failure) or "".join(traceback.format_exception(failure))
+    return describe_error(failure) or "".join(traceback.format_exception(failure))
 
 
 async def _record_host_load(device: RealDevice) -> None:

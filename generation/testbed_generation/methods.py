@@ -78,7 +78,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     Options = StagesOptions
     Details = StagesDetails
     supports = frozenset({"all_links"})
-    begins = frozenset({"embed", "draft", "prefill", "decode"})
+    span_names = frozenset({"embed", "draft", "prefill", "decode"})
     through_source: ClassVar[bool] = False
     """Whether each stage's values return to the source, which sends them to the next stage."""
 
@@ -293,7 +293,7 @@ class TensorParallel(Method[ShardsOptions]):
     summary = "generation: heads and hidden columns of every layer on every device, with all-reduce"
     tasks = ("generate",)
     Options = ShardsOptions
-    begins = frozenset(
+    span_names = frozenset(
         {
             "embed",
             "attention",

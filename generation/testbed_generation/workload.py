@@ -347,7 +347,7 @@ class Generate(Workload):
             "end": problem.end,
         }
 
-    def posed(
+    def rebuild_problem(
         self, given: Problem, method: Method, facts: Mapping[str, Any]
     ) -> GenerateProblem:
         """Return the problem on a device."""
@@ -420,11 +420,11 @@ class Generate(Workload):
             problem, plan, weights=weights, on_weights=on_weights, pieces=data or ()
         )
 
-    def computing(self, problem: Problem) -> AbstractContextManager[None]:
+    def simulation_context(self, problem: Problem) -> AbstractContextManager[None]:
         """Keep torch on one thread."""
         assert isinstance(problem, GenerateProblem)
         if not problem.workload.is_computed:
-            return super().computing(problem)
+            return super().simulation_context(problem)
         from testbed.ml import kernels
 
         return kernels.one_thread()

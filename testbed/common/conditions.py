@@ -29,7 +29,13 @@ _TOLERANCE = re.compile(r"within\s+(\S+)\s+of\s+(\S.*)")
 
 @dataclass(frozen=True)
 class Condition:
-    """A comparison of one metric with a value or tolerance."""
+    """A comparison of one metric with a value or tolerance.
+
+    >>> Condition("within", 0.25, tolerance=0.1).holds(0.26)
+    True
+    >>> Condition(">=", 0.9).holds(None)
+    False
+    """
 
     operator: str
     """One of >= <= > < == != within."""
@@ -41,14 +47,14 @@ class Condition:
     def holds(self, value: object) -> bool:
         """Return whether a value fulfils the condition; false for a missing value or text."""
         if isinstance(self.target, str | bool):
-            return type(value) is type(self.target) and _COMPARE[self.operator](
-                value, self.target
-            )
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or math.isnan(value)
-        ):
+            # Types must agree, since True == 1 in Python.
+            if type(value) is not type(self.target):
+                return False
+            return _COMPARE[self.operator](value, self.target)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        # Every comparison with NaN is false except `!=`, which a diverged run must not fulfil.
+        if math.isnan(value):
             return False
         if self.operator == "within":
             return abs(value - self.target) <= self.tolerance * abs(self.target)
@@ -56,21 +62,25 @@ class Condition:
 
 
 def parse_condition(text: str, kind: MetricKind) -> Condition:
-    """Parse a condition for a metric of the given kind. Raises ValueError with a suggestion."""
+    """Parse a condition for a metric of the given kind. Raises ValueError with a suggestion.
+
+    >>> parse_condition("<= 250ms", "seconds")
+    Condition(operator='<=', target=0.25, tolerance=0.0)
+    """
+    has_order = kind not in ("bool", "text")
     if match := _TOLERANCE.fullmatch(text.strip()):
-        if kind in ("bool", "text"):
+        if not has_order:
             raise ValueError(
                 f"'{text}' asks for a tolerance, which this figure cannot have: write '== ...'"
             )
-        return Condition(
-            "within", parse_target(match[2], kind), parse_fraction(match[1])
-        )
+        target = parse_target(match[2], kind)
+        return Condition("within", target, parse_fraction(match[1]))
     match = _COMPARISON.fullmatch(text.strip())
     if not match:
         raise ValueError(
             f"'{text}' is not a condition: write one such as '>= 0.9', '== 1', or 'within 10% of 0.25s'"
         )
-    if kind in ("bool", "text") and match[1] not in ("==", "!="):
+    if not has_order and match[1] not in ("==", "!="):
         raise ValueError(
             f"'{text}' uses an order comparison for a value without an order: write '== ...'"
         )
@@ -78,7 +88,11 @@ def parse_condition(text: str, kind: MetricKind) -> Condition:
 
 
 def parse_target(text: str, kind: MetricKind) -> float | str | bool:
-    """Parse a value of the given kind to base units. Raises ValueError with a suggestion."""
+    """Parse a value of the given kind to base units. Raises ValueError with a suggestion.
+
+    >>> parse_target("4ms", "seconds")
+    0.004
+    """
     text = text.strip()
     if kind == "seconds":
         return parse_duration(text)

@@ -11,32 +11,51 @@ Key = tuple[str | int, ...]
 
 
 def parse_key(dotted: str) -> Key:
-    """Parse a dotted key such as ``faults.0.when.batch``."""
+    """Parse a dotted key; a number is the place in a list.
+
+    >>> parse_key("faults.0.when.batch")
+    ('faults', 0, 'when', 'batch')
+    """
     return tuple(int(part) if part.isdecimal() else part for part in dotted.split("."))
 
 
 def format_key(key: Key) -> str:
-    """Write a key as a user would."""
+    """Write a key as a user would.
+
+    >>> format_key(("faults", 0, "when"))
+    'faults.0.when'
+    """
     return ".".join(str(part) for part in key)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Suggest the closest known word, or list all of them."""
+    """Suggest the closest known word, or list all of them.
+
+    >>> nearest("pipelien", ["pipeline", "gpipe"])
+    "did you mean 'pipeline'?"
+    >>> nearest("x", ["mesh", "star"])
+    'choose one of mesh, star'
+    """
     words = list(known)
     close = closest(word, words)
-    return (
-        f"did you mean '{close[0]}'?" if close else "choose one of " + ", ".join(words)
-    )
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return "choose one of " + ", ".join(words)
 
 
 def closest(word: str, known: Iterable[str]) -> list[str]:
     """Return the known word most similar to the given one; empty without a similar word."""
+    # Known words are lower-case, so a word in capitals is similar to none of them as written.
     return difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
 
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One thing wrong with a scenario."""
+    """One problem of a scenario.
+
+    >>> str(Diagnostic(("devices", "a", "memory"), "is missing"))
+    'devices.a.memory: is missing'
+    """
 
     key: Key
     text: str

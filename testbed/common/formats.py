@@ -20,7 +20,11 @@ _BYTES: _Steps = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def unit(kind: MetricKind, highest: float) -> tuple[float, str]:
-    """Return size and name of the unit suited to a maximum value; the name is empty for plain numbers."""
+    """Return size and name of the unit suited to a maximum value; the name is empty for plain numbers.
+
+    >>> unit("bytes", 25_000)
+    (1000.0, 'kB')
+    """
     units = {
         "seconds": _SECONDS,
         "bytes": _BYTES,
@@ -28,14 +32,19 @@ def unit(kind: MetricKind, highest: float) -> tuple[float, str]:
         "share": ((0.01, "%"),),
     }
     steps = units.get(kind, ((1.0, ""),))
-    return next((step for step in steps if highest >= step[0]), steps[-1])
+    for step in steps:
+        if highest >= step[0]:
+            return step
+    return steps[-1]
 
 
 @dataclass(frozen=True)
 class Scale:
     """A common unit for several values of a kind, so that they compare at a glance.
 
-    Example: ``Scale.of("seconds", [0.873, 5.64])`` writes 0.873 and 5.64 under the title ``time (s)``.
+    >>> scale = Scale.of("seconds", [0.0873, 0.564])
+    >>> scale.title("time"), scale.write(0.0873), scale.write(0.564)
+    ('time (ms)', '87.3', '564')
     """
 
     kind: MetricKind
@@ -45,12 +54,11 @@ class Scale:
     @classmethod
     def of(cls, kind: MetricKind, values: Iterable[float | bool | str | None]) -> Scale:
         """Return the scale whose unit suits the largest of the values."""
-        sizes = [
-            abs(value)
-            for value in values
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        ]
-        return cls(kind, *unit(kind, max(sizes, default=0.0)))
+        largest = 0.0
+        for value in values:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                largest = max(largest, abs(value))
+        return cls(kind, *unit(kind, largest))
 
     def title(self, name: str) -> str:
         """Return a name followed by the unit in brackets."""
@@ -79,55 +87,70 @@ def _format_digits(number: float) -> str:
         return "0"
     rounded = float(f"{number:.3g}")
     if 1e-3 <= abs(rounded) < 1e6:
-        places = max(0, 2 - int(f"{rounded:e}".partition("e")[2]))
-        return (
-            f"{rounded:.{places}f}".rstrip("0").rstrip(".")
-            if places
-            else f"{rounded:.0f}"
-        )
+        exponent = int(f"{rounded:e}".partition("e")[2])
+        places = max(0, 2 - exponent)
+        text = f"{rounded:.{places}f}"
+        return text.rstrip("0").rstrip(".") if places else text
     return f"{number:.3g}"
 
 
 def is_visible(character: str) -> bool:
-    """Return whether a terminal can print a character. Python classifies spaces such as U+00A0 as not printable."""
-    return (
-        character in "\n\t"
-        or character.isprintable()
-        or unicodedata.category(character) == "Zs"
-    )
+    """Return whether a terminal can print a character."""
+    if character in "\n\t" or character.isprintable():
+        return True
+    # Python counts spaces other than U+0020, such as the no-break space, as not printable.
+    return unicodedata.category(character) == "Zs"
 
 
-def visible(text: str, most: int = 2000) -> str:
-    """Escape control characters and truncate long text for output on a terminal."""
-    shown = "".join(each if is_visible(each) else repr(each)[1:-1] for each in text)
-    return (
-        shown
-        if len(shown) <= most
-        else f"{shown[:most]}... ({len(shown) - most} more characters)"
-    )
+def escape_control(text: str, most: int = 2000) -> str:
+    r"""Escape control characters and truncate long text for output on a terminal.
+
+    A device's output must not move the cursor or change colours of the user's terminal.
+
+    >>> escape_control("\x1b[31mred")
+    '\\x1b[31mred'
+    """
+    escaped = "".join(each if is_visible(each) else repr(each)[1:-1] for each in text)
+    if len(escaped) <= most:
+        return escaped
+    return f"{escaped[:most]}... ({len(escaped) - most} more characters)"
 
 
 def number(value: float | None) -> str:
-    """Write a plain number."""
+    """Write a plain number: whole ones in full, others with three significant digits.
+
+    >>> number(12345), number(0.87346)
+    ('12,345', '0.873')
+    """
     if value is None:
         return NONE
     return f"{value:,}" if isinstance(value, int) else _format_digits(value)
 
 
 def count(value: float) -> str:
-    """Write a large count with a decimal prefix."""
+    """Write a large count with a decimal prefix.
+
+    >>> count(11_200_000)
+    '11.2 M'
+    """
     return _format_scaled(
         value, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
     ).rstrip()
 
 
 def seconds(value: float | None) -> str:
-    """Write a duration: microseconds to minutes."""
+    """Write a duration: microseconds to minutes.
+
+    >>> seconds(0.00213), seconds(200)
+    ('2.13 ms', '3 min 20 s')
+    """
     if value is None:
         return NONE
+    # Half a second below two minutes rounds to them.
     if abs(value) >= 119.5:
-        minutes, rest = divmod(round(abs(value)), 60)
-        return f"{'-' if value < 0 else ''}{minutes} min {rest} s"
+        minutes, remainder = divmod(round(abs(value)), 60)
+        sign = "-" if value < 0 else ""
+        return f"{sign}{minutes} min {remainder} s"
     # Below a nanosecond is rounding, not time.
     if abs(value) < 1e-9:
         return "0 s"
@@ -140,7 +163,11 @@ def moment(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Write bytes."""
+    """Write bytes, with decimal prefixes.
+
+    >>> size(999_700)
+    '1 MB'
+    """
     if value is None:
         return NONE
     return _format_scaled(value, _BYTES) if value else "0 B"
@@ -152,7 +179,11 @@ def joules(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Format bit/s; None is ``unlimited``."""
+    """Format bit/s; None is ``unlimited``.
+
+    >>> rate(50e6)
+    '50 mbit'
+    """
     if value is None:
         return "unlimited"
     return _format_scaled(
@@ -175,15 +206,21 @@ def speed(value: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """Write a fraction as per cent; a little is not nothing, and nearly all is not all."""
+    """Write a fraction as per cent; neither a small one reads as 0 nor one below 1 as 100.
+
+    >>> share(0.0004), share(0.987), share(0.9999)
+    ('<0.1%', '98.7%', '99.99%')
+    """
     if value is None:
         return NONE
     percent = value * 100
     if 0 < percent < 0.1:
         return "<0.1%"
-    if 99.95 <= percent < 100:
+    if percent < 99.95:
+        return f"{percent:.1f}%"
+    if percent < 100:
         return f"{percent:.2f}%"
-    return f"{percent:.1f}%" if percent < 99.95 else f"{percent:.0f}%"
+    return f"{percent:.0f}%"
 
 
 def whole_share(value: float) -> str:
@@ -192,7 +229,11 @@ def whole_share(value: float) -> str:
 
 
 def of_kind(kind: MetricKind, value: float | bool | str | None) -> str:
-    """Format a metric of the given kind."""
+    """Format a metric of the given kind.
+
+    >>> of_kind("share", 0.914), of_kind("bool", True)
+    ('91.4%', 'yes')
+    """
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
@@ -202,12 +243,14 @@ def of_kind(kind: MetricKind, value: float | bool | str | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Write how many times the first something is."""
+    """Write a quotient of two values of a metric.
+
+    >>> ratio(1.237)
+    '1.24×'
+    """
     if value is None:
         return NONE
-    # Two places of a tiny one would be nothing.
-    return (
-        f"{_format_digits(float(f'{value:.2g}'))}×"
-        if 1e-6 < abs(value) < 0.1
-        else f"{value:.2f}×"
-    )
+    # Two decimal places of 0.0012 would read as 0.00; below a millionth, 0.00 is meant.
+    if 1e-6 < abs(value) < 0.1:
+        return f"{_format_digits(float(f'{value:.2g}'))}×"
+    return f"{value:.2f}×"

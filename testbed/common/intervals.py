@@ -14,6 +14,10 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean and the half width of its confidence interval, by Student's distribution.
 
     The half width is None for a single value, which has no spread. Raises ValueError for an empty sequence.
+
+    >>> mean, half_width = interval([1.0, 2.0, 3.0])
+    >>> mean, round(half_width, 3)
+    (2.0, 2.484)
     """
     if not values:
         raise ValueError("no values to take a mean of")
@@ -27,12 +31,16 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 def student_quantile(freedom: int, confidence: float) -> float:
     """Return t such that a share ``confidence`` of Student's distribution lies between -t and t.
 
-    Example: ``student_quantile(9, 0.95)`` is 2.262. The share is a finite sum for whole degrees of freedom
-    (Abramowitz and Stegun, equations 26.7.3 and 26.7.4); t is found by bisection.
+    The share is a finite sum for whole degrees of freedom (Abramowitz and Stegun, equations 26.7.3 and 26.7.4), which
+    bisection inverts.
+
+    >>> round(student_quantile(9, 0.95), 3)
+    2.262
     """
     low, high = 0.0, 1.0
     while _student_share(high, freedom) < confidence:
         high *= 2
+    # 80 halvings exhaust the 53 bits of a float, whatever the first interval was.
     for _ in range(80):
         middle = (low + high) / 2
         if _student_share(middle, freedom) < confidence:

@@ -19,7 +19,8 @@ class Lazy:
 
     def __getattr__(self, attribute: str) -> Any:
         value = getattr(importlib.import_module(self._name), attribute)
-        setattr(self, attribute, value)  # it is not asked for here again
+        # From now on, Python finds the attribute itself and calls this method no more.
+        setattr(self, attribute, value)
         return value
 
 
@@ -31,16 +32,16 @@ if TYPE_CHECKING:
 else:
     asyncio, np, npt = Lazy("asyncio"), Lazy("numpy"), Lazy("numpy.typing")
 
-__all__ = ["Lazy", "asyncio", "need", "np", "npt"]
+__all__ = ["Lazy", "asyncio", "np", "npt", "require_extra"]
 
 
-def need(module: str, extra: str, what: str, key: Key = ()) -> Any:
-    """Import an optional module. Raises `InputError` naming the missing extra."""
+def require_extra(module: str, extra: str, feature: str, key: Key = ()) -> Any:
+    """Import an optional module for a feature. Raises `InputError` naming the missing extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         missing = module.partition(".")[0]
         raise InputError(
-            f"{what} needs {missing}: pip install 'edge-testbed[{extra}]' ({error})",
+            f"{feature} needs {missing}: pip install 'edge-testbed[{extra}]' ({error})",
             key,
         ) from None

@@ -16,6 +16,7 @@ def keep_freed_memory() -> None:
     first use: a simulation that makes large tensors over and over spent a tenth of its processor time on that. Other
     C libraries are left as they are.
     """
+    # musl, the C library of Alpine, has no such function.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)

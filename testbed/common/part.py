@@ -38,6 +38,7 @@ class ConfigModel(BaseModel):
         """Restrict all numbers of the part's fields."""
         schema: Any = handler(source)
         fields = schema
+        # Each model validator wraps the schema of the fields once more.
         while "fields" not in fields:
             if "schema" not in fields:
                 return schema  # type: ignore[no-any-return]  # a reference to a schema that is restricted already
@@ -48,6 +49,7 @@ class ConfigModel(BaseModel):
 
 
 def _require_plain(error: str, value: object) -> object:
+    # pydantic reads True as 1, and "1_000" as Python would.
     if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
         raise PydanticKnownError(error)  # type: ignore[arg-type]
     return value
@@ -64,8 +66,9 @@ _INNER = ("schema", "items_schema", "values_schema", "choices")
 
 
 def _restrict_numbers(schema: Any) -> Any:
-    """Return the schema of a value, of which all numbers are plain and have bounds."""
+    """Return the schema of a value with plain and bounded numbers only."""
     kind = schema["type"]
+    # A nested `ConfigModel` has restricted its own numbers, and other models have bounds of theirs.
     if kind == "model":
         return schema
     if kind in _PLAIN:
@@ -74,17 +77,16 @@ def _restrict_numbers(schema: Any) -> Any:
         return no_info_before_validator_function(
             _PLAIN[kind], {**schema, **upper, **lower}
         )
-    return schema | {
-        key: _restricted_parts(schema[key]) for key in _INNER if key in schema
-    }
+    inner = {key: schema[key] for key in _INNER if key in schema}
+    return schema | {key: _restrict_nested(parts) for key, parts in inner.items()}
 
 
-def _restricted_parts(parts: Any) -> Any:
-    """Return the same of one schema, of several, or of the choices of a union by their tags."""
+def _restrict_nested(parts: Any) -> Any:
+    """Restrict one nested schema, a list of schemas, or the choices of a union by tag."""
     if isinstance(parts, list | tuple):
-        return type(parts)(map(_restricted_parts, parts))
+        return type(parts)(map(_restrict_nested, parts))
     if not isinstance(parts, dict):
         return parts  # the label of a choice
     if isinstance(parts.get("type"), str):
         return _restrict_numbers(parts)
-    return {tag: _restricted_parts(each) for tag, each in parts.items()}
+    return {tag: _restrict_nested(choice) for tag, choice in parts.items()}

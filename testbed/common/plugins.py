@@ -34,6 +34,7 @@ def load(point: EntryPoint, key: Key, convert: Callable[[Any], Loaded]) -> Loade
     """Import an entry point and convert the object; raises `InputError` naming the package where either fails."""
     try:
         return convert(point.load())
+    # A package's code may raise anything, and a script without a main guard may exit.
     except (Exception, SystemExit) as error:
         package = point.dist.name if point.dist is not None else point.module
         reason = " ".join(str(error).split())
@@ -79,7 +80,11 @@ class Registry(Generic[Loaded]):
 
 
 def subclass_of(base: type[Loaded]) -> Callable[[Any], type[Loaded]]:
-    """Return a converter that accepts only subclasses of ``base``."""
+    """Return a converter that accepts only subclasses of ``base``.
+
+    >>> subclass_of(Exception)(ValueError)
+    <class 'ValueError'>
+    """
 
     def convert(candidate: Any) -> type[Loaded]:
         if not (isinstance(candidate, type) and issubclass(candidate, base)):

@@ -42,7 +42,14 @@ SPEED_UNITS = {
     "tflops": 1e12,
 }
 FRACTION_UNITS = {"%": 0.01}
-
+_UNITS_OF_KINDS = (
+    RATE_UNITS,
+    DURATION_UNITS,
+    FRACTION_UNITS,
+    SIZE_UNITS,
+    SPEED_UNITS,
+    BYTE_RATE_UNITS,
+)
 
 _BYTE_RATE = re.compile(r"([kKMG]?)(?:Bps|B/s)")
 _TC_BYTE_RATE = re.compile(r"([kKMG]?)bps")
@@ -103,16 +110,18 @@ def _parse_quantity(
     if not unit:
         if number == 0:
             return 0.0
-        likely = f"{100 * number:g}%" if kind == "fraction" and number <= 1 else example
-        raise ValueError(
-            f"'{text}' has no unit: a {kind} is written like '{example}'"
-            + (f", so write '{likely}'" if likely != example else "")
-        )
+        text = f"'{text}' has no unit: a {kind} is written like '{example}'"
+        # A bare number up to 1 is most likely meant as a fraction of one.
+        likely = f"{100 * number:g}%"
+        if kind == "fraction" and number <= 1 and likely != example:
+            text += f", so write '{likely}'"
+        raise ValueError(text)
     if unit not in units:
         raise ValueError(
             f"'{unit}' is not a unit of {kind}: {_suggest_unit(kind, number, unit, units)}"
         )
     quantity = number * units[unit]
+    # Negated, since a number too long for a float is infinite.
     if not quantity <= LARGEST:
         raise ValueError(
             f"'{text}' is too large for a {kind}: it is at most {LARGEST:g} {next(iter(units))}"
@@ -123,34 +132,31 @@ def _parse_quantity(
 def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
     """Convert values to plain numbers and their common unit (the largest one used; empty for numbers).
 
-    None where they are not all numbers, or not all of one kind.
+    Returns None unless all values are numbers, or quantities of one kind.
+
+    >>> on_one_scale(["500kbit", "2mbit"])
+    ([0.5, 2.0], 'mbit')
     """
     if all(
         isinstance(value, int | float) and not isinstance(value, bool)
         for value in values
     ):
+        # By way of text, an integer too large for a float is infinite instead of an OverflowError.
         return [float(str(value)) for value in values], ""
-    matches = [_NUMBER.match(str(value)) for value in values]
-    for units in (
-        RATE_UNITS,
-        DURATION_UNITS,
-        FRACTION_UNITS,
-        SIZE_UNITS,
-        SPEED_UNITS,
-        BYTE_RATE_UNITS,
-    ):
-        written = [(float(match[1]), match[2] or "") for match in matches if match]
-        known = [
-            unit
-            for number, unit in written
-            if unit in units or (not unit and number == 0)
-        ]
-        if values and len(known) == len(values):
-            largest = max(filter(None, known), key=units.__getitem__)
-            return [
-                number * units.get(unit, 1.0) / units[largest]
-                for number, unit in written
-            ], largest
+    quantities: list[tuple[float, str]] = []
+    for value in values:
+        match = _NUMBER.match(str(value))
+        if match is None:
+            return None
+        quantities.append((float(match[1]), match[2] or ""))
+    for units in _UNITS_OF_KINDS:
+        used = {unit for number, unit in quantities if unit or number != 0}
+        if used and used <= units.keys():
+            largest = max(used, key=units.__getitem__)
+            scaled = []
+            for number, unit in quantities:
+                scaled.append(number * units.get(unit, 1.0) / units[largest])
+            return scaled, largest
     return None
 
 
@@ -169,12 +175,20 @@ parse_byte_rate = partial(
 
 
 def parse_size(value: object) -> int:
-    """Return whole bytes from text like ``1GiB``."""
+    """Return whole bytes from text like ``1GiB``.
+
+    >>> parse_size("1.5kB")
+    1500
+    """
     return round(_parse_quantity("size", value, SIZE_UNITS, "512MiB"))
 
 
 def parse_fraction(value: object) -> float:
-    """Return a fraction of one from text like ``1%``. Raises ValueError with a suggestion."""
+    """Return a fraction of one from text like ``1%``. Raises ValueError with a suggestion.
+
+    >>> parse_fraction("5%")
+    0.05
+    """
     fraction = _parse_quantity("fraction", value, FRACTION_UNITS, "1%")
     if fraction > 1:
         raise ValueError(f"'{value}' is more than 100%: write at most 100%")
@@ -185,18 +199,18 @@ def _format_quantity(value: float, units: Mapping[str, float]) -> str:
     """Return the shortest text that parses to the same float, preferring numbers of at least 1."""
     if value == 0:
         return "0"
-    texts = {
-        (len(text), value < factor, text)
-        for unit, factor in units.items()
-        for text in (
-            f"{value / factor:g}{unit}",
-            f"{value / factor:.15g}{unit}",
-            f"{value / factor!r}{unit}",
-        )
-        if float(text.removesuffix(unit)) * factor == value
-    }
+    exact: list[tuple[int, bool, str]] = []
+    for unit, factor in units.items():
+        number = value / factor
+        # Six digits read best, 15 undo most rounding, and repr is exact before the division rounds again.
+        for digits in (f"{number:g}", f"{number:.15g}", f"{number!r}"):
+            if float(digits) * factor == value:
+                text = digits + unit
+                exact.append((len(text), value < factor, text))
+    if exact:
+        return min(exact)[-1]
     base = min(units, key=lambda unit: abs(units[unit] - 1))
-    return min(texts)[-1] if texts else f"{value / units[base]!r}{base}"
+    return f"{value / units[base]!r}{base}"
 
 
 format_rate = partial(_format_quantity, units=RATE_UNITS)

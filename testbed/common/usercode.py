@@ -72,9 +72,8 @@ class _TextImporter(MetaPathFinder, InspectLoader):
         """Register the modules of a code object."""
         for module, file in code.files.items():
             if self.files.get(module, file) != file:
-                sys.modules.pop(
-                    module, None
-                )  # compiled under another file's name, which errors would be looked for in
+                # Compiled under another file's name, to which its errors would point.
+                sys.modules.pop(module, None)
         self.sources |= code.sources
         self.files |= code.files
         self.imports |= code.imports
@@ -102,8 +101,9 @@ class _TextImporter(MetaPathFinder, InspectLoader):
         return self.sources[fullname]
 
     def get_code(self, fullname: str) -> CodeType:
+        # Without dont_inherit, this module's own `from __future__ import annotations` would apply.
         return compile(
-            self.sources[fullname], shown(fullname), "exec", dont_inherit=True
+            self.sources[fullname], file_of(fullname), "exec", dont_inherit=True
         )
 
     def exec_module(self, module: ModuleType) -> None:
@@ -139,9 +139,8 @@ def read(file: Path, name: str, key: Key) -> Code:
     A process reads a file once: what runs, what it declares and what is kept with the results is the same text. Raises
     `InputError` naming the key, also where a file beside it has the name of another module that can be imported.
     """
-    return _gather_code(file.resolve(), str(file), key).model_copy(
-        update={"name": name}
-    )
+    code = _gather_code(file.resolve(), str(file), key)
+    return code.model_copy(update={"name": name})
 
 
 @dataclass
@@ -157,20 +156,25 @@ class _Source:
     module: str = ""
     """Unique name of the module."""
 
+    @property
+    def characters(self) -> int:
+        """Length of all texts."""
+        return sum(map(len, self.texts.values()))
+
 
 @cache
 def _gather_code(file: Path, named: str, key: Key) -> Code:
     """Collect a file and all its imports from the same folder."""
     main = _Source(file, {"": file}, {"": _read_text(file, named, key)}, {})
-    sources = _with_imports(main, Path(named).parent, key)
-    if (
-        sum(len(text) for source in sources for text in source.texts.values())
-        > MOST_CHARACTERS
-    ):
+    folder, named_folder = file.parent, Path(named).parent
+    sources = _with_imports(main, named_folder, key)
+    if sum(source.characters for source in sources) > MOST_CHARACTERS:
         text = f"{named} and the files that it imports have more than {MOST_CHARACTERS:,} characters: import less"
         raise InputError(text, key)
+    # All names first: an import may be circular.
     for source in sources:
-        source.module = f"{re.sub(r'[^0-9A-Za-z_]', '_', source.path.stem)}_{_source_digest(source, file.parent)}"
+        identifier = re.sub(r"[^0-9A-Za-z_]", "_", source.path.stem)
+        source.module = f"{identifier}_{_source_digest(source, folder)}"
     code = Code(name="", module=main.module, sources={}, files={}, imports={})
     for source in sources:
         if source.imported:
@@ -179,11 +183,10 @@ def _gather_code(file: Path, named: str, key: Key) -> Code:
             }
         for name, text in source.texts.items():
             module = f"{source.module}.{name}" if name else source.module
+            place = named_folder / source.files[name].relative_to(folder)
             code.sources[module] = text
-            code.files[module] = str(
-                Path(named).parent / source.files[name].relative_to(file.parent)
-            )
-    # Errors that are found before it is loaded are located in it as well.
+            code.files[module] = str(place)
+    # Registered before it is loaded, so that a syntax error is located in the user's file.
     _IMPORTER.add(code)
     return code
 
@@ -202,6 +205,7 @@ def _with_imports(main: _Source, named: Path, key: Key) -> list[_Source]:
             path = _find_beside(folder, name)
             if path is None:
                 continue
+            # Devices could import the other module instead, depending on the order of their search path.
             if (other := _other_origin(name, path)) is not None:
                 where = f"{named / file.relative_to(folder)}:{line}"
                 text = f"{where}: imports '{name}', which is {path.name} beside it and {other}: rename {path.name}"
@@ -229,8 +233,10 @@ def _read_text(file: Path, named: str, key: Key) -> str:
 def _find_beside(folder: Path, name: str) -> Path | None:
     """Return the file or package of a name in a folder."""
     file, package = folder / f"{name}.py", folder / name
+    # The testbed's own packages are on every device.
     if package == _HOME / name:
         return None
+    # In Python's order: a package, a module, then a folder without `__init__.py`.
     if (package / "__init__.py").is_file():
         return package
     if file.is_file():
@@ -248,7 +254,8 @@ def _open_source(path: Path, key: Key) -> _Source:
             parts = parts[:-1]
         if all(part.isidentifier() for part in parts):
             files[".".join(parts)] = file
-            for depth in range(1, len(parts)):  # folders without a file of their own
+            # A folder without `__init__.py` is a package, too: an empty one.
+            for depth in range(1, len(parts)):
                 inner = parts[:depth]
                 files.setdefault(".".join(inner), path.joinpath(*inner, "__init__.py"))
     texts = {
@@ -264,7 +271,8 @@ def _absolute_imports(source: _Source) -> Iterator[tuple[str, Path, int]]:
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
-            continue  # which is reported when it is loaded
+            # Reported with its line when the module is loaded.
+            continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -306,10 +314,10 @@ def _source_digest(source: _Source, folder: Path) -> str:
             waiting.extend(each.imported.values())
     digest = hashlib.sha256()
     for path in sorted(sources):
+        relative = path.relative_to(folder).as_posix()
         for name, text in sources[path].texts.items():
-            digest.update(
-                f"{path.relative_to(folder).as_posix()}\0{name}\0{text}\0".encode()
-            )
+            digest.update(f"{relative}\0{name}\0{text}\0".encode())
+    # 48 bits tell a user's files apart and keep names short in tracebacks.
     return digest.hexdigest()[:12]
 
 
@@ -324,11 +332,10 @@ def code_of_module(name: str, module: str) -> Code | None:
         if root not in roots:
             roots.append(root)
             waiting.extend(_IMPORTER.imports.get(root, {}).values())
-    sources = {
-        each: text
-        for each, text in _IMPORTER.sources.items()
-        if _root_package(each) in roots
-    }
+    sources = {}
+    for each, text in _IMPORTER.sources.items():
+        if _root_package(each) in roots:
+            sources[each] = text
     files = {each: _IMPORTER.files[each] for each in sources}
     imports = {
         root: _IMPORTER.imports[root] for root in roots if root in _IMPORTER.imports
@@ -341,10 +348,9 @@ def code_of_package(name: str, module: str, key: Key) -> Code:
 
     Raises `InputError` for a package without source text or above the size limit.
     """
-    sources = {
-        each: _installed_text(each, key)
-        for each in _package_modules(_root_package(module))
-    }
+    # All modules: which of them the object needs shows only while it runs.
+    modules = _package_modules(_root_package(module))
+    sources = {each: _installed_text(each, key) for each in modules}
     if sum(map(len, sources.values())) > MOST_CHARACTERS:
         text = f"the package of '{name}' has more than {MOST_CHARACTERS:,} characters: move '{name}' to a smaller one"
         raise InputError(text, key)
@@ -411,39 +417,40 @@ def function(code: Code, key: Key) -> Callable[..., Any]:
     module = load(code, key)
     value: Any = vars(module).get(code.name)
     if not callable(value):
-        own = [
-            name
-            for name, each in vars(module).items()
-            if getattr(each, "__module__", None) == code.module
-        ]
-        wrong = f"defines no function '{code.name}': " if code.name else "is a file: "
-        text = f"{shown(code.module)} {wrong}name a function of it (there: {', '.join(own) or 'none'})"
+        own = []
+        for name, each in vars(module).items():
+            if getattr(each, "__module__", None) == code.module:
+                own.append(name)
+        available = ", ".join(own) or "none"
+        wrong = f"defines no function '{code.name}'" if code.name else "is a file"
+        text = f"{file_of(code.module)} {wrong}: name a function of it (there: {available})"
         raise InputError(text, (key[0], "name"))
     checked: Callable[..., Any] = value
     return checked
 
 
 def line_of(error: BaseException, code: Code) -> str:
-    """Return the innermost line of the code in an exception's traceback; its file without such a line."""
-    frames = _user_frames(error, {shown(name) for name in code.sources})
-    return (
-        f"{frames[-1].filename}:{frames[-1].lineno}" if frames else shown(code.module)
-    )
+    """Return the innermost line of the code in an exception's traceback; the file alone if there is no such line."""
+    frames = _user_frames(error, {file_of(name) for name in code.sources})
+    if not frames:
+        return file_of(code.module)
+    return f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
-def located(error: BaseException) -> str | None:
+def describe_error(error: BaseException) -> str | None:
     """Format an error with the lines of user files in its traceback; None without such lines.
 
     The first line has the last of those lines and the error, as ``ring.py:42: KeyError: 'round'``.
     """
     if isinstance(error, BaseExceptionGroup):
-        return next(
-            (text for each in error.exceptions if (text := located(each)) is not None),
-            None,
-        )
+        for inner in error.exceptions:
+            text = describe_error(inner)
+            if text is not None:
+                return text
+        return None
     frames = _user_frames(error, _IMPORTER.files.values())
     if not frames:
-        return None if error.__cause__ is None else located(error.__cause__)
+        return None if error.__cause__ is None else describe_error(error.__cause__)
     last = frames[-1]
     lines = [f"{last.filename}:{last.lineno}: {type(error).__name__}: {error}"]
     if len(frames) > 1:
@@ -452,6 +459,7 @@ def located(error: BaseException) -> str | None:
             for each in frames
         ]
     text = "\n".join(lines)
+    # Names of modules end in a digest, which tells a user nothing.
     for module in _IMPORTER.files:
         if "." not in module:
             text = text.replace(module, module.rpartition("_")[0])
@@ -461,27 +469,21 @@ def located(error: BaseException) -> str | None:
 def texts_of(code: Code) -> dict[str, str]:
     """Return the texts of a code by their files, relative to the folder of the named file, which is the first."""
     folder = Path(code.files[code.module]).parent
-    modules = [
-        code.module,
-        *(module for module in code.sources if module != code.module),
-    ]
-    return {
-        Path(code.files[each]).relative_to(folder).as_posix(): code.sources[each]
-        for each in modules
-    }
+    texts = {}
+    for module in dict.fromkeys([code.module, *code.sources]):
+        file = Path(code.files[module]).relative_to(folder)
+        texts[file.as_posix()] = code.sources[module]
+    return texts
 
 
 def _user_frames(
     error: BaseException, files: Iterable[str]
 ) -> list[traceback.FrameSummary]:
     known = set(files)
-    return [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename in known
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if frame.filename in known]
 
 
-def shown(module: str) -> str:
+def file_of(module: str) -> str:
     """Return the original file name of a module."""
     return _IMPORTER.files.get(module, f"<{module}>")

@@ -30,13 +30,13 @@ class _Reader(CSafeLoader):
     depth = 0
 
     def descend_resolver(self, current_node: Any, current_index: Any) -> None:
-        """Track the nesting depth. Called by PyYAML for each node."""
+        """Raise `yaml.YAMLError` below a depth of `DEEPEST`. PyYAML calls the method as it enters a node."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise yaml.YAMLError("is nested too deeply")
 
     def ascend_resolver(self) -> None:
-        """Count likewise."""
+        """Leave a node."""
         self.depth -= 1
 
 
@@ -69,7 +69,11 @@ def nodes(text: str) -> yaml.Node | None:
 
 
 def values(text: str) -> Any:
-    """Parse a text to plain values. Raises `yaml.YAMLError` for invalid YAML."""
+    """Parse a text to plain values. Raises `yaml.YAMLError` for invalid YAML.
+
+    >>> values("{yes: 1:30}")
+    {'yes': '1:30'}
+    """
     return yaml.load(text, _Reader)
 
 

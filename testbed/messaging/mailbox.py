@@ -115,8 +115,7 @@ class Tasks:
     """A task group for background work: its first failure fails the program, and the program's end cancels all tasks.
 
     Used as ``async with Tasks() as tasks``. Unlike `asyncio.TaskGroup`, the group raises the first failure itself
-    instead of an
-    exception group.
+    instead of an exception group.
     """
 
     def __init__(self) -> None:
@@ -198,8 +197,7 @@ class Mailbox:
     messages.
 
     ``configuration`` is the number of the current assignment of roles. Messages of lower configurations are dropped,
-    and so are
-    messages of higher ones, unless their kind ``opens`` a configuration.
+    and so are messages of higher ones, unless their kind ``opens`` a configuration.
     """
 
     def __init__(

@@ -1,16 +1,13 @@
 """Failure detection for devices that work together, and the loop that recovers from failures.
 
-Detection uses messages alone. After ``patience`` seconds without news, the supervisor probes all devices with a role.
-A
-slow device replies and is waited for; a silent one, or one without its role, is lost. A reply queues behind
-the device's earlier messages, so a device whose message is still arriving has more time.
+Detection uses messages alone. After ``patience`` seconds without news, the supervisor probes all devices with a role. A
+slow device replies and is waited for; a silent one, or one without its role, is lost. A reply queues behind the
+device's earlier messages, so a device whose message is still arriving has more time.
 
 Two classes implement `RecoveryPolicy`: `testbed.ml.pipeline.checkpointing.CheckpointRecovery` stops all devices and
-resumes from the last
-checkpoint; `testbed.ml.pipeline.recovery.ReplicaRecovery` resumes from replicas that the devices hold for each other. A
-method that
-continues without lost devices needs neither: it takes messages with a deadline and asks `Membership` for the present
-devices.
+resumes from the last checkpoint; `testbed.ml.pipeline.recovery.ReplicaRecovery` resumes from replicas that the devices
+hold for each other. A method that continues without lost devices needs neither: it takes messages with a deadline and
+asks `Membership` for the present devices.
 """
 
 from __future__ import annotations
@@ -154,8 +151,7 @@ class Supervisor:
         """Increase the patience if a lost device was running and only slow to reach.
 
         ``known`` are the incarnations at the assignment of roles: a restarted device is not slow. The device's
-        configuration
-        is no evidence, since a very slow link may not have delivered its role.
+        configuration is no evidence, since a very slow link may not have delivered its role.
         """
         present, answers = self.membership.present, self.membership.answers
         answering = [

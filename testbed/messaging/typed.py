@@ -36,10 +36,9 @@ class Typed:
             tensor: torch.Tensor
 
     The type of a field determines its encoding, with or without postponed annotations. A tensor is sent under the
-    field's
-    name. A mapping from names to tensors (``State``) holds all other tensors of the message, under their own names. A
-    ``Fixed`` number is sent as text of constant length. Every other field is a JSON value; tuples arrive as lists. A
-    field that is None by default is omitted if its value is None.
+    field's name. A mapping from names to tensors (``State``) holds all other tensors of the message, under their own
+    names. A ``Fixed`` number is sent as text of constant length. Every other field is a JSON value; tuples arrive as
+    lists. A field that is None by default is omitted if its value is None.
     """
 
     kind: ClassVar[str] = ""

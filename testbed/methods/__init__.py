@@ -69,7 +69,11 @@ A key ``TASK.NAME`` is a method NAME that a package brings for one task, beside 
 
 
 def get(name: str, task: str = "") -> Method:
-    """Return a method by name. Raises `InputError` listing the available names."""
+    """Return a method by name. Raises `InputError` listing the available names.
+
+    >>> get("program").tasks
+    ('program',)
+    """
     for key in (f"{task}.{name}", name):
         if key in METHODS:
             return METHODS[key]
@@ -82,8 +86,6 @@ def find(workload: WorkloadPart, folder: Path) -> Method:
     """Return the method of a scenario, loaded from a file relative to ``folder`` if given. Raises `InputError` as `get`
     does."""
     part = workload.method
-    return (
-        get(part.name, workload.task)
-        if part.file is None
-        else external.from_file(folder / part.file, part.name)
-    )
+    if part.file is None:
+        return get(part.name, workload.task)
+    return external.from_file(folder / part.file, part.name)

@@ -15,7 +15,7 @@ from testbed.common.errors import InputError
 from testbed.common.usercode import Code
 from testbed.method import Method
 from testbed.trace.registry import figures_of
-from testbed.work import register
+from testbed.work import register_workload
 from testbed.workload import Workload
 
 GROUP = "testbed.methods"
@@ -36,30 +36,28 @@ def from_code(code: Code) -> Method:
 def register_work(code: Code) -> None:
     """Import and register a workload from source text. Raises `InputError` describing the problem."""
     for candidate in vars(usercode.load(code, ("task",))).values():
-        if (
-            inspect.isclass(candidate)
-            and issubclass(candidate, Workload)
-            and vars(candidate).get("name") == code.name
-        ):
-            register(code.name, candidate())
+        if not inspect.isclass(candidate) or not issubclass(candidate, Workload):
+            continue
+        # Its own name: a subclass without one inherits that of another workload.
+        if vars(candidate).get("name") == code.name:
+            register_workload(code.name, candidate())
 
 
 def _method_classes(module: ModuleType, code: Code) -> dict[str, type[Method]]:
     """Return the methods defined by a module, by name."""
-    own = (
-        each
-        for each in vars(module).values()
-        if inspect.isclass(each) and each.__module__ in code.sources
-    )
-    return {
-        each.name: each
-        for each in own
-        if issubclass(each, Method) and isinstance(vars(each).get("name"), str)
-    }
+    classes: dict[str, type[Method]] = {}
+    for candidate in vars(module).values():
+        if not inspect.isclass(candidate) or not issubclass(candidate, Method):
+            continue
+        # The file may import methods of the testbed, which are not its own.
+        is_own = candidate.__module__ in code.sources
+        if is_own and isinstance(vars(candidate).get("name"), str):
+            classes[candidate.name] = candidate
+    return classes
 
 
 def _make_instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
-    file = usercode.shown(code.module)
+    file = usercode.file_of(code.module)
     if code.name not in classes:
         known = ", ".join(classes) or "none"
         raise InputError(

@@ -127,7 +127,7 @@ class Learning(Workload):
             },
         }
 
-    def posed(
+    def rebuild_problem(
         self, given: core.Problem, method: core.Method, facts: Mapping[str, Any]
     ) -> Problem:
         """Create the model on a device."""
@@ -199,7 +199,7 @@ class Learning(Workload):
             torch.manual_seed(derive(problem.seed, "torch"))
             yield
 
-    def computing(self, problem: core.Problem) -> AbstractContextManager[None]:
+    def simulation_context(self, problem: core.Problem) -> AbstractContextManager[None]:
         """Seed torch, restrict torch to one thread, and fix its kernels if the scenario asks for them."""
         assert isinstance(problem, Problem)
         return self._fixed_computation(problem)
@@ -208,15 +208,15 @@ class Learning(Workload):
         """Return the file of the initial weights with its digest, or the initialisation of drawn ones."""
         return preparation.initial_weights(prepared)
 
-    def owned(self, prepared: Prepared) -> Mapping[str, Mapping[int, int]]:
+    def sample_counts(self, prepared: Prepared) -> Mapping[str, Mapping[int, int]]:
         """Return the number of training samples by device and class."""
         return preparation.owned(prepared)
 
-    def exported(self, prepared: Prepared, outcome: Outcome) -> Outcome:
+    def export_outcome(self, prepared: Prepared, outcome: Outcome) -> Outcome:
         """Return an outcome whose weights have the names of the user's own network, if there is one."""
         return preparation.exported(prepared, outcome)
 
-    def described(self) -> dict[str, Any] | None:
+    def library_versions(self) -> dict[str, Any] | None:
         """Return processor, instruction set and torch version."""
         return kernels.computing()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from testbed.common.conditions import parse_condition
 from testbed.trace.metrics_spec import Metric, Metrics
-from testbed.trace.registry import kind_of
+from testbed.trace.registry import metric_kind
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,6 @@ def evaluate(
     results = []
     for key, text in expect.items():
         value = look_up(metrics, key)
-        holds = parse_condition(text, kind_of(key, figures)).holds(value)
+        holds = parse_condition(text, metric_kind(key, figures)).holds(value)
         results.append(Expectation(key, text, value, holds))
     return results

@@ -117,10 +117,9 @@ class Channel:
     """Everything under way from one host to another.
 
     A transmission starts when the link is free and the window has room. It lasts as long as the rate says and is there
-    a delay after its end; the acknowledgement takes the delay of the way back. Both ways keep the order.
-    What chance adds to that is drawn as a transmission starts: see `testbed.simulation.crossing`.
-    What has left the sender when a link goes down or slows down still arrives; what has not, waits, and is tried again
-    when TCP would.
+    a delay after its end; the acknowledgement takes the delay of the way back. Both ways keep the order. What chance
+    adds to that is drawn as a transmission starts: see `testbed.simulation.crossing`. What has left the sender when a
+    link goes down or slows down still arrives; what has not, waits, and is tried again when TCP would.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 
 from testbed.common.errors import InputError, TestbedError
 from testbed.common.memory import keep_freed_memory
-from testbed.common.usercode import located
+from testbed.common.usercode import describe_error
 from testbed.experiment import Experiment
 from testbed.faults.script import FaultScript, TraceScript
 from testbed.simulation.calendar import Stillness, TimeLimit
@@ -83,7 +83,7 @@ def simulate(
     keep_freed_memory()
     began = time.perf_counter()
     try:
-        with work.computing(problem):
+        with work.simulation_context(problem):
             given = inputs.begins_with_weights
             status, error = ended(
                 *_run_world(world, experiment), world.events, weights_given=given
@@ -101,7 +101,7 @@ def simulate(
         status=status,
         events=world.events,
         error=error,
-        host={"computing": [work.described()]},
+        host={"computing": [work.library_versions()]},
         weights_file=final,
         parts=parts,
         wall_seconds=time.perf_counter() - began,
@@ -154,4 +154,4 @@ def _error_message(error: BaseException | None) -> str:
     """Return the error for the user: one line, the lines of their own files, or the full traceback."""
     if error is None or isinstance(error, TestbedError):
         return str(error)
-    return located(error) or "".join(traceback.format_exception(error))
+    return describe_error(error) or "".join(traceback.format_exception(error))

@@ -1,8 +1,8 @@
 """The events of a run, written by both runtimes and by methods, and the basis of all metrics.
 
-One event is one line of ``events.jsonl``: ``time`` (seconds since the workload started, one clock for the whole
-run), ``device`` (or "testbed" for what the testbed itself did), ``event`` and further fields.
-`EVENTS` lists those that mean something in every run; a method declares its own.
+One event is one line of ``events.jsonl``: ``time`` (seconds since the workload started, one clock for the whole run),
+``device`` (or "testbed" for what the testbed itself did), ``event`` and further fields. `EVENTS` lists those that mean
+something in every run; a method declares its own.
 
 ``start`` is a ``time``; all durations are seconds. For compute, ``busy`` is what the host really needed, ``deficit``
 by how much that exceeded the charged time (0 when the pacing could hide it), ``late`` by how much the host made the

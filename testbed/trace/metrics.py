@@ -32,11 +32,10 @@ def metrics(
     Figures by name, the ones that ``expect`` may use, are those of ``figures_of(declared)``; one that the run gives no
     ground for is absent. Further keys: ``runtime``, ``error``, ``weights`` (the file that they were read from, None
     where they were drawn from the seed); ``series`` (``steps``: step, time, seconds, loss, samples, steady, and the
-    device where several report some; ``evaluations``; ``requests``: of more than `MOST_ROWS` every n-th;
-    ``objects``: boxes of each sample asked about),
-    ``devices`` by name (``testbed.trace.devices``), ``links`` (those used or measured), ``fault_list``,
-    ``recovery_list``, ``phase_list`` (``testbed.trace.phases``), ``verdict`` (``testbed.trace.verdict``), and the lists
-    that the method declares.
+    device where several report some; ``evaluations``; ``requests``: of more than `MOST_ROWS` every n-th; ``objects``:
+    boxes of each sample asked about), ``devices`` by name (``testbed.trace.devices``), ``links`` (those used or
+    measured), ``fault_list``, ``recovery_list``, ``phase_list`` (``testbed.trace.phases``), ``verdict``
+    (``testbed.trace.verdict``), and the lists that the method declares.
 
     The steady phase is every step but a device's first that has the usual number of samples and whose time holds no
     fault, no recovery, no pause, and no evaluation unless that of most steps does.

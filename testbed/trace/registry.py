@@ -107,7 +107,7 @@ def tables_of(declared: MetricsSpec) -> tuple[Table, ...]:
     return (phases.TABLE, *declared.tables)
 
 
-def kind_of(name: str, figures: Mapping[str, Metric]) -> MetricKind:
+def metric_kind(name: str, figures: Mapping[str, Metric]) -> MetricKind:
     """Return the kind of a metric of a run, device or layer. Raises KeyError for an unknown name."""
     one = re.fullmatch(r"(\w+)s\.[^.<]+(\.\w+)?", name)
     declared = f"{one[1]}s.<{one[1]}>{one[2] or ''}" if one else name

@@ -26,10 +26,8 @@ class Message:
     """A message from one device to another. Programs may modify a message after sending: the runtime sends a copy.
 
     ``fields`` hold small JSON values; ``tensors`` are sent as safetensors. ``sender`` is set by the runtime that
-    delivers
-    the message and never taken from the program. ``padding`` is a number of bytes charged in addition to the content,
-    for
-    programs that study timing without tensors.
+    delivers the message and never taken from the program. ``padding`` is a number of bytes charged in addition to the
+    content, for programs that study timing without tensors.
 
     Example::
 

@@ -16,7 +16,7 @@ from waitress.parser import HTTPRequestParser, ParsingError
 from waitress.server import TcpWSGIServer
 from waitress.task import WSGITask
 
-from testbed.common.formats import visible
+from testbed.common.formats import escape_control
 
 STALLED_AFTER = 30
 """Seconds without a byte after which a request, a response or an idle connection is closed."""
@@ -36,11 +36,11 @@ logging.getLogger("waitress.queue").disabled = True
 
 def refusal(text: str) -> str:
     """Return the reason for a refused request without control characters, at most 4,000 bytes long as JSON."""
-    printable = visible(text)
+    printable = escape_control(text)
     if len(json.dumps(printable)) <= _LONGEST_REFUSAL:
         return printable
     # In JSON a character takes up to twelve bytes.
-    return visible(text, _LONGEST_REFUSAL // 12 - 4)
+    return escape_control(text, _LONGEST_REFUSAL // 12 - 4)
 
 
 class Body(io.RawIOBase):

@@ -1,11 +1,9 @@
 """A fast implementation of the safetensors format: one copy to write, none to read.
 
 A body has eight bytes with the length of a JSON header (name -> dtype, shape, offsets), the header and the values. The
-safetensors library needs 0.6 ms to write a megabyte, and as long to read one outside a ``bytes`` object; a gigabit
-link
+safetensors library needs 0.6 ms to write a megabyte, and as long to read one outside a ``bytes`` object; a gigabit link
 transmits that megabyte in 8 ms. Here, values are joined once when written, and read tensors are views of the received
-buffer. The tests
-read the output of each implementation with the other.
+buffer. The tests read the output of each implementation with the other.
 """
 
 from __future__ import annotations
@@ -76,8 +74,7 @@ def write(
     """Return the pieces of a safetensors body, to be joined or sent one after the other.
 
     The values start at a multiple of 64 bytes, counted from ``offset`` bytes before the body, so that a receiver of a
-    prefix
-    and the body in one buffer has aligned values. Raises TensorError for duplicate names or too many tensors.
+    prefix and the body in one buffer has aligned values. Raises TensorError for duplicate names or too many tensors.
     Example::
 
         body = b"".join(tensors.write(tensors.from_numpy({"weight": np.zeros((3, 4), np.float32)})))

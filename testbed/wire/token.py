@@ -20,8 +20,7 @@ def authorised(environ: Mapping[str, Any], token: str) -> bool:
     """Return whether a WSGI request carries the token, compared in constant time.
 
     The token is sent as ``Authorization: Bearer <token>``; GET requests may send it as the query parameter ``token``
-    instead,
-    for links that a browser opens.
+    instead, for links that a browser opens.
     """
     credentials = environ.get("HTTP_AUTHORIZATION", "")
     if not credentials and environ.get("REQUEST_METHOD") == "GET":
@@ -37,8 +36,7 @@ def derived(token: str, *purpose: str) -> str:
     """Derive a token for one purpose; the original token cannot be computed from the derived one.
 
     The run's token yields one token for the control of each device and of the shaper, and one for the messages of each
-    pair of
-    devices. Example::
+    pair of devices. Example::
 
         control = derived(token, "control", "worker1")
     """

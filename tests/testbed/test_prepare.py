@@ -12,7 +12,7 @@ from testbed.common.errors import InputError
 from testbed.ml.data import catalog
 from testbed.ml.methods.pipeline import Pipeline
 from testbed.ml.preparation import data_folder, pretraining_of
-from testbed.prepare import batches, prepare
+from testbed.prepare import count_batches, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
@@ -421,10 +421,12 @@ def test_counts_batches_without_reading_the_data(file):
 
     found = prepared(file)
     whole = 2 * (len(load_data(found.scenario.workload.data).train_labels) // 64)
-    assert batches(found.scenario, found.plan) == whole
-    assert batches(found.scenario, found.plan.model_copy(update={"steps": 7})) == 7
+    assert count_batches(found.scenario, found.plan) == whole
     assert (
-        batches(found.scenario, found.plan.model_copy(update={"steps": 20_000}))
+        count_batches(found.scenario, found.plan.model_copy(update={"steps": 7})) == 7
+    )
+    assert (
+        count_batches(found.scenario, found.plan.model_copy(update={"steps": 20_000}))
         == whole
     )
 

@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from testbed.common import yamltext
 from testbed.common.errors import InputError, Key
-from testbed.common.formats import visible
+from testbed.common.formats import escape_control
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.finding import named
@@ -214,7 +214,7 @@ def answered(path: Path) -> Iterator[str]:
         for trial in trials(load(path))[:2]:
             prepare(trial)
     except InputError as refused:
-        answer = visible(str(refused))  # as the command shows it
+        answer = escape_control(str(refused))  # as the command shows it
         if len(answer) > WORDIEST or any(
             not letter.isprintable() and letter not in "\n\t" for letter in answer
         ):

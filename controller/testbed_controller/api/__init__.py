@@ -18,7 +18,7 @@ from rich.console import Console
 
 from testbed.common import usercode
 from testbed.common.errors import InputError, TestbedError
-from testbed.common.lazy import need
+from testbed.common.lazy import require_extra
 from testbed.prepare import Prepared, prepare, prepare_all
 from testbed.scenario import loading
 from testbed.scenario.expand import trials
@@ -98,7 +98,7 @@ class Result:
 
         Raises `InputError` where matplotlib, the extra ``plots``, is not installed.
         """
-        need("matplotlib", "plots", "drawing plots")
+        require_extra("matplotlib", "plots", "drawing plots")
         from testbed_controller.report.drawing import draw
         from testbed_controller.report.html import charts
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 
 from testbed.common.collector import rare_collection
-from testbed.prepare import Prepared, batches
+from testbed.prepare import Prepared, count_batches
 from testbed.simulation.world import drop_finished
 from testbed_controller.results.run import Run
 from testbed_controller.running.inputs import InitialWeights
@@ -75,7 +75,7 @@ def run_recorded(
     drop_finished()
     weights, owned = (
         prepared.workload.initial_weights(prepared),
-        prepared.workload.owned(prepared),
+        prepared.workload.sample_counts(prepared),
     )
     events = options.events
     recorder = Recorder(
@@ -99,7 +99,7 @@ def run_recorded(
                 prepared, runtime, initial, console, recorder, stream, options
             )
             finished = stream.finished = recorder.finish(
-                prepared.workload.exported(prepared, outcome)
+                prepared.workload.export_outcome(prepared, outcome)
             )
     except BaseException as error:
         recorder.abandon(error)
@@ -152,7 +152,7 @@ def _follow_run(
     with LiveProgress(
         console,
         scenario.name,
-        batches(scenario, prepared.plan),
+        count_batches(scenario, prepared.plan),
         f"{scenario.workload.unit}s",
     ) as live:
 

@@ -15,7 +15,7 @@ import click
 from testbed.common import plugins
 from testbed.common.collector import collect_rarely, keep_everything
 from testbed.common.errors import HostError, InputError, TestbedError
-from testbed.common.formats import visible
+from testbed.common.formats import escape_control
 from testbed.common.logs import LEVEL, LEVELS, PACKAGES, LineFormatter
 from testbed.common.version import VERSION
 from testbed_controller.cli.options import CommandGroup
@@ -171,7 +171,9 @@ class _TerminalHandler(logging.Handler):
     """Handler that writes to the current standard error, which a live display may have redirected."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo("\n".join(map(visible, self.format(record).splitlines())), err=True)
+        click.echo(
+            "\n".join(map(escape_control, self.format(record).splitlines())), err=True
+        )
 
 
 _TERMINAL = _TerminalHandler()
@@ -222,7 +224,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except TestbedError as error:
-        click.echo(f"testbed: {visible(str(error))}", err=True)
+        click.echo(f"testbed: {escape_control(str(error))}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of our output has left (`testbed ps | head`): not an error worth a traceback.
@@ -232,7 +234,7 @@ def main() -> None:
         text, status = _explain_error(error)
         if text is None:
             raise
-        click.echo(f"testbed: {visible(text)}", err=True)
+        click.echo(f"testbed: {escape_control(text)}", err=True)
         sys.exit(status)
 
 
@@ -247,6 +249,6 @@ def _explain_error(error: Exception) -> tuple[str | None, int]:
             f"the container engine: {' '.join(str(error).split())}",
             HostError.exit_code,
         )
-    from testbed.common.usercode import located
+    from testbed.common.usercode import describe_error
 
-    return located(error), TestbedError.exit_code
+    return describe_error(error), TestbedError.exit_code

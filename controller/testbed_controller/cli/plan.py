@@ -274,7 +274,7 @@ def _view_data(prepared: Prepared) -> DataView | None:
     """Return the owners of training samples; None if all are the lead's."""
     from testbed.ml.data.catalog import train_labels
 
-    counts = prepared.workload.owned(prepared)
+    counts = prepared.workload.sample_counts(prepared)
     if not counts:
         return None
     labels = train_labels(

@@ -128,7 +128,7 @@ def compare(
       testbed compare results/sweep --plots figures --series 'rate=5mbit: 5 Mbit/s' --series 'rate=50mbit: 50 Mbit/s'
     """
     from testbed.common.errors import InputError
-    from testbed.common.lazy import need
+    from testbed.common.lazy import require_extra
     from testbed.trace.events import finite
     from testbed_controller.report import comparison
     from testbed_controller.report.tables import latex as as_latex
@@ -137,7 +137,7 @@ def compare(
     from testbed_controller.results.files import load_figures, places
 
     if plots is not None:
-        need("matplotlib", "plots", "--plots")
+        require_extra("matplotlib", "plots", "--plots")
     runs = [load_figures(place) for folder in folders for place in places(folder)]
     if len(runs) < 2:
         raise InputError(f"{folders[0]}: is a single run: name at least two to compare")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from testbed.common.errors import InputError
-from testbed.common.formats import visible
+from testbed.common.formats import escape_control
 from testbed.ml import kernels
 from testbed.prepare import prepare_all, raise_refused
 from testbed.scenario.expand import trials
@@ -342,7 +342,7 @@ def run(**given: Any) -> None:
 
 def _print_refused(console: Console, refused: Sequence[str]) -> None:
     for text in refused:
-        console.print(f"[yellow]refused[/] {escape(visible(text))}")
+        console.print(f"[yellow]refused[/] {escape(escape_control(text))}")
 
 
 def _fix_kernels(trials: Sequence[Trial], runtime: str) -> None:

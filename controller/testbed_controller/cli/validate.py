@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from testbed.common.errors import InputError
-from testbed.common.formats import visible
+from testbed.common.formats import escape_control
 from testbed.prepare import prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.finding import SHIPPED
@@ -107,7 +107,7 @@ def validate(
                 for text in result["advice"]:
                     click.echo(f"   {text}")
             for error in result["errors"]:
-                click.echo(visible(error), err=True)
+                click.echo(escape_control(error), err=True)
     if not all(result["ok"] for result in results):
         sys.exit(InputError.exit_code)
 

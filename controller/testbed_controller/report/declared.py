@@ -12,7 +12,7 @@ from testbed.common.formats import MetricKind
 from testbed.scenario.expect import look_up
 from testbed.trace import metrics_spec
 from testbed.trace.metrics_spec import Metric, Row
-from testbed.trace.registry import kind_of, rows_of, tables_of
+from testbed.trace.registry import metric_kind, rows_of, tables_of
 from testbed_controller.report.tables import Cell, Column, Section
 from testbed_controller.results.run import Run
 
@@ -45,7 +45,7 @@ def _render_row(row: Row, run: Run) -> tuple[str, str] | None:
 
 def figure(name: str, value: Any, figures: Mapping[str, Metric]) -> str:
     """Format a value of metrics.json by the kind of its metric."""
-    return formats.of_kind(kind_of(name, figures), value)
+    return formats.of_kind(metric_kind(name, figures), value)
 
 
 def fill(template: str, run: Run) -> str | None:

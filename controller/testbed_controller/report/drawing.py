@@ -1,6 +1,6 @@
 """Drawing of charts with matplotlib: inline SVG in the colours of the page, and SVG and PDF files.
 
-matplotlib is an extra: import this module only to draw, after `need("matplotlib", "plots", ...)`.
+matplotlib is an extra: import this module only to draw, after `require_extra("matplotlib", "plots", ...)`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import need
+from testbed.common.lazy import require_extra
 from testbed_controller.results.rows import every_table, points, write_tables
 from testbed_controller.results.run import Run
 from testbed_controller.results.summary import summary_of
@@ -56,7 +56,7 @@ def write_perfetto(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) ->
 
 def write_plots(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
     """Write the plots of a run or a sweep as SVG and PDF."""
-    need("matplotlib", "plots", "--plots")
+    require_extra("matplotlib", "plots", "--plots")
     from testbed_controller.report import html, sweep
     from testbed_controller.report.drawing import save_all
 

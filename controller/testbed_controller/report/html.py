@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import need
+from testbed.common.lazy import require_extra
 from testbed.common.yamltext import written
 from testbed.scenario.points import value_text
 from testbed_controller.report.charts import (
@@ -105,7 +105,7 @@ def draw_charts(charts: Sequence[Chart]) -> list[tuple[str, str, Markup | None]]
     if not charts:
         return []
     try:
-        need("matplotlib", "plots", "drawing charts")
+        require_extra("matplotlib", "plots", "drawing charts")
     except InputError as error:
         return [("Charts", str(error), None)]
     from testbed_controller.report.drawing import inline

@@ -12,7 +12,7 @@ from testbed.network.link import links_from_json
 from testbed.plan import Piece
 from testbed.scenario.expect import Expectation
 from testbed.trace.log import EventLog
-from testbed.trace.registry import kind_of
+from testbed.trace.registry import metric_kind
 from testbed_controller.report import declared
 from testbed_controller.report.grouping import (
     LinkGroup,
@@ -411,7 +411,7 @@ def found_text(expectation: Expectation, run: Run) -> str:
     value = expectation.value
     if value is None:
         return "no such figure"
-    if isinstance(value, float) and kind_of(expectation.key, run.figures) in (
+    if isinstance(value, float) and metric_kind(expectation.key, run.figures) in (
         "share",
         "number",
     ):

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from testbed.common import formats
-from testbed.common.formats import visible
+from testbed.common.formats import escape_control
 
 BARS = ("compute", "communicate", "down")
 """Activities drawn in the time bar of a device."""
@@ -127,7 +127,9 @@ class VisibleConsole(Console):
         """Yield the segments of something to be printed."""
         for text, style, control in super().render(renderable, options):
             yield Segment(
-                text if control or text.isprintable() else visible(text, len(text) * 8),
+                text
+                if control or text.isprintable()
+                else escape_control(text, len(text) * 8),
                 style,
                 control,
             )

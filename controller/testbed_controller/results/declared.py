@@ -26,7 +26,7 @@ from testbed.trace.metrics_spec import (
     TimeSeries,
 )
 from testbed.trace.record import RunView
-from testbed.validation import find_method, reporting
+from testbed.validation import find_method, metrics_spec_of
 
 FILE = "declared.json"
 _OF_ANY = {"struck", "detected", "resumed", "seconds", "step", "missing", "deficit"}
@@ -35,7 +35,7 @@ _OF_ANY = {"struck", "detected", "resumed", "seconds", "step", "missing", "defic
 
 def declared_by(trial: Trial) -> MetricsSpec:
     """Return the metric definitions of a trial's method, which may be imported from a user's file."""
-    return reporting(find_method(trial.scenario), trial.scenario.workload)
+    return metrics_spec_of(find_method(trial.scenario), trial.scenario.workload)
 
 
 def keep(
@@ -55,7 +55,9 @@ def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
     workload = trial.scenario.workload
     if workload.method.file is None:
         try:
-            return reporting(methods.get(workload.method.name, workload.task), workload)
+            return metrics_spec_of(
+                methods.get(workload.method.name, workload.task), workload
+            )
         except InputError:  # of a package that is no longer installed
             return NOTHING
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import need
+from testbed.common.lazy import require_extra
 from testbed.scenario.points import value_label, value_text
 from testbed_controller.results.run import Run
 
@@ -122,9 +122,9 @@ def points(runs: Sequence[Run]) -> list[Row]:
 
 def frame(table_rows: Sequence[Row]) -> pd.DataFrame:
     """Return rows as a pandas frame; raises `InputError` where pandas is not installed."""
-    made: pd.DataFrame = need("pandas", "frames", "a frame or Parquet file").DataFrame(
-        table_rows
-    )
+    made: pd.DataFrame = require_extra(
+        "pandas", "frames", "a frame or Parquet file"
+    ).DataFrame(table_rows)
     return made
 
 

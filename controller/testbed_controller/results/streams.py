@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from testbed.common.lazy import need
+from testbed.common.lazy import require_extra
 from testbed.trace.events import Event
 from testbed_controller.results.exporters import Callback, stream_of
 
@@ -76,7 +76,9 @@ class TensorBoard(Logger):
     """Logger to TensorBoard; times count from the start of the run on this machine."""
 
     def __init__(self, folder: Path) -> None:
-        library = need("tensorboard.summary", "tensorboard", "--stream tensorboard")
+        library = require_extra(
+            "tensorboard.summary", "tensorboard", "--stream tensorboard"
+        )
         self._began = time.time()
         self._writer = library.Writer(str(folder))
 
@@ -94,7 +96,7 @@ class MlFlow(Logger):
     """Logger to MLflow: to the server in MLFLOW_TRACKING_URI, else to ``mlflow.db`` in the results."""
 
     def __init__(self, folder: Path) -> None:
-        library = need("mlflow", "mlflow", "--stream mlflow")
+        library = require_extra("mlflow", "mlflow", "--stream mlflow")
         named = library.get_tracking_uri() if library.is_tracking_uri_set() else None
         self._client = library.MlflowClient(
             named or f"sqlite:///{folder.resolve()}/mlflow.db"
@@ -124,7 +126,7 @@ class WeightsAndBiases(Logger):
     """Offline logger to Weights & Biases, in ``wandb`` of the results; upload with `wandb sync`."""
 
     def __init__(self, folder: Path) -> None:
-        library = need("wandb", "wandb", "--stream wandb")
+        library = require_extra("wandb", "wandb", "--stream wandb")
         self._run = library.init(
             project="testbed", name=folder.name, dir=str(folder), mode="offline"
         )

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from testbed.common.errors import TestbedError
 from testbed.ml.lazy import torch
-from testbed.prepare import Prepared, batches
+from testbed.prepare import Prepared, count_batches
 from testbed_controller.running.live import LiveProgress
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class InitialWeights:
         scenario = first.scenario
         begun = InitialWeights(self._console).weights_for(first)
         with LiveProgress(
-            self._console, scenario.name, batches(scenario, first.plan), "steps"
+            self._console, scenario.name, count_batches(scenario, first.plan), "steps"
         ) as live:
             live.stage("training the initial weights")
             outcome = simulate(first, first.workload.load(first), live.event, begun)

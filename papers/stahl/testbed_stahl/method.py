@@ -128,7 +128,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     Details = DistributedDetails
     supports = frozenset({"all_links", "initial_weights", "timing_only"})
     declared = DECLARED
-    begins = frozenset({"load", SPAN})
+    span_names = frozenset({"load", SPAN})
 
     def plan(self, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
         """Divide every layer over the devices. Raises `InputError` if no division fits."""

@@ -173,7 +173,7 @@ class Programs(Workload):
         )
         return {"files": encoded}
 
-    def posed(
+    def rebuild_problem(
         self, given: Problem, method: Method, facts: Mapping[str, Any]
     ) -> Problem:
         """Rebuild the problem of a device with the files of its program."""

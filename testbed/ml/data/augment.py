@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from testbed.common.errors import InputError, Key
-from testbed.common.lazy import need, np, npt
+from testbed.common.lazy import np, npt, require_extra
 from testbed.common.seeds import derive
 from testbed.ml.data.batches import Indices, steps_per_epoch
 from testbed.ml.lazy import torch
@@ -88,7 +88,7 @@ def drawing(
             f"requires images, but the samples have shape {shape}: remove the key",
             _KEY[:-1],
         )
-    known = need("torchvision.transforms", "vision", "augmentation", _KEY)
+    known = require_extra("torchvision.transforms", "vision", "augmentation", _KEY)
     try:
         steps = [
             getattr(known, each["name"])(

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from testbed.common import plugins, usercode
 from testbed.common.errors import InputError, Key
-from testbed.common.lazy import need, np, npt
+from testbed.common.lazy import np, npt, require_extra
 from testbed.ml.data import large, pictures, tables
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.data.split import holdout, is_class
@@ -467,7 +467,7 @@ def _inputs_of(
 
 def _from_hugging_face(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
     """Read data saved by `datasets`; each column is an input of the samples, one column alone the only input."""
-    library = need(
+    library = require_extra(
         "datasets", "datasets", f"{place}: a data set of Hugging Face", _PATH
     )
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import need, np
+from testbed.common.lazy import np, require_extra
 from testbed.ml.data.files import Bytes
 
 if TYPE_CHECKING:
@@ -90,16 +90,18 @@ def letterbox(picture: Image, shape: Sequence[int]) -> Bytes:
 
 def photos() -> list[Image]:
     """Return scikit-learn's two photographs: a Chinese palace and a flower, each of 640x427."""
-    samples = need(
+    samples = require_extra(
         "sklearn.datasets", "pictures", "the data set of photographs"
     ).load_sample_images()
-    from_array = need("PIL.Image", "pictures", "the data set of photographs").fromarray
+    from_array = require_extra(
+        "PIL.Image", "pictures", "the data set of photographs"
+    ).fromarray
     return [from_array(pixels) for pixels in samples.images]
 
 
 def read(path: Path) -> Image:
     """Read a file in any format of Pillow, rotated by its EXIF orientation; raises `InputError` naming the file."""
-    need("PIL", "pictures", f"reading {path}")
+    require_extra("PIL", "pictures", f"reading {path}")
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from testbed.common.errors import InputError, Key
-from testbed.common.lazy import need, np, npt
+from testbed.common.lazy import np, npt, require_extra
 from testbed.ml.data import large
 
 SUFFIXES = (".csv", ".parquet")
@@ -188,7 +188,7 @@ def _read_lines(place: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
 
 
 def _open_parquet(place: Path) -> Any:
-    parquet = need("pyarrow.parquet", "frames", f"{place}: Parquet", _PATH)
+    parquet = require_extra("pyarrow.parquet", "frames", f"{place}: Parquet", _PATH)
     try:
         return parquet.ParquetFile(place)
     except (OSError, ValueError) as error:

@@ -40,7 +40,7 @@ class Exchange(Method[ExchangeOptions]):
     tasks = ("infer",)
     Options = ExchangeOptions
     supports = frozenset({"timing_only"})
-    begins = frozenset()
+    span_names = frozenset()
 
     def plan(self, problem: Problem[ExchangeOptions]) -> Plan:
         """Name the participating devices. Raises `InputError` for missing links."""

@@ -76,7 +76,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     Options = SequentialOptions
     supports = frozenset({"all_links", "initial_weights", "precisions", "timing_only"})
     Details = SequentialDetails
-    begins = frozenset({"load", "forward"})
+    span_names = frozenset({"load", "forward"})
 
     def plan(self, problem: Problem[SequentialOptions]) -> Plan[SequentialDetails]:
         """Cut the model over the devices; raises `InputError` for too many stages, missing links or insufficient

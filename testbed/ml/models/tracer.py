@@ -142,7 +142,7 @@ def plain(value: object) -> bool:
 
 def line(node: fx.Node, maker: Maker) -> str:
     """Return the user's source line of a node."""
-    return node.stack_trace or usercode.shown(maker.code.module)
+    return node.stack_trace or usercode.file_of(maker.code.module)
 
 
 def _make_network(maker: Maker) -> nn.Module:
@@ -153,7 +153,7 @@ def _make_network(maker: Maker) -> nn.Module:
         is_lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
         if is_lazy and module.has_uninitialized_params():
             text = f"'{name}' has no sizes yet: call the network once, as net(torch.zeros(1, *shape)), then return it"
-            raise InputError(f"{usercode.shown(maker.code.module)}: {text}", KEY)
+            raise InputError(f"{usercode.file_of(maker.code.module)}: {text}", KEY)
     return root
 
 
@@ -170,7 +170,7 @@ def _trace_modes(
             root = seeded(maker, 0)
         root.train(training)
         tracers.append(
-            _Tracer(entering, device, whole, usercode.shown(maker.code.module))
+            _Tracer(entering, device, whole, usercode.file_of(maker.code.module))
         )
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():

@@ -188,7 +188,7 @@ def _make_steps(maker: Maker, traced: Traced) -> _Steps:
     ]
     result = output.args[0]
     if not nodes or result is not nodes[-1]:
-        where = line(nodes[-1], maker) if nodes else usercode.shown(maker.code.module)
+        where = line(nodes[-1], maker) if nodes else usercode.file_of(maker.code.module)
         given = (
             "several values"
             if isinstance(result, tuple | list | dict)
@@ -501,7 +501,7 @@ def _make_chain(
         units.append(Unit(name, (counted,), arriving, one, joins=False))
         graphs.append(_unit_graph(steps, piece, reads, result))
     try:
-        file = usercode.shown(maker.code.module).rpartition("/")[2]
+        file = usercode.file_of(maker.code.module).rpartition("/")[2]
         builder = TracedUnits(maker, tuple(graphs), steps.traced.constants)
         name, whole, fields = (
             file.removesuffix(".py"),

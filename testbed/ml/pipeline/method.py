@@ -50,7 +50,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         }
     )
     Details = PipelineDetails
-    begins = frozenset(
+    span_names = frozenset(
         {"load", "forward", "backward", "update", "checkpoint", "evaluate"}
     )
 
@@ -125,7 +125,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         "clip.norm": "each update would wait for all stages, which value does not"
     }
     Details = AsynchronousDetails
-    begins = frozenset(
+    span_names = frozenset(
         {
             "profile",
             "load",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import need
+from testbed.common.lazy import require_extra
 from testbed.common.usercode import Code
 from testbed.ml.lazy import torch
 from testbed.ml.training import named
@@ -67,7 +67,9 @@ def make(
     """
     if part.file is not None:
         return _OfFile(named.find(part, codes, KEY, inspect, object), part.options())
-    torchmetrics = need("torchmetrics", "metrics", f"the metric '{part.name}'", KEY)
+    torchmetrics = require_extra(
+        "torchmetrics", "metrics", f"the metric '{part.name}'", KEY
+    )
     factory = named.find(part, codes, KEY, torchmetrics, torchmetrics.Metric, "Score")
     several = "multilabel" if classes > 1 else "binary"
     task = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from testbed.common.formats import visible
+from testbed.common.formats import escape_control
 from testbed_controller.cli.main import testbed
 from testbed_controller.results.files import load, load_figures
 from tests.helpers import ROOT
@@ -63,6 +63,6 @@ def test_figures_of_an_own_method_are_those_that_it_computed(folder: Path) -> No
 
 
 def test_control_characters_are_shown_and_long_texts_cut() -> None:
-    assert visible("a\x1b[31mb\tc\n\x07") == "a\\x1b[31mb\tc\n\\x07"
-    assert visible("é✔") == "é✔"
-    assert visible("x" * 3000) == "x" * 2000 + "... (1000 more characters)"
+    assert escape_control("a\x1b[31mb\tc\n\x07") == "a\\x1b[31mb\tc\n\\x07"
+    assert escape_control("é✔") == "é✔"
+    assert escape_control("x" * 3000) == "x" * 2000 + "... (1000 more characters)"

@@ -166,7 +166,7 @@ code = usercode.Code.model_validate_json(sys.stdin.read())
 try:
     usercode.function(code, ("method", "file"))()
 except ZeroDivisionError as error:
-    print(usercode.located(error))
+    print(usercode.describe_error(error))
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -199,14 +199,14 @@ def test_an_error_in_a_group_is_located_and_names_are_the_users(tmp_path: Path) 
     function = usercode.function(usercode.read(file, "answer", KEY), KEY)
     with pytest.raises(ImportError) as raised:
         function()
-    text = usercode.located(ExceptionGroup("some", [raised.value])) or ""
+    text = usercode.describe_error(ExceptionGroup("some", [raised.value])) or ""
     assert text.startswith(
         f"{file}:2: ImportError: cannot import name 'missing' from 'helper'"
     )
 
 
 def test_errors_of_elsewhere_are_not_located() -> None:
-    assert usercode.located(ValueError("x")) is None
+    assert usercode.describe_error(ValueError("x")) is None
 
 
 def test_texts_lie_as_they_lay_beside_each_other(tmp_path: Path) -> None:

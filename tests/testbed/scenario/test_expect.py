@@ -10,7 +10,7 @@ from testbed.common.conditions import parse_condition
 from testbed.methods import METHODS
 from testbed.scenario.expect import evaluate
 from testbed.trace.metrics_spec import Metric, MetricsSpec
-from testbed.trace.registry import COMMON, figures_of, kind_of
+from testbed.trace.registry import COMMON, figures_of, metric_kind
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_evaluates_in_the_order_of_the_scenario_and_keeps_what_is_missing():
 
 
 def test_kinds_of_figures():
-    assert kind_of("devices.worker1.bytes_sent", COMMON) == "bytes"
-    assert kind_of("devices.worker1.compute", COMMON) == "seconds"
+    assert metric_kind("devices.worker1.bytes_sent", COMMON) == "bytes"
+    assert metric_kind("devices.worker1.compute", COMMON) == "seconds"
     for unknown in (
         "acuracy",
         "devices.worker1",
@@ -110,7 +110,7 @@ def test_kinds_of_figures():
         "links.a.b",
     ):
         with pytest.raises(KeyError):
-            kind_of(unknown, COMMON)
+            metric_kind(unknown, COMMON)
 
 
 def test_a_figure_of_each_layer_is_asked_for_by_the_layer():
@@ -119,8 +119,8 @@ def test_a_figure_of_each_layer_is_asked_for_by_the_layer():
         for each in ("layers.<layer>.dropped", "devices.<device>.trust")
     }
     assert (
-        kind_of("layers.2.dropped", figures)
-        == kind_of("devices.pi1.trust", figures)
+        metric_kind("layers.2.dropped", figures)
+        == metric_kind("devices.pi1.trust", figures)
         == "share"
     )
     (found,) = evaluate(
@@ -129,7 +129,7 @@ def test_a_figure_of_each_layer_is_asked_for_by_the_layer():
     assert found.holds
     for unknown in ("layers.dropped", "layers.2.droped", "lairs.2.dropped"):
         with pytest.raises(KeyError):
-            kind_of(unknown, figures)
+            metric_kind(unknown, figures)
 
 
 def test_a_method_adds_figures_under_names_of_their_own():
