@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from testbed.common.errors import InputError
-from testbed.common.quantities import Duration
+from testbed.common.quantities import ByteRate, Duration
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.messaging.mailbox import Mailbox
 from testbed.method import Method, Options, PlannedMessage
 from testbed.plan import Details, Piece, Plan
+from testbed_generation.disk import Disk
 from testbed_generation.formats import BLOCK
 from testbed_generation.placement import Layers
 from testbed_generation.planning import (
     CHOICES,
     first_devices,
+    free_memory,
     pieces_of,
+    ring_over,
     room,
     row_over,
     shards_of,
+    window_pieces,
 )
+from testbed_generation.ring import Ring, Windows, best_windows, even_windows, halda
 from testbed_generation.sharding import check_rows
 from testbed_generation.workload import GenerateJob, GenerateProblem
 
@@ -94,17 +99,39 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             refuse_draft(
                 problem, "use the method 'sequential' with 'recovery: restart'"
             )
-        row = row_over(problem, first_devices(problem, problem.options.spares))
-        layers = CHOICES[problem.options.partition](row)
+        pieces, details = self.divide(
+            problem, first_devices(problem, problem.options.spares)
+        )
         return Plan(
             method=self.name,
             lead=problem.devices[0].name,
-            pieces=pieces_of(problem, layers),
-            step_time=row.latency(layers) * problem.workload.tokens,
-            details=StagesDetails(
-                token_time=row.latency(layers), bottleneck=row.bottleneck(layers)
-            ),
+            pieces=pieces,
+            step_time=details.token_time * problem.workload.tokens,
+            details=details,
         )
+
+    def divide(
+        self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
+    ) -> tuple[tuple[Piece, ...], StagesDetails]:
+        """Return the pieces of a plan over some devices, and its predicted times."""
+        row = row_over(problem, names)
+        layers = CHOICES[problem.options.partition](row)
+        details = StagesDetails(
+            token_time=row.latency(layers), bottleneck=row.bottleneck(layers)
+        )
+        return pieces_of(problem, layers), details
+
+    def layers_over(
+        self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
+    ) -> Layers:
+        """Return the stages over some devices; raises `InputError` where the network does not fit."""
+        return CHOICES[problem.options.partition](row_over(problem, names))
+
+    def disk_of(
+        self, device: Device, problem: GenerateProblem[StagesOptions]
+    ) -> Disk | None:
+        """Return the disk from which a device reads layers for each token; None: all its layers stay in memory."""
+        return None
 
     def largest_messages(
         self, problem: GenerateProblem[StagesOptions], plan: Plan[StagesDetails]
@@ -154,6 +181,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                 sampling_of(problem),
                 lambda assign: source if not assign.weights else Given(assign.weights),
                 lambda assign: load_seconds(problem, assign.last - assign.first),
+                self.disk_of(device, problem),
             )
             if device.name != lead:
                 await holder.serve()
@@ -168,7 +196,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                 spares = [name for name in options.spares if name in there]
                 while True:
                     try:
-                        return CHOICES[options.partition](row_over(problem, names))
+                        return self.layers_over(problem, names)
                     except InputError:
                         if not spares:
                             raise
@@ -238,6 +266,91 @@ class Petals(Sequential):
     summary = "generation: the client keeps what it sent to each stage and replaces lost ones (Borzunov et al., 2023)"
     Options = PetalsOptions
     through_source = True
+
+
+class RingOptions(StagesOptions):
+    """Options of `PipedRing`."""
+
+    partition: Literal["halda", "even"] = Field(  # type: ignore[assignment]
+        "halda",
+        description="halda: the windows with the least time of a token by the integer program of prima.cpp, which may "
+        "leave devices unused; even: equal windows",
+    )
+    recovery: Literal["restart", "replicate"] = Field(
+        "restart",
+        description="what happens when a device is lost. restart: layers are assigned anew, and requests in flight "
+        "begin at their prompts; replicate: each device copies its KV caches to the next one, which takes over",
+    )
+    rounds: int | None = Field(
+        None,
+        ge=1,
+        description="how often a token passes the ring; default: the divisor of the number of layers with the least "
+        "time of a token",
+    )
+    disk: dict[str, ByteRate] = Field(
+        {},
+        description="devices with their rates of reading layers that do not fit into their memory; all others hold "
+        "their layers in memory",
+    )
+
+
+class PipedRing(Sequential):
+    """Li et al. (2025): layers are assigned round a ring several times, and may be read from disks."""
+
+    name = "ring"
+    summary = "generation: layers round a ring several times, disks included (prima.cpp; Li et al., 2025)"
+    Options = RingOptions
+
+    def divide(
+        self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
+    ) -> tuple[tuple[Piece, ...], StagesDetails]:
+        """Return the windows of all rounds as pieces, and the predicted times."""
+        unknown = _ring_options(problem).disk.keys() - {
+            device.name for device in problem.devices
+        }
+        if unknown:
+            raise InputError(
+                f"unknown device '{min(unknown)}': name devices of the scenario",
+                ("workload", "method", "disk"),
+            )
+        ring = self._ring(problem, names)
+        windows = self._windows(problem, ring)
+        details = StagesDetails(
+            token_time=windows.token_seconds(ring),
+            bottleneck=windows.busiest_seconds(ring),
+        )
+        return window_pieces(problem, windows.layers()), details
+
+    def layers_over(
+        self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
+    ) -> Layers:
+        """Return the stages of all rounds over some devices."""
+        return self._windows(problem, self._ring(problem, names)).layers()
+
+    def disk_of(
+        self, device: Device, problem: GenerateProblem[StagesOptions]
+    ) -> Disk | None:
+        """Return the disk of a device, if the scenario gives its rate."""
+        rate = _ring_options(problem).disk.get(device.name)
+        if rate is None:
+            return None
+        memory = free_memory(problem, problem.device(device.name), holds_output=False)
+        return Disk(device, rate, memory, problem.model.layer_memory())
+
+    def _ring(
+        self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
+    ) -> Ring:
+        return ring_over(problem, names, _ring_options(problem).disk)
+
+    def _windows(self, problem: GenerateProblem[StagesOptions], ring: Ring) -> Windows:
+        options = _ring_options(problem)
+        assign = halda if options.partition == "halda" else even_windows
+        return best_windows(ring, assign, options.rounds)
+
+
+def _ring_options(problem: GenerateProblem[StagesOptions]) -> RingOptions:
+    assert isinstance(problem.options, RingOptions)
+    return problem.options
 
 
 def refuse_draft(problem: GenerateProblem[Any], remedy: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from testbed.hardware import DeviceSpec
@@ -11,6 +11,7 @@ from testbed.plan import Piece
 from testbed.wire.message import size_around
 from testbed_generation import placement
 from testbed_generation.placement import Layers, Row
+from testbed_generation.ring import Member, Ring
 from testbed_generation.sharding import Shard, divide_layer
 from testbed_generation.workload import GenerateProblem
 
@@ -36,18 +37,35 @@ def room(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
 
     Only the source holds the embedding; the output matrix is reckoned on every device, since any may be the last one.
     """
+    free = free_memory(problem, device, holds_output=True)
+    return max(0, math.floor(free / problem.model.layer_memory()))
+
+
+def free_memory(
+    problem: GenerateProblem[Any], device: DeviceSpec, *, holds_output: bool
+) -> float:
+    """Return the bytes that a device has for layers, beside buffers and, on the source, embedding and draft model."""
     model = problem.model
     is_source = device.name == problem.devices[0].name
-    draft = (
-        problem.draft.whole_memory() if is_source and problem.draft is not None else 0.0
-    )
-    free = (
-        device.memory
-        - draft
-        - model.buffer_memory()
-        - model.end_memory(is_source, last=True)
-    )
-    return max(0, math.floor(free / model.layer_memory()))
+    free = device.memory - model.buffer_memory()
+    free -= model.end_memory(is_source, holds_output)
+    if is_source and problem.draft is not None:
+        free -= problem.draft.whole_memory()
+    return free
+
+
+def travel_seconds(
+    problem: GenerateProblem[Any], size: int
+) -> Callable[[str, str], float]:
+    """Return the function of two devices that tells how long so many bytes travel; infinite without a link."""
+
+    def seconds(one: str, other: str) -> float:
+        link = problem.links.get((one, other))
+        if link is None:
+            return math.inf
+        return link.transmission_time(size_around(size)) + link.delay
+
+    return seconds
 
 
 def row_over(problem: GenerateProblem[Any], names: Sequence[str]) -> Row:
@@ -56,15 +74,6 @@ def row_over(problem: GenerateProblem[Any], names: Sequence[str]) -> Row:
     devices = [problem.device(name) for name in names]
     position = middle_position(problem)
 
-    def seconds(size: int) -> Callable[[str, str], float]:
-        def between(one: str, other: str) -> float:
-            link = problem.links.get((one, other))
-            if link is None:
-                return math.inf
-            return link.transmission_time(size_around(size)) + link.delay
-
-        return between
-
     return Row(
         devices=tuple(names),
         layers=model.architecture.layers,
@@ -72,11 +81,37 @@ def row_over(problem: GenerateProblem[Any], names: Sequence[str]) -> Row:
             device.name: model.layer_seconds(device, position) for device in devices
         },
         capacity={device.name: room(problem, device) for device in devices},
-        send=seconds(model.message_bytes(1)),
-        answer=seconds(CHOSEN_BYTES),
+        send=travel_seconds(problem, model.message_bytes(1)),
+        answer=travel_seconds(problem, CHOSEN_BYTES),
         last_seconds={
             device.name: device.seconds(model.output(1)) for device in devices
         },
+    )
+
+
+def ring_over(
+    problem: GenerateProblem[Any], names: Sequence[str], disks: Mapping[str, float]
+) -> Ring:
+    """Return the inputs for dividing layers round a ring; the head is the first device, and has the output matrix."""
+    model = problem.model
+    position = middle_position(problem)
+    members = []
+    for name in names:
+        device = problem.device(name)
+        is_head = device.name == problem.devices[0].name
+        member = Member(
+            name,
+            model.layer_seconds(device, position),
+            free_memory(problem, device, holds_output=is_head),
+            disks.get(name),
+        )
+        members.append(member)
+    return Ring(
+        tuple(members),
+        model.architecture.layers,
+        model.layer_memory(),
+        travel_seconds(problem, model.message_bytes(1)),
+        problem.device(names[0]).seconds(model.output(1)),
     )
 
 
@@ -102,6 +137,35 @@ def pieces_of(problem: GenerateProblem[Any], layers: Layers) -> tuple[Piece, ...
             memory=memory,
             parameters=parameters,
             flops=flops,
+        )
+        pieces.append(piece)
+        first += count
+    return tuple(pieces)
+
+
+def window_pieces(problem: GenerateProblem[Any], layers: Layers) -> tuple[Piece, ...]:
+    """Return the pieces of a ring; of layers on a disk only as much as the device's memory has room for counts."""
+    model = problem.model
+    pieces: list[Piece] = []
+    used: dict[str, float] = {}
+    first = 0
+    for name, count in layers:
+        device = problem.device(name)
+        is_head = device.name == problem.devices[0].name
+        memory = count * model.layer_memory()
+        if name not in used:
+            # Embedding, output matrix and buffers are counted once, with the first window.
+            used[name] = 0.0
+            memory += device.memory - free_memory(problem, device, holds_output=is_head)
+        memory = min(memory, device.memory - used[name])
+        used[name] += memory
+        piece = Piece(
+            device=name,
+            first=first,
+            last=first + count,
+            memory=memory,
+            parameters=count * model.architecture.layer_values,
+            flops=count * model.architecture.layer_flops(1, middle_position(problem)),
         )
         pieces.append(piece)
         first += count

@@ -168,7 +168,8 @@ class Row:
         waiting = {}
         for stage in wanted:
             self._watch.renew(stage.device)
-            final = stage.last == row[-1].last
+            # The last stage of a ring has no layers: the one before it ends with the same layer, and is not the last.
+            final = stage.first == row[-1].first
             assign = Assign(
                 stage.assignment,
                 stage.first,

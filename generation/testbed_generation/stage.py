@@ -11,6 +11,7 @@ from torch import Tensor
 from testbed.device import Cost, Device, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed_generation.costs import CostModel
+from testbed_generation.disk import Disk
 from testbed_generation.messages import (
     Assign,
     Assigned,
@@ -157,8 +158,12 @@ class Holder:
         sampling: Sampling,
         weights: Callable[[Assign], Source | None],
         load_seconds: Callable[[Assign], float],
+        disk: Disk | None = None,
     ) -> None:
-        """Open weights by ``weights``, None without numerics; reading them takes ``load_seconds``."""
+        """Open weights by ``weights``, None without numerics; reading them takes ``load_seconds``.
+
+        With a ``disk``, layers beyond the memory are read from it for each step.
+        """
         self.ranges: dict[int, LayerRange] = {}
         self._mailbox = mailbox
         self._device: Device = mailbox.device
@@ -167,6 +172,7 @@ class Holder:
         self._sampling = sampling
         self._weights = weights
         self._load_seconds = load_seconds
+        self._disk = disk
         self._copies: dict[tuple[int, int], list[Copy]] = {}
         """Copies of others' caches by first layer and request."""
         self._incarnation = self._device.now()
@@ -206,6 +212,8 @@ class Holder:
             if first == assign.first:
                 held.adopt(copies)
         self.ranges[assign.assignment] = held
+        if self._disk is not None:
+            self._disk.hold(assign.first, held.layers)
         positions = {
             str(request): sequence.position
             for request, sequence in held.sequences.items()
@@ -215,9 +223,13 @@ class Holder:
     async def _compute(self, held: LayerRange, step: Step) -> None:
         name = "prefill" if step.tokens > 1 else "decode"
         span = Span(name, batch=step.request, micro=step.position + step.tokens - 1)
+        if self._disk is not None:
+            await self._disk.fetch(held.assign.first)
         values = await self._device.compute(
             lambda: held.compute(step), held.cost(step), span
         )
+        if self._disk is not None:
+            self._disk.read_ahead(held.assign.first)
         if held.assign.replica is not None:
             self._copy(held, step, held.assign.replica)
         end = step.position + step.tokens

@@ -1,0 +1,67 @@
+"""Layers that a device reads from its disk for every token, since its memory has no room for all of them."""
+
+from __future__ import annotations
+
+from testbed.device import Device
+
+
+class Disk:
+    """Reads windows of layers, the next one while other devices compute.
+
+    The time of reads follows `testbed_generation.ring.Ring.read_seconds`.
+    """
+
+    def __init__(
+        self, device: Device, rate: float, memory: float, layer_bytes: float
+    ) -> None:
+        """Read ``rate`` bytes a second where the layers need more than ``memory`` bytes."""
+        self._device = device
+        self._rate = rate
+        self._memory = memory
+        self._layer_bytes = layer_bytes
+        self._windows: dict[int, int] = {}
+        """Layers of each window by its first layer."""
+        self._next: int | None = None
+        """First layer of the window that is read ahead."""
+        self._ready = 0.0
+        """Time at which it is in memory."""
+
+    def hold(self, first: int, layers: int) -> None:
+        """Add a window, in place of all that overlap with it."""
+        for other, number in list(self._windows.items()):
+            if other < first + layers and first < other + number:
+                del self._windows[other]
+        # The output matrix of a ring is a stage without layers, which stays in memory.
+        if layers:
+            self._windows[first] = layers
+
+    async def fetch(self, first: int) -> None:
+        """Wait until a window is in memory."""
+        if first not in self._windows:
+            return
+        wait = self._seconds(first)
+        if self._next == first:
+            wait = self._ready - self._device.now()
+        self._next = None
+        if wait > 0:
+            await self._device.sleep(wait)
+
+    def read_ahead(self, first: int) -> None:
+        """Begin to read the window after one that was used, if memory has room for a window."""
+        if first not in self._windows:
+            return
+        order = sorted(self._windows)
+        following = order[(order.index(first) + 1) % len(order)]
+        if self._windows[following] * self._layer_bytes <= self._memory:
+            self._next = following
+            self._ready = self._device.now() + self._seconds(following)
+
+    def _seconds(self, first: int) -> float:
+        window = self._windows[first]
+        layers = sum(self._windows.values())
+        missing = layers * self._layer_bytes - self._memory
+        if missing <= 0:
+            return 0.0
+        if window * self._layer_bytes <= self._memory:
+            return missing * window / layers / self._rate
+        return window * self._layer_bytes / self._rate

@@ -1,0 +1,243 @@
+"""Windows of layers round a ring of devices: piped-ring parallelism and Halda's assignment (Li et al., 2025). Pure.
+
+prima.cpp divides the layers into k rounds. In each round every device of the ring computes its window of layers, so a
+device with a window of w layers holds k * w of them. The first device, the head, has the embedding and the output
+matrix. A device whose layers do not fit into its memory reads them from its disk for every token. Since each window is
+small, the next one can be read while the other devices compute.
+
+`halda` assigns windows by the integer program of prima.cpp's revision bdf9d8e7 (``assign_layers_to_device`` in
+``common/common.cpp``). There, devices are in sets: those with too little memory pay for reading what their memory has
+no room for, the others do not. The cost of a device is thus a function of its own window alone, so dynamic
+programming solves the program exactly, devices that stay unused included. The original iterates over sets with an ILP
+solver, and neglects the links, which are counted here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from testbed.common.errors import InputError
+from testbed_generation.placement import REMEDY, Layers
+
+
+@dataclass(frozen=True)
+class Member:
+    """A device of the ring."""
+
+    name: str
+    seconds: float
+    """Time of one layer for one decoded token."""
+    memory: float
+    """Bytes free for layers."""
+    disk: float | None = None
+    """Bytes/s at which it reads layers beyond its memory; None: all its layers must fit."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Inputs for dividing layers over a ring."""
+
+    members: tuple[Member, ...]
+    """In the order of the ring, the head first."""
+    layers: int
+    layer_bytes: float
+    """Bytes of a layer's weights and caches."""
+    send: Callable[[str, str], float]
+    """Seconds that a token's values take from a device to another; infinite where there is no link."""
+    output_seconds: float = 0.0
+    """Time of the output matrix on the head."""
+
+    def member(self, name: str) -> Member:
+        """Return a device by its name."""
+        return next(member for member in self.members if member.name == name)
+
+    def device_seconds(self, member: Member, window: int, rounds: int) -> float:
+        """Return Halda's cost of a device for one token; infinite if its layers do not fit and it has no disk."""
+        computing = rounds * window * member.seconds
+        missing = rounds * window * self.layer_bytes - member.memory
+        if missing <= 0:
+            return computing
+        return math.inf if member.disk is None else computing + missing / member.disk
+
+    def read_seconds(self, member: Member, window: int, rounds: int) -> float:
+        """Return how long a device reads one window.
+
+        A window that fits into memory is charged as by Halda, with its part of the bytes that memory has no room for.
+        A larger window is read whole: a page cache evicts the pages used longest ago, so each page is evicted before
+        its next use. llama.cpp's times on one device are those of reading everything.
+        """
+        missing = rounds * window * self.layer_bytes - member.memory
+        if missing <= 0 or member.disk is None:
+            return 0.0
+        if self.can_prefetch(member, window):
+            return missing / rounds / member.disk
+        return window * self.layer_bytes / member.disk
+
+    def can_prefetch(self, member: Member, window: int) -> bool:
+        """Return whether a window fits into a device's memory; of a larger one, pages are evicted before their use."""
+        return window * self.layer_bytes <= member.memory
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a ring."""
+
+    rounds: int
+    windows: Layers
+    """Devices in their order, each with its layers of a round."""
+
+    def halda_seconds(self, ring: Ring) -> float:
+        """Return the objective of Halda: the seconds of one token if nothing is read ahead."""
+        seconds = ring.output_seconds + self.rounds * self._circle_seconds(ring)
+        for name, window in self.windows:
+            seconds += ring.device_seconds(ring.member(name), window, self.rounds)
+        return seconds
+
+    def token_seconds(self, ring: Ring) -> float:
+        """Return the seconds of one token of a single request when windows are read ahead.
+
+        A round takes at least all its computing, messages and reads that cannot overlap, and at least as long as any
+        device computes and reads.
+        """
+        round_seconds = self._circle_seconds(ring)
+        longest = 0.0
+        for name, window in self.windows:
+            member = ring.member(name)
+            computing = window * member.seconds
+            reading = ring.read_seconds(member, window, self.rounds)
+            round_seconds += computing
+            if not ring.can_prefetch(member, window):
+                round_seconds += reading
+            longest = max(longest, computing + reading)
+        return self.rounds * max(round_seconds, longest) + ring.output_seconds
+
+    def busiest_seconds(self, ring: Ring) -> float:
+        """Return the seconds between two tokens when many requests are in flight and all devices are busy."""
+        busiest = 0.0
+        for name, window in self.windows:
+            member = ring.member(name)
+            reading = ring.read_seconds(member, window, self.rounds)
+            busy = self.rounds * (window * member.seconds + reading)
+            if member is ring.members[0]:
+                busy += ring.output_seconds
+            busiest = max(busiest, busy)
+        return busiest
+
+    def layers(self) -> Layers:
+        """Return the stages of a token: all windows of all rounds, and no layer on the head, for the output matrix."""
+        return (*self.windows * self.rounds, (self.windows[0][0], 0))
+
+    def _circle_seconds(self, ring: Ring) -> float:
+        names = [name for name, _ in self.windows]
+        if len(names) == 1:
+            return 0.0
+        following = [*names[1:], names[0]]
+        return sum(map(ring.send, names, following))
+
+
+States = dict[tuple[int, int], tuple[float, Layers]]
+"""(Last device used, layers assigned) -> the least seconds, and the windows with them."""
+
+
+def halda(ring: Ring, rounds: int) -> Windows:
+    """Return the windows with Halda's least objective for so many rounds; raises `InputError` where none fit.
+
+    The head has at least one layer of each round. Other devices may stay unused.
+    """
+    if ring.layers % rounds:
+        raise InputError(
+            f"{ring.layers} layers do not divide into {rounds} rounds: choose a divisor, or leave 'rounds' out",
+            ("workload", "method", "rounds"),
+        )
+    total = ring.layers // rounds
+    head = ring.members[0]
+    states: States = {}
+    for window in range(1, total + 1):
+        seconds = ring.device_seconds(head, window, rounds)
+        if seconds < math.inf:
+            states[0, window] = (seconds, ((head.name, window),))
+    for place in range(1, len(ring.members)):
+        _add_member(states, ring, place, rounds)
+    chosen: Layers | None = None
+    least = math.inf
+    for (last, assigned), (seconds, windows) in states.items():
+        if assigned < total:
+            continue
+        if last:
+            # Values return to the head after each round, for its next window or for the output matrix.
+            seconds += rounds * ring.send(ring.members[last].name, head.name)
+        if seconds < least:
+            chosen, least = windows, seconds
+    if chosen is None:
+        raise InputError(
+            f"{ring.layers} layers do not fit into the memory of the ring: {REMEDY}, or give a 'disk' rate",
+            ("workload", "method"),
+        )
+    return Windows(rounds, chosen)
+
+
+def _add_member(states: States, ring: Ring, place: int, rounds: int) -> None:
+    """Add all states in which a device is the last one used."""
+    member = ring.members[place]
+    total = ring.layers // rounds
+    costs = []
+    for window in range(total + 1):
+        costs.append(ring.device_seconds(member, window, rounds))
+    for (last, assigned), (seconds, windows) in list(states.items()):
+        hop = rounds * ring.send(ring.members[last].name, member.name)
+        for window in range(1, total - assigned + 1):
+            longer = seconds + hop + costs[window]
+            state = (place, assigned + window)
+            if longer < states.get(state, (math.inf, ()))[0]:
+                states[state] = (longer, (*windows, (member.name, window)))
+
+
+def even_windows(ring: Ring, rounds: int) -> Windows:
+    """Return equal windows for all devices, as prima.cpp's option ``-lw`` can ask for."""
+    total, number = ring.layers // rounds, len(ring.members)
+    if ring.layers % rounds or total < number:
+        raise InputError(
+            f"{ring.layers} layers do not divide into {rounds} rounds of a window for each of {number} devices: choose "
+            "other 'rounds'",
+            ("workload", "method", "rounds"),
+        )
+    windows = []
+    for place, member in enumerate(ring.members):
+        window = total // number + (place < total % number)
+        if ring.device_seconds(member, window, rounds) == math.inf:
+            raise InputError(
+                f"{member.name} has no memory for {rounds * window} layers: {REMEDY}, or give a 'disk' rate",
+                ("workload", "method"),
+            )
+        windows.append((member.name, window))
+    return Windows(rounds, tuple(windows))
+
+
+def best_windows(
+    ring: Ring, assign: Callable[[Ring, int], Windows], rounds: int | None
+) -> Windows:
+    """Return the windows for so many rounds; None: for the number with the least seconds of a token."""
+    candidates: Sequence[int] = (
+        [rounds]
+        if rounds is not None
+        else [
+            number for number in range(1, ring.layers + 1) if ring.layers % number == 0
+        ]
+    )
+    best: Windows | None = None
+    refusal: InputError | None = None
+    for number in candidates:
+        try:
+            windows = assign(ring, number)
+        except InputError as error:
+            # Fewer layers in a round than devices, or too little memory: another number may do.
+            refusal = refusal or error
+            continue
+        if best is None or windows.token_seconds(ring) < best.token_seconds(ring):
+            best = windows
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best

@@ -1,0 +1,178 @@
+"""Rings of windows: Halda against brute force, texts of one process, and reads that overlap with others' work."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from typing import Any
+
+import pytest
+
+import testbed
+from testbed.common.errors import InputError
+from testbed_generation.ring import (
+    Member,
+    Ring,
+    Windows,
+    best_windows,
+    even_windows,
+    halda,
+)
+
+
+def random_ring(seed: int) -> Ring:
+    draw = random.Random(seed)
+    names = "abcd"[: draw.randint(1, 4)]
+    links = {
+        pair: draw.choice((0.1, 1.0, 5.0, math.inf))
+        for pair in itertools.permutations(names, 2)
+    }
+    members = []
+    for name in names:
+        disk = draw.choice((None, 0.5, 4.0))
+        members.append(
+            Member(name, draw.choice((0.2, 1.0, 3.0)), draw.uniform(0, 6), disk)
+        )
+    return Ring(
+        tuple(members),
+        draw.choice((2, 4, 6, 8)),
+        draw.choice((0.5, 1.0)),
+        lambda one, other: links[one, other],
+        draw.choice((0.0, 1.0)),
+    )
+
+
+def every_windows(ring: Ring, rounds: int) -> list[Windows]:
+    """Return all windows of all subsets of the ring that contain its head."""
+    total = ring.layers // rounds
+    choices = []
+    sizes = itertools.product(range(total + 1), repeat=len(ring.members))
+    for counts in sizes:
+        if sum(counts) != total or not counts[0]:
+            continue
+        windows = tuple(
+            (member.name, count)
+            for member, count in zip(ring.members, counts, strict=True)
+            if count
+        )
+        choices.append(Windows(rounds, windows))
+    return choices
+
+
+def test_halda_equals_brute_force_in_a_thousand_cases() -> None:
+    fitting = 0
+    for seed in range(1000):
+        ring = random_ring(seed)
+        for rounds in (1, 2):
+            choices = every_windows(ring, rounds)
+            least = min(windows.halda_seconds(ring) for windows in choices)
+            if least == math.inf:
+                with pytest.raises(InputError, match="do not fit"):
+                    halda(ring, rounds)
+                continue
+            fitting += 1
+            chosen = halda(ring, rounds)
+            assert sum(count for _, count in chosen.windows) * rounds == ring.layers
+            assert chosen.halda_seconds(ring) == pytest.approx(least), seed
+    assert fitting > 1000
+
+
+def test_80_layers_over_12_devices_take_less_than_a_second() -> None:
+    draw = random.Random(3)
+    members = tuple(
+        Member(f"device{number}", draw.uniform(0.005, 0.05), draw.uniform(4, 9), 20.0)
+        for number in range(12)
+    )
+    ring = Ring(members, 80, 1.0, lambda one, other: 0.01)
+    start = time.process_time()
+    best_windows(ring, halda, None)
+    assert time.process_time() - start < 1.0
+
+
+def test_more_rounds_hide_reads_from_a_disk() -> None:
+    slow = Member("slow", 0.01, 3.0, disk=50.0)
+    ring = Ring((Member("head", 0.1, 100.0), slow), 8, 1.0, lambda one, other: 0.0)
+    # In one round the window of 4 layers does not fit into 3 bytes, so its reading is seen; in two rounds it is hidden.
+    assert even_windows(ring, 1).token_seconds(ring) == pytest.approx(0.44 + 0.08)
+    assert even_windows(ring, 2).token_seconds(ring) == pytest.approx(0.44)
+    assert best_windows(ring, even_windows, None).rounds == 2
+
+
+SCENARIO: dict[str, Any] = {
+    "name": "ring",
+    "workload": {
+        "task": "generate",
+        "model": {
+            "layers": 6,
+            "width": 32,
+            "heads": 4,
+            "kv_heads": 2,
+            "hidden": 48,
+            "vocabulary": 256,
+        },
+        "prompts": ["hello", "a longer prompt"],
+        "tokens": 8,
+        "concurrency": 2,
+    },
+    "devices": {
+        "a": {"profile": "raspberry-pi-4b"},
+        "b": {"profile": "raspberry-pi-4b"},
+        "c": {"profile": "raspberry-pi-4b"},
+    },
+    "network": {"topology": "mesh", "link": {"rate": "100mbit", "delay": "5ms"}},
+}
+
+
+def texts(**method: object) -> list[dict[str, object]]:
+    faults = method.pop("faults", [])
+    work = {**SCENARIO["workload"], "method": method}
+    scenario = testbed.build(**{**SCENARIO, "workload": work, "faults": faults})
+    return list(testbed.simulate(scenario).run.metrics["text_list"])
+
+
+RING = {"name": "ring", "partition": "even", "rounds": 2}
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_texts_are_those_of_one_device(rounds: int) -> None:
+    alone = texts(name="sequential", partition="even")
+    assert texts(**{**RING, "rounds": rounds}) == alone
+
+
+@pytest.mark.parametrize("recovery", ["restart", "replicate"])
+@pytest.mark.parametrize("token", [0, 3, 6])
+def test_texts_survive_the_death_of_a_device(recovery: str, token: int) -> None:
+    kill = {"kill": "c", "when": {"device": "a", "event": "token", "micro": token}}
+    assert texts(**RING, recovery=recovery, faults=[kill]) == texts(**RING)
+
+
+def test_times_with_a_disk_are_the_predicted_ones() -> None:
+    device = {"profile": {"name": "small", "memory": "3.8GB", "speed": "100gflops"}}
+    run = testbed.simulate(
+        testbed.build(
+            **{
+                **SCENARIO,
+                "workload": {
+                    "task": "generate",
+                    "model": {"preset": "llama-3-8b", "storage": "q8_0"},
+                    "prompts": {"count": 1, "length": 4},
+                    "tokens": 6,
+                    "numerics": "none",
+                    "method": {
+                        "name": "ring",
+                        "rounds": 4,
+                        "disk": {"b": "5GB/s", "c": "5GB/s"},
+                    },
+                },
+                "devices": {"a": device, "b": device, "c": device},
+            }
+        )
+    ).run
+    assert run.metrics["tpot"] == pytest.approx(run.plan.details.token_time, rel=0.02)
+
+
+def test_rounds_that_do_not_divide_the_layers_are_refused() -> None:
+    with pytest.raises(InputError, match="6 layers do not divide into 4 rounds"):
+        texts(**{**RING, "rounds": 4})
