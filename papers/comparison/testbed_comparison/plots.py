@@ -40,32 +40,47 @@ def _figure(system: System, plot: Plot) -> Any:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "papers"})
     figure = Figure(figsize=(6, 3), layout="constrained")
     axes = figure.add_subplot(title=plot.title, xlabel=plot.axis)
+    places = _places(axes, plot)
     for number, series in enumerate(plot.series):
-        rows = dict(zip(plot.x, map(system.figures.row, series.rows), strict=True))
+        rows = dict(zip(places, map(system.figures.row, series.rows), strict=True))
         _draw_ours(axes, system, rows, color=f"C{number}", label=series.label)
-        paper = {
-            x: float(row.paper) for x, row in rows.items() if isinstance(row.paper, str)
-        }
+        paper = {}
+        for x, row in rows.items():
+            # A ranking and a range have no one value to draw.
+            if row.kind != "ranking" and isinstance(row.paper, str):
+                paper[x] = float(row.paper)
         style: dict[str, Any] = {
             "color": f"C{number}",
             "marker": "x",
             "linestyle": "--",
         }
-        axes.plot([*paper], [*paper.values()], label=f"{series.label}, paper", **style)
+        if paper:
+            label = f"{series.label}, paper"
+            axes.plot([*paper], [*paper.values()], label=label, **style)
         axes.set_ylabel(next(iter(rows.values())).unit)
     axes.legend()
     return figure
 
 
+def _places(axes: Any, plot: Plot) -> list[float]:
+    """Return the positions of a plot's values; names become labels in their order, those without a run too."""
+    numbers = [x for x in plot.x if not isinstance(x, str)]
+    if len(numbers) == len(plot.x):
+        return numbers
+    places = list(range(len(plot.x)))
+    axes.set_xticks(places, [str(x) for x in plot.x])
+    return [float(x) for x in places]
+
+
 def _draw_ours(
-    axes: Any, system: System, rows: Mapping[float | str, Row], **style: str
+    axes: Any, system: System, rows: Mapping[float, Row], **style: str
 ) -> None:
     """Draw our values with their intervals, as far as they were run."""
-    found = {
-        x: ours
-        for x, ours in ((x, system.ours(row)) for x, row in rows.items())
-        if ours is not None
-    }
+    found = {}
+    for x, row in rows.items():
+        ours = system.ours(row)
+        if ours is not None:
+            found[x] = ours
     means = [each.low for each in found.values()]
     halves = [each.half_width or 0.0 for each in found.values()]
     axes.errorbar([*found], means, halves, marker="o", **style)

@@ -10,6 +10,7 @@ import yaml
 from testbed import InputError
 from testbed.common.seeds import derive
 from testbed_comparison.commands import PAGE, folders, open_system
+from testbed_comparison.plots import draw
 from testbed_comparison.results import Results
 from testbed_comparison.rows import load
 from testbed_comparison.tables import System, fill, headline_page, system_page
@@ -136,6 +137,22 @@ def test_what_was_not_run_is_said(folder):
     page = system_page(System(folder, load(folder), Results(folder)), {})
     assert "2 rows: 2 not run." in page
     assert "Not run yet, or stale: one." in page
+
+
+def test_plots_draw_rankings_and_leave_places_without_a_run_empty(folder):
+    pytest.importorskip("matplotlib")
+    missing = FIGURES["rows"][1] | {"name": "missing", "scenario": "two"}
+    series = {"label": "fast", "rows": ["fast above slow", "missing"]}
+    plot = {"title": "Figure 1", "x": ["here", "there"], "series": [series]}
+    write(folder, FIGURES | {"rows": [*FIGURES["rows"], missing], "plots": [plot]})
+    system = System(folder, load(folder), Results(folder))
+    assert draw(system) == {}
+    result(folder, duration=[60.0], fast=[0.9, 0.8], slow=[0.7, 0.61])
+    system = System(folder, load(folder), Results(folder))
+    assert draw(system) == {"Figure 1": "plots/figure-1.svg"}
+    image = (folder / "plots" / "figure-1.svg").read_text()
+    assert "here" in image
+    assert "paper" not in image
 
 
 def test_headlines_are_one_row_each(folder):
