@@ -14,7 +14,11 @@ from testbed.common.errors import InputError
 from testbed.ml.data.batches import is_due
 from testbed.ml.method import Problem
 from testbed.ml.partition import Cuts
-from testbed.ml.partition.asynchronous import AsynchronousPipeline, UnitTimes, measured
+from testbed.ml.partition.asynchronous import (
+    AsynchronousPipeline,
+    UnitTimes,
+    links_at_rates,
+)
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.method import AsynchronousMethod
 from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner, pipeline_over
@@ -94,7 +98,7 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
             (target, source): rate for (source, target), rate in self._rates.items()
         }
         rates = {**back, **self._rates}
-        return measured(
+        return links_at_rates(
             {
                 pair: rates.get(pair, unknown)
                 for pair in pairs

@@ -13,8 +13,8 @@ from testbed.common.errors import InputError
 from testbed.ml.data import load as load_data
 from testbed.ml.partition.asynchronous import (
     AsynchronousPipeline,
-    capacities,
     divisible_limit,
+    relative_capacities,
 )
 from testbed.ml.pipeline.planning import pipeline_over
 from testbed.ml.preparation import pretraining_of
@@ -60,7 +60,7 @@ def run(trial: Trial, weights: Any = None) -> tuple[Prepared, dict[str, Any], An
 def known(ready: Prepared, *names: str) -> AsynchronousPipeline:
     """The pipeline over these devices with the speeds that the scenario gives."""
     devices = [ready.problem.device(name) for name in names]
-    given = capacities(
+    given = relative_capacities(
         devices, ready.problem.model.units, ready.problem.workload.batch_size
     )
     return pipeline_over(ready.problem, names, capacities=given)

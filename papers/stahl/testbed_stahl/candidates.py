@@ -13,7 +13,7 @@ from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.ml.models.graph import Graph
 from testbed.ml.models.shapes import BYTES_PER_VALUE
-from testbed.ml.partition.cuts import Costs, best
+from testbed.ml.partition.cuts import Costs, best_cuts
 from testbed_stahl.dataflow import Dataflow, dataflow
 from testbed_stahl.demands import divided_weights, memory
 from testbed_stahl.options import PlanSettings, SchemeName
@@ -113,7 +113,7 @@ def sequential_plan(
         ),
         lambda _stage, _cut: 0.0,
     )
-    _, cuts = best(len(graph.layers), len(order), costs, max)
+    _, cuts = best_cuts(len(graph.layers), len(order), costs, max)
     owners = [
         owner
         for owner, (first, last) in zip(order, pairwise(cuts), strict=True)

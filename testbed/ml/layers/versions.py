@@ -89,8 +89,8 @@ def mean(versions: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tens
     """Return the mean of the last n - i versions of a stage's trained weights, the replacement of the newest.
 
     Only trained weights have versions. Momentum and the running statistics of batch normalisation exist once and follow
-    every batch, so they are not averaged. `testbed.ml.schedule.versions.aggregates` decides when. Raises ValueError for
-    versions of different units.
+    every batch, so they are not averaged. `testbed.ml.schedule.versions.is_aggregation_due` decides when.
+    Raises ValueError for versions of different units.
     """
     names = list(versions[0])
     if any(list(version) != names for version in versions):

@@ -1,8 +1,8 @@
 """Partitions for asynchronous pipelines by measured times: the dynamic program of FTPipeHD, equations (4) to (7).
 
 The coordinator profiles the whole model; a unit's time on another device is the profiled time multiplied by the
-device's capacity, equation (3). Link rates are measured between neighbours: `measured` replaces the scenario's rates by
-them.
+device's capacity, equation (3). Link rates are measured between neighbours: `links_at_rates` replaces the scenario's
+rates by the measured ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from testbed.ml.partition.cuts import Costs, Cuts
 from testbed.ml.partition.memory import training_bytes
 from testbed.ml.partition.pipeline import Chain, TrainingPipeline
 from testbed.ml.schedule import Action, Slot, asynchronous_1f1b
-from testbed.ml.schedule.versions import in_flight, kept
+from testbed.ml.schedule.versions import max_in_flight, max_versions
 from testbed.network.link import Link, Pair
 from testbed.wire.message import size_around
 
@@ -43,22 +43,22 @@ class UnitTimes:
     @cached_property
     def execution(self) -> tuple[float, ...]:
         """Seconds of each unit for forward, backward and update: T_e of the paper plus the update."""
-        return tuple(
-            map(sum, zip(self.forward, self.backward, self.update, strict=True))
-        )
+        times = zip(self.forward, self.backward, self.update, strict=True)
+        return tuple(map(sum, times))
 
     @staticmethod
     def by_formula(
         units: Sequence[Unit], batch_size: int, device: DeviceSpec, update_flops: float
     ) -> UnitTimes:
         """Return the unit times the testbed charges this device."""
-        return UnitTimes(
-            tuple(device.seconds(forward_of(unit.cost, batch_size)) for unit in units),
-            tuple(device.seconds(backward_of(unit.cost, batch_size)) for unit in units),
-            tuple(
-                device.seconds(Cost(update_flops * unit.parameters)) for unit in units
-            ),
-        )
+        forward = []
+        backward = []
+        update = []
+        for unit in units:
+            forward.append(device.seconds(forward_of(unit.cost, batch_size)))
+            backward.append(device.seconds(backward_of(unit.cost, batch_size)))
+            update.append(device.seconds(Cost(update_flops * unit.parameters)))
+        return UnitTimes(tuple(forward), tuple(backward), tuple(update))
 
 
 @dataclass(frozen=True)
@@ -94,21 +94,24 @@ class AsynchronousPipeline(TrainingPipeline):
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
         stages = len(self.devices)
-        samples = in_flight(stages, stage, self.window) * self.batch_size
-        versions = min(kept(stages, stage, self.vertical_sync), self.window or stages)
-        units, precision = range(first, last), self.devices[stage].precision
+        versions = max_versions(stages, stage, vertical_sync=self.vertical_sync)
         own = training_bytes(
-            self.model, units, samples, self.state_values, versions, precision
+            self.model,
+            range(first, last),
+            max_in_flight(stages, stage, self.window) * self.batch_size,
+            self.state_values,
+            min(versions, self.window or stages),
+            self.devices[stage].precision,
         )
         return own + self.extra(stage, first, last)
 
     def _with_devices(
         self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]
     ) -> Chain:
+        # The added devices are copies of the last one.
         added = (self.capacities[-1],) * (len(devices) - len(self.devices))
-        return replace(
-            self, devices=devices, links=links, capacities=self.capacities + added
-        )
+        capacities = self.capacities + added
+        return replace(self, devices=devices, links=links, capacities=capacities)
 
     @cached_property
     def _cumulative_times(self) -> dict[str, list[float]]:
@@ -173,13 +176,12 @@ class AsynchronousPipeline(TrainingPipeline):
             link = self.links.get((self.devices[stage].name, self.devices[target].name))
             if link is None:
                 continue
-            cut = {stage + 1: last, stage - 1: first}.get(target)
-            other = (
-                0.0
-                if cut is None
-                else self.transfer(stage, target, cut, self.batch_size)[0]
-            )
-            busiest = max(busiest, link.transmission_time(size_around(size)) + other)
+            seconds = link.transmission_time(size_around(size))
+            if target == stage + 1:
+                seconds += self.transfer(stage, target, last, self.batch_size)[0]
+            elif target == stage - 1:
+                seconds += self.transfer(stage, target, first, self.batch_size)[0]
+            busiest = max(busiest, seconds)
         return busiest
 
     def slowest_stage(self, cuts: Cuts) -> float:
@@ -195,31 +197,35 @@ class AsynchronousPipeline(TrainingPipeline):
             tuple(asynchronous_1f1b(count, stage, batches, self.window))
             for stage in range(count)
         ]
-        return self.played(cuts, stages)
+        return self.simulate(cuts, stages)
 
     def batch_time(self, cuts: Cuts) -> float:
         """Return the predicted seconds between two updates of the first stage in a full pipeline.
 
         The result is at least the bottleneck, and more if the batches in flight do not cover the round trip of a batch.
         """
-        stages = len(self.devices)
-        turns = 4 * stages
-        ends = [
-            slot.end
-            for slot in self.timeline(cuts, 3 * turns)
-            if slot.stage == 0 and slot.action.kind == "update"
-        ]
-        return (ends[2 * turns - 1] - ends[turns - 1]) / turns
+        # The first third of the batches fills the pipeline, the last third drains it: the middle one is averaged.
+        third = 4 * len(self.devices)
+        ends = []
+        for slot in self.timeline(cuts, 3 * third):
+            if slot.stage == 0 and slot.action.kind == "update":
+                ends.append(slot.end)
+        return (ends[2 * third - 1] - ends[third - 1]) / third
 
 
-def measured(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
-    """Return links with these measured rates in bit/s on the wire (infinite: no limit), for planning."""
-    return {
-        pair: Link(None if math.isinf(rate) else rate) for pair, rate in rates.items()
-    }
+def links_at_rates(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
+    """Return links with these measured rates in bit/s on the wire (infinite: no limit), for planning.
+
+    >>> links_at_rates({("a", "b"): 8e6})["a", "b"].rate
+    8000000.0
+    """
+    links = {}
+    for pair, rate in rates.items():
+        links[pair] = Link(None if math.isinf(rate) else rate)
+    return links
 
 
-def capacities(
+def relative_capacities(
     devices: Sequence[DeviceSpec], units: Sequence[Unit], batch_size: int
 ) -> tuple[float, ...]:
     """Return the capacities given by the scenario, relative to the first device: C_i of equation (3).
@@ -227,11 +233,10 @@ def capacities(
     A capacity refers to all units together, as in the paper; for single units it is exact if all rates of the devices
     are proportional.
     """
-    one = cost_of(units)
-    whole = forward_of(one, batch_size) + backward_of(one, batch_size)
-    return tuple(
-        device.seconds(whole) / devices[0].seconds(whole) for device in devices
-    )
+    sample = cost_of(units)
+    batch = forward_of(sample, batch_size) + backward_of(sample, batch_size)
+    seconds = [device.seconds(batch) for device in devices]
+    return tuple(each / seconds[0] for each in seconds)
 
 
 def divisible_limit(speeds: Sequence[float]) -> float:
@@ -239,5 +244,8 @@ def divisible_limit(speeds: Sequence[float]) -> float:
 
     Equal: 1/n of the work on the slowest, 1 / (n s_min). Optimal: all end together, 1 / sum(s). Communication is
     ignored.
+
+    >>> divisible_limit([1.0, 2.0, 3.0])
+    2.0
     """
     return sum(speeds) / (len(speeds) * min(speeds))

@@ -28,13 +28,18 @@ class Costs:
     """(stage, cut) -> cost between this stage and the next when the next begins with unit ``cut``."""
 
     def of(self, cuts: Cuts, combine: Combine) -> float:
-        """Return the cost of a partition."""
+        """Return the cost of a partition.
+
+        >>> costs = Costs(lambda stage, first, last: last - first, lambda stage, cut: 0.5)
+        >>> costs.of((0, 2, 5), operator.add)
+        5.5
+        """
         total = self.stage(0, cuts[0], cuts[1])
         for stage in range(1, len(cuts) - 1):
-            between = self.boundary(stage - 1, cuts[stage])
-            total = combine(
-                combine(total, between), self.stage(stage, cuts[stage], cuts[stage + 1])
-            )
+            first = cuts[stage]
+            last = cuts[stage + 1]
+            total = combine(total, self.boundary(stage - 1, first))
+            total = combine(total, self.stage(stage, first, last))
         return total
 
 
@@ -43,67 +48,84 @@ def check_counts(units: int, stages: int) -> None:
     if stages < 1:
         raise InputError("a partition needs at least one device", ("devices",))
     if units < stages:
-        has = f"the model has {units} unit{'' if units == 1 else 's'}"
-        rest = f"write stages: {units}, and the devices beyond stand by; a unit is what one tensor enters and one "
-        rest += "leaves, and `testbed show models` lists them"
-        raise InputError(f"{stages} stages, but {has}: {rest}", ("method", "stages"))
+        count = "1 unit" if units == 1 else f"{units} units"
+        raise InputError(
+            f"{stages} stages, but the model has {count}: write stages: {units}, and the devices beyond stand by; a "
+            "unit is what one tensor enters and one leaves, and `testbed show models` lists them",
+            ("method", "stages"),
+        )
 
 
-def even(units: int, stages: int) -> Cuts:
+def even_cuts(units: int, stages: int) -> Cuts:
     """Return cuts into stages of equal numbers of units, the first stages having one more if necessary.
 
-    >>> even(5, 2)
+    >>> even_cuts(5, 2)
     (0, 3, 5)
     """
     check_counts(units, stages)
-    small, larger = divmod(units, stages)
-    return tuple(stage * small + min(stage, larger) for stage in range(stages + 1))
+    size, larger_stages = divmod(units, stages)
+    return tuple(
+        stage * size + min(stage, larger_stages) for stage in range(stages + 1)
+    )
 
 
-def best(units: int, stages: int, costs: Costs, combine: Combine) -> tuple[float, Cuts]:
+def best_cuts(
+    units: int, stages: int, costs: Costs, combine: Combine
+) -> tuple[float, Cuts]:
     """Return the least cost of a partition and its cuts; infinity and arbitrary cuts if all are forbidden.
 
     Exact, because ``combine`` is monotone: the best whole contains the best partition of its first units over its first
     stages. The cost function of a stage is evaluated stages x units^2 / 2 times. Ties prefer earlier cuts.
+
+    >>> seconds = (4, 1, 1, 1, 1)
+    >>> costs = Costs(lambda stage, first, last: sum(seconds[first:last]), lambda stage, cut: 0.0)
+    >>> best_cuts(units=5, stages=2, costs=costs, combine=max)
+    (4, (0, 1, 5))
     """
     check_counts(units, stages)
-    # table[end] is the best for the first `end` units over the stages so far.
-    table: dict[int, tuple[float, Cuts]] = {
-        end: (costs.stage(0, 0, end), (0, end)) for end in range(1, units - stages + 2)
-    }
+    # best[end] is the best partition of the first `end` units over the stages so far. Each later stage needs a unit, so
+    # the first one ends at `last_end` at most.
+    last_end = units - stages + 1
+    best: dict[int, tuple[float, Cuts]] = {}
+    for end in range(1, last_end + 1):
+        best[end] = (costs.stage(0, 0, end), (0, end))
     for stage in range(1, stages):
-        longer: dict[int, tuple[float, Cuts]] = {}
-        arriving = {
-            cut: (combine(cost, costs.boundary(stage - 1, cut)), cuts)
-            for cut, (cost, cuts) in table.items()
-        }
-        for end in range(stage + 1, units - stages + stage + 2):
-            cost, cuts = min(
-                (combine(before, costs.stage(stage, cut, end)), cuts)
-                for cut, (before, cuts) in arriving.items()
-                if cut < end
-            )
-            longer[end] = (cost, (*cuts, end))
-        table = longer
-    return table[units]
+        before = best
+        best = {}
+        # Computed once for each cut, since the boundary does not depend on the end of the stage.
+        arriving: dict[int, float] = {}
+        for cut, (cost, _) in before.items():
+            arriving[cut] = combine(cost, costs.boundary(stage - 1, cut))
+        for end in range(stage + 1, last_end + stage + 1):
+            candidates = []
+            for cut, (_, cuts) in before.items():
+                if cut < end:
+                    cost = combine(arriving[cut], costs.stage(stage, cut, end))
+                    candidates.append((cost, cuts))
+            # Tuples compare by cost, then by cuts: ties prefer earlier cuts.
+            cost, cuts = min(candidates)
+            best[end] = (cost, (*cuts, end))
+    return best[units]
 
 
 def least_total(units: int, stages: int, total: Costs) -> tuple[float, Cuts]:
     """Return the partition with the least sum of costs: the latency of a single sample."""
-    return best(units, stages, total, operator.add)
+    return best_cuts(units, stages, total, operator.add)
 
 
 def least_bottleneck(
     units: int, stages: int, bottleneck: Costs, total: Costs
 ) -> tuple[float, Cuts]:
     """Return the partition whose largest cost is least; ties prefer the least total."""
-    limit, cuts = best(units, stages, bottleneck, max)
+    limit, cuts = best_cuts(units, stages, bottleneck, max)
     if math.isinf(limit):
         return limit, cuts
-    cost, among_equals = least_total(
-        units, stages, _limit_bottleneck(total, bottleneck, limit)
-    )
-    return limit, cuts if math.isinf(cost) else among_equals
+    limited = _limit_bottleneck(total, bottleneck, limit)
+    cost, cuts_of_least_total = least_total(units, stages, limited)
+    # A total may be infinite where the bottleneck is not.
+    if math.isinf(cost):
+        return limit, cuts
+    return limit, cuts_of_least_total
 
 
 def trade_offs(units: int, stages: int, bottleneck: Costs, total: Costs) -> list[Cuts]:
@@ -114,11 +136,10 @@ def trade_offs(units: int, stages: int, bottleneck: Costs, total: Costs) -> list
     partitions: list[Cuts] = []
     limit = math.inf
     while True:
-        cost, cuts = least_total(
-            units,
-            stages,
-            _limit_bottleneck(total, bottleneck, math.nextafter(limit, -math.inf)),
-        )
+        # The largest float below the last bottleneck: the next partition must be strictly better.
+        below = math.nextafter(limit, -math.inf)
+        limited = _limit_bottleneck(total, bottleneck, below)
+        cost, cuts = least_total(units, stages, limited)
         if math.isinf(cost):
             return partitions
         partitions.append(cuts)
@@ -129,17 +150,13 @@ def _limit_bottleneck(total: Costs, bottleneck: Costs, limit: float) -> Costs:
     """Forbid every part whose cost by ``bottleneck`` exceeds the limit."""
 
     def stage(index: int, first: int, last: int) -> float:
-        return (
-            total.stage(index, first, last)
-            if bottleneck.stage(index, first, last) <= limit
-            else math.inf
-        )
+        if bottleneck.stage(index, first, last) > limit:
+            return math.inf
+        return total.stage(index, first, last)
 
     def boundary(index: int, cut: int) -> float:
-        return (
-            total.boundary(index, cut)
-            if bottleneck.boundary(index, cut) <= limit
-            else math.inf
-        )
+        if bottleneck.boundary(index, cut) > limit:
+            return math.inf
+        return total.boundary(index, cut)
 
     return Costs(stage, boundary)

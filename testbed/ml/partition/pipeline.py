@@ -25,12 +25,28 @@ from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.partition import cuts as cutting
 from testbed.ml.partition.cuts import Costs, Cuts
 from testbed.ml.partition.memory import inference_bytes, training_bytes
-from testbed.ml.schedule import Action, Schedule, Slot, in_flight, orders, play
+from testbed.ml.schedule import (
+    Action,
+    Schedule,
+    Slot,
+    actions_by_stage,
+    peak_in_flight,
+    simulate_schedule,
+)
 from testbed.network.link import Link, Pair
 from testbed.wire.message import size_around
 
 OfStage = Callable[[int, int, int], float]
 """(stage, first unit, last unit exclusive) -> demand of the units on the stage."""
+
+
+def _neighbour_pairs(devices: Sequence[DeviceSpec]) -> list[Pair]:
+    """Return the names of neighbouring devices, in both directions."""
+    pairs: list[Pair] = []
+    for one, other in pairwise(devices):
+        pairs.append((one.name, other.name))
+        pairs.append((other.name, one.name))
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -50,18 +66,17 @@ class Chain:
 
     def __post_init__(self) -> None:
         cutting.check_counts(len(self.units), len(self.devices))
-        for one, other in pairwise(self.devices):
-            for pair in ((one.name, other.name), (other.name, one.name)):
-                if pair not in self.links:
-                    raise InputError(
-                        f"{pair[0]} and {pair[1]} hold neighbouring stages, but no link leads from {pair[0]} to "
-                        f"{pair[1]}: add one, or list the devices in the order in which they are linked",
-                        ("network", "topology"),
-                    )
+        for source, target in _neighbour_pairs(self.devices):
+            if (source, target) not in self.links:
+                raise InputError(
+                    f"{source} and {target} hold neighbouring stages, but no link leads from {source} to {target}: add "
+                    "one, or list the devices in the order in which they are linked",
+                    ("network", "topology"),
+                )
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Number of units."""
+        """The model's units in their order."""
         return self.model.units
 
     @cached_property
@@ -75,19 +90,20 @@ class Chain:
 
     def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a forward of units ``first`` to ``last`` (exclusive)."""
-        return self.devices[stage].seconds(
-            forward_of(
-                self._cumulative_costs[last] - self._cumulative_costs[first], samples
-            )
-        )
+        cost = forward_of(self._cost_of(first, last), samples)
+        return self.devices[stage].seconds(cost)
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
-        """Return the seconds of a backward."""
-        return self.devices[stage].seconds(
-            backward_of(
-                self._cumulative_costs[last] - self._cumulative_costs[first], samples
-            )
-        )
+        """Return the seconds of a backward of units ``first`` to ``last`` (exclusive)."""
+        cost = backward_of(self._cost_of(first, last), samples)
+        return self.devices[stage].seconds(cost)
+
+    def _cost_of(self, first: int, last: int) -> Cost:
+        """Return the cost of a forward of one sample through units ``first`` to ``last`` (exclusive)."""
+        return self._cumulative_costs[last] - self._cumulative_costs[first]
+
+    def _parameters_of(self, first: int, last: int) -> int:
+        return self._cumulative_parameters[last] - self._cumulative_parameters[first]
 
     def transfer(
         self, source: int, target: int, cut: int, samples: int
@@ -96,11 +112,10 @@ class Chain:
         gradient.
         """
         link = self.links[self.devices[source].name, self.devices[target].name]
-        return link.transmission_time(
-            size_around(
-                samples * self.model.cut_bytes(cut) * self.shares[source > target]
-            )
-        ), link.delay
+        activation_share, gradient_share = self.shares
+        share = activation_share if source < target else gradient_share
+        size = size_around(samples * self.model.cut_bytes(cut) * share)
+        return link.transmission_time(size), link.delay
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
@@ -116,14 +131,17 @@ class Chain:
         return cache(self.memory)
 
     def _fitting_costs(self, costs: Costs) -> Costs:
-        """Forbid stages exceeding their device's memory."""
+        """Forbid stages exceeding their device's memory, and cuts between units with a shared weight."""
 
         def stage(index: int, first: int, last: int) -> float:
-            fits = self._stage_memory(index, first, last) <= self.devices[index].memory
-            return costs.stage(index, first, last) if fits else math.inf
+            if self._stage_memory(index, first, last) > self.devices[index].memory:
+                return math.inf
+            return costs.stage(index, first, last)
 
         def boundary(index: int, cut: int) -> float:
-            return math.inf if self._tied_across(cut) else costs.boundary(index, cut)
+            if self._tied_across(cut) is not None:
+                return math.inf
+            return costs.boundary(index, cut)
 
         return Costs(stage, boundary)
 
@@ -134,7 +152,8 @@ class Chain:
     def _check_tied(self, cuts: Cuts) -> None:
         """Raise `InputError` for cuts between units sharing weights."""
         for cut in cuts[1:-1]:
-            if (tied := self._tied_across(cut)) is not None:
+            tied = self._tied_across(cut)
+            if tied is not None:
                 units = " and ".join(self.units[unit].name for unit in tied.units)
                 raise InputError(
                     f"units {units} share a weight ({tied.title}), and stages that update at different times cannot "
@@ -146,44 +165,49 @@ class Chain:
     def fullness(self) -> tuple[float, Cuts]:
         """The smallest possible memory use of the fullest device, as a fraction, with its cuts."""
 
-        def stage(index: int, first: int, last: int) -> float:
-            return self._stage_memory(index, first, last) / self.devices[index].memory
+        def no_cost(stage: int, cut: int) -> float:
+            return 0.0
 
-        return cutting.best(
-            len(self.units),
-            len(self.devices),
-            Costs(stage, lambda _stage, _cut: 0.0),
-            max,
-        )
+        costs = Costs(self._memory_share, no_cost)
+        return cutting.best_cuts(len(self.units), len(self.devices), costs, max)
+
+    def _memory_share(self, stage: int, first: int, last: int) -> float:
+        """Return the fraction of a device's memory that a stage needs."""
+        return self._stage_memory(stage, first, last) / self.devices[stage].memory
+
+    @property
+    def _fits(self) -> bool:
+        """Whether some partition fits all devices."""
+        return self.fullness[0] <= 1
 
     def check(self, cuts: Cuts) -> None:
         """Raise `InputError` for a stage exceeding its device's memory, with a remedy."""
         shares = [
-            self._stage_memory(stage, first, last) / self.devices[stage].memory
+            self._memory_share(stage, first, last)
             for stage, (first, last) in enumerate(pairwise(cuts))
         ]
-        fullest = max(range(len(shares)), key=shares.__getitem__)
-        if shares[fullest] <= 1:
+        largest = max(shares)
+        if largest <= 1:
             return
+        fullest = shares.index(largest)
         first, last = cuts[fullest : fullest + 2]
-        device, need = self.devices[fullest], self._stage_memory(fullest, first, last)
-        names = self.units[first].name + (
-            "" if last == first + 1 else f" to {self.units[last - 1].name}"
-        )
+        device = self.devices[fullest]
+        need = self._stage_memory(fullest, first, last)
+        names = self.units[first].name
+        if last > first + 1:
+            names += f" to {self.units[last - 1].name}"
         raise InputError(
             f"{device.name} has {formats.size(device.memory)} of memory, but its part of the model ({names}) needs "
-            f"{formats.size(need)} at batch_size {self.batch_size}: {self._what_fits()}",
+            f"{formats.size(need)} at batch_size {self.batch_size}: {self._memory_remedy()}",
             ("devices", device.name, "memory"),
         )
 
-    def _what_fits(self) -> str:
-        if self.fullness[0] <= 1:
+    def _memory_remedy(self) -> str:
+        """Return a change of the scenario after which the model fits."""
+        if self._fits:
             return "an optimal partition would fit"
         ways = []
-        smaller = range(1, self.batch_size)
-        batch_size = bisect(
-            smaller, False, key=lambda size: self._with_batch(size).fullness[0] > 1
-        )
+        batch_size = self._largest_fitting_batch()
         if batch_size:
             ways.append(f"a batch_size of at most {batch_size} fits")
         devices = self._enough_devices()
@@ -191,9 +215,21 @@ class Chain:
             ways.append(
                 f"{devices} devices fit, the added ones like {self.devices[-1].name}"
             )
-        return ", or ".join(ways) or (
-            "no smaller batch and no number of such devices fits; it takes devices with more memory or a smaller model"
-        )
+        if not ways:
+            return (
+                "no smaller batch and no number of such devices fits; it takes devices with more memory or a smaller "
+                "model"
+            )
+        return ", or ".join(ways)
+
+    def _largest_fitting_batch(self) -> int:
+        """Return the largest smaller batch for which some partition fits; 0 if there is none."""
+
+        def is_too_large(size: int) -> bool:
+            return not self._with_batch(size)._fits
+
+        # Memory grows with the batch, so sizes that fit come first. bisect returns their number: the largest of them.
+        return bisect(range(1, self.batch_size), False, key=is_too_large)
 
     def _with_batch(self, batch_size: int) -> Chain:
         return replace(self, batch_size=batch_size)
@@ -209,12 +245,9 @@ class Chain:
                 for index in range(len(self.devices), count)
             )
             devices = self.devices + added
-            links = {
-                pair: Link()
-                for one, other in pairwise(d.name for d in devices)
-                for pair in ((one, other), (other, one))
-            }
-            if self._with_devices(devices, links).fullness[0] <= 1:
+            # Memory does not depend on the rates of links.
+            links = {pair: Link() for pair in _neighbour_pairs(devices)}
+            if self._with_devices(devices, links)._fits:
                 return count
         return 0
 
@@ -242,13 +275,9 @@ class Chain:
 
     def least_latency(self) -> Cuts:
         """Return the fitting partition with the least latency; raises `InputError` if none fits."""
-        return self._check_optimum(
-            cutting.least_total(
-                len(self.units),
-                len(self.devices),
-                self._fitting_costs(self.latency_costs),
-            )
-        )
+        fitting = self._fitting_costs(self.latency_costs)
+        best = cutting.least_total(len(self.units), len(self.devices), fitting)
+        return self._check_optimum(best)
 
     @property
     def passage_costs(self) -> Costs:
@@ -278,14 +307,16 @@ class Chain:
 
     def even(self) -> Cuts:
         """Return even cuts; raises `InputError` if they do not fit."""
-        cuts = cutting.even(len(self.units), len(self.devices))
+        cuts = cutting.even_cuts(len(self.units), len(self.devices))
         self.check(cuts)
         self._check_tied(cuts)
         return cuts
 
     def _check_optimum(self, best: tuple[float, Cuts]) -> Cuts:
+        """Return the cuts of an optimum; raises `InputError` if its cost is infinite."""
         cost, cuts = best
         if math.isinf(cost):
+            # Cuts of infinite cost are arbitrary: the ones of least memory decide whether memory is the reason.
             self.check(self.fullness[1])
             self._check_tied(cuts)
         return cuts
@@ -296,6 +327,7 @@ class TrainingPipeline(Chain):
     """Training over devices in a row: activations flow forward, gradients backward."""
 
     state_values: float = field(default=0, kw_only=True)
+    """Values the optimizer keeps per parameter, such as 1 for momentum."""
 
     @property
     def samples(self) -> int:
@@ -330,26 +362,26 @@ class TrainingPipeline(Chain):
         """Summands of the time of a batch or micro-batch forward through all stages and back."""
 
         def boundary(stage: int, cut: int) -> float:
-            ways = ((stage, stage + 1), (stage + 1, stage))
-            return sum(sum(self.transfer(*way, cut, self.samples)) for way in ways)
+            there = sum(self.transfer(stage, stage + 1, cut, self.samples))
+            back = sum(self.transfer(stage + 1, stage, cut, self.samples))
+            return there + back
 
         return Costs(cache(self.stage_time), boundary)
 
-    def played(self, cuts: Cuts, stages: Sequence[Sequence[Action]]) -> list[Slot]:
-        """Simulate the schedule; return the times of each stage's actions, in seconds."""
+    def simulate(self, cuts: Cuts, stages: Sequence[Sequence[Action]]) -> list[Slot]:
+        """Simulate the actions of each stage; return their times in seconds."""
 
         def duration(stage: int, action: Action) -> float:
             first, last = cuts[stage : stage + 2]
             return self.action_time(stage, first, last, action)
 
         def transfer(stage: int, action: Action) -> tuple[float, float]:
-            forward = action.kind == "forward"
-            target, cut = (
-                (stage + 1, cuts[stage + 1]) if forward else (stage - 1, cuts[stage])
-            )
-            return self.transfer(stage, target, cut, self.samples_of(action))
+            samples = self.samples_of(action)
+            if action.kind == "forward":
+                return self.transfer(stage, stage + 1, cuts[stage + 1], samples)
+            return self.transfer(stage, stage - 1, cuts[stage], samples)
 
-        return play(stages, duration, transfer)
+        return simulate_schedule(stages, duration, transfer)
 
 
 @dataclass(frozen=True)
@@ -374,54 +406,46 @@ class SynchronousPipeline(TrainingPipeline):
 
     @cached_property
     def _sizes(self) -> list[int]:
-        return [
-            part.stop - part.start
-            for part in cut_batch(self.batch_size, self.micro_batches)
-        ]
+        """Samples of each micro-batch; the largest come first."""
+        parts = cut_batch(self.batch_size, self.micro_batches)
+        return [part.stop - part.start for part in parts]
 
     @cached_property
     def _in_flight(self) -> list[int]:
         """Maximum number of samples kept by each stage."""
-        kept = (
-            in_flight(actions)
-            for actions in orders(self.schedule, len(self.devices), self.micro_batches)
-        )
-        return [sum(self._sizes[:count]) for count in kept]
+        stages = actions_by_stage(self.schedule, len(self.devices), self.micro_batches)
+        samples = []
+        for actions in stages:
+            kept = peak_in_flight(actions)
+            samples.append(sum(self._sizes[:kept]))
+        return samples
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
-        units, samples, precision = (
-            range(first, last),
-            self._in_flight[stage],
-            self.devices[stage].precision,
-        )
+        samples = self._in_flight[stage]
+        inputs = 0
         if self._repeats_forward(stage):
+            # Of all micro-batches in flight only the inputs are kept, of the one in backward all activations.
             inputs = self.units[first].input_bytes * samples
-            return (
-                training_bytes(
-                    self.model,
-                    units,
-                    self._sizes[0],
-                    self.state_values,
-                    precision=precision,
-                )
-                + inputs
-            )
-        return training_bytes(
-            self.model, units, samples, self.state_values, precision=precision
+            samples = self._sizes[0]
+        training = training_bytes(
+            self.model,
+            range(first, last),
+            samples,
+            self.state_values,
+            precision=self.devices[stage].precision,
         )
+        return training + inputs
 
     def _repeats_forward(self, stage: int) -> bool:
         return self.recompute and stage + 1 < len(self.devices)
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a backward, including a repeated forward if activations are not kept."""
-        again = (
-            self.forward_time(stage, first, last, samples)
-            if self._repeats_forward(stage)
-            else 0.0
-        )
-        return super().backward_time(stage, first, last, samples) + again
+        seconds = super().backward_time(stage, first, last, samples)
+        if self._repeats_forward(stage):
+            seconds += self.forward_time(stage, first, last, samples)
+        return seconds
 
     def _with_batch(self, batch_size: int) -> Chain:
         return replace(
@@ -432,15 +456,8 @@ class SynchronousPipeline(TrainingPipeline):
 
     def update_time(self, stage: int, first: int, last: int) -> float:
         """Return the seconds of the update at the end of a step."""
-        return self.devices[stage].seconds(
-            Cost(
-                self.update_flops
-                * (
-                    self._cumulative_parameters[last]
-                    - self._cumulative_parameters[first]
-                )
-            )
-        )
+        flops = self.update_flops * self._parameters_of(first, last)
+        return self.devices[stage].seconds(Cost(flops))
 
     @property
     def samples(self) -> int:
@@ -449,9 +466,10 @@ class SynchronousPipeline(TrainingPipeline):
 
     def stage_time(self, stage: int, first: int, last: int) -> float:
         """Return the seconds of forward and backward of the largest micro-batch, and of its share of the update."""
-        ends, samples = (stage, first, last), self.samples
-        compute = self.forward_time(*ends, samples) + self.backward_time(*ends, samples)
-        return compute + self.update_time(*ends) / self.micro_batches
+        forward = self.forward_time(stage, first, last, self.samples)
+        backward = self.backward_time(stage, first, last, self.samples)
+        update = self.update_time(stage, first, last)
+        return forward + backward + update / self.micro_batches
 
     def samples_of(self, action: Action) -> int:
         """Return the size of an action's micro-batch."""
@@ -485,31 +503,24 @@ class SynchronousPipeline(TrainingPipeline):
         Micro-batches are numbered through all steps. The first stage starts a step after its update.
         """
         count = self.micro_batches
-        stages = [
-            [
-                action
-                for step in range(steps)
-                for action in (
-                    *(
-                        Action(action.kind, step * count + action.micro)
-                        for action in actions
-                    ),
-                    Action("update", step),
-                )
-            ]
-            for actions in orders(self.schedule, len(self.devices), count)
-        ]
-        return self.played(cuts, stages)
+        stages = []
+        for actions in actions_by_stage(self.schedule, len(self.devices), count):
+            repeated: list[Action] = []
+            for step in range(steps):
+                for action in actions:
+                    repeated.append(Action(action.kind, step * count + action.micro))
+                repeated.append(Action("update", step))
+            stages.append(repeated)
+        return self.simulate(cuts, stages)
 
     def step_time(self, cuts: Cuts) -> float:
         """Return the predicted seconds between the starts of two steps: the critical path of the schedule."""
-        starts = [
-            slot.start
-            for slot in self.timeline(cuts, steps=3)
-            if slot.stage == 0
-            and slot.action.kind == "forward"
-            and slot.action.micro % self.micro_batches == 0
-        ]
+        starts = []
+        for slot in self.timeline(cuts, steps=3):
+            is_forward = slot.stage == 0 and slot.action.kind == "forward"
+            if is_forward and slot.action.micro % self.micro_batches == 0:
+                starts.append(slot.start)
+        # The first step may be shorter: its stages do not wait for updates of a step before.
         return starts[2] - starts[1] + self._tied_time(cuts)
 
     def _tied_time(self, cuts: Cuts) -> float:
@@ -522,55 +533,52 @@ class SynchronousPipeline(TrainingPipeline):
         for tied in self.model.tied:
             first, *others = tied.holders(cuts[:-1])
             for other in others:
-                sizes[first, other] = (
-                    sizes.get((first, other), 0) + BYTES_PER_VALUE * tied.values
-                )
-        waits, shifts = [0.0], [0.0]
-        slots = self.timeline(cuts) if sizes else []
+                before = sizes.get((first, other), 0)
+                sizes[first, other] = before + BYTES_PER_VALUE * tied.values
+        if not sizes:
+            return 0.0
+        slots = self.timeline(cuts)
+        waits = [0.0]
+        shifts = [0.0]
         for (first, other), size in sizes.items():
+            is_next = other == first + 1
             begun = min(slot.start for slot in slots if slot.stage == other)
-            ready, last = (
-                max(
-                    slots,
-                    key=lambda slot: (
-                        slot.stage == stage and slot.action.kind == "backward",
-                        slot.end,
-                    ),
-                )
-                for stage in (first, other)
-            )
-            sent = max(last.end, ready.start) if other == first + 1 else last.end
+            ready = _last_backward(slots, first)
+            last = _last_backward(slots, other)
+            # Gradients of activations go first on the link between neighbours; they are there when `ready` starts.
+            sent = max(last.end, ready.start) if is_next else last.end
             waits.append(
                 sent + sum(self._tied_transfer(other, first, size)) - ready.end
             )
             busy, delay = self._tied_transfer(first, other, size)
-            updated = (
-                self.update_time(stage, *cuts[stage : stage + 2])
-                for stage in (first, other)
-            )
-            mine, theirs = updated
+            mine = self.update_time(first, *cuts[first : first + 2])
+            theirs = self.update_time(other, *cuts[other : other + 2])
             shifts.append(busy + delay + theirs - mine - begun)
-            if other == first + 1:
-                shifts.append(
-                    busy
-                    - mine
-                    - self.forward_time(
-                        first, cuts[first], cuts[first + 1], self.samples
-                    )
+            if is_next:
+                forward = self.forward_time(
+                    first, cuts[first], cuts[first + 1], self.samples
                 )
+                shifts.append(busy - mine - forward)
         return max(waits) + max(shifts)
 
     def _tied_transfer(
         self, source: int, target: int, size: int
     ) -> tuple[float, float]:
-        """Return how long gradients of tied weights keep a link busy, and its delay; raises `InputError`."""
-        pair = self.devices[source].name, self.devices[target].name
-        if pair not in self.links:
+        """Return the seconds gradients of tied weights keep a link busy, and its delay; raises `InputError`."""
+        names = self.devices[source].name, self.devices[target].name
+        if names not in self.links:
             raise InputError(
-                f"{pair[0]} and {pair[1]} use the same weights ({self.model.tied[0].title}) and send each other "
-                f"gradients, but no link leads from {pair[0]} to {pair[1]}: use the topology mesh or add the link",
+                f"{names[0]} and {names[1]} use the same weights ({self.model.tied[0].title}) and send each other "
+                f"gradients, but no link leads from {names[0]} to {names[1]}: use the topology mesh or add the link",
                 ("network", "topology"),
             )
-        return self.links[pair].transmission_time(size_around(size)), self.links[
-            pair
-        ].delay
+        link = self.links[names]
+        return link.transmission_time(size_around(size)), link.delay
+
+
+def _last_backward(slots: Sequence[Slot], stage: int) -> Slot:
+    """Return a stage's backward that ends last."""
+    backwards = [
+        slot for slot in slots if slot.stage == stage and slot.action.kind == "backward"
+    ]
+    return max(backwards, key=lambda slot: slot.end)

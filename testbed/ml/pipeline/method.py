@@ -26,7 +26,7 @@ from testbed.ml.pipeline.planning import (
     stage_pieces,
     synchronous_cut,
 )
-from testbed.ml.schedule import SCHEDULES, Action, asynchronous_1f1b, grid
+from testbed.ml.schedule import SCHEDULES, Action, asynchronous_1f1b, draw_grid
 from testbed.network.link import Link
 from testbed.plan import Piece, Plan
 
@@ -100,7 +100,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         """Draw a step as a grid with one row per stage and one column per slot."""
         if len(plan.pieces) < 2:
             return None
-        return grid(
+        return draw_grid(
             SCHEDULES[plan.details.schedule],
             len(plan.pieces),
             plan.details.micro_batches,
@@ -200,4 +200,4 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         def schedule(stages: int, stage: int, batches: int) -> Iterator[Action]:
             return asynchronous_1f1b(stages, stage, batches, plan.details.in_flight)
 
-        return grid(schedule, stages, 2 * stages)
+        return draw_grid(schedule, stages, 2 * stages)

@@ -20,7 +20,7 @@ from testbed.ml.partition import Chain, Cuts, SynchronousPipeline
 from testbed.ml.partition.asynchronous import (
     AsynchronousPipeline,
     UnitTimes,
-    capacities,
+    relative_capacities,
 )
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.schedule import SCHEDULES
@@ -489,5 +489,7 @@ def as_given(
 ) -> AsynchronousPipeline:
     """Return the pipeline over these devices with the scenario's speeds."""
     devices = [problem.device(name) for name in names]
-    known = capacities(devices, problem.model.units, problem.workload.batch_size)
+    known = relative_capacities(
+        devices, problem.model.units, problem.workload.batch_size
+    )
     return pipeline_over(problem, names, capacities=known)

@@ -237,7 +237,7 @@ class AsynchronousUpdates:
         position = stage.position
         count = len(position.stages)
         self._window = options.window(count)
-        self._depth = versions.in_flight(count, position.index, self._window)
+        self._depth = versions.max_in_flight(count, position.index, self._window)
         self._span = self._window if options.vertical_sync else self._depth
         """Staleness of forwards in batches, plus one."""
         self._base = 0
@@ -279,7 +279,7 @@ class AsynchronousUpdates:
 
     def version(self, batch: int) -> int:
         """Return the version used by both forward and backward of a batch."""
-        return self._base + versions.used(batch - self._base, self._span)
+        return self._base + versions.version_used(batch - self._base, self._span)
 
     def forward_done(self, passage: Passage) -> None:
         """Count the versions in use."""
@@ -319,7 +319,9 @@ class AsynchronousUpdates:
         stage, done = self._stage, batch + 1
         cost = costs.update(stage.units, stage.problem.training)
         aggregated = 0
-        if versions.aggregates(done - self._base, self._depth, self._options.aggregate):
+        if versions.is_aggregation_due(
+            done - self._base, self._depth, self._options.aggregate
+        ):
             aggregated = self._depth
             cost += Cost(aggregated * costs.parameters(stage.units))
         advance = partial(
@@ -402,7 +404,7 @@ class AsynchronousUpdates:
                 step=self._end,
                 in_use=self._in_use,
                 kept=self._kept,
-                allowed=versions.in_flight(len(position.stages), position.index),
+                allowed=versions.max_in_flight(len(position.stages), position.index),
                 bytes=self._kept * sum(unit.weight_bytes for unit in stage.units),
                 replicas=self._store.replicas.bytes(),
             )

@@ -3,7 +3,7 @@
 In the synchronous schedules all micro-batches of a step use the same weights, and an update ends the step. Each
 schedule therefore gives the gradient of the whole batch; micro-batches of an indivisible batch differ by one sample
 (`testbed.ml.data.batches.cut_batch`). In the asynchronous schedule every batch has its own update. All are drawn by
-`grid` for three stages and four micro-batches, with forward and backward equally long.
+`draw_grid` for three stages and four micro-batches, with forward and backward equally long.
 
 In the simulation, a stage does one action at a time, in order. Forward and backward wait for the neighbour's message,
 and the link between two stages carries one message at a time in each direction; sending does not block computing.
@@ -17,14 +17,18 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from testbed.ml.schedule.versions import in_flight as most_under_way
+from testbed.ml.schedule.versions import max_in_flight
 
 ActionKind = Literal["forward", "backward", "update"]
 
 
 @dataclass(frozen=True)
 class Action:
-    """One piece of a stage's work."""
+    """One piece of a stage's work.
+
+    >>> str(Action("forward", 2))
+    'F2'
+    """
 
     kind: ActionKind
     micro: int
@@ -38,21 +42,33 @@ Schedule = Callable[[int, int, int], Iterator[Action]]
 """(stages, stage, micro-batches) -> the stage's actions in one step in order, without the final update."""
 
 
-def written(actions: Iterable[Action]) -> str:
-    """Format actions as text, such as ``F0 F1 B0 B1``."""
+def format_actions(actions: Iterable[Action]) -> str:
+    """Format actions as text.
+
+    >>> format_actions(one_forward_one_backward(stages=2, stage=0, micro_batches=3))
+    'F0 F1 B0 F2 B1 B2'
+    """
     return " ".join(map(str, actions))
 
 
-def in_flight(actions: Iterable[Action]) -> int:
-    """Return the peak number of micro-batches between forward and backward, whose activations are kept."""
-    kept = most = 0
+def peak_in_flight(actions: Iterable[Action]) -> int:
+    """Return the peak number of micro-batches between forward and backward, whose activations are kept.
+
+    >>> peak_in_flight(gpipe(stages=2, stage=0, micro_batches=3))
+    3
+    """
+    kept = 0
+    peak = 0
     for action in actions:
-        kept += {"forward": 1, "backward": -1, "update": 0}[action.kind]
-        most = max(most, kept)
-    return most
+        if action.kind == "forward":
+            kept += 1
+        elif action.kind == "backward":
+            kept -= 1
+        peak = max(peak, kept)
+    return peak
 
 
-def orders(
+def actions_by_stage(
     schedule: Schedule, stages: int, micro_batches: int
 ) -> list[Sequence[Action]]:
     """Return the actions of every stage in one step; raises ValueError for less than one stage or micro-batch."""
@@ -94,8 +110,10 @@ def gpipe(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
         stage 1   . F0 F1 F2 F3  .  . B3 B2 B1 B0  .
         stage 2   .  . F0 F1 F2 F3 B3 B2 B1 B0  .  .
     """
-    yield from map(_forward_action, range(micro_batches))
-    yield from map(_backward_action, reversed(range(micro_batches)))
+    for micro in range(micro_batches):
+        yield _forward_action(micro)
+    for micro in reversed(range(micro_batches)):
+        yield _backward_action(micro)
 
 
 def one_forward_one_backward(
@@ -111,7 +129,8 @@ def one_forward_one_backward(
         stage 2   .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
     """
     ahead = min(micro_batches, stages - stage)
-    yield from map(_forward_action, range(ahead))
+    for micro in range(ahead):
+        yield _forward_action(micro)
     for micro in range(micro_batches):
         yield _backward_action(micro)
         if ahead + micro < micro_batches:
@@ -123,7 +142,7 @@ SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
 }
-"""By the names that scenarios use."""
+"""Synchronous schedules by their names in scenario files."""
 
 
 def asynchronous_1f1b(
@@ -139,8 +158,10 @@ def asynchronous_1f1b(
         stage 1   . F0 F1  . B0 F2 B1 F3 B2  . B3  .
         stage 2   .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
     """
-    ahead = most_under_way(stages, stage, window)
-    for batch in count() if batches is None else range(batches + ahead):
+    ahead = max_in_flight(stages, stage, window)
+    # The last ``ahead`` turns only drain: their batches do not exist.
+    turns = count() if batches is None else range(batches + ahead)
+    for batch in turns:
         if batch >= ahead:
             yield Action("backward", batch - ahead)
             yield Action("update", batch - ahead)
@@ -168,88 +189,113 @@ class Slot:
     end: float
 
 
-def _free_at(stage: int, action: Action) -> tuple[float, float]:
+def _instant_transfer(stage: int, action: Action) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def _needs_nothing(stage: int, action: Action) -> bool:
-    return action.kind == "update" or (action.kind == "forward" and stage == 0)
+Arrivals = dict[tuple[int, Action], float]
+"""(stage, action) -> arrival of the message that the action waits for."""
 
 
-def play(
+def _ready_time(stage: int, action: Action, arrivals: Arrivals) -> float | None:
+    """Return when an action may start; None while its message has not been sent."""
+    is_input = stage == 0 and action.kind == "forward"
+    if is_input or action.kind == "update":
+        return 0.0
+    return arrivals.get((stage, action))
+
+
+def _check_finished(stages: Sequence[Sequence[Action]], done: Sequence[int]) -> None:
+    """Raise `ScheduleError` for stages with actions left after the ``done`` first ones."""
+    waiting = []
+    for stage, actions in enumerate(stages):
+        if done[stage] < len(actions):
+            waiting.append(f"stage {stage} waits for {actions[done[stage]]}")
+    if waiting:
+        raise ScheduleError("deadlock: " + ", ".join(waiting))
+
+
+def simulate_schedule(
     stages: Sequence[Sequence[Action]],
     duration: ActionTime,
-    transfer: TransferTime = _free_at,
+    transfer: TransferTime = _instant_transfer,
 ) -> list[Slot]:
     """Return every action's slot in the order of starts; raises `ScheduleError` naming the waiting actions of a
     deadlock.
+
+    >>> stages = actions_by_stage(gpipe, stages=2, micro_batches=1)
+    >>> slots = simulate_schedule(stages, lambda stage, action: 1.0)
+    >>> [(slot.stage, str(slot.action), slot.start) for slot in slots]
+    [(0, 'F0', 0.0), (1, 'F0', 1.0), (1, 'B0', 2.0), (0, 'B0', 3.0)]
     """
     slots: list[Slot] = []
     done = [0] * len(stages)
-    clock = [0.0] * len(stages)
-    arrived: dict[tuple[int, Action], float] = {}
-    links: dict[tuple[int, int], float] = {}
+    idle_from = [0.0] * len(stages)
+    arrivals: Arrivals = {}
+    link_free_from: dict[tuple[int, int], float] = {}
 
     def send(stage: int, action: Action, end: float) -> None:
-        target = (
-            stage + {"forward": 1, "backward": -1, "update": -len(stages)}[action.kind]
-        )
+        if action.kind == "update":
+            return
+        target = stage + 1 if action.kind == "forward" else stage - 1
         if target == len(stages):
-            arrived[stage, Action("backward", action.micro)] = end
+            # The last stage computes the loss itself: its backward waits for its own forward.
+            arrivals[stage, Action("backward", action.micro)] = end
         elif target >= 0:
             busy, delay = transfer(stage, action)
-            links[stage, target] = sent = (
-                max(end, links.get((stage, target), 0.0)) + busy
-            )
-            arrived[target, action] = sent + delay
+            sent = max(end, link_free_from.get((stage, target), 0.0)) + busy
+            link_free_from[stage, target] = sent
+            arrivals[target, action] = sent + delay
 
-    moved = True
-    while moved:
-        moved = False
+    # Each pass runs every stage as far as its messages allow; a pass without progress is the end, or a deadlock.
+    progressed = True
+    while progressed:
+        progressed = False
         for stage, actions in enumerate(stages):
             while done[stage] < len(actions):
                 action = actions[done[stage]]
-                ready = (
-                    0.0
-                    if _needs_nothing(stage, action)
-                    else arrived.get((stage, action))
-                )
+                ready = _ready_time(stage, action, arrivals)
                 if ready is None:
                     break
-                start = max(clock[stage], ready)
-                clock[stage] = end = start + duration(stage, action)
+                start = max(idle_from[stage], ready)
+                end = start + duration(stage, action)
+                idle_from[stage] = end
                 slots.append(Slot(stage, action, start, end))
                 send(stage, action, end)
                 done[stage] += 1
-                moved = True
-    stuck = [
-        f"stage {stage} waits for {order[done[stage]]}"
-        for stage, order in enumerate(stages)
-        if order[done[stage] :]
-    ]
-    if stuck:
-        raise ScheduleError("deadlock: " + ", ".join(stuck))
+                progressed = True
+    _check_finished(stages, done)
     return sorted(slots, key=lambda slot: (slot.start, slot.stage, slot.end))
 
 
-def grid(schedule: Schedule, stages: int, micro_batches: int, backward: int = 1) -> str:
+def draw_grid(
+    schedule: Schedule, stages: int, micro_batches: int, backward: int = 1
+) -> str:
     """Draw a step with a row per stage and a column per forward time; a backward takes ``backward`` columns.
 
     Transfers take no time. PipeDream's figures have a backward of 2, GPipe's of 1.
+
+    >>> print(draw_grid(gpipe, stages=2, micro_batches=2))
+    stage 0  F0 F1  .  . B1 B0
+    stage 1   . F0 F1 B1 B0  .
     """
     columns_of = {"forward": 1, "backward": backward, "update": 0}
-    slots = play(
-        orders(schedule, stages, micro_batches),
-        lambda _, action: columns_of[action.kind],
-    )
+
+    def duration(stage: int, action: Action) -> float:
+        return columns_of[action.kind]
+
+    actions = actions_by_stage(schedule, stages, micro_batches)
+    slots = simulate_schedule(actions, duration)
     columns = round(max(slot.end for slot in slots))
-    width = 1 + len(str(micro_batches - 1))
     rows = [["."] * columns for _ in range(stages)]
     for slot in slots:
         for column in range(round(slot.start), round(slot.end)):
             rows[slot.stage][column] = str(slot.action)
-    label = len(str(stages - 1))
-    return "\n".join(
-        f"stage {stage:>{label}}  " + " ".join(cell.rjust(width) for cell in row)
-        for stage, row in enumerate(rows)
-    )
+    label_width = len(str(stages - 1))
+    # A letter and the largest micro-batch's number.
+    cell_width = 1 + len(str(micro_batches - 1))
+    lines = []
+    for stage, row in enumerate(rows):
+        cells = " ".join(cell.rjust(cell_width) for cell in row)
+        lines.append(f"stage {stage:>{label_width}}  {cells}")
+    return "\n".join(lines)

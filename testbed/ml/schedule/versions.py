@@ -8,38 +8,42 @@ FTPipeHD's Figure 2.
 from __future__ import annotations
 
 
-def in_flight(stages: int, stage: int, window: int | None = None) -> int:
-    """Return the maximum number of batches between forward and backward on a stage: n - i, or ``window`` if smaller."""
+def max_in_flight(stages: int, stage: int, window: int | None = None) -> int:
+    """Return the maximum number of batches between forward and backward on a stage: n - i, or ``window`` if smaller.
+
+    >>> [max_in_flight(3, stage) for stage in range(3)]
+    [3, 2, 1]
+    """
     return min(window or stages, stages - stage)
 
 
-def used(batch: int, stages: int, stage: int = 0) -> int:
+def version_used(batch: int, stages: int, stage: int = 0) -> int:
     """Return the version a stage uses for a batch, forward and backward.
 
     With vertical sync, the default, all stages use the first stage's version. Without, stage i uses its newest, made by
     the batch n - i before.
+
+    >>> [version_used(batch, stages=3) for batch in range(5)]
+    [0, 0, 0, 1, 2]
     """
-    return max(0, batch - in_flight(stages, stage) + 1)
+    return max(0, batch - max_in_flight(stages, stage) + 1)
 
 
-def kept(stages: int, stage: int, vertical_sync: bool = True) -> int:
+def max_versions(stages: int, stage: int, *, vertical_sync: bool = True) -> int:
     """Return the maximum number of versions kept by a stage.
 
     Without vertical sync n - i: the newest batch in flight uses the newest version. With it n on every stage: batches
     in flight use at most n - i versions, but later stages already have newer ones for future batches.
     """
-    return in_flight(stages, 0 if vertical_sync else stage)
+    return max_in_flight(stages, 0 if vertical_sync else stage)
 
 
-def aggregates(done: int, trainings: int, multiple: int = 1) -> bool:
+def is_aggregation_due(done: int, trainings: int, multiple: int = 1) -> bool:
     """Return whether a stage aggregates after the updates of ``done`` batches.
 
     The interval is a multiple of the n - i concurrent trainings; 0 disables aggregation. A single training has no
     versions to aggregate.
     """
-    return (
-        multiple > 0
-        and trainings > 1
-        and done > 0
-        and done % (multiple * trainings) == 0
-    )
+    if multiple <= 0 or trainings <= 1 or done <= 0:
+        return False
+    return done % (multiple * trainings) == 0

@@ -10,7 +10,7 @@ from testbed.ml.layers.shard import Shard, restrict, unit_of, weights_of
 from testbed.ml.models import create
 from testbed.ml.models.chain import chain
 from testbed.ml.models.layers import Dropout, Flatten, Linear, ReLU
-from testbed.ml.schedule import SCHEDULES, orders, play
+from testbed.ml.schedule import SCHEDULES, actions_by_stage, simulate_schedule
 from tests.helpers.training import sgd
 
 SGD = sgd(learning_rate=0.1, momentum=0.9, weight_decay=0.01)
@@ -63,8 +63,8 @@ def train_split(model, sizes, cuts, schedule, count):
         parts = cut_batch(len(labels), count)
         passing = {(0, micro): images[part] for micro, part in enumerate(parts)}
         back = {}
-        for slot in play(
-            orders(schedule, len(shards), count), lambda _stage, _action: 1.0
+        for slot in simulate_schedule(
+            actions_by_stage(schedule, len(shards), count), lambda _stage, _action: 1.0
         ):
             stage, micro = slot.stage, slot.action.micro
             key, last = (step, micro), slot.stage == len(shards) - 1

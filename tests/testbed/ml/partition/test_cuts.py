@@ -13,8 +13,8 @@ from testbed.ml.models import create
 from testbed.ml.partition.cuts import (
     Costs,
     Cuts,
-    best,
-    even,
+    best_cuts,
+    even_cuts,
     least_bottleneck,
     trade_offs,
 )
@@ -57,7 +57,7 @@ def test_the_dynamic_programs_equal_brute_force(
     units, stages, bottleneck, total = case
     everything = all_cuts(units, stages)
     for combine in (max, operator.add):
-        cost, cuts = best(units, stages, total, combine)
+        cost, cuts = best_cuts(units, stages, total, combine)
         assert cost == min(total.of(each, combine) for each in everything)
         assert math.isinf(cost) or total.of(cuts, combine) == cost
 
@@ -90,14 +90,14 @@ def test_the_dynamic_programs_equal_brute_force(
 
 
 def test_even_cuts_differ_by_one_unit_at_most() -> None:
-    assert even(6, 3) == (0, 2, 4, 6)
-    assert even(8, 3) == (0, 3, 6, 8)
-    assert even(3, 3) == (0, 1, 2, 3)
+    assert even_cuts(6, 3) == (0, 2, 4, 6)
+    assert even_cuts(8, 3) == (0, 3, 6, 8)
+    assert even_cuts(3, 3) == (0, 1, 2, 3)
     with pytest.raises(
         InputError,
         match="4 stages, but the model has 3 units: write stages: 3, and the devices beyond",
     ):
-        even(3, 4)
+        even_cuts(3, 4)
 
 
 def test_equals_that_no_total_tells_apart_keep_the_least_bottleneck() -> None:

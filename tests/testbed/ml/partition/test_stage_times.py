@@ -19,13 +19,18 @@ from testbed.ml.models.layers import Linear
 from testbed.ml.partition.asynchronous import (
     AsynchronousPipeline,
     UnitTimes,
-    capacities,
     divisible_limit,
-    measured,
+    links_at_rates,
+    relative_capacities,
 )
 from testbed.ml.partition.cuts import Cuts
-from testbed.ml.schedule import Action, one_forward_one_backward, orders
-from testbed.ml.schedule.versions import aggregates, in_flight, kept, used
+from testbed.ml.schedule import Action, actions_by_stage, one_forward_one_backward
+from testbed.ml.schedule.versions import (
+    is_aggregation_due,
+    max_in_flight,
+    max_versions,
+    version_used,
+)
 from testbed.network.link import Link
 from testbed.wire.framing import wire_bytes
 from testbed.wire.message import ENVELOPE
@@ -76,7 +81,7 @@ def row_of(
         links,
         batch,
         profile,
-        capacities(devices, model.units, batch),
+        relative_capacities(devices, model.units, batch),
         state_values=1.0,
         **other,
     )
@@ -96,7 +101,7 @@ def random_chains(draw: st.DrawFn) -> AsynchronousPipeline:
         for stage in range(count)
     )
     rates = st.sampled_from([1e4, 1e5, math.inf])
-    links = measured(
+    links = links_at_rates(
         {
             (one.name, two.name): draw(rates)
             for one in devices
@@ -218,7 +223,7 @@ def test_seven_times_is_the_limit_of_a_finely_divisible_chain() -> None:
     }
     profile = UnitTimes((0.1,) * 42, (0.2,) * 42, (0.0,) * 42)
     found = AsynchronousPipeline(
-        fine, devices, links, 1, profile, capacities(devices, fine.units, 1)
+        fine, devices, links, 1, profile, relative_capacities(devices, fine.units, 1)
     )
     assert homogeneous(found) == (0, 14, 28, 42)
     assert found.least_bottleneck() == (0, 20, 40, 42)
@@ -314,7 +319,9 @@ def test_the_order_is_1f1b_and_one_batch_at_a_time_where_the_window_is_one() -> 
     for slot in found.timeline(cuts, 7):
         if slot.action.kind != "update":
             played[slot.stage].append(slot.action)
-    assert list(map(tuple, played)) == list(orders(one_forward_one_backward, 3, 7))
+    assert list(map(tuple, played)) == list(
+        actions_by_stage(one_forward_one_backward, 3, 7)
+    )
     alone = replace(found, window=1)
     # All forwards and backwards one after the other; the later stages update while gradients go on to the first.
     there_and_back = sum(found.profile.forward) + sum(found.profile.backward)
@@ -337,14 +344,18 @@ def test_versions_are_bounded_in_a_run_of_1f1b(
 ) -> None:
     """Played action by action: what is needed is there, what is dropped is never needed again."""
     batches = 5 * stages
-    for stage, actions in enumerate(orders(one_forward_one_backward, stages, batches)):
+    for stage, actions in enumerate(
+        actions_by_stage(one_forward_one_backward, stages, batches)
+    ):
         flying: dict[int, int] = {}
         stored = {0}
         done = forwarded = 0
         most_flying = most_stored = 0
         for action in actions:
             if action.kind == "forward":
-                version = used(action.micro, stages, 0 if vertical_sync else stage)
+                version = version_used(
+                    action.micro, stages, 0 if vertical_sync else stage
+                )
                 assert version <= done
                 assert version in stored
                 if not vertical_sync:
@@ -355,28 +366,38 @@ def test_versions_are_bounded_in_a_run_of_1f1b(
                 assert flying.pop(action.micro) in stored
                 done += 1
                 stored.add(done)
-            oldest = used(min(done, forwarded), stages, 0 if vertical_sync else stage)
+            oldest = version_used(
+                min(done, forwarded), stages, 0 if vertical_sync else stage
+            )
             stored &= set(range(oldest, done + 1))
             assert done in stored
             most_flying, most_stored = (
                 max(most_flying, len(set(flying.values()))),
                 max(most_stored, len(stored)),
             )
-        assert most_flying == in_flight(stages, stage) == stages - stage
-        assert most_stored == kept(stages, stage, vertical_sync)
+        assert most_flying == max_in_flight(stages, stage) == stages - stage
+        assert most_stored == max_versions(stages, stage, vertical_sync=vertical_sync)
 
 
 def test_the_papers_figure_2() -> None:
     """Three stages: batches 0 to 2 use version 0, 3 to 5 use 1 to 3, and batch 6 version 5, for one aggregation."""
-    assert [used(batch, 3) for batch in range(6)] == [0, 0, 0, 1, 2, 3]
-    aggregations = [done for done in range(9) if aggregates(done, in_flight(3, 0))]
+    assert [version_used(batch, 3) for batch in range(6)] == [0, 0, 0, 1, 2, 3]
+    aggregations = [
+        done for done in range(9) if is_aggregation_due(done, max_in_flight(3, 0))
+    ]
     assert aggregations == [3, 6]
-    assert used(6, 3) + sum(done <= used(6, 3) for done in aggregations) == 5
+    assert (
+        version_used(6, 3) + sum(done <= version_used(6, 3) for done in aggregations)
+        == 5
+    )
     assert [
-        done for done in range(9) if aggregates(done, in_flight(3, 1), multiple=2)
+        done
+        for done in range(9)
+        if is_aggregation_due(done, max_in_flight(3, 1), multiple=2)
     ] == [4, 8]
     assert not any(
-        aggregates(done, in_flight(3, 2)) or aggregates(done, 3, multiple=0)
+        is_aggregation_due(done, max_in_flight(3, 2))
+        or is_aggregation_due(done, 3, multiple=0)
         for done in range(9)
     )
 

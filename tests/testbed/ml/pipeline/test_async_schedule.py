@@ -6,12 +6,12 @@ from itertools import islice
 
 import pytest
 
-from testbed.ml.schedule import asynchronous_1f1b, grid, in_flight, versions
+from testbed.ml.schedule import asynchronous_1f1b, draw_grid, peak_in_flight, versions
 
 
 def test_it_is_as_it_is_drawn():
     drawn = inspect.getdoc(asynchronous_1f1b).split("::\n")[1]
-    assert grid(asynchronous_1f1b, 3, 4) == textwrap.dedent(drawn).strip()
+    assert draw_grid(asynchronous_1f1b, 3, 4) == textwrap.dedent(drawn).strip()
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 9])
@@ -19,7 +19,7 @@ def test_it_is_as_it_is_drawn():
 def test_stages_hold_no_more_than_their_window(stages, window):
     for stage in range(stages):
         actions = list(asynchronous_1f1b(stages, stage, 12, window))
-        assert in_flight(actions) == versions.in_flight(stages, stage, window)
+        assert peak_in_flight(actions) == versions.max_in_flight(stages, stage, window)
         assert [action.kind for action in actions].count("update") == 12
         endless = list(islice(asynchronous_1f1b(stages, stage, window=window), 20))
         assert endless == actions[:20]

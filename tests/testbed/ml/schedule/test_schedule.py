@@ -11,16 +11,16 @@ from testbed.ml.schedule import (
     Action,
     Schedule,
     ScheduleError,
-    in_flight,
-    orders,
-    play,
-    written,
+    actions_by_stage,
+    format_actions,
+    peak_in_flight,
+    simulate_schedule,
 )
 
 
 def check(schedule: Schedule, stages: int, micro_batches: int) -> None:
     """Raise unless every stage does each micro-batch once each way, in a possible order."""
-    lists = orders(schedule, stages, micro_batches)
+    lists = actions_by_stage(schedule, stages, micro_batches)
     for stage, actions in enumerate(lists):
         expected = {
             Action(kind, micro)
@@ -29,16 +29,16 @@ def check(schedule: Schedule, stages: int, micro_batches: int) -> None:
         }
         if set(actions) != expected or len(actions) != len(expected):
             raise ScheduleError(
-                f"stage {stage} does not do each of {micro_batches} once: {written(actions)}"
+                f"stage {stage} does not do each of {micro_batches} once: {format_actions(actions)}"
             )
         for micro in range(micro_batches):
             if actions.index(Action("backward", micro)) < actions.index(
                 Action("forward", micro)
             ):
                 raise ScheduleError(
-                    f"stage {stage} does B{micro} before F{micro}: {written(actions)}"
+                    f"stage {stage} does B{micro} before F{micro}: {format_actions(actions)}"
                 )
-    play(lists, lambda stage, action: 1.0)
+    simulate_schedule(lists, lambda stage, action: 1.0)
 
 
 sizes = given(stages=st.integers(1, 7), micros=st.integers(1, 9))
@@ -57,7 +57,7 @@ def test_every_schedule_is_complete_and_never_deadlocks(
 def test_micro_batches_kept_by_each_stage(stages: int, micros: int) -> None:
     for stage in range(stages):
         kept = {
-            name: in_flight(schedule(stages, stage, micros))
+            name: peak_in_flight(schedule(stages, stage, micros))
             for name, schedule in SCHEDULES.items()
         }
         assert kept == {
@@ -68,7 +68,7 @@ def test_micro_batches_kept_by_each_stage(stages: int, micros: int) -> None:
 
 
 def test_actions_print() -> None:
-    assert written(SCHEDULES["1f1b"](2, 0, 3)) == "F0 F1 B0 F2 B1 B2"
+    assert format_actions(SCHEDULES["1f1b"](2, 0, 3)) == "F0 F1 B0 F2 B1 B2"
     assert str(Action("update", 4)) == "U4"
 
 
@@ -93,4 +93,4 @@ def test_an_incomplete_schedule_is_refused() -> None:
     with pytest.raises(ScheduleError, match="stage 0 does B0 before F0: B0 F0"):
         check(lambda *_: iter([Action("backward", 0), Action("forward", 0)]), 1, 1)
     with pytest.raises(ValueError, match="no schedule for 0 stages"):
-        orders(SCHEDULES["gpipe"], 0, 1)
+        actions_by_stage(SCHEDULES["gpipe"], 0, 1)

@@ -12,9 +12,9 @@ from testbed.ml.schedule import (
     Action,
     ScheduleError,
     Slot,
-    grid,
-    orders,
-    play,
+    actions_by_stage,
+    draw_grid,
+    simulate_schedule,
 )
 
 sizes = given(stages=st.integers(1, 7), micros=st.integers(1, 9))
@@ -24,7 +24,7 @@ every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
 @every_schedule
 def test_the_drawings_in_the_documentation_are_those_of_the_grid(name: str) -> None:
-    assert grid(SCHEDULES[name], 3, 4) in inspect.cleandoc(
+    assert draw_grid(SCHEDULES[name], 3, 4) in inspect.cleandoc(
         SCHEDULES[name].__doc__ or ""
     ).replace("\n    ", "\n")
 
@@ -34,7 +34,9 @@ def test_lengths_follow_the_formulas(stages: int, micros: int) -> None:
     def length(name: str) -> float:
         return max(
             slot.end
-            for slot in play(orders(SCHEDULES[name], stages, micros), lambda *_: 1.0)
+            for slot in simulate_schedule(
+                actions_by_stage(SCHEDULES[name], stages, micros), lambda *_: 1.0
+            )
         )
 
     assert length("model-parallelism") == 2 * stages * micros
@@ -46,7 +48,7 @@ def test_1f1b_as_in_pipedreams_figure() -> None:
     # Figure 4 of PipeDream (Narayanan et al., 2019), startup and steady state, a backward taking two forwards.
     rows = [
         row.split()[2:]
-        for row in grid(SCHEDULES["1f1b"], 4, 8, backward=2).splitlines()
+        for row in draw_grid(SCHEDULES["1f1b"], 4, 8, backward=2).splitlines()
     ]
     assert rows[0][:15] == [
         "F0",
@@ -82,8 +84,8 @@ def test_1f1b_as_in_pipedreams_figure() -> None:
 
 
 def test_transfers_queue_for_their_link_and_take_its_delay() -> None:
-    slots = play(
-        orders(SCHEDULES["gpipe"], 2, 2),
+    slots = simulate_schedule(
+        actions_by_stage(SCHEDULES["gpipe"], 2, 2),
         lambda *_: 1.0,
         lambda stage, action: (3.0, 0.5),
     )
@@ -106,13 +108,13 @@ def test_every_action_begins_at_the_very_instant_at_which_all_that_it_waits_for_
     spent = {
         (s, a): float(draw.randint(0, 5))
         for s in range(stages)
-        for a in orders(SCHEDULES[name], stages, micros)[s]
+        for a in actions_by_stage(SCHEDULES[name], stages, micros)[s]
     }
     travels = {
         key: (float(draw.randint(0, 4)), float(draw.randint(0, 2))) for key in spent
     }
-    slots = play(
-        orders(SCHEDULES[name], stages, micros),
+    slots = simulate_schedule(
+        actions_by_stage(SCHEDULES[name], stages, micros),
         lambda *key: spent[key],
         lambda *key: travels[key],
     )
@@ -125,13 +127,13 @@ def test_every_action_begins_at_the_very_instant_at_which_all_that_it_waits_for_
             free = 0.0
             for slot in (
                 found[source, each]
-                for each in orders(SCHEDULES[name], stages, micros)[source]
+                for each in actions_by_stage(SCHEDULES[name], stages, micros)[source]
             ):
                 if slot.action.kind == kind and 0 <= target < stages:
                     busy, delay = travels[source, slot.action]
                     free = max(free, slot.end) + busy
                     arrivals[target, slot.action] = free + delay
-    for stage, actions in enumerate(orders(SCHEDULES[name], stages, micros)):
+    for stage, actions in enumerate(actions_by_stage(SCHEDULES[name], stages, micros)):
         before = 0.0
         for action in actions:
             slot = found[stage, action]
@@ -149,14 +151,16 @@ def test_every_action_begins_at_the_very_instant_at_which_all_that_it_waits_for_
 
 def test_an_update_waits_for_nothing_but_its_turn() -> None:
     rows = [
-        [*actions, Action("update", 0)] for actions in orders(SCHEDULES["gpipe"], 2, 1)
+        [*actions, Action("update", 0)]
+        for actions in actions_by_stage(SCHEDULES["gpipe"], 2, 1)
     ]
     ends = {
-        (slot.stage, str(slot.action)): slot.end for slot in play(rows, lambda *_: 1.0)
+        (slot.stage, str(slot.action)): slot.end
+        for slot in simulate_schedule(rows, lambda *_: 1.0)
     }
     assert (ends[1, "U0"], ends[0, "B0"], ends[0, "U0"]) == (4.0, 4.0, 5.0)
 
 
 def test_what_nobody_sends_is_waited_for_in_vain() -> None:
     with pytest.raises(ScheduleError, match=r"deadlock: stage 0 waits for B0$"):
-        play([[Action("backward", 0)]], lambda *_: 1.0)
+        simulate_schedule([[Action("backward", 0)]], lambda *_: 1.0)
