@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,10 @@ from testbed_controller.report.tables import figures as figure_columns
 
 if TYPE_CHECKING:
     from testbed.hardware import DeviceSpec, Profile
+    from testbed.method import Method
     from testbed.ml.models.chain import Model
     from testbed.network.parts import LinkPreset
+    from testbed.network.radio import Transceiver
     from testbed_controller.profiling.layers import LayerTime
 
 
@@ -68,12 +71,11 @@ def methods(name: str | None, as_json: bool) -> None:
     entries: list[dict[str, Any]] = []
     for each in METHODS if name is None else [name]:
         try:
-            method = METHODS[each]
-        except (
-            InputError
-        ) as error:  # a broken package must not cost the user the other methods
+            entries.append(_method_entry(each, METHODS[each]))
+        except InputError as error:
             if name is not None:
                 raise
+            # A broken package must not hide the methods of the others.
             entries.append(
                 {
                     "name": each,
@@ -83,25 +85,25 @@ def methods(name: str | None, as_json: bool) -> None:
                     "baselines": {},
                 }
             )
-            continue
-        entries.append(
-            {
-                "name": each,
-                "summary": method.summary,
-                "tasks": list(method.tasks),
-                "options": options(method.Options),
-                "baselines": method.Options.baselines,
-            }
-        )
     if as_json:
         dump(entries)
     else:
-        print_catalogue(
-            entries,
-            lambda entry: (
-                f"{entry['summary']} ({', '.join(entry['tasks']) or 'unusable'})"
-            ),
-        )
+        print_catalogue(entries, _method_summary)
+
+
+def _method_entry(name: str, method: Method) -> dict[str, Any]:
+    return {
+        "name": name,
+        "summary": method.summary,
+        "tasks": list(method.tasks),
+        "options": options(method.Options),
+        "baselines": method.Options.baselines,
+    }
+
+
+def _method_summary(entry: Mapping[str, Any]) -> str:
+    tasks = ", ".join(entry["tasks"]) or "unusable"
+    return f"{entry['summary']} ({tasks})"
 
 
 @show.command()
@@ -111,18 +113,18 @@ def methods(name: str | None, as_json: bool) -> None:
     "--data",
     default="digits",
     show_default=True,
-    help="Data that NAME is for: a set of the list, a file or folder, FILE.py:FUNCTION, TABLE:LABEL.",
+    help="Data set for NAME: a name of `testbed show data`, a file or folder, FILE.py:FUNCTION, or TABLE:LABEL.",
 )
 @click.option(
     "--measure",
     type=click.IntRange(1),
     metavar="BATCH",
-    help="Time NAME's layers here, on this many samples.",
+    help="Time the layers of NAME on this machine, with this batch size.",
 )
 @click.option(
     "--profile",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Charge the layers that are measured by this file of `testbed setup profile`.",
+    help="With --measure: compare with the predictions of this profile, a file of `testbed setup profile`.",
 )
 @as_json
 def models(
@@ -133,17 +135,18 @@ def models(
     profile: Path | None,
     as_json: bool,
 ) -> None:
-    """List the models a scenario can name, with their options; with NAME, the units of one.
+    """List the models available to scenarios with their options. With NAME, show the units of one.
 
-    NAME may be a Python file, and FUNCTION what in it returns a torch.nn.Module; without FUNCTION, those that it
-    defines are named.
+    NAME may also be a Python file, and FUNCTION a function in it that returns a torch.nn.Module. Without FUNCTION, the
+    error message lists the functions and classes of the file.
 
-    A model is cut between its units, so there are at most as many stages as units. Figures are per sample: FLOPs of
-    the forward (a multiply and an add are two), and the bytes that cross the cut after a unit.
+    A model is cut between its units, so the number of units limits the number of stages. FLOPs are those of the
+    forward pass of one sample (a multiply-add counts as two); "bytes across" is the output of a unit for one sample,
+    sent when the model is cut after the unit.
 
-    With --measure each layer is trained by itself on one thread of this machine, and all of them in a row; printed are
-    the processor times, what a device is charged whose `speed` and `memory_rate` fit all layers best, and the two
-    rates. With --profile it is the device of that file: how well it predicts the time of this network.
+    With --measure, each layer is trained alone on one thread of this machine, then all layers in sequence. The output
+    shows the measured processor times, the two rates (`speed`, `memory_rate`) that fit all layers best, and the times
+    predicted from these rates. With --profile, the predictions are those of the given profile.
 
     \b
     Examples:
@@ -160,14 +163,14 @@ def models(
     if name is None:
         entries = []
         for each in list_names():
-            chosen = options(CATALOG[each].Options) if each in CATALOG else []
+            model_options = options(CATALOG[each].Options) if each in CATALOG else []
             entries.append(
-                {"name": each, "summary": summary_of(each), "options": chosen}
+                {"name": each, "summary": summary_of(each), "options": model_options}
             )
         if as_json:
             dump(entries)
         else:
-            print_catalogue(entries, lambda entry: entry["summary"])
+            print_catalogue(entries, itemgetter("summary"))
         return
     if profile is not None and measure is None:
         raise click.UsageError("--profile requires --measure BATCH")
@@ -177,7 +180,11 @@ def models(
             raise InputError(
                 "--measure requires known layers, and a network of your own has only units: remove the option"
             )
-        _print_measured(model, measure, profile, as_json)
+        layers = _measure_layers(model, measure, profile)
+        if as_json:
+            dump(layers.to_json())
+        else:
+            _print_layers(layers, fitted=profile is None)
         return
     figures = describe(model)
     if as_json:
@@ -196,11 +203,9 @@ def _load_model(name: str, function: str | None, data: str) -> Model:
 
     part = part_of(data)
     source = describe_part(part, Path(part.path or part.file or ""))
-    code = (
-        usercode.read(Path(name), function or "", KEY)
-        if name.endswith(".py")
-        else code_of(name)
-    )
+    code = code_of(name)
+    if name.endswith(".py"):
+        code = usercode.read(Path(name), function or "", KEY)
     if code is None:
         return create(name, {}, source.shape, source.classes)
     return create_own(
@@ -210,22 +215,24 @@ def _load_model(name: str, function: str | None, data: str) -> Model:
 
 def _print_units(figures: Mapping[str, Any], data: str) -> None:
     size = "x".join(map(str, figures["input"]))
+    flops = formats.count(figures["forward_flops"])
     console = make_console()
     console.print(
         f"[bold]{figures['name']}[/bold] for {data}: {size}, {figures['classes']} classes; "
-        f"{figures['parameters']:,} parameters, {formats.count(figures['forward_flops'])} FLOP a forward\n"
+        f"{figures['parameters']:,} parameters, {flops} FLOP per forward pass\n"
     )
-    rows = [
-        (
-            str(unit["index"]),
-            unit["name"],
-            "x".join(map(str, unit["output"])),
-            f"{unit['parameters']:,}",
-            formats.count(unit["forward_flops"]),
-            f"{unit['cut_bytes']:,}",
+    rows = []
+    for unit in figures["units"]:
+        rows.append(
+            (
+                str(unit["index"]),
+                unit["name"],
+                "x".join(map(str, unit["output"])),
+                f"{unit['parameters']:,}",
+                formats.count(unit["forward_flops"]),
+                f"{unit['cut_bytes']:,}",
+            )
         )
-        for unit in figures["units"]
-    ]
     columns = [
         Column(""),
         Column("unit"),
@@ -237,58 +244,91 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
         console.print(f"[dim]{escape(reason)}[/dim]", soft_wrap=True)
 
 
-def _print_measured(
-    model: Model, batch_size: int, profile: Path | None, as_json: bool
-) -> None:
-    """Measure a model on this machine; print the time and the predicted cost of each layer."""
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """Measured times of a model's layers beside the predictions for a device, all in seconds."""
+
+    times: Sequence[LayerTime]
+    predicted: Sequence[float]
+    """Predicted time of each layer."""
+    whole: float
+    """Measured time of all layers in sequence."""
+    device: DeviceSpec
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of `testbed show models NAME --measure BATCH --json`."""
+        layers = []
+        for each, seconds in zip(self.times, self.predicted, strict=True):
+            cost = each.cost.of()._asdict()
+            layers.append({**asdict(each), "cost": cost, "charged": seconds})
+        return {
+            "speed": self.device.speed,
+            "memory_rate": self.device.memory_rate,
+            "seconds": self.whole,
+            "charged": sum(self.predicted),
+            "layers": layers,
+        }
+
+
+def _measure_layers(
+    model: Model, batch_size: int, profile: Path | None
+) -> MeasuredLayers:
+    """Measure a model on this machine and predict the same times, from a profile or from fitted rates."""
     from testbed.scenario.devices import profiled
     from testbed_controller.profiling.layers import measure, measure_whole
 
+    # The file is read first: a mistake in it is reported before the measurement, which takes a while.
     device = None if profile is None else profiled(profile)
-    times, whole = measure(model, batch_size), measure_whole(model, batch_size)
+    times = measure(model, batch_size)
+    whole = measure_whole(model, batch_size)
     device = device or _fitted_device(times)
-    charged = [device.seconds(each.cost) for each in times]
-    if as_json:
-        layers = [
-            {**asdict(each), "cost": each.cost.of()._asdict(), "charged": seconds}
-            for each, seconds in zip(times, charged, strict=True)
-        ]
-        rates = {"speed": device.speed, "memory_rate": device.memory_rate}
-        dump({**rates, "seconds": whole, "charged": sum(charged), "layers": layers})
-        return
-    measured, flops = (
-        sum(each.seconds for each in times),
-        sum(each.cost.of().flops for each in times),
-    )
+    predicted = [device.seconds(each.cost) for each in times]
+    return MeasuredLayers(times, predicted, whole, device)
+
+
+def _print_layers(layers: MeasuredLayers, *, fitted: bool) -> None:
+    """Print the time of each layer, and the rates of the device if ``fitted`` to the measurement."""
+    measured_total = sum(each.seconds for each in layers.times)
+    predicted_total = sum(layers.predicted)
+    flops_total = sum(each.cost.of().flops for each in layers.times)
     rows = []
-    for each, seconds in zip(times, charged, strict=True):
-        shares = (
-            each.seconds / measured,
-            seconds / sum(charged),
-            each.cost.of().flops / flops,
+    for each, seconds in zip(layers.times, layers.predicted, strict=True):
+        rows.append(
+            (
+                each.unit,
+                each.layer,
+                formats.seconds(each.seconds),
+                f"{each.seconds / measured_total:.1%}",
+                formats.seconds(seconds),
+                f"{seconds / predicted_total:.1%}",
+                f"{each.cost.of().flops / flops_total:.1%}",
+            )
         )
-        mine, theirs, counted = (f"{share:.1%}" for share in shares)
-        taken = formats.seconds(each.seconds), mine, formats.seconds(seconds), theirs
-        rows.append((each.unit, each.layer, *taken, counted))
     columns = [
         Column("unit"),
         Column("layer"),
-        *figure_columns("time", "of all", "as charged", "of all", "of the FLOPs"),
+        *figure_columns("time", "of all", "predicted", "of all", "of the FLOPs"),
     ]
     console = make_console()
     print_section(console, columns, rows)
-    total = formats.seconds(whole)
-    charged_total = formats.seconds(sum(charged))
-    together = f"{total}, as charged {charged_total} ({sum(charged) / whole:.2f} of it)"
-    console.print(f"\nforward and backward of all in a row: {together}")
-    if profile is None:
-        rate = device.memory_rate
-        read = (
-            ""
-            if rate is None
-            else f", memory_rate: {format_byte_rate(float(f'{rate:.3g}'))}"
-        )
-        console.print(f"speed: {format_speed(float(f'{device.speed:.3g}'))}{read}")
+    times = (
+        f"{formats.seconds(layers.whole)}, predicted {formats.seconds(predicted_total)}"
+    )
+    ratio = predicted_total / layers.whole
+    console.print(
+        f"\nforward and backward pass of all layers in sequence: {times} ({ratio:.2f} of the measured time)"
+    )
+    if fitted:
+        rates = f"speed: {format_speed(_round_to_three(layers.device.speed))}"
+        memory_rate = layers.device.memory_rate
+        if memory_rate is not None:
+            rates += f", memory_rate: {format_byte_rate(_round_to_three(memory_rate))}"
+        console.print(rates)
+
+
+def _round_to_three(value: float) -> float:
+    """Round to three significant digits."""
+    return float(f"{value:.3g}")
 
 
 def _fitted_device(times: Sequence[LayerTime]) -> DeviceSpec:
@@ -307,8 +347,9 @@ def _fitted_device(times: Sequence[LayerTime]) -> DeviceSpec:
 def profiles(as_json: bool) -> None:
     """List device profiles, link presets and radios, each with the source of its values.
 
-    The speed is what the pacing charges computing at. Most are results of HPL, which is a device's best in large
-    float64 matrix products: measure your own network and override `speed` where the absolute time matters.
+    The time of a computation on a device is its FLOPs divided by the speed of the profile. Most speeds are results of
+    HPL, the best a device reaches in large float64 matrix products: where absolute times matter, measure your own
+    network (`testbed show models NAME --measure BATCH`) and override `speed`.
 
     \b
     Example, in a scenario:
@@ -331,80 +372,67 @@ def profiles(as_json: bool) -> None:
             }
         )
         return
-    console = make_console()
-    about: dict[str, list[tuple[str, ...]]] = {
-        "Devices": [
-            (
-                each.name,
-                formats.speed(each.speed),
-                format_size(each.memory),
-                _describe_basis(each),
-                each.source,
-            )
-            for each in PROFILES.values()
-        ],
-        "Links, up is towards the first device of the scenario": [
-            (
-                each.name,
-                f"{format_rate(each.up)} up",
-                f"{format_rate(each.down)} down",
-                _format_delay(each),
-                each.source,
-            )
-            for each in PRESETS.values()
-        ],
-        "Radios, for `network.radio`: how far a cast is heard": [
-            (
-                each.name,
-                *(
-                    f"{power:g} dBm"
-                    for power in (each.transmit_power, each.sensitivity)
-                ),
-                _RADIO,
-                each.source,
-            )
-            for each in TRANSCEIVERS.values()
-        ],
-    }
+    _print_presets("Devices", [_device_row(each) for each in PROFILES.values()])
+    _print_presets(
+        "Links; up is towards the first device of the scenario",
+        [_link_row(each) for each in PRESETS.values()],
+    )
+    _print_presets(
+        "Radios, for `network.radio`: the range of broadcasts",
+        [_radio_row(each) for each in TRANSCEIVERS.values()],
+    )
+
+
+_PresetRow = tuple[str, str, str, str, str]
+"""Name, two values, a note on the values, and their source."""
+
+
+def _print_presets(title: str, presets: Sequence[_PresetRow]) -> None:
     columns = (
         Column("", "name"),
         Column("", "figure"),
         Column("", "figure"),
         Column(""),
     )
-    for title, entries in about.items():
-        rows = [
-            [*map(Cell, figures), Cell(note, source)]
-            for *figures, note, source in entries
-        ]
-        console.print(draw(Section(title, "", "", columns, rows), console.width))
+    rows = []
+    for name, first, second, note, source in presets:
+        rows.append([Cell(name), Cell(first), Cell(second), Cell(note, source)])
+    console = make_console()
+    console.print(draw(Section(title, "", "", columns, rows), console.width))
 
 
-_RADIO = "sent with, still received"
+def _device_row(profile: Profile) -> _PresetRow:
+    basis = profile.basis
+    if profile.processors > 1:
+        basis = f"{profile.processors} processors, each: {basis}"
+    speed = formats.speed(profile.speed)
+    return profile.name, speed, format_size(profile.memory), basis, profile.source
 
 
-def _describe_basis(profile: Profile) -> str:
-    """Describe the origin of a speed, and the number of processors."""
-    return (
-        f"{profile.processors} processors, each: " if profile.processors > 1 else ""
-    ) + profile.basis
+def _link_row(preset: LinkPreset) -> _PresetRow:
+    note = "set `delay` in the scenario"
+    if preset.delay is not None:
+        note = f"{format_duration(preset.delay)} one way"
+    if preset.frame is not None:
+        note += f"; frame {preset.frame} B"
+    up = f"{format_rate(preset.up)} up"
+    down = f"{format_rate(preset.down)} down"
+    return preset.name, up, down, note, preset.source
 
 
-def _format_delay(preset: LinkPreset) -> str:
-    delay = (
-        "delay is yours to give"
-        if preset.delay is None
-        else f"{format_duration(preset.delay)} one way"
-    )
-    return delay if preset.frame is None else f"{delay}; frame {preset.frame} B"
+def _radio_row(radio: Transceiver) -> _PresetRow:
+    power = f"{radio.transmit_power:g} dBm"
+    sensitivity = f"{radio.sensitivity:g} dBm"
+    note = "transmit power, receiver sensitivity"
+    return radio.name, power, sensitivity, note, radio.source
 
 
 @show.command()
 def schema() -> None:
     """Print the JSON schema of scenario files.
 
-    Editors with a YAML language server complete and check scenarios with it. The options of models and methods
-    are not part of it: `testbed show models` and `testbed show methods` list them, `testbed validate` checks them.
+    Editors with a YAML language server use the schema to complete and check scenarios. It does not contain the options
+    of models and methods: `testbed show models` and `testbed show methods` list them, `testbed validate` checks them.
 
     \b
     Example, for the first line of a scenario file:

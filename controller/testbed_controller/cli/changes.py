@@ -22,6 +22,7 @@ from testbed.faults.parts import ACTIONS, ActionPart
 from testbed.network.link import links_from_json, links_to_json
 from testbed.network.parts import LinkPart
 from testbed.scenario.loading import parse
+from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.cli.options import CommandGroup, as_json, run_option
 from testbed_controller.cli.printing import dump, print_table
 from testbed_controller.hosts.lab import open_lab
@@ -32,33 +33,39 @@ from testbed_controller.running import control
 
 def part_of(field: FieldInfo) -> type[ConfigModel] | None:
     """Return the section class of a key; None for a plain value."""
-    kinds = (field.annotation, *get_args(field.annotation))
-    return next(
-        (
-            kind
-            for kind in kinds
-            if isinstance(kind, type) and issubclass(kind, ConfigModel)
-        ),
-        None,
-    )
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, ConfigModel):
+            return kind
+    return None
 
 
 def options_of(
-    part: type[ConfigModel], leave_out: Collection[str] = ()
+    part: type[ConfigModel], excluded: Collection[str] = ()
 ) -> list[click.Parameter]:
-    """Return an option for each key of a section except some; the help is the key's description with an example."""
-    described = part.model_json_schema()["properties"]
-    return [
-        click.Option(
-            [f"--{name.replace('_', '-')}", name],
-            required=field.is_required(),
-            type=_parse_pairs if part_of(field) else _click_type(described[name]),
-            metavar="KEY=VALUE,..." if part_of(field) else None,
-            help=_help_text(field.description or "", described[name]),
+    """Return an option for each key of a section, except the excluded keys.
+
+    The help is the key's description with an example.
+
+    >>> from testbed.network.parts import LinkPart
+    >>> options_of(LinkPart)[0].opts
+    ['--rate']
+    """
+    schemas = part.model_json_schema()["properties"]
+    parameters: list[click.Parameter] = []
+    for name, field in part.model_fields.items():
+        if name in excluded:
+            continue
+        is_section = part_of(field) is not None
+        parameters.append(
+            click.Option(
+                [f"--{name.replace('_', '-')}", name],
+                required=field.is_required(),
+                type=_parse_pairs if is_section else _click_type(schemas[name]),
+                metavar="KEY=VALUE,..." if is_section else None,
+                help=_help_text(field.description or "", schemas[name]),
+            )
         )
-        for name, field in part.model_fields.items()
-        if name not in leave_out
-    ]
+    return parameters
 
 
 def _click_type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float | str]:
@@ -73,15 +80,13 @@ def _click_type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float 
 
 def _help_text(description: str, schema: dict[str, Any]) -> str:
     text = (description[:1].upper() + description[1:]).replace("`", "")
-    examples = next(
-        (
-            each["examples"]
-            for each in (schema, *schema.get("anyOf", ()))
-            if "examples" in each
-        ),
-        (),
-    )
-    return f"{text}, e.g. {examples[0]}" if examples and "e.g." not in text else text
+    if "e.g." in text:
+        return text
+    # An optional key has its examples in a branch of the schema, beside the one for null.
+    for branch in (schema, *schema.get("anyOf", ())):
+        if branch.get("examples"):
+            return f"{text}, e.g. {branch['examples'][0]}"
+    return text
 
 
 def _parse_pairs(text: str) -> dict[str, str]:
@@ -96,8 +101,8 @@ def _parse_pairs(text: str) -> dict[str, str]:
 def fault() -> None:
     """Inject faults into the devices and links of a running lab, and revert them.
 
-    SOURCE and DESTINATION name the link between two devices, in both directions; SOURCE alone stands for all of its
-    links. GROUPS are comma-separated names.
+    SOURCE and DESTINATION name the link between two devices, in both directions; SOURCE alone stands for all links of
+    that device. GROUPS are comma-separated names of devices.
 
     \b
     Examples:
@@ -137,21 +142,15 @@ def _scenario_value(given: dict[str, Any]) -> object:
         return [group.split(",") for group in given["groups"]]
     values = {key: value for key, value in given.items() if value is not None}
     if "source" in values:
-        source, destination, one_way = (
-            values.pop("source"),
-            values.pop("destination", None),
-            values.pop("one_way"),
-        )
+        source = values.pop("source")
+        destination = values.pop("destination", None)
+        one_way = values.pop("one_way")
         if destination is None:
             return {**values, "device": source}
-        return {
-            **values,
-            **(
-                {"from": source, "to": destination}
-                if one_way
-                else {"between": [source, destination]}
-            ),
-        }
+        if one_way:
+            return {**values, "from": source, "to": destination}
+        return {**values, "between": [source, destination]}
+    # An action that needs only its device is written `kill: worker1`, and healing everything `heal: all`.
     return values if len(values) > 1 else values.get("device", "all")
 
 
@@ -169,30 +168,28 @@ def _add_command(action: str) -> None:
             click.echo(control.strike(runstate.choose(run_id), {action: value}))
 
     text = f"{action.capitalize()}: {field.description}."
-    made = click.command(action, help=text)(strike)
-    made.params = [*_command_parameters(action, part), *made.params]
-    fault.add_command(made)
+    command = click.command(action, help=text)(strike)
+    command.params = [*_command_parameters(action, part), *command.params]
+    fault.add_command(command)
 
 
 for _action in ACTIONS:
     _add_command(_action)
 fault.commands[Flap.name].params.insert(
-    -1, click.Option(["--for", "for_"], help="How long in all, e.g. 30s")
+    -1, click.Option(["--for", "for_"], help="Total duration, e.g. 30s.")
 )
 
 
 def _devices_of(run: str, host: str) -> list[str]:
     """Return the devices of a run on a host. Raises InputError for a host without devices."""
     hosts = runstate.hosts_of(run)
-    if not hosts.get(host):
-        known = (
-            ", ".join(name for name, devices in hosts.items() if devices)
-            or "it is on one engine"
-        )
-        raise InputError(
-            f"the run '{run}' has no devices on a host '{host}' (hosts: {known})"
-        )
-    return hosts[host]
+    if hosts.get(host):
+        return hosts[host]
+    known = [name for name, devices in hosts.items() if devices]
+    names = ", ".join(known) or "the run is on one engine"
+    raise InputError(
+        f"the run '{run}' has no devices on a host '{host}' (hosts: {names})"
+    )
 
 
 def _host_command(name: str, action: str, text: str) -> None:
@@ -202,17 +199,19 @@ def _host_command(name: str, action: str, text: str) -> None:
     def command(host: str, run_id: str | None) -> None:
         run = runstate.choose(run_id)
         devices = _devices_of(run, host)
+        # At once, as a host loses power: each device takes a while, and the others would notice the first.
         with ThreadPoolExecutor(len(devices)) as pool:
-            for said in pool.map(
+            replies = pool.map(
                 lambda device: control.strike(run, {action: device}), devices
-            ):
-                click.echo(said)
+            )
+            for reply in replies:
+                click.echo(reply)
 
 
 _host_command(
     "kill-host",
     "kill",
-    "End all devices of a run on HOST at once, as a power cut there would.",
+    "Kill all devices of a run on HOST at once, as a power failure would.",
 )
 _host_command("restart-host", "restart", "Boot all devices of a run on HOST again.")
 
@@ -221,24 +220,24 @@ _host_command("restart-host", "restart", "Boot all devices of a run on HOST agai
 @click.argument("hosts", nargs=-1, required=True)
 @run_option
 def partition_hosts(hosts: tuple[str, ...], run_id: str | None) -> None:
-    """Cut HOSTS off from each other and from all others: of a run over several, the links between their devices."""
+    """Cut the links between devices on different HOSTS, and between these devices and those on all other hosts."""
     run = runstate.choose(run_id)
-    click.echo(
-        control.strike(run, {"partition": [_devices_of(run, host) for host in hosts]})
-    )
+    groups = [_devices_of(run, host) for host in hosts]
+    click.echo(control.strike(run, {"partition": groups}))
 
 
 def _flap_links(run_id: str | None, given: Any, for_: str | None) -> None:
-    """Take links down and up until the end or Ctrl-C; the links are up in either case."""
+    """Take links down and up until the end or Ctrl-C; the links are up afterwards in both cases."""
     action = parse(ActionPart, {"flap": given}).action
     if for_ is not None and action.takes_no_for is not None:
         raise InputError(action.takes_no_for)
     ask = control.reach(runstate.choose(run_id))
     duration = None if for_ is None else _parse_duration_option(for_)
-    turns, late = 0, 0.0
+    last = (0, 0.0)
     with suppress(KeyboardInterrupt):
-        for turns, late in control.flap(ask, given, duration):  # noqa: B007 - the last values count
-            pass
+        for state in control.flap(ask, given, duration):
+            last = state
+    turns, late = last
     click.echo(
         f"the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late"
     )
@@ -263,7 +262,7 @@ def undo(handle: str, run_id: str | None) -> None:
 def link() -> None:
     """Show, change and measure the links of a running lab.
 
-    Links are directed and delays one-way.
+    Links are directed, and delays are one-way.
 
     \b
     Examples:
@@ -284,31 +283,26 @@ link.renamed = {"probe": "testbed link measure"}
 def show(
     source: str | None, destination: str | None, run_id: str | None, as_json: bool
 ) -> None:
-    """Show the links in force, all or only from SOURCE to DESTINATION; exit 1 if the kernel's settings differ.
+    """Show the current links, all or only from SOURCE to DESTINATION; exit 1 if the kernel's settings differ.
 
-    What was applied is read back from every device's interface as this command runs.
+    The settings are read back from the network interfaces of the devices.
     """
-    shown = open_lab(runstate.choose(run_id)).shaper.show()
-    links = links_from_json(shown["links"])
-    chosen = {
-        pair: links[pair] for pair in control.choose_links(links, source, destination)
-    }
+    state = open_lab(runstate.choose(run_id)).shaper.show()
+    links = links_from_json(state["links"])
+    pairs = control.choose_links(links, source, destination)
+    chosen = {pair: links[pair] for pair in pairs}
     if as_json:
-        dump({**shown, "links": links_to_json(chosen)})
+        dump({**state, "links": links_to_json(chosen)})
     else:
-        click.echo(f"backend {shown['backend']}")
-        print_table(
-            ["source", "destination", "figures"],
-            [[*pair, describe(each.to_json())] for pair, each in chosen.items()],
-        )
-    wrong = [
-        f"{name}: {text}"
-        for name, device in shown["devices"].items()
-        for text in device["differences"]
-    ]
-    if wrong:
+        click.echo(f"backend {state['backend']}")
+        rows = [[*pair, describe(each.to_json())] for pair, each in chosen.items()]
+        print_table(["source", "destination", "properties"], rows)
+    differences = []
+    for name, device in state["devices"].items():
+        differences += [f"{name}: {text}" for text in device["differences"]]
+    if differences:
         raise TestbedError(
-            "the kernel's settings differ from the request: " + "; ".join(wrong)
+            "the kernel's settings differ from the request: " + "; ".join(differences)
         )
 
 
@@ -316,13 +310,13 @@ def show(
 @click.argument("source")
 @click.argument("destination")
 @click.option(
-    "--unlimited", is_flag=True, help="Take the rate away: as fast as the host."
+    "--unlimited", is_flag=True, help="Remove the rate limit: as fast as the host."
 )
 @click.option(
     "--up/--down",
     "up",
     default=None,
-    help="Let packets through again, or drop them all silently.",
+    help="Pass packets again, or drop all of them silently.",
 )
 @click.option("--both", is_flag=True, help="Also from DESTINATION to SOURCE.")
 @run_option
@@ -335,22 +329,26 @@ def change(
     run_id: str | None,
     **figures: Any,
 ) -> None:
-    """Change the link from SOURCE to DESTINATION while in use; other properties are unchanged.
+    """Change the given properties of the link from SOURCE to DESTINATION while in use.
 
-    No other link notices. The figures hold for the rest of the run: faults that touch the link later, and devices that
-    restart, start from them. A fault that is in force on the link goes on hiding what it changes.
+    Other links are not disturbed. The new values hold for the rest of the run, also after later faults and restarts of
+    devices. Properties that an active fault overrides change when the fault ends.
     """
-    direct: dict[str, Any] = ({"rate": None} if unlimited else {}) | (
-        {} if up is None else {"up": up}
-    )
-    pairs = [(source, destination), *([(destination, source)] if both else [])]
+    direct: dict[str, Any] = {}
+    if unlimited:
+        direct["rate"] = None
+    if up is not None:
+        direct["up"] = up
+    pairs = [(source, destination)]
+    if both:
+        pairs.append((destination, source))
     part = {key: value for key, value in figures.items() if value is not None}
     if not part and not direct:
         raise InputError("has no effect: set at least one option")
-    asked = {"pairs": pairs, "part": part, "direct": direct}
-    done = control.reach(runstate.choose(run_id))({"set": asked})
-    for pair, shown in links_from_json(done["links"]).items():
-        click.echo(f"{pair[0]} -> {pair[1]}: {describe(shown.to_json())}")
+    request = {"pairs": pairs, "part": part, "direct": direct}
+    reply = control.reach(runstate.choose(run_id))({"set": request})
+    for (start, end), changed in links_from_json(reply["links"]).items():
+        click.echo(f"{start} -> {end}: {describe(changed.to_json())}")
 
 
 change.params += options_of(LinkPart)
@@ -366,44 +364,37 @@ def measure(
 ) -> None:
     """Measure the current links, all or only from SOURCE to DESTINATION; exit 1 outside the tolerance.
 
-    Delay and loss are measured on every link, the rate on one of each kind. A run that uses the links meanwhile
-    disturbs the figures.
+    Delay and loss are measured on every link, the rate on one link of each kind. A workload that uses the links at the
+    same time distorts the results.
     """
     shaper = open_lab(runstate.choose(run_id)).shaper
-    shown = shaper.show()
-    running = shown["devices"].keys()
-    chosen = control.choose_links(links_from_json(shown["links"]), source, destination)
+    state = shaper.show()
+    running = state["devices"].keys()
+    chosen = control.choose_links(links_from_json(state["links"]), source, destination)
     pairs = [pair for pair in chosen if running >= set(pair)]
     measured = shaper.probe(pairs)
     if as_json:
         dump([each.to_json() for each in measured])
     else:
-        rows = [
-            [
-                each.source,
-                each.destination,
-                describe(each.expected.to_json()),
-                formats.rate(each.rate) if each.rate is not None else formats.NONE,
-                formats.seconds(each.delay),
-                formats.share(each.loss),
-                str(each.packets),
-                each.problem or "",
-            ]
-            for each in measured
-        ]
-        header = [
-            "source",
-            "destination",
-            "requested",
-            "rate",
-            "delay",
-            "loss",
-            "packets",
-            "problem",
-        ]
-        print_table(header, rows)
+        header = ["source", "destination", "requested", "rate"]
+        header += ["delay", "loss", "packets", "problem"]
+        print_table(header, [_measurement_row(each) for each in measured])
     problems = sum(each.problem is not None for each in measured)
     if problems:
         raise TestbedError(
             f"{problems} of {len(measured)} links are outside their tolerance"
         )
+
+
+def _measurement_row(measured: LinkMeasurement) -> list[str]:
+    rate = formats.NONE if measured.rate is None else formats.rate(measured.rate)
+    return [
+        measured.source,
+        measured.destination,
+        describe(measured.expected.to_json()),
+        rate,
+        formats.seconds(measured.delay),
+        formats.share(measured.loss),
+        str(measured.packets),
+        measured.problem or "",
+    ]

@@ -29,30 +29,30 @@ _SHADES = " .:-=+*#%@"
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of NAME's files.",
+    help="Folder with the files of NAME.",
 )
 @click.option(
     "--path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="For image: the picture's file.",
+    help="Picture file of the data set `image`.",
 )
 @click.option(
     "--count",
     default=3,
     show_default=True,
     type=click.IntRange(0, 20),
-    help="Samples to show.",
+    help="Number of samples to show.",
 )
 @click.option(
     "--split",
-    help="Also show the data ownership for a split: iid, dirichlet=0.3, shards=2, quantity=0.5, column=NAME.",
+    help="Also show the samples of each device under a split: iid, dirichlet=0.3, shards=2, quantity=0.5, column=NAME.",
 )
 @click.option(
     "--devices",
     default=4,
     show_default=True,
     type=click.IntRange(1, 100),
-    help="How many own data.",
+    help="Number of devices that share the data.",
 )
 @as_json
 def data(
@@ -64,13 +64,14 @@ def data(
     devices: int,
     as_json: bool,
 ) -> None:
-    """List the data sets a scenario can name, and whether their files are present; with NAME, show samples of one.
+    """List the data sets available to scenarios, and whether their files are present. With NAME, show samples of one.
 
-    NAME is a set of the list, or yours: a file or folder, FILE.py:FUNCTION, or TABLE:LABEL, its column of labels.
-    Shown are sizes, samples per class, the first training samples, and how a split divides them.
+    NAME is a name from the list, or data of your own: a file or folder, FILE.py:FUNCTION, or TABLE:LABEL, a table and
+    its column of labels. The output has the sizes, samples per class, the first training samples, and with --split the
+    samples of each device.
 
-    `digits` and `photos` come with scikit-learn, `synthetic-CxHxW` is generated, `image` is a file of yours; the others
-    are read from files. Only `testbed setup data` downloads them, into data/<name>, where runs look for them.
+    `digits` and `photos` come with scikit-learn, `synthetic-CxHxW` is generated, and `image` is a picture of your own.
+    All others are read from files in data/<name>, which only `testbed setup data` downloads.
 
     \b
     Examples:
@@ -106,11 +107,8 @@ def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
     from testbed.ml.workload import DataPart
 
     part = catalog.part_of(name)
-    if (
-        not catalog.is_own(part)
-        and catalog.describe(part.name).from_path
-        and path is None
-    ):
+    is_picture = not catalog.is_own(part) and catalog.describe(part.name).from_path
+    if is_picture and path is None:
         raise InputError(f"{name} is a picture of your own: name its file with --path")
     if split is None:
         return part
@@ -157,24 +155,22 @@ def _list_sets(as_json: bool) -> None:
     if as_json:
         dump(rows)
         return
-    shown = []
+    cells = []
     for row in rows:
-        files = row["folder"] if row["complete"] else "not here"
-        if row["folder"] is None:
-            files = "its path" if row["from_path"] else "none needed"
-        shown.append(
-            (
-                row["name"],
-                _format_shape(row["shape"]) or "-",
-                str(row["classes"] or "-"),
-                files,
-                row["summary"],
-            )
-        )
-    columns = [
-        Column(head) for head in ("name", "image", "classes", "files", "what it is")
-    ]
-    print_section(make_console(), columns, shown)
+        shape = _format_shape(row["shape"]) or "-"
+        classes = str(row["classes"] or "-")
+        cells.append((row["name"], shape, classes, _files_note(row), row["summary"]))
+    titles = ("name", "image", "classes", "files", "description")
+    columns = [Column(title) for title in titles]
+    print_section(make_console(), columns, cells)
+
+
+def _files_note(row: Mapping[str, Any]) -> str:
+    if row["from_path"]:
+        return "named by --path"
+    if row["folder"] is None:
+        return "none needed"
+    return row["folder"] if row["complete"] else "missing"
 
 
 def _describe_dataset(name: str) -> dict[str, Any]:
@@ -183,9 +179,8 @@ def _describe_dataset(name: str) -> dict[str, Any]:
 
     try:
         source = describe(name)
-    except (
-        InputError
-    ) as error:  # a broken package must not cost the user the other data sets
+    except InputError as error:
+        # A broken package must not hide the data sets of the others.
         source = DataSource(name, error.text, (), 0)
     folder = data_place(source.name)
     return {
@@ -204,20 +199,20 @@ def _describe_dataset(name: str) -> dict[str, Any]:
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where to.  [default: data/NAME]",
+    help="Destination.  [default: data/NAME]",
 )
 @click.option(
     "--from",
     "bases",
     multiple=True,
     metavar="URL",
-    help="A folder to try first, such as a mirror.",
+    help="Folder to try before the published addresses, such as a mirror. May be repeated.",
 )
 def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
     """Download the files of a data set and verify their published checksums.
 
-    Files that are there already are left alone. Where a machine has no way to the internet, copy the files into
-    data/NAME by hand, or name a mirror.
+    Files that exist are kept. On a machine without internet access, copy the files into data/NAME by hand, or name a
+    mirror with --from.
 
     \b
     Examples:
@@ -245,14 +240,14 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
         TransferSpeedColumn(),
         console=console,
     ) as bars:
-        shown: dict[str, TaskID] = {}
+        bar_of: dict[str, TaskID] = {}
 
-        def show(file: str, done: int, total: int | None) -> None:
-            if file not in shown:
-                shown[file] = bars.add_task(file, total=total)
-            bars.update(shown[file], completed=done, total=total)
+        def show_progress(file: str, done: int, total: int | None) -> None:
+            if file not in bar_of:
+                bar_of[file] = bars.add_task(file, total=total)
+            bars.update(bar_of[file], completed=done, total=total)
 
-        files = download(name, place, bases, show)
+        files = download(name, place, bases, show_progress)
     click.echo(f"{name}: {len(files)} files in {place}")
 
 
@@ -266,53 +261,58 @@ def _count_labels(labels: npt.NDArray[Any], classes: int) -> list[int]:
 def _device_shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
     """Return the samples of each device, by class if the data set has classes."""
     from testbed.ml.data.split import is_class
-    from testbed.ml.data.split import split as shared
+    from testbed.ml.data.split import split as split_labels
 
     if part.split == "lead":
         raise InputError("lead does not divide the data: name another split")
     owners = [f"device{number}" for number in range(1, devices + 1)]
-    shares = shared(
-        dataset.train_labels, dataset.classes, owners, part.split, 0, dataset.groups
+    labels = dataset.train_labels
+    shares = split_labels(
+        labels, dataset.classes, owners, part.split, 0, dataset.groups
     )
-    classes = is_class(dataset.train_labels)
-    return {
-        name: _count_labels(dataset.train_labels[share], dataset.classes)
-        if classes
-        else len(share)
-        for name, share in shares.items()
-    }
+    if not is_class(labels):
+        return {name: len(share) for name, share in shares.items()}
+    counts = {}
+    for name, share in shares.items():
+        counts[name] = _count_labels(labels[share], dataset.classes)
+    return counts
 
 
 def _print_facts(dataset: Dataset, facts: Mapping[str, Any]) -> None:
-    size, kind = (
-        _format_shape(dataset.shape),
-        "images" if len(dataset.shape) == 3 else "samples",
-    )
-    if dataset.fields:
-        size = " and ".join(
-            f"{each.name} {_format_shape(each.shape) or 1}" for each in dataset.fields
-        )
+    kind = "images" if len(dataset.shape) == 3 else "samples"
+    samples_of_size = f"{kind} of {_sample_size(dataset)}"
     if not dataset.classes:
-        click.echo(
-            f"{dataset.name}: {len(dataset.test_labels)} {kind} of {size}, without labels"
-        )
+        count = len(dataset.test_labels)
+        click.echo(f"{dataset.name}: {count} {samples_of_size}, without labels")
         return
     per_class = facts.get("per_class", {})
     labels = f"labels {dataset.train_labels.shape[1:] or 'of numbers'}"
-    click.echo(
-        f"{dataset.name}: {kind} of {size}, {f'{dataset.classes} classes' if per_class else labels}"
-    )
+    if per_class:
+        labels = f"{dataset.classes} classes"
+    click.echo(f"{dataset.name}: {samples_of_size}, {labels}")
     for part, samples in facts["samples"].items():
-        counts = per_class.get(part)
-        spread = f", {min(counts):,} to {max(counts):,} of a class" if counts else ""
-        click.echo(f"  {part}: {samples:,} samples{spread}")
+        line = f"  {part}: {samples:,} samples"
+        if counts := per_class.get(part):
+            line += f", {min(counts):,} to {max(counts):,} per class"
+        click.echo(line)
     for name, share in facts.get("shares", {}).items():
-        text = (
-            f"{share:,}"
-            if isinstance(share, int)
-            else f"{sum(share):,}, of each class {', '.join(map(str, share))}"
-        )
-        click.echo(f"  {name}: {text}")
+        click.echo(f"  {name}: {_format_share(share)}")
+
+
+def _sample_size(dataset: Dataset) -> str:
+    if not dataset.fields:
+        return _format_shape(dataset.shape)
+    sizes = []
+    for each in dataset.fields:
+        sizes.append(f"{each.name} {_format_shape(each.shape) or 1}")
+    return " and ".join(sizes)
+
+
+def _format_share(share: int | list[int]) -> str:
+    """Format the samples of a device: their number, or one number for each class."""
+    if isinstance(share, int):
+        return f"{share:,}"
+    return f"{sum(share):,}, by class {', '.join(map(str, share))}"
 
 
 def _format_shape(shape: Sequence[int]) -> str:
@@ -320,23 +320,24 @@ def _format_shape(shape: Sequence[int]) -> str:
 
 
 def _print_samples(dataset: Dataset, count: int, label: str) -> None:
-    """Print the first training samples: pictures as characters, of others the first values."""
-    is_drawn = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
-    for sample, value in zip(
-        dataset.train_images[:count], dataset.train_labels[:count], strict=True
-    ):
+    """Print the first training samples: pictures as characters, other samples as their first values."""
+    is_picture = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
+    samples = dataset.train_images[:count]
+    for sample, value in zip(samples, dataset.train_labels[:count], strict=True):
         click.echo(f"\n{label} {value}")
-        click.echo(
-            _draw_image(sample)
-            if is_drawn
-            else "  " + " ".join(f"{each:g}" for each in sample.ravel()[:20])
-        )
+        if is_picture:
+            click.echo(_draw_image(sample))
+        else:
+            click.echo("  " + " ".join(f"{each:g}" for each in sample.ravel()[:20]))
 
 
 def _draw_image(image: npt.NDArray[np.float32]) -> str:
-    """Draw an image of (channels, height, width) in [0, 1] as text, two characters per pixel for a square aspect."""
+    """Draw an image of (channels, height, width) in [0, 1] as text."""
     grey = image.mean(axis=0)
     levels = (grey * (len(_SHADES) - 1)).round().astype(int)
-    return "\n".join(
-        "  " + "".join(_SHADES[level] * 2 for level in row).rstrip() for row in levels
-    )
+    lines = []
+    for row in levels:
+        # A character of a terminal is about twice as high as wide.
+        pixels = "".join(_SHADES[level] * 2 for level in row)
+        lines.append("  " + pixels.rstrip())
+    return "\n".join(lines)

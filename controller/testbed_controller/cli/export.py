@@ -23,7 +23,7 @@ class _OfRuns(CommandGroup):
 
 @click.group(cls=_OfRuns)
 def export() -> None:
-    """Write the tables of a run, or a whole lab, for other programs; `export DIR` is `export run DIR`."""
+    """Export the tables of a run, or a scenario as a Docker Compose project. `export DIR` is `export run DIR`."""
 
 
 @export.command()
@@ -39,13 +39,13 @@ def export() -> None:
     "--parquet",
     "kind",
     flag_value="parquet",
-    help="The same for pandas and others; needs pandas, pyarrow.",
+    help="The same tables as Parquet; needs pandas and pyarrow.",
 )
 @click.option(
     "--perfetto",
     "kind",
     flag_value="perfetto",
-    help="The timeline, for ui.perfetto.dev.",
+    help="The timeline as a trace for ui.perfetto.dev.",
 )
 @click.option(
     "--plots",
@@ -57,13 +57,13 @@ def export() -> None:
     "--latex",
     "kind",
     flag_value="latex",
-    help="The table of a sweep for LaTeX; needs its package booktabs.",
+    help="The table of a sweep in LaTeX, with the package booktabs.",
 )
 @click.option(
     "--format",
     "kind",
     metavar="NAME",
-    help="A format of an installed package; see docs/extending.md.",
+    help="A format added by an installed package; see docs/extending.md.",
 )
 @click.option(
     "--metric",
@@ -75,12 +75,12 @@ def export() -> None:
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder.  [default: RESULTS_DIR/export]",
+    help="Destination.  [default: RESULTS_DIR/export]",
 )
 def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> None:
     """Write the tables of a run (metrics, events, devices, ...) for other programs, or its plots for a paper.
 
-    RESULTS_DIR is what `testbed run` wrote; for a sweep, one table is written, with a row for each run.
+    RESULTS_DIR is a folder written by `testbed run`. For a sweep, a single table with a row for each run is written.
 
     \b
     Examples:
@@ -94,24 +94,30 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
 
     write = writer_of(kind)
     folders = places(folder)
-    runs = (
-        [load_figures(each) for each in folders]
-        if len(folders) > 1
-        else [load(folders[0])]
-    )
+    # Only the metrics of a sweep: the events of all its runs may exceed the memory.
+    load_run = load_figures if len(folders) > 1 else load
+    runs = [load_run(each) for each in folders]
     place = out or folder / "export"
     try:
         place.mkdir(parents=True, exist_ok=True)
         write(runs, place, metrics)
     except InputError:
-        with suppress(OSError):  # which is raised where something was there
+        # Removes a folder just created; raises for one with content.
+        with suppress(OSError):
             place.rmdir()
         raise
     except OSError as error:
-        raise HostError(
-            f"{place}: cannot be written: {error.strerror or error}"
-        ) from None
-    click.echo(f"{place}: {', '.join(sorted(each.name for each in place.iterdir()))}")
+        raise _write_error(place, error) from None
+    _print_content(place)
+
+
+def _write_error(place: Path, error: OSError) -> HostError:
+    return HostError(f"{place}: cannot be written: {error.strerror or error}")
+
+
+def _print_content(place: Path) -> None:
+    names = sorted(each.name for each in place.iterdir())
+    click.echo(f"{place}: {', '.join(names)}")
 
 
 @export.command()
@@ -119,14 +125,14 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder.  [default: compose-<scenario>]",
+    help="Destination.  [default: compose-<scenario>]",
 )
 @overrides
 def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None:
-    """Write a docker compose project with the devices, links and hardening of SCENARIO.
+    """Write a Docker Compose project with the devices, links and hardening of SCENARIO.
 
-    For a sweep, the first point is used. The project needs the images, a token, and its links set up after each start;
-    its docker-compose.yml explains how.
+    For a sweep, the first point is used. The project needs the images and a token, and its links must be set up after
+    each start; comments in its docker-compose.yml explain how.
 
     \b
     Examples:
@@ -141,17 +147,17 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
     from testbed_controller.lab.programimages import device_images
 
     trial = trials(load(scenario, overrides))[0]
-    images: dict[str, str] = {}
+    workload = trial.scenario.workload
     programs = programs_of(
-        trial.scenario.workload, [device.name for device in trial.experiment.devices]
+        workload, [device.name for device in trial.experiment.devices]
     )
+    images: dict[str, str] = {}
+    # Programs may bring images of their own, which are built now, as their names depend on their content.
     if any(part.image or part.packages for part in programs.values()):
         client = ensure_engine(say)
         ours = ensure_images(client, say)
-        image_names = device_images(
-            client, trial.scenario.workload, trial.experiment, ours, say
-        )
-        images = {name: tag for name, tag in image_names.items() if tag != ours.device}
+        tags = device_images(client, workload, trial.experiment, ours, say)
+        images = {name: tag for name, tag in tags.items() if tag != ours.device}
     place = out or Path(f"compose-{trial.scenario.name}")
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -159,7 +165,5 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
             (place / name).write_text(text)
         (place / "shape").chmod(0o755)
     except OSError as error:
-        raise HostError(
-            f"{place}: cannot be written: {error.strerror or error}"
-        ) from None
-    click.echo(f"{place}: {', '.join(sorted(each.name for each in place.iterdir()))}")
+        raise _write_error(place, error) from None
+    _print_content(place)

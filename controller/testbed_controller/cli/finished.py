@@ -57,7 +57,7 @@ def summarize(folder: Path, runs: list[Run], console: Console) -> dict[str, Any]
 
 def _error_reason(error: str) -> str:
     """Return the most informative line of an error: the last one of a traceback, else the first."""
-    lines = error.strip().splitlines() or ["no reason known"]
+    lines = error.strip().splitlines() or ["the reason is unknown"]
     return lines[-1] if "Traceback" in error else lines[0]
 
 
@@ -65,20 +65,20 @@ def judge(runs: list[Run]) -> None:
     """Raise the error that decides the exit status: a failed or diverged run, or a failed expectation."""
     for finished in runs:
         _check_finished(finished)
-    diverged = [
-        f"{finished.path.name} ({finished.metrics['divergence']})"
-        for finished in runs
-        if _has_diverged(finished)
-    ]
+    diverged = []
+    for finished in runs:
+        if _has_diverged(finished):
+            reason = finished.metrics["divergence"]
+            diverged.append(f"{finished.path.name} ({reason})")
     if diverged:
         text = "the loss is not a finite number; try a smaller learning_rate, or expect `diverged`"
         raise DivergedError(f"training diverged: {', '.join(diverged)}: {text}")
-    missed: list[str] = []
+    unmet = []
     for finished in runs:
         prefix = f"{finished.path.name}: " if len(runs) > 1 else ""
-        missed += (prefix + text for text in _missed_expectations(finished))
-    if missed:
-        raise ExpectationError("; ".join(missed))
+        unmet += [prefix + text for text in _unmet_expectations(finished)]
+    if unmet:
+        raise ExpectationError("; ".join(unmet))
 
 
 def _check_finished(run: Run) -> None:
@@ -86,9 +86,8 @@ def _check_finished(run: Run) -> None:
     status = run.outcome.status
     if status == "finished":
         return
-    text = (
-        f"{_error_reason(run.outcome.error or '')}; partial results are in {run.path}"
-    )
+    reason = _error_reason(run.outcome.error or "")
+    text = f"{reason}; partial results are in {run.path}"
     if status == "interrupted":
         raise StoppedError(f"the run was interrupted: {text}")
     raise TestbedError(f"the run {status}: {text}")
@@ -96,12 +95,12 @@ def _check_finished(run: Run) -> None:
 
 def _has_diverged(run: Run) -> bool:
     """Return whether a run diverged without an expectation about divergence."""
-    return bool(run.metrics.get("diverged")) and all(
-        each.key != "diverged" for each in run.expectations
-    )
+    if not run.metrics.get("diverged"):
+        return False
+    return all(each.key != "diverged" for each in run.expectations)
 
 
-def _missed_expectations(run: Run) -> Iterator[str]:
+def _unmet_expectations(run: Run) -> Iterator[str]:
     from testbed_controller.report.sections import found_text
 
     for expectation in run.expectations:

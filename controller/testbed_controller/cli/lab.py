@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from testbed_controller.hosts.placement import LabPart
     from testbed_controller.lab.containers import RunningContainer
+    from testbed_controller.results.files import Progress
 
 
 ERRORS = 2
@@ -56,8 +57,9 @@ def up(
 ) -> None:
     """Create the devices and links of SCENARIO and keep them running without a workload.
 
-    For a sweep, the first point is used. `testbed run SCENARIO --on` runs a scenario on it, `exec` a command on a
-    device; `fault`, `link`, `ps` and `logs` work on it; `testbed down` removes it.
+    For a sweep, the first point is used. `testbed run SCENARIO --on` runs a scenario on this lab, and `testbed exec` a
+    command on one of its devices; `fault`, `link`, `ps` and `logs` work on a lab as on a run. `testbed down` removes
+    the lab.
     """
     from testbed.scenario.expand import trials
     from testbed.scenario.loading import load
@@ -75,7 +77,7 @@ def up(
         for each in lab.devices.values()
     ]
     print_table(["device", "state", "address", "control"], rows)
-    click.echo(f"end it with: testbed down {lab.run_id}")
+    click.echo(f"remove it with: testbed down {lab.run_id}")
 
 
 @click.command()
@@ -84,7 +86,7 @@ def up(
     "--all",
     "everything",
     is_flag=True,
-    help="Remove all runs of yours, and abandoned runs of anybody.",
+    help="Remove all of your runs, and the abandoned runs of all users.",
 )
 @click.option(
     "--everyone",
@@ -108,18 +110,13 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
     engines, removable = _removable_runs(pattern)
     known = sorted({*engines, *runstate.runs()})
     matches = fnmatch.filter(known, pattern)
-    if not matches and pattern != "*":
-        raise InputError(
-            f"unknown run '{pattern}' (runs: {', '.join(known) or 'none'})"
-        )
-    others = ", ".join(each for each in matches if each not in removable)
-    chosen = [each for each in matches if everyone or each in removable]
+    others = [each for each in matches if each not in removable]
+    chosen = matches if everyone else [each for each in matches if each in removable]
+    if pattern != "*":
+        _check_removable(pattern, known, chosen, others)
+    other_names = ", ".join(others)
     if others and everyone:
-        click.echo(f"ending the runs of other users: {others}")
-    elif others and not chosen and pattern != "*":
-        raise InputError(
-            f"other users have the runs {others}: write one in full, or add --everyone"
-        )
+        click.echo(f"removing the runs of other users: {other_names}")
     for each in chosen:
         count = remove(each, engines.get(each))
         click.echo(f"{each}: removed {count} containers and networks")
@@ -127,8 +124,21 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
         click.echo("nothing to remove")
     if others and not everyone:
         click.echo(
-            f"kept, as other users have them: {others} (--everyone ends them, too)"
+            f"kept, since they belong to other users: {other_names} (--everyone removes them as well)"
         )
+
+
+def _check_removable(
+    pattern: str, known: Sequence[str], chosen: Sequence[str], others: Sequence[str]
+) -> None:
+    """Raise InputError if no run matches the pattern, or only runs of other users do."""
+    if chosen:
+        return
+    if others:
+        raise InputError(
+            f"the runs {', '.join(others)} belong to other users: write a name in full, or add --everyone"
+        )
+    raise InputError(f"unknown run '{pattern}' (runs: {', '.join(known) or 'none'})")
 
 
 def _removable_runs(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
@@ -137,6 +147,7 @@ def _removable_runs(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
     from testbed_controller.lab.removal import abandoned_runs, labelled_runs
 
     engines: dict[str, DockerClient] = {}
+    # A full name is consent enough, so a pattern that equals a name makes that run removable.
     removable = {pattern, *runstate.runs()}
     for client in connect_to_all().values():
         engines |= dict.fromkeys(labelled_runs(client), client)
@@ -149,48 +160,46 @@ def _removable_runs(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
 def ps(as_json: bool) -> None:
     """List the containers of every run, with the activity of each device and the progress of the run.
 
-    Runs of yours on another engine, which you used before, are listed as well.
+    Your runs on engines that you used before are included.
     """
     from testbed_controller.results.files import Progress, progress
 
     labs = _running_labs()
     if as_json:
-        dump(
-            {
-                run: [asdict(each) for each in containers]
-                for run, containers in labs.items()
-            }
-        )
+        runs = {}
+        for run, containers in labs.items():
+            runs[run] = [asdict(each) for each in containers]
+        dump(runs)
         return
     if not labs:
         click.echo("no run is up")
         return
-    folders = {run: runstate.results_of(run) for run in labs}
-    now = {
-        run: Progress() if folder is None else progress(folder)
-        for run, folder in folders.items()
-    }
     rows = []
+    progress_lines = []
     for run, containers in labs.items():
-        for each in containers:
-            does = now[run].doing.get(each.name, "")
-            rows.append(
-                [
-                    run,
-                    each.name,
-                    each.state,
-                    each.since,
-                    does,
-                    each.address,
-                    each.control_url,
-                ]
-            )
-        if not containers:
-            rows.append([run, "", "networks only", "", "", "", ""])
-    print_table(["run", "device", "state", "since", "does", "address", "control"], rows)
-    for run, folder in folders.items():
+        folder = runstate.results_of(run)
+        current = Progress()
         if folder is not None:
-            click.echo(f"{run}: {now[run]}, in {folder}")
+            current = progress(folder)
+            progress_lines.append(f"{run}: {current}, in {folder}")
+        rows += _container_rows(run, containers, current)
+    header = ["run", "device", "state", "since", "activity", "address", "control"]
+    print_table(header, rows)
+    for line in progress_lines:
+        click.echo(line)
+
+
+def _container_rows(
+    run: str, containers: Sequence[RunningContainer], current: Progress
+) -> list[list[str]]:
+    if not containers:
+        return [[run, "", "networks only", "", "", "", ""]]
+    rows = []
+    for each in containers:
+        activity = current.doing.get(each.name, "")
+        place = [each.address, each.control_url]
+        rows.append([run, each.name, each.state, each.since, activity, *place])
+    return rows
 
 
 def _running_labs() -> dict[str, list[RunningContainer]]:
@@ -204,28 +213,31 @@ def _running_labs() -> dict[str, list[RunningContainer]]:
         labs |= running_labs(client)
     for run in runstate.runs():
         for host in runstate.hosts_of(run):
-            with suppress(HostError):  # a host that is lost: the run reports it
-                labs.setdefault(run, []).extend(
-                    running_labs(reach(host).client).get(run, [])
-                )
+            # The run itself reports a lost host; the list shows the remaining ones.
+            with suppress(HostError):
+                containers = running_labs(reach(host).client).get(run, [])
+                labs.setdefault(run, []).extend(containers)
     return labs
 
 
 @click.command()
 @click.argument("device")
 @run_option
-@click.option("--follow", "-f", is_flag=True, help="Go on until the container ends.")
+@click.option(
+    "--follow", "-f", is_flag=True, help="Print new output until the container ends."
+)
 def logs(device: str, run_id: str | None, follow: bool) -> None:
     """Print the log of DEVICE with the output of its program (`shaper` for the container that shapes links)."""
     from testbed_controller.hosts.lab import engine_of
     from testbed_controller.lab.containers import container_logs
 
-    wrote, run = False, runstate.choose(run_id)
+    run = runstate.choose(run_id)
+    has_output = False
     for piece in container_logs(engine_of(run, device), run, device, follow=follow):
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
-        wrote = True
-    if not wrote:
+        has_output = True
+    if not has_output:
         say(f"{device} has no output")
 
 
@@ -240,7 +252,7 @@ def logs(device: str, run_id: str | None, follow: bool) -> None:
     "--input",
     "pass_input",
     is_flag=True,
-    help="Pass the standard input on, such as a file.",
+    help="Forward standard input to the command, such as a file.",
 )
 @run_option
 def execute(
@@ -262,23 +274,22 @@ def execute(
     from testbed_controller.hosts.lab import engine_of
     from testbed_controller.lab.containers import container_name
 
-    # What stands behind DEVICE is not click's to read, the sign that says so included.
+    # click keeps the `--` that ends its own options as the first word of an unprocessed command.
     words = list(command[1:] if command[0] == "--" else command)
     chosen = runstate.choose(run_id)
     client = engine_of(chosen, device)
+    container = container_name(chosen, device)
     try:
-        started = client.api.exec_create(
-            container_name(chosen, device), words, stdin=pass_input
-        )["Id"]
+        created = client.api.exec_create(container, words, stdin=pass_input)
     except NotFound:
         raise InputError(
             f"unknown device '{device}' in {chosen}: see 'testbed ps'"
         ) from None
     except APIError as error:
         raise TestbedError(f"{device}: {error.explanation}") from None
-    for number, part in _output_frames(
-        client, started, sys.stdin.fileno() if pass_input else None
-    ):
+    started = created["Id"]
+    source = sys.stdin.fileno() if pass_input else None
+    for number, part in _output_frames(client, started, source):
         stream = sys.stderr if number == ERRORS else sys.stdout
         stream.buffer.write(part)
         stream.flush()
@@ -291,12 +302,13 @@ def _output_frames(
     """Start a command, forward input from ``given``, and yield (stream, bytes) of the output."""
     from docker.utils import socket as frames
 
-    # The engine's client wraps the connection as a file to be read; what is written goes past that.
+    # The engine's client wraps the connection in a read-only file, so input is written to the socket below it.
     connection: Any = client.api.exec_start(started, socket=True)
 
     def feed(source: int) -> None:
-        with suppress(OSError):  # the command has ended, and left the rest unread
-            # Not through `sys.stdin`, whose lock a thread that waits for more would keep as the interpreter ends.
+        # A command that ends without reading all input closes the connection.
+        with suppress(OSError):
+            # `sys.stdin` has a lock, which a thread that waits for input would still hold as the interpreter exits.
             while piece := os.read(source, PIECE):
                 connection._sock.sendall(piece)
             connection._sock.shutdown(socket.SHUT_WR)
@@ -312,7 +324,7 @@ def _output_frames(
 @click.option(
     "--pace",
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds of the run to show in each second.",
+    help="Seconds of the run to show per second.  [default for results: 1, real time]",
 )
 @click.option(
     "--open/--no-open",
@@ -323,8 +335,8 @@ def _output_frames(
 def watch(run: str | None, pace: float | None, show_page: bool) -> None:
     """Show RUN on a page in the browser: devices, links, learning curves, activity, and faults.
 
-    RUN is a run that is up (default: the only one), or a folder of results, which is replayed at --pace (1: real time).
-    While a run is up, faults can be injected from the page. It is served on 127.0.0.1 until Ctrl-C.
+    RUN is the name of a run in progress (default: the only one), or a results folder, which is replayed at --pace.
+    Faults can be injected into a run in progress from the page. The page is served on 127.0.0.1 until Ctrl-C.
 
     \b
     Examples:
@@ -340,7 +352,7 @@ def watch(run: str | None, pace: float | None, show_page: bool) -> None:
         state = runstate.read(runstate.choose(run))
         if state.results is None:
             raise InputError(
-                f"{state.run} is a lab without a run: start one with 'testbed run'"
+                f"{state.run} is a lab without a run: start one with 'testbed run SCENARIO --on'"
             )
         server = PageServer(Path(state.results), partial(strike, state.run), pace)
     click.echo(server.address)

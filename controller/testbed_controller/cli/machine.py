@@ -18,6 +18,8 @@ from testbed_controller.cli.printing import dump, print_table, say
 
 if TYPE_CHECKING:
     from testbed_controller.hosts.placement import LabPart
+    from testbed_controller.hosts.survey import HostReport
+    from testbed_controller.lab.diagnosis import HostCheck
 
 
 @click.group(cls=CommandGroup)
@@ -29,20 +31,20 @@ def setup() -> None:
 @click.option(
     "--measure",
     is_flag=True,
-    help="Also measure how fast and how short links can be here: some seconds more.",
+    help="Also measure the highest rate and shortest delay of links on this machine (takes some seconds).",
 )
 @on_hosts
 @as_json
 def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
     """Check this machine for the testbed's requirements, with a remedy for each problem.
 
-    With --hosts, also whether runs can go there; `testbed setup hosts` shows more of them.
+    With --hosts, the hosts are checked as well; `testbed setup hosts` shows more about each of them.
 
-    With --measure, `testbed run` remembers the highest rate, and refuses a scenario that asks for more.
+    With --measure, the highest rate is kept for `testbed run`, which rejects scenarios with faster links.
 
-    Exits with 3 when no scenario could run in containers here.
+    The exit status is 3 if no scenario can run in containers on this machine.
     """
-    from testbed_controller.lab.diagnosis import HostCheck, examine
+    from testbed_controller.lab.diagnosis import examine
 
     checks: list[HostCheck] = []
     diagnosis = examine(measure=measure)
@@ -50,20 +52,27 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
         from testbed_controller.hosts.survey import check_hosts
 
         diagnosis = chain(diagnosis, check_hosts(where.hosts))
+    # The checks are lazy and some take seconds, so each is printed as soon as its result is known.
     for check in diagnosis:
         checks.append(check)
         if not as_json:
-            helps = f"; {check.help}" if check.help and check.status != "ok" else ""
-            click.echo(f"{check.status:8} {check.name:18} {check.detail}{helps}")
+            click.echo(_format_check(check))
     if as_json:
         dump([asdict(check) for check in checks])
-    fatal = [
-        check.name for check in checks if check.needed and check.status == "missing"
-    ]
-    if fatal:
+    required = [each for each in checks if each.needed]
+    missing = [each.name for each in required if each.status == "missing"]
+    if missing:
         raise HostError(
-            f"no scenario can run in containers here for want of: {', '.join(fatal)}; '--runtime simulate' needs none"
+            f"scenarios cannot run in containers on this machine without: {', '.join(missing)}; "
+            "'--runtime simulate' needs no containers"
         )
+
+
+def _format_check(check: HostCheck) -> str:
+    line = f"{check.status:8} {check.name:18} {check.detail}"
+    if check.help and check.status != "ok":
+        return f"{line}; {check.help}"
+    return line
 
 
 @setup.command()
@@ -72,12 +81,12 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
     "--env",
     "as_env",
     is_flag=True,
-    help="Print as variables for compose/, with a new random token.",
+    help="Print the image names as variables for compose/, with a new random token.",
 )
 @click.option(
     "--prune",
     is_flag=True,
-    help="Remove the testbed's images that the current files do not need.",
+    help="Also remove images of the testbed that the current files no longer need.",
 )
 @click.option(
     "--remove",
@@ -104,41 +113,33 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
         for tag in remove_images(client, keep=wanted):
             click.echo(f"removed {tag}", err=True)
     if as_env:
-        click.echo(
-            f"TESTBED_DEVICE_IMAGE={wanted.device}\nTESTBED_SHAPER_IMAGE={wanted.shaper}"
-        )
+        click.echo(f"TESTBED_DEVICE_IMAGE={wanted.device}")
+        click.echo(f"TESTBED_SHAPER_IMAGE={wanted.shaper}")
         click.echo(f"TESTBED_TOKEN={secrets.token_urlsafe(24)}")
         return
-    # What they stand on may have lost its name to the --prune of another checkout.
     rows: list[dict[str, Any]] = []
     for kind, tag in wanted.by_kind.items():
+        # The --prune of another checkout may have removed the tags of base images, whose layers remain in use.
         if image_exists(client, tag):
             identity = client.images.get(tag).id
-            rows.append(
-                {
-                    "image": kind,
-                    "tag": tag,
-                    "id": identity,
-                    "bytes": image_size(client, tag),
-                }
-            )
+            size = image_size(client, tag)
+            rows.append({"image": kind, "tag": tag, "id": identity, "bytes": size})
     if as_json:
         dump(rows)
         return
     for row in rows:
-        click.echo(
-            f"{row['image'].replace('_', ' '):16}{row['tag']:36}{formats.size(row['bytes']):>10}"
-        )
+        kind = row["image"].replace("_", " ")
+        click.echo(f"{kind:16}{row['tag']:36}{formats.size(row['bytes']):>10}")
 
 
 @setup.command()
 @click.argument("contexts", nargs=-1)
 @as_json
 def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
-    """List the engines of docker contexts, their capabilities and missing requirements.
+    """List the engines of Docker contexts, their capabilities and missing requirements.
 
-    CONTEXTS are those to look at, by default all there are. Clock, round trip and rate are measured over the
-    connection of each context, by a container that is removed at once, where the images are there already.
+    CONTEXTS names the Docker contexts to inspect (default: all). Clock offset, round trip and rate are measured over
+    the connection of each context, by a short-lived container; engines without the testbed's images are not measured.
 
     \b
     Example:
@@ -150,58 +151,33 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         dump([asdict(each) for each in engines])
         return
-    rows = []
+    rows = [_engine_columns(each) for each in engines]
+    print_table(list(rows[0]) if rows else [], [[*row.values()] for row in rows])
     for each in engines:
-        node = f"{each.node} (manager)" if each.manager else each.node
-        clock = (
-            _format_value(each.offset, "{:+.2f} ms", 1e3),
-            _format_value(each.uncertainty, "{:.2f} ms", 1e3),
-        )
-        memory = "" if each.memory is None else formats.size(each.memory)
-        rate = "" if each.rate is None else formats.rate(each.rate)
-        machine = (
-            each.address,
-            _format_value(each.cores, "{}"),
-            memory,
-            each.engine,
-            ", ".join(each.images),
-        )
-        rows.append(
-            [
-                each.context,
-                node,
-                *machine,
-                *clock,
-                _format_value(each.round_trip, "{:.2f} ms", 1e3),
-                rate,
-            ]
-        )
-    titles = [
-        "context",
-        "node",
-        "address",
-        "cores",
-        "memory",
-        "engine",
-        "images",
-        "clock",
-        "+-",
-        "round trip",
-        "rate",
-    ]
-    print_table(titles, rows)
-    for each in engines:
+        prefix = f"{each.context}: "
         for text in each.missing:
-            click.echo(
-                text
-                if text.startswith(f"{each.context}:")
-                else f"{each.context}: {text}"
-            )
+            click.echo(prefix + text.removeprefix(prefix))
 
 
-def _format_value(value: float | None, form: str, factor: int | float = 1) -> str:
-    """Format a value; empty for an unknown one."""
-    return "" if value is None else form.format(value * factor)
+def _engine_columns(engine: HostReport) -> dict[str, str]:
+    """Return the cells of an engine by column title; empty for unknown values."""
+    return {
+        "context": engine.context,
+        "node": f"{engine.node} (manager)" if engine.manager else engine.node,
+        "address": engine.address,
+        "cores": "" if engine.cores is None else str(engine.cores),
+        "memory": "" if engine.memory is None else formats.size(engine.memory),
+        "engine": engine.engine,
+        "images": ", ".join(engine.images),
+        "clock": _format_milliseconds(engine.offset, "+.2f"),
+        "+-": _format_milliseconds(engine.uncertainty),
+        "round trip": _format_milliseconds(engine.round_trip),
+        "rate": "" if engine.rate is None else formats.rate(engine.rate),
+    }
+
+
+def _format_milliseconds(seconds: float | None, form: str = ".2f") -> str:
+    return "" if seconds is None else f"{seconds * 1e3:{form}} ms"
 
 
 @setup.command()
@@ -212,21 +188,21 @@ def _format_value(value: float | None, form: str, factor: int | float = 1) -> st
 )
 @click.option(
     "--peer",
-    help="Measure the link to this machine too, where `testbed setup profile --serve` runs.",
+    help="Also measure the link to this machine, on which `testbed setup profile --serve` runs.",
 )
 @click.option(
-    "--serve", is_flag=True, help="Be the peer of one measurement, on port 8720."
+    "--serve", is_flag=True, help="Serve as the peer of one measurement, on port 8720."
 )
 @click.option(
     "--program",
     is_flag=True,
-    help="Print the program that measures, for a board without the testbed.",
+    help="Print the measuring program, for a board without the testbed.",
 )
 def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> None:
     """Measure this machine: training speed by kind and size of layer, memory, and the link to a peer.
 
-    The file is a profile for `devices.<name>.profile`. A board needs Python and torch alone: what --program prints is
-    run there, and takes --peer and --serve as well.
+    The result is a profile file for `devices.<name>.profile`. A board needs only Python and torch: the program that
+    --program prints runs there, and accepts --peer and --serve as well.
 
     \b
     Examples:
@@ -248,7 +224,7 @@ def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> N
             click.echo(text, nl=False)
         else:
             out.write_text(text)
-            click.echo(f"{out}: name it as devices.<name>.profile")
+            click.echo(f"{out}: written; use the path as devices.<name>.profile")
     except OSError as error:
         where = f"the link to {peer}" if peer else str(out or "port 8720")
         raise HostError(f"{where}: {error.strerror or error}") from None

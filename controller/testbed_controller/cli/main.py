@@ -84,7 +84,7 @@ COMMANDS = {
     ),
     "export": (
         "testbed_controller.cli.export:export",
-        "Write the tables of a run, or a whole lab, for other programs; `export DIR` is `export run DIR`.",
+        "Export the tables of a run, or a scenario as a Docker Compose project.",
     ),
     "doctor": (
         "testbed_controller.cli.machine:doctor",
@@ -130,7 +130,9 @@ class _LazyGroup(CommandGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             point = plugins.installed(GROUP).get(cmd_name)
-            return None if point is None else plugins.load(point, (), _command_of)
+            if point is None:
+                return None
+            return plugins.load(point, (), _command_of)
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
@@ -138,14 +140,13 @@ class _LazyGroup(CommandGroup):
 
     def describe(self, ctx: click.Context, name: str) -> str:
         """Return the line of a command in the list."""
-        if name not in COMMANDS:
-            try:
-                return super().describe(ctx, name)
-            except (
-                InputError
-            ) as error:  # a broken package must not cost the user the other commands
-                return str(error)
-        return COMMANDS[name][1]
+        if name in COMMANDS:
+            return COMMANDS[name][1]
+        try:
+            return super().describe(ctx, name)
+        except InputError as error:
+            # A broken package must not hide the commands of the others.
+            return str(error)
 
 
 @click.group(
@@ -160,7 +161,7 @@ class _LazyGroup(CommandGroup):
     show_default=True,
     envvar=LEVEL,
     show_envvar=True,
-    help="Log to standard error from this level on. Logs in results folders begin at info, or with debug at debug.",
+    help="Lowest level logged to standard error. Logs in results folders contain info and above, with `debug` all.",
 )
 def testbed(log_level: str) -> None:
     """Emulate edge devices and their links on one machine and run split neural networks on them."""
@@ -171,34 +172,35 @@ class _TerminalHandler(logging.Handler):
     """Handler that writes to the current standard error, which a live display may have redirected."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(
-            "\n".join(map(escape_control, self.format(record).splitlines())), err=True
-        )
+        lines = self.format(record).splitlines()
+        click.echo("\n".join(escape_control(line) for line in lines), err=True)
 
 
 _TERMINAL = _TerminalHandler()
 
 
 def log_to_terminal(level: str) -> None:
-    """Log to the terminal from a level on; the loggers let pass from info on, for the files of a run."""
+    """Log to the terminal at this level and above."""
     _TERMINAL.setLevel(level.upper())
     _TERMINAL.setFormatter(LineFormatter())
     for name in PACKAGES:
         logger = logging.getLogger(name)
+        # The log files of a run have handlers of their own, which want info and above.
         logger.setLevel(min(_TERMINAL.level, logging.INFO))
         logger.addHandler(_TERMINAL)
 
 
-def _say_what_was_left() -> None:
+def _suggest_removal() -> None:
     """Suggest the removal of abandoned runs."""
-    if sys.argv[1:2] != ["down"]:
-        for run in abandoned():
-            text = "was killed together with its reaper, and is still there: remove it with"
-            click.echo(f"testbed: the run {run} {text} 'testbed down {run}'", err=True)
+    if sys.argv[1:2] == ["down"]:
+        return
+    for run in abandoned():
+        text = "was killed together with its reaper, and its containers remain: remove them with"
+        click.echo(f"testbed: the run {run} {text} 'testbed down {run}'", err=True)
 
 
 def _drop_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
-    """Silence KeyboardInterrupt raised inside ``__del__``, which Python ignores. The next one is handled."""
+    """Silence a KeyboardInterrupt raised inside ``__del__``, where Python can only print it."""
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
 
@@ -207,14 +209,12 @@ def main() -> None:
     """Run the command line; print a `TestbedError` as one line and exit with its status."""
     collect_rarely()
     atexit.register(keep_everything)
-    for number in (
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # as Ctrl-C: what was seen of a run is kept
+    # Handled like Ctrl-C, so that the partial results of a run are written.
+    for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     sys.unraisablehook = _drop_interrupt
-    _say_what_was_left()
+    _suggest_removal()
     try:
         sys.exit(testbed.main(standalone_mode=False))
     except click.Abort:
@@ -227,7 +227,8 @@ def main() -> None:
         click.echo(f"testbed: {escape_control(str(error))}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader of our output has left (`testbed ps | head`): not an error worth a traceback.
+        # The reader of the output has closed the pipe, as in `testbed ps | head`. Python flushes standard output at
+        # exit and would print the same error again, unless the stream leads elsewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
@@ -245,10 +246,8 @@ def _explain_error(error: Exception) -> tuple[str | None, int]:
         return text, HostError.exit_code
     # The engine's client is imported only by commands that need it; whatever it raises is about this host.
     if type(error).__module__.startswith(("docker.", "requests.", "urllib3.")):
-        return (
-            f"the container engine: {' '.join(str(error).split())}",
-            HostError.exit_code,
-        )
+        text = " ".join(str(error).split())
+        return f"the container engine: {text}", HostError.exit_code
     from testbed.common.usercode import describe_error
 
     return describe_error(error), TestbedError.exit_code

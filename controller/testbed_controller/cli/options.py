@@ -20,7 +20,7 @@ overrides = click.option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override one key of the scenario, dotted, as in network.link.rate=10mbit. May be repeated.",
+    help="Override a key of the scenario, written as a dotted path: network.link.rate=10mbit. May be repeated.",
 )
 
 
@@ -41,7 +41,7 @@ links = click.option(
     envvar="TESTBED_LINKS",
     show_envvar=True,
     metavar="BACKEND",
-    help="Link backend: netem, userspace or that of a package; auto takes netem where the kernel has it.",
+    help="Link backend: netem, userspace, or one of an installed package; auto uses netem if the kernel has it.",
 )
 
 
@@ -54,10 +54,13 @@ def _split_names(
 def _parse_placement(
     _context: click.Context, _option: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, str]:
-    wrong = [each for each in given if not all(each.partition("="))]
-    if wrong:
-        raise click.BadParameter(f"'{wrong[0]}' is not DEVICE=HOST")
-    return {name: host for name, _, host in (each.partition("=") for each in given)}
+    hosts = {}
+    for text in given:
+        device, _, host = text.partition("=")
+        if not device or not host:
+            raise click.BadParameter(f"'{text}' must be DEVICE=HOST")
+        hosts[device] = host
+    return hosts
 
 
 _hosts = click.option(
@@ -66,14 +69,14 @@ _hosts = click.option(
     metavar="HOST,...",
     envvar="TESTBED_HOSTS",
     show_envvar=True,
-    help="Run on the engines of these docker contexts, which are of one swarm; see docs/hosts.md.",
+    help="Run on the engines of these Docker contexts, all of one swarm; see docs/hosts.md.",
 )
 _place = click.option(
     "--place",
     multiple=True,
     callback=_parse_placement,
     metavar="DEVICE=HOST",
-    help="With --hosts, put this device on that host. May be repeated.",
+    help="With --hosts, place DEVICE on HOST. May be repeated.",
 )
 _lab = click.option(
     "--lab",
@@ -81,7 +84,7 @@ _lab = click.option(
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     envvar="TESTBED_LAB",
     show_envvar=True,
-    help="A file with hosts, the places of devices and faults of hosts; see docs/hosts.md.",
+    help="File with hosts, placement of devices, and faults of hosts; see docs/hosts.md.",
 )
 
 
@@ -103,12 +106,12 @@ run_option = click.option(
     "--run",
     "run_id",
     metavar="RUN",
-    help="Which run.  [default: the only one that is up]",
+    help="Name of the run.  [default: the only one that is up]",
 )
 out = click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Results folder, new or empty.  [default: results/<run>, with a number where that exists]",
+    help="Results folder, new or empty.  [default: results/<run>, with a number if that exists]",
 )
 accept_links = click.option(
     "--accept-links",
@@ -147,23 +150,30 @@ class CommandGroup(click.Group):
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
         """Write the commands with their summaries."""
+        names = self.list_commands(ctx)
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, self.describe(ctx, name)) for name in self.list_commands(ctx)]
-            )
+            formatter.write_dl([(name, self.describe(ctx, name)) for name in names])
 
     def describe(self, ctx: click.Context, name: str) -> str:
         """Return the first sentence of a command's help."""
         command = self.get_command(ctx, name)
-        return "" if command is None else sentence(command)
+        return "" if command is None else first_sentence(command)
 
 
-def sentence(command: click.Command) -> str:
-    """Return the first sentence of a command's help, of at most 300 letters."""
+def first_sentence(command: click.Command) -> str:
+    """Return the first sentence of a command's help, at most 300 characters long.
+
+    >>> first_sentence(click.Command("ls", help="List files. Follow links."))
+    'List files.'
+    """
     return command.get_short_help_str(300)
 
 
 def in_results(scenario: Scenario) -> bool:
-    """Return whether a scenario uses Python files stored with the results of a run, whose origin may be unknown."""
-    named = any(part.file is not None for part in scenario.workload.sources().values())
-    return named and (scenario.source.folder / "manifest.json").is_file()
+    """Return whether a scenario uses Python files stored with the results of a run.
+
+    Results are passed on between people, who would not expect `validate` or `plan` to execute code in them.
+    """
+    sources = scenario.workload.sources().values()
+    names_files = any(part.file is not None for part in sources)
+    return names_files and (scenario.source.folder / "manifest.json").is_file()

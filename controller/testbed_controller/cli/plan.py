@@ -46,12 +46,12 @@ def plan(
 ) -> None:
     """Show the placement of the model and its predicted cost without running anything.
 
-    The table shows the units of each device, their parameters, the memory they need as a share of what the device has,
-    and the FLOPs computed in a step. Below it are the step time that the planner predicts and, for a pipeline, the
-    schedule as a grid (F0 is the forward of micro-batch 0, B0 its backward). With `network.radio` there are also the
-    position of each device and the packet reception ratio (PRR) of each directed pair; the report of a run has a map.
-    With `workload.data.split`, how many training samples of which classes each device has. A method that can divide
-    the work in several ways shows all of them. A sweep is planned at each of its points.
+    The table shows the units of each device, their parameters, the memory they need (also as a share of the device's
+    memory), and the FLOPs of a step. Below it are the step time that the planner predicts and, for a pipeline, the
+    schedule as a grid (F0 is the forward pass of micro-batch 0, B0 its backward pass). With `network.radio`, the
+    position of each device and the packet reception ratio (PRR) of each directed pair are shown as well; the report of
+    a run has a map. With `workload.data.split`, the training samples of each device and their classes are shown. A
+    method with several ways to divide the work shows all of them. A sweep is planned at each of its points.
 
     SCENARIO is a file, or the name of one in scenarios/.
 
@@ -61,16 +61,18 @@ def plan(
       testbed plan quickstart --set workload.method.schedule=gpipe
       testbed plan scenarios/quickstart.yaml --json
     """
-    # Repetitions differ in their seed alone; what follows from it (positions that are drawn) is shown of the first.
+    # Repetitions differ only in their seed: the first one stands for all, also for positions drawn from the seed.
     loaded = load(scenario, overrides)
     if in_results(loaded):
         raise InputError(
-            f"{scenario}: its Python files lie among results, and only 'testbed run' executes those"
+            f"{scenario}: has Python files in a results folder, which only 'testbed run' executes"
         )
     points = [each for each in trials(loaded) if each.repetition == 0]
     prepared_points, refused = prepare_all(points)
     prepared = list(prepared_points.values())
-    hosts = _describe_hosts(prepared, where) if where.hosts else [[] for _ in prepared]
+    hosts: Sequence[list[dict[str, Any]]] = [[]] * len(prepared)
+    if where.hosts:
+        hosts = _describe_hosts(prepared, where)
     views = [_make_view(*each) for each in zip(prepared, hosts, strict=True)]
     if as_json:
         dump([asdict(view) for view in views])
@@ -100,17 +102,19 @@ class PieceView:
     compute_time: float
 
     @property
-    def held(self) -> str:
+    def unit_range(self) -> str:
         """The units of the piece: ``0-2 conv1..conv3``."""
         if not self.units:
             return "-"
-        several = len(self.units) > 1
-        numbers = f"{self.first}-{self.last - 1}" if several else str(self.first)
-        names = f"{self.units[0]}..{self.units[-1]}" if several else self.units[0]
-        held = (
-            f"{numbers} {names}" if self.part is None else f"{self.part} of {numbers}"
-        )
-        return held if self.copy_for is None else f"{held} for {self.copy_for}"
+        numbers = str(self.first)
+        names = self.units[0]
+        if len(self.units) > 1:
+            numbers = f"{self.first}-{self.last - 1}"
+            names = f"{self.units[0]}..{self.units[-1]}"
+        text = f"{numbers} {names}"
+        if self.part is not None:
+            text = f"{self.part} of {numbers}"
+        return text if self.copy_for is None else f"{text} for {self.copy_for}"
 
 
 @dataclass(frozen=True)
@@ -168,35 +172,33 @@ class PlanView:
 
 def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
     experiment, problem, chosen = prepared.experiment, prepared.problem, prepared.plan
-    programs = programs_of(
-        problem.workload, [device.name for device in problem.devices]
-    )
+    names = [device.name for device in problem.devices]
+    programs = programs_of(problem.workload, names)
+    pieces = []
+    for name in chosen.devices:
+        pieces += [_view_piece(problem, piece) for piece in chosen.of(name)]
+    idle = [each.name for each in experiment.devices if each.name not in chosen.devices]
+    model_name = None
+    batch_size = None
+    if isinstance(problem, Problem):
+        model_name = problem.model.name
+        batch_size = problem.workload.batch_size
     return PlanView(
         scenario=prepared.scenario.name,
         point=dict(prepared.trial.point),
         task=problem.workload.task,
         programs={name: part.model_dump() for name, part in programs.items()},
         method=chosen.method,
-        model=problem.model.name if isinstance(problem, Problem) else None,
-        batch_size=problem.workload.batch_size
-        if isinstance(problem, Problem)
-        else None,
+        model=model_name,
+        batch_size=batch_size,
         unit=problem.workload.unit,
         lead=chosen.lead,
-        pieces=[
-            _view_piece(problem, piece)
-            for name in chosen.devices
-            for piece in chosen.of(name)
-        ],
+        pieces=pieces,
         data=_view_data(prepared),
         samples_everywhere="all_samples" in prepared.method.supports,
         radio=_view_radio(prepared),
         memory={name: chosen.memory(name) for name in chosen.devices},
-        idle=[
-            device.name
-            for device in experiment.devices
-            if device.name not in chosen.devices
-        ],
+        idle=idle,
         step_time=chosen.step_time,
         even_step_time=_even_time(prepared),
         f32_step_time=_plain_time(prepared),
@@ -217,13 +219,13 @@ def _describe_hosts(
     from testbed_controller.hosts.lab import capacities, placed_on
     from testbed_controller.hosts.placement import described
 
-    there = capacities(reach_all(where.hosts))
-    runs = [each.experiment for each in prepared]
-    placed = [placed_on(there, run, where.place, where.placement) for run in runs]
-    return [
-        described(each, run.devices, run.links, there)
-        for each, run in zip(placed, runs, strict=True)
-    ]
+    hosts = capacities(reach_all(where.hosts))
+    descriptions = []
+    for each in prepared:
+        run = each.experiment
+        placed = placed_on(hosts, run, where.place, where.placement)
+        descriptions.append(described(placed, run.devices, run.links, hosts))
+    return descriptions
 
 
 def _even_time(prepared: Prepared) -> float | None:
@@ -231,9 +233,8 @@ def _even_time(prepared: Prepared) -> float | None:
     options = prepared.problem.options
     if getattr(options, "partition", None) != "optimal":
         return None
-    even = replace(
-        prepared.problem, options=options.model_copy(update={"partition": "even"})
-    )
+    even_options = options.model_copy(update={"partition": "even"})
+    even = replace(prepared.problem, options=even_options)
     return prepared.method.plan(even).step_time
 
 
@@ -252,22 +253,25 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
     Only plans whose devices share one copy of the model are compared: devices with copies of their own do more work.
     """
     problem, chosen = prepared.problem, prepared.plan
-    units_held = sum(piece.last - piece.first for piece in chosen.pieces)
     if not isinstance(problem, Problem):
         return None
-    is_shared = problem.workload.task == "infer" or units_held == len(
-        problem.model.units
-    )
-    if chosen.step_time is None or len(chosen.devices) < 2 or not is_shared:
+    if chosen.step_time is None or len(chosen.devices) < 2:
         return None
-    times = {}
+    placed_units = sum(piece.last - piece.first for piece in chosen.pieces)
+    has_one_copy = placed_units == len(problem.model.units)
+    if problem.workload.task != "infer" and not has_one_copy:
+        return None
+    fastest = None
+    least_time = chosen.step_time
     for device in map(problem.device, chosen.devices):
-        if costs.whole_memory(problem, device) <= device.memory:
-            times[device.name] = costs.whole_seconds(problem, device)
-    best = min(times, key=times.__getitem__, default=None)
-    if best is None or times[best] >= chosen.step_time:
+        if costs.whole_memory(problem, device) > device.memory:
+            continue
+        seconds = costs.whole_seconds(problem, device)
+        if seconds < least_time:
+            fastest, least_time = device.name, seconds
+    if fastest is None:
         return None
-    return {"device": best, "step_time": times[best]}
+    return {"device": fastest, "step_time": least_time}
 
 
 def _view_data(prepared: Prepared) -> DataView | None:
@@ -277,13 +281,12 @@ def _view_data(prepared: Prepared) -> DataView | None:
     counts = prepared.workload.sample_counts(prepared)
     if not counts:
         return None
-    labels = train_labels(
-        part_of(prepared.scenario).data, data_folder(prepared.scenario)
-    )
-    owners = [
-        {"device": name, "samples": sum(owned.values()), "classes": owned}
-        for name, owned in counts.items()
-    ]
+    scenario = prepared.scenario
+    labels = train_labels(part_of(scenario).data, data_folder(scenario))
+    owners = []
+    for name, owned in counts.items():
+        samples = sum(owned.values())
+        owners.append({"device": name, "samples": samples, "classes": owned})
     return DataView(len(labels), owners)
 
 
@@ -341,9 +344,11 @@ def _print_views(views: Sequence[PlanView]) -> None:
         if number:
             console.print()
         for block in _view_blocks(view):
-            console.print(
-                block if isinstance(block, str) else draw(block, console.width)
-            )
+            if isinstance(block, Section):
+                console.print(draw(block, console.width))
+            else:
+                console.print(block)
+        # A schedule is a grid of characters: wrapped lines would be unreadable.
         if view.schedule:
             console.print(f"\n{escape(view.schedule)}", soft_wrap=True)
 
@@ -357,12 +362,12 @@ def _view_blocks(view: PlanView) -> Iterator[Section | str]:
         return
     work = f"{view.task} with {view.method}"
     if view.model is not None:
-        work = f"{view.task} {view.model} with {view.method}, {view.batch_size} samples a {view.unit}"
+        work = f"{view.task} {view.model} with {view.method}, {view.batch_size} samples per {view.unit}"
     yield f"{view.title}: {work}\n"
     yield pieces_table(view)
     lead = "lead" if view.data or view.samples_everywhere else "lead, holds the data"
-    yield f"\n[dim]* {lead}; of: the device's memory; FLOP, time: per {view.unit}[/dim]"
-    yield from times(view)
+    yield f"\n[dim]* {lead}; of: share of the device's memory; FLOP, time: per {view.unit}[/dim]"
+    yield from time_lines(view)
     yield from hosts_table(view)
     if view.data is not None:
         yield from data_table(view.data)
@@ -374,32 +379,30 @@ def _view_blocks(view: PlanView) -> Iterator[Section | str]:
 
 def programs_table(view: PlanView) -> Section:
     """Return the command of each device."""
-    rows = [
-        (
-            name,
-            " ".join(program["command"]),
-            "in the background" if program["background"] else "",
-        )
-        for name, program in view.programs.items()
-    ]
+    rows = []
+    for name, program in view.programs.items():
+        note = "in the background" if program["background"] else ""
+        rows.append((name, " ".join(program["command"]), note))
     return plain([Column("device"), Column("command"), Column("")], rows)
 
 
 def pieces_table(view: PlanView) -> Section:
     """Return the table of pieces by device; the memory share is the total of a device's pieces."""
     rows: list[Sequence[str]] = []
-    before = ""
+    previous = ""
     for piece in view.pieces:
-        name = share = ""
-        if piece.device != before:
+        name = ""
+        share = ""
+        # The pieces of a device are adjacent rows; its name and memory share are on the first of them.
+        if piece.device != previous:
             name = piece.device + (" *" if piece.device == view.lead else "")
             share = f"{view.memory[piece.device] / piece.memory_available:.0%}"
-        before = piece.device
+        previous = piece.device
         frozen = f" + {formats.count(piece.frozen)} frozen" if piece.frozen else ""
         rows.append(
             (
                 name,
-                piece.held,
+                piece.unit_range,
                 formats.count(piece.parameters) + frozen,
                 formats.size(piece.memory),
                 "< 1%" if share == "0%" else share,
@@ -418,7 +421,7 @@ def pieces_table(view: PlanView) -> Section:
     )
 
 
-def times(view: PlanView) -> Iterator[str]:
+def time_lines(view: PlanView) -> Iterator[str]:
     """Yield the predicted time of a step or request, and possible improvements."""
     if view.step_time is not None:
         text = f"predicted {view.unit} time: [bold]{formats.seconds(view.step_time)}[/bold]"
@@ -432,31 +435,27 @@ def times(view: PlanView) -> Iterator[str]:
             text = (
                 f"{alone} per {view.unit} instead of {formats.seconds(view.step_time)}"
             )
-            yield f"[yellow]{view.fastest_alone['device']} alone would be quicker: {text}[/yellow]"
+            yield f"[yellow]{view.fastest_alone['device']} alone would be faster: {text}[/yellow]"
     for text in view.advice:
         yield f"[yellow]{text}[/yellow]"
 
 
 def hosts_table(view: PlanView) -> Iterator[Section | str]:
-    """Yield the devices and the load of each host, if the run is one over several."""
+    """Yield the devices and the load of each host of a distributed run."""
     if not view.hosts:
         return
-    rows = [
-        (
-            each["host"],
-            ", ".join(each["devices"]) or "-",
-            f"{each['busy']:.2g} of {each['cores']}",
-            f"{formats.size(each['memory'])} of {formats.size(each['of'])}",
-            str(each["leaving"]),
-        )
-        for each in view.hosts
-    ]
+    rows = []
+    for each in view.hosts:
+        devices = ", ".join(each["devices"]) or "-"
+        cores = f"{each['busy']:.2g} of {each['cores']}"
+        memory = f"{formats.size(each['memory'])} of {formats.size(each['of'])}"
+        rows.append((each["host"], devices, cores, memory, str(each["leaving"])))
     yield ""
     yield plain(
         [
             Column("host"),
             Column("devices"),
-            *figures("cores busy", "memory", "links that leave"),
+            *figures("cores busy", "memory", "links to other hosts"),
         ],
         rows,
     )
@@ -467,24 +466,19 @@ def data_table(data: DataView) -> Iterator[Section | str]:
     rows = []
     for owner in data.owners:
         counts = owner["classes"]
-        most = sorted(counts, key=lambda label: (-counts[label], label))
-        shown = [f"{label}: {counts[label]:,}" for label in most[:CLASSES_SHOWN]]
-        if len(most) > CLASSES_SHOWN:
-            shown.append("...")
-        rows.append(
-            (
-                owner["device"],
-                f"{owner['samples']:,}",
-                str(len(counts)),
-                ", ".join(shown),
-            )
-        )
+        labels = sorted(counts, key=lambda label: (-counts[label], label))
+        largest = [f"{label}: {counts[label]:,}" for label in labels[:CLASSES_SHOWN]]
+        if len(labels) > CLASSES_SHOWN:
+            largest.append("...")
+        samples = f"{owner['samples']:,}"
+        classes = str(len(counts))
+        rows.append((owner["device"], samples, classes, ", ".join(largest)))
     yield ""
     yield plain(
         [
             Column("device"),
             *figures("samples", "classes"),
-            Column("samples of a class"),
+            Column("samples by class"),
         ],
         rows,
     )
@@ -493,30 +487,35 @@ def data_table(data: DataView) -> Iterator[Section | str]:
 
 
 def radio_table(radio: RadioView) -> Iterator[Section | str]:
-    """Yield the reception ratios: a row a sender, a column a receiver, numbered as the rows are."""
+    """Yield the reception ratios: one row per sender, one column per receiver, numbered like the rows."""
     numbers = {name: str(index) for index, name in enumerate(radio.prr, 1)}
     rows = []
     for name, (x, y) in radio.positions.items():
         ratios = radio.prr[name]
-        received = [
-            f"{ratios[other]:.0%}" if other in ratios else "-" for other in numbers
-        ]
+        received = []
+        for other in numbers:
+            received.append(f"{ratios[other]:.0%}" if other in ratios else "-")
         rows.append((numbers[name], name, f"{x:.1f}, {y:.1f}", *received))
-    every = [ratio for row in radio.prr.values() for ratio in row.values()]
-    mean = f", {fmean(every):.1%} on average" if every else ""
+    all_ratios: list[float] = []
+    for row in radio.prr.values():
+        all_ratios += row.values()
+    mean = f", {fmean(all_ratios):.1%} on average" if all_ratios else ""
     yield ""
     yield plain(
         [Column(""), Column("device"), Column("metres"), *figures(*numbers.values())],
         rows,
     )
-    yield f"\n[dim]share of the casts of each row's device that each column's receives (PRR){mean}[/dim]"
+    yield f"\n[dim]packet reception ratio (PRR): broadcasts of the row's device that the column's receives{mean}[/dim]"
 
 
 def alternatives_table(alternatives: Sequence[Alternative]) -> Iterator[Section | str]:
-    """Yield the needs of each scheme: of the device with most, and of the network."""
+    """Yield the requirements of each scheme: those of its largest device, and of the network."""
     rows = []
     for each in alternatives:
-        notes = ["" if each.fits else "does not fit", each.notes]
+        notes = [] if each.fits else ["does not fit"]
+        if each.notes:
+            notes.append(each.notes)
+        step_time = "-" if each.step_time is None else formats.seconds(each.step_time)
         rows.append(
             (
                 each.name + (" *" if each.chosen else ""),
@@ -525,8 +524,8 @@ def alternatives_table(alternatives: Sequence[Alternative]) -> Iterator[Section 
                 formats.count(each.longest_path),
                 formats.count(each.communication),
                 formats.size(each.wire_bytes),
-                "-" if each.step_time is None else formats.seconds(each.step_time),
-                "; ".join(filter(None, notes)),
+                step_time,
+                "; ".join(notes),
             )
         )
     yield ""
@@ -539,6 +538,6 @@ def alternatives_table(alternatives: Sequence[Alternative]) -> Iterator[Section 
         rows,
     )
     yield (
-        "\n[dim]* chosen; weights, in elements, and memory: of the device with most; T: multiplications one after the "
-        "other, C: elements sent by the paper's formulas, per sample; on the wire, time: of a request[/dim]"
+        "\n[dim]* chosen; weights (elements) and memory: of the device with the most; T: multiplications on the "
+        "longest path, C: elements sent, per sample by the paper's formulas; on the wire, time: per request[/dim]"
     )

@@ -33,17 +33,18 @@ def say(text: str) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns, suitable for processing with awk."""
-    widths = [
-        max(len(row[column]) for row in [header, *rows])
-        for column in range(len(header))
-    ]
-    for row in [header, *rows]:
-        click.echo(
-            "  ".join(
-                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-            ).rstrip()
-        )
+    """Print aligned columns, suitable for processing with awk.
+
+    >>> print_table(["device", "state"], [["worker1", "running"]])
+    device   state
+    worker1  running
+    """
+    lines = [header, *rows]
+    columns = zip(*lines, strict=True)
+    widths = [max(len(cell) for cell in column) for column in columns]
+    for line in lines:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        click.echo("  ".join(padded).rstrip())
 
 
 def print_section(
@@ -56,24 +57,29 @@ def print_section(
 
 
 def options(model: type[BaseModel]) -> list[dict[str, Any]]:
-    """Describe the scenario options of a method or model."""
+    """Describe the scenario options of a method or model: name, default, required, choices, description."""
     properties = model.model_json_schema().get("properties", {})
+    # Without validation, as required options have no value here.
     defaults = model.model_construct().model_dump(mode="json", warnings=False)
-    return [
-        {
-            "name": name,
-            "default": defaults.get(name),
-            "required": model.model_fields[name].is_required(),
-            "choices": _schema_choices(schema),
-            "description": schema.get("description", ""),
-        }
-        for name, schema in properties.items()
-    ]
+    described = []
+    for name, schema in properties.items():
+        described.append(
+            {
+                "name": name,
+                "default": defaults.get(name),
+                "required": model.model_fields[name].is_required(),
+                "choices": _schema_choices(schema),
+                "description": schema.get("description", ""),
+            }
+        )
+    return described
 
 
 def _schema_choices(schema: dict[str, Any]) -> list[Any]:
-    branches = [schema, *schema.get("anyOf", [])]
-    return [choice for branch in branches for choice in branch.get("enum", [])]
+    choices = []
+    for branch in [schema, *schema.get("anyOf", [])]:
+        choices += branch.get("enum", [])
+    return choices
 
 
 def print_catalogue(
@@ -82,28 +88,26 @@ def print_catalogue(
     """Print entries with their options; ``about`` returns the description of an entry."""
     from testbed_controller.report.tables import Cell, Column, Section, draw
 
-    console, columns = make_console(), (Column("", "name"), Column(""))
+    console = make_console()
+    columns = (Column("", "name"), Column(""))
     for entry in entries:
-        rows = [
-            [
-                Cell(option["name"]),
-                Cell((option["description"] + _option_notes(option)).strip()),
-            ]
-            for option in entry["options"]
-        ]
-        rows += [
-            [Cell(f"baseline: {name}"), Cell(_plain_text(given))]
-            for name, given in entry.get("baselines", {}).items()
-        ]
-        brief = about(entry) + ("" if rows else "; no options")
-        console.print(
-            draw(Section(entry["name"], "", brief, columns, rows), console.width)
-        )
+        rows = []
+        for option in entry["options"]:
+            meaning = option["description"] + _option_notes(option)
+            rows.append([Cell(option["name"]), Cell(meaning.strip())])
+        for name, values in entry.get("baselines", {}).items():
+            rows.append([Cell(f"baseline: {name}"), Cell(_plain_text(values))])
+        summary = about(entry)
+        if not rows:
+            summary += "; no options"
+        section = Section(entry["name"], "", summary, columns, rows)
+        console.print(draw(section, console.width))
 
 
-def _plain_text(given: Mapping[str, Any]) -> str:
+def _plain_text(values: Mapping[str, Any]) -> str:
+    """Format values as in a scenario file, without the quotes that JSON has around text."""
     return ", ".join(
-        f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in given.items()
+        f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in values.items()
     )
 
 
@@ -111,11 +115,11 @@ def _option_notes(option: dict[str, Any]) -> str:
     default = option["default"]
     if isinstance(default, tuple | list):
         default = "[" + ", ".join(map(str, default)) + "]"
-    notes = (
-        ["one of " + ", ".join(map(str, option["choices"]))]
-        if option["choices"]
-        else []
-    )
-    if option["required"] or default is not None:
-        notes.append("required" if option["required"] else f"default {default}")
+    notes = []
+    if option["choices"]:
+        notes.append("one of " + ", ".join(map(str, option["choices"])))
+    if option["required"]:
+        notes.append("required")
+    elif default is not None:
+        notes.append(f"default {default}")
     return f" ({'; '.join(notes)})" if notes else ""

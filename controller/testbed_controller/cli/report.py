@@ -35,9 +35,9 @@ from testbed_controller.cli.printing import dump, make_console
 def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None:
     """Rebuild the report of a run from its events and print the summary.
 
-    RESULTS_DIR is what `testbed run` wrote, such as results/quickstart: figures, verdict, Perfetto trace and HTML
-    report are written again. For the folder of a sweep, the summary and pages are written again from the figures of its
-    runs, and reports that are missing are added.
+    RESULTS_DIR is a folder written by `testbed run`, such as results/quickstart. Metrics, verdict, Perfetto trace and
+    HTML report are written again. For the folder of a sweep, the summary and its pages are written again from the
+    metrics of the runs, and missing reports are added.
 
     \b
     Examples:
@@ -50,21 +50,18 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
     from testbed_controller.results.files import is_written, load, load_figures, places
     from testbed_controller.results.recorder import rebuild
 
-    found_in = places(folder)
-    several = found_in != [folder]
+    run_folders = places(folder)
+    several = run_folders != [folder]
     runs = []
-    for place in found_in:
-        if (
-            several
-            and not every_run
-            and is_written(place)
-            and (place / "report.html").is_file()
-        ):
+    for place in run_folders:
+        has_report = is_written(place) and (place / "report.html").is_file()
+        if has_report and several and not every_run:
             runs.append(load_figures(place))
             continue
         run = load(place)
         rebuild(run)
         html.write(run)
+        # Without its events: those of all runs of a sweep may exceed the memory.
         runs.append(run.alone())
     console = make_console(quiet=as_json)
     content = summarize(folder, runs, console) if several else runs[0].metrics
@@ -93,18 +90,18 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
 @click.option(
     "--plots",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Write its plots into this folder, as SVG and PDF for one and two columns.",
+    help="Write the plots into this folder, as SVG and PDF for one and two columns.",
 )
 @click.option(
     "--latex",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write its figures as a LaTeX table.",
+    help="Write the metrics as a LaTeX table.",
 )
 @click.option(
     "--series",
     multiple=True,
     metavar="NAME[: LABEL]",
-    help="Show only this column, under this label. May be repeated; columns and lines come in the order given.",
+    help="Show only this column, under this label. May be repeated; columns and lines appear in the given order.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def compare(
@@ -117,9 +114,9 @@ def compare(
 ) -> None:
     """Compare the metrics of runs side by side, each with its ratio to the first run.
 
-    A folder of a sweep stands for all of its runs; repetitions of one point become one column.
-    Differences between the scenarios that no sweep asked for are warned about. An emulated and a simulated run of one
-    scenario are checked against each other.
+    The folder of a sweep stands for all of its runs; repetitions of one point become one column. Differences between
+    the scenarios other than those of a sweep cause a warning. An emulated and a simulated run of the same scenario are
+    checked against each other.
 
     \b
     Examples:
@@ -138,7 +135,9 @@ def compare(
 
     if plots is not None:
         require_extra("matplotlib", "plots", "--plots")
-    runs = [load_figures(place) for folder in folders for place in places(folder)]
+    runs = []
+    for folder in folders:
+        runs += [load_figures(place) for place in places(folder)]
     if len(runs) < 2:
         raise InputError(f"{folders[0]}: is a single run: name at least two to compare")
     grouped = side_by_side(runs, series)

@@ -43,13 +43,13 @@ from testbed_controller.results.files import finished_among
 from testbed_controller.results.recorder import numbered
 from testbed_controller.results.run import Run, run_name
 
-WEIGHTS = "weights.safetensors"
-"""File name of the weights in the results of a run."""
-
 if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario, Trial
     from testbed_controller.hosts.lab import AnyLab
     from testbed_controller.hosts.placement import LabPart
+
+WEIGHTS = "weights.safetensors"
+"""File name of the weights in the results of a run."""
 
 
 @dataclass(frozen=True)
@@ -87,28 +87,29 @@ class RunRequest:
         console = make_console(stderr=self.as_json)
         _print_refused(console, refused)
         folders = self._run_folders(planned)
-        kept: dict[int, Run] = {}
+        finished: dict[int, Run] = {}
         if self.resume is not None:
-            kept = finished_among(folders, planned)
-            console.print(f"{len(kept)} of {len(folders)} runs are there already")
+            finished = finished_among(folders, planned)
+            console.print(f"{len(finished)} of {len(folders)} runs are already present")
         several = len(planned) > 1
-        runs = {
-            number: PlannedRun(each, folders[number])
-            for number, each in prepared.items()
-            if number not in kept
-        }
+        pending = {}
+        for number, each in prepared.items():
+            if number not in finished:
+                pending[number] = PlannedRun(each, folders[number])
 
-        def done(number: int, finished: Run) -> None:
-            kept[number] = finished.alone() if several else finished
+        def on_finish(number: int, run: Run) -> None:
+            # Without its events: those of all runs of a sweep may exceed the memory.
+            finished[number] = run.alone() if several else run
             if not self.as_json:
-                show_run(console, finished, brief=several)
+                show_run(console, run, brief=several)
 
-        if runs:
+        if pending:
+            executor = self.executor(self._open_lab(planned[0]))
             with explaining(console):
-                self.executor(self._open_lab(planned[0])).execute(runs, console, done)
-        _show_all(
-            [kept[number] for number in sorted(kept)], console, as_json=self.as_json
-        )
+                executor.execute(pending, console, on_finish)
+        # Parallel runs finish in any order, and the summary is in the order of the points.
+        in_order = [finished[number] for number in sorted(finished)]
+        _show_all(in_order, console, as_json=self.as_json)
         raise_refused(refused)
 
     def check(self) -> None:
@@ -126,7 +127,7 @@ class RunRequest:
         if self.one_run_per_host:
             self._check_one_run_per_host()
         if self._parallel_option:
-            self._check_together(self._parallel_option)
+            self._check_parallel(self._parallel_option)
 
     def _check_lab(self) -> None:
         """Raise InputError for options of runs that create their own devices."""
@@ -146,17 +147,17 @@ class RunRequest:
     def _check_one_run_per_host(self) -> None:
         if not self.where.hosts or self.runtime != "emulate":
             raise InputError(
-                "--each-on-one-host: is for runs in containers: name hosts with --hosts"
+                "--each-on-one-host requires runs in containers on several hosts: name the hosts with --hosts"
             )
         if self.where.place or self.where.faults or self.keep:
-            text = "all devices of a run are on one host: remove --place, faults of hosts and --keep"
+            text = "places all devices of a run on one host: remove --place, faults of hosts and --keep"
             raise InputError(f"--each-on-one-host: {text}")
 
-    def _check_together(self, option: str) -> None:
+    def _check_parallel(self, option: str) -> None:
         """Raise InputError for options limited to one run at a time."""
         if option in ("--cluster", "--jobs") and self.runtime != "simulate":
-            text = "containers need the host to themselves: add --runtime simulate, or leave"
-            raise InputError(f"{option}: {text} {option} away")
+            text = "containers need the host to themselves: add --runtime simulate, or remove"
+            raise InputError(f"{option}: {text} {option}")
         if self.watch or self.streams:
             raise InputError(
                 f"{option}: parallel runs can be neither watched nor streamed: remove {option}"
@@ -174,16 +175,16 @@ class RunRequest:
     @property
     def changes(self) -> list[str]:
         """Return the changes of the scenario in the form of `--set`, followed by those of dedicated options."""
-        given: dict[str, object] = {"seed": self.seed, "repetitions": self.repetitions}
+        changes = [*self.overrides]
+        if self.seed is not None:
+            changes.append(f"seed={self.seed}")
+        if self.repetitions is not None:
+            changes.append(f"repetitions={self.repetitions}")
         if self.weights is not None:
-            # In quotes: whatever the path holds is text.
-            given["workload.model.weights"] = json.dumps(
-                str(_weights_in(self.weights).absolute())
-            )
-        return [
-            *self.overrides,
-            *(f"{key}={value}" for key, value in given.items() if value is not None),
-        ]
+            # In quotes, since YAML gives characters such as `#` and `: ` a meaning.
+            path = json.dumps(str(_weights_in(self.weights).absolute()))
+            changes.append(f"workload.model.weights={path}")
+        return changes
 
     def _open_lab(self, trial: Trial) -> AnyLab | None:
         """Open the running lab, after checking that its devices and network match the trial."""
@@ -198,12 +199,12 @@ class RunRequest:
 
     def executor(self, lab: AnyLab | None = None) -> Executor:
         """Return the executor selected by the options."""
-        together = self._parallel_option
-        if together == "--cluster":
+        parallel_option = self._parallel_option
+        if parallel_option == "--cluster":
             from testbed_controller.api.cluster import Cluster
 
             return Cluster(str(self.cluster), RunOptions(events=self.events))
-        if together == "--jobs":
+        if parallel_option == "--jobs":
             return Processes(self.jobs, RunOptions(events=self.events))
         options = RunOptions(
             events=self.events,
@@ -215,7 +216,7 @@ class RunRequest:
             where=self.where,
             standing=lab,
         )
-        if together == "--each-on-one-host":
+        if parallel_option == "--each-on-one-host":
             return OneRunPerHost(self.where.hosts, options)
         return InTurn(self.runtime, options)
 
@@ -234,15 +235,15 @@ class RunRequest:
     def _run_folders(self, planned: Sequence[Trial]) -> list[Path]:
         """Return the folder of each run. Runs of one sweep share a new parent folder."""
         names = [run_name(trial) for trial in planned]
-        asked = self.resume or self.out
+        given = self.resume or self.out
         if len(names) == 1:
-            return [asked or numbered(Path("results") / names[0])]
+            return [given or numbered(Path("results") / names[0])]
         out = self.out
         if out is not None and out.is_dir() and any(out.iterdir()):
             raise InputError(
                 f"{out}: already exists: name another folder, or continue its runs with --resume"
             )
-        folder = asked or numbered(Path("results") / planned[0].scenario.name)
+        folder = given or numbered(Path("results") / planned[0].scenario.name)
         return [folder / name for name in names]
 
 
@@ -259,24 +260,24 @@ class RunRequest:
 @click.option(
     "--resume",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Continue the runs of SCENARIO in this folder: finished ones are kept, the others are run.",
+    help="Continue the runs of SCENARIO in this folder: finished runs are kept, the others are executed.",
 )
 @click.option(
     "--jobs",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Simulate this many runs of a sweep or of repetitions at the same time.",
+    help="Number of runs of a sweep, or repetitions, to simulate in parallel.",
 )
 @click.option(
     "--cluster",
     metavar="ADDRESS",
-    help="Simulate the runs of a sweep or of repetitions on the workers of the Dask scheduler there.",
+    help="Simulate the runs of a sweep, or repetitions, on the workers of the Dask scheduler at ADDRESS.",
 )
 @overrides
 @click.option("--seed", type=int, help="Override the scenario's seed.")
 @click.option(
-    "--repetitions", type=int, help="Override how many times each point is run."
+    "--repetitions", type=int, help="Override the number of runs of each point."
 )
 @links
 @accept_links
@@ -285,32 +286,32 @@ class RunRequest:
     "--each-on-one-host",
     "one_run_per_host",
     is_flag=True,
-    help="With --hosts, give each run of a sweep or of repetitions a host to itself, one at a time on each.",
+    help="With --hosts, place each run of a sweep, or repetition, on one host, with one run per host at a time.",
 )
 @click.option(
     "--weights",
     "--from",
     "weights",
     type=click.Path(path_type=Path, exists=True),
-    help="Begin with these weights: the results of another run, a state_dict as safetensors or of torch.save, "
-    "Darknet's for yolov2, or a scenario's, which is simulated first.",
+    help="Start from these weights: the results of another run, a state_dict (safetensors or torch.save), Darknet's "
+    "weights for yolov2, or a scenario, which is simulated first.",
 )
 @click.option(
     "--stream",
     "streams",
     multiple=True,
     metavar="NAME",
-    help="Write losses, accuracies and latencies as they come, into the results: csv (stream.csv), tensorboard, "
-    "mlflow, wandb (offline), each by its library, or an exporter of a package. May be repeated.",
+    help="Write losses, accuracies and latencies to the results during the run: csv (stream.csv), tensorboard, mlflow, "
+    "wandb (offline), each with its library, or an exporter of an installed package. May be repeated.",
 )
 @watched
 @click.option(
     "--events/--no-events",
     default=True,
-    help="--no-events writes neither events.jsonl nor trace.json, which of long runs take nearly all of the space.",
+    help="--no-events omits events.jsonl and trace.json, which take most of the space of long runs.",
 )
 @click.option(
-    "--keep", is_flag=True, help="Leave the containers up afterwards, for inspection."
+    "--keep", is_flag=True, help="Keep the containers after the run, for inspection."
 )
 @click.option(
     "--on",
@@ -318,16 +319,16 @@ class RunRequest:
     is_flag=False,
     flag_value="",
     metavar="[RUN]",
-    help="Run the first point on the lab that `testbed up SCENARIO` created, and leave it up. Devices and network are "
-    "those of the lab; everything else may differ.  [without RUN: the only one that is up]",
+    help="Run the first point on a lab created by `testbed up SCENARIO`, and keep the lab. Its devices and network "
+    "must be those of the scenario; everything else may differ.  [without RUN: the only lab that is up]",
 )
 @metrics_as_json
 def run(**given: Any) -> None:
     """Run SCENARIO (a file, or a name in scenarios/) and print the results.
 
-    Everything is checked and planned before the first container exists. The exit status is 0; 1 when the run or one of
-    its `expect` conditions fails; 2 for invalid input; 3 when this machine cannot run it; 4 when training diverged (its
-    loss is not a finite number); 130 when you stop it.
+    Everything is checked and planned before the first container is created. The exit status is 0 for success, 1 if the
+    run or one of its `expect` conditions fails, 2 for invalid input, 3 if this machine cannot execute the scenario, 4
+    if training diverges (the loss is not a finite number), and 130 if you interrupt the run.
 
     \b
     Examples:
@@ -347,9 +348,9 @@ def _print_refused(console: Console, refused: Sequence[str]) -> None:
 
 def _fix_kernels(trials: Sequence[Trial], runtime: str) -> None:
     """Select portable kernels for simulations that request them; containers select their own."""
-    if runtime == "simulate" and any(
-        each.scenario.workload.is_reproducible for each in trials
-    ):
+    if runtime != "simulate":
+        return
+    if any(each.scenario.workload.is_reproducible for each in trials):
         kernels.fix_or_restart()
 
 
@@ -359,8 +360,8 @@ def _show_all(runs: list[Run], console: Console, *, as_json: bool) -> None:
     if len(runs) > 1:
         summarize(folder, runs, console)
     if as_json:
-        shown = [{"run": str(each.path), "metrics": each.metrics} for each in runs]
-        dump(shown[0] if len(runs) == 1 else shown)
+        entries = [{"run": str(each.path), "metrics": each.metrics} for each in runs]
+        dump(entries[0] if len(runs) == 1 else entries)
     judge(runs)
 
 
@@ -370,11 +371,9 @@ def _weights_in(given: Path) -> Path:
         return given
     file = given / WEIGHTS
     if not file.is_file():
-        runs = (
-            ", ".join(str(each.parent) for each in sorted(given.glob(f"*/{WEIGHTS}")))
-            or "none here"
-        )
+        runs = [str(each.parent) for each in sorted(given.glob(f"*/{WEIGHTS}"))]
+        names = ", ".join(runs) or "none here"
         raise InputError(
-            f"--from: {given} holds no {WEIGHTS}: name the results of one run ({runs})"
+            f"--from: {given} has no {WEIGHTS}: name the results of one run ({names})"
         )
     return file

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import click
 
 from testbed.common.errors import InputError
 from testbed.common.formats import escape_control
-from testbed.prepare import prepare_all, raise_refused
+from testbed.prepare import Prepared, prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.finding import SHIPPED
 from testbed.scenario.loading import load
+from testbed.scenario.schema import Trial
 from testbed.trace.modelled import left_out
 from testbed_controller.cli.options import as_json, in_results, overrides
 from testbed_controller.cli.printing import dump
@@ -41,39 +42,38 @@ def init(folder: Path) -> None:
       pytest
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder}: is there already: name a new folder")
+        raise InputError(f"{folder}: already exists: name a new folder")
     name = _scenario_name(folder.resolve().name)
-    study = {
-        path.name: path.read_text() for path in sorted((SHIPPED / "study").glob("*.*"))
-    }
-    # In quotes: without them YAML reads null as nothing.
-    study["study.yaml"] = study["study.yaml"].replace(
+    scenario_file = f"{name}.yaml"
+    templates = sorted((SHIPPED / "study").glob("*.*"))
+    study = {path.name: path.read_text() for path in templates}
+    scenario = study.pop("study.yaml").replace("study.yaml", scenario_file)
+    # In quotes, since YAML reads an unquoted null as no value.
+    study[scenario_file] = scenario.replace(
         "name: study\n", f"name: {json.dumps(name)}\n"
     )
-    study["study.yaml"] = study["study.yaml"].replace("study.yaml", f"{name}.yaml")
-    study["test_study.py"] = study["test_study.py"].replace(
-        "study.yaml", f"{name}.yaml"
-    )
+    test = study["test_study.py"]
+    study["test_study.py"] = test.replace("study.yaml", scenario_file)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in study.items():
-            (folder / file.replace("study.yaml", f"{name}.yaml")).write_text(text)
+            (folder / file).write_text(text)
     except OSError as error:
-        raise InputError(
-            f"{folder}: cannot be created: {error.strerror or error}"
-        ) from None
-    click.echo(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    click.echo(
-        f"next: cd {shlex.quote(str(folder))} && testbed run {name}.yaml --runtime simulate"
-    )
+        reason = error.strerror or error
+        raise InputError(f"{folder}: cannot be created: {reason}") from None
+    files = sorted(path.name for path in folder.iterdir())
+    click.echo(f"{folder}: {', '.join(files)}")
+    run_command = f"testbed run {scenario_file} --runtime simulate"
+    click.echo(f"next: cd {shlex.quote(str(folder))} && {run_command}")
 
 
 def _scenario_name(folder: str) -> str:
     """Derive a valid scenario name from a folder name, such as ``studie-a`` from ``Studie Ä``."""
-    letters = (
-        unicodedata.normalize("NFKD", folder).encode("ascii", "ignore").decode().lower()
-    )
-    name = re.sub("[^a-z0-9]+", "-", letters).strip("-")[:LONGEST_NAME].rstrip("-")
+    # The decomposed form separates accents from their letters, so that only the accents are lost.
+    decomposed = unicodedata.normalize("NFKD", folder)
+    letters = decomposed.encode("ascii", "ignore").decode().lower()
+    words = re.sub("[^a-z0-9]+", "-", letters).strip("-")
+    name = words[:LONGEST_NAME].rstrip("-")
     if name[:1].isalpha():
         return name
     return f"study-{name}"[:LONGEST_NAME].rstrip("-")
@@ -88,9 +88,9 @@ def validate(
 ) -> None:
     """Check scenario files: keys, units, devices, links, the plan, faults and expectations.
 
-    Everything that `testbed run` would refuse is refused here, before any container exists: one line for each
-    problem with file, line, key, what is wrong and what would be right. Exits with 2 if any file has one. Python files
-    that a scenario names are executed, but not those in the results of a run.
+    Reports everything that `testbed run` would reject before it creates a container: one line for each problem, with
+    file, line, key, the mistake and its remedy. The exit status is 2 if any file has a problem. Python files that a
+    scenario names are executed, except those in the results of a run.
 
     \b
     Examples:
@@ -102,14 +102,18 @@ def validate(
         dump(results)
     else:
         for result in results:
-            if result["ok"]:
-                click.echo(f"ok {result['file']}: {result['summary']}")
-                for text in result["advice"]:
-                    click.echo(f"   {text}")
-            for error in result["errors"]:
-                click.echo(escape_control(error), err=True)
+            _print_result(result)
     if not all(result["ok"] for result in results):
         sys.exit(InputError.exit_code)
+
+
+def _print_result(result: Mapping[str, Any]) -> None:
+    if result["ok"]:
+        click.echo(f"ok {result['file']}: {result['summary']}")
+        for text in result["advice"]:
+            click.echo(f"   {text}")
+    for error in result["errors"]:
+        click.echo(escape_control(error), err=True)
 
 
 def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -118,43 +122,46 @@ def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         scenario = load(name, overrides)
         file = scenario.source.file
         runs = trials(scenario)
-        prepared, refused = ({}, []) if in_results(scenario) else prepare_all(runs)
-        raise_refused(refused)
-        advice = [
-            text
-            for each in prepared.values()
-            for text in each.method.advice(each.problem, each.plan)
-        ]
-        for done in prepared.values():
-            if text := too_small(
-                done.experiment.devices, torch=done.method.needs_torch
-            ):
-                advice.append(text)
-        for each in runs:
-            advice += [
-                f"not in the model of the virtual clock: {text}"
-                for text in left_out(each.experiment)
-            ]
+        prepared: dict[int, Prepared] = {}
+        if not in_results(scenario):
+            prepared, refused = prepare_all(runs)
+            raise_refused(refused)
+        # Runs of a sweep share most of their advice: each text is shown once, in order.
+        advice = [*dict.fromkeys(_advice_for(prepared.values(), runs))]
     except InputError as error:
         return {"file": file, "ok": False, "errors": str(error).split("\n")}
     first = runs[0].experiment
-    devices, links = len(first.devices), len(first.links)
-    counted = [
-        (devices, "device"),
-        (links, "directed link"),
-        (len(scenario.faults), "fault"),
-        (len(runs), "run"),
+    counts = [
+        _count_text(len(first.devices), "device"),
+        _count_text(len(first.links), "directed link"),
+        _count_text(len(scenario.faults), "fault"),
+        _count_text(len(runs), "run"),
     ]
-    summary = ", ".join(
-        f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counted
-    )
+    summary = ", ".join(counts)
     if in_results(scenario):
-        summary += "; its Python files, which lie among results, were not executed: no plan was checked"
+        summary += "; its Python files are in a results folder and were not executed: no plan was checked"
     return {
         "file": file,
         "ok": True,
         "runs": len(runs),
         "summary": summary,
         "errors": [],
-        "advice": [*dict.fromkeys(advice)],
+        "advice": advice,
     }
+
+
+def _advice_for(prepared: Collection[Prepared], runs: Sequence[Trial]) -> Iterator[str]:
+    """Yield the advice of each method, devices with little memory, and effects the simulator does not model."""
+    for each in prepared:
+        yield from each.method.advice(each.problem, each.plan)
+    for each in prepared:
+        text = too_small(each.experiment.devices, torch=each.method.needs_torch)
+        if text:
+            yield text
+    for trial in runs:
+        for text in left_out(trial.experiment):
+            yield f"not in the model of the virtual clock: {text}"
+
+
+def _count_text(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

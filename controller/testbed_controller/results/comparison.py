@@ -1,6 +1,6 @@
 """Comparison of runs: metrics, ratios to the first run, and differences between scenarios.
 
-The repetitions of one point, on one clock, stand side by side as one.
+The repetitions of one point on one clock form a group, which is compared as one.
 """
 
 from __future__ import annotations
@@ -41,35 +41,30 @@ def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     differences, untrusted runs; ``clocks``: agreement of the two runtimes on one scenario, or None.
     """
     groups = list(grouped.values())
+    # The repetitions of a group differ only in their seed.
     firsts = [group[0] for group in groups]
-    plain = [
-        dict(
-            _flatten_keys(
-                run.trial.scenario.model_dump(
-                    mode="json", by_alias=True, exclude_none=True
-                )
-            )
-        )
-        for run in firsts
-    ]
-    differences = _scenario_differences(plain)
+    differences = _scenario_differences([_scenario_values(run) for run in firsts])
     compared = _Compared(grouped, differences)
+    warnings: list[str] = []
+    for check in _CHECKS:
+        warnings += check(compared)
     return {
-        "runs": [
-            {
-                "path": str(group[0].path),
-                "label": label,
-                "runtime": group[0].outcome.runtime,
-                "count": len(group),
-                **_worst_status(group),
-            }
-            for label, group in grouped.items()
-        ],
+        "runs": [_describe_group(label, group) for label, group in grouped.items()],
         "figures": list(_metric_rows(groups)),
         "devices": _device_shares(groups),
         "differences": differences,
-        "warnings": [text for check in _CHECKS for text in check(compared)],
+        "warnings": warnings,
         "clocks": _compare_clocks(firsts, differences),
+    }
+
+
+def _describe_group(label: str, group: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "path": str(group[0].path),
+        "label": label,
+        "runtime": group[0].outcome.runtime,
+        "count": len(group),
+        **_worst_status(group),
     }
 
 
@@ -81,20 +76,9 @@ def side_by_side(
     ``series`` selects and orders groups, each as its name or as ``NAME: LABEL`` for another label. Raises `InputError`
     for an unknown name.
     """
-    alike: dict[str, list[Run]] = {}
-    for run in runs:
-        alike.setdefault(
-            f"{run.outcome.runtime} {run.path.parent} {run.point}", []
-        ).append(run)
-    groups: list[list[Run]] = []
-    for group in alike.values():
-        # Two runs of a scenario that were made one by one are not repetitions.
-        apart = len({run.trial.repetition for run in group}) == len(group)
-        groups += [group] if apart else [[run] for run in group]
-    groups.sort(key=lambda group: min(map(runs.index, group)))
-    groups_by_label = dict(
-        zip(_run_labels([group[0] for group in groups]), groups, strict=True)
-    )
+    groups = _group_repetitions(runs)
+    labels = _run_labels([group[0] for group in groups])
+    groups_by_label = dict(zip(labels, groups, strict=True))
     chosen = {}
     for text in series:
         name, _, label = text.partition(": ")
@@ -106,28 +90,41 @@ def side_by_side(
     return chosen or groups_by_label
 
 
+def _group_repetitions(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return the runs of each point and clock, in the order of the first run of each group."""
+    same_point: dict[str, list[Run]] = {}
+    for run in runs:
+        key = f"{run.outcome.runtime} {run.path.parent} {run.point}"
+        same_point.setdefault(key, []).append(run)
+    groups: list[list[Run]] = []
+    for group in same_point.values():
+        numbers = {run.trial.repetition for run in group}
+        # Separate runs of one scenario have the same number: they are compared, not averaged.
+        if len(numbers) == len(group):
+            groups.append(group)
+        else:
+            groups += [[run] for run in group]
+    groups.sort(key=lambda group: min(map(runs.index, group)))
+    return groups
+
+
 def _worst_status(group: Sequence[Run]) -> dict[str, str]:
     """Return status and verdict of the first unfinished or untrusted run of a group."""
-    run = next(
-        (
-            run
-            for run in group
-            if run.outcome.status != "finished" or not run.metrics["trusted"]
-        ),
-        group[0],
-    )
-    return {"status": run.outcome.status, "verdict": run.metrics["verdict"]["kind"]}
+    worst = group[0]
+    for run in group:
+        if run.outcome.status != "finished" or not run.metrics["trusted"]:
+            worst = run
+            break
+    return {"status": worst.outcome.status, "verdict": worst.metrics["verdict"]["kind"]}
 
 
 def _run_labels(runs: Sequence[Run]) -> list[str]:
     """Return short distinguishing names of the runs; for runs of one sweep, only the differences."""
     parts = [_name_parts(run) for run in runs]
     names = [",".join(each) for each in parts]
-    if (
-        len({len(each) for each in parts}) == 1
-        and len(parts[0]) > 1
-        and len(set(names)) > 1
-    ):
+    lengths = {len(each) for each in parts}
+    # Names with the same number of parts are points of one sweep: the parts common to all say nothing.
+    if len(lengths) == 1 and lengths != {1} and len(set(names)) > 1:
         differ = [len(set(values)) > 1 for values in zip(*parts, strict=True)]
         names = [",".join(compress(each, differ)) for each in parts]
     if len(set(names)) == len(names):
@@ -139,10 +136,20 @@ def _name_parts(run: Run) -> list[str]:
     """Return the parts of a run's name: sweep point and repetition, or the folder name."""
     if not run.trial.point:
         return run.path.name.split(",")
-    repetition = (
-        [f"repetition={run.trial.repetition + 1}"] if run.trial.repetition else []
+    parts = list(point_parts(run.trial.point))
+    if run.trial.repetition:
+        parts.append(f"repetition={run.trial.repetition + 1}")
+    return parts
+
+
+def _scenario_values(run: Run) -> dict[str, Any]:
+    """Return the plain values of a run's scenario by dotted key."""
+    scenario = run.trial.scenario
+    return dict(
+        _flatten_keys(
+            scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
+        )
     )
-    return [*point_parts(run.trial.point), *repetition]
 
 
 def _flatten_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,40 +165,49 @@ def _flatten_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _scenario_differences(plain: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    keys = list(dict.fromkeys(key for one in plain for key in one))
+    keys: dict[str, None] = {}
+    for scenario in plain:
+        keys |= dict.fromkeys(scenario)
     differences = {}
     for key in keys:
-        values = [one.get(key) for one in plain]
-        if len(set(map(repr, values))) > 1 and not any(
-            is_below(key, other) for other in UNIMPORTANT
-        ):
+        if any(is_below(key, other) for other in UNIMPORTANT):
+            continue
+        values = [scenario.get(key) for scenario in plain]
+        # As text, since 1 and true are equal in Python but differ in a scenario.
+        if len({repr(value) for value in values}) > 1:
             differences[key] = values
     return differences
 
 
 def is_below(key: str, other: str) -> bool:
-    """Return whether a dotted key equals another one or lies below."""
+    """Return whether a dotted key equals another key or lies below it.
+
+    >>> is_below("network.link.rate", "network.link"), is_below("networks", "network")
+    (True, False)
+    """
     return key == other or key.startswith(f"{other}.")
 
 
 def _metric_rows(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
-    for name, figure in all_figures(
-        [run for group in grouped for run in group]
-    ).items():
-        means = [
-            _mean_interval([run.metrics.get(name) for run in group])
-            for group in grouped
-        ]
-        values = [value for value, _ in means]
-        if figure.compared and any(value is not None for value in values):
-            yield {
-                "name": name,
-                "kind": figure.kind,
-                "about": figure.meaning,
-                "values": values,
-                "half_widths": [half for _, half in means],
-                "ratios": [_ratio_to_first(value, values[0]) for value in values],
-            }
+    for name, figure in all_figures([*chain.from_iterable(grouped)]).items():
+        if not figure.compared:
+            continue
+        values: list[Any] = []
+        half_widths = []
+        for group in grouped:
+            mean, half_width = _mean_interval([run.metrics.get(name) for run in group])
+            values.append(mean)
+            half_widths.append(half_width)
+        if all(value is None for value in values):
+            continue
+        yield {
+            "name": name,
+            "kind": figure.kind,
+            "about": figure.meaning,
+            "values": values,
+            "half_widths": half_widths,
+            "ratios": [_ratio_to_first(value, values[0]) for value in values],
+        }
 
 
 def _mean_interval(values: Sequence[Any]) -> tuple[Any, float | None]:
@@ -207,32 +223,22 @@ def _ratio_to_first(value: float | None, first: float | None) -> float | None:
 def _device_shares(
     grouped: Sequence[Sequence[Run]],
 ) -> dict[str, list[dict[str, float] | None]]:
-    names = list(
-        dict.fromkeys(
-            name
-            for group in grouped
-            for run in group
-            for name in run.metrics["devices"]
-        )
-    )
-    return {
-        name: [
-            _mean_shares([run.metrics["devices"].get(name) for run in group])
-            for group in grouped
-        ]
-        for name in names
-    }
+    names: dict[str, None] = {}
+    for run in chain.from_iterable(grouped):
+        names |= dict.fromkeys(run.metrics["devices"])
+    return {name: [_mean_shares(name, group) for group in grouped] for name in names}
 
 
-def _mean_shares(rows: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None:
+def _mean_shares(device: str, runs: Sequence[Run]) -> dict[str, float] | None:
     """Return the mean activity shares of a device over several runs; None if absent from all of them."""
-    some = [row for row in rows if row is not None]
+    rows = []
+    for run in runs:
+        if device in run.metrics["devices"]:
+            rows.append(run.metrics["devices"][device])
+    if not rows:
+        return None
     parts = ("compute", "communicate", "down", "idle")
-    return (
-        {part: fmean(row[f"{part}_share"] for row in some) for part in parts}
-        if some
-        else None
-    )
+    return {part: fmean(row[f"{part}_share"] for row in rows) for part in parts}
 
 
 @dataclass(frozen=True)
@@ -253,66 +259,64 @@ class _Compared:
         return len({run.trial.scenario.workload.own_programs for run in self.runs}) > 1
 
     def is_intended(self, key: str) -> bool:
-        """Whether a difference in a key was asked for: by a sweep, or in seeds by repetitions."""
+        """Whether a difference in a key was requested: by a sweep, or in seeds by repetitions."""
+        if self._is_swept(key):
+            return True
         if key == "seed":
-            return len(
-                {run.trial.repetition for run in self.runs}
-            ) > 1 or self._is_swept(key)
-        return self._is_swept(key) or (
-            self.mixes_programs and key.startswith("workload.")
-        )
+            return len({run.trial.repetition for run in self.runs}) > 1
+        # Programs have other workload keys than methods; `_check_tasks` warns about the mixture instead.
+        return self.mixes_programs and key.startswith("workload.")
 
     def _is_swept(self, key: str) -> bool:
-        return any(
-            is_below(key, other) for run in self.runs for other in run.trial.point
-        )
+        swept = chain.from_iterable(run.trial.point for run in self.runs)
+        return any(is_below(key, other) for other in swept)
 
 
 def _check_tasks(compared: _Compared) -> Iterator[str]:
     if compared.mixes_programs:
-        yield "some run programs of one's own and some a method: check that the workloads match"
+        yield "some runs execute user programs and others a method: check that their workloads match"
 
 
 def _check_scenarios(compared: _Compared) -> Iterator[str]:
     for key, values in compared.differences.items():
         if not compared.is_intended(key):
-            shown = " | ".join("–" if value is None else str(value) for value in values)
-            yield f"the scenarios differ in {key}: {shown}"
+            texts = ["–" if value is None else str(value) for value in values]
+            yield f"the scenarios differ in {key}: {' | '.join(texts)}"
 
 
 def _check_verdicts(compared: _Compared) -> Iterator[str]:
     for label, group in compared.groups.items():
-        doubtful = [run for run in group if not run.metrics["trusted"]]
-        if doubtful:
-            name = (
-                label
-                if len(group) == 1
-                else f"{label}: {len(doubtful)} of {len(group)} runs"
-            )
-            verb = "are" if len(doubtful) > 1 else "is"
-            yield f"{name} {verb} not trusted: {doubtful[0].metrics['verdict']['summary']}"
+        untrusted = [run for run in group if not run.metrics["trusted"]]
+        if not untrusted:
+            continue
+        name = label
+        if len(group) > 1:
+            name = f"{label}: {len(untrusted)} of {len(group)} runs"
+        verb = "are" if len(untrusted) > 1 else "is"
+        reason = untrusted[0].metrics["verdict"]["summary"]
+        yield f"{name} {verb} not trusted: {reason}"
 
 
 def _check_congestion_control(compared: _Compared) -> Iterator[str]:
-    emulated = [
-        run.outcome.fidelity
-        for run in compared.runs
-        if run.outcome.runtime == "emulate"
-    ]
-    algorithms = {
-        fidelity.get("congestion_control", "that of the host") for fidelity in emulated
-    }
+    algorithms = set()
+    for run in compared.runs:
+        # The simulator has one model of TCP for all runs.
+        if run.outcome.runtime == "emulate":
+            fidelity = run.outcome.fidelity
+            algorithms.add(fidelity.get("congestion_control", "that of the host"))
     if len(algorithms) > 1:
         yield f"TCP's congestion control differs between the runs: {', '.join(sorted(algorithms))}"
 
 
 def _check_processors(compared: _Compared) -> Iterator[str]:
-    known = [
-        run for run in compared.runs if run.manifest.get("host", {}).get("computing")
-    ]
-    computing = {_computed_on(run) for run in known}
-    if len(computing) > 1:
-        yield f"losses and weights may differ, since the runs computed on {' | '.join(sorted(computing))}"
+    processors = set()
+    for run in compared.runs:
+        # Runs without torch record no instruction set.
+        if run.manifest.get("host", {}).get("computing"):
+            processors.add(_describe_processors(run))
+    if len(processors) > 1:
+        names = " | ".join(sorted(processors))
+        yield f"losses and weights may differ, since the runs computed on {names}"
 
 
 def _check_revisions(compared: _Compared) -> Iterator[str]:
@@ -330,7 +334,7 @@ _CHECKS = (
 )
 
 
-def _computed_on(run: Run) -> str:
+def _describe_processors(run: Run) -> str:
     """Return the processors, instruction sets and torch versions that a run's numerics depend on."""
     fixed = " with fixed kernels" if run.trial.scenario.workload.is_reproducible else ""
     return kernels.named(run.manifest["host"]["computing"]) + fixed
@@ -347,10 +351,8 @@ def _compare_clocks(
     if len(first_runs) < 2 or any(key != "name" for key in differences):
         return None
     figure = "step_time" if "step_time" in first_runs["emulate"].metrics else "latency"
-    emulated, simulated = (
-        first_runs["emulate"].metrics.get(figure),
-        first_runs["simulate"].metrics.get(figure),
-    )
+    emulated = first_runs["emulate"].metrics.get(figure)
+    simulated = first_runs["simulate"].metrics.get(figure)
     if emulated is None or not simulated:
         return None
     ratio = emulated / simulated

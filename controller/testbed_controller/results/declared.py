@@ -1,6 +1,6 @@
 """Storage of user-defined metric definitions with the results of a run.
 
-So reading results executes nothing that lies in their folder, which may have come from somebody else.
+Reading results from the stored definitions executes no code from their folder, which may come from somebody else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from testbed.trace.record import RunView
 from testbed.validation import find_method, metrics_spec_of
 
 FILE = "declared.json"
-_OF_ANY = {"struck", "detected", "resumed", "seconds", "step", "missing", "deficit"}
+_COMMON_FIELDS = {
+    "struck",
+    "detected",
+    "resumed",
+    "seconds",
+    "step",
+    "missing",
+    "deficit",
+}
 """Fields common to all entries of ``recovery_list``; methods may add more."""
 
 
@@ -43,133 +51,135 @@ def keep(
 ) -> None:
     """Write the definitions of a user's method into the results folder; ``metrics`` are empty at the start."""
     if trial.scenario.workload.method.file is not None:
-        kept = finite(_as_data(declared, metrics))
-        (folder / FILE).write_text(
-            json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(finite(_as_data(declared, metrics)), indent=2, default=str)
+        (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
-    """Return the definitions stored in a results folder, with the metrics' values at that time for
-    user-defined ones."""
+    """Return the metric definitions stored in a results folder; user-defined ones have their stored values."""
     workload = trial.scenario.workload
     if workload.method.file is None:
         try:
             return metrics_spec_of(
                 methods.get(workload.method.name, workload.task), workload
             )
-        except InputError:  # of a package that is no longer installed
+        except InputError:
+            # The package of the method may have been removed since.
             return NOTHING
     try:
-        kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        figures = folder / "metrics.json"  # not there yet, or the run was cut off
-        return _of_data(
-            kept,
-            json.loads(figures.read_text(encoding="utf-8"))
-            if figures.is_file()
-            else {},
-        )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # written by an earlier version, or damaged
+        stored = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        file = folder / "metrics.json"
+        metrics = {}
+        # Missing while the run is in progress, or if it was cut off.
+        if file.is_file():
+            metrics = json.loads(file.read_text(encoding="utf-8"))
+        return _restore(stored, metrics)
+    # Written by an earlier version, or damaged: the report then lacks the user's metrics and shows all others.
+    except (OSError, ValueError, KeyError, TypeError):
         return NOTHING
 
 
 def _as_data(declared: MetricsSpec, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    figures = ("name", "kind", "meaning", "brief", "compared")
-    rows = [
-        row
-        for row in declared.rows
-        if metrics and (row.when is None or row.when(metrics))
-    ]
+    rows = []
+    tables = []
+    # Rows and tables are functions of the metrics: their results are stored, as the functions cannot be.
+    if metrics:
+        for row in declared.rows:
+            if row.when is None or row.when(metrics):
+                rows.append(_row_data(row, metrics))
+        tables = [_table_data(table, metrics) for table in declared.tables]
     return {
-        "figures": [
-            {name: getattr(figure, name) for name in figures}
-            for figure in declared.figures
-        ],
+        "figures": [_metric_data(each) for each in declared.figures],
         "lists": list(declared.lists or ()),
         "events": [asdict(event) for event in declared.events],
-        "rows": [
-            [
-                row.label,
-                *(
-                    each if isinstance(each, str) else each(metrics)
-                    for each in (row.text, row.note)
-                ),
-            ]
-            for row in rows
-        ],
-        "tables": [_table_data(table, metrics) for table in declared.tables if metrics],
+        "rows": rows,
+        "tables": tables,
         "curves": [asdict(curve) for curve in declared.curves],
     }
 
 
+def _metric_data(metric: Metric) -> dict[str, Any]:
+    """Return the definition of a metric without its function."""
+    return {
+        "name": metric.name,
+        "kind": metric.kind,
+        "meaning": metric.meaning,
+        "brief": metric.brief,
+        "compared": metric.compared,
+    }
+
+
+def _row_data(row: Row, metrics: Mapping[str, Any]) -> list[str]:
+    text = row.text if isinstance(row.text, str) else row.text(metrics)
+    note = row.note if isinstance(row.note, str) else row.note(metrics)
+    return [row.label, text, note]
+
+
 def _table_data(table: Table, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    columns = table.columns
+    headings = [[column.heading, column.kind, column.wide] for column in columns]
+    items = []
+    for item in table.listed(metrics):
+        items.append([column.of(item) for column in columns])
     return {
         "title": table.title,
         "note": table.note,
-        "columns": [
-            [column.heading, column.kind, column.wide] for column in table.columns
-        ],
-        "items": [
-            [column.of(item) for column in table.columns]
-            for item in table.listed(metrics)
-        ],
+        "columns": headings,
+        "items": items,
     }
 
 
-def _of_data(kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSpec:
-    added = {
-        item["detected"]: {key: item[key] for key in item.keys() - _OF_ANY}
-        for item in metrics.get("recovery_list", ())
-    }
+def _restore(stored: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSpec:
+    """Return definitions whose functions return the stored values, whatever record they are given."""
+    added_fields = {}
+    for item in metrics.get("recovery_list", ()):
+        names = item.keys() - _COMMON_FIELDS
+        added_fields[item["detected"]] = {name: item[name] for name in names}
 
-    def recovered(item: Recovery, record: RunView) -> dict[str, Any]:
-        return added.get(item.detected, {})
+    def recovery(item: Recovery, record: RunView) -> dict[str, Any]:
+        return added_fields.get(item.detected, {})
 
+    figures = []
+    for each in stored["figures"]:
+        value = _metric_value(metrics, each["name"])
+        figures.append(Metric(compute=_constant_function(value), **each))
+    lists = {}
+    for name in stored["lists"]:
+        lists[name] = _constant_function(metrics.get(name, []))
     return MetricsSpec(
-        figures=tuple(
-            Metric(
-                compute=_constant_function(_metric_value(metrics, each["name"])), **each
-            )
-            for each in kept["figures"]
-        ),
-        lists={
-            name: _constant_function(metrics.get(name, [])) for name in kept["lists"]
-        },
-        recovery=recovered,
-        events=tuple(EventType(**each) for each in kept["events"]),
-        rows=tuple(Row(*row) for row in kept["rows"]),
-        tables=tuple(_kept_table(each) for each in kept["tables"]),
-        curves=tuple(TimeSeries(**each) for each in kept["curves"]),
+        figures=tuple(figures),
+        lists=lists,
+        recovery=recovery,
+        events=tuple(EventType(**each) for each in stored["events"]),
+        rows=tuple(Row(*row) for row in stored["rows"]),
+        tables=tuple(_restore_table(each) for each in stored["tables"]),
+        curves=tuple(TimeSeries(**each) for each in stored["curves"]),
     )
 
 
-def _kept_table(kept: Mapping[str, Any]) -> Table:
-    columns = tuple(
-        Column(heading, kind, str(place), wide)
-        for place, (heading, kind, wide) in enumerate(kept["columns"])
+def _restore_table(stored: Mapping[str, Any]) -> Table:
+    """Return a table whose columns are looked up by their number."""
+    columns = []
+    for number, (heading, kind, wide) in enumerate(stored["columns"]):
+        columns.append(Column(heading, kind, str(number), wide))
+    items = []
+    for item in stored["items"]:
+        items.append({str(number): value for number, value in enumerate(item)})
+    return Table(
+        stored["title"], stored["note"], _constant_function(items), tuple(columns)
     )
-    items = [
-        {str(place): value for place, value in enumerate(item)}
-        for item in kept["items"]
-    ]
-    return Table(kept["title"], kept["note"], _constant_function(items), columns)
 
 
 def _metric_value(metrics: Mapping[str, Any], name: str) -> Any:
-    """Return a figure from ``metrics.json``, of one for each layer or the like the values by layer."""
+    """Return a metric from ``metrics.json``; for one such as ``layers.<layer>.age``, the values by layer."""
     if "<" not in name:
         return metrics.get(name)
     group, _, last = name.split(".")
-    return {
-        member: each[last]
-        for member, each in metrics.get(group, {}).items()
-        if last in each
-    }
+    values = {}
+    for member, figures in metrics.get(group, {}).items():
+        if last in figures:
+            values[member] = figures[last]
+    return values
 
 
 def _constant_function(value: Any) -> Any:

@@ -1,10 +1,10 @@
 """Reading of results folders.
 
-One folder a run: ``scenario.yaml`` (resolved), ``plan.json``, ``manifest.json``, ``events.jsonl``, ``metrics.json``,
-``fidelity.json``, ``trace.json`` (for ui.perfetto.dev), ``weights.safetensors`` where there are any; of a network
-that finds objects ``boxes.json``, of a method of one's own ``declared.json``. `.recorder` writes them,
-`testbed_controller.report` the pages. Reading them executes nothing.
-A sweep or repeated run is a folder of such folders with ``summary.json`` and ``summary.csv``.
+The folder of a run contains ``scenario.yaml`` (resolved), ``plan.json``, ``manifest.json``, ``events.jsonl``,
+``metrics.json``, ``fidelity.json``, ``trace.json`` (for ui.perfetto.dev), and ``weights.safetensors`` after training;
+also ``boxes.json`` if the network detects objects, and ``declared.json`` if the method is the user's own. `.recorder`
+writes these files, and `testbed_controller.report` the pages. Reading them executes no code.
+The folder of a sweep contains a folder for each run, ``summary.json`` and ``summary.csv``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _DAMAGED = (ValueError, KeyError, AttributeError, TypeError)
 """Exceptions raised by an invalid event line."""
 
 
-def begun(folder: Path) -> Trial:
+def trial_in(folder: Path) -> Trial:
     """Return the trial in a results folder, finished or not. Raises `InputError` for a folder without a run."""
     return _read_trial(folder, _read_manifest(folder))
 
@@ -74,11 +74,11 @@ def _read_trial(folder: Path, facts: Mapping[str, Any]) -> Trial:
 def load(folder: Path) -> Run:
     """Load a run and recompute its metrics from the events. Raises `InputError` for a missing run.
 
-    Survives what a crash leaves: a last line of events that was cut off, no figures. Such a run counts as interrupted.
+    A run that crashed, with a truncated last event and no metrics, is loaded as an interrupted run.
     """
     if is_written(folder) and not (folder / "events.jsonl").is_file():
         raise InputError(
-            f"{folder}: has no events, being run with --no-events: run it again without"
+            f"{folder}: has no events, as it was run with --no-events: run it again without this option"
         )
     return _load_run(folder, _read_events(folder / "events.jsonl"), None)
 
@@ -88,35 +88,33 @@ def load_figures(folder: Path) -> Run:
     if not is_written(folder):
         return load(folder).alone()
     figures = _read_json(folder / "metrics.json")
+    # Evaluated from the scenario and the metrics when needed.
     figures.pop("expectations", None)
-    return (
-        _load_run(folder, EventLog(), figures)
-        if figures.keys() >= ALWAYS
-        else load(folder).alone()
-    )
+    if figures.keys() >= ALWAYS:
+        return _load_run(folder, EventLog(), figures)
+    return load(folder).alone()
 
 
 def load_any(folder: Path) -> Run:
     """Load a run with its events if available."""
-    return load(folder) if (folder / "events.jsonl").is_file() else load_figures(folder)
+    if (folder / "events.jsonl").is_file():
+        return load(folder)
+    return load_figures(folder)
 
 
 def is_written(folder: Path) -> bool:
     """Return whether a run is complete, including metrics."""
-    return (
-        _read_manifest(folder).get("status") != RUNNING
-        and (folder / "metrics.json").is_file()
-    )
+    status = _read_manifest(folder).get("status")
+    return status != RUNNING and (folder / "metrics.json").is_file()
 
 
 def _load_run(folder: Path, events: EventLog, figures: dict[str, Any] | None) -> Run:
     """Load everything except the events; without ``figures``, recompute the metrics."""
     facts = _read_manifest(folder)
-    fidelity = (
-        _read_json(folder / "fidelity.json")
-        if (folder / "fidelity.json").is_file()
-        else {}
-    )
+    fidelity: dict[str, Any] = {}
+    # Missing if the run was cut off.
+    if (folder / "fidelity.json").is_file():
+        fidelity = _read_json(folder / "fidelity.json")
     if facts.get("status") == RUNNING:
         last = events.latest
         facts |= {
@@ -126,14 +124,13 @@ def _load_run(folder: Path, events: EventLog, figures: dict[str, Any] | None) ->
     try:
         trial = _read_trial(folder, facts)
         plan = Plan.model_validate(_read_json(folder / "plan.json"))
+        links = [LinkMeasurement.from_json(item) for item in fidelity.get("links", [])]
         outcome = Outcome(
             runtime=facts["runtime"],
             status=facts["status"],
             events=events,
             error=facts["error"],
-            links=[
-                LinkMeasurement.from_json(item) for item in fidelity.get("links", [])
-            ],
+            links=links,
             host=facts["host"],
             fidelity=fidelity.get("figures", {}),
             wall_seconds=facts["wall_seconds"],
@@ -157,35 +154,39 @@ def places(folder: Path) -> list[Path]:
     """Return the folders of a run, sweep or repetitions: in the order of the scenario, others by name."""
     if (folder / "scenario.yaml").is_file() or not folder.is_dir():
         return [folder]
+    names = _names_in_summary(folder)
+    order = {name: number for number, name in enumerate(names)}
+    folders = [path.parent for path in folder.glob("[!.]*/scenario.yaml")]
+    folders.sort(key=_natural_order)
+    # Stable: folders that the summary lacks stay sorted by name, behind all others.
+    folders.sort(key=lambda path: order.get(path.name, len(order)))
+    return folders or [folder]
+
+
+def _names_in_summary(folder: Path) -> list[str]:
+    """Return the names of the runs of a sweep, in the order of the scenario; empty without a summary."""
     summary = folder / "summary.json"
-    points = _read_json(summary).get("points", ()) if summary.is_file() else ()
-    order = {
-        name: number
-        for number, name in enumerate(
-            name for point in points for name in point["runs"]
-        )
-    }
-    folders = sorted(
-        (path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural_order
-    )
-    return sorted(folders, key=lambda path: order.get(path.name, len(order))) or [
-        folder
-    ]
+    if not summary.is_file():
+        return []
+    names = []
+    for point in _read_json(summary).get("points", ()):
+        names += point["runs"]
+    return names
 
 
 def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:
-    """Return the finished runs of the given trials by number; delete the remains of the others.
+    """Return the finished runs of the given trials by number, without events; delete the remains of the others.
 
-    The runs are without their events. Raises InputError where a folder holds a run of another trial.
+    Raises InputError if a folder contains a run of another trial.
     """
     finished_runs = {}
     for number, (place, trial) in enumerate(zip(folders, wanted, strict=True)):
         if not place.exists():
             continue
         run = load_figures(place)
-        if _scenario_facts(run.trial.scenario) != _scenario_facts(
-            with_local_sources(trial.scenario)[0]
-        ):
+        # Results name their Python files relative to their folder.
+        wanted_scenario, _ = with_local_sources(trial.scenario)
+        if _scenario_facts(run.trial.scenario) != _scenario_facts(wanted_scenario):
             raise InputError(
                 f"{place}: is a run of another scenario: resume with the original scenario"
             )
@@ -203,20 +204,20 @@ def _scenario_facts(scenario: Scenario) -> dict[str, Any]:
 
 
 def _natural_order(path: Path) -> list[tuple[bool, float, str]]:
-    parts = re.split(r"(\d+(?:\.\d+)?)", path.name)
-    return [
-        (index % 2 == 0, float(part) if index % 2 else 0.0, part)
-        for index, part in enumerate(parts)
-    ]
+    """Return a sort key that orders numbers in a name by value: ``rate=5`` before ``rate=10``."""
+    key = []
+    # With a group in its pattern, `split` returns text and numbers in turns, and numbers have odd indices.
+    for index, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", path.name)):
+        is_text = index % 2 == 0
+        key.append((is_text, 0.0 if is_text else float(part), part))
+    return key
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(
-            f"{path}: is missing: the run was not written to its end"
-        ) from None
+        raise InputError(f"{path}: not found: the run is incomplete") from None
     except ValueError:
         raise InputError(
             f"{path}: is not JSON: the file is damaged, run the scenario again"
@@ -229,47 +230,63 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_events(path: Path) -> EventLog:
-    """Read events up to the first damaged line."""
-    events, forms = EventLog(), dict[Form, Form]()
-    add = events.add
+    """Read the events of a run; empty without a file.
+
+    A truncated last line is ignored. Raises InputError for any other damaged line.
+    """
+    events = EventLog()
     if not path.is_file():
         return events
+    forms: dict[Form, Form] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
         first = 1
-        while lines := list(islice(file, _AT_ONCE)):
+        while True:
+            lines = list(islice(file, _AT_ONCE))
+            if not lines:
+                return events
             try:
-                parsed = _read_lines(lines)
-                begun = {keys[:3] for keys in set(map(tuple, parsed))}
-                if begun != {LEADING} or {
-                    type(fields["event"]) for fields in parsed
-                } != {str}:
-                    raise ValueError
+                parsed = _parse_together(lines)
             except _DAMAGED:
-                for event in _one_by_one(path, lines, first):
+                for event in _parse_one_by_one(path, lines, first):
                     events.append(event)
             else:
-                for (
-                    fields
-                ) in parsed:  # no `Event` of each, which takes as long as all else
-                    keys, values = tuple(fields), tuple(fields.values())
-                    if (form := forms.get((values[2], keys))) is None:
-                        form = forms[values[2], keys] = (values[2], keys[3:])
-                    add(form, values[:2] + values[3:])
+                _add_parsed(events, parsed, forms)
             first += len(lines)
-    return events
 
 
-def _read_lines(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Read lines of events together."""
+def _parse_together(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Parse lines as one JSON list. Raises one of `_DAMAGED` if any line is invalid."""
     text = f"[{','.join(lines)}]"
     parsed: list[dict[str, Any]] = json.loads(text)
+    # JSON has no nan: a loss of null is one.
     if '"loss": null' in text:
         for fields in parsed:
             restore_loss(fields)
+    # All events have few different sets of keys, so the check of the sets is fast.
+    leading_keys = {keys[:3] for keys in set(map(tuple, parsed))}
+    event_types = {type(fields["event"]) for fields in parsed}
+    if leading_keys != {LEADING} or event_types != {str}:
+        raise ValueError("not events")
     return parsed
 
 
-def _one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Event]:
+def _add_parsed(
+    events: EventLog, parsed: Sequence[dict[str, Any]], forms: dict[Form, Form]
+) -> None:
+    """Add parsed lines to a log, without an `Event` for each, which would double the time."""
+    add = events.add
+    for fields in parsed:
+        keys = tuple(fields)
+        values = tuple(fields.values())
+        kind = values[2]
+        # One tuple for all events of a form, of which a log keeps millions.
+        form = forms.get((kind, keys))
+        if form is None:
+            form = forms[kind, keys] = (kind, keys[3:])
+        add(form, values[:2] + values[3:])
+
+
+def _parse_one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Event]:
     """Parse lines individually, because one is damaged: the last line of an interrupted run, for example."""
     events = []
     for number, line in enumerate(lines, first):
@@ -297,8 +314,10 @@ class Progress:
 
     def __str__(self) -> str:
         parts = [f"{self.time:.1f} s"]
-        parts += [] if self.step is None else [f"step {self.step}"]
-        parts += [] if self.loss is None else [f"loss {self.loss:.4g}"]
+        if self.step is not None:
+            parts.append(f"step {self.step}")
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
         return ", ".join(parts)
 
 
@@ -312,7 +331,7 @@ def progress(folder: Path) -> Progress:
             text = file.read()
     except FileNotFoundError:
         return state
-    # Neither the first nor the last line need be whole.
+    # Reading begins within a line, and the run may be writing the last one.
     first = 0 if size <= READ else text.find(b"\n") + 1
     for line in text[first : text.rfind(b"\n") + 1].splitlines():
         event = Event.from_json(line.decode())

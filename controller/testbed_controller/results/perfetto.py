@@ -7,8 +7,9 @@ process for the faults and their windows, and counters for loss and accuracy.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import IO, Any
 
@@ -21,10 +22,11 @@ from testbed.trace.log import EventLog
 TRACKS = {"compute": 1, "send": 100, "receive": 200, "down": 300}
 """First track number of each kind; overlapping activities use further tracks."""
 MOST_BARS = 200_000
-"""Bars in a trace, at most; a longer run's trace has the first ones: as much as a browser opens."""
+"""Maximum number of bars in a trace, due to the memory of a browser; a longer run's trace has the first ones."""
 MOST_COUNTED = 100_000
 """Maximum number of losses and accuracies in the trace; longer series are thinned."""
 _AT_ONCE = 1000
+"""Number of records encoded together: fewer take up to twice the time, all of them too much memory."""
 CLOCK_SLACK = 0.005
 """Tolerance in seconds for a reception outside its send, due to separate clocks of containers."""
 
@@ -34,19 +36,19 @@ def write(
 ) -> None:
     """Write the trace of a run of ``end`` seconds; ``otherData`` contains the number of omitted bars."""
     log = EventLog.made_of(events)
-    charted = sorted(
-        islice(bars(log, end), MOST_BARS), key=lambda bar: (bar.start, bar.end)
-    )
-    other = {"title": title, "left_out": max(0, len(log.of(*CHARTED)) - len(charted))}
-    file.write(
-        f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n'
-    )
-    between, records = "", _trace_records(log, charted, end, title)
-    while some := list(
-        islice(records, _AT_ONCE)
-    ):  # all of them together are large, one by one takes twice as long
-        file.write(between + LINES.encode(some)[1:-1])
-        between = ",\n"
+    charted = list(islice(bars(log, end), MOST_BARS))
+    charted.sort(key=lambda bar: (bar.start, bar.end))
+    omitted = max(0, len(log.of(*CHARTED)) - len(charted))
+    other = json.dumps({"title": title, "left_out": omitted})
+    file.write(f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n')
+    separator = ""
+    records = _trace_records(log, charted, end, title)
+    while True:
+        batch = list(islice(records, _AT_ONCE))
+        if not batch:
+            break
+        file.write(separator + LINES.encode(batch)[1:-1])
+        separator = ",\n"
     file.write("\n]}\n")
 
 
@@ -54,43 +56,53 @@ def _trace_records(
     log: EventLog, charted: Sequence[Bar], end: float, title: str
 ) -> Iterator[dict[str, Any]]:
     names = sorted({bar.device for bar in charted} | log.devices - {TESTBED})
-    numbers = {name: index + 2 for index, name in enumerate(names)}
+    processes = {name: number for number, name in enumerate(names, 2)}
     yield from _process_records(1, f"{title}: faults and progress", 0)
-    for name in names:
-        yield from _process_records(numbers[name], name, numbers[name])
-    kept: dict[tuple[str, str], list[Bar]] = defaultdict(list)
-    for bar in charted:
-        kept[bar.device, bar.kind].append(bar)
-    placed: dict[int, tuple[int, int]] = {}
-    for name in names:
-        for kind, first in TRACKS.items():
-            for row, content in enumerate(_split_lanes(kept[name, kind])):
-                yield _metadata_record(
-                    "thread_name",
-                    numbers[name],
-                    first + row,
-                    f"{kind} {row + 1}" if row else kind,
-                )
-                yield _metadata_record(
-                    "thread_sort_index", numbers[name], first + row, first + row
-                )
-                for bar in content:
-                    placed[id(bar)] = (numbers[name], first + row)
-                    yield _slice_record(bar, numbers[name], first + row)
+    for name, process in processes.items():
+        yield from _process_records(process, name, process)
+    tracks = _assign_tracks(charted, processes)
+    for (process, thread), label, content in tracks:
+        yield _metadata_record("thread_name", process, thread, label)
+        yield _metadata_record("thread_sort_index", process, thread, thread)
+        for bar in content:
+            yield _slice_record(bar, process, thread)
+    # By identity: bars are compared by value, and two of them may be equal.
+    track_of: dict[int, TrackId] = {}
+    for track, _, content in tracks:
+        track_of |= dict.fromkeys(map(id, content), track)
     for number, (sent, received) in enumerate(deliveries(charted)):
         yield from _flow_records(
-            number, sent, placed[id(sent)], received, placed[id(received)]
+            number, sent, track_of[id(sent)], received, track_of[id(received)]
         )
     yield from _window_records(log, end)
     yield from _counter_records(log)
 
 
+TrackId = tuple[int, int]
+"""Process and thread of a track."""
+
+
+def _assign_tracks(
+    charted: Sequence[Bar], processes: Mapping[str, int]
+) -> list[tuple[TrackId, str, list[Bar]]]:
+    """Return the tracks of all devices with their labels and bars."""
+    bars_of: dict[tuple[str, str], list[Bar]] = defaultdict(list)
+    for bar in charted:
+        bars_of[bar.device, bar.kind].append(bar)
+    tracks = []
+    for name, process in processes.items():
+        for kind, first in TRACKS.items():
+            for row, content in enumerate(_split_lanes(bars_of[name, kind])):
+                label = f"{kind} {row + 1}" if row else kind
+                tracks.append(((process, first + row), label, content))
+    return tracks
+
+
 def _split_lanes(charted: Sequence[Bar]) -> list[list[Bar]]:
     """Split bars, given in the order of their starts, into as few rows as possible without overlap in a row."""
     rows: list[list[Bar]] = []
-    for bar, row in zip(
-        charted, lanes((bar.start, bar.end) for bar in charted).tolist(), strict=True
-    ):
+    numbers = lanes((bar.start, bar.end) for bar in charted).tolist()
+    for bar, row in zip(charted, numbers, strict=True):
         if row == len(rows):
             rows.append([])
         rows[row].append(bar)
@@ -99,20 +111,27 @@ def _split_lanes(charted: Sequence[Bar]) -> list[list[Bar]]:
 
 def deliveries(charted: Sequence[Bar]) -> Iterator[tuple[Bar, Bar]]:
     """Pair each reception with its send: same devices, kind and size, in order, at the same time."""
-    waiting: dict[tuple[str, str | None, str, int | None], deque[Bar]] = defaultdict(
-        deque
-    )
+    waiting: dict[_Message, deque[Bar]] = defaultdict(deque)
+    receptions = []
     for bar in charted:
         if bar.kind == "send":
             waiting[bar.device, bar.peer, bar.label, bar.size].append(bar)
-    for bar in sorted(
-        (bar for bar in charted if bar.kind == "receive"), key=lambda bar: bar.end
-    ):
-        queue = waiting[bar.peer or "", bar.device, bar.label, bar.size]
-        while queue and queue[0].end < bar.end - CLOCK_SLACK:
-            queue.popleft()
-        if queue and queue[0].start <= bar.end + CLOCK_SLACK:
-            yield queue.popleft(), bar
+        elif bar.kind == "receive":
+            receptions.append(bar)
+    receptions.sort(key=lambda bar: bar.end)
+    for received in receptions:
+        sends = waiting[
+            received.peer or "", received.device, received.label, received.size
+        ]
+        # A send that ended before this reception was lost, or its reception was not recorded.
+        while sends and sends[0].end < received.end - CLOCK_SLACK:
+            sends.popleft()
+        if sends and sends[0].start <= received.end + CLOCK_SLACK:
+            yield sends.popleft(), received
+
+
+_Message = tuple[str, str | None, str, int | None]
+"""Source, destination, kind and size of a message."""
 
 
 def _to_microseconds(seconds: float) -> float:
@@ -120,12 +139,12 @@ def _to_microseconds(seconds: float) -> float:
 
 
 def _metadata_record(
-    what: str, process: int, thread: int, value: str | int
+    name: str, process: int, thread: int, value: str | int
 ) -> dict[str, Any]:
-    key = "sort_index" if what.endswith("sort_index") else "name"
+    key = "sort_index" if name.endswith("sort_index") else "name"
     return {
         "ph": "M",
-        "name": what,
+        "name": name,
         "pid": process,
         "tid": thread,
         "args": {key: value},
@@ -140,38 +159,45 @@ def _process_records(number: int, name: str, order: int) -> list[dict[str, Any]]
 
 
 def _slice_record(bar: Bar, process: int, thread: int) -> dict[str, Any]:
-    name = bar.label or bar.kind
-    if bar.batch is not None:
-        name += f" {bar.batch}" + ("" if bar.micro is None else f".{bar.micro}")
-    if bar.peer:
-        name += f" to {bar.peer}" if bar.kind == "send" else f" from {bar.peer}"
     details = {
         "batch": bar.batch,
         "micro": bar.micro,
         "bytes": bar.size,
         "interrupted": bar.interrupted or None,
     }
+    start = _to_microseconds(bar.start)
     return {
         "ph": "X",
-        "name": name,
+        "name": _slice_name(bar),
         "cat": bar.kind,
         "pid": process,
         "tid": thread,
-        "ts": _to_microseconds(bar.start),
-        # From rounded ends, so that slices which touch do not come to overlap.
-        "dur": round(_to_microseconds(bar.end) - _to_microseconds(bar.start), 3),
+        "ts": start,
+        # Between rounded times, so that adjacent slices do not overlap by a rounding error.
+        "dur": round(_to_microseconds(bar.end) - start, 3),
         "args": {key: value for key, value in details.items() if value is not None},
     }
+
+
+def _slice_name(bar: Bar) -> str:
+    name = bar.label or bar.kind
+    if bar.batch is not None:
+        name += f" {bar.batch}"
+        if bar.micro is not None:
+            name += f".{bar.micro}"
+    if bar.peer:
+        name += f" to {bar.peer}" if bar.kind == "send" else f" from {bar.peer}"
+    return name
 
 
 def _flow_records(
     number: int,
     sent: Bar,
-    source: tuple[int, int],
+    source: TrackId,
     received: Bar,
-    destination: tuple[int, int],
+    destination: TrackId,
 ) -> list[dict[str, Any]]:
-    """Return both ends of a flow; each lies inside its slice, which binds the flow to the slice."""
+    """Return both ends of a flow; an end inside a slice binds the flow to this slice."""
     common = {"name": "message", "cat": "message", "id": number}
     middle = _to_microseconds((received.start + received.end) / 2)
     return [
@@ -200,39 +226,40 @@ def _window_records(log: EventLog, end: float) -> list[dict[str, Any]]:
     ]
     windows = []
     for strike in strikes(log):
-        start, stop = (
-            (strike.struck, strike.struck) if strike.mends else strike.window(end)
-        )
-        windows.append(
-            Bar(TESTBED, "down", start, stop, f"{strike.action} {strike.target}")
-        )
+        # A fault has a duration, and its repair is a moment.
+        start = stop = strike.struck
+        if not strike.mends:
+            start, stop = strike.window(end)
+        label = f"{strike.action} {strike.target}"
+        windows.append(Bar(TESTBED, "down", start, stop, label))
     for row, content in enumerate(_split_lanes(windows)):
+        thread = 1
+        # Thread 2 is that of the recoveries.
         if row:
-            records.append(
-                _metadata_record("thread_name", 1, 10 + row, f"faults {row + 1}")
-            )
-        records += [_slice_record(bar, 1, 10 + row if row else 1) for bar in content]
+            thread = 10 + row
+            label = f"faults {row + 1}"
+            records.append(_metadata_record("thread_name", 1, thread, label))
+        records += [_slice_record(bar, 1, thread) for bar in content]
     for item in recoveries(log):
         stop = end if item.resumed is None else item.resumed
-        records.append(
-            _slice_record(Bar(TESTBED, "down", item.detected, stop, "recovery"), 1, 2)
-        )
+        bar = Bar(TESTBED, "down", item.detected, stop, "recovery")
+        records.append(_slice_record(bar, 1, 2))
     return records
 
 
 def _counter_records(log: EventLog) -> Iterator[dict[str, Any]]:
     counted = log.of("step", "evaluate")
-    every = -(-len(counted) // MOST_COUNTED) or 1
-    for event in islice(counted, 0, None, every):
+    stride = math.ceil(len(counted) / MOST_COUNTED) or 1
+    for event in islice(counted, 0, None, stride):
         key = "loss" if event.event == "step" else "accuracy"
-        figure = event.fields.get(key)
-        if isinstance(figure, int | float) and figure == figure:
-            moment = _to_microseconds(event.time)
+        value = event.fields.get(key)
+        # A counter cannot show the nan of a diverged run.
+        if isinstance(value, int | float) and not math.isnan(value):
             yield {
                 "ph": "C",
                 "name": key,
                 "pid": 1,
                 "tid": 0,
-                "ts": moment,
-                "args": {key: figure},
+                "ts": _to_microseconds(event.time),
+                "args": {key: value},
             }

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from testbed.common import usercode
 from testbed.common.errors import HostError, InputError
@@ -107,18 +107,19 @@ def _package_version(package: str) -> str | None:
 
 
 def revision(checkout: Path = ROOT) -> str | None:
-    """Return the git revision of the code, marked if modified; None outside a checkout.
+    """Return the git revision of the code, with ``-dirty`` appended if modified; None outside a checkout.
 
-    Files in ``docs`` and the tables and results of ``papers`` change no run.
+    Changes of files in ``WITHOUT_EFFECT``, such as documentation, are ignored.
     """
     if not (checkout / ".git").exists():
         return None
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(checkout), *arguments]
-        return subprocess.run(
+        done = subprocess.run(
             command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
+        )
+        return done.stdout.strip()
 
     try:
         changed = git(
@@ -130,11 +131,11 @@ def revision(checkout: Path = ROOT) -> str | None:
 
 
 class Recorder:
-    """The folder of one run, from before anything starts.
+    """The results folder of a run, written from its start.
 
-    What is known of the run is written at once, each event as it happens, what is computed from them at the end. A run
-    that was cut off leaves a folder that `files.load` reads. Without ``events`` neither they nor their trace are
-    written, which take nearly all of the space.
+    Scenario, plan and manifest are written first, each event as it happens, and derived files at the end. `files.load`
+    also reads the folder of a run that was cut off. Without ``events``, the events and their trace are not written,
+    which take most of the space.
     """
 
     def __init__(
@@ -164,31 +165,33 @@ class Recorder:
             self.path.mkdir(parents=True, exist_ok=True)
             if any(self.path.iterdir()):
                 raise _folder_taken(folder)
-            # A line at a time: what was written is there, whatever ends this process. A simulation has thousands of
-            # lines a second: the last few do not matter.
-            file, mode = (
-                (self.path / "events.jsonl", "x") if events else (Path(os.devnull), "w")
-            )
-            try:
-                self._events = file.open(
-                    mode, encoding="utf-8", buffering=1 if runtime == "emulate" else -1
-                )
-            except FileExistsError:  # by another run, a moment ago
-                raise _folder_taken(folder) from None
-            self._manifest = {
-                **manifest(trial, runtime, weights),
-                **({"owned": owned} if owned else {}),
-            }
+            self._events = self._open_events(runtime)
+            self._manifest = manifest(trial, runtime, weights)
+            if owned:
+                self._manifest["owned"] = owned
             self._manifest_file(self._manifest)
-            scenario, sources = with_local_sources(trial.scenario)
-            for name, text in {
-                "scenario.yaml": written(facts_of(replace(trial, scenario=scenario))),
-                **sources,
-            }.items():
+            scenario, texts = with_local_sources(trial.scenario)
+            facts = facts_of(replace(trial, scenario=scenario))
+            texts = {"scenario.yaml": written(facts), **texts}
+            for name, text in texts.items():
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.path / name).write_text(text, encoding="utf-8")
             keep(self.path, trial, self._declared, {})
             _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
+
+    def _open_events(self, runtime: Literal["emulate", "simulate"]) -> TextIO:
+        if not self.keeps_events:
+            return Path(os.devnull).open("w", encoding="utf-8")
+        # Line by line, an emulated run loses no event whatever ends this process. A simulation has thousands of events
+        # per second and can be repeated, so it is buffered.
+        buffering = 1 if runtime == "emulate" else -1
+        try:
+            # Exclusive, as another run may have taken the folder since it was found empty.
+            return (self.path / "events.jsonl").open(
+                "x", encoding="utf-8", buffering=buffering
+            )
+        except FileExistsError:
+            raise _folder_taken(self.path) from None
 
     def event(self, event: Event) -> None:
         """Write an event. Raises `HostError` on failure."""
@@ -204,16 +207,19 @@ class Recorder:
 
     def finish(self, outcome: Outcome) -> Run:
         """Write the outcome and everything computed from the events; return the run."""
-        facts, log = finished(self._manifest, outcome), EventLog.made_of(outcome.events)
-        # As the file has them, so that the figures are those that will be computed from it.
+        facts = finished(self._manifest, outcome)
+        log = EventLog.made_of(outcome.events)
+        # Rounded as in the file, so that metrics recomputed from the file are the same.
         kept = replace(outcome, events=log.rounded(), weights_file=None, parts={})
         figures = metrics(kept, self._trial.experiment, self._plan, self._declared)
         run = Run(
             self.path, self._trial, self._plan, kept, facts, figures, self._declared
         )
+        # Events of several devices may arrive out of order, and some only with the outcome.
+        is_incomplete = not self._ordered or self._written != len(log)
         with self._report_failures():
             self._events.close()
-            if self.keeps_events and (not self._ordered or self._written != len(log)):
+            if self.keeps_events and is_incomplete:
                 _replace_file(self.path / "events.jsonl", log.lines())
             if outcome.weights_file is not None:
                 (self.path / "weights.safetensors").write_bytes(outcome.weights_file)
@@ -232,22 +238,17 @@ class Recorder:
             self._events.close()
             shutil.rmtree(self.path, ignore_errors=True)
             return
-        # Nothing more can be done where the disk is full: what is there stays.
+        message = str(error) or type(error).__name__
+        # The error may be a full disk: the written results remain.
         with suppress(OSError):
             self._events.close()
             self._manifest_file(
-                {
-                    **self._manifest,
-                    "status": "failed",
-                    "error": str(error) or type(error).__name__,
-                }
+                {**self._manifest, "status": "failed", "error": message}
             )
 
     def _manifest_file(self, facts: Mapping[str, Any]) -> None:
-        _replace_file(
-            self.path / "manifest.json",
-            [json.dumps(finite(facts), indent=2, default=str) + "\n"],
-        )
+        text = json.dumps(finite(facts), indent=2, default=str)
+        _replace_file(self.path / "manifest.json", [text + "\n"])
 
     @contextmanager
     def _report_failures(self) -> Iterator[None]:
@@ -288,7 +289,7 @@ def _write_trace(run: Run) -> None:
 def numbered(folder: Path) -> Path:
     """Create and return ``folder``, with a number appended if already taken.
 
-    Raises HostError where it cannot be made.
+    Raises HostError if the folder cannot be created.
     """
     for number in count(1):
         place = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
@@ -316,25 +317,21 @@ def _scenario_keys(scenario: Scenario) -> dict[str, Any]:
 def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
     """Return the scenario with relative names of its Python files, and their texts by name.
 
-    What these files import from beside them lies there, too.
+    The texts include the modules that these files import from their own folder.
     """
     sources: dict[str, str] = {}
     parts: dict[str, Any] = {}
+    folder = scenario.source.folder
     for file in _further_files(scenario.workload):
+        # Only names without a folder: a path stays valid from the results folder as well.
         if Path(file).name == file:
-            _add_sources(
-                sources,
-                usercode.read(scenario.source.folder / file, "", ("training", "file")),
-                "",
-            )
+            code = usercode.read(folder / file, "", ("training", "file"))
+            _add_sources(sources, code, "")
     for key, part in scenario.workload.sources().items():
         if part.file is not None:
-            code = usercode.read(
-                scenario.source.folder / part.file, part.name, (key, "file")
-            )
-            parts[key] = part.model_copy(
-                update={"file": _add_sources(sources, code, f"{key}/")}
-            )
+            code = usercode.read(folder / part.file, part.name, (key, "file"))
+            file = _add_sources(sources, code, f"{key}/")
+            parts[key] = part.model_copy(update={"file": file})
     workload = scenario.workload.model_copy(update=parts)
     return scenario.model_copy(update={"workload": workload}), sources
 
@@ -357,11 +354,12 @@ def _further_files(workload: WorkloadPart) -> Iterator[str]:
         for each in waiting.pop().values():
             if isinstance(each, Mapping):
                 waiting.append(each)
-                yield from (str(value) for key, value in each.items() if key == "file")
+                if "file" in each:
+                    yield str(each["file"])
 
 
 def _replace_file(path: Path, lines: Iterable[str]) -> None:
-    """Replace a file atomically."""
+    """Replace a file atomically, so that a reader or a crash never finds it half written."""
     draft = path.with_name(f".{path.name}")
     with draft.open("w", encoding="utf-8") as file:
         file.writelines(lines)
@@ -369,9 +367,8 @@ def _replace_file(path: Path, lines: Iterable[str]) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(
-        json.dumps(finite(value), indent=2, default=str) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(finite(value), indent=2, default=str)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _fidelity_facts(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:

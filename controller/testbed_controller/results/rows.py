@@ -20,45 +20,41 @@ Row = dict[str, Any]
 
 
 def _metric_rows(run: Run) -> list[Row]:
-    plain = (int, float, str, bool)
-    return [
-        {"figure": name, "value": value, "kind": figure.kind, "meaning": figure.meaning}
-        for name, figure in run.figures.items()
-        if isinstance(value := run.metrics.get(name), plain)
-    ]
+    """Return the metrics with a single value; metrics of devices or layers have tables of their own."""
+    table = []
+    for name, figure in run.figures.items():
+        value = run.metrics.get(name)
+        if isinstance(value, int | float | str | bool):
+            row = {"figure": name, "value": value}
+            table.append({**row, "kind": figure.kind, "meaning": figure.meaning})
+    return table
 
 
 def _event_rows(run: Run) -> list[Row]:
-    return [
-        {
-            "time": event.time,
-            "device": event.device,
-            "event": event.event,
-            **event.fields,
-        }
-        for event in run.outcome.events
-    ]
+    table = []
+    for event in run.outcome.events:
+        row = {"time": event.time, "device": event.device, "event": event.event}
+        table.append({**row, **event.fields})
+    return table
 
 
 def _device_rows(run: Run) -> list[Row]:
-    return [
-        {"device": name, **figures} for name, figures in run.metrics["devices"].items()
-    ]
+    devices = run.metrics["devices"]
+    return [{"device": name, **figures} for name, figures in devices.items()]
 
 
 def _link_rows(run: Run) -> list[Row]:
-    """Return each direction of each link, a link's properties as columns: ``requested.rate``."""
-    link_rows = []
+    """Return each direction of each link, with nested properties as columns: ``requested.rate``."""
+    table = []
     for row in run.metrics["links"]:
         columns: Row = {}
         for key, value in row.items():
-            columns |= (
-                {f"{key}.{name}": each for name, each in value.items()}
-                if isinstance(value, dict)
-                else {key: value}
-            )
-        link_rows.append(columns)
-    return link_rows
+            if isinstance(value, dict):
+                columns |= {f"{key}.{name}": each for name, each in value.items()}
+            else:
+                columns[key] = value
+        table.append(columns)
+    return table
 
 
 def _series_rows(name: str) -> Callable[[Run], list[Row]]:
@@ -92,72 +88,67 @@ def every_table(run: Run) -> dict[str, list[Row]]:
 
 def write_tables(folder: Path, tables: Mapping[str, Sequence[Row]], kind: str) -> None:
     """Write all non-empty tables as ``csv`` or ``parquet`` files."""
+    write_file = write_parquet if kind == "parquet" else write_csv
     for name, table_rows in tables.items():
         if table_rows:
-            (write_parquet if kind == "parquet" else write_csv)(
-                folder / f"{name}.{kind}", table_rows
-            )
+            write_file(folder / f"{name}.{kind}", table_rows)
 
 
 def points(runs: Sequence[Run]) -> list[Row]:
     """Return a row for each run of a sweep: swept values, verdict, and scalar metrics."""
-    return [
-        {
-            **{
-                key: value_text(value) if value_label(value) else value
-                for key, value in run.trial.point.items()
-            },
-            "repetition": run.trial.repetition,
-            "verdict": run.metrics["verdict"]["kind"],
-            # A simulation is neither trusted nor not: the verdict says so.
-            **{
-                row["figure"]: row["value"]
-                for row in _metric_rows(run)
-                if row["figure"] != "trusted"
-            },
-        }
-        for run in runs
-    ]
+    table = []
+    for run in runs:
+        row: Row = {}
+        for key, value in run.trial.point.items():
+            row[key] = value_text(value) if value_label(value) else value
+        row["repetition"] = run.trial.repetition
+        row["verdict"] = run.metrics["verdict"]["kind"]
+        row |= {each["figure"]: each["value"] for each in _metric_rows(run)}
+        # The verdict says more: a simulation is neither trusted nor untrusted.
+        row.pop("trusted", None)
+        table.append(row)
+    return table
 
 
 def frame(table_rows: Sequence[Row]) -> pd.DataFrame:
-    """Return rows as a pandas frame; raises `InputError` where pandas is not installed."""
-    made: pd.DataFrame = require_extra(
-        "pandas", "frames", "a frame or Parquet file"
-    ).DataFrame(table_rows)
-    return made
+    """Return rows as a pandas frame. Raises `InputError` if pandas is not installed."""
+    pandas = require_extra("pandas", "frames", "a frame or Parquet file")
+    table: pd.DataFrame = pandas.DataFrame(table_rows)
+    return table
 
 
 def write_parquet(path: Path, table_rows: Sequence[Row]) -> None:
-    """Write rows as Parquet; a column of unlike or composed values becomes one of JSON. Needs pandas and pyarrow.
+    """Write rows as Parquet, which requires pandas and pyarrow.
 
-    What a row lacks, or has as None, is missing there.
+    A column of mixed or composite values is written as JSON. Values that are None or absent from a row are missing.
     """
     table = frame(table_rows)
     for name, kind in table.dtypes.items():
+        # A column of Parquet has one type, and `object` stands for mixed ones.
         if str(kind) == "object":
-            lacking = table[name].isna()
+            missing = table[name].isna()
             table[name] = [
-                None
-                if none
-                else each
-                if isinstance(each, str)
-                else json.dumps(each, default=str)
-                for each, none in zip(table[name], lacking, strict=True)
+                None if is_missing else _json_text(value)
+                for value, is_missing in zip(table[name], missing, strict=True)
             ]
     table.to_parquet(path)
+
+
+def _json_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def write_csv(path: Path, table_rows: Iterable[Row]) -> None:
     """Write rows as CSV with a column for each key; composite values are written as JSON."""
     table_rows = list(table_rows)
-    columns = dict.fromkeys(key for row in table_rows for key in row)
+    columns: dict[str, None] = {}
+    for row in table_rows:
+        columns |= dict.fromkeys(row)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
-        writer.writerows(
-            {key: _csv_cell(value) for key, value in row.items()} for row in table_rows
-        )
+        for row in table_rows:
+            writer.writerow({key: _csv_cell(value) for key, value in row.items()})
 
 
 def _csv_cell(value: object) -> object:

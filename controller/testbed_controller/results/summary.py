@@ -1,4 +1,4 @@
-"""Sweeps and repetitions: mean and 95 % confidence interval of every figure at every point."""
+"""Summary of sweeps and repetitions: mean and 95 % confidence interval of every metric at every point."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from testbed_controller.results.run import Run
 def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
     """Write ``summary.json`` and ``summary.csv`` of the runs in a folder; return their `summary_of`."""
     summary = summary_of(runs)
-    (folder / "summary.json").write_text(
-        json.dumps(finite(summary), indent=2, default=str) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(finite(summary), indent=2, default=str)
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
     write_csv(folder / "summary.csv", _summary_rows(summary))
     return summary
 
@@ -35,53 +34,65 @@ def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.point, []).append(run)
-    points: list[dict[str, Any]] = [
-        {
-            "point": group[0].trial.point,
-            "runs": [run.path.name for run in group],
-            "trusted": sum(bool(run.metrics["trusted"]) for run in group),
-            "figures": _summarize_metrics(group),
-        }
-        for group in groups.values()
-    ]
-    name = runs[0].trial.scenario.name if runs else ""
-    about = {
-        name: {"kind": figure.kind, "brief": figure.brief}
-        for name, figure in all_figures(runs).items()
-        if any(name in point["figures"] for point in points)
-    }
+    points = [_summarize_point(group) for group in groups.values()]
+    present: set[str] = set()
+    for point in points:
+        present |= point["figures"].keys()
+    descriptions = {}
+    for name, figure in all_figures(runs).items():
+        if name in present:
+            descriptions[name] = {"kind": figure.kind, "brief": figure.brief}
     return {
-        "scenario": name,
+        "scenario": runs[0].trial.scenario.name if runs else "",
         "confidence": CONFIDENCE,
-        "figures": about,
+        "figures": descriptions,
         "points": points,
+    }
+
+
+def _summarize_point(group: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "point": group[0].trial.point,
+        "runs": [run.path.name for run in group],
+        "trusted": sum(bool(run.metrics["trusted"]) for run in group),
+        "figures": _summarize_metrics(group),
     }
 
 
 def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     table = {}
     for name in all_figures(runs):
-        values = [run.metrics[name] for run in runs if is_number(run.metrics.get(name))]
-        if values:
-            mean, half = interval(values)
-            table[name] = {"mean": mean, "ci95": half, "n": len(values)}
+        values = [run.metrics.get(name) for run in runs]
+        numbers = [value for value in values if is_number(value)]
+        if numbers:
+            mean, half_width = interval(numbers)
+            table[name] = {"mean": mean, "ci95": half_width, "n": len(numbers)}
     return table
 
 
 def all_figures(runs: Sequence[Run]) -> dict[str, Metric]:
     """Return all metrics available to any of the runs, by name."""
-    return {name: figure for run in runs for name, figure in run.figures.items()}
+    figures: dict[str, Metric] = {}
+    for run in runs:
+        figures |= run.figures
+    return figures
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a figure is a number, which truth is not."""
+    """Return whether a value is a number. Booleans are not, although Python counts them as integers.
+
+    >>> is_number(0.5), is_number(True), is_number(None)
+    (True, False, False)
+    """
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _summary_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     """Yield a row for each point: the swept keys, then mean and half width of each figure."""
     points = summary["points"]
-    keys = dict.fromkeys(key for point in points for key in point["point"])
+    keys: dict[str, None] = {}
+    for point in points:
+        keys |= dict.fromkeys(point["point"])
     for point in points:
         values = {key: point["point"].get(key) for key in keys}
         row = {key: value_label(value) or value for key, value in values.items()}

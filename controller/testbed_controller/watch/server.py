@@ -22,7 +22,7 @@ from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
 from testbed_controller.report.thinning import MOST
 from testbed_controller.results.declared import declared_in
-from testbed_controller.results.files import begun
+from testbed_controller.results.files import trial_in
 from testbed_controller.watch.feed import batches
 
 Strike = Callable[[Mapping[str, object]], str]
@@ -50,7 +50,7 @@ def application(
         loader=PackageLoader("testbed_controller.watch", "."), autoescape=True
     ).get_template("page.html")
     facts = {"token": token, "strikes": strike is not None}
-    trial = begun(folder)
+    trial = trial_in(folder)
     run = describe_run(trial, declared_in(folder, trial))
     drawn = frozenset(run["devices"])
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_REQUEST

@@ -83,7 +83,7 @@ def call(*arguments: str) -> Result:
 def test_show(memory: Memory) -> None:
     assert call("show").output.splitlines() == [
         "backend userspace",
-        "source  destination  figures",
+        "source  destination  properties",
         "a       b            50 mbit, 5 ms",
         "b       a            unlimited, 0 s, 1% loss",
     ]

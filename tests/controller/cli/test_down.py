@@ -69,7 +69,7 @@ def test_everyone_ends_the_runs_of_others_after_naming_them(removed: list[str]) 
     done = command("--all", "--everyone")
     assert removed == ["lab-abandoned", "lab-mine", "lab-new", "lab-other"]
     assert done.output.startswith(
-        "ending the runs of other users: lab-new, lab-other\n"
+        "removing the runs of other users: lab-new, lab-other\n"
     )
 
 

@@ -124,5 +124,5 @@ def test_a_scenario_may_expect_divergence(tmp_path: Path) -> None:
 
 
 def test_a_failure_without_a_reason_says_so(tmp_path: Path) -> None:
-    with pytest.raises(TestbedError, match="the run failed: no reason known"):
+    with pytest.raises(TestbedError, match="the run failed: the reason is unknown"):
         judge([run(tmp_path, status="failed", error="")])

@@ -16,7 +16,7 @@ from testbed.ml.models import CATALOG
 from testbed.network.parts import PRESETS
 from testbed_controller.cli.main import COMMANDS, RENAMED, main, testbed
 from testbed_controller.cli.main import testbed as command_line
-from testbed_controller.cli.options import sentence
+from testbed_controller.cli.options import first_sentence
 
 
 @pytest.fixture
@@ -333,4 +333,4 @@ def test_the_list_of_commands_has_the_first_sentence_of_each() -> None:
     for name, (_, line) in COMMANDS.items():
         command = testbed.get_command(context, name)
         assert command is not None
-        assert sentence(command) == line
+        assert first_sentence(command) == line

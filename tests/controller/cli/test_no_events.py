@@ -37,7 +37,7 @@ def test_the_figures_are_the_same_and_the_large_files_are_not_there(
     assert files.load_figures(first).metrics["tokens_lost"] == 1
     with pytest.raises(
         InputError,
-        match="has no events, being run with --no-events: run it again without",
+        match="has no events, as it was run with --no-events: run it again without",
     ):
         files.load(first)
 

@@ -6,7 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from testbed_controller.cli.options import CommandGroup, on_hosts, sentence
+from testbed_controller.cli.options import CommandGroup, first_sentence, on_hosts
 from testbed_controller.hosts.placement import LabPart
 
 
@@ -30,7 +30,7 @@ def test_hosts_and_places_are_read() -> None:
 
 @pytest.mark.parametrize("wrong", ["worker1", "=b", "worker1="])
 def test_a_place_needs_a_device_and_a_host(wrong: str) -> None:
-    assert f"'{wrong}' is not DEVICE=HOST" in str(given("--place", wrong))
+    assert f"'{wrong}' must be DEVICE=HOST" in str(given("--place", wrong))
 
 
 def test_groups_list_whole_sentences() -> None:
@@ -47,4 +47,4 @@ def test_groups_list_whole_sentences() -> None:
     shown = " ".join(CliRunner().invoke(group, ["--help"]).output.split())
     assert long.rstrip(".") in shown
     assert "More of it" not in shown
-    assert sentence(thing).startswith("Do a thing")
+    assert first_sentence(thing).startswith("Do a thing")

@@ -149,6 +149,6 @@ def test_the_plan_names_a_device_that_alone_is_quicker():
         "faults=[]",
     ]
     shown = CliRunner().invoke(command_line, ["plan", "quickstart", *slow_link]).output
-    assert "source alone would be quicker" in shown
+    assert "source alone would be faster" in shown
     shown = CliRunner().invoke(command_line, ["plan", "examples/federated"]).output
-    assert "alone would be quicker" not in shown
+    assert "alone would be faster" not in shown

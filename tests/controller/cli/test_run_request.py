@@ -27,10 +27,10 @@ RING = ("examples/ring", "--runtime", "simulate", "--repetitions", "3", "--no-ev
             ("--jobs", "2", "--runtime", "simulate", "--watch"),
             "--jobs: parallel runs can be neither watched",
         ),
-        (("--each-on-one-host",), "--each-on-one-host: is for runs in containers"),
+        (("--each-on-one-host",), "--each-on-one-host requires runs in containers"),
         (
             ("--each-on-one-host", "--hosts", "one", "--keep"),
-            "--each-on-one-host: all devices of a run",
+            "--each-on-one-host: places all devices of a run",
         ),
     ],
 )

@@ -38,7 +38,7 @@ def test_an_empty_folder_is_filled_and_one_with_anything_in_it_left_alone(
     folder.mkdir()
     made(folder)
     assert (folder / "empty.yaml").is_file()
-    with pytest.raises(InputError, match="is there already: name a new folder"):
+    with pytest.raises(InputError, match="already exists: name a new folder"):
         made(folder)
 
 

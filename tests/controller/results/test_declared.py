@@ -47,7 +47,7 @@ def test_no_command_that_reads_results_executes_them(
 
 def test_plan_refuses_what_lies_among_results(folder: Path) -> None:
     done = CliRunner().invoke(testbed, ["plan", str(folder / "scenario.yaml")])
-    assert "only 'testbed run' executes those" in str(done.exception)
+    assert "which only 'testbed run' executes" in str(done.exception)
     assert not (folder / "executed").exists()
 
 

@@ -358,7 +358,7 @@ def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
     ):
         files.load(place)
     (place / "plan.json").unlink()
-    with pytest.raises(InputError, match=r"plan\.json: is missing"):
+    with pytest.raises(InputError, match=r"plan\.json: not found"):
         files.load(place)
     with pytest.raises(InputError, match="has no run"):
         files.load(tmp_path)
