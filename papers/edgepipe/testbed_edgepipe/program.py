@@ -12,11 +12,11 @@ from testbed.messaging.typed import Typed
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.method import Job
 from testbed.ml.slots.arrangement import NeuronAssignment
-from testbed.ml.slots.missing import Arrived, Usable, Work, back
+from testbed.ml.slots.missing import Arrived, Usable, Work, backpropagate
 from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import SlotDetails
 from testbed.ml.slots.program import KINDS, FixedAssignment, SlotProgram, transmit_of
-from testbed.ml.slots.weights import Needs, ask, given_weights
+from testbed.ml.slots.weights import Needs, receive_initial_weights, request_data
 from testbed_edgepipe.planner import INFORMING, EdgePipeOptions, Learns, arrangement
 
 
@@ -58,23 +58,25 @@ class TreatedAsNull:
         """Return the outputs of the layer before, (samples, values), with zeros for missing values."""
         if self._learns == "with_all_transmissions" and not arrived.complete:
             self._incomplete.add((arrived.layer + 1, arrived.batch))
-        return arrived.together()
+        return arrived.joined_values()
 
-    def tested(self, arrived: Arrived) -> Arrived:
+    def test_values(self, arrived: Arrived) -> Arrived:
         """Take zeros in tests, too."""
         return arrived
 
-    async def results(self, arrived: Arrived) -> Usable:
+    async def usable_results(self, arrived: Arrived) -> Usable:
         """Use zeros for missing values if the output layer learns from such results."""
         enough = arrived.complete or self._learns == "what_arrived"
         return self._usable(
-            arrived.layer, arrived, arrived.together() if enough else None
+            arrived.layer, arrived, arrived.joined_values() if enough else None
         )
 
-    async def losses(self, arrived: Arrived) -> Usable:
+    async def usable_losses(self, arrived: Arrived) -> Usable:
         """Return the gradient of the own outputs, if everyone's part of it has arrived."""
         return self._usable(
-            arrived.layer - 1, arrived, arrived.added() if arrived.complete else None
+            arrived.layer - 1,
+            arrived,
+            arrived.summed_losses() if arrived.complete else None,
         )
 
     def _usable(
@@ -107,14 +109,18 @@ class TreatedAsNull:
             return None
 
         def work() -> torch.Tensor | None:
-            before = None if gradient is None else back(shard, layer, batch, gradient)
+            before = (
+                None
+                if gradient is None
+                else backpropagate(shard, layer, batch, gradient)
+            )
             if last:
                 shard.update()
             return before
 
         return work
 
-    def observe(self, step: int, loss: float) -> None:
+    def observe_loss(self, step: int, loss: float) -> None:
         """Need no loss."""
 
 
@@ -134,7 +140,7 @@ async def informed(
             ]
         )
 
-    received = await ask(
+    received = await request_data(
         mailbox, job.plan.details.coordinator, NeedsArrangement, Arranged, task
     )
     layers = tuple(
@@ -150,7 +156,9 @@ async def run(device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
         device, job.problem.links, (*KINDS, NeedsArrangement, Arranged)
     ) as mailbox:
         arranged = await informed(mailbox, job)
-        neurons = Neurons(device, job.problem, await given_weights(mailbox, job))
+        neurons = Neurons(
+            device, job.problem, await receive_initial_weights(mailbox, job)
+        )
         held = FixedAssignment(arranged, neurons, device.name)
         options = job.problem.options
         null = TreatedAsNull(

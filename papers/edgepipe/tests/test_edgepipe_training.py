@@ -118,7 +118,7 @@ def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_s
     written = six()
     _, chosen = planned(written)
     slot, table = chosen.details.slot, timetable_of(chosen.details)
-    assert table.slots(12) == 2 * 6 + 2 * 2 * 11 - 1
+    assert table.slot_count(12) == 2 * 6 + 2 * 2 * 11 - 1
     outcome = run(written)
     ends = [event.time for event in outcome.events if event.event == "step"]
     assert [later - earlier for earlier, later in pairwise(ends)] == pytest.approx(
@@ -126,7 +126,7 @@ def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_s
     )
     # 40 test samples are three batches; forward alone, two slots apart.
     last = max(event.time for event in outcome.events if event.event == "evaluate")
-    assert last == pytest.approx((table.slots(12) + 6 + 2 * 2) * slot)
+    assert last == pytest.approx((table.slot_count(12) + 6 + 2 * 2) * slot)
     assert chosen.step_time == 4 * slot
 
 
@@ -143,7 +143,7 @@ def test_as_many_steps_are_trained_as_fit_into_the_time():
 def test_one_device_in_slots_is_the_papers_naive_and_plain_gradient_descent():
     written = scenario(0, workload=SIX["workload"], method={"name": "edgepipe"})
     table = timetable_of(planned(written)[1].details)
-    assert table.slots(12) == 11 * 12
+    assert table.slot_count(12) == 11 * 12
     outcome = run(written)
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
         plain(written)[1], rel=1e-5
@@ -160,7 +160,7 @@ def test_gpipe_is_plain_gradient_descent_and_casts_each_micro_batch():
     _, chosen = planned(written)
     table = timetable_of(chosen.details)
     assert table.period == 2 * 6 + 2 * 6 - 3
-    assert table.slots(12 * 6) == 12 * table.period
+    assert table.slot_count(12 * 6) == 12 * table.period
     outcome = run(written)
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
         plain(written)[1], rel=1e-5
@@ -185,7 +185,7 @@ def test_gpipe_updates_with_the_micro_batches_that_came():
 
 def test_without_a_pipeline_batches_take_as_many_slots_as_passes():
     _, chosen = planned(six({"pipelined": False}))
-    assert timetable_of(chosen.details).slots(12) == 11 * 12
+    assert timetable_of(chosen.details).slot_count(12) == 11 * 12
 
 
 def test_repeated_transmissions_are_casts_more_and_are_heard_more_often():
@@ -546,9 +546,9 @@ def test_figures_tell_training_from_tests(method):
             timetable_of(planned(written)[1].details),
             planned(written)[1].details.slot,
         )
-        assert found["timeslots"] == table.slots(12)
+        assert found["timeslots"] == table.slot_count(12)
         assert found["transmissions_rate"] == pytest.approx(
-            12 * 28 / (table.slots(12) - 1) / slot / 6, rel=1e-3
+            12 * 28 / (table.slot_count(12) - 1) / slot / 6, rel=1e-3
         )
 
 

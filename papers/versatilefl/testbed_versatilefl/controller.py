@@ -23,12 +23,12 @@ from testbed_versatilefl.rearrangement import (
     Decision,
     DecisionRules,
     after_window,
-    coordinator,
-    entered,
-    moves,
-    without,
+    decide_join,
+    find_coordinator,
+    list_moves,
+    without_device,
 )
-from testbed_versatilefl.records import ReceptionRecords, average, silent
+from testbed_versatilefl.records import ReceptionRecords, is_silent, mean_credibility
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ArrangementController:
         """Devices that nobody heard any more at the end of the last window."""
         self._averages: dict[str, float] = {}
         """Credibility of each device in the last window."""
-        mailbox.on(Join, self._joins)
+        mailbox.on(Join, self._on_join)
         mailbox.on(Leave, lambda message: self._leaving.update({message.sender: None}))
 
     @property
@@ -99,7 +99,7 @@ class ArrangementController:
         """The newest arrangement."""
         return self._handover.now
 
-    def _joins(self, message: Join) -> None:
+    def _on_join(self, message: Join) -> None:
         known = self._handover.known
         self._joining[message.sender] = -1 if known is None else known.version
         self._newcomers.add(message.sender)
@@ -118,11 +118,11 @@ class ArrangementController:
         """
         device = self._device
         if self._handover.known is None:
-            self._post(Join())
+            self._post_to_all(Join())
         due = device.now() + self._seconds
         while self._group is None:
             if device.leaving:
-                await self._handover.sent()
+                await self._handover.wait_until_sent()
                 return None
             if device.now() >= until:
                 return None
@@ -132,7 +132,7 @@ class ArrangementController:
             ):
                 await self._mailbox.cast(self._others, Join())
                 due = device.now() + self._seconds
-            self._handover.carry_out()
+            self._handover.apply_messages()
         return self._group
 
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
@@ -141,61 +141,64 @@ class ArrangementController:
         Raises `GroupLostError` on the coordinator.
         """
         step = None if segment.tests or action is None else action.batch
-        self._report(segment, step)
-        self._end_when_due(step)
+        self._record_counts(segment, step)
+        self._stop_when_due(step)
         if not self._rearranges:
             return False
         before, me = self._group, self._device.name
-        self._handover.carry_out()
+        self._handover.apply_messages()
         self._forget_arrived()
         self._announce_leaving()
-        window = None if step is None else self._judge(step)
-        if coordinator(self.now, {*self._silent, *self._leaving, *self._joining}) == me:
-            self._coordinate(window)
+        window = None if step is None else self._judge_devices(step)
+        if (
+            find_coordinator(self.now, {*self._silent, *self._leaving, *self._joining})
+            == me
+        ):
+            self._rearrange(window)
         return self._group != before
 
-    def _end_when_due(self, step: int | None) -> None:
+    def _stop_when_due(self, step: int | None) -> None:
         """End all maintenance at the step from which the scenario asks for none."""
         if step is not None and self._until is not None and step >= self._until:
             self._rearranges, self._until = False, None
-            self._maintenance.end()
+            self._maintenance.stop_maintaining()
 
     def _announce_leaving(self) -> None:
         """Tell the others once that this device leaves; the lead cannot."""
         me = self._device.name
         if self._device.leaving and me not in self._leaving and me != self._rules.lead:
             self._leaving[me] = None
-            self._post(Leave())
+            self._post_to_all(Leave())
 
-    def _report(self, segment: SlotSegment, step: int | None) -> None:
+    def _record_counts(self, segment: SlotSegment, step: int | None) -> None:
         """Record the counts of each window, and those at the end of training."""
         window = (segment.batches.stop if step is None else step) // self._steps
         if not segment.tests and (step is None or window > self._reported):
             self._reported = window
-            self._maintenance.report(
+            self._maintenance.record_counts(
                 self._device, segment.trained if step is None else step
             )
 
-    def _judge(self, step: int) -> int | None:
+    def _judge_devices(self, step: int) -> int | None:
         """Close a window as it ends; return the last one when its records have come round."""
-        self._records.close(step, self.now)
-        window = self._records.due(step)
+        self._records.close_window(step, self.now)
+        window = self._records.next_due_window(step)
         if window is not None:
-            latest, table = self._records.of_window(window)
+            latest, table = self._records.receptions_of(window)
             members = [name for name in self.now.devices if name not in self._newcomers]
-            self._silent = [name for name in members if silent(latest, name)]
+            self._silent = [name for name in members if is_silent(latest, name)]
             me = self._device.name
-            if self._records.cut_off and me != self._rules.lead:
+            if self._records.is_cut_off and me != self._rules.lead:
                 # To itself, all others are silent; to them it is.
                 self._silent = [me]
-            self._averages = {name: average(table, name) for name in members}
+            self._averages = {name: mean_credibility(table, name) for name in members}
             self._newcomers.clear()
         return window
 
-    def _coordinate(self, window: int | None) -> None:
+    def _rearrange(self, window: int | None) -> None:
         first = now = self.now
-        for decision in self._decisions(window):
-            changes = moves(now, decision.arrangement, decision.gone)
+        for decision in self._pending_decisions(window):
+            changes = list_moves(now, decision.arrangement, decision.gone)
             self._device.record(
                 "rearrangement",
                 cause=decision.cause,
@@ -212,20 +215,20 @@ class ArrangementController:
                 {name: list(held) for name, held in layer.items()}
                 for layer in now.layers
             ]
-            self._post(Arrange(now.version, layers))
+            self._post_to_all(Arrange(now.version, layers))
             self._handover.apply(now)
             self._forget_arrived()
 
-    def _decisions(self, window: int | None) -> Iterator[Decision]:
+    def _pending_decisions(self, window: int | None) -> Iterator[Decision]:
         """Yield the changes due to joining and leaving devices, and to a window with complete records."""
         now, averages, rules = self.now, self._averages, self._rules
         for name in self._joining:
-            decision = entered(now, name, averages, rules)
+            decision = decide_join(now, name, averages, rules)
             now = decision.arrangement
             yield decision
         for name in self._leaving:
             if now.group(name) is not None:
-                now = without(now, name, averages, rules.seed)
+                now = without_device(now, name, averages, rules.seed)
                 yield Decision(now, "retirement", (name,))
         if window is not None:
             for name, value in averages.items():
@@ -239,6 +242,6 @@ class ArrangementController:
             name: known for name, known in self._joining.items() if known == version
         }
 
-    def _post(self, message: Typed) -> None:
+    def _post_to_all(self, message: Typed) -> None:
         for name in self._others:
             self._mailbox.post(name, message)

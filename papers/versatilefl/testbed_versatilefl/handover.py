@@ -72,7 +72,7 @@ class Handover:
             )
         return self.known
 
-    def carry_out(self) -> None:
+    def apply_messages(self) -> None:
         """Apply the changes requested by messages since the last call."""
         if self._arranged:
             newest = max(self._arranged, key=lambda each: each.version)
@@ -132,7 +132,7 @@ class Handover:
             layers=holds,
         )
 
-    async def sent(self) -> None:
+    async def wait_until_sent(self) -> None:
         """Wait until all that was given has arrived."""
         await asyncio.gather(*self._sends)
 
@@ -141,7 +141,9 @@ class Handover:
         for owner, neurons in arrangement.layers[moved.layer].items():
             part = as_channels(set(moved.neurons) & set(neurons))
             if part and owner != self._device.name:
-                self._sends.append(self._mailbox.post(owner, _part(moved, part)))
+                self._sends.append(
+                    self._mailbox.post(owner, _select_neurons(moved, part))
+                )
 
     def _receive(self, arrangement: NeuronAssignment, moved: Moved) -> None:
         """Take the neurons that are one's own, and pass on those that are another's by now."""
@@ -150,12 +152,12 @@ class Handover:
         )
         if own:
             self._neurons.give(moved.layer, own)
-            self._neurons.take(moved.layer, own, _part(moved, own).state)
+            self._neurons.take(moved.layer, own, _select_neurons(moved, own).state)
             self._changed(moved.layer)
         self._send(arrangement, moved)
 
 
-def _part(moved: Moved, neurons: Channels) -> Moved:
+def _select_neurons(moved: Moved, neurons: Channels) -> Moved:
     """Return the weights of some neurons in a message."""
     state = {
         name: pick(tensor, 0, neurons, moved.neurons)

@@ -18,7 +18,7 @@ from testbed.ml.layers.shard import State
 from testbed.ml.models.slices import Channels
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.casts import Outputs, Transmit, Values
-from testbed.ml.slots.missing import Arrived, Usable, Work, back
+from testbed.ml.slots.missing import Arrived, Usable, Work, backpropagate
 from testbed_versatilefl.planner import VersatileOptions
 
 MOST_FORWARD = 0.5
@@ -60,7 +60,7 @@ class DynamicUpdate:
         given = self.options.grad_reuse
         return max(0, MOST_REUSE - self.stage) if given is None else given
 
-    def observe(self, step: int, loss: float) -> None:
+    def observe_loss(self, step: int, loss: float) -> None:
         """Take the exact loss of a step, in the order of steps; those of which results are missing are left out."""
         window, last = divmod(step, self.options.stage_window)
         if window != self._window:
@@ -82,12 +82,12 @@ class DynamicUpdate:
             self.stage, self._since = self.stage + 1, end
 
 
-def valid(rates: Iterable[float], thres_fw: float) -> bool:
+def is_valid(rates: Iterable[float], thres_fw: float) -> bool:
     """Return whether a batch may go on: each rate is at least ``thres_fw``. The paper says larger, but accepts 0.5."""
     return all(rate >= thres_fw for rate in rates)
 
 
-def merged(heard: Sequence[Rates], layers: int) -> Rates:
+def merge_rates(heard: Sequence[Rates], layers: int) -> Rates:
     """Return the rates into this many layers, from those that the devices of the last of them have sent.
 
     Each device knows only what it received itself; the rate of a layer is the mean over those that were heard, 0 where
@@ -101,7 +101,7 @@ def merged(heard: Sequence[Rates], layers: int) -> Rates:
 
 def _heard_rates(arrived: Arrived, layers: int) -> Rates:
     notes = [part.note or {} for part in arrived.parts if part.tensor is not None]
-    return merged([tuple(note["rates"]) for note in notes], layers)
+    return merge_rates([tuple(note["rates"]) for note in notes], layers)
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Maintenance:
         self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
         """By layer, since the last `report`."""
 
-    def end(self) -> None:
+    def stop_maintaining(self) -> None:
         """Go on as the baseline Naive."""
         options = self._update.options
         baseline = options.baselines[options.naive]
@@ -144,11 +144,11 @@ class Maintenance:
             update={key: getattr(given, key) for key in baseline}
         )
 
-    def forget(self, layer: int) -> None:
+    def forget_layer(self, layer: int) -> None:
         """Forget the saved values of a layer after its neurons have changed."""
         self._saved.pop(layer, None)
 
-    def report(self, device: Device, step: int) -> None:
+    def record_counts(self, device: Device, step: int) -> None:
         """Record counts since the last call by layer: values due and missing, batches, updates."""
         for layer, counts in sorted(self._counts.items()):
             device.record("maintenance", step=step, layer=layer, **counts)
@@ -163,12 +163,12 @@ class Maintenance:
         for part in arrived.parts:
             self._counts[layer]["due"] += len(part.neurons)
             self._counts[layer]["missing"] += len(part.neurons) * (part.tensor is None)
-        if not self._goes_on(layer, arrived, rates):
+        if not self._accept_batch(layer, arrived, rates):
             return None
         self.rates[layer, arrived.batch] = rates
-        return self._substituted(arrived).together()
+        return self._substituted(arrived).joined_values()
 
-    def tested(self, arrived: Arrived) -> Arrived | None:
+    def test_values(self, arrived: Arrived) -> Arrived | None:
         """Return the parts of the inputs, as in training; without substitution, None if any part is missing."""
         return (
             self._substituted(arrived)
@@ -196,13 +196,13 @@ class Maintenance:
             parts.append(part)
         return replace(arrived, parts=tuple(parts))
 
-    def _goes_on(self, layer: int, arrived: Arrived, rates: Rates) -> bool:
+    def _accept_batch(self, layer: int, arrived: Arrived, rates: Rates) -> bool:
         """Return whether a batch goes on to be learnt from, and keep in mind where it does not."""
         key = (layer, arrived.batch)
         self._counts[layer]["batches"] += 1
         if key in self._dropped:
             return False
-        if valid(rates, self._update.thres_fw) and (
+        if is_valid(rates, self._update.thres_fw) and (
             self._update.options.substitution or arrived.complete
         ):
             return True
@@ -210,22 +210,22 @@ class Maintenance:
         self._counts[layer]["dropped"] += 1
         return False
 
-    async def results(self, arrived: Arrived) -> Usable:
+    async def usable_results(self, arrived: Arrived) -> Usable:
         """Return all results; those of a batch of which some are missing give no exact loss."""
         others = self._update.options.sharing != "layer" or await self._confirm(
             arrived.layer, arrived
         )
-        if not self._goes_on(
+        if not self._accept_batch(
             arrived.layer, arrived, _heard_rates(arrived, arrived.layer)
         ):
             return Usable(None, "nothing")
         return (
-            Usable(arrived.together(), "new")
+            Usable(arrived.joined_values(), "new")
             if arrived.complete and others
             else Usable(None, "saved")
         )
 
-    async def losses(self, arrived: Arrived) -> Usable:
+    async def usable_losses(self, arrived: Arrived) -> Usable:
         """Return the sum of the losses that have arrived (equation 2); they are new gradients by the granularity."""
         layer, granularity = arrived.layer - 1, self._update.options.backward
         others = granularity != "layer" or await self._confirm(layer, arrived)
@@ -234,7 +234,7 @@ class Maintenance:
             here > 0 if granularity == "link" else here == len(arrived.parts) and others
         )
         usable = here > 0 and (self._update.options.substitution or arrived.complete)
-        losses = arrived.added() if usable else None
+        losses = arrived.summed_losses() if usable else None
         if self._was_dropped(layer, arrived.batch):
             return Usable(losses, "nothing")
         return Usable(losses, "new" if enough else "saved")
@@ -273,7 +273,7 @@ class Maintenance:
         def work() -> torch.Tensor | None:
             before = None
             if gradient is not None and (new or layer > 1):
-                before = back(shard, layer, batch, gradient)
+                before = backpropagate(shard, layer, batch, gradient)
             if new:
                 saved.gradients, saved.used = shard.gradients(), 0
             else:
@@ -287,9 +287,9 @@ class Maintenance:
 
         return work
 
-    def observe(self, step: int, loss: float) -> None:
+    def observe_loss(self, step: int, loss: float) -> None:
         """Take the loss of a step whose results are complete, on the device that leads."""
-        self._update.observe(step, loss)
+        self._update.observe_loss(step, loss)
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ class Ideal:
         self._mailbox = mailbox
         self._transmit = transmit
         self._output = output
-        self.heard = transmit.heard
+        self.on_arrival = transmit.on_arrival
 
     async def __call__(
         self, receivers: Sequence[str], message: Values, until: float

@@ -109,7 +109,7 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
         lambda sizes, names: partition(sizes, names, options.layers or allocation),
     )
     table = planner.timetable_of(planned.details)
-    grace = math.ceil(table.slots(1) / table.period) + MARGIN_STEPS
+    grace = math.ceil(table.slot_count(1) / table.period) + MARGIN_STEPS
     if options.rearrangement and options.window is not None and options.window <= grace:
         text = f"{options.window} steps are too few: records take {grace} steps to reach every device"
         raise InputError(text, ("method", "window"))

@@ -14,7 +14,7 @@ from testbed.ml.slots import program
 from testbed.ml.slots.casts import Outputs, Sent, Values
 from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.program import SlotProgram, answering_time, transmit_of
-from testbed.ml.slots.weights import given_weights
+from testbed.ml.slots.weights import receive_initial_weights
 from testbed.wire.message import Message
 from testbed_versatilefl.controller import ArrangementController, Join, Leave
 from testbed_versatilefl.handover import Arrange, Handover, Moved
@@ -43,7 +43,7 @@ class VersatileNotes:
     maintenance: Maintenance
     update: DynamicUpdate
 
-    def annotated(self, message: Sent) -> Sent:
+    def annotate(self, message: Sent) -> Sent:
         """Return a message with its note."""
         note: dict[str, Any] = {
             "version": self.handover.now.version,
@@ -59,18 +59,18 @@ class VersatileNotes:
             )
         return replace(message, note=note)
 
-    def heard(self, message: Values) -> Channels | None:
+    def read_note(self, message: Values) -> Channels | None:
         """Take the note of a message; None where it is of an arrangement that is not known here, or no more."""
         note = message.note or {}
-        self.records.note(message.sender, received=True)
-        self.records.learn(note["records"])
+        self.records.note_cast(message.sender, received=True)
+        self.records.merge_records(note["records"])
         self.update.stage = max(self.update.stage, note["stage"])
         held = self.handover.past.get(note["version"])
         return None if held is None else held.of(message.sender, message.layer)
 
-    def missed(self, sender: str) -> None:
+    def note_missing(self, sender: str) -> None:
         """Note that a message of a device has not arrived in time."""
-        self.records.note(sender, received=False)
+        self.records.note_cast(sender, received=False)
 
 
 async def run(device: Device, job: VersatileJob) -> None:
@@ -85,13 +85,13 @@ async def run(device: Device, job: VersatileJob) -> None:
     async with Mailbox(device, problem.links, KINDS) as mailbox:
         update, neurons = (
             DynamicUpdate(options),
-            Neurons(device, problem, await given_weights(mailbox, job)),
+            Neurons(device, problem, await receive_initial_weights(mailbox, job)),
         )
         confirm = Confirming(
             mailbox, lambda: handover.now, answering_time(mailbox, details)
         )
         maintenance = Maintenance(update, confirm)
-        handover = Handover(mailbox, neurons, first, maintenance.forget)
+        handover = Handover(mailbox, neurons, first, maintenance.forget_layer)
         if not booted:
             handover.apply(first)
         ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}

@@ -59,11 +59,11 @@ def after_window(
     """
     for name in failed:
         if name != rules.lead and now.group(name) is not None:
-            now = without(now, name, averages, rules.seed)
+            now = without_device(now, name, averages, rules.seed)
             yield Decision(now, "failure", (name,), frozenset({name}))
     for group in range(len(now.groups)):
         poor = _poor_members(now, group, averages, rules.threshold)
-        after = rearranged(now, group, averages, rules.seed) if poor else now
+        after = rearrange_group(now, group, averages, rules.seed) if poor else now
         if after.layers != now.layers:
             now = after
             yield Decision(now, "credibility", poor)
@@ -79,12 +79,12 @@ def _poor_members(
     return tuple(name for name in members if averages[name] < threshold)
 
 
-def without(
+def without_device(
     now: NeuronAssignment, device: str, averages: Mapping[str, float], seed: int
 ) -> NeuronAssignment:
     """Return the arrangement without a device. Raises `GroupLostError`."""
     group = now.group(device)
-    after = left(now, device, averages, seed)
+    after = remove_device(now, device, averages, seed)
     if group is not None and not after.members(group):
         layers = now.groups[group]
         which = (
@@ -98,7 +98,7 @@ def without(
     return after
 
 
-def entered(
+def decide_join(
     now: NeuronAssignment,
     device: str,
     averages: Mapping[str, float],
@@ -115,11 +115,13 @@ def entered(
             (device,),
             frozenset({device}),
         )
-    after = joined(left(now, device, averages, rules.seed), device, rules.seed)
+    after = add_device(
+        remove_device(now, device, averages, rules.seed), device, rules.seed
+    )
     return Decision(after, "join", (device,), frozenset({device}))
 
 
-def coordinator(now: NeuronAssignment, absent: Collection[str]) -> str | None:
+def find_coordinator(now: NeuronAssignment, absent: Collection[str]) -> str | None:
     """Return the first member who is not known to be absent; who has the input layer alone hears nobody."""
     hearing = (
         name
@@ -141,7 +143,7 @@ class Move:
     taker: str
 
 
-def shares(weights: Sequence[float], total: int) -> list[int]:
+def share_neurons(weights: Sequence[float], total: int) -> list[int]:
     """Return ``neuronNum``: neurons shared in proportion to weights, those left over to the largest remainders.
 
     At least one each: a device that had nothing to send would never be heard again. Evenly where all weights are 0.
@@ -165,15 +167,15 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     return found
 
 
-def rearranged(
+def rearrange_group(
     now: NeuronAssignment, group: int, credibility: Mapping[str, float], seed: int
 ) -> NeuronAssignment:
     """Return the same members of a group with neurons in proportion to their credibility."""
     weights = {name: credibility[name] for name in now.members(group)}
-    return _with(now, group, [weights] * len(now.groups[group]), seed)
+    return _next_assignment(now, group, [weights] * len(now.groups[group]), seed)
 
 
-def left(
+def remove_device(
     now: NeuronAssignment, device: str, credibility: Mapping[str, float], seed: int
 ) -> NeuronAssignment:
     """Return the arrangement without a device: the others of its group share all neurons by their credibility.
@@ -188,10 +190,10 @@ def left(
     known = [credibility[name] for name in others if name in credibility]
     usual = math.fsum(known) / len(known) if known else 1.0
     weights = {name: credibility.get(name, usual) for name in others}
-    return _with(now, group, [weights] * len(now.groups[group]), seed)
+    return _next_assignment(now, group, [weights] * len(now.groups[group]), seed)
 
 
-def joined(now: NeuronAssignment, device: str, seed: int) -> NeuronAssignment:
+def add_device(now: NeuronAssignment, device: str, seed: int) -> NeuronAssignment:
     """Return the arrangement with another device, in the group with the fewest; of equals the first.
 
     It takes an even share of each layer, from the others in proportion to what they hold. A group with a layer that has
@@ -215,10 +217,10 @@ def joined(now: NeuronAssignment, device: str, seed: int) -> NeuronAssignment:
             name: float(len(neurons)) for name, neurons in now.layers[layer].items()
         }
         weights.append({**held, device: now.sizes[layer] / max(1, len(held))})
-    return _with(now, group, weights, seed)
+    return _next_assignment(now, group, weights, seed)
 
 
-def moves(
+def list_moves(
     before: NeuronAssignment, after: NeuronAssignment, gone: Collection[str] = ()
 ) -> list[Move]:
     """Return the neurons to hand over; those without a holder, or of ``gone`` devices, begin with new weights."""
@@ -243,24 +245,26 @@ def moves(
     return found
 
 
-def _with(
+def _next_assignment(
     now: NeuronAssignment, group: int, weights: Sequence[Mapping[str, float]], seed: int
 ) -> NeuronAssignment:
     """Return the next arrangement, in which the layers of a group are shared in proportion to weights."""
     layers = list(now.layers)
     for layer, wanted in zip(now.groups[group], weights, strict=True):
         draws = random.Random(derive(seed, "rearrangement", now.version + 1, layer))
-        layers[layer] = _shared(layers[layer], wanted, now.sizes[layer], draws)
+        layers[layer] = _share_layer(layers[layer], wanted, now.sizes[layer], draws)
     return replace(now, layers=tuple(layers), version=now.version + 1)
 
 
-def _shared(
+def _share_layer(
     holders: Holders, weights: Mapping[str, float], size: int, draws: random.Random
 ) -> dict[str, Channels]:
     """Return a layer's neurons by device: those with too many give some by chance, those with too few take them."""
     if not weights:
         return {}
-    counts = dict(zip(weights, shares(list(weights.values()), size), strict=True))
+    counts = dict(
+        zip(weights, share_neurons(list(weights.values()), size), strict=True)
+    )
     kept = {}
     for name, count in counts.items():
         held = holders.get(name, ())

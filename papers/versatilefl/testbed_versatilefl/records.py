@@ -24,12 +24,12 @@ Record = dict[str, tuple[float, float]]
 """By sender: the share received at the end of a window, and the credibility there."""
 
 
-def credibility(recent: float, before: float, alpha: float = ALPHA) -> float:
+def update_credibility(recent: float, before: float, alpha: float = ALPHA) -> float:
     """Return C at the end of a window, in which the share ``recent`` of the transmissions was received."""
     return alpha * recent + (1 - alpha) * before
 
 
-def average(table: Ratios, device: str) -> float:
+def mean_credibility(table: Ratios, device: str) -> float:
     """Return the credibility of a device, as a sender and as a receiver; 0 where there is no record of it."""
     found = [
         value for pair, value in table.items() if device in pair and pair[0] != pair[1]
@@ -37,7 +37,7 @@ def average(table: Ratios, device: str) -> float:
     return fmean(found) if found else 0.0
 
 
-def silent(latest: Ratios, device: str) -> bool:
+def is_silent(latest: Ratios, device: str) -> bool:
     """Return whether nobody who keeps a record of a device received anything of it of late: it has failed.
 
     False where there is no such record.
@@ -72,17 +72,17 @@ class ReceptionRecords:
         self._seen = -1
 
     @property
-    def cut_off(self) -> bool:
+    def is_cut_off(self) -> bool:
         """Whether nothing arrives of anyone: not the others have failed, or all at once."""
         return self._lost >= SERIES
 
-    def note(self, sender: str, received: bool) -> None:
+    def note_cast(self, sender: str, received: bool) -> None:
         """Note whether a due cast has arrived; a device's own values do not count."""
         if sender != self._device:
             self._noted[sender].append(received)
             self._lost = 0 if received else self._lost + 1
 
-    def learn(self, records: Mapping[str, Sequence[Any]]) -> None:
+    def merge_records(self, records: Mapping[str, Sequence[Any]]) -> None:
         """Take records that came with a cast, as they are in JSON: window and shares by receiver."""
         for receiver, (window, shares) in records.items():
             if window > self.newest.get(receiver, (-1, {}))[0]:
@@ -91,7 +91,7 @@ class ReceptionRecords:
                     {name: tuple(pair) for name, pair in shares.items()},
                 )
 
-    def close(self, step: int, arrangement: NeuronAssignment) -> None:
+    def close_window(self, step: int, arrangement: NeuronAssignment) -> None:
         """Close the window before that of a step, unless that is done."""
         # Backward, a device works on earlier steps than forward.
         before, self._open = self._open, max(step // self._steps, self._open or 0)
@@ -100,7 +100,7 @@ class ReceptionRecords:
         record = {}
         for sender in arrangement.senders(self._device):
             pair, noted = (sender, self._device), self._noted[sender]
-            value = credibility(
+            value = update_credibility(
                 _share(noted), self._credibility.get(pair, 0.0), self._alpha
             )
             self._credibility[pair] = value
@@ -108,7 +108,7 @@ class ReceptionRecords:
         self._noted.clear()
         self.newest[self._device] = (self._open - 1, record)
 
-    def due(self, step: int) -> int | None:
+    def next_due_window(self, step: int) -> int | None:
         """Return the last window once, as soon as its records have come round."""
         window, position = divmod(step, self._steps)
         if window - 1 <= self._seen or position < self._grace:
@@ -116,7 +116,7 @@ class ReceptionRecords:
         self._seen = window - 1
         return self._seen
 
-    def of_window(self, window: int) -> tuple[dict[Pair, float], dict[Pair, float]]:
+    def receptions_of(self, window: int) -> tuple[dict[Pair, float], dict[Pair, float]]:
         """Return by sender and receiver the shares received at the end of a window, and the credibility there.
 
         Both as far as they are known.

@@ -101,7 +101,7 @@ def test_gradients_are_as_numpy_has_them(granularity, limit, place):
             )
             complete[1 - at] = bool(heard[:, 1 - at].all())
             usable = asyncio.run(
-                missing.losses(Arrived(place + 1, step, SAMPLES, 2, sent))
+                missing.usable_losses(Arrived(place + 1, step, SAMPLES, 2, sent))
             )
             work = missing.learn(shard, place, step, usable.values, usable)
             passed = None if work is None else work()
@@ -141,17 +141,17 @@ def test_results_are_new_gradients_only_where_all_have_arrived_and_a_dropped_bat
     missing = Maintenance(DynamicUpdate(options), None)
     mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": [1.0, 1.0]})
     lost = SenderPart("b", range(1, 2), None)
-    assert asyncio.run(missing.results(Arrived(2, 0, 2, 2, (mine, lost)))) == Usable(
+    assert asyncio.run(missing.usable_results(Arrived(2, 0, 2, 2, (mine, lost)))) == Usable(
         None, "saved"
     )
     other = SenderPart("b", range(1, 2), torch.ones(2, 1), {"rates": [0.5, 0.5]})
-    usable = asyncio.run(missing.results(Arrived(2, 1, 2, 2, (mine, other))))
+    usable = asyncio.run(missing.usable_results(Arrived(2, 1, 2, 2, (mine, other))))
     assert (usable.values.tolist(), usable.learns) == ([[1, 1], [1, 1]], "new")
     poor = tuple(
         SenderPart(name, range(1), torch.ones(2, 1), {"rates": [1.0, 0.25]})
         for name in "ab"
     )
-    nothing = asyncio.run(missing.results(Arrived(2, 2, 2, 2, poor)))
+    nothing = asyncio.run(missing.usable_results(Arrived(2, 2, 2, 2, poor)))
     assert nothing == Usable(None, "nothing")
     assert missing.learn(None, 2, 2, None, nothing) is None
 

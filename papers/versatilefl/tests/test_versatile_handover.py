@@ -11,7 +11,11 @@ from testbed.ml.slots.planner import neuron_values
 from testbed_versatilefl.handover import Arrange, Handover
 from testbed_versatilefl.planner import arrangement, plan
 from testbed_versatilefl.program import KINDS
-from testbed_versatilefl.rearrangement import joined, left, rearranged
+from testbed_versatilefl.rearrangement import (
+    add_device,
+    rearrange_group,
+    remove_device,
+)
 from tests.helpers.runs import problem_of, scenario
 from tests.helpers.simulated import LINK, simulate
 
@@ -52,7 +56,7 @@ async def arrange(mailbox, handover, now, devices):
     handover.apply(now)
     for _ in range(100):
         await mailbox.device.sleep(0.1)
-        handover.carry_out()
+        handover.apply_messages()
 
 
 @pytest.mark.parametrize("allocation", ["horizontal", "hybrid"])
@@ -72,9 +76,9 @@ def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
         for size, values in zip(first.sizes, neuron_values(problem), strict=True)
     ]
     victim, lead = first.members(0)[:2]
-    gone = left(first, victim, {}, seed=1)
-    back = joined(gone, victim, seed=1)
-    after = rearranged(
+    gone = remove_device(first, victim, {}, seed=1)
+    back = add_device(gone, victim, seed=1)
+    after = rearrange_group(
         back, 0, {name: 0.1 if name == lead else 1.0 for name in first.devices}, seed=1
     )
     devices, seen = {}, []
@@ -89,7 +93,7 @@ def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
             learn(own, inputs)
             while device.name != lead:
                 await mailbox.changed()
-                handover.carry_out()
+                handover.apply_messages()
             for now in (first, gone, back, after):
                 await arrange(mailbox, handover, now, devices)
                 seen.append((now, rows(devices)))

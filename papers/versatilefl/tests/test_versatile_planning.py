@@ -7,17 +7,23 @@ import random
 import pytest
 
 from testbed.ml.slots.arrangement import partition
-from testbed_versatilefl.maintenance import DynamicUpdate, merged, valid
+from testbed_versatilefl.maintenance import DynamicUpdate, is_valid, merge_rates
 from testbed_versatilefl.method import Versatile
 from testbed_versatilefl.planner import VersatileOptions
-from testbed_versatilefl.rearrangement import joined, left, moves, rearranged, shares
+from testbed_versatilefl.rearrangement import (
+    add_device,
+    list_moves,
+    rearrange_group,
+    remove_device,
+    share_neurons,
+)
 from testbed_versatilefl.records import (
     ALPHA,
     SERIES,
     ReceptionRecords,
-    average,
-    credibility,
-    silent,
+    is_silent,
+    mean_credibility,
+    update_credibility,
 )
 from tests.helpers.runs import problem_of, scenario
 
@@ -54,24 +60,25 @@ def table(rows):
 def test_the_credibility_of_table_1_follows_from_the_two_before_it():
     before, runtime = table(INITIAL), table(RUNTIME)
     found = {
-        pair: credibility(runtime[pair], before[pair], alpha=0.9) for pair in before
+        pair: update_credibility(runtime[pair], before[pair], alpha=0.9)
+        for pair in before
     }
     assert found == pytest.approx(table(AFTER))
-    assert average(found, "2") == pytest.approx(0.087, abs=5e-4)
-    assert [name for name in "1234" if silent(runtime, name)] == ["2"]
-    assert average({}, "1") == 0
+    assert mean_credibility(found, "2") == pytest.approx(0.087, abs=5e-4)
+    assert [name for name in "1234" if is_silent(runtime, name)] == ["2"]
+    assert mean_credibility({}, "1") == 0
 
 
 def records_of(alpha, initial=()):
     """Return a function that notes casts in one window of device e after the other, and what each window leaves."""
     records = ReceptionRecords("e", dict(initial), alpha, steps=1, grace=1)
     arrangement = partition([5, 5], "abcde", "horizontal")
-    records.close(0, arrangement)
+    records.close_window(0, arrangement)
 
     def window(number, *casts):
         for sender, received in casts:
-            records.note(sender, received)
-        records.close(number, arrangement)
+            records.note_cast(sender, received)
+        records.close_window(number, arrangement)
         found = records.newest["e"]
         assert found[0] == number - 1
         return found[1]
@@ -96,9 +103,9 @@ def test_what_is_not_there_when_it_is_due_was_lost():
     assert window(2, *(("a", step < 3 * SERIES) for step in range(4 * SERIES)))[
         "a"
     ] == (0, 0.75)
-    assert records.cut_off
+    assert records.is_cut_off
     assert window(3, ("b", True))["a"] == (0, 0)
-    assert not records.cut_off
+    assert not records.is_cut_off
 
 
 def test_a_device_of_which_nothing_is_heard_loses_its_credibility_window_by_window():
@@ -119,31 +126,31 @@ def test_a_device_of_which_nothing_is_heard_loses_its_credibility_window_by_wind
 def test_a_batch_goes_on_while_every_success_rate_is_at_least_the_threshold(
     rates, goes_on
 ):
-    assert valid(rates, 0.5) is goes_on
+    assert is_valid(rates, 0.5) is goes_on
 
 
 def test_the_rates_of_a_layer_are_the_mean_of_those_told_by_the_devices_heard():
-    assert merged([(1.0, 0.5), (0.5, 0.25)], 2) == (0.75, 0.375)
-    assert merged([], 2) == (0.0, 0.0)
+    assert merge_rates([(1.0, 0.5), (0.5, 0.25)], 2) == (0.75, 0.375)
+    assert merge_rates([], 2) == (0.0, 0.0)
 
 
 def test_ten_neurons_are_shared_in_proportion_to_credibility():
-    assert shares([0.15, 0.6], 10) == [2, 8]
+    assert share_neurons([0.15, 0.6], 10) == [2, 8]
     before = partition([10], ["a", "b"], "horizontal")
-    after = rearranged(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
+    after = rearrange_group(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
     assert [len(after.of(name, 0)) - len(before.of(name, 0)) for name in "ab"] == [
         -3,
         3,
     ]
-    (move,) = moves(before, after)
+    (move,) = list_moves(before, after)
     assert (move.giver, move.taker, len(move.neurons)) == ("a", "b", 3)
     assert set(move.neurons) < set(before.of("a", 0))
     # Which of them is drawn from the seed.
-    assert after == rearranged(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
+    assert after == rearrange_group(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
     assert (
         len(
             {
-                rearranged(before, 0, {"a": 0.15, "b": 0.6}, seed).of("a", 0)
+                rearrange_group(before, 0, {"a": 0.15, "b": 0.6}, seed).of("a", 0)
                 for seed in range(20)
             }
         )
@@ -156,7 +163,7 @@ def test_ten_neurons_are_shared_in_proportion_to_credibility():
     [([1, 1, 1], 10, [4, 3, 3]), ([0, 0], 4, [2, 2]), ([5], 3, [3])],
 )
 def test_shares_add_up(weights, total, found):
-    assert shares(weights, total) == found
+    assert share_neurons(weights, total) == found
 
 
 def devices(count):
@@ -165,41 +172,43 @@ def devices(count):
 
 def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
     before = partition([12, 12, 12, 12], devices(4), "hybrid")
-    without = left(before, "d3", {"d2": 0.8}, seed=1)
+    without = remove_device(before, "d3", {"d2": 0.8}, seed=1)
     assert without.members(1) == ("d2",)
     assert without.of("d2", 3) == range(12)
-    after = joined(without, "new", seed=1)
+    after = add_device(without, "new", seed=1)
     assert after.members(1) == ("d2", "new")
     assert [
         len(after.of(name, layer)) for name in ("d2", "new") for layer in (2, 3)
     ] == [6] * 4
     # The other group is as it was.
     assert after.layers[:2] == before.layers[:2]
-    third = joined(after, "third", seed=1)
+    third = add_device(after, "third", seed=1)
     assert [len(third.of(name, 0)) for name in ("d0", "d1", "third")] == [4, 4, 4]
     with pytest.raises(ValueError, match="is a member already"):
-        joined(third, "third", seed=1)
+        add_device(third, "third", seed=1)
     with pytest.raises(ValueError, match="no group has a neuron for new"):
-        joined(partition([2, 9], devices(2), "horizontal"), "new", seed=1)
+        add_device(partition([2, 9], devices(2), "horizontal"), "new", seed=1)
 
 
 def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retires_travel():
     before = partition([8, 8], devices(2), "horizontal")
-    after = left(before, "d1", {"d0": 1.0}, seed=3)
-    assert {(move.giver, move.taker) for move in moves(before, after, gone={"d1"})} == {
-        (None, "d0")
+    after = remove_device(before, "d1", {"d0": 1.0}, seed=3)
+    assert {
+        (move.giver, move.taker) for move in list_moves(before, after, gone={"d1"})
+    } == {(None, "d0")}
+    assert {(move.giver, move.taker) for move in list_moves(before, after)} == {
+        ("d1", "d0")
     }
-    assert {(move.giver, move.taker) for move in moves(before, after)} == {("d1", "d0")}
-    nobody = left(after, "d0", {}, seed=3)
+    nobody = remove_device(after, "d0", {}, seed=3)
     assert nobody.members(0) == ()
-    again = joined(nobody, "d1", seed=3)
+    again = add_device(nobody, "d1", seed=3)
     assert again.of("d1", 1) == range(8)
-    assert [move.giver for move in moves(nobody, again)] == [None, None]
+    assert [move.giver for move in list_moves(nobody, again)] == [None, None]
 
 
 def test_one_that_has_just_joined_keeps_its_neurons_as_another_fails():
-    before = joined(partition([12], devices(2), "horizontal"), "new", seed=1)
-    after = left(before, "d1", {"d0": 0.8, "d1": 0.1}, seed=1)
+    before = add_device(partition([12], devices(2), "horizontal"), "new", seed=1)
+    after = remove_device(before, "d1", {"d0": 0.8, "d1": 0.1}, seed=1)
     assert [len(after.of(name, 0)) for name in ("d0", "new")] == [6, 6]
 
 
@@ -229,10 +238,10 @@ def test_who_is_out_finds_room_again_however_few_neurons_there_are(kind):
         now, away = partition(sizes, names, kind), []
         for _ in range(20):
             if away and draws.random() < 0.5:
-                now = joined(now, away.pop(), seed)
+                now = add_device(now, away.pop(), seed)
             elif now.devices:
                 away.append(draws.choice(now.devices))
-                now = left(now, away[-1], {}, seed)
+                now = remove_device(now, away[-1], {}, seed)
         assert {*now.devices, *away} == set(names)
 
 
@@ -253,21 +262,21 @@ def test_neurons_are_neither_lost_nor_doubled_whoever_fails_retires_and_joins(ki
             before, credibility = now, {name: draws.random() for name in now.devices}
             event, gone = draws.choice(["fail", "retire", "join", "rearrange"]), set()
             if event == "join" and away:
-                now = joined(now, away.pop(), seed)
+                now = add_device(now, away.pop(), seed)
             elif event == "rearrange":
-                now = rearranged(
+                now = rearrange_group(
                     now, draws.randrange(len(now.groups)), credibility, seed
                 )
             elif event in ("fail", "retire") and now.devices:
                 away.append(draws.choice(now.devices))
-                now = left(now, away[-1], credibility, seed)
+                now = remove_device(now, away[-1], credibility, seed)
                 gone = {away[-1]} if event == "fail" else set()
                 held = {
                     place: neurons
                     for place, neurons in held.items()
                     if place[0] not in gone
                 }
-            held = carried_out(held, moves(before, now, gone), now)
+            held = carried_out(held, list_moves(before, now, gone), now)
             for layer, size in enumerate(sizes):
                 every = [
                     neuron
@@ -296,7 +305,7 @@ def test_the_stages_become_stricter_as_the_loss_stops_improving():
 def test_a_stage_begins_where_the_loss_was_not_better_for_so_many_steps():
     update, stages = DynamicUpdate(VersatileOptions()), []
     for step in range(200):
-        update.observe(step, 1.0 if step < 30 else 0.5)
+        update.observe_loss(step, 1.0 if step < 30 else 0.5)
         stages.append(update.stage)
     # Better at steps 0 and 30; 60 steps later, and then every 60, the next stage begins.
     assert [step for step in range(1, 200) if stages[step] > stages[step - 1]] == [
@@ -304,7 +313,7 @@ def test_a_stage_begins_where_the_loss_was_not_better_for_so_many_steps():
         150,
     ]
     impatient = DynamicUpdate(VersatileOptions(patience=1))
-    impatient.observe(0, 2.0)
+    impatient.observe_loss(0, 2.0)
     assert impatient.stage == 0
 
 

@@ -14,7 +14,7 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
 from testbed.ml.models.slices import Channels, elements, pick
 from testbed.ml.slots.arrangement import NeuronAssignment
-from testbed.ml.slots.missing import Arrived, SenderPart, share_without
+from testbed.ml.slots.missing import Arrived, SenderPart, present_share
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Transmit(Protocol):
     ) -> None:
         """Cast before an instant, in seconds; return after the last attempt."""
 
-    def heard(self, message: Values) -> None:
+    def on_arrival(self, message: Values) -> None:
         """Handle each arrival of another device's cast."""
 
 
@@ -76,7 +76,7 @@ class Repeated:
         for _ in range(self._times):
             await self._mailbox.cast(receivers, message)
 
-    def heard(self, message: Values) -> None:
+    def on_arrival(self, message: Values) -> None:
         """Answer nothing."""
 
 
@@ -121,7 +121,7 @@ class Acknowledged:
             except TimeoutError:
                 pass
 
-    def heard(self, message: Values) -> None:
+    def on_arrival(self, message: Values) -> None:
         """Acknowledge every arrival again, because earlier acknowledgements may be lost."""
         answer = CastAck(message.kind, message.batch, message.layer)
         self._mailbox.start(self._mailbox.cast([message.sender], answer))
@@ -138,16 +138,16 @@ class Acknowledged:
 class Notes(Protocol):
     """Hook: annotations added to casts and received from other devices."""
 
-    def annotated(self, message: Sent) -> Sent:
+    def annotate(self, message: Sent) -> Sent:
         """Return a message with its annotation."""
 
-    def heard(self, message: Values) -> Channels | None:
+    def read_note(self, message: Values) -> Channels | None:
         """Process the annotation of a message in time; return the sender's neurons in the message's layer.
 
         None makes the caller ignore the message.
         """
 
-    def missed(self, sender: str) -> None:
+    def note_missing(self, sender: str) -> None:
         """Record a message not received in time."""
 
 
@@ -202,7 +202,7 @@ class CastExchange:
         if came is not None and sender in came:
             message = _fill_gaps(came[sender], message)
         if sender != self._name and not message.missing:
-            self._transmit.heard(message)
+            self._transmit.on_arrival(message)
         if batch >= self._oldest[kind]:
             if came is None:
                 came = self._arrived[key] = {}
@@ -220,7 +220,7 @@ class CastExchange:
     async def cast(self, layer: int, message: Sent) -> None:
         """Transmit to all devices with a layer receiving from this device; the local part is free."""
         if self._notes is not None:
-            message = self._notes.annotated(message)
+            message = self._notes.annotate(message)
         receivers = self._arrangement().holders(layer)
         if self._name in receivers:
             self._take_part(message)
@@ -228,7 +228,7 @@ class CastExchange:
         if others:
             await self._transmit(others, message, self.until)
 
-    def outputs(self, layer: int, batch: int, samples: int) -> Arrived:
+    def take_outputs(self, layer: int, batch: int, samples: int) -> Arrived:
         """Remove and return the received outputs of a layer."""
         arrangement = self._arrangement()
         parts = self._received_parts(
@@ -247,7 +247,7 @@ class CastExchange:
             values=self._values[layer],
         )
 
-    def losses(self, layer: int, batch: int, samples: int) -> Arrived:
+    def take_losses(self, layer: int, batch: int, samples: int) -> Arrived:
         """Remove and return the received losses of a layer's own neurons, sent by the next layer.
 
         Later arrivals for earlier batches are dropped.
@@ -278,7 +278,7 @@ class CastExchange:
                     message is not None
                 ):  # also one that does not count for the method was received
                     share += (
-                        share_without(message.missing.get("tensor"))
+                        present_share(message.missing.get("tensor"))
                         if message.missing
                         else 1
                     )
@@ -291,9 +291,9 @@ class CastExchange:
     ) -> SenderPart:
         neurons: Channels | None = held
         if self._notes is not None and message is None:
-            self._notes.missed(sender)
+            self._notes.note_missing(sender)
         elif self._notes is not None and message is not None:
-            neurons = self._notes.heard(message)
+            neurons = self._notes.read_note(message)
         if message is None or neurons is None:
             return SenderPart(sender, held, None)
         tensor, missing = message.tensor, message.missing.get("tensor")

@@ -101,7 +101,8 @@ def _time_to_good(record: RunView) -> float | None:
     return (
         None
         if step is None
-        else timetable_of(details).slots(step * details.micro_batches) * details.slot
+        else timetable_of(details).slot_count(step * details.micro_batches)
+        * details.slot
     )
 
 

@@ -20,13 +20,13 @@ Order = tuple[int, ...]
 MOST_EXHAUSTIVE = 9
 """Devices; ten have 3.6 million orders."""
 CLIMBS = 300
-"""Random orders from which `climbing` climbs.
+"""Random orders from which `climbed_order` climbs.
 
 In the worst of 800 random topologies of 4 to 7 devices one climb in 13 led to the best of all orders.
 """
 
 
-def passes(arrangement: NeuronAssignment) -> tuple[tuple[int, ...], ...]:
+def count_transmissions(arrangement: NeuronAssignment) -> tuple[tuple[int, ...], ...]:
     """Return the number of transmissions per batch from each super neuron (row) to each other (column)."""
     counted: Counter[Pair] = Counter()
     for source, target in arrangement.passes:
@@ -39,19 +39,19 @@ def passes(arrangement: NeuronAssignment) -> tuple[tuple[int, ...], ...]:
 
 def connectivity(arrangement: NeuronAssignment) -> Matrix:
     """Return the super-neuron topology: transmissions relative to the busiest pair, from 0 to 1."""
-    counted = passes(arrangement)
+    counted = count_transmissions(arrangement)
     most = max((value for row in counted for value in row), default=0) or 1
     return tuple(tuple(value / most for value in row) for row in counted)
 
 
-def matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matrix:
+def reception_matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matrix:
     """Return the reception ratios of all pairs (source, destination) in the order of the names; 0 without a link."""
     return tuple(
         tuple(0.0 if a == b else ratios.get((a, b), 0.0) for b in names) for a in names
     )
 
 
-def score(wanted: Matrix, ratios: Matrix, order: Order) -> float:
+def score_order(wanted: Matrix, ratios: Matrix, order: Order) -> float:
     """Return the sum of the Hadamard product of super-neuron connectivity and device reception ratios."""
     return _make_scorer(wanted, ratios)(order)
 
@@ -68,12 +68,12 @@ def _make_scorer(wanted: Matrix, ratios: Matrix) -> Callable[[Order], float]:
     )
 
 
-def generations(devices: int) -> int:
+def generation_count(devices: int) -> int:
     """Return the number of generations in the paper's experiments."""
     return 1_000 if devices <= 6 else 10_000
 
 
-def genetic(
+def genetic_order(
     wanted: Matrix, ratios: Matrix, seed: int, count: int | None = None
 ) -> Order:
     """Return the result of Algorithm 2 after ``count`` generations, by default the paper's.
@@ -88,7 +88,7 @@ def genetic(
     draws = random.Random(derive(seed, "mapping"))
     value = _make_scorer(wanted, ratios)
     reached = value(best)
-    for _ in range(generations(len(wanted)) if count is None else count):
+    for _ in range(generation_count(len(wanted)) if count is None else count):
         shuffled, turned = tuple(draws.sample(best, len(best))), (*best[1:], *best[:1])
         values = value(shuffled), value(turned)
         if values[0] >= max(values[1], reached):
@@ -98,10 +98,10 @@ def genetic(
     return best
 
 
-def climbing(wanted: Matrix, ratios: Matrix, seed: int) -> Order:
+def climbed_order(wanted: Matrix, ratios: Matrix, seed: int) -> Order:
     """Return the best order that exchanges of two devices find, from Algorithm 2's order and from random ones."""
     value = _make_scorer(wanted, ratios)
-    first = genetic(wanted, ratios, seed)
+    first = genetic_order(wanted, ratios, seed)
     draws = random.Random(derive(seed, "mapping", "climbing"))
     starts = [first, *(tuple(draws.sample(first, len(first))) for _ in range(CLIMBS))]
     return max(
@@ -123,13 +123,13 @@ def _climb_order(order: Order, value: Callable[[Order], float]) -> Order:
     return order
 
 
-def by_chance(devices: int, seed: int, draw: int = 1) -> Order:
+def random_order(devices: int, seed: int, draw: int = 1) -> Order:
     """Return a uniformly random order: the paper's Random. Each ``draw``, from 1 on, gives another order."""
     draws = random.Random(derive(seed, "mapping", "random"))
     return [tuple(draws.sample(range(devices), devices)) for _ in range(draw)][-1]
 
 
-def exhaustive(wanted: Matrix, ratios: Matrix) -> Order:
+def best_order(wanted: Matrix, ratios: Matrix) -> Order:
     """Return the best of all orders, the first on ties: the paper's Upper.
 
     Raises ValueError for more than nine devices.
@@ -143,7 +143,7 @@ def exhaustive(wanted: Matrix, ratios: Matrix) -> Order:
     )
 
 
-def coordinator(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:
+def choose_coordinator(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:
     """Return the device of the highest closeness centrality on expected transmissions; the first on ties.
 
     A link of reception ratio p takes 1/p transmissions on average; distances are those of the cheapest paths away from

@@ -34,10 +34,10 @@ class SenderPart(NamedTuple):
     @property
     def share(self) -> float:
         """Received fraction of the part."""
-        return 0 if self.tensor is None else share_without(self.missing)
+        return 0 if self.tensor is None else present_share(self.missing)
 
 
-Heard = tuple[tuple[Channels, bool], ...]
+ArrivalPattern = tuple[tuple[Channels, bool], ...]
 """For each sender, its neurons and whether its part has arrived."""
 
 
@@ -67,21 +67,21 @@ class Arrived:
         return sum(part.share for part in self.parts) / len(self.parts)
 
     @cached_property
-    def heard(self) -> Heard | None:
+    def arrival_pattern(self) -> ArrivalPattern | None:
         """The neurons of each part and whether they have arrived; None for a partially received part."""
         if any(part.missing is not None for part in self.parts):
             return None
         return tuple([(part.neurons, part.tensor is not None) for part in self.parts])
 
-    def gaps(self) -> torch.Tensor | None:
+    def missing_mask(self) -> torch.Tensor | None:
         """Return the mask of missing outputs of the whole layer, (samples or 1, values); None if all have arrived.
 
         The mask has one row if whole messages are missing, so all samples are equal. Callers must not modify the mask.
         """
         if self.complete:
             return None
-        if self.heard is not None:
-            return _gap_mask(self.heard, self.neurons, self.values)
+        if self.arrival_pattern is not None:
+            return _missing_mask_of(self.arrival_pattern, self.neurons, self.values)
         mask = torch.zeros(self.samples, self.neurons * self.values, dtype=torch.bool)
         for part in self.parts:
             if not part.whole:
@@ -93,7 +93,7 @@ class Arrived:
                 _put_values(missing, elements(part.neurons, self.values), mask)
         return mask
 
-    def together(self, into: torch.Tensor | None = None) -> torch.Tensor:
+    def joined_values(self, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return the outputs of the whole layer, (samples, values), with zeros for missing values.
 
         ``into`` is a tensor whose memory may be reused; its contents are lost.
@@ -103,13 +103,13 @@ class Arrived:
             return torch.cat(
                 [self._sent_values(part) for part in self.parts], dim=1, out=room
             )
-        outputs = self.nothing()
+        outputs = self.zeros()
         for part in self.parts:
             if part.tensor is not None:
                 _put_values(part.tensor, elements(part.neurons, self.values), outputs)
         return outputs
 
-    def nothing(self) -> torch.Tensor:
+    def zeros(self) -> torch.Tensor:
         """Return zeros for a completely missing layer, (samples, values of all neurons)."""
         return torch.zeros(self.samples, self.neurons * self.values)
 
@@ -129,14 +129,14 @@ class Arrived:
             end = part.neurons.stop
         return end == self.neurons
 
-    def added(self) -> torch.Tensor:
+    def summed_losses(self) -> torch.Tensor:
         """Return the sum of the received losses, (samples, own values). Raises ValueError if none has arrived."""
-        heard = [part.tensor for part in self.parts if part.tensor is not None]
-        if not heard:
+        received = [part.tensor for part in self.parts if part.tensor is not None]
+        if not received:
             raise ValueError(
                 f"nothing of layer {self.layer} has arrived for batch {self.batch}"
             )
-        return torch.stack(heard).sum(dim=0)
+        return torch.stack(received).sum(dim=0)
 
 
 def _put_values(values: torch.Tensor, where: Channels, whole: torch.Tensor) -> None:
@@ -147,16 +147,18 @@ def _put_values(values: torch.Tensor, where: Channels, whole: torch.Tensor) -> N
 
 
 @lru_cache(256)
-def _gap_mask(heard: Heard, neurons: int, values: int) -> torch.Tensor:
+def _missing_mask_of(
+    pattern: ArrivalPattern, neurons: int, values: int
+) -> torch.Tensor:
     """Return the mask of values in missing parts of a layer, (1, values)."""
     mask = torch.zeros(1, neurons * values, dtype=torch.bool)
-    for part, came in heard:
+    for part, came in pattern:
         if not came:
             _put_values(torch.ones((), dtype=torch.bool), elements(part, values), mask)
     return mask
 
 
-def share_without(missing: torch.Tensor | None) -> float:
+def present_share(missing: torch.Tensor | None) -> float:
     """Return the fraction of present values for a mask of missing ones, of any shape; None means all are present."""
     return 1 if missing is None else 1 - float(missing.float().mean())
 
@@ -191,16 +193,16 @@ class MissingDataPolicy(Protocol):
         None stops the batch on this device.
         """
 
-    def tested(self, arrived: Arrived) -> Arrived | None:
+    def test_values(self, arrived: Arrived) -> Arrived | None:
         """Return the values a layer's inputs, or a shared result, are computed from in tests; None stops the batch.
 
         The default returns the received values without substituting missing ones.
         """
 
-    async def results(self, arrived: Arrived) -> Usable:
+    async def usable_results(self, arrived: Arrived) -> Usable:
         """Return the usability of a batch's shared results."""
 
-    async def losses(self, arrived: Arrived) -> Usable:
+    async def usable_losses(self, arrived: Arrived) -> Usable:
         """Return the usability of a batch's losses from the next layer."""
 
     def learn(
@@ -217,11 +219,11 @@ class MissingDataPolicy(Protocol):
         was not forwarded on this device.
         """
 
-    def observe(self, step: int, loss: float) -> None:
+    def observe_loss(self, step: int, loss: float) -> None:
         """Observe the loss of a step with usable results, on the coordinator."""
 
 
-def back(
+def backpropagate(
     shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor
 ) -> torch.Tensor | None:
     """Accumulate gradients; return the inputs' gradient, (samples, values), or None for the first layer."""

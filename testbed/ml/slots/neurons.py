@@ -83,7 +83,7 @@ class Neurons:
         def work() -> torch.Tensor:
             outputs = self._inferred.get((layer, alike))
             if outputs is None:
-                outputs = shard.infer(entering.together(self._room))
+                outputs = shard.infer(entering.joined_values(self._room))
                 if (
                     alike is not None
                     and (len(self._inferred) + 1) * outputs.nbytes <= MOST_KEPT

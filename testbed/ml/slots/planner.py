@@ -26,10 +26,10 @@ from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.timeslots import (
     MARGIN,
     Timetable,
-    draw,
+    draw_timetable,
     fill_and_drain,
-    learning,
-    timetable,
+    learning_layers,
+    make_timetable,
 )
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Pair
@@ -116,16 +116,16 @@ class SlotDetails(Details):
 def timetable_of(details: SlotDetails) -> Timetable:
     """Return the timetable of a plan's layers and batches."""
     groups = [range(first, stop) for first, stop in details.groups]
-    return _make_timetable(groups, details.pipelined, details.micro_batches)
+    return _timetable_for(groups, details.pipelined, details.micro_batches)
 
 
-def _make_timetable(
+def _timetable_for(
     groups: Sequence[range], pipelined: bool, micro_batches: int
 ) -> Timetable:
     return (
         fill_and_drain(groups, micro_batches)
         if micro_batches > 1
-        else timetable(groups, pipelined)
+        else make_timetable(groups, pipelined)
     )
 
 
@@ -202,12 +202,12 @@ def plan(
     neurons, names = neurons_of(problem), [device.name for device in problem.devices]
     ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
     order, reached = _map_neurons(
-        problem, divide(neurons, names), mapping.matrix(names, ratios)
+        problem, divide(neurons, names), mapping.reception_matrix(names, ratios)
     )
     held = divide(neurons, [names[index] for index in order])
     _check_links(held, ratios, acknowledged=problem.options.recovery == "ack")
     _check_micro_batches(problem, held, micro_batches)
-    table = _make_timetable(held.groups, problem.options.pipelined, micro_batches)
+    table = _timetable_for(held.groups, problem.options.pipelined, micro_batches)
     slot = _slot_seconds(
         problem, held, math.ceil(problem.workload.batch_size / micro_batches)
     )
@@ -215,7 +215,10 @@ def plan(
         _computation_seconds(problem, held, layer, problem.workload.batch_size)
         for layer in range(len(neurons))
     ]
-    lead, coordinator = held.holders(held.output)[0], mapping.coordinator(names, ratios)
+    lead, coordinator = (
+        held.holders(held.output)[0],
+        mapping.choose_coordinator(names, ratios),
+    )
     weights = BYTES_PER_VALUE * sum(unit.parameters for unit in problem.model.units)
     handed_out = [(lead, weights)] if problem.workload.model.weights is not None else []
     handed_out += (
@@ -270,14 +273,14 @@ def _map_neurons(
         text = f"{count} devices are too many for an exhaustive search: use genetic, or at most {most}"
         raise InputError(text, ("method", "mapping"))
     if problem.options.mapping == "upper":
-        order = mapping.exhaustive(wanted, ratios)
+        order = mapping.best_order(wanted, ratios)
     elif problem.options.mapping == "random":
-        order = mapping.by_chance(count, problem.seed, problem.options.draw)
+        order = mapping.random_order(count, problem.seed, problem.options.draw)
     elif problem.options.mapping == "climbing":
-        order = mapping.climbing(wanted, ratios, problem.seed)
+        order = mapping.climbed_order(wanted, ratios, problem.seed)
     else:
-        order = mapping.genetic(wanted, ratios, problem.seed)
-    return order, mapping.score(wanted, ratios, order)
+        order = mapping.genetic_order(wanted, ratios, problem.seed)
+    return order, mapping.score_order(wanted, ratios, order)
 
 
 def _check_links(
@@ -327,9 +330,9 @@ def _step_count(
     time = problem.options.time
     if time is None:
         return None
-    steps = table.steps(math.floor(time / slot + 1e-9))
+    steps = table.step_count(math.floor(time / slot + 1e-9))
     if steps < 1:
-        least = formats.seconds(table.slots(table.micro) * slot)
+        least = formats.seconds(table.slot_count(table.micro) * slot)
         raise InputError(
             f"{formats.seconds(time)} is too short: one step takes {least}",
             ("method", "time"),
@@ -440,7 +443,7 @@ def _make_placement(
     )
     members, own = held.members(group), held.groups[group]
     parameters, values, cost = 0, 0, Cost()
-    for layer in learning(own):
+    for layer in learning_layers(own):
         whole, neurons = layers[layer - 1], held.of(name, layer)
         weights = _parameter_count(whole, neurons)
         kept = table.staleness(layer)  # of one batch, however it is cut
@@ -482,7 +485,7 @@ class SlotMethod(Method[Given, Planned]):
 
     def draw(self, plan: Plan[Planned]) -> str | None:
         """Draw the first timeslots, one line per group of layers."""
-        return draw(timetable_of(plan.details))
+        return draw_timetable(timetable_of(plan.details))
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of a super neuron; other devices have none."""

@@ -39,7 +39,12 @@ from testbed.ml.slots.planner import (
     timetable_of,
 )
 from testbed.ml.slots.samples import PATIENCE, Gathering, MicroBatches, Tested, TestRuns
-from testbed.ml.slots.timeslots import LayerAction, SlotSegment, segments, slots
+from testbed.ml.slots.timeslots import (
+    LayerAction,
+    SlotSegment,
+    make_segments,
+    work_slots,
+)
 
 SlotJob = Job[SlotOptions, SlotDetails]
 KINDS = (*CASTS, Tested, *weights.KINDS)
@@ -145,7 +150,7 @@ class SlotProgram:
         steps = min(self._training.steps, job.plan.steps or self._training.steps)
         self._job = job
         self._segments = partial(
-            segments,
+            make_segments,
             table,
             details.slot,
             steps,
@@ -188,11 +193,11 @@ class SlotProgram:
             if await self._work_slots(group):
                 break
         if self._gathering is not None:
-            await self._gathering.sent(last.end + PATIENCE * last.slot)
+            await self._gathering.wait_until_sent(last.end + PATIENCE * last.slot)
             await asyncio.gather(*self._evaluations)
         if self._job.problem.options.final_weights and group is not None:
             until = last.end + PATIENCE * last.slot
-            await weights.leave_weights(
+            await weights.send_final_weights(
                 self._mailbox, self._job, self._neurons, self._arranging.now, until
             )
         if self._leads and self._evaluated < last.trained:
@@ -203,17 +208,19 @@ class SlotProgram:
 
     async def _work_slots(self, group: int) -> bool:
         """Work in the slots of a group; return whether all slots are over, with the group unchanged."""
-        async with aclosing(slots(self._device, group, self._segments())) as work:
+        async with aclosing(work_slots(self._device, group, self._segments())) as work:
             async for segment, action in work:
                 if self._arranging.on_slot_start(segment, action):
                     return False
-                self._exchange.until = segment.next(self._device.now())
+                self._exchange.until = segment.next_start(self._device.now())
                 if action is None:
                     self._end_segment(segment)
                 elif segment.tests:
                     await self._test_segment(segment, action)
                 else:
-                    await self._train_segment(action, segment.number(action.batch))
+                    await self._train_segment(
+                        action, segment.batch_number(action.batch)
+                    )
         return True
 
     async def _train_segment(self, action: LayerAction, number: int) -> None:
@@ -223,10 +230,12 @@ class SlotProgram:
             return
 
         async def outputs() -> torch.Tensor | None:
-            arrived = self._exchange.outputs(
+            arrived = self._exchange.take_outputs(
                 layer - 1, number, self._training.samples(batch)
             )
-            unheard = arrived.gaps() if layer > 1 and self._on_missing.masks else None
+            unheard = (
+                arrived.missing_mask() if layer > 1 and self._on_missing.masks else None
+            )
             inputs = self._on_missing.inputs(arrived)
             return (
                 None
@@ -244,30 +253,39 @@ class SlotProgram:
             )
 
     async def _test_segment(self, segment: SlotSegment, action: LayerAction) -> None:
-        layer, batch, number = action.layer, action.batch, segment.number(action.batch)
+        layer, batch, number = (
+            action.layer,
+            action.batch,
+            segment.batch_number(action.batch),
+        )
         last = layer == self._arranging.now.output
         if last:
             # The results of the batch before were shared in a slot that is over.
             self._score_tests(segment, batch)
 
         async def outputs() -> torch.Tensor | None:
-            arrived = self._exchange.outputs(
+            arrived = self._exchange.take_outputs(
                 layer - 1, number, self._tests.samples(batch)
             )
-            entering = self._on_missing.tested(arrived)
+            entering = self._on_missing.test_values(arrived)
             if entering is None:
                 return None
             # What arrives of the input layer are the samples themselves, in each run the same.
-            alike = arrived.heard if layer == 1 and entering is arrived else None
+            alike = (
+                arrived.arrival_pattern if layer == 1 and entering is arrived else None
+            )
             return await self._neurons.infer(
-                layer, batch, entering, alike and (self._tests.place(batch), alike)
+                layer,
+                batch,
+                entering,
+                alike and (self._tests.index_in_run(batch), alike),
             )
 
         values = await self._forward_layer(
             layer, number, partial(self._tests.images, batch), outputs
         )
         if last and values is not None and self._gathering is not None:
-            self._gathering.computed(
+            self._gathering.keep_outputs(
                 batch, self._arranging.now.of(self._device.name, layer), values
             )
 
@@ -297,8 +315,8 @@ class SlotProgram:
         if layer == self._arranging.now.output:
             usable = await self._of_results(layer, batch, number)
         else:
-            usable = await self._on_missing.losses(
-                self._exchange.losses(layer, number, samples)
+            usable = await self._on_missing.usable_losses(
+                self._exchange.take_losses(layer, number, samples)
             )
 
         def learn(shard: LayerShard, gradient: torch.Tensor | None) -> Work | None:
@@ -314,12 +332,14 @@ class SlotProgram:
 
     async def _of_results(self, layer: int, batch: int, number: int) -> Usable:
         """Return the gradient of a batch's cross-entropy by the own outputs, if the results are usable."""
-        arrived = self._exchange.outputs(layer, number, self._training.samples(batch))
-        usable = await self._on_missing.results(arrived)
+        arrived = self._exchange.take_outputs(
+            layer, number, self._training.samples(batch)
+        )
+        usable = await self._on_missing.usable_results(arrived)
         if usable.values is None and not self._leads:
             return usable
         logarithms = torch.log_softmax(
-            arrived.together() if usable.values is None else usable.values, dim=1
+            arrived.joined_values() if usable.values is None else usable.values, dim=1
         )
         labels = self._training.labels(batch)
         if self._leads:
@@ -348,24 +368,24 @@ class SlotProgram:
         step, loss, self._losses = batch // self._training.parts, sum(self._losses), []
         self._device.record("step", step=step, loss=loss, samples=self._training.whole)
         if exact:
-            self._on_missing.observe(step, loss)
+            self._on_missing.observe_loss(step, loss)
 
     def _score_tests(self, segment: SlotSegment, before: int) -> None:
         """Score the test batches before this one by the results received here, as in `_note_loss`."""
         for test in (
-            self._tests.unscored(before)
+            self._tests.unscored_batches(before)
             if self._leads or self._gathering is not None
             else ()
         ):
             output = self._arranging.now.output
-            arrived = self._exchange.outputs(
-                output, segment.number(test), self._tests.samples(test)
+            arrived = self._exchange.take_outputs(
+                output, segment.batch_number(test), self._tests.samples(test)
             )
-            there = self._on_missing.tested(arrived)
-            results = arrived.nothing() if there is None else there.together()
+            there = self._on_missing.test_values(arrived)
+            results = arrived.zeros() if there is None else there.joined_values()
             self._tests.score(test, results)
             if self._gathering is not None:
-                self._gathering.heard(segment.trained, test, results)
+                self._gathering.send_results(segment.trained, test, results)
 
     def _end_segment(self, segment: SlotSegment) -> None:
         """Record the received casts at the end of training, and the scores at the end of tests."""
@@ -396,7 +416,7 @@ class SlotProgram:
 
         async def gather() -> None:
             until = segment.end + PATIENCE * segment.slot
-            scores = await gathering.finish(
+            scores = await gathering.collect_scores(
                 segment.trained, now.holders(now.output), until
             )
             self._device.record(

@@ -70,7 +70,7 @@ class TestRuns:
     def __len__(self) -> int:
         return len(self._scores) * len(self._requests)
 
-    def place(self, test: int) -> int:
+    def index_in_run(self, test: int) -> int:
         """Return the index of a test batch within its run, from 0."""
         return test % len(self._requests)
 
@@ -78,7 +78,7 @@ class TestRuns:
         """Return the selected values of a test batch's samples, (samples, own values)."""
         if self._own != own:
             self._own, self._images = own, {}
-        place = self.place(test)
+        place = self.index_in_run(test)
         if place not in self._images:
             self._images[place] = pick(
                 self._requests.images(place).flatten(1), 1, own
@@ -87,13 +87,13 @@ class TestRuns:
 
     def samples(self, test: int) -> int:
         """Return the number of samples of a test batch."""
-        return len(self._requests.samples(self.place(test)))
+        return len(self._requests.samples(self.index_in_run(test)))
 
     def labels(self, test: int) -> npt.NDArray[Any]:
         """Return the labels of a test batch, (samples,)."""
-        return self._requests.labels(self.place(test))
+        return self._requests.labels(self.index_in_run(test))
 
-    def unscored(self, before: int) -> range:
+    def unscored_batches(self, before: int) -> range:
         """Return the unscored test batches below a number."""
         return range(self._scored, before)
 
@@ -142,11 +142,11 @@ class Gathering:
         """On the device that leads: what it would send to itself."""
         self._sent: list[asyncio.Future[None]] = []
 
-    def computed(self, test: int, own: Channels, outputs: torch.Tensor) -> None:
+    def keep_outputs(self, test: int, own: Channels, outputs: torch.Tensor) -> None:
         """Keep the outputs, (samples, own neurons), of a test batch."""
         self._computed[test] = own, outputs
 
-    def heard(self, step: int, test: int, results: torch.Tensor) -> None:
+    def send_results(self, step: int, test: int, results: torch.Tensor) -> None:
         """Send the outputs of a test batch, now that its results, (samples, classes), were received here."""
         right = results.argmax(dim=1) == torch.from_numpy(self._scores.labels(test))
         computed = torch.zeros_like(results)
@@ -159,14 +159,14 @@ class Gathering:
         else:
             self._sent.append(self._mailbox.post(self._lead, message))
 
-    async def sent(self, until: float) -> None:
+    async def wait_until_sent(self, until: float) -> None:
         """Return once all sent results have arrived, or at an instant, in seconds."""
         if self._sent:
             await asyncio.wait(
                 self._sent, timeout=max(0.0, until - self._mailbox.device.now())
             )
 
-    async def finish(
+    async def collect_scores(
         self, step: int, devices: Collection[str], until: float
     ) -> dict[str, Any]:
         """Return accuracy, loss and more of the tests after a step, as in `TestRuns.finish`, from gathered results.

@@ -44,15 +44,15 @@ class Timetable:
     micro: int = 1
     """Micro-batches of each batch, one a slot. What is counted in batches below are these."""
 
-    def slots(self, batches: int) -> int:
+    def slot_count(self, batches: int) -> int:
         """Return the number of slots from the first forward to the last backward of one or more batches."""
         ends = [slot for slot in self.backward if slot is not None]
         whole, more = divmod(batches - 1, self.micro)
         return max(ends, default=len(self.forward) - 1) + 1 + self.period * whole + more
 
-    def steps(self, slots: int) -> int:
+    def step_count(self, slots: int) -> int:
         """Return the number of complete batches, with all micro-batches, finished within a number of slots."""
-        return max(0, (slots - self.slots(self.micro)) // self.period + 1)
+        return max(0, (slots - self.slot_count(self.micro)) // self.period + 1)
 
     def action(self, group: int, slot: int) -> LayerAction | None:
         """Return the action of a group's device in a slot; None for a stall."""
@@ -88,7 +88,7 @@ class Timetable:
 
     def actions(self, group: int, batches: int) -> Iterator[LayerAction | None]:
         """Yield the actions of a group's device slot by slot, until all groups have finished that number of batches."""
-        for slot in range(self.slots(batches)):
+        for slot in range(self.slot_count(batches)):
             action = self.action(group, slot)
             yield None if action is not None and action.batch >= batches else action
 
@@ -105,7 +105,7 @@ class Timetable:
         )
 
 
-def timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
+def make_timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
     """Return the timetable of groups of adjacent layers, from the input layer on.
 
     Every layer is forwarded in the slot after the previous layer. A group goes backward once the next group is done or,
@@ -114,14 +114,14 @@ def timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
     """
     layers = groups[-1].stop
     period = (
-        max(len(group) + len(learning(group)) for group in groups)
+        max(len(group) + len(learning_layers(group)) for group in groups)
         if pipelined
         else naive_slots(layers, 1)
     )
     backward: list[int | None] = [None] * layers
     free = layers
     for group in reversed(groups):
-        backwards = learning(group)
+        backwards = learning_layers(group)
         forwarding = {layer % period for layer in group}
         while forwarding & {
             (free + offset) % period for offset in range(len(backwards))
@@ -153,21 +153,21 @@ class SlotSegment:
     @property
     def end(self) -> float:
         """End of its last slot in seconds."""
-        return self.begin(self.table.slots(len(self.batches)))
+        return self.start_of(self.table.slot_count(len(self.batches)))
 
-    def begin(self, slot: int) -> float:
+    def start_of(self, slot: int) -> float:
         """Return the start of a slot, numbered from 0, in seconds."""
         return self.start + slot * self.slot
 
-    def next(self, now: float) -> float:
+    def next_start(self, now: float) -> float:
         """Return the start of the slot after the current one, in seconds."""
-        return self.begin(math.floor((now - self.start) / self.slot + 1e-9) + 1)
+        return self.start_of(math.floor((now - self.start) / self.slot + 1e-9) + 1)
 
-    def number(self, batch: int) -> int:
+    def batch_number(self, batch: int) -> int:
         """Return the number of one of its batches among all batches."""
         return self.first + batch - self.batches.start
 
-    def work(self, group: int) -> Iterator[tuple[int, LayerAction]]:
+    def scheduled_work(self, group: int) -> Iterator[tuple[int, LayerAction]]:
         """Yield the slots, numbered from 0, with work for a group's device, and the batch."""
         for slot, action in enumerate(self.table.actions(group, len(self.batches))):
             if action is not None:
@@ -175,7 +175,7 @@ class SlotSegment:
                 yield slot, LayerAction(kind, layer, self.batches.start + batch)
 
 
-def segments(
+def make_segments(
     table: Timetable,
     slot: float,
     steps: int,
@@ -202,7 +202,7 @@ def segments(
             start, number = segment.end, number + len(batches)
 
 
-async def slots(
+async def work_slots(
     device: Device, group: int, segments: Iterable[SlotSegment]
 ) -> AsyncGenerator[tuple[SlotSegment, LayerAction | None], None]:
     """Yield the work of each slot as it begins, and None as each segment ends.
@@ -212,9 +212,9 @@ async def slots(
     for segment in segments:
         if device.now() >= segment.end:
             continue
-        for slot, action in segment.work(group):
-            await device.sleep(max(0.0, segment.begin(slot) - device.now()))
-            if device.now() < segment.begin(slot + 1):
+        for slot, action in segment.scheduled_work(group):
+            await device.sleep(max(0.0, segment.start_of(slot) - device.now()))
+            if device.now() < segment.start_of(slot + 1):
                 yield segment, action
         await device.sleep(max(0.0, segment.end - device.now()))
         yield segment, None
@@ -237,7 +237,7 @@ def fill_and_drain(groups: Sequence[range], micro: int) -> Timetable:
     )
 
 
-def learning(group: range) -> range:
+def learning_layers(group: range) -> range:
     """Return a group's layers with weights: all but the input layer."""
     return range(max(1, group.start), group.stop)
 
@@ -247,7 +247,7 @@ def naive_slots(layers: int, batches: int) -> int:
     return (2 * layers - 1) * batches
 
 
-def draw(timetable: Timetable, batches: int = 3, widest: int = 24) -> str:
+def draw_timetable(timetable: Timetable, batches: int = 3, widest: int = 24) -> str:
     """Draw the first slots, one line per group: ``F0.2`` is batch 0 forward through layer 2, ``B0.2`` back, ``.`` a
     stall.
     """

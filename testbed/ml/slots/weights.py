@@ -54,7 +54,7 @@ K = TypeVar("K", bound=Typed)
 KINDS = (NeedsWeights, GivenWeights, FinalWeights)
 
 
-async def ask(
+async def request_data(
     mailbox: Mailbox,
     holder: str,
     need: type[Needs],
@@ -74,13 +74,13 @@ async def ask(
     return own
 
 
-async def given_weights(
+async def receive_initial_weights(
     mailbox: Mailbox, job: Job[SlotOptions, SlotDetails]
 ) -> State | None:
     """Return the initial weights of the whole network; None if they are drawn from the seed."""
     if job.problem.workload.model.weights is None:
         return None
-    given = await ask(
+    given = await request_data(
         mailbox,
         job.plan.lead,
         NeedsWeights,
@@ -90,7 +90,7 @@ async def given_weights(
     return given.state
 
 
-async def leave_weights(
+async def send_final_weights(
     mailbox: Mailbox,
     job: Job[SlotOptions, SlotDetails],
     neurons: Neurons,

@@ -57,7 +57,7 @@ def ear(answering: bool, after: float = 0.0):
 
         async def answer(message):
             await mailbox.device.sleep(after)
-            transmit.heard(message)
+            transmit.on_arrival(message)
 
         mailbox.on(
             Outputs, lambda message: answering and mailbox.start(answer(message))
@@ -174,7 +174,7 @@ def heard_by(name: str, *casts_of_others, check):
 
 def test_parts_stand_in_the_order_of_their_holders_and_what_has_not_come_is_counted():
     def check(own):
-        found = own.outputs(2, 0, 2)
+        found = own.take_outputs(2, 0, 2)
         assert [
             (part.sender, list(part.neurons), part.tensor is None)
             for part in found.parts
@@ -185,7 +185,7 @@ def test_parts_stand_in_the_order_of_their_holders_and_what_has_not_come_is_coun
         assert found.rate == 0.5
         assert (own.tally["sharing"].due, own.tally["sharing"].came) == (2, 1)
         assert own.tally["forward"].due == 0
-        assert own.outputs(2, 0, 2).rate == 0, "what was taken is gone"
+        assert own.take_outputs(2, 0, 2).rate == 0, "what was taken is gone"
 
     heard_by("a", ("c", Outputs(0, 2, torch.ones(2, 1))), check=check)
 
@@ -194,9 +194,9 @@ def test_what_a_device_has_for_itself_costs_no_cast_and_is_not_counted():
     async def alone(mailbox):
         own = exchange(mailbox)
         await own.cast(1, Outputs(0, 0, torch.ones(2, 4), sender="a"))
-        found = own.outputs(0, 0, 2)
+        found = own.take_outputs(0, 0, 2)
         assert found.complete
-        assert found.together().tolist() == [[1, 1, 1, 1]] * 2
+        assert found.joined_values().tolist() == [[1, 1, 1, 1]] * 2
         assert own.tally["forward"].due == 0
 
     assert casts(run({"a": alone, "b": ear(False), "c": ear(False)})) == []
@@ -212,7 +212,7 @@ def test_of_losses_a_device_takes_those_of_its_own_neurons():
     async def listen(mailbox):
         own = CastExchange(mailbox, lambda: arranged, Repeated(mailbox), 2, (1, 1, 1))
         await mailbox.device.sleep(1.0)
-        found = own.losses(1, 0, 1)
+        found = own.take_losses(1, 0, 1)
         assert found.parts[0].tensor.tolist() == [[1.0, 3.0]]
         assert found.layer == 2
 
@@ -225,10 +225,10 @@ def test_of_losses_a_device_takes_those_of_its_own_neurons():
 
 def test_outputs_are_kept_as_long_as_they_may_be_asked_for_and_older_ones_dropped():
     def check(own):
-        own.outputs(2, 5, 2)
+        own.take_outputs(2, 5, 2)
         # Two batches may be under way, so those from batch 2 on still count.
-        assert own.outputs(2, 1, 2).rate == 0
-        assert own.outputs(2, 2, 2).rate == 1 / 2
+        assert own.take_outputs(2, 1, 2).rate == 0
+        assert own.take_outputs(2, 2, 2).rate == 1 / 2
 
     heard_by(
         "a",
@@ -239,7 +239,7 @@ def test_outputs_are_kept_as_long_as_they_may_be_asked_for_and_older_ones_droppe
 
 def test_a_layer_whose_sender_has_nothing_is_announced_and_not_there():
     def check(own):
-        found = own.outputs(2, 0, 2)
+        found = own.take_outputs(2, 0, 2)
         assert [part.tensor for part in found.parts] == [None, None]
         assert own.tally["sharing"].came == 1, "the message itself was received"
 

@@ -33,7 +33,7 @@ def test_missing_outputs_are_zeros_wherever_the_neurons_lie():
         ((0, 3), torch.full((2, 2), 2.0)),
         (range(4, 5), None),
     )
-    assert found.together().tolist() == [[2, 1, 1, 2, 0]] * 2
+    assert found.joined_values().tolist() == [[2, 1, 1, 2, 0]] * 2
     assert not found.complete
     assert found.rate == pytest.approx(2 / 3)
 
@@ -42,13 +42,13 @@ def test_losses_add_up_and_count_only_if_all_are_there():
     whole = arrived(
         (range(2), torch.ones(2, 3)), (range(2, 5), torch.full((2, 3), 2.0))
     )
-    usable = asyncio.run(TreatedAsNull().losses(whole))
+    usable = asyncio.run(TreatedAsNull().usable_losses(whole))
     assert usable.values.tolist() == [[3, 3, 3]] * 2
     assert usable.learns == "new"
     lacking = arrived((range(2), torch.ones(2, 3)), (range(2, 5), None))
-    assert asyncio.run(TreatedAsNull().losses(lacking)) == (None, "nothing")
+    assert asyncio.run(TreatedAsNull().usable_losses(lacking)) == (None, "nothing")
     with pytest.raises(ValueError, match="nothing of layer 1 has arrived for batch 7"):
-        arrived((range(5), None)).added()
+        arrived((range(5), None)).summed_losses()
 
 
 def test_learning_is_an_update_at_once_or_nothing():

@@ -14,18 +14,24 @@ from testbed.common.seeds import derive
 from testbed.ml.slots import arrangement
 from testbed.ml.slots.arrangement import devices_of, layer_groups
 from testbed.ml.slots.mapping import (
-    by_chance,
-    climbing,
+    best_order,
+    choose_coordinator,
+    climbed_order,
     connectivity,
-    coordinator,
-    exhaustive,
-    generations,
-    genetic,
-    matrix,
-    passes,
-    score,
+    count_transmissions,
+    generation_count,
+    genetic_order,
+    random_order,
+    reception_matrix,
+    score_order,
 )
-from testbed.ml.slots.timeslots import MARGIN, draw, naive_slots, segments, timetable
+from testbed.ml.slots.timeslots import (
+    MARGIN,
+    draw_timetable,
+    make_segments,
+    make_timetable,
+    naive_slots,
+)
 from testbed.network.radio import Propagation, Radio, draw_positions
 from testbed.wire.cast import size_around
 from testbed_edgepipe.method import EdgePipe
@@ -50,7 +56,7 @@ def lengths(groups):
 
 
 def schedule(allocation, devices=6):
-    return timetable(layer_groups(6, devices, allocation))
+    return make_timetable(layer_groups(6, devices, allocation))
 
 
 # Algorithm 1.
@@ -166,7 +172,7 @@ def test_more_devices_than_neurons_and_more_groups_than_devices_are_refused():
 
 
 def test_pairs_of_the_papers_example_exchange_one_two_or_three_passes():
-    counted = passes(partition(FIGURE_2, 6))
+    counted = count_transmissions(partition(FIGURE_2, 6))
     assert counted[0][1] == counted[1][0] == 1
     assert counted[2][3] == counted[3][2] == 2
     assert counted[4][5] == counted[5][4] == 3
@@ -179,7 +185,7 @@ def test_pairs_of_the_papers_example_exchange_one_two_or_three_passes():
 
 
 def test_a_vertical_division_passes_on_to_the_next_and_back_but_not_to_the_input():
-    counted = passes(partition(FIGURE_2, 6, "vertical"))
+    counted = count_transmissions(partition(FIGURE_2, 6, "vertical"))
     assert {(a, b) for a in range(6) for b in range(6) if counted[a][b]} == {
         *((layer, layer + 1) for layer in range(5)),
         *((layer + 1, layer) for layer in range(1, 5)),
@@ -187,7 +193,7 @@ def test_a_vertical_division_passes_on_to_the_next_and_back_but_not_to_the_input
 
 
 def test_a_horizontal_division_has_all_pairs_alike():
-    counted = passes(partition(FIGURE_2, 6, "horizontal"))
+    counted = count_transmissions(partition(FIGURE_2, 6, "horizontal"))
     assert {counted[a][b] for a in range(6) for b in range(6) if a != b} == {5 + 4 + 1}
 
 
@@ -199,7 +205,7 @@ def topology(seed, devices=6):
         50,
         seed,
     )
-    return matrix(
+    return reception_matrix(
         names,
         {(a, b): radio.reception_ratio((a, b)) for a in names for b in names if a != b},
     )
@@ -211,8 +217,10 @@ def misses(mapped, allocation, devices=6, count=100):
     found = []
     for seed in range(count):
         ratios = topology(seed, devices)
-        best = score(wanted, ratios, exhaustive(wanted, ratios))
-        found.append(1 - score(wanted, ratios, mapped(wanted, ratios, seed)) / best)
+        best = score_order(wanted, ratios, best_order(wanted, ratios))
+        found.append(
+            1 - score_order(wanted, ratios, mapped(wanted, ratios, seed)) / best
+        )
     return found
 
 
@@ -221,15 +229,15 @@ def misses(mapped, allocation, devices=6, count=100):
     ("devices", "count"), [(4, 20), (5, 20), (6, 30), (7, 5), (8, 2)]
 )
 def test_hill_climbs_reach_the_best_of_all_orders(allocation, devices, count):
-    assert max(misses(climbing, allocation, devices, count)) < 1e-12
+    assert max(misses(climbed_order, allocation, devices, count)) < 1e-12
 
 
 def test_algorithm_2_misses_the_best_order_by_little():
     # Of 6 devices in vertical groups, one order in 720 is the best.
-    found = misses(genetic, "vertical", count=50)
+    found = misses(genetic_order, "vertical", count=50)
     assert any(found)
     assert fmean(found) < 0.005
-    assert max(misses(genetic, "hybrid", count=50)) < 1e-12
+    assert max(misses(genetic_order, "hybrid", count=50)) < 1e-12
 
 
 def test_algorithm_2_takes_an_order_as_good_as_its_best_one():
@@ -239,8 +247,8 @@ def test_algorithm_2_takes_an_order_as_good_as_its_best_one():
     expected = tuple(range(4))
     for _ in range(5):
         expected = tuple(draws.sample(expected, 4))
-    assert genetic(every, ratios, 3, 5) == expected
-    assert genetic(every, every, 3, 5) == tuple(range(4)), (
+    assert genetic_order(every, ratios, 3, 5) == expected
+    assert genetic_order(every, every, 3, 5) == tuple(range(4)), (
         "where all links are alike devices keep their order"
     )
 
@@ -248,16 +256,16 @@ def test_algorithm_2_takes_an_order_as_good_as_its_best_one():
 def test_mappings_are_seeded_and_never_worse_than_none():
     wanted = connectivity(partition(EVALUATED, 6))
     ratios = topology(1)
-    assert genetic(wanted, ratios, 5) == genetic(wanted, ratios, 5)
-    assert score(wanted, ratios, genetic(wanted, ratios, 5, 3)) >= score(
-        wanted, ratios, (0, 1, 2, 3, 4, 5)
-    )
-    assert sorted(by_chance(6, 1)) == list(range(6))
-    assert by_chance(6, 1) == by_chance(6, 1)
-    assert len({by_chance(6, seed) for seed in range(20)}) > 10
-    assert by_chance(6, 1, draw=1) == by_chance(6, 1)
-    assert len({by_chance(6, 1, number) for number in range(1, 6)}) == 5
-    assert [generations(devices) for devices in (6, 7)] == [1_000, 10_000]
+    assert genetic_order(wanted, ratios, 5) == genetic_order(wanted, ratios, 5)
+    assert score_order(
+        wanted, ratios, genetic_order(wanted, ratios, 5, 3)
+    ) >= score_order(wanted, ratios, (0, 1, 2, 3, 4, 5))
+    assert sorted(random_order(6, 1)) == list(range(6))
+    assert random_order(6, 1) == random_order(6, 1)
+    assert len({random_order(6, seed) for seed in range(20)}) > 10
+    assert random_order(6, 1, draw=1) == random_order(6, 1)
+    assert len({random_order(6, 1, number) for number in range(1, 6)}) == 5
+    assert [generation_count(devices) for devices in (6, 7)] == [1_000, 10_000]
 
 
 def test_scores_are_the_sum_of_the_hadamard_product():
@@ -270,20 +278,20 @@ def test_scores_are_the_sum_of_the_hadamard_product():
     expected = sum(
         wanted[a][b] * ratios[order[a]][order[b]] for a in range(4) for b in range(4)
     )
-    assert score(wanted, ratios, order) == pytest.approx(expected)
+    assert score_order(wanted, ratios, order) == pytest.approx(expected)
 
 
 def test_too_many_devices_for_all_orders():
     wanted = connectivity(partition(EVALUATED, 10))
     with pytest.raises(ValueError, match="at most 9"):
-        exhaustive(wanted, wanted)
+        best_order(wanted, wanted)
 
 
 def test_the_coordinator_is_nearest_to_all_in_expected_transmissions():
     # b reaches both in 1 / 0.9; a reaches c better by way of b than by itself.
     links = {("a", "b"): 0.9, ("b", "c"): 0.9, ("a", "c"): 0.1}
     both = {**links, **{(b, a): ratio for (a, b), ratio in links.items()}}
-    assert coordinator(["a", "b", "c"], both) == "b"
+    assert choose_coordinator(["a", "b", "c"], both) == "b"
     # Only the way out counts: c hears all and is heard by none.
     out = {
         ("a", "b"): 1.0,
@@ -293,7 +301,7 @@ def test_the_coordinator_is_nearest_to_all_in_expected_transmissions():
         ("c", "a"): 0.0,
         ("c", "b"): 0.0,
     }
-    assert coordinator(["c", "b", "a"], out) == "a"
+    assert choose_coordinator(["c", "b", "a"], out) == "a"
 
 
 # Timeslots.
@@ -330,8 +338,10 @@ def test_device_4_of_the_papers_example():
 @given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 30))
 def test_timeslots_of_equal_groups_are_those_of_theorem_1(groups, size, batches):
     layers = groups * size
-    table = timetable([range(start, start + size) for start in range(0, layers, size)])
-    assert table.slots(batches) == 2 * layers + 2 * size * (batches - 1) - 1
+    table = make_timetable(
+        [range(start, start + size) for start in range(0, layers, size)]
+    )
+    assert table.slot_count(batches) == 2 * layers + 2 * size * (batches - 1) - 1
     for group in range(groups):
         for layer in table.groups[group]:
             assert table.staleness(layer) == (groups - group if layer else 0)
@@ -340,12 +350,14 @@ def test_timeslots_of_equal_groups_are_those_of_theorem_1(groups, size, batches)
 @given(st.integers(2, 12), st.integers(1, 30))
 def test_timeslots_of_horizontal_and_vertical_divisions(layers, batches):
     assert (
-        timetable([range(layers)]).slots(batches)
+        make_timetable([range(layers)]).slot_count(batches)
         == naive_slots(layers, batches)
         == (2 * layers - 1) * batches
     )
     assert (
-        timetable([range(layer, layer + 1) for layer in range(layers)]).slots(batches)
+        make_timetable([range(layer, layer + 1) for layer in range(layers)]).slot_count(
+            batches
+        )
         == 2 * layers + 2 * (batches - 1) - 1
     )
 
@@ -358,11 +370,11 @@ def test_a_horizontal_division_has_no_stale_weights_but_those_of_the_batch_befor
 def test_no_device_does_two_things_in_a_slot_and_every_batch_passes_in_order(
     layers, devices, batches
 ):
-    table = timetable(layer_groups(layers, devices, "hybrid"))
+    table = make_timetable(layer_groups(layers, devices, "hybrid"))
     slots = {}
     for group in range(len(table.groups)):
         actions = list(table.actions(group, batches))
-        assert len(actions) == table.slots(batches)
+        assert len(actions) == table.slot_count(batches)
         for slot, action in enumerate(actions):
             if action is not None:
                 slots[action.kind, action.layer, action.batch] = slot
@@ -385,7 +397,7 @@ def test_no_device_does_two_things_in_a_slot_and_every_batch_passes_in_order(
     ],
 )
 def test_the_timeslots_of_table_iii(allocation, batches, slots):
-    assert schedule(allocation).slots(batches) == slots
+    assert schedule(allocation).slot_count(batches) == slots
 
 
 @pytest.mark.parametrize(
@@ -456,20 +468,20 @@ def test_a_planned_slot_has_room_for_the_message_of_table_iii_and_what_is_around
 def test_what_194_minutes_train_as_in_table_iii(allocation, slot, batches, epoch, step):
     assert pytest.approx(194 * 60, rel=2e-3) == BUDGET
     # The table rounds slots and their length to the nearest.
-    assert schedule(allocation).steps(round(BUDGET / slot)) == batches
+    assert schedule(allocation).step_count(round(BUDGET / slot)) == batches
     assert divmod(batches, 600) == (epoch - 1, step)
 
 
 def test_twenty_epochs_take_249_minutes_and_3_75_transmissions_a_second_and_device():
     division = partition(FIGURE_2, 6)
-    table = timetable(division.groups)
-    assert table.slots(20 * 600) * 0.31133 / 60 == pytest.approx(249, abs=0.5)
-    a_batch = sum(map(sum, passes(division)))
+    table = make_timetable(division.groups)
+    assert table.slot_count(20 * 600) * 0.31133 / 60 == pytest.approx(249, abs=0.5)
+    a_batch = sum(map(sum, count_transmissions(division)))
     assert a_batch / (table.period * 0.31133) / 6 == pytest.approx(3.75, abs=0.005)
 
 
 def test_a_schedule_is_drawn_a_line_a_group():
-    lines = draw(schedule("hybrid"), batches=2).splitlines()
+    lines = draw_timetable(schedule("hybrid"), batches=2).splitlines()
     assert len(lines) == 3
     assert (
         " ".join(lines[1].split()[2:])
@@ -479,28 +491,29 @@ def test_a_schedule_is_drawn_a_line_a_group():
 
 def test_training_and_tests_take_turns_each_in_slots_of_its_own():
     table = schedule("hybrid")
-    found = list(segments(table, 0.5, 7, 2.0, 4, every=3))
+    found = list(make_segments(table, 0.5, 7, 2.0, 4, every=3))
     assert [each.tests for each in found] == [False, True] * 3
     assert [each.batches for each in found[::2]] == [range(3), range(3, 6), range(6, 7)]
     assert [each.trained for each in found] == [3, 3, 6, 6, 7, 7]
     assert [each.first for each in found] == [0, 3, 7, 10, 14, 15]
     assert [each.start for each in found[1:]] == [each.end for each in found[:-1]]
-    assert found[0].end == table.slots(3) * 0.5
+    assert found[0].end == table.slot_count(3) * 0.5
     # Forward only: six layers, then two slots a batch.
     assert found[1].end - found[1].start == (6 + 3 * 2) * 2.0
-    assert (found[1].next(found[1].start), found[1].next(found[1].end - 0.1)) == (
-        found[1].begin(1),
+    assert (found[1].next_start(found[1].start), found[1].next(found[1].end - 0.1)) == (
+        found[1].start_of(1),
         found[1].end,
     )
     for segment in found:
         for group in range(3):
-            work = list(segment.work(group))
+            work = list(segment.scheduled_work(group))
             assert all(
-                segment.start <= segment.begin(slot) < segment.end for slot, _ in work
+                segment.start <= segment.start_of(slot) < segment.end
+                for slot, _ in work
             )
             assert {action.batch for _, action in work} == set(segment.batches)
             numbers = [
-                segment.number(action.batch)
+                segment.batch_number(action.batch)
                 for _, action in work
                 if action.kind == "forward"
             ]

@@ -64,7 +64,7 @@ def test_each_run_shows_all_test_samples_once_and_is_scored_by_itself() -> None:
     assert torch.equal(tests.images(4, (0, 2)), tests.images(1, range(4))[:, [0, 2]])
     labels = [DATA.test_labels[:4], DATA.test_labels[4:8], DATA.test_labels[8:]] * 2
     for test, right in enumerate((4, 4, 2, 2, 1, 0)):
-        assert list(tests.unscored(test + 1)) == [test]
+        assert list(tests.unscored_batches(test + 1)) == [test]
         tests.score(test, outputs(labels[test], right))
     found = tests.finish()
     assert found["runs"] == [1.0, 0.3]
@@ -72,4 +72,4 @@ def test_each_run_shows_all_test_samples_once_and_is_scored_by_itself() -> None:
     assert (
         found["deviation"] == pytest.approx(pstdev([1.0, 0.3])) == pytest.approx(0.35)
     )
-    assert list(tests.unscored(1)) == [0], "it begins again"
+    assert list(tests.unscored_batches(1)) == [0], "it begins again"
