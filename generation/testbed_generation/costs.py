@@ -110,14 +110,14 @@ class CostModel:
         weights = self.architecture.output_bytes(self.storage)
         return Cost(self.architecture.output_flops(tokens), values, weights, "linear")
 
+    def layer_cache(self) -> int:
+        """Return the bytes of the KV caches of one layer, of all sequences at their longest."""
+        bytes_per_token = self.architecture.cache_bytes(self.cache_value_bytes)
+        return bytes_per_token * self.longest * self.sequences
+
     def layer_memory(self) -> float:
         """Return the bytes of one layer: its weights, and the caches of all sequences at their longest."""
-        cache = (
-            self.architecture.cache_bytes(self.cache_value_bytes)
-            * self.longest
-            * self.sequences
-        )
-        return self.architecture.layer_bytes(self.storage) + cache
+        return self.architecture.layer_bytes(self.storage) + self.layer_cache()
 
     def end_memory(self, first: bool, last: bool) -> float:
         """Return the bytes of the embedding on the first stage and of the output matrix on the last one.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from testbed.common.errors import InputError
 from testbed.common.quantities import ByteRate, Duration
@@ -14,12 +14,14 @@ from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.messaging.mailbox import Mailbox
 from testbed.method import Method, Options, PlannedMessage
-from testbed.plan import Details, Piece, Plan
+from testbed.plan import Piece, Plan
 from testbed_generation.disk import Disk
 from testbed_generation.formats import BLOCK
+from testbed_generation.metrics import GenerationDetails
 from testbed_generation.placement import Layers
 from testbed_generation.planning import (
     CHOICES,
+    cache_of,
     first_devices,
     free_memory,
     pieces_of,
@@ -62,10 +64,9 @@ class StagesOptions(Options):
     )
 
 
-class StagesDetails(Details):
+class StagesDetails(GenerationDetails):
     """Predicted times of a plan with ranges of layers, in seconds."""
 
-    model_config = ConfigDict(extra="forbid")
     token_time: float
     """Of one decoded token in the middle of a text, alone."""
     bottleneck: float
@@ -116,10 +117,13 @@ class Sequential(Method[StagesOptions, StagesDetails]):
         """Return the pieces of a plan over some devices, and its predicted times."""
         row = row_over(problem, names)
         layers = CHOICES[problem.options.partition](row)
+        pieces = pieces_of(problem, layers)
         details = StagesDetails(
-            token_time=row.latency(layers), bottleneck=row.bottleneck(layers)
+            cache=cache_of(problem, pieces),
+            token_time=row.latency(layers),
+            bottleneck=row.bottleneck(layers),
         )
-        return pieces_of(problem, layers), details
+        return pieces, details
 
     def layers_over(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
@@ -315,11 +319,13 @@ class PipedRing(Sequential):
             )
         ring = self._ring(problem, names)
         windows = self._windows(problem, ring)
+        pieces = window_pieces(problem, windows.layers())
         details = StagesDetails(
+            cache=cache_of(problem, pieces),
             token_time=windows.token_seconds(ring),
             bottleneck=windows.busiest_seconds(ring),
         )
-        return window_pieces(problem, windows.layers()), details
+        return pieces, details
 
     def layers_over(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
@@ -399,13 +405,14 @@ class ShardsOptions(Options):
     )
 
 
-class TensorParallel(Method[ShardsOptions]):
+class TensorParallel(Method[ShardsOptions, GenerationDetails]):
     """Every device holds some heads and hidden columns of every layer, and all add up their results twice a layer."""
 
     name = "tensor-parallel"
     summary = "generation: heads and hidden columns of every layer on every device, with all-reduce"
     tasks = ("generate",)
     Options = ShardsOptions
+    Details = GenerationDetails
     span_names = frozenset(
         {
             "embed",
@@ -419,92 +426,89 @@ class TensorParallel(Method[ShardsOptions]):
         }
     )
 
-    def plan(self, problem: GenerateProblem[ShardsOptions]) -> Plan:
+    def plan(self, problem: GenerateProblem[ShardsOptions]) -> Plan[GenerationDetails]:
         """Divide the layers; raises `InputError` for devices that the heads do not divide over, or that lack memory."""
         refuse_draft(problem, "use the method 'sequential'")
-        number = len(problem.devices)
-        if problem.options.power_of_two and number & (number - 1):
+        options, number = problem.options, len(problem.devices)
+        # A power of two has one bit, which all lower bits replace when 1 is taken from it.
+        if options.power_of_two and number & (number - 1):
             raise InputError(
                 f"{number} devices are no power of two: use 1, 2, 4, 8, ... devices, or leave 'power_of_two' out",
                 ("workload", "method", "power_of_two"),
             )
-        model, pieces = problem.model, []
-        architecture = model.architecture
-        if problem.options.dataflow == "gather":
+        if options.dataflow == "gather":
             return self._plan_gather(problem)
-        if problem.options.transport != "f32":
+        if options.transport != "f32":
             raise InputError(
                 "sums travel in f32: leave 'transport' out, or use 'dataflow: gather'",
                 ("workload", "method", "transport"),
             )
-        for device, shard in zip(
-            problem.devices, shards_of(problem, problem.options.shares), strict=True
-        ):
+        model, architecture = problem.model, problem.model.architecture
+        source = problem.devices[0]
+        pieces = []
+        cache = {}
+        shards = shards_of(problem, options.shares)
+        for device, shard in zip(problem.devices, shards, strict=True):
             share = shard.heads / architecture.kv_heads
-            memory = (
-                model.layer_memory() * architecture.layers * share
-                + model.buffer_memory()
-            )
-            memory += model.end_memory(
-                device is problem.devices[0], device is problem.devices[0]
-            )
-            check_memory(device, memory)
+            layers = model.layer_memory() * architecture.layers * share
+            ends = model.end_memory(device is source, device is source)
             part = f"heads {shard.first_head} to {shard.last_head - 1}"
-            pieces.append(
-                Piece(
-                    device=device.name,
-                    first=0,
-                    last=architecture.layers,
-                    memory=memory,
-                    part=part,
-                )
-            )
-        return Plan(
-            method=self.name, lead=problem.devices[0].name, pieces=tuple(pieces)
-        )
+            memory = layers + model.buffer_memory() + ends
+            pieces.append(self._piece(problem, device, memory, part))
+            cache[device.name] = share * architecture.layers * model.layer_cache()
+        return self._plan(problem, pieces, cache)
 
-    def _plan_gather(self, problem: GenerateProblem[ShardsOptions]) -> Plan:
+    def _plan_gather(
+        self, problem: GenerateProblem[ShardsOptions]
+    ) -> Plan[GenerationDetails]:
         """Give all devices equal rows of each matrix, and the source all caches."""
-        model, architecture, number = (
-            problem.model,
-            problem.model.architecture,
-            len(problem.devices),
-        )
-        if problem.options.shares is not None:
+        model, architecture = problem.model, problem.model.architecture
+        source, number = problem.devices[0], len(problem.devices)
+        options = problem.options
+        if options.shares is not None:
             raise InputError(
                 "with 'dataflow: gather' all devices hold equal parts: leave 'shares' out",
                 ("workload", "method", "shares"),
             )
-        check_rows(
-            architecture, number, BLOCK if problem.options.transport == "q8_0" else 1
-        )
-        pieces: list[Piece] = []
-        for device in problem.devices:
-            memory = (
-                architecture.layers * architecture.layer_bytes(model.storage) / number
-                + model.buffer_memory()
-            )
-            if device is problem.devices[0]:
-                caches = model.layer_memory() - architecture.layer_bytes(model.storage)
-                memory += architecture.layers * caches + model.end_memory(
-                    first=True, last=True
-                )
-            check_memory(device, memory)
-            part = f"rows {len(pieces) + 1} of {number}"
-            pieces.append(
-                Piece(
-                    device=device.name,
-                    first=0,
-                    last=architecture.layers,
-                    memory=memory,
-                    part=part,
-                )
-            )
+        check_rows(architecture, number, BLOCK if options.transport == "q8_0" else 1)
+        weights = architecture.layers * architecture.layer_bytes(model.storage)
+        caches = architecture.layers * model.layer_cache()
+        pieces = []
+        for place, device in enumerate(problem.devices, start=1):
+            memory = weights / number + model.buffer_memory()
+            if device is source:
+                memory += caches + model.end_memory(first=True, last=True)
+            part = f"rows {place} of {number}"
+            pieces.append(self._piece(problem, device, memory, part))
+        return self._plan(problem, pieces, {source.name: caches})
+
+    def _piece(
+        self,
+        problem: GenerateProblem[ShardsOptions],
+        device: DeviceSpec,
+        memory: float,
+        part: str,
+    ) -> Piece:
+        check_memory(device, memory)
+        layers = problem.model.architecture.layers
+        return Piece(device=device.name, first=0, last=layers, memory=memory, part=part)
+
+    def _plan(
+        self,
+        problem: GenerateProblem[ShardsOptions],
+        pieces: Sequence[Piece],
+        cache: dict[str, float],
+    ) -> Plan[GenerationDetails]:
         return Plan(
-            method=self.name, lead=problem.devices[0].name, pieces=tuple(pieces)
+            method=self.name,
+            lead=problem.devices[0].name,
+            pieces=tuple(pieces),
+            details=GenerationDetails(cache=cache),
         )
 
-    async def program(self, device: Device, job: GenerateJob[ShardsOptions]) -> None:
+    async def program(
+        self, device: Device, job: GenerateJob[ShardsOptions, GenerationDetails]
+    ) -> None:
         """Hold a shard; on the source, serve the requests."""
         from testbed_generation import gather
         from testbed_generation.collectives import Ring, Star

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from pydantic import ConfigDict, Field
+
+from testbed.plan import Details
 from testbed.trace.events import EventType
 from testbed.trace.metrics_spec import (
     Column,
@@ -21,6 +24,14 @@ from testbed.trace.metrics_spec import (
     TimeSeries,
 )
 from testbed.trace.record import RunView
+
+
+class GenerationDetails(Details):
+    """Facts of a plan of any method of text generation."""
+
+    model_config = ConfigDict(extra="forbid")
+    cache: dict[str, float] = Field(default_factory=dict)
+    """Bytes for the KV caches of the longest sequences by device, of the plan before any loss."""
 
 
 @dataclass
@@ -122,29 +133,50 @@ def _bytes_per_token(record: RunView) -> float | None:
     return sent / number
 
 
-def _share(
-    pick: Callable[[RunView, str], float],
+def _per_token(
+    seconds_of: Callable[[RunView, str], float],
 ) -> Callable[[RunView], dict[str, float]]:
-    """Return a metric for each device: seconds of something a token."""
+    """Return a metric for each device: seconds of an activity a token."""
 
     def compute(record: RunView) -> dict[str, float]:
         number = _number(record)
         if not number:
             return {}
-        return {device: pick(record, device) / number for device in record.plan.devices}
+        # All devices of the scenario: a spare has no piece of the plan, and may take over one.
+        names = [device.name for device in record.experiment.devices]
+        return {name: seconds_of(record, name) / number for name in names}
 
     return compute
 
 
 def _seconds_of(event_name: str) -> Callable[[RunView, str], float]:
-    def pick(record: RunView, device: str) -> float:
+    def total(record: RunView, device: str) -> float:
         seconds = 0.0
-        for event in record.events:
-            if event.event == event_name and event.device == device:
+        for event in record.of(event_name):
+            if event.device == device:
                 seconds += event.fields["duration"]
         return seconds
 
-    return pick
+    return total
+
+
+def _waiting_seconds(record: RunView, device: str) -> float:
+    """Return how long a device neither computes nor sends between the first arrival and the last token."""
+    arrivals = [event.time for event in record.of("arrival")]
+    tokens = [event.time for event in record.of("token")]
+    waiting = 0.0
+    busy_until = min(arrivals)
+    busy = [*record.spans(device, "compute"), *record.spans(device, "send")]
+    for start, end in sorted((float(start), float(end)) for start, end in busy):
+        waiting += max(0.0, min(start, max(tokens)) - busy_until)
+        busy_until = max(busy_until, end)
+    return waiting + max(0.0, max(tokens) - busy_until)
+
+
+def _cache_bytes(record: RunView) -> dict[str, float]:
+    """Return the room for KV caches by device, as the plan has it."""
+    details = record.plan.details
+    return details.cache if isinstance(details, GenerationDetails) else {}
 
 
 def _values(field_name: str) -> Callable[[RunView], float | None]:
@@ -186,11 +218,16 @@ def requests_list(record: RunView) -> list[dict[str, Any]]:
 
 
 def tokens_list(record: RunView) -> list[dict[str, Any]]:
-    """Return how many tokens were there, at the time of each."""
-    times = sorted(time for each in request_times(record) for time in each.tokens)
-    return [
-        {"time": time, "tokens": number} for number, time in enumerate(times, start=1)
-    ]
+    """Return how many tokens were there at the first arrival, which is none, and at the time of each token."""
+    requests = request_times(record)
+    times: list[float] = []
+    for request in requests:
+        times += request.tokens
+    if not times:
+        return []
+    # From 0 on, so that the axis of the chart is linear.
+    times = [min(request.arrival for request in requests), *sorted(times)]
+    return [{"time": time, "tokens": number} for number, time in enumerate(times)]
 
 
 def texts_list(record: RunView) -> list[dict[str, Any]]:
@@ -278,13 +315,25 @@ GENERATION = MetricsSpec(
             "compute_per_token.<device>",
             "seconds",
             "time that a device computes for a token",
-            _share(_seconds_of("compute")),
+            _per_token(_seconds_of("compute")),
         ),
         Metric(
             "send_per_token.<device>",
             "seconds",
             "time that a device sends for a token",
-            _share(_seconds_of("send")),
+            _per_token(_seconds_of("send")),
+        ),
+        Metric(
+            "wait_per_token.<device>",
+            "seconds",
+            "time that a device neither computes nor sends for a token",
+            _per_token(_waiting_seconds),
+        ),
+        Metric(
+            "cache_bytes.<device>",
+            "bytes",
+            "room that a device keeps for the KV caches of the longest sequences",
+            _cache_bytes,
         ),
     ),
     lists={
@@ -322,7 +371,7 @@ GENERATION = MetricsSpec(
         Row("First token", "{ttft}", "after the arrival of a request, median"),
         Row("Time per token", "{tpot}", "median; 99th percentile {tpot_p99}"),
         Row(
-            "Tokens",
+            "Tokens per second",
             "{token_rate}",
             "{tokens} tokens, {token_bytes} on the network for each",
         ),

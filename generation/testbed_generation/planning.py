@@ -172,6 +172,17 @@ def window_pieces(problem: GenerateProblem[Any], layers: Layers) -> tuple[Piece,
     return tuple(pieces)
 
 
+def cache_of(
+    problem: GenerateProblem[Any], pieces: Sequence[Piece]
+) -> dict[str, float]:
+    """Return the bytes for KV caches by device, of pieces that are ranges of whole layers."""
+    cache: dict[str, float] = {}
+    for piece in pieces:
+        added = (piece.last - piece.first) * problem.model.layer_cache()
+        cache[piece.device] = cache.get(piece.device, 0.0) + added
+    return cache
+
+
 def shards_of(
     problem: GenerateProblem[Any], shares: Sequence[float] | None
 ) -> tuple[Shard, ...]:
