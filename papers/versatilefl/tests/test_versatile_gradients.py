@@ -141,9 +141,9 @@ def test_results_are_new_gradients_only_where_all_have_arrived_and_a_dropped_bat
     missing = Maintenance(DynamicUpdate(options), None)
     mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": [1.0, 1.0]})
     lost = SenderPart("b", range(1, 2), None)
-    assert asyncio.run(missing.usable_results(Arrived(2, 0, 2, 2, (mine, lost)))) == Usable(
-        None, "saved"
-    )
+    assert asyncio.run(
+        missing.usable_results(Arrived(2, 0, 2, 2, (mine, lost)))
+    ) == Usable(None, "saved")
     other = SenderPart("b", range(1, 2), torch.ones(2, 1), {"rates": [0.5, 0.5]})
     usable = asyncio.run(missing.usable_results(Arrived(2, 1, 2, 2, (mine, other))))
     assert (usable.values.tolist(), usable.learns) == ([[1, 1], [1, 1]], "new")

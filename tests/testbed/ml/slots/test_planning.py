@@ -500,7 +500,10 @@ def test_training_and_tests_take_turns_each_in_slots_of_its_own():
     assert found[0].end == table.slot_count(3) * 0.5
     # Forward only: six layers, then two slots a batch.
     assert found[1].end - found[1].start == (6 + 3 * 2) * 2.0
-    assert (found[1].next_start(found[1].start), found[1].next(found[1].end - 0.1)) == (
+    assert (
+        found[1].next_start(found[1].start),
+        found[1].next_start(found[1].end - 0.1),
+    ) == (
         found[1].start_of(1),
         found[1].end,
     )
