@@ -154,6 +154,9 @@ PRESETS: dict[str, Architecture] = {
         30, 576, 9, 3, 1536, 49_152, 8192, rope_base=100_000.0, tied=True
     ),
     "tinyllama-1.1b": Architecture(22, 2048, 32, 4, 5632, 32_000, 2048),
+    "llama-3.2-3b": Architecture(
+        28, 3072, 24, 8, 8192, 128_256, 131_072, rope_base=500_000.0, tied=True
+    ),
     "llama-2-7b": Architecture(32, 4096, 32, 32, 11_008, 32_000, 4096),
     "llama-3-8b": Architecture(
         32, 4096, 32, 8, 14_336, 128_256, 8192, rope_base=500_000.0

@@ -2,20 +2,23 @@
 
 `Star` sends everything to one device and the sum back: two messages one after the other, but all on the links of
 one device. `Ring` sends parts round a ring (Patarasuk and Yuan, 2009): each link carries 2 (n - 1) / n of the values,
-in 2 (n - 1) messages one after the other. Both give bitwise equal sums on all devices.
+in 2 (n - 1) messages one after the other. `Exchange` sends everything to everyone, as distributed-llama does from
+its version 0.7 on: n - 1 times the values from each device, in one message. All give bitwise equal sums on all devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
+from testbed_generation.costs import VALUE_BYTES
+from testbed_generation.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,15 @@ class Part(Typed, kind="part", key=("sender", "operation", "step")):
     step: int
     values: torch.Tensor | None = None
     """None without numerics."""
+
+
+@dataclass(frozen=True)
+class PackedPart(Typed, kind="packed-part", key=("sender", "operation")):
+    """All values of a device for an exchange, packed for transport."""
+
+    operation: int
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Empty without numerics."""
 
 
 class AllReduce(Protocol):
@@ -102,3 +114,55 @@ class Ring:
         if chunks is None or values is None:
             return None
         return torch.cat(chunks).view(values.shape)
+
+
+class Exchange:
+    """All values to all devices, each of which adds them up."""
+
+    def __init__(
+        self, mailbox: Mailbox, names: Sequence[str], transport: Transport
+    ) -> None:
+        """``names`` are all devices, in the same order on each."""
+        self._mailbox = mailbox
+        self._names = names
+        self._transport = transport
+
+    async def reduce(
+        self, operation: int, values: Tensor | None, size: int
+    ) -> Tensor | None:
+        """Return the sum of all devices' values."""
+        own = self._mailbox.device.name
+        others = [name for name in self._names if name != own]
+        padding = self._transport.size(size // VALUE_BYTES) if values is None else 0
+        part = PackedPart(operation, self._transport.pack(values), padding=padding)
+        for name in others:
+            self._mailbox.post(name, part)
+        # Sums are equal on all devices only if each adds the same rounded values in the same order, its own as well.
+        parts = {own: self._transport.rounded(values)}
+        for name in others:
+            received = await self._mailbox.take(PackedPart, (name, operation))
+            if values is not None:
+                shape = tuple(values.shape)
+                parts[name] = self._transport.unpack(received.tensors, shape)
+        total: Tensor | None = None
+        for name in self._names:
+            part_values = parts.get(name)
+            if part_values is not None:
+                total = part_values if total is None else total + part_values
+        return total
+
+
+def make_all_reduce(
+    name: Literal["star", "ring", "exchange"],
+    mailbox: Mailbox,
+    names: Sequence[str],
+    transport: Transport,
+) -> AllReduce:
+    """Return an all-reduce over some devices by its name in scenarios; only an exchange packs values for transport."""
+    match name:
+        case "star":
+            return Star(mailbox, names)
+        case "ring":
+            return Ring(mailbox, names)
+        case "exchange":
+            return Exchange(mailbox, names, transport)

@@ -381,9 +381,10 @@ def check_memory(device: DeviceSpec, memory: float) -> None:
 class ShardsOptions(Options):
     """Options of `TensorParallel`."""
 
-    reduce: Literal["star", "ring"] = Field(
+    reduce: Literal["star", "ring", "exchange"] = Field(
         "star",
-        description="star: parts are added up on the source; ring: in pieces round a ring of all devices",
+        description="star: parts are added up on the source; ring: in pieces round a ring of all devices; exchange: "
+        "every device sends its part to every other one, as distributed-llama does from version 0.7 on",
     )
     shares: tuple[float, ...] | None = Field(
         None,
@@ -397,8 +398,8 @@ class ShardsOptions(Options):
     )
     transport: Literal["f32", "q8_0"] = Field(
         "f32",
-        description="values on the wire with gather. q8_0: 34 bytes for 32 values; layers then multiply 8-bit "
-        "integers, whose time is that of reading the weights",
+        description="values on the wire with gather or exchange. q8_0: 34 bytes for 32 values; with gather, layers "
+        "then multiply 8-bit integers, whose time is that of reading the weights",
     )
     power_of_two: bool = Field(
         False, description="refuse other numbers of devices, as distributed-llama does"
@@ -438,9 +439,9 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
             )
         if options.dataflow == "gather":
             return self._plan_gather(problem)
-        if options.transport != "f32":
+        if options.transport != "f32" and options.reduce != "exchange":
             raise InputError(
-                "sums travel in f32: leave 'transport' out, or use 'dataflow: gather'",
+                "sums travel in f32: leave 'transport' out, or use 'reduce: exchange' or 'dataflow: gather'",
                 ("workload", "method", "transport"),
             )
         model, architecture = problem.model, problem.model.architecture
@@ -511,7 +512,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
     ) -> None:
         """Hold a shard; on the source, serve the requests."""
         from testbed_generation import gather
-        from testbed_generation.collectives import Ring, Star
+        from testbed_generation.collectives import make_all_reduce
         from testbed_generation.programs import (
             embedding_of,
             sampling_of,
@@ -555,9 +556,8 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
                 await serve_requests(device, drive, service_of(device, job))
             return
         async with Mailbox(device, problem.links, KINDS) as mailbox:
-            reduce = (Star if problem.options.reduce == "star" else Ring)(
-                mailbox, names
-            )
+            transport = Transport(problem.options.transport)
+            reduce = make_all_reduce(problem.options.reduce, mailbox, names, transport)
             shard = shards_of(problem, problem.options.shares)[names.index(device.name)]
             holder = ShardHolder(mailbox, problem.model, shard, source, reduce)
             if device.name != job.plan.lead:

@@ -9,13 +9,22 @@ from test_serving import GREEDY, LINK, MODEL, REQUESTS, SPEED, TINY, alone
 
 from testbed.messaging.mailbox import Mailbox
 from testbed_generation.architecture import Architecture
-from testbed_generation.collectives import Ring, Star
+from testbed_generation.collectives import Exchange, Ring, Star
 from testbed_generation.costs import CostModel
 from testbed_generation.sharding import divide_layer
 from testbed_generation.source import Embedder, Service, serve_requests
 from testbed_generation.tensor_parallel import KINDS, ShardHolder, TensorParallelSource
+from testbed_generation.transport import Transport
 from testbed_generation.weights import EMBEDDING, Seeded
 from tests.helpers.worlds import events, world
+
+
+def exchange(mailbox: Mailbox, names: str) -> Exchange:
+    return Exchange(mailbox, names, Transport("f32"))
+
+
+def exchange_of_bytes(mailbox: Mailbox, names: str) -> Exchange:
+    return Exchange(mailbox, names, Transport("q8_0"))
 
 
 def serve(
@@ -54,14 +63,14 @@ def serve(
     return made, texts
 
 
-@pytest.mark.parametrize("reduce", [Star, Ring])
+@pytest.mark.parametrize("reduce", [Star, Ring, exchange])
 @pytest.mark.parametrize("names", ["a", "ab"])
 def test_texts_are_those_of_one_process(reduce: Any, names: str) -> None:
     _, texts = serve(names, reduce)
     assert texts == {request.number: alone(request, GREEDY) for request in REQUESTS}
 
 
-@pytest.mark.parametrize("reduce", [Star, Ring])
+@pytest.mark.parametrize("reduce", [Star, Ring, exchange])
 @pytest.mark.parametrize("number", [3, 4])
 def test_more_devices_give_the_same_texts(reduce: Any, number: int) -> None:
     model = CostModel(Architecture(2, 32, 4, 4, 48, 64, 128))
@@ -90,3 +99,23 @@ def test_costs_of_all_shards_are_those_of_the_layers() -> None:
         for attention in (True, False)
     )
     assert flops == pytest.approx(MODEL.layers(1, 1, 5).of().flops)
+
+
+@pytest.mark.parametrize(("names", "kilobytes"), [("ab", 272), ("abcd", 816)])
+def test_an_exchange_in_q8_0_sends_the_bytes_of_distributed_llama(
+    names: str, kilobytes: int
+) -> None:
+    # b4rtaz/distributed-llama, pull request 64: Llama 3 8B with a Q80 buffer, kB of 1024 for a token and device.
+    architecture = Architecture(32, 4096, 32, 8, 14_336, 1024, 64)
+    made, _ = serve(names, exchange_of_bytes, CostModel(architecture), numerics=False)
+    tokens = sum(request.limit + len(request.prompt) - 1 for request in REQUESTS)
+    values = 0
+    for event in events(made, "send", "a"):
+        if event["message"] == "packed-part":
+            values += event["bytes"]
+    assert values / tokens / 1024 == pytest.approx(kilobytes, rel=0.05)
+
+
+def test_an_exchange_in_q8_0_gives_all_devices_the_same_text() -> None:
+    _, texts = serve("ab", exchange_of_bytes)
+    assert {number: len(tokens) for number, tokens in texts.items()} == {0: 6, 1: 5}
