@@ -320,8 +320,8 @@ def test_a_link_backend_reaches_a_shaper_without_the_package(
     read = (
         "import os\n"
         "from testbed.network.link import Link\n"
-        "from testbed_controller.shaping.backend import LINK_BACKENDS, adopt\n"
-        "adopt(os.environ)\n"
+        "from testbed_controller.shaping.backend import LINK_BACKENDS, adopt_backends\n"
+        "adopt_backends(os.environ)\n"
         "backend = LINK_BACKENDS.find('rates')\n"
         "links = Link(rate=1e6), Link(delay=1)\n"
         "print(list(LINK_BACKENDS), *(backend.link_problem(link, None) for link in links))\n"

@@ -49,7 +49,7 @@ from testbed_controller.results.recorder import Recorder
 from testbed_controller.shaping import plan as planning
 from testbed_controller.shaping import sender, server
 from testbed_controller.shaping.plan import Endpoint
-from testbed_controller.shaping.shaper import refuse
+from testbed_controller.shaping.shaper import check_links
 from testbed_controller.watch.server import application as page
 from tools.stress.files import torn
 from tools.stress.messages import LONGEST, Application, Request, Target, asking, sending
@@ -84,7 +84,7 @@ def listeners(stack: ExitStack) -> dict[str, Target]:
     return {
         "control": asking(control, controls),
         "control of an idle device": asking(idle, [starts, *_controls()]),
-        "shaper": asking(server.application(_Planning(), TOKEN), _shapings()),  # type: ignore[arg-type]
+        "shaper": asking(server.create_application(_Planning(), TOKEN), _shapings()),  # type: ignore[arg-type]
         "page": asking(page(_run(), TOKEN, ORIGIN, _struck), _watchings()),
         "casts": _Casts(stack).send,
         "control port": sending(_port(stack, control), controls),
@@ -205,16 +205,18 @@ class _Planning:
         links: Mapping[Pair, Link],
         cells: Iterable[Cell],
     ) -> None:
-        refuse(links)
+        check_links(links)
         known = list(endpoints)
         numbers = {
             each.name: (number, each.address) for number, each in enumerate(known, 1)
         }
         for each in known:
-            sender.build(planning.plan(each, "eth0", None, numbers, links, {}))
+            sender.build(
+                planning.plan_interface(each, "eth0", None, numbers, links, {})
+            )
 
     def set(self, links: Mapping[Pair, Link]) -> None:
-        refuse(links)
+        check_links(links)
 
     def probe(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
         return [LinkMeasurement(*pair, Link()) for pair in pairs]

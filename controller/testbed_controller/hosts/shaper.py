@@ -87,7 +87,7 @@ def combined(
                 delay=delay,
                 loss=lost / sent if sent else None,
                 packets=sent,
-                problem=tolerance.problem(
+                problem=tolerance.describe_deviations(
                     slowest, here["rate"], delay, sent, lost, there["gate"]
                 ),
             )

@@ -60,9 +60,9 @@ _ROOM_WITH_CUDA = 16 * 10**9
 _SHAPER_LEASE = 120.0
 """Lease of the test shaper in seconds."""
 _TRY_LINKS = (
-    "import json, os; from testbed_controller.shaping.backend import adopt; "
+    "import json, os; from testbed_controller.shaping.backend import adopt_backends; "
     "from testbed_controller.shaping.backends import backend_problems; "
-    "adopt(os.environ); print(json.dumps(backend_problems()))"
+    "adopt_backends(os.environ); print(json.dumps(backend_problems()))"
 )
 
 

@@ -12,7 +12,7 @@ from testbed.common.logs import log_to_stderr
 from testbed.wire.ports import CONTROL_PORT
 from testbed.wire.token import Lease
 from testbed_controller.shaping import server
-from testbed_controller.shaping.backend import adopt
+from testbed_controller.shaping.backend import adopt_backends
 from testbed_controller.shaping.confinement import confine
 from testbed_controller.shaping.shaper import Shaping
 
@@ -34,15 +34,14 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
-        adopt(os.environ)
+        adopt_backends(os.environ)
         shaping = Shaping(os.environ.get("TESTBED_LINKS") or "auto")
     except TestbedError as error:
         print(f"shaper: {error}", file=sys.stderr)
         return error.exit_code
-    host, port = (
-        os.environ.get("TESTBED_HOST", "0.0.0.0"),
-        int(os.environ.get("TESTBED_PORT") or CONTROL_PORT),
-    )
+    host = os.environ.get("TESTBED_HOST", "0.0.0.0")
+    port = int(os.environ.get("TESTBED_PORT") or CONTROL_PORT)
+    # At once and without cleaning up: the devices' namespaces end with their containers.
     lease = Lease(os.environ, lambda: os._exit(0))
     server.serve(shaping, token, host, port, lease.renew)
     return 0

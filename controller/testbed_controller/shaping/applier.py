@@ -12,7 +12,7 @@ from typing import Any
 from testbed.common.errors import HostError
 from testbed.wire.framing import CONGESTION_CONTROL
 from testbed_controller.shaping import sender, tc
-from testbed_controller.shaping.backends import choose, queueing_iptables
+from testbed_controller.shaping.backends import choose_backend, queueing_iptables
 from testbed_controller.shaping.helper import Gate
 from testbed_controller.shaping.interfaces import (
     bound_segments,
@@ -32,10 +32,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class Applier:
-    """The link backend, with an optional gate."""
+    """The link backend of this host and, if needed, the gate: they bring interfaces into their planned state."""
 
     def __init__(self, links: str, seed: Callable[[], int]) -> None:
-        self._backend, self._refused = choose(links, seed)
+        self._backend, self._refused = choose_backend(links, seed)
         refused = f"; refused: {self._refused}" if self._refused else ""
         _LOG.info("links are shaped by %s%s", self._backend.name, refused)
         self._gate: Gate | None = None
@@ -44,18 +44,21 @@ class Applier:
 
     def facts(self) -> dict[str, Any]:
         """Return the backend, and the scheduling priorities of backend and gate."""
+        gate = self._no_gate or "not needed"
+        if self._gate is not None:
+            gate = self._gate.priority
         return {
             "backend": self._backend.name,
             "congestion_control": CONGESTION_CONTROL,
             "refused": self._refused,
             "priority": self._backend.priority,
-            "gate": self._gate.priority
-            if self._gate
-            else self._no_gate or "not needed",
+            "gate": gate,
         }
 
-    def has_gate(self, required: bool) -> bool:
-        """Start the gate on first use; return whether a gate is available. Raises HostError if ``required`` fails.
+    def has_gate(self, *, required: bool) -> bool:
+        """Start the gate on first use; return whether a gate is available.
+
+        Raises HostError if the gate is ``required`` and the kernel lacks netfilter queues.
 
         Without a gate, HTB paces broadcasts and slow links; only a radio cell requires a gate.
         """
@@ -80,12 +83,14 @@ class Applier:
         """Apply a plan to a device's interface and verify the kernel's state; raises HostError for differences."""
         if attached.plan == wanted and (attached.routes or {}) == routes:
             return
-        name, old = attached.endpoint.name, attached.plan
+        name = attached.endpoint.name
+        old = attached.plan
         # After a failure the state is unknown, and the next plan is applied from scratch.
         attached.plan = None
-        if problems := attached.namespace.run(
+        problems = attached.namespace.run(
             lambda: self._apply_inside(attached, old, wanted, routes)
-        ):
+        )
+        if problems:
             raise HostError(
                 f"links of {name} could not be applied: {'; '.join(problems)}"
             )
@@ -100,28 +105,29 @@ class Applier:
     ) -> list[str]:
         """Apply a plan in the device's namespace; return the remaining differences."""
         name = attached.endpoint.name
+        interface = wanted.interface
         if self._gate is not None and (routes or attached.routes):
-            before, attached.routes = attached.routes, None
-            self._gate.apply(name, wanted.interface, before, routes)
+            before = attached.routes
+            attached.routes = None
+            self._gate.apply(name, interface, before, routes)
             attached.routes = routes
         if old is None:
-            forbid_offloads(wanted.interface)
-            route_by_default(wanted.interface)
-            set_congestion_control(wanted.interface, CONGESTION_CONTROL)
+            forbid_offloads(interface)
+            route_by_default(interface)
+            # After the default route, since each route of the interface names the algorithm.
+            set_congestion_control(interface, CONGESTION_CONTROL)
         if attached.endpoint.network is not None:
             unknown = linked_addresses(wanted) - attached.neighbours
-            set_neighbours(
-                wanted.interface,
-                {address: hardware_address(address) for address in unknown},
-            )
+            hardware = {address: hardware_address(address) for address in unknown}
+            set_neighbours(interface, hardware)
             attached.neighbours |= unknown
         if old is None or old.segments != wanted.segments:
-            bound_segments(wanted.interface, wanted.segments)
+            bound_segments(interface, wanted.segments)
+        # The backend creates the devices and queues that its tc commands then lead packets into.
         self._backend.apply(name, old, wanted)
         lines = sender.build(wanted) if old is None else sender.change(old, wanted)
-        return self._differences(
-            attached, wanted, [*lines, *self._backend.lines(old, wanted)]
-        )
+        lines += self._backend.lines(old, wanted)
+        return self._differences(attached, wanted, lines)
 
     def differences(self, attached: Attached, wanted: InterfacePlan) -> list[str]:
         """Return the differences between a device's plan and the state of the kernel."""
@@ -132,18 +138,19 @@ class Applier:
     ) -> list[str]:
         """Execute ``tc`` commands, then compare the kernel's state with the plan."""
         classes, filters = self._backend.reads(plan)
-        shown = tc.run(
+        # Changes and read-back in one process: starting tc takes longer than most batches.
+        shown = tc.run_batch(
             lines,
             [plan.interface, *classes],
             [(plan.interface, "1:"), *filters],
             self._backend.tables,
         )
+        problems = []
         segments = segments_of(plan.interface)
-        problems = (
-            []
-            if segments == plan.segments
-            else [f"TCP may send {segments} packets at once, not {plan.segments}"]
-        )
+        if segments != plan.segments:
+            problems.append(
+                f"TCP may send {segments} packets at once instead of {plan.segments}"
+            )
         problems += sender.differences(
             plan, shown.classes, shown.qdiscs, shown.filters[0]
         )
@@ -153,7 +160,7 @@ class Applier:
         return problems
 
     def statistics(
-        self, devices: Mapping[str, Attached], reset: bool
+        self, devices: Mapping[str, Attached], *, reset: bool
     ) -> dict[str, Any]:
         """Return queue drops, lateness and sent bytes; ``reset`` clears the lateness."""
         queues = {}
@@ -168,9 +175,8 @@ class Applier:
             "sent": sent,
         }
         own = os.times()
-        figures["processor_seconds"] = (
-            figures.get("processor_seconds", 0.0) + own.user + own.system
-        )
+        seconds = figures.get("processor_seconds", 0.0)
+        figures["processor_seconds"] = seconds + own.user + own.system
         if self._gate is not None:
             _add_gate(figures, self._gate.statistics())
         if reset:
@@ -182,9 +188,10 @@ class Applier:
     def _queue_counts(self, attached: Attached) -> dict[str, int]:
         """Count the packets dropped by full queues, and the bytes sent, in the device's namespace."""
         counts = {"sender_drops": 0, "bytes": 0}
-        for entry in json.loads(
-            command(["tc", "-s", "-j", "qdisc", "show", "dev", attached.interface.name])
-        ):
+        interface = attached.interface.name
+        text = command(["tc", "-s", "-j", "qdisc", "show", "dev", interface])
+        for entry in json.loads(text):
+            # The leaves drop; the root counts the bytes of all leaves together.
             if entry.get("kind") == "pfifo":
                 counts["sender_drops"] += entry.get("drops", 0)
             if entry.get("root"):
@@ -211,11 +218,12 @@ class Applier:
 def _add_gate(figures: dict[str, Any], gate: Mapping[str, Any]) -> None:
     """Add the statistics of the gate to the backend's."""
     figures["gate"] = gate
+    # A packet passes gate and delay line one after the other; the verdict judges the worse of both.
     lateness = figures.get("lateness", {})
-    figures["lateness"] = {
-        key: max(value, lateness.get(key, 0.0))
-        for key, value in gate["lateness"].items()
-    }
+    worst = {}
+    for key, value in gate["lateness"].items():
+        worst[key] = max(value, lateness.get(key, 0.0))
+    figures["lateness"] = worst
     figures["processor_seconds"] += gate["processor_seconds"]
     for name, dropped in gate["dropped"].items():
         if name in figures["queues"]:

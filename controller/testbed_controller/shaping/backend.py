@@ -30,7 +30,13 @@ _MOST_BYTES = 120_000
 class Backend:
     """Shaping of a link's receiving side; the methods run in the namespace of the device.
 
-    The sending side, with the rates, is shaped by ``tc`` for every backend. docs/extending.md has a complete example.
+    The sending side, with the rates, is shaped by ``tc`` for every backend. docs/extending.md has a complete example::
+
+        class Delays(Backend):
+            name = "delays"
+
+            def lines(self, old, new):
+                return [f"qdisc replace dev {new.interface} ..."]
     """
 
     name: ClassVar[str]
@@ -60,14 +66,15 @@ class Backend:
 
     @classmethod
     def link_problem(cls, link: Link, downlink: Access | None) -> str | None:
-        """Return the unsupported property of a link with a remedy, or None."""
+        """Return the unsupported property of a link, with a remedy; None for a supported link."""
 
     def problem(self, plan: InterfacePlan) -> str | None:
-        """Return the unsupported part of a plan in the device's namespace with a remedy, or None."""
-        problems = (
-            self.link_problem(line.link, plan.downlink) for line in plan.receivers
-        )
-        return next(filter(None, problems), None)
+        """Return the unsupported part of a plan in the device's namespace, with a remedy; None for a supported plan."""
+        for line in plan.receivers:
+            problem = self.link_problem(line.link, plan.downlink)
+            if problem:
+                return problem
+        return None
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
         """Prepare the interface before ``tc`` runs; with an old plan, only the differences."""
@@ -85,7 +92,7 @@ class Backend:
         return []
 
     def statistics(self) -> dict[str, Any]:
-        """Return measurements for the verdict of a run, such as ``lateness``."""
+        """Return measurements for the verdict of a run: ``lateness`` in seconds, ``processor_seconds``, counters."""
         return {}
 
     def reset(self) -> None:
@@ -110,7 +117,11 @@ LINK_BACKENDS = Registry(
 
 
 def check_name(name: str) -> str:
-    """Return a valid backend name or ``auto``; raises `InputError` for an unknown name."""
+    """Return a valid backend name or ``auto``; raises `InputError` for an unknown name.
+
+    >>> check_name("netem")
+    'netem'
+    """
     if name != AUTO and name not in LINK_BACKENDS:
         raise InputError(
             f"unknown link backend '{name}'; available: {', '.join((AUTO, *LINK_BACKENDS))}"
@@ -137,16 +148,13 @@ def environment_for(names: Iterable[str]) -> dict[str, str]:
         sources |= code_of_package(backend.__qualname__, backend.__module__, ()).sources
     if not objects:
         return {}
-    packed = json.dumps(
-        {
-            "objects": objects,
-            "packages": base64.b64encode(_make_archive(sources)).decode(),
-        }
-    )
+    archive = base64.b64encode(_make_archive(sources)).decode()
+    packed = json.dumps({"objects": objects, "packages": archive})
     if len(packed) > _MOST_BYTES:
-        text = f"the package of the link backend '{next(iter(objects))}' is too large for a container's environment"
+        names = ", ".join(objects)
         raise InputError(
-            f"{text} (more than {_MOST_BYTES:,} bytes compressed): move the backend to a smaller package"
+            f"the packages of the link backends {names} are too large for a container's environment "
+            f"(more than {_MOST_BYTES:,} bytes compressed): move the backends to a smaller package"
         )
     return {_ENVIRONMENT: packed}
 
@@ -158,17 +166,17 @@ def _make_archive(sources: Mapping[str, str]) -> bytes:
         for module, text in sources.items():
             path = module.replace(".", "/")
             is_package = any(other.startswith(f"{module}.") for other in sources)
-            archive.writestr(
-                f"{path}/__init__.py" if is_package else f"{path}.py", text
-            )
+            name = f"{path}/__init__.py" if is_package else f"{path}.py"
+            archive.writestr(name, text)
     return file.getvalue()
 
 
-def adopt(environment: Mapping[str, str]) -> None:
+def adopt_backends(environment: Mapping[str, str]) -> None:
     """Register the backends of an environment from `environment_for`; raises `HostError`."""
     if _ENVIRONMENT not in environment:
         return
     packed = json.loads(environment[_ENVIRONMENT])
+    # Python imports from the archive whenever a module is first used, so the file stays until the container ends.
     with tempfile.NamedTemporaryFile(
         prefix="testbed-backends-", suffix=".zip", delete=False
     ) as file:

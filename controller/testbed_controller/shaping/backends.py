@@ -16,7 +16,7 @@ from testbed.common.seeds import derive
 from testbed.network.link import Distribution, Link
 from testbed_controller.shaping import interfaces, netem, nfqueue, sender, tc
 from testbed_controller.shaping.backend import AUTO, LINK_BACKENDS, Backend, check_name
-from testbed_controller.shaping.chain import receiving
+from testbed_controller.shaping.chain import receiving_chain
 from testbed_controller.shaping.helper import DelayLine, QueueImpairment
 from testbed_controller.shaping.namespaces import Namespace, command
 from testbed_controller.shaping.nfqueue import kernel_queues, open_socket
@@ -89,7 +89,7 @@ def _iptables_for_a_queue() -> str:
 
 _USERSPACE: dict[str, Callable[[], object]] = {
     **_SENDER,
-    "nfnetlink_queue": nfqueue.check,
+    "nfnetlink_queue": nfqueue.check_support,
     "xt_NFQUEUE": _iptables_for_a_queue,
 }
 
@@ -105,7 +105,7 @@ class Userspace(Backend):
     @classmethod
     def check_kernel(cls, trial: InterfacePlan) -> str:
         """Return an iptables program with support for packet queues; raises HostError without one."""
-        nfqueue.check()
+        nfqueue.check_support()
         return _iptables_for_a_queue()
 
     @classmethod
@@ -121,14 +121,14 @@ class Userspace(Backend):
 
     def problem(self, plan: InterfacePlan) -> str | None:
         """Return an error for duplicates with a strict reverse-path filter, which drops packets on loopback."""
-        duplicates = any(
-            line.link.up and line.link.duplicate for line in plan.receivers
-        )
-        strict = (
-            max(_read_setting(f"ipv4/conf/{name}/rp_filter") for name in ("all", "lo"))
-            == 1
-        )
-        if duplicates and strict:
+        lines = plan.receivers
+        if not any(line.link.up and line.link.duplicate for line in lines):
+            return None
+        # The kernel applies the larger of the two settings; 1 is strict, 2 loose.
+        settings = [
+            _read_setting(f"ipv4/conf/{name}/rp_filter") for name in ("all", "lo")
+        ]
+        if max(settings) == 1:
             return "duplicates need net.ipv4.conf.all.rp_filter and .lo.rp_filter other than 1: set both to 0"
         return None
 
@@ -140,35 +140,40 @@ class Userspace(Backend):
         impairments = self._impairments(device, new, old)
         if impairments or old is None or old.downlink != new.downlink:
             self._line.set(device, impairments, new.downlink)
-        receiving(new).apply(self._iptables, None if old is None else receiving(old))
+        receiving_chain(new).apply(
+            self._iptables, None if old is None else receiving_chain(old)
+        )
 
     def _impairments(
         self, device: str, plan: InterfacePlan, old: InterfacePlan | None
     ) -> list[QueueImpairment]:
         before = {line.number: line for line in old.receivers} if old else {}
         # A new downlink needs the sizes of packets, which requires all queues to be configured again.
-        all_lines = (
+        has_new_downlink = (
             old is not None and old.downlink is None and plan.downlink is not None
         )
-        return [
-            QueueImpairment(
-                line.number,
-                line.limit,
-                line.link,
-                str(derive(self._seed(), device, line.number)),
-            )
-            for line in plan.receivers
-            if line.queued and (all_lines or before.get(line.number) != line)
-        ]
+        changed = []
+        for line in plan.receivers:
+            if not line.queued:
+                continue
+            if has_new_downlink or before.get(line.number) != line:
+                seed = str(derive(self._seed(), device, line.number))
+                changed.append(
+                    QueueImpairment(line.number, line.limit, line.link, seed)
+                )
+        return changed
 
     def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
         """Return the differences between the plan and the rules and queues of the kernel."""
-        problems = receiving(plan).differences(command([self._iptables, "-w", "-S"]))
+        problems = receiving_chain(plan).differences(
+            command([self._iptables, "-w", "-S"])
+        )
         served = {row["queue"] for row in kernel_queues()}
         wanted = {line.number for line in plan.receivers if line.queued}
-        return problems + [
-            f"netfilter queue {number} has no reader" for number in wanted - served
-        ]
+        # The kernel drops all packets of a queue without a reader.
+        for number in wanted - served:
+            problems.append(f"netfilter queue {number} has no reader")
+        return problems
 
     def forget(self, device: str) -> None:
         """Release an ended device."""
@@ -213,23 +218,23 @@ class Netem(Backend):
 
     @classmethod
     def link_problem(cls, link: Link, downlink: Access | None) -> str | None:
-        """Return a property of a link without support in netem, with a remedy, or None."""
-        return netem.problem(link, downlink)
+        """Return a property of a link which netem cannot emulate, with a remedy; None for a supported link."""
+        return netem.unsupported_property(link, downlink)
 
     @classmethod
     def check_kernel(cls, trial: InterfacePlan) -> None:
         """Build a small netem tree in the calling thread's namespace; raises HostError if the kernel refuses."""
         with closing(cls()) as backend:
             backend.apply("trial", None, trial)
-            tc.run(backend.lines(None, trial), [], [], backend.tables)
+            tc.run_batch(backend.lines(None, trial), [], [], backend.tables)
 
     def __init__(self) -> None:
+        # Both backends draw delays from the same tables (docs/fidelity.md), so iproute2's own are not used.
         self._folder = tempfile.TemporaryDirectory(prefix="testbed-tc-")
         self.tables = self._folder.name
         for distribution in get_args(Distribution):
-            Path(self._folder.name, f"{distribution}.dist").write_text(
-                netem.table(distribution)
-            )
+            table = netem.distribution_table(distribution)
+            Path(self._folder.name, f"{distribution}.dist").write_text(table)
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
         """Create the intermediate devices."""
@@ -239,9 +244,10 @@ class Netem(Backend):
             if netem.IFB in present:
                 for name in present:
                     if name.startswith(netem.IFB):
-                        interfaces.delete(name)
+                        interfaces.delete_interface(name)
                 command(["tc", "qdisc", "del", "dev", new.interface, "ingress"])
-        wanted = netem.devices(new)
+        wanted = netem.ifbs_of(new)
+        # Listing the interfaces takes a request to the kernel, which most changes of a link can do without.
         if old is None or wanted > {netem.IFB}:
             for name in sorted(wanted - interfaces.interface_names()):
                 interfaces.add_ifb(name)
@@ -272,12 +278,13 @@ def missing_modules() -> dict[str, list[str]]:
 
 
 def _find_missing(requirements: Mapping[str, Callable[[], object]]) -> list[str]:
+    missing = []
+    # All in one namespace: later trials build on what earlier ones have created.
     with closing(Namespace.scratch()) as scratch:
-        return [
-            name
-            for name, trial in requirements.items()
-            if not scratch.run(partial(_succeeds, trial))
-        ]
+        for name, trial in requirements.items():
+            if not scratch.run(partial(_succeeds, trial)):
+                missing.append(name)
+    return missing
 
 
 def _succeeds(trial: Callable[[], object]) -> bool:
@@ -288,7 +295,9 @@ def _succeeds(trial: Callable[[], object]) -> bool:
     return True
 
 
-def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str]]:
+def choose_backend(
+    wanted: str, seed: Callable[[], int]
+) -> tuple[Backend, dict[str, str]]:
     """Return a usable backend, and the problems of the backends tried before.
 
     Raises `HostError` if the kernel does not support the wanted backend or, for ``auto``, any.
@@ -303,9 +312,8 @@ def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str
             return backend.open(_run_in_scratch(backend.check_kernel), seed), problems
         except HostError as error:
             problems[name] = str(error)
-    reasons = "; ".join(
-        f"{name} {reason}" for name, reason in _explain_failures(problems).items()
-    )
+    explained = _explain_failures(problems)
+    reasons = "; ".join(f"{name} {reason}" for name, reason in explained.items())
     raise HostError(
         f"this kernel ({os.uname().release}) cannot shape links: {reasons}; {MODULES_HELP}"
     )
@@ -316,9 +324,10 @@ def _explain_failures(problems: Mapping[str, str]) -> dict[str, str]:
     reasons = {}
     for name, problem in problems.items():
         lacking = _find_missing(LINK_BACKENDS.find(name).requirements)
-        reasons[name] = (
-            f"lacks {', '.join(lacking)}" if lacking else f"fails ({problem})"
-        )
+        if lacking:
+            reasons[name] = f"lacks {', '.join(lacking)}"
+        else:
+            reasons[name] = f"fails ({problem})"
     return reasons
 
 
@@ -330,11 +339,9 @@ def backend_problems() -> dict[str, str]:
             _run_in_scratch(LINK_BACKENDS.find(name).check_kernel)
         except HostError as error:
             problems[name] = str(error)
-    reasons = (
-        dict.fromkeys(LINK_BACKENDS.own, "")
-        | _explain_failures(problems)
-        | {"gate": ""}
-    )
+    reasons = dict.fromkeys(LINK_BACKENDS.own, "")
+    reasons |= _explain_failures(problems)
+    reasons["gate"] = ""
     try:
         queueing_iptables()
     except HostError:
@@ -353,19 +360,8 @@ def _run_in_scratch(check_kernel: Callable[[InterfacePlan], Any]) -> Any:
 
 
 def _with_interface(check_kernel: Callable[[InterfacePlan], Any]) -> Any:
-    command(
-        [
-            "ip",
-            "link",
-            "add",
-            _TRIAL.interface,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "trial-peer",
-        ]
-    )
+    pair = f"{_TRIAL.interface} type veth peer name trial-peer"
+    command(["ip", "link", "add", *pair.split()])
     command(["ip", "link", "set", _TRIAL.interface, "up"])
-    tc.run(sender.build(_TRIAL), [], [])
+    tc.run_batch(sender.build(_TRIAL), [], [])
     return check_kernel(_TRIAL)

@@ -11,16 +11,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from testbed.common.errors import TestbedError
+from testbed.common.errors import HostError, TestbedError
 from testbed.network.link import Link
 from testbed.trace.outcome import LinkMeasurement
-from testbed_controller.shaping.backend import adopt
+from testbed_controller.shaping.backend import adopt_backends
 from testbed_controller.shaping.namespaces import Namespace, command
 from testbed_controller.shaping.plan import FRAME, Endpoint
 
@@ -39,6 +39,7 @@ HEADROOM = 0.8
 DEVICE_RATE = 10e6
 """Continuous rate of each device in the estimate of the number of devices, in bit/s."""
 _PAIR = ("a", "b")
+_INTERFACE = "data"
 _TRAINS = 5
 
 
@@ -59,43 +60,45 @@ class Capability:
     """Estimated number of devices that can each send `DEVICE_RATE`, without their own computation."""
 
 
-def measure(backend: str = "auto") -> Capability:
+def measure_capability(backend: str = "auto") -> Capability:
     """Measure the link capacity in a few seconds. Raises HostError without kernel support."""
-    from testbed_controller.shaping.shaper import (
-        Shaping,  # late: imports pyroute2, which readers of stored results do not need
-    )
+    # Imported here: Shaping needs pyroute2, which readers of stored results need not have.
+    from testbed_controller.shaping.shaper import Shaping
 
     with (
         _joined_namespaces() as endpoints,
         contextlib.closing(Shaping(backend)) as shaping,
     ):
         shaping.attach(endpoints, {_PAIR: Link(delay=DELAY), _PAIR[::-1]: Link()})
-        rate = next(
-            (
-                rate
-                for rate in RATES
-                if _measure_link(shaping, Link(rate=rate, delay=DELAY)).problem is None
-            ),
-            None,
+        fastest = _first_faithful(
+            shaping, [Link(rate=rate, delay=DELAY) for rate in RATES]
         )
-        shortest = None
-        for delay in DELAYS:
-            measurement = _measure_link(shaping, Link(delay=delay))
-            if measurement.problem is None:
-                shortest = measurement
-                break
+        shortest = _first_faithful(shaping, [Link(delay=delay) for delay in DELAYS])
         cost = _packet_cost(shaping, endpoints[1].pid)
         name = str(shaping.facts()["backend"])
     return Capability(
         backend=name,
-        rate=rate,
+        rate=None if fastest is None else fastest.requested.rate,
         delay=None if shortest is None else shortest.requested.delay,
         found_delay=None if shortest is None else shortest.delay,
         packet_cost=cost,
-        devices=None
-        if cost is None
-        else int(HEADROOM * (os.cpu_count() or 1) / (cost * DEVICE_RATE / 8 / FRAME)),
+        devices=None if cost is None else _count_devices(cost),
     )
+
+
+def _first_faithful(shaping: Shaping, links: Sequence[Link]) -> LinkMeasurement | None:
+    """Measure links one after the other; return the first measurement within tolerance."""
+    for link in links:
+        measurement = _measure_link(shaping, link)
+        if measurement.problem is None:
+            return measurement
+    return None
+
+
+def _count_devices(packet_cost: float) -> int:
+    processors = HEADROOM * (os.cpu_count() or 1)
+    packets_per_second = DEVICE_RATE / 8 / FRAME
+    return int(processors / (packet_cost * packets_per_second))
 
 
 def _measure_link(shaping: Shaping, link: Link) -> LinkMeasurement:
@@ -110,69 +113,58 @@ def _packet_cost(shaping: Shaping, receiver: int) -> float | None:
     The result excludes interrupts and other load of the host.
     """
     shaping.set({_PAIR: Link(rate=LOAD_RATE, delay=DELAY)})
-    busy, packets = shaping.statistics()["processor_seconds"], _count_received(receiver)
+    busy_before = shaping.statistics()["processor_seconds"]
+    packets_before = _count_received(receiver)
     for _ in range(_TRAINS):
         shaping.probe([_PAIR])
-    passed = _count_received(receiver) - packets
-    return (
-        (shaping.statistics()["processor_seconds"] - busy) / passed
-        if passed > 0
-        else None
-    )
+    packets = _count_received(receiver) - packets_before
+    if packets <= 0:
+        return None
+    busy: float = shaping.statistics()["processor_seconds"] - busy_before
+    return busy / packets
 
 
 def _count_received(process: int) -> int:
     """Return the number of packets received in a process's network namespace."""
-    lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
-    return next(
-        int(line.split(":")[1].split()[1])
-        for line in lines
-        if line.strip().startswith("data:")
-    )
+    # /proc/net/dev: "name: bytes packets ...", first of received and then of sent data.
+    for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == _INTERFACE:
+            return int(counters.split()[1])
+    raise HostError(f"process {process} has no interface named {_INTERFACE}")
 
 
 @contextlib.contextmanager
 def _joined_namespaces() -> Iterator[list[Endpoint]]:
     """Yield two namespaces joined by a pair of interfaces, each with a process."""
     with contextlib.ExitStack() as stack:
-        processes = [_start_sleeper(stack) for _ in _PAIR]
-        namespaces = [Namespace.of_process(process.pid) for process in processes]
+        pids = [_start_sleeper(stack).pid for _ in _PAIR]
+        namespaces = [Namespace.of_process(pid) for pid in pids]
         for namespace in namespaces:
             stack.callback(namespace.close)
-        pids = [process.pid for process in processes]
-        namespaces[0].run(
-            lambda: command(
-                [
-                    "ip",
-                    "link",
-                    "add",
-                    "data",
-                    "type",
-                    "veth",
-                    "peer",
-                    "name",
-                    "data",
-                    "netns",
-                    str(pids[1]),
-                ]
-            )
-        )
-        addresses = [f"198.18.0.{number}" for number in (1, 2)]
-        for namespace, address in zip(namespaces, addresses, strict=True):
-            namespace.run(partial(_configure_interface, address))
-        yield [
-            Endpoint(*endpoint) for endpoint in zip(_PAIR, pids, addresses, strict=True)
-        ]
+        peer = f"peer name {_INTERFACE} netns {pids[1]}"
+        namespaces[0].run(partial(_run_ip, f"link add {_INTERFACE} type veth {peer}"))
+        endpoints = []
+        for number, (name, pid) in enumerate(zip(_PAIR, pids, strict=True)):
+            # RFC 2544 reserves 198.18.0.0/15 for measurements, so no route of the host is hidden.
+            address = f"198.18.0.{number + 1}"
+            namespaces[number].run(partial(_configure_interface, address))
+            endpoints.append(Endpoint(name, pid, address))
+        yield endpoints
 
 
 def _configure_interface(address: str) -> None:
-    command(["ip", "link", "set", "lo", "up"])
-    command(["ip", "address", "add", f"{address}/24", "broadcast", "+", "dev", "data"])
-    command(["ip", "link", "set", "data", "up"])
+    _run_ip("link set lo up")
+    _run_ip(f"address add {address}/24 broadcast + dev {_INTERFACE}")
+    _run_ip(f"link set {_INTERFACE} up")
+
+
+def _run_ip(arguments: str) -> None:
+    command(["ip", *arguments.split()])
 
 
 def _start_sleeper(stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
-    """Start a process in a new network namespace; the stack ends it."""
+    """Start a process in a new network namespace; the stack ends the process."""
     scratch = Namespace.scratch()
     stack.callback(scratch.close)
     process = scratch.run(lambda: subprocess.Popen(["sleep", "600"]))
@@ -183,7 +175,7 @@ def _start_sleeper(stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
 
 if __name__ == "__main__":
     try:
-        adopt(os.environ)
-        print(json.dumps(asdict(measure(*sys.argv[1:2]))))
+        adopt_backends(os.environ)
+        print(json.dumps(asdict(measure_capability(*sys.argv[1:2]))))
     except TestbedError as error:
         sys.exit(f"capability: {error}")

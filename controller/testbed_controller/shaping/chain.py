@@ -10,7 +10,12 @@ from testbed_controller.shaping.plan import InterfacePlan
 
 @dataclass(frozen=True)
 class RuleChain:
-    """A desired chain in the syntax of ``iptables-restore``: one step replaces all rules."""
+    """A desired chain in the syntax of ``iptables-restore``: one step replaces all rules.
+
+    >>> chain = RuleChain("TESTBED", ("INPUT", "-i", "eth0"), ("-s 10.0.0.2/32 -j DROP",))
+    >>> chain.lines
+    ['-A TESTBED -s 10.0.0.2/32 -j DROP']
+    """
 
     name: str
     entry: tuple[str, ...]
@@ -25,9 +30,8 @@ class RuleChain:
 
     def restore(self) -> str:
         """Return the input for ``iptables-restore --noflush`` to replace all rules."""
-        return "\n".join(
-            ["*filter", f":{self.name} - [0:0]", *self.lines, "COMMIT", ""]
-        )
+        lines = ["*filter", f":{self.name} - [0:0]", *self.lines, "COMMIT", ""]
+        return "\n".join(lines)
 
     def _entry_rule(self) -> str:
         return f"-A {' '.join(self.entry)} -j {self.name}"
@@ -36,11 +40,11 @@ class RuleChain:
         """Replace the rules in the calling thread's namespace; the first time, also add the entry rule."""
         if before is None or before.rules != self.rules:
             command([f"{iptables}-restore", "-w", "--noflush"], self.restore())
-        if (
-            before is None
-            and self._entry_rule()
-            not in command([iptables, "-w", "-S", self.entry[0]]).splitlines()
-        ):
+        if before is not None:
+            return
+        # A restarted shaper finds the entry rule of its predecessor; a second one would lead packets here twice.
+        present = command([iptables, "-w", "-S", self.entry[0]]).splitlines()
+        if self._entry_rule() not in present:
             command([iptables, "-w", "-I", *self.entry, "-j", self.name])
 
     def differences(self, shown: str) -> list[str]:
@@ -58,7 +62,7 @@ class RuleChain:
         return problems
 
 
-def receiving(plan: InterfacePlan) -> RuleChain:
+def receiving_chain(plan: InterfacePlan) -> RuleChain:
     """Return the chain of the receiving side for backend `userspace`; unimpaired links have no rule."""
     rules = []
     for line in plan.receivers:

@@ -11,35 +11,32 @@ import ctypes
 import errno
 
 DENIED = (
-    *(
-        "mount",
-        "umount2",
-        "pivot_root",
-        "chroot",
-        "move_mount",
-        "open_tree",
-        "fsopen",
-        "fsmount",
-        "mount_setattr",
-    ),
-    *(
-        "open_by_handle_at",
-        "ptrace",
-        "process_vm_readv",
-        "process_vm_writev",
-        "pidfd_getfd",
-        "process_madvise",
-    ),
-    *(
-        "bpf",
-        "perf_event_open",
-        "init_module",
-        "finit_module",
-        "kexec_load",
-        "keyctl",
-        "sethostname",
-        "swapon",
-    ),
+    # CAP_SYS_ADMIN: the file systems of the host.
+    "mount",
+    "umount2",
+    "pivot_root",
+    "chroot",
+    "move_mount",
+    "open_tree",
+    "fsopen",
+    "fsmount",
+    "mount_setattr",
+    # CAP_SYS_PTRACE: the memory and files of other processes.
+    "open_by_handle_at",
+    "ptrace",
+    "process_vm_readv",
+    "process_vm_writev",
+    "pidfd_getfd",
+    "process_madvise",
+    # The kernel itself.
+    "bpf",
+    "perf_event_open",
+    "init_module",
+    "finit_module",
+    "kexec_load",
+    "keyctl",
+    "sethostname",
+    "swapon",
 )
 _LIBRARY = "libseccomp.so.2"
 """Library in every Debian, since apt depends on it."""
@@ -52,6 +49,7 @@ def confine() -> None:
     Raises OSError if the library is missing or the kernel rejects the filter.
     """
     library = ctypes.CDLL(_LIBRARY)
+    # ctypes would otherwise cut the pointer down to 32 bits.
     library.seccomp_init.restype = ctypes.c_void_p
     filter_ = ctypes.c_void_p(library.seccomp_init(_ALLOW))
     for name in DENIED:

@@ -42,7 +42,7 @@ _COPY = b"+"
 
 
 class _DelayQueue:
-    """The packets in transit over one link."""
+    """The packets in transit over one link: a line."""
 
     def __init__(self, queue: int, link: Link, seed: str) -> None:
         self.queue = queue
@@ -55,12 +55,16 @@ class _DelayQueue:
         """Whether all packets leave in order, once and unaltered."""
         self.listed = math.inf
         """Instant at which the loop will check this line."""
-        self.passed = self.dropped = self.duplicated = self.spoiled = 0
+        self.passed = 0
+        self.dropped = 0
+        self.duplicated = 0
+        self.spoiled = 0
         self.alter(link, seed)
 
     def alter(self, link: Link, seed: str) -> None:
         """Change the link for future packets; packets in transit keep their due time."""
         self.constant = link.delay
+        # Each impairment draws from a sequence of its own, so that switching one on leaves the others' draws alone.
         self.delay = impairments.delays(link, f"{seed} delay")
         self.lost = impairments.losses(link, f"{seed} loss")
         self.duplicates = impairments.chance(link.duplicate, f"{seed} duplicate")
@@ -69,7 +73,7 @@ class _DelayQueue:
 
 
 class _Port:
-    """A device: the netfilter socket of its namespace, its lines, and a downlink with a rate, if any."""
+    """A device: the netfilter socket of its namespace, a line per sender, and a downlink if its rate is limited."""
 
     def __init__(self, opened: socket.socket, injector: socket.socket) -> None:
         opened.setblocking(False)
@@ -113,14 +117,7 @@ class Loop:
         """Run until the server disconnects."""
         look_again = 0.0
         while True:
-            now = time.monotonic()
-            due = self._due[0][0] if self._due else math.inf
-            if now < look_again:
-                time.sleep(max(0.0, min(due, look_again) - now))
-            else:
-                # select has a resolution of microseconds, epoll only of milliseconds.
-                wait = None if due == math.inf else max(0.0, due - now)
-                select.select([self._epoll.fileno()], [], [], wait)
+            self._wait(look_again)
             self._release_due()
             if time.monotonic() < look_again:
                 continue
@@ -134,11 +131,24 @@ class Loop:
                     self._release_due()
             look_again = time.monotonic() + self._patience if emptied else 0.0
 
+    def _wait(self, look_again: float) -> None:
+        """Wait until a packet is due; arrivals end the wait only from the monotonic instant ``look_again`` on."""
+        now = time.monotonic()
+        due = self._due[0][0] if self._due else math.inf
+        if now < look_again:
+            time.sleep(max(0.0, min(due, look_again) - now))
+            return
+        # select has a resolution of microseconds, epoll only of milliseconds.
+        timeout = None if due == math.inf else max(0.0, due - now)
+        select.select([self._epoll.fileno()], [], [], timeout)
+
     # Packets in
 
     def _read(self, port: _Port) -> bool:
         """Read the arrived packets of a device; return whether all were read."""
-        buffer, receive = self._buffer, port.socket.recv_into
+        # Local names, since this loop runs for every packet.
+        buffer = self._buffer
+        receive = port.socket.recv_into
         now = time.monotonic()
         wall = time.time() - now
         emptied = False
@@ -170,9 +180,8 @@ class Loop:
         if stamp is not None and -1.0 < stamp - wall - now < 1e-3:
             arrived = stamp - wall
         if line.duplicates or line.corrupts or port.downlink:
-            self._arrive_with_content(
-                port, line, identity, nfqueue.content(buffer, length), arrived
-            )
+            packet = nfqueue.packet_content(buffer, length)
+            self._arrive_with_content(port, line, identity, packet, arrived)
         elif line.lost is not None and line.lost():
             line.dropped += 1
             port.verdicts += (line.drop, identity)
@@ -187,28 +196,39 @@ class Loop:
         packet: bytes,
         arrived: float,
     ) -> None:
-        size = ETHERNET_HEADER + (packet[2] << 8 | packet[3]) if packet else 0
-        copies = 1
-        if packet and line.duplicates is not None and line.duplicates():
+        # Both copies meet loss, corruption and delay for themselves (docs/fidelity.md).
+        is_doubled = line.duplicates is not None and bool(packet) and line.duplicates()
+        self._arrive_once(port, line, identity, packet, arrived, is_copy=False)
+        if is_doubled:
             line.duplicated += 1
-            copies = 2
-        for copy in range(copies):
-            content: bytes | None = packet if copy else None
-            lost = line.lost is not None and line.lost()
-            if not lost and packet and line.corrupts is not None and line.corrupts():
-                line.spoiled += 1
-                content = impairments.corrupted(packet, line.random)
-                lost = content is None
-            if not lost:
-                self._hold_packet(
-                    port,
-                    line,
-                    arrived,
-                    (identity + _COPY if copy else identity, size, content),
-                )
-            elif not copy:
-                line.dropped += 1
-                port.verdicts += (line.drop, identity)
+            self._arrive_once(port, line, identity, packet, arrived, is_copy=True)
+
+    def _arrive_once(
+        self,
+        port: _Port,
+        line: _DelayQueue,
+        identity: bytearray,
+        packet: bytes,
+        arrived: float,
+        *,
+        is_copy: bool,
+    ) -> None:
+        """Lose, corrupt or hold a packet, or its second copy, which the kernel does not know."""
+        content = packet if is_copy else None
+        is_lost = line.lost is not None and line.lost()
+        corrupts = line.corrupts if packet else None
+        if not is_lost and corrupts is not None and corrupts():
+            line.spoiled += 1
+            content = impairments.corrupted(packet, line.random)
+            is_lost = content is None
+        if not is_lost:
+            # The total length of the IP header, bytes 2 and 3.
+            size = ETHERNET_HEADER + (packet[2] << 8 | packet[3]) if packet else 0
+            held_identity = identity + _COPY if is_copy else identity
+            self._hold_packet(port, line, arrived, (held_identity, size, content))
+        elif not is_copy:
+            line.dropped += 1
+            port.verdicts += (line.drop, identity)
 
     def _hold_packet(
         self,
@@ -219,6 +239,7 @@ class Loop:
     ) -> None:
         """Store a packet, or a copy, until the end of the delay."""
         due = arrived + (line.constant if line.delay is None else line.delay())
+        # One batched verdict releases all packets up to an identity, which needs their order of arrival.
         if due < line.latest or entry[2] is not None:
             line.ordered = False
         if due > line.latest:
@@ -248,9 +269,8 @@ class Loop:
             if line is None:
                 if due == port.downlink_listed:
                     port.downlink_listed = math.inf
-                    self._lateness.add(
-                        max(0.0, now - due), self._serve_downlink(port, ripe)
-                    )
+                    count = self._serve_downlink(port, ripe)
+                    self._lateness.add(max(0.0, now - due), count)
                     touched.add(port)
                 continue
             if due != line.listed:
@@ -265,7 +285,8 @@ class Loop:
                 line.listed = line.heap[0][0]
                 self._note_check(port, line, line.listed)
             else:
-                line.listed, line.ordered = math.inf, True
+                line.listed = math.inf
+                line.ordered = True
         for port in touched:
             self._send_verdicts(port)
 
@@ -278,10 +299,10 @@ class Loop:
             due, identity, size, content = heapq.heappop(heap)
             count += 1
             if port.downlink is not None:
-                if not port.downlink.enter(
-                    line.queue, due, size, (line, identity, content)
-                ):
+                item = (line, identity, content)
+                if not port.downlink.enter(line.queue, due, size, item):
                     line.dropped += 1
+                    # The kernel holds no second copy that it could drop.
                     if len(identity) == nfqueue.IDENTITY:
                         port.verdicts += (line.drop, identity)
             elif not line.ordered:
@@ -298,7 +319,8 @@ class Loop:
         while port.downlink.due <= ripe:
             self._deliver_packet(port, *port.downlink.leave())
             count += 1
-        if (due := port.downlink.due) < port.downlink_listed:
+        due = port.downlink.due
+        if due < port.downlink_listed:
             port.downlink_listed = due
             self._note_check(port, None, due)
         return count
@@ -313,10 +335,10 @@ class Loop:
         if content is None:
             port.verdicts += (line.accept, identity)
         elif len(identity) == nfqueue.IDENTITY:
+            # Earlier packets first: a verdict with content goes to the kernel by itself.
             self._send_verdicts(port)
-            self._send_messages(
-                port, nfqueue.accept_altered(line.queue, identity, content)
-            )
+            verdict = nfqueue.accept_altered(line.queue, identity, content)
+            self._send_messages(port, verdict)
         else:
             try:
                 port.injector.send(_LOOPBACK_FRAME + content)
@@ -326,7 +348,9 @@ class Loop:
     def _send_verdicts(self, port: _Port) -> None:
         """Send the kernel the decisions about a device's packets."""
         while port.verdicts:
-            batch, port.verdicts = port.verdicts[:256], port.verdicts[256:]
+            # 128 verdicts of two parts, which the socket's buffer always has room for.
+            batch = port.verdicts[:256]
+            port.verdicts = port.verdicts[256:]
             self._send_messages(port, b"".join(batch))
 
     @staticmethod
@@ -343,10 +367,10 @@ class Loop:
     ) -> dict[str, Any] | None:
         match request["do"]:
             case "open":
-                self._open_port(
-                    request["device"],
-                    *(socket.socket(fileno=each) for each in descriptors),
-                )
+                opened = [
+                    socket.socket(fileno=descriptor) for descriptor in descriptors
+                ]
+                self._open_port(request["device"], *opened)
             case "close":
                 self._close_port(request["device"])
             case "set":
@@ -378,67 +402,74 @@ class Loop:
         port.injector.close()
 
     def _configure_queues(self, port: _Port, request: Mapping[str, Any]) -> None:
-        def arrived(length: int) -> None:  # during the configuration of the kernel
-            now = time.monotonic()
-            self._handle_packet(port, self._buffer, length, now, time.time() - now)
-
         rate, limit = request["downlink"] or (math.inf, sys.maxsize)
         if port.downlink is not None:
             port.downlink.alter(time.monotonic(), rate, limit)
         elif rate < math.inf:
             port.downlink = Bottleneck(rate, limit)
-        for each in request["impairments"]:
-            queue, link, seed = (
-                each["queue"],
-                Link.from_json(each["link"]),
-                each["seed"],
-            )
-            content = 0
-            if link.duplicate or link.corrupt:
-                content = nfqueue.WHOLE
-            elif port.downlink:
-                # The header has the size of the packet, which the downlink charges.
-                content = _IP_HEADER
-            if queue in port.lines:
-                port.lines[queue].alter(link, seed)
-            else:
-                port.lines[queue] = _DelayQueue(queue, link, seed)
-                nfqueue.configure_socket(
-                    port.socket, partial(nfqueue.bind, queue), self._buffer, arrived
-                )
-            limits = partial(nfqueue.configure, queue, each["limit"], content)
-            nfqueue.configure_socket(port.socket, limits, self._buffer, arrived)
-        delays = []
-        for other in self._ports.values():
-            delays += [line.constant for line in other.lines.values()]
-        # Waiting a quarter of the shortest delay leaves time to release every packet when due.
-        shortest = min(delays, default=0.0)
-        self._patience = min(_PATIENCE, shortest / 4)
+        for impairment in request["impairments"]:
+            self._configure_queue(port, impairment)
+        self._set_patience()
         if port.downlink is not None:
+            # A higher rate may have made waiting packets due.
             self._serve_downlink(port, time.monotonic())
             self._send_verdicts(port)
 
+    def _configure_queue(self, port: _Port, impairment: Mapping[str, Any]) -> None:
+        def arrived(length: int) -> None:
+            # Packets of other queues arrive between the request to the kernel and its answer, on the same socket.
+            now = time.monotonic()
+            self._handle_packet(port, self._buffer, length, now, time.time() - now)
+
+        queue = impairment["queue"]
+        link = Link.from_json(impairment["link"])
+        seed = impairment["seed"]
+        # Copying content costs processor time for each packet, so the kernel is asked for as little as possible.
+        content = 0
+        if link.duplicate or link.corrupt:
+            content = nfqueue.WHOLE
+        elif port.downlink:
+            # The header has the size of the packet, which the downlink charges.
+            content = _IP_HEADER
+        if queue in port.lines:
+            port.lines[queue].alter(link, seed)
+        else:
+            port.lines[queue] = _DelayQueue(queue, link, seed)
+            binding = partial(nfqueue.bind_message, queue)
+            nfqueue.configure_socket(port.socket, binding, self._buffer, arrived)
+        limit = impairment["limit"]
+        limits = partial(nfqueue.configure_message, queue, limit, content)
+        nfqueue.configure_socket(port.socket, limits, self._buffer, arrived)
+
+    def _set_patience(self) -> None:
+        # Waiting a quarter of the shortest delay leaves time to release every packet when due.
+        shortest = math.inf
+        for port in self._ports.values():
+            for line in port.lines.values():
+                shortest = min(shortest, line.constant)
+        self._patience = min(_PATIENCE, shortest / 4) if shortest < math.inf else 0.0
+
     def _get_statistics(self) -> dict[str, Any]:
+        devices = {}
+        for device, port in self._ports.items():
+            lines = {}
+            for queue, line in port.lines.items():
+                lines[str(queue)] = {
+                    "passed": line.passed,
+                    "dropped": line.dropped,
+                    "duplicated": line.duplicated,
+                    "corrupted": line.spoiled,
+                    "under_way": len(line.heap),
+                }
+            devices[device] = {
+                "overflows": port.overflows,
+                "refused": port.refused,
+                "downlink_drops": port.downlink.refused if port.downlink else 0,
+                "lines": lines,
+            }
         usage = os.times()
         return {
             "lateness": self._lateness.summary(),
             "processor_seconds": usage.user + usage.system,
-            "devices": {
-                device: {
-                    "overflows": port.overflows,
-                    "refused": port.refused,
-                    "downlink_drops": port.downlink.refused if port.downlink else 0,
-                    "lines": {
-                        str(queue): {
-                            "passed": line.passed,
-                            "dropped": line.dropped,
-                            "duplicated": line.duplicated,
-                            "corrupted": line.spoiled,
-                            "under_way": len(line.heap),
-                        }
-                        for queue, line in port.lines.items()
-                    },
-                }
-                for device, port in self._ports.items()
-            },
+            "devices": devices,
         }

@@ -43,19 +43,17 @@ class Loop:
         self._drop = nfqueue.verdict_prefix(QUEUE, nfqueue.DROP)
         self._dropped: Counter[str] = Counter()
         """Number of packets dropped by a full queue, by device."""
-        self._passed = self._refused = self._overflows = 0
+        self._passed = 0
+        self._refused = 0
+        self._overflows = 0
 
     def run(self) -> None:
         """Run until the server disconnects."""
         while True:
             wait = self._media.next_end - _EARLY - time.monotonic()
+            timeout = None if wait == float("inf") else max(0.0, wait)
             # select has a resolution of microseconds, epoll only of milliseconds.
-            select.select(
-                [self._epoll.fileno()],
-                [],
-                [],
-                None if wait == float("inf") else max(0.0, wait),
-            )
+            select.select([self._epoll.fileno()], [], [], timeout)
             woken = time.monotonic()
             self._release_finished()
             for descriptor, _ in self._epoll.poll(0):
@@ -80,7 +78,8 @@ class Loop:
             self._refused += 1
 
     def _read_packets(self, device: str, woken: float) -> None:
-        """Read packets sent by a device; they arrived about when the loop was ``woken``."""
+        """Read packets sent by a device; the monotonic instant ``woken`` stands for the arrival of all."""
+        # The kernel reports the times of received packets only (nfnetlink_queue.c: hooks up to FORWARD).
         opened = self._sockets[device]
         for _ in range(_MOST_READ):
             try:
@@ -97,7 +96,8 @@ class Loop:
                 self._refused += 1
 
     def _offer_packet(self, device: str, length: int, now: float) -> None:
-        packet = nfqueue.content(self._buffer, length)
+        packet = nfqueue.packet_content(self._buffer, length)
+        # Offsets in the IPv4 header: total length at byte 2, destination at byte 16.
         size = struct.unpack_from(">H", packet, 2)[0] + ETHERNET_HEADER
         address = socket.inet_ntoa(packet[16:20])
         identity = nfqueue.packet_identity(self._buffer)
@@ -119,9 +119,8 @@ class Loop:
                 routes = {}
                 for address, fields in request["routes"].items():
                     # JSON has lists, but channels are compared as tuples.
-                    routes[address] = Route(
-                        **{**fields, "channels": tuple(fields["channels"])}
-                    )
+                    channels = tuple(fields["channels"])
+                    routes[address] = Route(channels, fields["rate"], fields["limit"])
                 self._media.set_routes(request["device"], routes, time.monotonic())
             case "statistics":
                 return self._get_statistics()
@@ -135,10 +134,10 @@ class Loop:
         self._sockets[device] = opened
         self._names[opened.fileno()] = device
         self._epoll.register(opened.fileno(), select.EPOLLIN)
-        nfqueue.configure_socket(opened, partial(nfqueue.bind, QUEUE), self._buffer)
-        nfqueue.configure_socket(
-            opened, partial(nfqueue.configure, QUEUE, LIMIT, _IP_HEADER), self._buffer
-        )
+        binding = partial(nfqueue.bind_message, QUEUE)
+        limits = partial(nfqueue.configure_message, QUEUE, LIMIT, _IP_HEADER)
+        nfqueue.configure_socket(opened, binding, self._buffer)
+        nfqueue.configure_socket(opened, limits, self._buffer)
 
     def _close_device(self, device: str) -> None:
         opened = self._sockets.pop(device, None)

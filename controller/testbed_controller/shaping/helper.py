@@ -7,7 +7,7 @@ bit, and one transmission is charged once for all receivers.
 
 from __future__ import annotations
 
-import array
+import contextlib
 import ctypes
 import json
 import os
@@ -42,16 +42,15 @@ _AT_ONCE = 64
 
 def prioritise() -> str:
     """Ask the kernel for immediate wake-ups of the process; return the granted priority."""
+    # Timers with a slack of 1 ns instead of 50 us.
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-    try:
+    with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
-    except OSError:
-        try:
-            os.setpriority(os.PRIO_PROCESS, 0, -20)
-        except OSError:
-            return "normal"
+        return "real-time"
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
         return "nice -20"
-    return "real-time"
+    return "normal"
 
 
 def give_up_capabilities() -> None:
@@ -70,8 +69,10 @@ def give_up_capabilities() -> None:
 def run(loop: Callable[[socket.socket], Any], descriptor: int) -> None:
     """Run a loop on an inherited control socket."""
     control = socket.socket(fileno=descriptor)
+    # Before the capabilities are given up: a real-time priority needs CAP_SYS_NICE.
     control.send(json.dumps({"priority": prioritise()}).encode())
     give_up_capabilities()
+    # A collection of garbage would delay packets by milliseconds; the loops create no cycles.
     never_collect()
     loop(control).run()
 
@@ -106,12 +107,14 @@ class Helper:
 
     def __init__(self, module: str, title: str) -> None:
         self._title = title
+        # Sequenced packets: a request is received whole, together with its file descriptors.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2 * LARGEST_REQUEST)
         self._control = ours
         self._control.settimeout(10)
         self._lock = threading.Lock()
+        # A new interpreter rather than a fork: the server has threads, whose locks a fork would copy as they are.
         code = f"from {module} import Loop; from {__name__} import run; run(Loop, {theirs.fileno()})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -144,12 +147,7 @@ class Helper:
         with self._lock:
             try:
                 if descriptors:
-                    rights = (
-                        socket.SOL_SOCKET,
-                        socket.SCM_RIGHTS,
-                        array.array("i", descriptors),
-                    )
-                    self._control.sendmsg([data], [rights])
+                    socket.send_fds(self._control, [data], list(descriptors))
                 else:
                     self._control.send(data)
             except OSError as error:
@@ -194,6 +192,7 @@ class LatenessHistogram:
     def add(self, seconds: float, packets: int) -> None:
         """Count packets with a lateness in seconds."""
         index = int(seconds / self.BIN)
+        # Comparisons instead of min and max, since this runs for every packet.
         self._counts[index if index < self.BINS else self.BINS] += packets
         self._sum += seconds * packets
         if seconds > self._worst:
@@ -240,12 +239,10 @@ class DelayLine(Helper):
     def open(
         self, device: str, netfilter: socket.socket, injector: socket.socket
     ) -> None:
-        """Pass on a device's netfilter socket and its loopback packet socket; the caller's copies are closed."""
+        """Hand over a device's netfilter socket and its loopback packet socket; the caller's copies are closed."""
         with netfilter, injector:
-            self.ask(
-                {"do": "open", "device": device},
-                (netfilter.fileno(), injector.fileno()),
-            )
+            descriptors = (netfilter.fileno(), injector.fileno())
+            self.ask({"do": "open", "device": device}, descriptors)
 
     def set(
         self,
@@ -257,20 +254,16 @@ class DelayLine(Helper):
 
         ``downlink`` is shared by all queues of the device.
         """
-        shared = None if downlink is None else (downlink.rate, downlink.limit)
+        request = {
+            "do": "set",
+            "device": device,
+            "downlink": None if downlink is None else (downlink.rate, downlink.limit),
+        }
+        # At least one request, for the downlink.
         for first in range(0, max(1, len(impairments)), _AT_ONCE):
-            batch = [
-                asdict(impairment)
-                for impairment in impairments[first : first + _AT_ONCE]
-            ]
-            self.ask(
-                {
-                    "do": "set",
-                    "device": device,
-                    "impairments": batch,
-                    "downlink": shared,
-                }
-            )
+            batch = impairments[first : first + _AT_ONCE]
+            fields = [asdict(impairment) for impairment in batch]
+            self.ask({**request, "impairments": fields})
 
 
 class Gate(Helper):
@@ -292,27 +285,22 @@ class Gate(Helper):
     ) -> None:
         """Lead a device's packets for these addresses through the gate.
 
-        ``old`` are the routes applied before in the same namespace, or None the first time.
+        ``old`` are the routes applied before in the same namespace; None the first time.
         """
         if old is None:
             with nfqueue.open_socket() as netfilter:
                 self.ask({"do": "open", "device": device}, [netfilter.fileno()])
         # The gate must know the routes before a rule leads packets here.
-        self.ask(
-            {
-                "do": "set",
-                "device": device,
-                "routes": {address: asdict(route) for address, route in new.items()},
-            }
-        )
+        routes = {address: asdict(route) for address, route in new.items()}
+        self.ask({"do": "set", "device": device, "routes": routes})
         before = None if old is None else gate_rules(interface, old)
         gate_rules(interface, new).apply(self._iptables, before)
 
     def differences(self, interface: str, routes: Mapping[str, Route]) -> list[str]:
         """Return the differences between the routes and the rules and queues of the kernel."""
-        problems = gate_rules(interface, routes).differences(
-            command([self._iptables, "-w", "-S"])
-        )
-        if routes and QUEUE not in {row["queue"] for row in nfqueue.kernel_queues()}:
-            problems.append("the queue of the medium has no reader")
+        present = command([self._iptables, "-w", "-S"])
+        problems = gate_rules(interface, routes).differences(present)
+        read_queues = {row["queue"] for row in nfqueue.kernel_queues()}
+        if routes and QUEUE not in read_queues:
+            problems.append("the gate's netfilter queue has no reader")
         return problems

@@ -24,11 +24,11 @@ class _Ticks:
     @staticmethod
     def now() -> _Ticks:
         """Read the ticks from /proc/stat."""
-        fields = [
-            float(field)
-            for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-        ]
-        idle, total = fields[3] + fields[4], sum(fields[:8])
+        line, _, _ = Path("/proc/stat").read_text().partition("\n")
+        fields = [float(field) for field in line.split()[1:]]
+        # proc(5): user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user time.
+        idle = fields[3] + fields[4]
+        total = sum(fields[:8])
         return _Ticks(total - idle, fields[7], total)
 
 
@@ -37,7 +37,8 @@ class HostMonitor:
 
     def __init__(self) -> None:
         self._samples: list[float] = []
-        self._first = self._last = _Ticks(0.0, 0.0, 0.0)
+        self._first = _Ticks(0.0, 0.0, 0.0)
+        self._last = self._first
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=self._take_samples, name="host-monitor", daemon=True
@@ -59,22 +60,22 @@ class HostMonitor:
         """Return the mean load, and the share of saturated samples, so far."""
         if not self._samples:
             return {}
-        stolen, total = (
-            self._last.stolen - self._first.stolen,
-            self._last.total - self._first.total,
-        )
+        stolen = self._last.stolen - self._first.stolen
+        total = self._last.total - self._first.total
+        saturated = sum(sample >= SATURATED for sample in self._samples)
         return {
             "host_cores": os.cpu_count(),
             "host_load": sum(self._samples) / len(self._samples),
-            "host_saturated": sum(sample >= SATURATED for sample in self._samples)
-            / len(self._samples),
+            "host_saturated": saturated / len(self._samples),
             "host_stolen": stolen / total if total > 0 else 0.0,
         }
 
     def _take_samples(self) -> None:
-        self._first = self._last = _Ticks.now()
+        self._first = _Ticks.now()
+        self._last = self._first
         while not self._stopped.wait(SAMPLE_SECONDS):
-            now, last = _Ticks.now(), self._last
+            last = self._last
+            now = _Ticks.now()
             if now.total > last.total:
                 self._samples.append((now.busy - last.busy) / (now.total - last.total))
             self._last = now

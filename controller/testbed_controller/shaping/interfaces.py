@@ -55,7 +55,7 @@ def _netlink(purpose: str) -> Iterator[Any]:
 
 
 def interface_of(address: str) -> Interface | None:
-    """Return the interface with an IPv4 address, or None."""
+    """Return the interface with an IPv4 address; None without one."""
     with _netlink("looking up the addresses of interfaces") as route:
         for entry in route.get_addr(family=socket.AF_INET):
             if entry.get("local") == address:
@@ -77,8 +77,13 @@ def make_bridge(name: str) -> None:
         _bring_up(route, name)
 
 
-def plug(port: str, bridge: str, interface: str, hardware: str, namespace: int) -> None:
-    """Create a bridge port here, joined to an interface in the network namespace of a descriptor."""
+def plug_port(
+    port: str, bridge: str, interface: str, hardware: str, namespace: int
+) -> None:
+    """Create a bridge port here, joined to a new interface in another network namespace.
+
+    ``hardware`` is the MAC address of the interface, ``namespace`` a file descriptor of its namespace.
+    """
     with _netlink(f"adding the port {port}") as route:
         route.link(
             "add",
@@ -89,9 +94,8 @@ def plug(port: str, bridge: str, interface: str, hardware: str, namespace: int) 
         _bring_up(route, port, master=socket.if_nametoindex(bridge))
         # A bridge floods frames to all ports until it has learned the address.
         index = socket.if_nametoindex(port)
-        route.fdb(
-            "add", ifindex=index, lladdr=hardware, flags=_OF_BRIDGE, state=_STATIC
-        )
+        entry = {"lladdr": hardware, "flags": _OF_BRIDGE, "state": _STATIC}
+        route.fdb("add", ifindex=index, **entry)
 
 
 def set_neighbours(name: str, hardware: Mapping[str, str]) -> None:
@@ -110,13 +114,12 @@ def set_neighbours(name: str, hardware: Mapping[str, str]) -> None:
 def set_address(name: str, address: str, network: IPv4Network) -> None:
     """Set the address of an interface and activate the interface."""
     with _netlink(f"setting the address of {name}") as route:
-        index, broadcast = socket.if_nametoindex(name), str(network.broadcast_address)
         route.addr(
             "add",
-            index=index,
+            index=socket.if_nametoindex(name),
             address=address,
             prefixlen=network.prefixlen,
-            broadcast=broadcast,
+            broadcast=str(network.broadcast_address),
             label=name,
         )
         _bring_up(route, name)
@@ -125,13 +128,10 @@ def set_address(name: str, address: str, network: IPv4Network) -> None:
 def _bring_up(route: Any, name: str, **settings: Any) -> None:
     """Bring an interface up without an IPv6 address, since links do not shape IPv6."""
     index = socket.if_nametoindex(name)
+    # A kernel without IPv6 refuses the attribute.
     if Path("/proc/thread-self/net/if_inet6").exists():
-        none = {
-            "attrs": [
-                ["AF_INET6", {"attrs": [["IFLA_INET6_ADDR_GEN_MODE", _NO_ADDRESS]]}]
-            ]
-        }
-        route.link("set", index=index, IFLA_AF_SPEC=none)
+        mode = {"attrs": [["IFLA_INET6_ADDR_GEN_MODE", _NO_ADDRESS]]}
+        route.link("set", index=index, IFLA_AF_SPEC={"attrs": [["AF_INET6", mode]]})
     route.link("set", index=index, state="up", **settings)
 
 
@@ -144,7 +144,7 @@ def add_ifb(name: str) -> None:
         route.link("set", ifname=name, state="up")
 
 
-def delete(name: str) -> None:
+def delete_interface(name: str) -> None:
     """Delete an interface."""
     with _netlink(f"removing the interface {name}") as route:
         route.link("del", ifname=name)
@@ -183,27 +183,23 @@ def set_congestion_control(name: str, algorithm: str) -> None:
     """
     index = socket.if_nametoindex(name)
     with _netlink(f"setting TCP's congestion control on {name}") as route:
-        for entry in list(
+        # Read completely before the first change, since answers and requests share a socket.
+        entries = list(
             route.get_routes(family=socket.AF_INET, table=_MAIN_TABLE, oif=index)
-        ):
-            length = entry["dst_len"]
+        )
+        for entry in entries:
+            # A route cannot be changed in part: all other properties are repeated.
             settings = {
                 "proto": entry["proto"],
                 "scope": entry["scope"],
                 "metrics": {"cc_algo": algorithm},
             }
-            for key, value in (
-                ("prefsrc", entry.get("prefsrc")),
-                ("gateway", entry.get("gateway")),
-            ):
+            for key in ("prefsrc", "gateway"):
+                value = entry.get(key)
                 if value is not None:
                     settings[key] = value
-            route.route(
-                "replace",
-                dst=f"{entry.get('dst', '0.0.0.0')}/{length}",
-                oif=index,
-                **settings,
-            )
+            destination = f"{entry.get('dst', '0.0.0.0')}/{entry['dst_len']}"
+            route.route("replace", dst=destination, oif=index, **settings)
 
 
 def forbid_offloads(interface: str) -> None:
@@ -214,17 +210,18 @@ def forbid_offloads(interface: str) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for name, (read, write) in _OFFLOADS.items():
             _ethtool(control, interface, write, 0)
+            # Some drivers accept the request and keep the offload.
             if _ethtool(control, interface, read, 0) != 0:
                 raise HostError(f"cannot disable {name} of {interface}")
 
 
 def _ethtool(control: socket.socket, interface: str, request: int, value: int) -> int:
+    # The request has a pointer to the value (struct ethtool_value), which the kernel changes in place.
     data = array.array("B", struct.pack("II", request, value))
     address, _ = data.buffer_info()
+    pointer = struct.pack("16sP8x", interface.encode(), address)
     try:
-        fcntl.ioctl(
-            control, _SIOCETHTOOL, struct.pack("16sP8x", interface.encode(), address)
-        )
+        fcntl.ioctl(control, _SIOCETHTOOL, pointer)
     except OSError as error:
         raise HostError(
             f"ethtool request {request:#x} on {interface} failed: {error.strerror}"

@@ -29,7 +29,7 @@ SLOW_RATE = 5e6
 T = TypeVar("T")
 
 
-def routes(
+def routes_of(
     device: Endpoint,
     broadcast: str | None,
     endpoints: Mapping[str, Endpoint],
@@ -44,24 +44,27 @@ def routes(
     by_address = {}
     for pair, link in outgoing.items():
         peer = endpoints.get(pair[1])
-        if peer is not None:
-            route = _unicast_route(
-                pair, link, cell_of(pair, cells), (device.uplink, peer.downlink)
-            )
-            if route is not None:
-                by_address[peer.address] = route
-    cast = _broadcast_route(device.name, outgoing, cells, device.uplink)
-    if broadcast and cast is not None:
-        by_address[broadcast] = cast
+        if peer is None:
+            continue
+        access = (device.uplink, peer.downlink)
+        route = _unicast_route(pair, link, cell_of(pair, cells), access)
+        if route is not None:
+            by_address[peer.address] = route
+    broadcast_route = _broadcast_route(device.name, outgoing, cells, device.uplink)
+    if broadcast and broadcast_route is not None:
+        by_address[broadcast] = broadcast_route
     return by_address
 
 
 def _broadcast_route(
     device: str, links: Mapping[Pair, Link], cells: Iterable[Cell], uplink: float | None
 ) -> Route | None:
-    """Return the route of a device's broadcasts if a cell carries one of its links or they are slow."""
-    own = [cell for cell in cells if any(cell.carries(pair) for pair in links)]
-    rate = broadcast_rate(links.values(), uplink, *(cell.rate for cell in own))
+    """Return the route of a device's broadcasts; None for fast broadcasts outside of all cells."""
+    own = []
+    for cell in cells:
+        if any(cell.carries(pair) for pair in links):
+            own.append(cell)
+    rate = broadcast_rate(links.values(), uplink, *[cell.rate for cell in own])
     if not links or rate is None or (not own and rate > GATED_RATE):
         return None
     channels = tuple(map(_channel_name, own)) or (f"casts of {device}",)
@@ -71,11 +74,13 @@ def _broadcast_route(
 def _unicast_route(
     pair: Pair, link: Link, cell: Cell | None, access: Iterable[float | None]
 ) -> Route | None:
-    """Return the route of a link if a cell carries the link, or if its rate or an access limit is low."""
+    """Return the route of a link in a cell, or with a low rate or access limit; None for other links."""
     if cell is not None:
-        rate, channel = least_rate(cell.rate, link.rate), _channel_name(cell)
+        rate = least_rate(cell.rate, link.rate)
+        channel = _channel_name(cell)
     else:
-        rate, channel = least_rate(link.rate, *access), f"link {pair[0]} -> {pair[1]}"
+        rate = least_rate(link.rate, *access)
+        channel = f"link {pair[0]} -> {pair[1]}"
     if rate is None or (cell is None and rate > SLOW_RATE):
         return None
     return Route((channel,), rate, queue_limit(replace(link, rate=rate)))
@@ -106,7 +111,7 @@ class Route:
 
 @dataclass(eq=False, slots=True)
 class Transmission(Generic[T]):
-    """One packet, from its offer by the station to the departure of its last bit."""
+    """One packet, from the station's offer to the departure of the last bit."""
 
     station: Hashable
     address: Hashable
@@ -168,6 +173,7 @@ class Media(Generic[T]):
         ended = []
         while self._ends and self._ends[0][0] <= now:
             transmission = heapq.heappop(self._ends)[2]
+            # Packets of a removed station stay in the heap, where a removal would take linear time.
             if transmission in self._order:
                 self._remove(transmission)
                 ended.append(transmission)
@@ -187,19 +193,22 @@ class Media(Generic[T]):
 
     def waiting(self, station: Hashable) -> int:
         """Return the number of a station's unsent packets."""
-        return sum(
-            count for (name, _), count in self._waiting.items() if name == station
-        )
+        total = 0
+        for (name, _), count in self._waiting.items():
+            if name == station:
+                total += count
+        return total
 
     def _schedule(self, transmission: Transmission[T], now: float) -> None:
         route = self._routes.get(transmission.station, {}).get(transmission.address)
+        # A route may have been removed while its packets waited: they leave at once.
         transmission.channels = route.channels if route else ()
-        transmission.start = max(
-            [now, *(self._free.get(channel, now) for channel in transmission.channels)]
-        )
-        transmission.end = transmission.start + (
-            transmission.size * 8 / route.rate if route else 0.0
-        )
+        duration = transmission.size * 8 / route.rate if route else 0.0
+        start = now
+        for channel in transmission.channels:
+            start = max(start, self._free.get(channel, now))
+        transmission.start = start
+        transmission.end = start + duration
         for channel in transmission.channels:
             self._free[channel] = transmission.end
         self._ties += 1
@@ -207,6 +216,7 @@ class Media(Generic[T]):
 
     def _reschedule(self, now: float) -> None:
         """Reschedule all waiting transmissions."""
+        # A transmission that has begun keeps its rate: a station does not interrupt a frame.
         on_air = [entry for entry in self._ends if entry[2].start <= now]
         self._free = {}
         for end, _, transmission in sorted(on_air):
@@ -220,7 +230,16 @@ class Media(Generic[T]):
 
 
 class Bottleneck(Generic[T]):
-    """Queues by source, served round-robin by packet, as HTB serves classes with a common parent."""
+    """Queues by source, served round-robin by packet, as HTB serves classes with a common parent.
+
+    >>> bottleneck = Bottleneck(rate=1e6, limit=10)
+    >>> bottleneck.enter("a", now=0.0, size=1250, item="first")
+    True
+    >>> bottleneck.leave()
+    'first'
+    >>> bottleneck.enter("a", now=0.0, size=1250, item="second"), bottleneck.due
+    (True, 0.01)
+    """
 
     def __init__(self, rate: float, limit: int) -> None:
         self.rate = rate
@@ -235,7 +254,8 @@ class Bottleneck(Generic[T]):
 
     def alter(self, now: float, rate: float, limit: int) -> None:
         """Change rate and limit; packets waiting at a lower rate do not sit out their old time."""
-        self.rate, self.limit = rate, limit
+        self.rate = rate
+        self.limit = limit
         self._free = min(self._free, now + 8 * FRAME / rate)
 
     def enter(self, source: Hashable, now: float, size: int, item: T) -> bool:

@@ -53,12 +53,17 @@ class Namespace:
                 raise HostError(
                     f"cannot create a network namespace ({os.strerror(ctypes.get_errno())}): run as root"
                 )
+            # /proc/self would be the namespace of the main thread.
             return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
         return cls(_in_thread(enter))
 
     def run(self, work: Callable[[], T]) -> T:
-        """Call ``work`` in a thread inside the namespace; new processes and sockets belong to the namespace."""
+        """Call ``work`` in a new thread inside the namespace; return the result.
+
+        Processes and sockets made by ``work`` belong to the namespace, and stay there. The caller's thread does not
+        move: a namespace is a property of a thread, and the caller's may be serving a request.
+        """
 
         def enter() -> T:
             if _libc.setns(self.descriptor, _CLONE_NEWNET) != 0:
@@ -119,7 +124,7 @@ def command(
 
 
 def _failed_line(complaint: str, text: str) -> str:
-    """Quote the line of a batch that failed according to iproute2's error (``Command failed -:3``)."""
+    """Quote the failed line of a batch, whose number is in iproute2's error (``Command failed -:3``)."""
     _, separator, number = complaint.rpartition("Command failed -:")
     lines = text.splitlines()
     if not separator or not number.isdigit() or not 0 < int(number) <= len(lines):

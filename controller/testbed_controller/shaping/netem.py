@@ -32,8 +32,14 @@ _DRAINING = 20_000
 """Limit, in packets, of a queue after its downlink was lifted, so that none is lost while draining."""
 
 
-def problem(link: Link, access: Access | None) -> str | None:
-    """Return a property of a link without support in netem, with a remedy, or None."""
+def unsupported_property(link: Link, access: Access | None) -> str | None:
+    """Return a property of a link which netem cannot emulate, with a remedy; None for a supported link.
+
+    ``access`` is the downlink of the receiver.
+
+    >>> unsupported_property(Link(delay=0.01, jitter=0.001), None) is None
+    True
+    """
     if link.up and link.jitter_correlation:
         # The kernel reduces a correlated number to its lowest bits, which have no correlation left.
         return "netem cannot correlate successive delays: use --links userspace"
@@ -42,11 +48,13 @@ def problem(link: Link, access: Access | None) -> str | None:
     return None
 
 
-def table(distribution: Distribution) -> str:
-    """Return a delay distribution as a ``.dist`` file for ``tc``."""
-    values = [round(value * _TABLE_UNIT) for value in quantiles(distribution)]
-    lines = (values[first : first + 8] for first in range(0, QUANTILES, 8))
-    return "".join(" ".join(map(str, line)) + "\n" for line in lines)
+def distribution_table(distribution: Distribution) -> str:
+    """Return a delay distribution as a ``.dist`` file for ``tc``, in units of 1/8192 standard deviation."""
+    values = [str(round(value * _TABLE_UNIT)) for value in quantiles(distribution)]
+    text = ""
+    for first in range(0, QUANTILES, 8):
+        text += " ".join(values[first : first + 8]) + "\n"
+    return text
 
 
 def netem_arguments(line: ReceiverLine) -> str:
@@ -62,9 +70,11 @@ def netem_arguments(line: ReceiverLine) -> str:
         words.append(f"delay {link.delay * 1e6:.0f}us")
     if link.jitter:
         words.append(f"{link.jitter * 1e6:.0f}us distribution {link.distribution}")
-    if states := chain(link):
-        figures = (states.p, states.r, states.bad_loss, states.good_loss)
-        words.append("loss gemodel " + " ".join(map(_format_percent, figures)))
+    states = chain(link)
+    if states is not None:
+        # netem's own `loss random P C` would not keep the share of losses (docs/fidelity.md).
+        chances = (states.p, states.r, states.bad_loss, states.good_loss)
+        words.append("loss gemodel " + " ".join(map(_format_percent, chances)))
     elif link.loss:
         words.append(f"loss random {_format_percent(link.loss)}")
     if link.duplicate:
@@ -80,19 +90,27 @@ def _format_percent(fraction: float) -> str:
 
 
 def _redirected_lines(plan: InterfacePlan) -> dict[int, ReceiverLine]:
-    return {
-        line.number: line for line in plan.receivers if line.queued or not line.link.up
-    }
+    # A broken link needs a netem too, which drops all its packets; an unimpaired one passes by the tree.
+    lines = {}
+    for line in plan.receivers:
+        if line.queued or not line.link.up:
+            lines[line.number] = line
+    return lines
 
 
 def device_of(line: ReceiverLine) -> str:
     """Return the IFB for a source's packets."""
-    return f"testbed-ifb{line.number}" if line.link.up and line.link.duplicate else IFB
+    if line.link.up and line.link.duplicate:
+        return f"testbed-ifb{line.number}"
+    return IFB
 
 
-def devices(plan: InterfacePlan) -> set[str]:
+def ifbs_of(plan: InterfacePlan) -> set[str]:
     """Return the IFBs of a plan."""
-    return {IFB, *(device_of(line) for line in _redirected_lines(plan).values())}
+    names = {IFB}
+    for line in _redirected_lines(plan).values():
+        names.add(device_of(line))
+    return names
 
 
 def build(plan: InterfacePlan) -> list[str]:
@@ -108,7 +126,8 @@ def change(old: InterfacePlan, new: InterfacePlan) -> list[str]:
 
     An unneeded leaf stays, so that packets in transit still arrive; only its filter is removed.
     """
-    before, after = _redirected_lines(old), _redirected_lines(new)
+    before = _redirected_lines(old)
+    after = _redirected_lines(new)
     lines: list[str] = []
     if old.downlink != new.downlink:
         lines.append(_TREE.change_access(new.downlink))
@@ -116,12 +135,11 @@ def change(old: InterfacePlan, new: InterfacePlan) -> list[str]:
         previous = before.get(number)
         if previous is None:
             lines += _add_source(new, line)
-        elif (previous.address, device_of(previous)) != (line.address, device_of(line)):
-            lines += [
-                *_leaf_commands(new, line),
-                *_remove_filter(old, previous),
-                *_add_filter(new, line),
-            ]
+        elif previous.address != line.address or device_of(previous) != device_of(line):
+            # The new leaf first: packets are led by the old filter until the new one has a whole way.
+            lines += _leaf_commands(new, line)
+            lines += _remove_filter(old, previous)
+            lines += _add_filter(new, line)
         else:
             if netem_arguments(previous) != netem_arguments(line):
                 lines.append(_netem_command(line))
@@ -137,7 +155,8 @@ def _class_number(line: ReceiverLine) -> int:
 
 
 def _netem_command(line: ReceiverLine) -> str:
-    device, number = device_of(line), _class_number(line)
+    device = device_of(line)
+    number = _class_number(line)
     place = f"parent {_TREE.identity(number)}" if device == IFB else "root"
     return (
         f"qdisc replace dev {device} {place} handle {number:x}: {netem_arguments(line)}"
@@ -156,31 +175,29 @@ def _queue_commands(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
 def _leaf_commands(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     if device_of(line) != IFB:
         return [_netem_command(line)]
-    queue = _queue_commands(plan, line) if plan.downlink else []
-    return [
+    commands = [
         _TREE.leaf("replace", _class_number(line), CEILING),
         _netem_command(line),
-        *queue,
     ]
+    if plan.downlink:
+        commands += _queue_commands(plan, line)
+    return commands
 
 
 def _add_filter(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
-    number, device = _class_number(line), device_of(line)
+    number = _class_number(line)
+    device = device_of(line)
     source = (
         f"protocol ip prio 1 handle 800::{number:x} u32 match ip src {line.address}/32"
     )
-    leads = (
-        [
-            f"filter add dev {IFB} parent {_ROOT} {source} flowid {_TREE.identity(number)}"
-        ]
-        if device == IFB
-        else []
-    )
+    lines = []
+    if device == IFB:
+        identity = _TREE.identity(number)
+        lines.append(f"filter add dev {IFB} parent {_ROOT} {source} flowid {identity}")
     # The redirecting filter is last, so that no packet enters an incomplete tree.
-    return [
-        *leads,
-        f"filter add dev {plan.interface} parent ffff: {source} action mirred egress redirect dev {device}",
-    ]
+    redirect = f"action mirred egress redirect dev {device}"
+    lines.append(f"filter add dev {plan.interface} parent ffff: {source} {redirect}")
+    return lines
 
 
 def _add_source(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
@@ -190,11 +207,9 @@ def _add_source(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
 def _remove_filter(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
     handle = f"protocol ip prio 1 handle 800::{_class_number(line):x} u32"
     lines = [f"filter del dev {plan.interface} parent ffff: {handle}"]
-    return (
-        [*lines, f"filter del dev {IFB} parent {_ROOT} {handle}"]
-        if device_of(line) == IFB
-        else lines
-    )
+    if device_of(line) == IFB:
+        lines.append(f"filter del dev {IFB} parent {_ROOT} {handle}")
+    return lines
 
 
 def differences(
@@ -208,100 +223,97 @@ def differences(
     The delay distribution is not compared, since the kernel does not report it.
     """
     wanted = _redirected_lines(plan)
-    shared = [line for line in wanted.values() if device_of(line) == IFB]
-    problems = _TREE.differences(
-        classes, plan.downlink, ((_class_number(line), CEILING) for line in shared)
-    )
-    options_by_handle = {
-        (entry.get("dev"), entry["handle"]): entry["options"]
-        for entry in qdiscs
-        if "handle" in entry
-    }
+    rates = []
+    for line in wanted.values():
+        if device_of(line) == IFB:
+            rates.append((_class_number(line), CEILING))
+    problems = _TREE.differences(classes, plan.downlink, rates)
+    options_by_handle = {}
+    for entry in qdiscs:
+        if "handle" in entry:
+            options_by_handle[entry.get("dev"), entry["handle"]] = entry["options"]
     redirected = _redirections(filters)
     for line in wanted.values():
-        device, where = (
-            device_of(line),
-            redirected.pop(inet_aton(line.address).hex(), None),
-        )
+        device = device_of(line)
+        where = redirected.pop(inet_aton(line.address).hex(), None)
         if where != device:
             problems.append(
                 f"packets from {line.address} are redirected to {where} instead of {device}"
             )
-        options = options_by_handle.get((device, f"{_class_number(line):x}:"))
-        if options is None:
-            problems.append(f"no netem for {line.address}")
-            continue
-        problems += [
-            f"netem for {line.address} {text}"
-            for text in _netem_differences(line, options)
-        ]
-        inner = options_by_handle.get((IFB, f"{_INNER + _class_number(line):x}:"), {})
-        if plan.downlink and inner.get("limit") != plan.downlink.limit:
-            problems.append(
-                f"the queue of {line.address} before the downlink holds {inner.get('limit')} packets"
-            )
-    return problems + [
-        f"packets from {key} (hexadecimal) are redirected without a link"
-        for key in redirected
+        problems += _line_differences(plan, line, options_by_handle)
+    for key in redirected:
+        problems.append(
+            f"packets from {key} (hexadecimal) are redirected without a link"
+        )
+    return problems
+
+
+def _line_differences(
+    plan: InterfacePlan,
+    line: ReceiverLine,
+    options_by_handle: Mapping[tuple[str | None, str], Mapping[str, Any]],
+) -> list[str]:
+    """Compare the netem of one source, and the queue behind, with the kernel's."""
+    number = _class_number(line)
+    options = options_by_handle.get((device_of(line), f"{number:x}:"))
+    if options is None:
+        return [f"no netem for {line.address}"]
+    problems = [
+        f"netem for {line.address} {text}" for text in _netem_differences(line, options)
     ]
+    inner = options_by_handle.get((IFB, f"{_INNER + number:x}:"), {})
+    if plan.downlink and inner.get("limit") != plan.downlink.limit:
+        problems.append(
+            f"the queue of {line.address} before the downlink holds {inner.get('limit')} packets "
+            f"instead of {plan.downlink.limit}"
+        )
+    return problems
 
 
 def _redirections(filters: Iterable[Mapping[str, Any]]) -> dict[str, str | None]:
     """Return the target device of redirected packets, by source address in hexadecimal."""
-    devices = {}
+    targets = {}
     for entry in filters:
         options = entry.get("options", {})
         if "match" in options:
+            # tc prints the address as a number, without leading zeros.
+            source = options["match"]["value"].rjust(8, "0")
             actions = options.get("actions") or [{}]
-            devices[options["match"]["value"].rjust(8, "0")] = actions[0].get("to_dev")
-    return devices
+            targets[source] = actions[0].get("to_dev")
+    return targets
 
 
 def _netem_differences(line: ReceiverLine, held: Mapping[str, Any]) -> list[str]:
     link = line.link if line.link.up else Link(loss=1.0)
-    delay, bursts = held.get("delay", {}), held.get("loss-gemodel", {})
-    states, loss, chances = chain(link), link.loss, (0.0, 0.0, 0.0, 0.0)
+    limit = line.limit if line.link.up else 1000
+    delay = held.get("delay", {})
+    loss = held.get("loss-random", {}).get("loss", 0.0)
+    # Keys and tolerances of the kernel's Gilbert-Elliott model: p, r, 1-h and 1-k of netem's manual page.
+    bursts = held.get("loss-gemodel", {})
+    states = chain(link)
+    wanted_loss = link.loss
+    chances = (0.0, 0.0, 0.0, 0.0)
     if states is not None:
-        loss, chances = 0.0, (states.p, states.r, states.bad_loss, states.good_loss)
+        wanted_loss = 0.0
+        chances = (states.p, states.r, states.bad_loss, states.good_loss)
+    # Description, value in the kernel, wanted value, tolerance: microseconds, and 32-bit fractions.
     compared = [
-        (
-            "holds {} packets instead of {}",
-            held.get("limit"),
-            line.limit if line.link.up else 1000,
-            0.0,
-        ),
-        ("delays by {} s instead of {} s", delay.get("delay", 0.0), link.delay, 1e-6),
-        (
-            "jitters by {} s instead of {} s",
-            delay.get("jitter", 0.0),
-            link.jitter,
-            1e-6,
-        ),
-        (
-            "loses {} instead of {}",
-            held.get("loss-random", {}).get("loss", 0.0),
-            loss,
-            1e-5,
-        ),
-        ("goes bad with {} instead of {}", bursts.get("p", 0.0), chances[0], 1e-5),
-        ("goes good with {} instead of {}", bursts.get("r", 0.0), chances[1], 1e-5),
-        ("loses {} of the bad instead of {}", bursts.get("1-h", 0.0), chances[2], 1e-5),
-        (
-            "loses {} of the good instead of {}",
-            bursts.get("1-k", 0.0),
-            chances[3],
-            1e-5,
-        ),
+        ("{} packets in transit at most", held.get("limit"), limit, 0.0),
+        ("delay {} s", delay.get("delay", 0.0), link.delay, 1e-6),
+        ("jitter {} s", delay.get("jitter", 0.0), link.jitter, 1e-6),
+        ("loss {}", loss, wanted_loss, 1e-5),
+        ("transition to the bad state {}", bursts.get("p", 0.0), chances[0], 1e-5),
+        ("transition to the good state {}", bursts.get("r", 0.0), chances[1], 1e-5),
+        ("loss in the bad state {}", bursts.get("1-h", 0.0), chances[2], 1e-5),
+        ("loss in the good state {}", bursts.get("1-k", 0.0), chances[3], 1e-5),
     ]
     for name in ("duplicate", "reorder", "corrupt"):
-        rate = held.get(name, {}).get(name, 0.0)
+        fraction = held.get(name, {}).get(name, 0.0)
         if name == "reorder" and not held.get("gap"):
-            rate = 0.0  # the kernel still shows an earlier setting, but ignores it without a gap
-        compared.append(
-            (f"has a {name} of {{}} instead of {{}}", rate, getattr(link, name), 1e-5)
-        )
-    return [
-        text.format(is_now, asked)
-        for text, is_now, asked, tolerance in compared
-        if is_now is None or abs(is_now - asked) > tolerance + 1e-4 * abs(asked)
-    ]
+            fraction = 0.0  # the kernel still shows an earlier setting, but ignores it without a gap
+        compared.append((f"{name} {{}}", fraction, getattr(link, name), 1e-5))
+    problems = []
+    for text, present, wanted, tolerance in compared:
+        if present is None or abs(present - wanted) > tolerance + 1e-4 * abs(wanted):
+            problems.append(f"has {text.format(present)} instead of {wanted}")
+    return problems

@@ -70,58 +70,60 @@ def open_socket(receive_buffer: int = 64 << 20) -> socket.socket:
 def _make_message(
     kind: int, queue: int, flags: int, sequence: int, attributes: bytes
 ) -> bytes:
+    # Netlink headers have the byte order of the host, netfilter's own fields that of the network.
     body = struct.pack(">BBH", 0, 0, queue) + attributes
-    return (
-        _HEADER.pack(16 + len(body), kind, _NLM_F_REQUEST | flags, sequence, 0) + body
-    )
+    length = _HEADER.size + len(body)
+    return _HEADER.pack(length, kind, _NLM_F_REQUEST | flags, sequence, 0) + body
 
 
 def _make_attribute(kind: int, value: bytes) -> bytes:
+    # Padded to a multiple of four bytes, which the length does not count.
     return _ATTRIBUTE.pack(4 + len(value), kind) + value + bytes(-len(value) % 4)
 
 
-def bind(queue: int, sequence: int) -> bytes:
-    """Return a message for binding a queue to a socket."""
+def bind_message(queue: int, sequence: int) -> bytes:
+    """Return a message for binding a queue to a socket.
+
+    >>> len(bind_message(queue=1, sequence=7))
+    28
+    """
     command = struct.pack(">BBH", _COMMAND_BIND, 0, socket.AF_INET)
-    return _make_message(
-        _CONFIG, queue, _NLM_F_ACK, sequence, _make_attribute(_CONFIG_COMMAND, command)
-    )
+    attribute = _make_attribute(_CONFIG_COMMAND, command)
+    return _make_message(_CONFIG, queue, _NLM_F_ACK, sequence, attribute)
 
 
-def configure(queue: int, limit: int, content: int, sequence: int) -> bytes:
+def configure_message(queue: int, limit: int, content: int, sequence: int) -> bytes:
     """Return a message for limiting a queue's length and requesting ``content`` bytes of each packet."""
-    parameters = struct.pack(">IB", content, _COPY_PACKET if content else _COPY_META)
-    attributes = _make_attribute(_CONFIG_PARAMETERS, parameters) + _make_attribute(
-        _CONFIG_MAXLEN, struct.pack(">I", limit)
-    )
+    mode = _COPY_PACKET if content else _COPY_META
+    attributes = _make_attribute(_CONFIG_PARAMETERS, struct.pack(">IB", content, mode))
+    attributes += _make_attribute(_CONFIG_MAXLEN, struct.pack(">I", limit))
     return _make_message(_CONFIG, queue, _NLM_F_ACK, sequence, attributes)
 
 
-def verdict_prefix(queue: int, verdict: int, batch: bool = False) -> bytes:
+def verdict_prefix(queue: int, verdict: int, *, batch: bool = False) -> bytes:
     """Return a verdict up to the packet's identity, the last field.
 
     With ``batch``, the verdict applies to all packets of the queue up to the identified one.
+
+    >>> whole = verdict_prefix(1, ACCEPT) + b"\\0\\0\\0\\7"
+    >>> len(whole)
+    32
     """
-    message = _make_message(
-        _VERDICT_BATCH if batch else _VERDICT,
-        queue,
-        0,
-        0,
-        _make_attribute(_ATTRIBUTE_VERDICT, struct.pack(">II", verdict, 0)),
-    )
-    return message[:-4]
+    kind = _VERDICT_BATCH if batch else _VERDICT
+    attribute = _make_attribute(_ATTRIBUTE_VERDICT, struct.pack(">II", verdict, 0))
+    # The same prefix serves all packets of a line: building each message would cost more than the decision.
+    return _make_message(kind, queue, 0, 0, attribute)[:-IDENTITY]
 
 
 def accept_altered(queue: int, identity: bytes | bytearray, packet: bytes) -> bytes:
     """Return a verdict for accepting a packet with changed content."""
     verdict = struct.pack(">I", ACCEPT) + identity
-    attributes = _make_attribute(_ATTRIBUTE_VERDICT, verdict) + _make_attribute(
-        _ATTRIBUTE_PAYLOAD, packet
-    )
+    attributes = _make_attribute(_ATTRIBUTE_VERDICT, verdict)
+    attributes += _make_attribute(_ATTRIBUTE_PAYLOAD, packet)
     return _make_message(_VERDICT, queue, 0, 0, attributes)
 
 
-def content(data: bytearray, length: int) -> bytes:
+def packet_content(data: bytearray, length: int) -> bytes:
     """Return the packet content in a message of type `PACKET`, starting with the IP header."""
     at = _FIRST_ATTRIBUTE
     while at + 4 <= length:
@@ -138,22 +140,20 @@ def packet_queue(data: bytearray) -> int:
 
 
 def packet_identity(data: bytearray) -> bytearray:
-    """Return the identity for verdicts: four bytes, ascending in the order of arrival until they wrap.
+    """Return the identity for verdicts: four bytes, ascending in the order of arrival, modulo 2**32.
 
     The packet header is always the first attribute of the message.
     """
     return data[24:28]
 
 
-def check() -> None:
-    """Bind and release a queue in the calling thread's network namespace; raises HostError without kernel support.
-
-    Opening a socket is no proof: it succeeds without queue support.
-    """
+def check_support() -> None:
+    """Bind and release a queue in the calling thread's network namespace; raises HostError without kernel support."""
+    # Opening the socket alone proves nothing: that succeeds without queue support.
     with open_socket() as opened:
         opened.setblocking(False)
         try:
-            configure_socket(opened, partial(bind, 1), bytearray(4096))
+            configure_socket(opened, partial(bind_message, 1), bytearray(4096))
         except OSError as error:
             raise HostError(
                 f"cannot bind a netfilter queue: {error.strerror or error}"
@@ -173,8 +173,8 @@ def configure_socket(
     """
     sequence = next(_SEQUENCES)
     opened.send(message(sequence))
-    patience = time.monotonic() + 2.0
-    while time.monotonic() < patience:
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
         select.select([opened], [], [], 0.1)
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -183,14 +183,14 @@ def configure_socket(
                 if kind == PACKET:
                     arrived(length)
                 elif kind == NLMSG_ERROR:
+                    # An error message quotes the header of the request, with its sequence number.
                     error, _, _, _, answered = struct.unpack_from("=iIHHI", buffer, 16)
-                    if answered == sequence:
-                        if error:
-                            raise OSError(
-                                -error,
-                                f"the kernel refused a netfilter queue: {os.strerror(-error)}",
-                            )
-                        return
+                    if answered != sequence:
+                        continue
+                    if error:
+                        text = f"the kernel refused a netfilter queue: {os.strerror(-error)}"
+                        raise OSError(-error, text)
+                    return
     raise OSError("the kernel did not respond to the request for a netfilter queue")
 
 
@@ -201,7 +201,8 @@ class Stamps:
         self._stamp_at = 48
 
     def read(self, data: bytearray, length: int) -> float | None:
-        """Return the arrival time (CLOCK_REALTIME, seconds), or None if not recorded by the kernel."""
+        """Return the arrival time (CLOCK_REALTIME, seconds); None if the kernel has not recorded the time."""
+        # The position depends on the attributes before, which are the same for all packets of most namespaces.
         at = self._stamp_at
         if at + 20 > length or data[at] != 20 or data[at + 2] != _ATTRIBUTE_TIMESTAMP:
             at = _FIRST_ATTRIBUTE
@@ -233,8 +234,9 @@ def kernel_queues() -> list[dict[str, int]]:
         "queue_dropped",
         "user_dropped",
     )
-    text = read_proc("netfilter/nfnetlink_queue")
-    return [
-        dict(zip(columns, map(int, line.split()), strict=False))
-        for line in text.splitlines()
-    ]
+    queues = []
+    for line in read_proc("netfilter/nfnetlink_queue").splitlines():
+        values = map(int, line.split())
+        # Not strict: the kernel prints further columns.
+        queues.append(dict(zip(columns, values, strict=False)))
+    return queues

@@ -97,7 +97,7 @@ class InterfacePlan:
     """Maximum number of packets that TCP passes down in one piece."""
 
 
-def plan(
+def plan_interface(
     endpoint: Endpoint,
     interface: str,
     broadcast: str | None,
@@ -112,30 +112,32 @@ def plan(
     rate as well, so that waiting packets are not released at once when a link becomes slow; the classes do not delay
     packets from the gate.
     """
-    device, uplink = endpoint.name, endpoint.uplink
+    device = endpoint.name
+    uplink = endpoint.uplink
     gated = gated or {}
-    senders, receivers, rates = [], [], []
+    senders = []
+    receivers = []
+    rates = []
+    # In the order of the numbers, so that equal plans are equal lists of commands.
     for peer, (number, address) in sorted(peers.items(), key=lambda item: item[1][0]):
         link = links.get((device, peer))
         if link is not None:
-            senders.append(
-                _make_sender(FIRST_PEER_CLASS + number, address, link, uplink)
-            )
+            class_number = FIRST_PEER_CLASS + number
+            senders.append(_make_sender(class_number, address, link, uplink))
             if link.up:
-                rates.append(
-                    class_rate(least_rate(gated.get(address), link.rate, uplink))
-                )
+                lowest = least_rate(gated.get(address), link.rate, uplink)
+                rates.append(class_rate(lowest))
         if peer != device:
+            incoming = links.get((peer, device), DOWN)
             receivers.append(
-                _make_receiver(
-                    number, address, links.get((peer, device), DOWN), endpoint.downlink
-                )
+                _make_receiver(number, address, incoming, endpoint.downlink)
             )
     outgoing = [link for (source, _), link in links.items() if source == device]
     if broadcast and outgoing:
         # As on a radio, one transmission for all receivers uses the rate of the slowest.
         slowest = min(outgoing, key=lambda link: class_rate(link.rate))
-        slowest = replace(slowest, rate=None) if broadcast in gated else slowest
+        if broadcast in gated:
+            slowest = replace(slowest, rate=None)
         senders.insert(0, _make_sender(BROADCAST_CLASS, broadcast, slowest, uplink))
     return InterfacePlan(
         interface,
@@ -161,16 +163,17 @@ def most_segments(rates: Iterable[float]) -> int:
     HTB releases a piece at once, however long its transmission takes: five packets at 250 kbit/s would be 0.2 s early.
     Packet by packet, however, few hosts reach 1 Gbit/s.
     """
-    return max(
-        1,
-        min(
-            MOST_SEGMENTS, int(max(rates, default=CEILING) / 8 * BURST_SECONDS / FRAME)
-        ),
-    )
+    fastest = max(rates, default=CEILING)
+    frames = int(fastest / 8 * BURST_SECONDS / FRAME)
+    return max(1, min(MOST_SEGMENTS, frames))
 
 
 def is_impaired(link: Link) -> bool:
-    """Return whether a link changes packets beyond limiting their rate."""
+    """Return whether a link changes packets beyond limiting their rate.
+
+    >>> is_impaired(Link(rate=1e6)), is_impaired(Link(delay=0.005))
+    (False, True)
+    """
     return any((link.delay, link.loss, link.bursts, link.duplicate, link.corrupt))
 
 
@@ -178,9 +181,9 @@ def _make_sender(
     number: int, address: str, link: Link, uplink: float | None
 ) -> SenderClass:
     rate = class_rate(link.rate)
-    return SenderClass(
-        number, address, rate, queue_limit(replace(link, rate=least_rate(rate, uplink)))
-    )
+    # A slower uplink determines how long the queue takes to empty.
+    limit = queue_limit(replace(link, rate=least_rate(rate, uplink)))
+    return SenderClass(number, address, rate, limit)
 
 
 def class_rate(rate: float | None) -> int:
@@ -191,6 +194,7 @@ def class_rate(rate: float | None) -> int:
 def _make_receiver(
     number: int, address: str, link: Link, downlink: float | None
 ) -> ReceiverLine:
+    # A downlink charges every packet, also those of unimpaired links.
     queued = link.up and (is_impaired(link) or downlink is not None)
     return ReceiverLine(number, address, link, line_limit(link), queued)
 
@@ -207,6 +211,9 @@ def burst(rate: float) -> int:
 
     A class may send while its bucket has no debt, so a bucket slightly smaller than a frame releases one frame at once
     and no second.
+
+    >>> burst(1e6), burst(1e9)
+    (1500, 25000)
     """
     return max(FRAME - 14, math.ceil(rate / 8 * BURST_SECONDS))
 
@@ -219,26 +226,14 @@ def queue_limit(link: Link) -> int:
     """
     if link.limit is not None:
         return link.limit
-    return min(
-        20_000,
-        max(
-            300,
-            math.ceil(
-                class_rate(link.rate) / 8 * (2 * link.delay + QUEUE_SECONDS) / FRAME
-            ),
-        ),
-    )
+    seconds = 2 * link.delay + QUEUE_SECONDS
+    frames = math.ceil(class_rate(link.rate) / 8 * seconds / FRAME)
+    return min(20_000, max(300, frames))
 
 
 def line_limit(link: Link) -> int:
     """Return the capacity of the delay line in packets: the line represents the wire and must never overflow."""
     smallest_frame = 60
-    return min(
-        200_000,
-        max(
-            10_000,
-            math.ceil(
-                1.2 * class_rate(link.rate) / 8 * longest_delay(link) / smallest_frame
-            ),
-        ),
-    )
+    most_bytes = 1.2 * class_rate(link.rate) / 8 * longest_delay(link)
+    packets = math.ceil(most_bytes / smallest_frame)
+    return min(200_000, max(10_000, packets))

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from testbed.network.link import Cell, Link, Pair
-from testbed_controller.shaping import plan as planning
 from testbed_controller.shaping.interfaces import Interface
-from testbed_controller.shaping.medium import Route, routes
-from testbed_controller.shaping.plan import Endpoint, InterfacePlan
+from testbed_controller.shaping.medium import Route, routes_of
+from testbed_controller.shaping.plan import Endpoint, InterfacePlan, plan_interface
 
 
 @dataclass
@@ -27,7 +26,7 @@ class Planner:
         """Return the shared-medium routes of a device, by address."""
         if not self.gated:
             return {}
-        return routes(
+        return routes_of(
             self.endpoints[name],
             interface.broadcast,
             self.endpoints,
@@ -37,15 +36,13 @@ class Planner:
 
     def plan(self, name: str, interface: Interface) -> InterfacePlan:
         """Return the plan of a device's interface."""
-        peers = {
-            peer: (self.numbers[peer], endpoint.address)
-            for peer, endpoint in self.endpoints.items()
-        }
-        gated = {
-            address: route.rate
-            for address, route in self.routes(name, interface).items()
-        }
-        return planning.plan(
+        peers = {}
+        for peer, endpoint in self.endpoints.items():
+            peers[peer] = (self.numbers[peer], endpoint.address)
+        gated = {}
+        for address, route in self.routes(name, interface).items():
+            gated[address] = route.rate
+        return plan_interface(
             self.endpoints[name],
             interface.name,
             interface.broadcast,
@@ -57,10 +54,10 @@ class Planner:
     def media(
         self, pairs: Sequence[Pair], interfaces: Mapping[str, Interface]
     ) -> dict[Pair, Route]:
-        """Return the shared-medium routes of these links, for senders with an interface on this host."""
-        by_source = {
-            name: self.routes(name, interface) for name, interface in interfaces.items()
-        }
+        """Return the shared-medium routes of the given links whose sender has one of the interfaces."""
+        by_source = {}
+        for name, interface in interfaces.items():
+            by_source[name] = self.routes(name, interface)
         media = {}
         for source, destination in pairs:
             route = by_source.get(source, {}).get(self.endpoints[destination].address)

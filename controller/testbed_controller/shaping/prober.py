@@ -8,7 +8,7 @@ from itertools import chain
 
 from testbed.network.link import Pair
 from testbed_controller.shaping.registry import Registry
-from testbed_controller.shaping.trains import Ends, FarEnds, Site, sockets
+from testbed_controller.shaping.trains import Ends, FarEnds, Site, open_sockets
 
 
 class Prober:
@@ -38,7 +38,7 @@ class Prober:
         """Open sockets for a measurement with other hosts; return the receiver's port of each local device."""
         here = self._registry.devices.keys() & set(chain.from_iterable(pairs))
         with contextlib.ExitStack() as stack:
-            ends = stack.enter_context(sockets(self.sites(here, stack), here))
+            ends = stack.enter_context(open_sockets(self.sites(here, stack), here))
             self._open[run] = ends, stack.pop_all()
         return {name: device_ends.target[1] for name, device_ends in ends.items()}
 
@@ -50,7 +50,8 @@ class Prober:
         ``ports`` has the ports of all devices; the local ones come from `open_ends`.
         """
         opened, held = self._open.pop(run)
-        sites, ends = {}, dict[str, Ends | FarEnds](opened)
+        sites = {}
+        ends: dict[str, Ends | FarEnds] = dict(opened)
         endpoints = self._registry.endpoints
         for name in names:
             endpoint = endpoints[name]

@@ -18,7 +18,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 from testbed.network.impairments import expected_loss, longest_delay
@@ -35,11 +35,11 @@ from testbed_controller.shaping.trains import (
     Listener,
     Site,
     Train,
+    longest_seconds,
     make_train,
-    rates,
-    receivers,
-    seconds,
-    sockets,
+    measure_rates,
+    open_sockets,
+    receiving_sockets,
 )
 
 _DELAY_PACKETS = 30
@@ -92,6 +92,9 @@ class _Tally:
         if delay is not None:
             delay -= self.gate
         lost = self.sent - len(self.delays)
+        problem = tolerance.describe_deviations(
+            self.link, self.rate, delay, self.sent, lost, self.gate
+        )
         return LinkMeasurement(
             *self.pair,
             requested=self.asked,
@@ -100,9 +103,7 @@ class _Tally:
             delay=delay,
             loss=lost / self.sent if self.sent else None,
             packets=self.sent,
-            problem=tolerance.problem(
-                self.link, self.rate, delay, self.sent, lost, self.gate
-            ),
+            problem=problem,
         )
 
 
@@ -119,12 +120,15 @@ def measure(
     results: dict[Pair, LinkMeasurement] = {}
     media = media or {}
     representatives = _representatives(links, sites, media)
-    wanted, until = dict(links), time.monotonic() + _AGAIN_SECONDS
+    wanted = dict(links)
+    until = time.monotonic() + _AGAIN_SECONDS
     for _ in range(_ATTEMPTS):
         tallies = _make_tallies(wanted, sites, media, representatives)
-        with sockets(sites, set(chain.from_iterable(wanted))) as ends:
+        with open_sockets(sites, set(chain.from_iterable(wanted))) as ends:
             _measure_parts(tallies, representatives, media, ends)
-        results |= {tally.pair: tally.measurement() for tally in tallies}
+        for tally in tallies:
+            results[tally.pair] = tally.measurement()
+        # Only links outside their tolerance: all others have passed.
         wanted = {pair: link for pair, link in wanted.items() if results[pair].problem}
         if not wanted or time.monotonic() > until:
             break
@@ -139,11 +143,12 @@ def _representatives(
     kinds: dict[tuple[Link, Hashable], Pair] = {}
     for pair, link in links.items():
         # A channel with a single link does not make a kind of its own.
-        shared = (
-            media[pair] if pair in media and users[media[pair].channels] > 1 else None
-        )
-        kinds.setdefault((_on_the_way(pair, link, sites, media), shared), pair)
-    return {*kinds.values()}
+        shared = None
+        if pair in media and users[media[pair].channels] > 1:
+            shared = media[pair]
+        kind = (_on_the_way(pair, link, sites, media), shared)
+        kinds.setdefault(kind, pair)
+    return set(kinds.values())
 
 
 def measure_half(
@@ -187,14 +192,16 @@ def _measure_parts(
     begin: float | None = None,
 ) -> None:
     """Measure delays and losses, then rates; with ``begin``, in step with other hosts."""
-    by_pair, due = {tally.pair: tally for tally in tallies}, begin or -math.inf
+    by_pair = {tally.pair: tally for tally in tallies}
+    # Hosts exchange no message during the measurement: each computes the same schedule from the common start.
+    due = begin or -math.inf
     time.sleep(max(0.0, due - time.monotonic()))
     due += _measure_delays(tallies, ends, run, begin)
     for together in _make_trains(tallies, representatives, media, ends):
         time.sleep(max(0.0, due - time.monotonic()))
-        for pair, rate in rates(together, run).items():
+        for pair, rate in measure_rates(together, run).items():
             by_pair[pair].rate = rate
-        due += seconds(together) + _BETWEEN
+        due += longest_seconds(together) + _BETWEEN
 
 
 def _make_tallies(
@@ -207,13 +214,15 @@ def _make_tallies(
     tallies = []
     turns, crowds = _assign_turns(links, sites, media)
     for pair, asked in links.items():
-        tally = _Tally(pair, asked, _on_the_way(pair, asked, sites, media), 0)
-        tally.late = (
-            tally.link.rate is not None and tally.link.rate == sites[pair[1]].downlink
-        )
-        tally.crowd, tally.place = crowds.get(pair, 1), turns.get(pair)
+        link = _on_the_way(pair, asked, sites, media)
+        tally = _Tally(pair, asked, link, packets=0)
+        tally.late = link.rate is not None and link.rate == sites[pair[1]].downlink
+        tally.crowd = crowds.get(pair, 1)
+        tally.place = turns.get(pair)
         tally.medium = media[pair].channels if pair in media else None
-        tally.packets = _packet_count(tally, len(links), pair in representatives)
+        tally.packets = _packet_count(
+            tally, len(links), is_representative=pair in representatives
+        )
         tallies.append(tally)
     return tallies
 
@@ -221,7 +230,7 @@ def _make_tallies(
 def _assign_turns(
     pairs: Iterable[Pair], sites: Mapping[str, Site], media: Mapping[Pair, Route]
 ) -> tuple[dict[Pair, int], dict[Pair, int]]:
-    """Return the turn of each link with a shared rate, and the number of turns of its group.
+    """Return (turns, crowds) of the links with a shared rate: a link's turn, and the number of turns of its group.
 
     Links of the same turn share no rate, so their packets do not delay each other.
     """
@@ -229,16 +238,23 @@ def _assign_turns(
     turns: dict[Pair, int] = {}
     taken: dict[Hashable, set[int]] = defaultdict(set)
     for pair, rates_of_pair in shared.items():
-        if rates_of_pair:
-            busy: set[int] = set()
-            for shared_rate in rates_of_pair:
-                busy |= taken[shared_rate]
-            turns[pair] = next(turn for turn in count() if turn not in busy)
-            for shared_rate in rates_of_pair:
-                taken[shared_rate].add(turns[pair])
+        if not rates_of_pair:
+            continue
+        busy: set[int] = set()
+        for shared_rate in rates_of_pair:
+            busy |= taken[shared_rate]
+        # The first free turn: a greedy colouring, not the least number of turns.
+        turn = 0
+        while turn in busy:
+            turn += 1
+        turns[pair] = turn
+        for shared_rate in rates_of_pair:
+            taken[shared_rate].add(turn)
     crowds = {}
     for pair in turns:
-        last = max(max(taken[shared_rate]) for shared_rate in shared[pair])
+        last = 0
+        for shared_rate in shared[pair]:
+            last = max(last, *taken[shared_rate])
         crowds[pair] = 1 + last
     return turns, crowds
 
@@ -267,29 +283,32 @@ def _make_trains(
     for tally in tallies:
         if tally.link.up and tally.link.rate and tally.pair in representatives:
             trains[tally.pair] = make_train(tally.pair, tally.link, tally.late, ends)
-    return [
-        [trains[pair] for pair in trains if pair in together]
-        for together in rounds(list(trains), media)
-    ]
+    concurrent_trains = []
+    for together in split_into_rounds(list(trains), media):
+        concurrent_trains.append([trains[pair] for pair in trains if pair in together])
+    return concurrent_trains
 
 
 def _on_the_way(
     pair: Pair, link: Link, sites: Mapping[str, Site], media: Mapping[Pair, Route]
 ) -> Link:
-    """Return a link with the lowest rate on its way: its own, its channel's, or an access limit."""
+    """Return a link with the lowest rate of link, channel and access limits."""
+    source, destination = pair
     shared = media[pair].rate if pair in media else None
-    return replace(
-        link,
-        rate=least_rate(
-            link.rate, sites[pair[0]].uplink, sites[pair[1]].downlink, shared
-        ),
+    rate = least_rate(
+        link.rate, sites[source].uplink, sites[destination].downlink, shared
     )
+    return replace(link, rate=rate)
 
 
-def rounds(
+def split_into_rounds(
     pairs: Sequence[Pair], media: Mapping[Pair, Route] | None = None
 ) -> list[set[Pair]]:
-    """Split links into rounds whose links share neither a device nor a channel."""
+    """Split links into rounds whose links share neither a device nor a channel.
+
+    >>> [sorted(links) for links in split_into_rounds([("a", "b"), ("b", "a"), ("c", "d")])]
+    [[('a', 'b'), ('c', 'd')], [('b', 'a')]]
+    """
     made: list[tuple[set[Pair], set[Hashable]]] = []
     for pair in pairs:
         takes: set[Hashable] = {*pair}
@@ -305,13 +324,14 @@ def rounds(
     return [members for members, _ in made]
 
 
-def _packet_count(tally: _Tally, links: int, representative: bool) -> int:
+def _packet_count(tally: _Tally, links: int, *, is_representative: bool) -> int:
     """Return the number of small packets for a link."""
     link = tally.link
     fair = int(_PACKETS_PER_SECOND * _MOST_SECONDS / links)
     packets = max(_FEWEST_PACKETS, min(_DELAY_PACKETS, fair))
     loss = expected_loss(link)
-    if link.up and loss and representative:
+    # More packets over one link of a kind suffice to find a wrong loss.
+    if link.up and loss and is_representative:
         # With thirty lost packets, the relative error of the loss is about one half.
         packets = max(packets, min(2000, round(30 / loss)))
     if link.rate:
@@ -332,20 +352,17 @@ def _measure_delays(
     began = time.monotonic()
     exchange = _DelayExchange(tallies, ends, run or os.urandom(8))
     for index, tally in enumerate(tallies):
-        exchange.send(
-            index, tally.packets
-        )  # resolves the addresses; its number is ignored
+        # Resolves the hardware addresses; receivers ignore a packet of this number.
+        exchange.send(index, tally.packets)
     pause = max(tally.gap for tally in tallies) / 2
     time.sleep(0.01 + pause)
     starts, gaps = _schedule(tallies, began + 0.015 + pause)
-    rest = max(longest_delay(tally.link) + tally.gap for tally in tallies) + 0.1
-    planned = (
-        max(
-            starts[index] + gaps[index] * (tally.packets - 1)
-            for index, tally in enumerate(tallies)
-        )
-        + rest
+    last_sent = max(
+        start + gap * (tally.packets - 1)
+        for start, gap, tally in zip(starts, gaps, tallies, strict=True)
     )
+    rest = max(longest_delay(tally.link) + tally.gap for tally in tallies) + 0.1
+    planned = last_sent + rest
     # Other hosts follow the same schedule; a single host may fall behind without harm.
     latest = planned if begin is not None else planned + _BEHIND_SECONDS
     exchange.start(starts, gaps)
@@ -370,14 +387,13 @@ class _DelayExchange:
         """Heap of (instant, link index, packet number) of packets to send."""
 
     def send(self, index: int, number: int) -> bool:
-        """Send a packet of a link; return whether the sender is on this host."""
+        """Send a packet of a link; return False if the sender is on another host."""
         source, destination = (self._ends[name] for name in self._tallies[index].pair)
         if isinstance(source, FarEnds):
             return False
+        content = CONTENT.pack(self._run, index, number, time.monotonic())
         # A packet refused by a full buffer counts as lost, as on any host that is too slow.
-        source.send(
-            CONTENT.pack(self._run, index, number, time.monotonic()), destination.target
-        )
+        source.send(content, destination.target)
         return True
 
     def start(self, starts: Sequence[float], gaps: Sequence[float]) -> None:
@@ -388,25 +404,28 @@ class _DelayExchange:
 
     def finish(self, rest: float, until: float, latest: float) -> None:
         """Send all packets until ``latest``; receive until ``until``, or ``rest`` seconds after the last packet."""
-        sockets_here = receivers(self._ends.values())
+        sockets_here = receiving_sockets(self._ends.values())
         with Listener(sockets_here) as listener:
-            while (now := time.monotonic()) < (latest if self._upcoming else until):
+            while True:
+                now = time.monotonic()
+                if now >= (latest if self._upcoming else until):
+                    break
                 if self._send_due(now):
                     until = max(until, min(latest, now + rest))
-                elif not self._upcoming and all(
-                    len(tally.delays) == tally.packets for tally in self._coming
-                ):
+                elif not self._upcoming and self._have_all_arrived():
                     break
                 following = self._upcoming[0][0] if self._upcoming else until
                 for receiver in listener.ready(following - time.monotonic()):
                     self._note_arrivals(receiver)
-        for (
-            receiver
-        ) in sockets_here:  # packets that arrived while this process was not running
+        # Packets may have arrived while this process was not running.
+        for receiver in sockets_here:
             self._note_arrivals(receiver)
 
+    def _have_all_arrived(self) -> bool:
+        return all(len(tally.delays) == tally.packets for tally in self._coming)
+
     def _send_due(self, now: float) -> bool:
-        """Send the next packet if due and schedule its successor; return whether it was due."""
+        """Send the next packet and schedule the following one of its link; return False if none is due."""
         if not self._upcoming or self._upcoming[0][0] > now:
             return False
         when, index, number = heapq.heappop(self._upcoming)
@@ -414,10 +433,8 @@ class _DelayExchange:
         tally.sent += self.send(index, number)
         if number + 1 < tally.packets:
             # After a stall, keep the packets apart: on a slow link the second would wait for the first.
-            heapq.heappush(
-                self._upcoming,
-                (max(when + self._gaps[index], now + tally.gap), index, number + 1),
-            )
+            following = max(when + self._gaps[index], now + tally.gap)
+            heapq.heappush(self._upcoming, (following, index, number + 1))
         return True
 
     def _note_arrivals(self, receiver: socket.socket) -> None:
@@ -440,9 +457,12 @@ def _schedule(
     starts, gaps = [], []
     for index, tally in enumerate(tallies):
         gap = max(span / tally.packets, tally.gap)
-        among, place = (
-            (len(tallies), index) if tally.place is None else (tally.crowd, tally.place)
-        )
+        # Spread over the interval: links with a shared rate by their turns, all others by their position.
+        among = len(tallies)
+        place = index
+        if tally.place is not None:
+            among = tally.crowd
+            place = tally.place
         starts.append(start + gap * place / among)
         gaps.append(gap)
     return starts, gaps

@@ -60,6 +60,7 @@ async def _forward(
             return
         connected.setblocking(False)
         answers, requests = await asyncio.open_connection(sock=connected)
+        # Both ways at once: a device may answer, or stream events, while a body is still on its way.
         asking = asyncio.ensure_future(
             _forward_requests(device, head, reader, requests)
         )
@@ -102,8 +103,12 @@ async def _forward_requests(
 async def _forward_responses(
     answers: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    while piece := await answers.read(_PIECE):
+    while True:
+        piece = await answers.read(_PIECE)
+        if not piece:
+            return
         writer.write(piece)
+        # Without waiting, a fast device and a slow reader would fill the shaper's memory.
         await writer.drain()
 
 

@@ -16,10 +16,10 @@ from ipaddress import IPv4Address, IPv4Network
 from testbed.common.errors import HostError
 from testbed_controller.shaping.interfaces import (
     Interface,
-    delete,
+    delete_interface,
     interface_of,
     make_bridge,
-    plug,
+    plug_port,
     set_address,
 )
 from testbed_controller.shaping.medium import Route
@@ -52,22 +52,30 @@ class Attached:
     """Addresses with a permanent neighbour entry on the interface."""
 
     def inherit(self, previous: Attached) -> None:
-        """Take over the state of an earlier attachment of the same namespace."""
-        self.plan, self.routes = previous.plan, previous.routes
-        self.port, self.neighbours = previous.port, previous.neighbours
+        """Adopt the state of an earlier attachment of the same namespace, which is then closed."""
+        self.plan = previous.plan
+        self.routes = previous.routes
+        self.port = previous.port
+        self.neighbours = previous.neighbours
         previous.close()
 
     def close(self) -> None:
-        """Release the namespace, so that it can end."""
+        """Close the file descriptors, which keep the namespace alive."""
         self.namespace.close()
         os.close(self.process)
 
 
 def hardware_address(address: str) -> str:
-    """Return the hardware address derived from a device's IPv4 address."""
-    return ":".join(
-        f"{byte:02x}" for byte in (0x02, 0x42, *IPv4Address(address).packed)
-    )
+    """Return the hardware address derived from a device's IPv4 address.
+
+    A device that restarts gets the same one, so the permanent entries of its peers stay true.
+
+    >>> hardware_address("10.0.0.2")
+    '02:42:0a:00:00:02'
+    """
+    # 02 marks a locally administered address.
+    octets = (0x02, 0x42, *IPv4Address(address).packed)
+    return ":".join(f"{octet:02x}" for octet in octets)
 
 
 def _any_ended(processes: Iterable[int], seconds: float) -> bool:
@@ -95,7 +103,7 @@ class Registry:
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
-        """All devices, on this host or others."""
+        """The endpoints of all devices, on this host and on others, by name."""
         local = {name: attached.endpoint for name, attached in self.devices.items()}
         return {**self.elsewhere, **local}
 
@@ -119,6 +127,7 @@ class Registry:
             if previous and previous.namespace.identity == attached.namespace.identity:
                 attached.inherit(previous)
             elif previous:
+                # A restarted container has a new namespace, in which nothing is configured yet.
                 self._remove(name)
             self.devices[name] = attached
 
@@ -126,27 +135,32 @@ class Registry:
         with contextlib.ExitStack() as stack:
             namespace = Namespace.of_process(endpoint.pid)
             stack.callback(namespace.close)
-            port, interface = "", namespace.run(partial(interface_of, endpoint.address))
+            port = ""
+            interface = namespace.run(partial(interface_of, endpoint.address))
             if interface is None:
                 if endpoint.network is None:
-                    text = f"no interface of {endpoint.name} has the address {endpoint.address}"
-                    raise HostError(f"{text}: is it attached to the data network?")
+                    raise HostError(
+                        f"no interface of {endpoint.name} has the address {endpoint.address}: "
+                        "attach the device to the data network"
+                    )
                 port = f"p{next(self._ports)}"
-                interface = self._plug(
-                    port, namespace, endpoint.address, IPv4Network(endpoint.network)
+                network = IPv4Network(endpoint.network)
+                interface = self._plug_device(
+                    port, namespace, endpoint.address, network
                 )
             process = os.pidfd_open(endpoint.pid)
+            # The namespace is kept: only an error before closes it.
             stack.pop_all()
         return Attached(endpoint, namespace, interface, process, port)
 
-    def _plug(
+    def _plug_device(
         self, port: str, namespace: Namespace, address: str, network: IPv4Network
     ) -> Interface:
         """Create a device's interface with a fixed hardware address, which other devices have been given."""
         assert self.bridge is not None
         hardware = hardware_address(address)
         self.bridge.run(
-            lambda: plug(port, _BRIDGE, INTERFACE, hardware, namespace.descriptor)
+            lambda: plug_port(port, _BRIDGE, INTERFACE, hardware, namespace.descriptor)
         )
         namespace.run(partial(set_address, INTERFACE, address, network))
         return Interface(INTERFACE, str(network.broadcast_address))
@@ -156,7 +170,7 @@ class Registry:
         attached = self.devices.pop(name)
         if attached.port and self.bridge is not None:
             with contextlib.suppress(HostError):  # deleted together with its other end
-                self.bridge.run(partial(delete, attached.port))
+                self.bridge.run(partial(delete_interface, attached.port))
         self._on_removal(name)
         attached.close()
 
@@ -168,9 +182,9 @@ class Registry:
 
     def await_end(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the end of a device; return whether one has ended."""
-        return _any_ended(
-            [attached.process for attached in list(self.devices.values())], seconds
-        )
+        # A copy: the wait holds no lock, and requests may attach devices meanwhile.
+        devices = list(self.devices.values())
+        return _any_ended([attached.process for attached in devices], seconds)
 
     def close(self) -> None:
         """Release all namespaces."""

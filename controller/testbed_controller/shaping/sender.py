@@ -16,30 +16,32 @@ def build(plan: InterfacePlan) -> list[str]:
     Packets without a class (ARP, other destinations) pass the default class without impairments.
     """
     device = plan.interface
-    return [
-        # HTB cannot replace HTB, which would be necessary after an incomplete attempt.
-        f"qdisc replace dev {device} root handle 2: pfifo",
-        *_tree_of(plan).root(plan.uplink),
-        *(line for one in plan.senders for line in _add_class(device, one)),
-    ]
+    # HTB cannot replace HTB, which would be necessary after an incomplete attempt.
+    lines = [f"qdisc replace dev {device} root handle 2: pfifo"]
+    lines += _tree_of(plan).root(plan.uplink)
+    for sender in plan.senders:
+        lines += _add_class(device, sender)
+    return lines
 
 
 def change(old: InterfacePlan, new: InterfacePlan) -> list[str]:
     """Return the lines for changing one plan's tree into another's, leaving equal leaves alone."""
     device = new.interface
-    before = {one.number: one for one in old.senders}
-    after = {one.number: one for one in new.senders}
+    before = {sender.number: sender for sender in old.senders}
+    after = {sender.number: sender for sender in new.senders}
     lines: list[str] = []
     if old.uplink != new.uplink:
         lines.append(_tree_of(new).change_access(new.uplink))
     for number in before.keys() - after.keys():
-        lines += [_remove_filter(device, before[number]), _tree_of(new).remove(number)]
-    for number, one in after.items():
+        # The kernel refuses to remove a class that a filter still names.
+        lines.append(_remove_filter(device, before[number]))
+        lines.append(_tree_of(new).remove(number))
+    for number, sender in after.items():
         previous = before.get(number)
         if previous is None:
-            lines += _add_class(device, one)
-        elif previous != one:
-            lines += _change_class(device, previous, one)
+            lines += _add_class(device, sender)
+        elif previous != sender:
+            lines += _change_class(device, previous, sender)
     return lines
 
 
@@ -85,27 +87,29 @@ def differences(
     filters: Sequence[Mapping[str, Any]],
 ) -> list[str]:
     """Compare a plan with ``tc class show``, ``tc -j qdisc show`` and ``tc -j filter show``."""
-    limits = {
-        entry["handle"]: entry["options"].get("limit")
-        for entry in qdiscs
-        if entry.get("kind") == "pfifo"
-    }
-    flows = {
-        entry["options"]["match"]["value"].rjust(8, "0"): entry["options"].get("flowid")
-        for entry in filters
-        if "match" in entry.get("options", {})
-    }
-    problems = _tree_of(plan).differences(
-        classes, plan.uplink, ((one.number, one.rate) for one in plan.senders)
-    )
-    for one in plan.senders:
-        if limits.get(f"{one.number:x}:") != one.limit:
+    limits = {}
+    for entry in qdiscs:
+        if entry.get("kind") == "pfifo":
+            limits[entry["handle"]] = entry["options"].get("limit")
+    flows = {}
+    for entry in filters:
+        options = entry.get("options", {})
+        if "match" in options:
+            # tc prints the address as a number, without leading zeros.
+            address = options["match"]["value"].rjust(8, "0")
+            flows[address] = options.get("flowid")
+    rates = [(sender.number, sender.rate) for sender in plan.senders]
+    problems = _tree_of(plan).differences(classes, plan.uplink, rates)
+    for sender in plan.senders:
+        handle = f"{sender.number:x}:"
+        limit = limits.get(handle)
+        if limit != sender.limit:
             problems.append(
-                f"queue {one.number:x}: holds {limits.get(f'{one.number:x}:')} packets, not {one.limit}"
+                f"queue {handle} holds {limit} packets instead of {sender.limit}"
             )
-        flow = flows.get(inet_aton(one.address).hex())
-        if flow != f"1:{one.number:x}":
+        flow = flows.get(inet_aton(sender.address).hex())
+        if flow != f"1:{sender.number:x}":
             problems.append(
-                f"packets to {one.address} go to class {flow} instead of 1:{one.number:x}"
+                f"packets to {sender.address} go to class {flow} instead of 1:{sender.number:x}"
             )
     return problems

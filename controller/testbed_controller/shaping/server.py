@@ -25,28 +25,30 @@ _LOG = logging.getLogger(__name__)
 
 _LARGEST_REQUEST = 16 << 20
 
+_Action = Callable[[Mapping[str, Any]], dict[str, Any] | None]
+"""Function from the JSON object of a request to that of the response, if any."""
 
-def application(
+
+def create_application(
     shaping: Shaping, token: str, renew: Callable[[], None] = lambda: None
 ) -> flask.Flask:
-    """Return the WSGI application; every request except ``/health`` needs the token."""
+    """Create the WSGI application; every request except ``/health`` needs the token."""
     app = flask.Flask("shaper")
     app.config["MAX_CONTENT_LENGTH"] = _LARGEST_REQUEST
 
     @app.before_request
     def authorise() -> Any:
-        if flask.request.path != "/health" and not authorised(
-            flask.request.environ, token
-        ):
-            return {"error": "the token is missing or wrong"}, 401
-        return None
+        if flask.request.path == "/health":
+            return None
+        if authorised(flask.request.environ, token):
+            return None
+        return {"error": "send the run's token as 'Authorization: Bearer <token>'"}, 401
 
     @app.errorhandler(TestbedError)
     def report_refusal(error: TestbedError) -> Any:
         _LOG.error("a request failed", exc_info=error)
-        return {"error": refusal(str(error))}, 400 if isinstance(
-            error, InputError
-        ) else 500
+        status = 400 if isinstance(error, InputError) else 500
+        return {"error": refusal(str(error))}, status
 
     @app.errorhandler(ArithmeticError)
     @app.errorhandler(KeyError)
@@ -57,44 +59,32 @@ def application(
         app.logger.exception("malformed request")
         return {"error": refusal(f"malformed request: {error!r}")}, 400
 
-    for path, act in (
-        ("/lease", lambda _: renew()),
-        ("/attach", partial(_attach, shaping)),
-        ("/release", lambda _: shaping.release_ended()),
-        ("/set", lambda asked: shaping.set(links_from_json(asked["links"]))),
-        (
-            "/probe",
-            lambda asked: {
-                "measurements": [
-                    each.to_json() for each in shaping.probe(_read_pairs(asked))
-                ]
-            },
-        ),
-        (
-            "/ends",
-            lambda asked: {
-                "ports": shaping.open_ends(str(asked["run"]), _read_pairs(asked))
-            },
-        ),
-        ("/half", partial(_probe_half, shaping)),
-    ):
+    actions: Mapping[str, _Action] = {
+        "/lease": lambda _: renew(),
+        "/attach": partial(_attach, shaping),
+        "/release": lambda _: shaping.release_ended(),
+        "/set": partial(_set, shaping),
+        "/probe": partial(_probe, shaping),
+        "/ends": partial(_open_ends, shaping),
+        "/half": partial(_probe_half, shaping),
+    }
+    for path, act in actions.items():
         app.add_url_rule(path, path, partial(_respond, act), methods=["POST"])
     app.get("/health", endpoint="health")(lambda: {"state": "ready"})
     app.get("/facts")(shaping.facts)
     app.get("/show")(shaping.show)
-    for path, read in (
-        ("/load", shaping.host_load),
-        ("/statistics", shaping.statistics),
-    ):
-        app.get(path, endpoint=path)(
-            lambda read=read: read(reset=flask.request.args.get("reset") == "1")
-        )
+    app.get("/load")(lambda: shaping.host_load(reset=_wants_reset()))
+    app.get("/statistics", endpoint="statistics")(
+        lambda: shaping.statistics(reset=_wants_reset())
+    )
     return app
 
 
-def _respond(
-    act: Callable[[Mapping[str, Any]], dict[str, Any] | None],
-) -> dict[str, Any]:
+def _wants_reset() -> bool:
+    return flask.request.args.get("reset") == "1"
+
+
+def _respond(act: _Action) -> dict[str, Any]:
     """Execute a function on the JSON object of the request, if any; raises InputError for other values."""
     document = flask.request.get_json() if flask.request.content_length else {}
     if not isinstance(document, dict):
@@ -108,47 +98,54 @@ def _read_pairs(asked: Mapping[str, Any]) -> list[Pair]:
 
 def _attach(shaping: Shaping, asked: Mapping[str, Any]) -> None:
     shaping.seed = int(asked.get("seed", shaping.seed))
-    cells = [
-        Cell(tuple(cell["devices"]), cell["rate"]) for cell in asked.get("cells", ())
-    ]
-    shaping.attach(
-        [Endpoint(**fields) for fields in asked["endpoints"]],
-        links_from_json(asked["links"]),
-        cells,
-    )
+    cells = []
+    for fields in asked.get("cells", ()):
+        cells.append(Cell(tuple(fields["devices"]), fields["rate"]))
+    endpoints = [Endpoint(**fields) for fields in asked["endpoints"]]
+    shaping.attach(endpoints, links_from_json(asked["links"]), cells)
+
+
+def _set(shaping: Shaping, asked: Mapping[str, Any]) -> None:
+    shaping.set(links_from_json(asked["links"]))
+
+
+def _probe(shaping: Shaping, asked: Mapping[str, Any]) -> dict[str, Any]:
+    measurements = shaping.probe(_read_pairs(asked))
+    return {"measurements": [measurement.to_json() for measurement in measurements]}
+
+
+def _open_ends(shaping: Shaping, asked: Mapping[str, Any]) -> dict[str, Any]:
+    return {"ports": shaping.open_ends(str(asked["run"]), _read_pairs(asked))}
 
 
 def _probe_half(shaping: Shaping, asked: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "measurements": shaping.probe_half(
-            str(asked["run"]), _read_pairs(asked), asked["ports"], float(asked["begin"])
-        )
-    }
+    measurements = shaping.probe_half(
+        str(asked["run"]), _read_pairs(asked), asked["ports"], float(asked["begin"])
+    )
+    return {"measurements": measurements}
 
 
 def serve(
     shaping: Shaping, token: str, host: str, port: int, renew: Callable[[], None]
 ) -> None:
-    """Answer requests until the process ends; ``renew`` is called when the controller renews the lease."""
+    """Answer requests until the process ends; ``renew`` is called at each renewal of the lease."""
     listening = socket.create_server((host, port), backlog=128)
-    server = PatientServer(("127.0.0.1", 0), application(shaping, token, renew), 8)
+    # On loopback: the proxy alone is reachable from outside, and leads here or on to a device.
+    application = create_application(shaping, token, renew)
+    server = PatientServer(("127.0.0.1", 0), application, 8)
 
     def connect(device: str) -> socket.socket:
-        return (
-            shaping.connect(device, CONTROL_PORT)
-            if device
-            else socket.create_connection(server.address)
-        )
+        if device:
+            return shaping.connect(device, CONTROL_PORT)
+        return socket.create_connection(server.address)
 
-    for work in (
-        partial(_release_ended, shaping),
-        partial(asyncio.run, proxy.serve(connect, listening)),
-    ):
+    forward = partial(asyncio.run, proxy.serve(connect, listening))
+    for work in (partial(_release_ended, shaping), forward):
         threading.Thread(target=work, daemon=True).start()
     server.serve()
 
 
 def _release_ended(shaping: Shaping) -> None:
-    """Release devices that end without a request."""
+    """Release ended devices without a request of the controller."""
     while True:
         shaping.wait_for_end(1.0)

@@ -36,17 +36,16 @@ _LOG = logging.getLogger(__name__)
 _CONNECT_SECONDS = 5.0
 
 
-def refuse(links: Mapping[Pair, Link]) -> None:
+def check_links(links: Mapping[Pair, Link]) -> None:
     """Raise InputError for links without support by any backend."""
     for (source, destination), link in links.items():
-        if errors := problems(link):
-            raise InputError(
-                f"link {source} -> {destination}: {'; '.join(problem.text for problem in errors)}"
-            )
+        texts = [problem.text for problem in problems(link)]
+        if texts:
+            raise InputError(f"link {source} -> {destination}: {'; '.join(texts)}")
 
 
 class Shaping:
-    """All devices of a run on this host, and the links between them. Thread-safe.
+    """The devices of a run on this host, and the links between these devices. Thread-safe.
 
     Example::
 
@@ -56,12 +55,13 @@ class Shaping:
     """
 
     def __init__(self, links: str = "auto", seed: int = 0) -> None:
-        """Select a backend by name, or with ``auto`` the first one that the kernel supports.
+        """Select a backend by name; ``auto`` selects the first one with kernel support.
 
         Raises HostError without a supported backend.
         """
         self.seed = seed
         """Seed of random losses."""
+        # A function, since the server sets the seed after the backend was opened.
         self._applier = Applier(links, lambda: self.seed)
         self.registry = Registry(self._applier.forget)
         self._prober = Prober(self.registry)
@@ -74,7 +74,7 @@ class Shaping:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return kernel, backend and the clocks of this host in seconds."""
+        """Return backend, kernel and the host's clocks, in seconds."""
         return {
             **self._applier.facts(),
             "kernel": os.uname().release,
@@ -83,8 +83,8 @@ class Shaping:
             "time": time.time(),
         }
 
-    def host_load(self, reset: bool = False) -> dict[str, Any]:
-        """Return the processor load of this machine since the last ``reset``."""
+    def host_load(self, *, reset: bool = False) -> dict[str, Any]:
+        """Return the processor load of the machine since the last call with ``reset``."""
         if reset:
             self._monitor.stop()
             self._monitor = HostMonitor()
@@ -103,21 +103,21 @@ class Shaping:
         ``cells`` replace the existing ones. Raises `InputError` for links of unattached devices.
         """
         endpoints = list(endpoints)
-        refuse(links)
+        check_links(links)
         with self._lock:
             if cells is not None:
                 self._cells = tuple(cells)
-            _LOG.info(
-                "attaching %s", ", ".join(endpoint.name for endpoint in endpoints)
-            )
+            names = ", ".join(endpoint.name for endpoint in endpoints)
+            _LOG.info("attaching %s", names)
             self.registry.add(endpoints, self._pool)
+            # With devices on this host, links may name others that are attached later.
             if not any(endpoint.pid for endpoint in endpoints):
                 self._require_known(links)
             self._apply_changes(self.registry.devices, links)
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links only; raises `InputError` for an unattached device."""
-        refuse(links)
+        check_links(links)
         with self._lock:
             self._require_known(links)
             self._apply_changes(set(chain.from_iterable(links)), links)
@@ -136,36 +136,36 @@ class Shaping:
         self.registry.release_ended()
         planner = self._make_planner({**self._links, **links})
         changes = []
+        # All plans are checked before the first change.
         for name, attached in sorted(self.registry.devices.items()):
-            if name in names:
-                plan = planner.plan(name, attached.interface)
-                changes.append(
-                    (attached, plan, planner.routes(name, attached.interface))
-                )
-                if problem := self._applier.problem(attached, plan):
-                    raise HostError(f"links to {name}: {problem}")
+            if name not in names:
+                continue
+            plan = planner.plan(name, attached.interface)
+            problem = self._applier.problem(attached, plan)
+            if problem:
+                raise HostError(f"links to {name}: {problem}")
+            routes = planner.routes(name, attached.interface)
+            changes.append((attached, plan, routes))
         self._log_changes(links)
         self._links |= links
-        # Finish all changes before raising an error: a half-changed lab is worse than a late message.
         outcomes = [
             self._pool.submit(self._applier.apply, *change) for change in changes
         ]
-        errors = [
-            error for outcome in outcomes if (error := outcome.exception()) is not None
-        ]
+        # Finish all changes before raising an error: a half-changed lab is worse than a late message.
+        errors = [outcome.exception() for outcome in outcomes]
         for error in errors:
-            raise error
+            if error is not None:
+                raise error
 
     def _make_planner(self, links: Mapping[Pair, Link]) -> Planner:
         """Return a planner for these links, with a gate if needed and possible."""
         planner = Planner(
             self.registry.endpoints, self.registry.numbers, links, self._cells
         )
-        if any(
-            planner.routes(name, attached.interface)
-            for name, attached in self.registry.devices.items()
-        ):
-            planner.gated = self._applier.has_gate(required=bool(self._cells))
+        for name, attached in self.registry.devices.items():
+            if planner.routes(name, attached.interface):
+                planner.gated = self._applier.has_gate(required=bool(self._cells))
+                break
         return planner
 
     def _log_changes(self, links: Mapping[Pair, Link]) -> None:
@@ -174,12 +174,13 @@ class Shaping:
             _LOG.info("shaping %d links", len(links))
             return
         for pair, link in links.items():
-            old, new = asdict(self._links.get(pair, Link())), asdict(link)
-            changed = ", ".join(
-                f"{key} {new[key]}" for key in new if new[key] != old[key]
-            )
+            old = asdict(self._links.get(pair, Link()))
+            changed = []
+            for key, value in asdict(link).items():
+                if value != old[key]:
+                    changed.append(f"{key} {value}")
             if changed:
-                _LOG.info("link %s -> %s: %s", *pair, changed)
+                _LOG.info("link %s -> %s: %s", *pair, ", ".join(changed))
 
     def wait_for_end(self, seconds: float) -> None:
         """Wait up to ``seconds`` for the end of a device, and release the device."""
@@ -196,6 +197,7 @@ class Shaping:
         attached = self.registry.devices.get(name)
         if attached is None:
             raise HostError(f"'{name}' is not running")
+        # Released meanwhile, the device's own handle would be closed during the connection.
         namespace = attached.namespace.duplicate()
         try:
             return namespace.run(
@@ -224,11 +226,11 @@ class Shaping:
                 "links": links,
             }
 
-    def statistics(self, reset: bool = False) -> dict[str, Any]:
+    def statistics(self, *, reset: bool = False) -> dict[str, Any]:
         """Return queue drops, lateness and sent bytes; ``reset`` clears the lateness."""
         with self._lock:
             self.registry.release_ended()
-            return self._applier.statistics(self.registry.devices, reset)
+            return self._applier.statistics(self.registry.devices, reset=reset)
 
     def close(self) -> None:
         """Release all resources; the devices keep their settings."""
@@ -252,6 +254,7 @@ class Shaping:
             with contextlib.ExitStack() as stack:
                 sites = self._prober.sites(names, stack)
                 held = stack.pop_all()
+        # Without the lock: a measurement takes seconds, and devices may end or links change meanwhile.
         _LOG.info("measuring %d links", len(links))
         with held:
             return measure(links, sites, media) if links else []
@@ -264,7 +267,7 @@ class Shaping:
     def probe_half(
         self, run: str, pairs: Sequence[Pair], ports: Mapping[str, int], begin: float
     ) -> list[dict[str, Any]]:
-        """Measure links between this host and others, which do the same; see `probes.measure_half`.
+        """Measure the local ends of links to other hosts, whose shapers do the same; see `probes.measure_half`.
 
         ``ports`` has the ports of all devices; the local ones come from `open_ends`.
         """
@@ -278,8 +281,8 @@ class Shaping:
             return measure_half(links, sites, ends, bytes.fromhex(run), begin, media)
 
     def _media(self, pairs: Sequence[Pair]) -> dict[Pair, Route]:
-        """Return the gate's channels of these links, for senders on this host."""
-        interfaces = {
-            name: attached.interface for name, attached in self.registry.devices.items()
-        }
+        """Return the routes through the gate of the given links; links from other hosts are left out."""
+        interfaces = {}
+        for name, attached in self.registry.devices.items():
+            interfaces[name] = attached.interface
         return self._make_planner(self._links).media(pairs, interfaces)

@@ -26,6 +26,9 @@ from testbed_controller.shaping.plan import (
 Entries = Sequence[Mapping[str, Any]]
 _OWN = "rate 1000bit burst 1"
 """Guaranteed rate of a class: too small to reduce the shared rate."""
+# Without an explicit quantum, HTB derives one from the guaranteed rate: below 1,000 bytes for _OWN, with a warning in
+# the kernel's log, and 200,000 bytes for CEILING, so that a link would send a hundred frames in its turn.
+_QUANTUM = f"quantum {FRAME}"
 _CLASS = re.compile(
     r"^class htb ([0-9a-f]+):([0-9a-f]+) .*?\bceil (\d+)([KMGT]?)bit .*?\bcburst (\d+)([KM]?)b",
     re.MULTILINE,
@@ -46,7 +49,7 @@ class Shown:
     """Filters of the requested (interface, parent) pairs, in order."""
 
 
-def run(
+def run_batch(
     lines: Sequence[str],
     classes: Sequence[str],
     filters: Sequence[tuple[str, str]],
@@ -57,14 +60,11 @@ def run(
     ``tables`` is the folder of netem's delay distributions. Raises HostError with the refused line.
     """
     reads = [f"class show dev {device}" for device in classes]
-    reads += [
-        "qdisc show",
-        *(f"filter show dev {device} parent {parent}" for device, parent in filters),
-    ]
+    reads.append("qdisc show")
+    reads += [f"filter show dev {device} parent {parent}" for device, parent in filters]
     environment = None if tables is None else {**os.environ, "TC_LIB_DIR": tables}
-    shown = command(
-        ["tc", "-j", "-batch", "-"], "\n".join([*lines, *reads]) + "\n", environment
-    )
+    batch = "\n".join([*lines, *reads]) + "\n"
+    shown = command(["tc", "-j", "-batch", "-"], batch, environment)
     # tc prints classes as text even with -j, and all else as one JSON array per command.
     texts = shown.splitlines()
     arrays = [json.loads(text) for text in texts if text.startswith("[")]
@@ -97,7 +97,7 @@ class Tree:
     def leaf(self, verb: str, number: int, rate: int) -> str:
         """Return the line for adding, changing or replacing the class of a link."""
         place = f"dev {self.device} parent {self.identity(ACCESS_CLASS)} classid {self.identity(number)}"
-        return f"class {verb} {place} htb {_OWN} ceil {rate}bit cburst {burst(rate)} quantum {FRAME}"
+        return f"class {verb} {place} htb {_OWN} ceil {rate}bit cburst {burst(rate)} {_QUANTUM}"
 
     def remove(self, number: int) -> str:
         """Return the line for removing the class of a link."""
@@ -109,7 +109,7 @@ class Tree:
 
     def _top_class(self, verb: str, number: int, rate: int) -> str:
         bucket = burst(rate)
-        words = f"htb rate {rate}bit ceil {rate}bit burst {bucket} cburst {bucket} quantum {FRAME}"
+        words = f"htb rate {rate}bit ceil {rate}bit burst {bucket} cburst {bucket} {_QUANTUM}"
         return f"class {verb} dev {self.device} parent {self.number:x}: classid {self.identity(number)} {words}"
 
     def differences(
@@ -119,9 +119,11 @@ class Tree:
         held = _parse_classes(shown)
         problems = []
         for number, rate in [(ACCESS_CLASS, _access_rate(access)), *rates]:
-            present, bucket = held.get((self.number, number)), burst(rate)
+            present = held.get((self.number, number))
+            bucket = burst(rate)
             if present is None:
                 problems.append(f"class {self.identity(number)} is missing")
+            # tc prints a rate with few digits.
             elif abs(present.rate - rate) > 0.002 * rate:
                 problems.append(
                     f"class {self.identity(number)} has a rate of {present.rate} bit/s instead of {rate}"
@@ -129,7 +131,7 @@ class Tree:
             # tc stores a bucket as its transmission time, rounded to microseconds.
             elif abs(present.burst - bucket) > 0.01 * bucket + 1e-6 * rate / 8 + 1:
                 problems.append(
-                    f"class {self.identity(number)} has a bucket of {present.burst} bytes, not {bucket}"
+                    f"class {self.identity(number)} has a bucket of {present.burst} bytes instead of {bucket}"
                 )
         return problems
 
@@ -148,9 +150,9 @@ class _Held:
 
 def _parse_classes(shown: str) -> dict[tuple[int, int], _Held]:
     """Parse the output of ``tc class show`` for one or several interfaces."""
-    return {
-        (int(tree, 16), int(number, 16)): _Held(
-            int(rate) * _FACTOR[unit], int(bucket) * _BINARY[bucket_unit]
-        )
-        for tree, number, rate, unit, bucket, bucket_unit in _CLASS.findall(shown)
-    }
+    classes = {}
+    for tree, number, rate, unit, bucket, bucket_unit in _CLASS.findall(shown):
+        bits = int(rate) * _FACTOR[unit]
+        size = int(bucket) * _BINARY[bucket_unit]
+        classes[int(tree, 16), int(number, 16)] = _Held(bits, size)
+    return classes

@@ -24,15 +24,21 @@ def delay_tolerance(delay: float) -> float:
 def binomial_interval(
     packets: int, probability: float, confidence: float = LOSS_CONFIDENCE
 ) -> tuple[int, int]:
-    """Return the central interval of ``packets`` draws, excluding ``(1 - confidence) / 2`` on each side."""
+    """Return the central interval of ``packets`` draws, excluding ``(1 - confidence) / 2`` on each side.
+
+    >>> binomial_interval(100, 0.1)
+    (3, 18)
+    """
     if packets == 0 or probability <= 0:
         return 0, 0
     if probability >= 1:
         return packets, packets
     tail = (1 - confidence) / 2
+    # Logarithms, since the chance of no loss among many packets is too small for a float.
     odds = math.log(probability) - math.log1p(-probability)
     logarithm = packets * math.log1p(-probability)
-    total, lowest = 0.0, -1
+    total = 0.0
+    lowest = -1
     for count in range(packets + 1):
         if count:
             logarithm += math.log(packets - count + 1) - math.log(count) + odds
@@ -49,11 +55,14 @@ def loss_interval(link: Link, packets: int) -> tuple[int, int]:
 
     The binomial interval is widened for bursts, whose losses scatter more than independent ones.
     """
-    lowest, highest = binomial_interval(packets, expected_loss(link))
-    mean, scale = packets * expected_loss(link), math.sqrt(memory(link))
-    return max(0, math.floor(mean - (mean - lowest) * scale)), min(
-        packets, math.ceil(mean + (highest - mean) * scale)
-    )
+    loss = expected_loss(link)
+    lowest, highest = binomial_interval(packets, loss)
+    mean = packets * loss
+    # The variance of a sum of correlated draws is larger by the factor `memory`.
+    scale = math.sqrt(memory(link))
+    lowest = math.floor(mean - (mean - lowest) * scale)
+    highest = math.ceil(mean + (highest - mean) * scale)
+    return max(0, lowest), min(packets, highest)
 
 
 def median_tolerance(link: Link, packets: int, gate: float = 0.0) -> float:
@@ -62,11 +71,12 @@ def median_tolerance(link: Link, packets: int, gate: float = 0.0) -> float:
     ``gate`` is the transmission time subtracted from the measurement; the fraction applies to the sum of both.
     """
     correlated = (1 + link.jitter_correlation) / (1 - link.jitter_correlation)
+    # A median scatters more than a mean, by sqrt(pi / 2) for a normal distribution; 2.6 deviations have 99 % of it.
     scatter = link.jitter * math.sqrt(math.pi / 2 * correlated / max(1, packets))
     return delay_tolerance(link.delay + gate) + 2.6 * scatter
 
 
-def problem(
+def describe_deviations(
     link: Link,
     rate: float | None,
     delay: float | None,
@@ -74,28 +84,26 @@ def problem(
     lost: int,
     gate: float = 0.0,
 ) -> str | None:
-    """Describe the values outside their tolerance (rates in bit/s, delay in seconds), or return None.
+    """Describe the measured values outside their tolerance (rates in bit/s, delay in seconds); None for a good link.
 
     ``delay`` is the median of the received packets; the link's rate is the lowest on its way, including access limits.
     ``gate`` is as for `median_tolerance`.
+
+    >>> describe_deviations(Link(rate=1e6, delay=0.005), rate=0.9e6, delay=0.005, sent=30, lost=0)
+    'carries 0.9 mbit instead of 1 mbit (96 to 101% are tolerated)'
     """
     if not link.up:
-        return (
-            None
-            if lost == sent
-            else f"is down, yet {sent - lost} of {sent} packets arrived"
-        )
+        if lost == sent:
+            return None
+        return f"is down, yet {sent - lost} of {sent} packets arrived"
     problems = []
     if delay is None:
+        # A few packets may all be lost on a very lossy link.
         if expected_loss(link) < 0.9:
             problems.append(f"none of {sent} packets arrived")
     else:
-        problems += _delay_problems(link, delay, sent, lost, gate)
-    if (
-        rate is not None
-        and link.rate
-        and not RATE_LOWEST <= rate / link.rate <= RATE_HIGHEST
-    ):
+        problems += _describe_delay_and_loss(link, delay, sent, lost, gate)
+    if rate is not None and link.rate and not _is_tolerable(rate / link.rate):
         problems.append(
             f"carries {rate / 1e6:.4g} mbit instead of {link.rate / 1e6:g} mbit "
             f"({RATE_LOWEST * 100:.0f} to {RATE_HIGHEST * 100:.0f}% are tolerated)"
@@ -103,12 +111,16 @@ def problem(
     return "; ".join(problems) or None
 
 
-def _delay_problems(
+def _is_tolerable(share: float) -> bool:
+    return RATE_LOWEST <= share <= RATE_HIGHEST
+
+
+def _describe_delay_and_loss(
     link: Link, delay: float, sent: int, lost: int, gate: float
 ) -> list[str]:
-    """Return problems of delay and loss, if some packets arrived."""
     problems = []
-    asked, bound = median_delay(link), median_tolerance(link, sent - lost, gate)
+    asked = median_delay(link)
+    bound = median_tolerance(link, sent - lost, gate)
     if abs(delay - asked) > bound:
         problems.append(
             f"delays by {delay * 1e3:.2f} ms instead of {asked * 1e3:g} ms (tolerance {bound * 1e3:.2f} ms)"
@@ -117,6 +129,6 @@ def _delay_problems(
     if not lowest <= lost <= highest:
         share = expected_loss(link) * 100
         problems.append(
-            f"loses {lost} of {sent} packets, {lowest} to {highest} would be {share:g}%"
+            f"loses {lost} of {sent} packets; at a loss of {share:g}%, {lowest} to {highest} are expected"
         )
     return problems

@@ -85,15 +85,15 @@ class FarEnds:
     frame: int = FRAME
 
 
-def receivers(ends: Iterable[Ends | FarEnds]) -> list[socket.socket]:
-    """Return the receiving sockets on this host."""
+def receiving_sockets(ends: Iterable[Ends | FarEnds]) -> list[socket.socket]:
+    """Return the receiving sockets of the devices on this host."""
     return [
         device_ends.receiver for device_ends in ends if isinstance(device_ends, Ends)
     ]
 
 
 @contextlib.contextmanager
-def sockets(
+def open_sockets(
     sites: Mapping[str, Site], names: Iterable[str]
 ) -> Iterator[dict[str, Ends]]:
     """Open a sending and a receiving socket in each device."""
@@ -109,31 +109,30 @@ def sockets(
 
 
 def _open_ends(address: str) -> Ends:
-    sender, receiver = (
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)
-    )
+    sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     for endpoint in (sender, receiver):
         endpoint.bind((address, 0))
         endpoint.setblocking(False)
-    receiver.setsockopt(
-        socket.SOL_SOCKET, _SO_RCVBUFFORCE, 2 * MOST_FRAMES * BUFFER_PER_FRAME
-    )
+    # The whole train must fit, should this process not run for a while.
+    buffer = 2 * MOST_FRAMES * BUFFER_PER_FRAME
+    receiver.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, buffer)
     receiver.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
     return Ends(sender, receiver, _largest_frame(sender, address))
 
 
 def _largest_frame(link: socket.socket, address: str) -> int:
-    """Return the size of an interface's largest frame in bytes, given its address: smaller in a VXLAN."""
+    """Return the size in bytes of the largest frame of the interface with an address: smaller in a VXLAN."""
+    wanted = socket.inet_aton(address)
     for _, name in socket.if_nameindex():
+        # struct ifreq: a name of 16 bytes, then the address (in a sockaddr, from byte 20) or the MTU.
         request = struct.pack("16s24x", name.encode())
         with contextlib.suppress(OSError):  # the interface has no address
-            if fcntl.ioctl(link, _SIOCGIFADDR, request)[20:24] == socket.inet_aton(
-                address
-            ):
-                mtu: int = struct.unpack_from(
-                    "=i", fcntl.ioctl(link, _SIOCGIFMTU, request), 16
-                )[0]
-                return min(FRAME, mtu + ETHERNET)
+            if fcntl.ioctl(link, _SIOCGIFADDR, request)[20:24] != wanted:
+                continue
+            answer = fcntl.ioctl(link, _SIOCGIFMTU, request)
+            mtu: int = struct.unpack_from("=i", answer, 16)[0]
+            return min(FRAME, mtu + ETHERNET)
     return FRAME
 
 
@@ -204,16 +203,13 @@ class Train:
         return isinstance(self.destination, FarEnds) or self.frames - 1 in self.stamps
 
     def open(self) -> None:
-        """Configure the sending socket, if it is on this host."""
+        """Configure the sending socket; does nothing for a sender on another host."""
         if isinstance(self.source, Ends):
-            # Limit the data sent ahead to the queue of the link, which would drop more.
+            sender = self.source.sender
+            # Limit the data sent ahead to the queue of the link, which would drop more. The kernel doubles the value.
             buffer = int(0.6 * queue_limit(self.link)) * BUFFER_PER_FRAME
-            self.source.sender.setsockopt(
-                socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2
-            )
-            self.source.sender.setsockopt(
-                socket.SOL_UDP, _UDP_SEGMENT, self.frame - HEADERS
-            )
+            sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
+            sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, self.frame - HEADERS)
 
     def close(self) -> None:
         """Restore the sending socket for single datagrams."""
@@ -221,20 +217,19 @@ class Train:
             self.source.sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, 0)
 
     def send(self, run: bytes, index: int) -> bool:
-        """Send as many frames as the socket accepts; return whether frames of this host remain."""
+        """Send as many frames as the socket accepts; return whether frames remain for a sender on this host."""
         if isinstance(self.source, FarEnds):
             return False
         size = self.frame - HEADERS
         most = min(self.frames, self.sent + _AT_ONCE) if self.late else self.frames
         while self.sent < most:
-            following = range(self.sent, min(self.frames, self.sent + self.together))
-            piece = b"".join(
-                CONTENT.pack(run, index, number, 0.0).ljust(size, b"\0")
-                for number in following
-            )
+            end = min(self.frames, self.sent + self.together)
+            piece = b""
+            for number in range(self.sent, end):
+                piece += CONTENT.pack(run, index, number, 0.0).ljust(size, b"\0")
             if not self.source.send(piece, self.destination.target):
                 break
-            self.sent = following.stop
+            self.sent = end
         return self.sent < self.frames
 
     def receive(self, number: int, kernel_stamp: float) -> None:
@@ -268,6 +263,9 @@ def slope_below(times: Sequence[float]) -> float:
     An arrival may be recorded late, never early, because this process also sends and may lose the processor. The true
     arrivals are on a line below all points. The edge of the lower convex hull under the middle is that line unless half
     of the arrivals were recorded late.
+
+    >>> slope_below([0.0, 1.0, 2.7, 3.0, 4.5, 5.0])
+    1.0
     """
     hull: list[int] = []
     for index in range(len(times)):
@@ -275,14 +273,19 @@ def slope_below(times: Sequence[float]) -> float:
             hull.pop()
         hull.append(index)
     middle = (len(times) - 1) / 2
-    right = next(place for place, index in enumerate(hull) if index > middle)
-    first, last = hull[right - 1], hull[right]
+    right = 0
+    while hull[right] <= middle:
+        right += 1
+    first = hull[right - 1]
+    last = hull[right]
     return (times[last] - times[first]) / (last - first)
 
 
 def _turns_down(times: Sequence[float], first: int, second: int, third: int) -> bool:
     """Return whether the second point is on or above the line from the first to the third."""
-    rise, run = times[second] - times[first], second - first
+    # Slopes compared without a division.
+    rise = times[second] - times[first]
+    run = second - first
     return rise * (third - first) >= (times[third] - times[first]) * run
 
 
@@ -297,36 +300,27 @@ def make_train(
     """Return a train for a link; a slow link gets small frames, for a bounded duration."""
     rate = link.rate
     assert rate
-    source, destination = ends[pair[0]], ends[pair[1]]
+    source = ends[pair[0]]
+    destination = ends[pair[1]]
     largest = min(source.frame, destination.frame)
-    frame = int(
-        min(largest, max(SMALL_FRAME, rate / 8 * _MOST_SECONDS / _FEWEST_FRAMES))
-    )
-    frames = int(
-        min(MOST_FRAMES, max(_FEWEST_FRAMES, rate / 8 * _TRAIN_SECONDS / frame))
-    )
+    affordable = rate / 8 * _MOST_SECONDS / _FEWEST_FRAMES
+    frame = int(min(largest, max(SMALL_FRAME, affordable)))
+    frames = rate / 8 * _TRAIN_SECONDS / frame
+    frames = int(min(MOST_FRAMES, max(_FEWEST_FRAMES, frames)))
+    frames += _burst_frames(rate, frame)
     together = max(1, min(40, burst(rate) // FRAME // 2))
-    return Train(
-        pair,
-        link,
-        late,
-        source,
-        destination,
-        frame,
-        _burst_frames(rate, frame) + frames,
-        together,
-    )
+    return Train(pair, link, late, source, destination, frame, frames, together)
 
 
-def seconds(trains: Iterable[Train]) -> float:
+def longest_seconds(trains: Iterable[Train]) -> float:
     """Return the duration of concurrent trains, in seconds."""
     return max(train.seconds for train in trains)
 
 
-def rates(
+def measure_rates(
     trains: Sequence[Train], run: bytes | None = None
 ) -> dict[Pair, float | None]:
-    """Send trains whose links share no device; return the rate of each link in bit/s, or None with too few arrivals.
+    """Send trains whose links share no device; return the rate of each link in bit/s, None with too few arrivals.
 
     Another host sends or receives the remote end of a train; ``run`` is then common to both hosts.
     """
@@ -342,23 +336,27 @@ def rates(
 
 def _run_trains(trains: Sequence[Train], run: bytes) -> None:
     """Send and receive until all frames have arrived, or no more arrive."""
-    deadline = time.monotonic() + seconds(trains)
+    deadline = time.monotonic() + longest_seconds(trains)
     quiet = max(train.quiet for train in trains)
     last_heard = time.monotonic() + 0.2  # another host may begin slightly later
-    with Listener(receivers(train.destination for train in trains)) as listener:
-        while (now := time.monotonic()) < deadline:
-            pause = _send_pieces(trains, run)
-            if pause is None and (
-                now > last_heard + quiet or all(train.done for train in trains)
-            ):
+    receivers = receiving_sockets(train.destination for train in trains)
+    with Listener(receivers) as listener:
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
                 break
-            for receiver in listener.ready(0.02 if pause is None else pause):
+            pause = _send_pieces(trains, run)
+            if pause is None:
+                if now > last_heard + quiet or all(train.done for train in trains):
+                    break
+                pause = 0.02
+            for receiver in listener.ready(pause):
                 last_heard = time.monotonic()
                 _note_arrivals(receiver, run, trains)
 
 
 def _send_pieces(trains: Sequence[Train], run: bytes) -> float | None:
-    """Send a piece of each train; return the time to listen in seconds, or None if all is sent."""
+    """Send a piece of each train; return the time to listen in seconds, None when all is sent."""
     left = [train.send(run, index) for index, train in enumerate(trains)]
     if not any(left):
         return None
@@ -371,6 +369,7 @@ def _note_arrivals(
     with contextlib.suppress(BlockingIOError):
         for _ in range(256):
             data, ancillary, _, _ = receiver.recvmsg(FRAME, 64)
+            # Other datagrams, and late frames of an earlier measurement, are ignored.
             if len(data) >= CONTENT.size and data.startswith(run):
                 _, index, number, _ = CONTENT.unpack_from(data)
                 trains[index].receive(number, _kernel_stamp(ancillary))

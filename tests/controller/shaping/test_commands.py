@@ -45,7 +45,7 @@ def test_a_tree_is_written_with_its_shared_class_and_leaves_below_it() -> None:
         (shown("6Mbit"), ["class 1:10 has a rate of 6000000 bit/s instead of 5000000"]),
         (
             shown(bucket=99_999),
-            [f"class 1:10 has a bucket of 99999 bytes, not {burst(5_000_000)}"],
+            [f"class 1:10 has a bucket of 99999 bytes instead of {burst(5_000_000)}"],
         ),
         ("", ["class 1:3 is missing", "class 1:10 is missing"]),
     ],
@@ -64,7 +64,7 @@ def test_one_batch_changes_and_reads_back(monkeypatch: pytest.MonkeyPatch) -> No
         return 'class htb 1:3 root\n[{"kind": "htb"}]\n[{"pref": 1}]\n[]\nclass htb 2:3 root\n'
 
     monkeypatch.setattr(tc, "command", answer)
-    found = tc.run(
+    found = tc.run_batch(
         ["a change"],
         ["eth0", "ifb0"],
         [("eth0", "1:"), ("ifb0", "2:")],

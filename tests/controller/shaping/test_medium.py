@@ -150,7 +150,7 @@ def routes(
         name: Endpoint(name, 1, each, None, (downlinks or {}).get(name))
         for name, each in peers.items()
     }
-    return medium.routes(
+    return medium.routes_of(
         replace(endpoints[device], uplink=uplink), broadcast, endpoints, links, cells
     )
 

@@ -11,7 +11,7 @@ from flask.testing import FlaskClient
 from testbed.common.errors import HostError, InputError
 from testbed.network.link import Cell, Link, Pair
 from testbed_controller.shaping.plan import Endpoint
-from testbed_controller.shaping.server import application
+from testbed_controller.shaping.server import create_application
 
 
 class Remembering:
@@ -58,7 +58,9 @@ def shaping() -> Remembering:
 @pytest.fixture
 def client(shaping: Remembering) -> FlaskClient:
     renewed = shaping.done.append
-    made = application(shaping, "secret", lambda: renewed("renewed")).test_client()  # type: ignore[arg-type]
+    made = create_application(
+        shaping, "secret", lambda: renewed("renewed")
+    ).test_client()  # type: ignore[arg-type]
     made.environ_base["HTTP_AUTHORIZATION"] = "Bearer secret"
     return made
 

@@ -9,17 +9,17 @@ import pytest
 
 from testbed.network.link import GilbertElliott, Link
 from testbed_controller.shaping import netem, nfqueue, sender, tolerance
-from testbed_controller.shaping.chain import receiving
+from testbed_controller.shaping.chain import receiving_chain
 from testbed_controller.shaping.helper import LatenessHistogram
 from testbed_controller.shaping.plan import (
     Endpoint,
     InterfacePlan,
     burst,
     line_limit,
-    plan,
+    plan_interface,
     queue_limit,
 )
-from testbed_controller.shaping.probes import _assign_turns, rounds
+from testbed_controller.shaping.probes import _assign_turns, split_into_rounds
 from testbed_controller.shaping.trains import Site
 
 A = Endpoint("a", 1, "198.18.0.2")
@@ -29,7 +29,7 @@ PEERS = {"a": (1, "198.18.0.2"), "b": (2, "198.18.0.3"), "c": (3, "198.18.0.4")}
 def plan_of_a(**outgoing: Link) -> InterfacePlan:
     links = {("a", peer): link for peer, link in outgoing.items()}
     links |= {("b", "a"): Link(delay=0.02, loss=0.01), ("c", "a"): Link()}
-    return plan(A, "eth1", "198.18.255.255", PEERS, links)
+    return plan_interface(A, "eth1", "198.18.255.255", PEERS, links)
 
 
 CEILING = "htb rate 32000000000bit ceil 32000000000bit burst 800000 cburst 800000 quantum 1514"
@@ -54,7 +54,7 @@ def test_sender_tree_word_for_word() -> None:
 def test_an_uplink_is_set_and_lifted_in_one_class() -> None:
     limited = Endpoint("a", 1, "198.18.0.2", uplink=5e6)
     with_it, without = (
-        plan(each, "eth1", None, PEERS, {("a", "b"): Link(rate=50e6)})
+        plan_interface(each, "eth1", None, PEERS, {("a", "b"): Link(rate=50e6)})
         for each in (limited, A)
     )
     shared = "class change dev eth1 parent 1: classid 1:3 htb"
@@ -65,7 +65,7 @@ def test_an_uplink_is_set_and_lifted_in_one_class() -> None:
         sender.change(with_it, without)[0] == f"{shared} {CEILING.removeprefix('htb ')}"
     )
     # Nothing may pile up that the uplink takes long to send.
-    slow = plan(limited, "eth1", None, PEERS, {("a", "b"): Link()})
+    slow = plan_interface(limited, "eth1", None, PEERS, {("a", "b"): Link()})
     assert slow.senders[0].limit == 300
 
 
@@ -86,8 +86,8 @@ def test_a_change_touches_one_leaf() -> None:
 
 def test_a_peer_with_a_new_address_gets_a_new_filter_only() -> None:
     links = {("a", "b"): Link(rate=1e6)}
-    old = plan(A, "eth1", None, PEERS, links)
-    new = plan(A, "eth1", None, PEERS | {"b": (2, "198.18.0.9")}, links)
+    old = plan_interface(A, "eth1", None, PEERS, links)
+    new = plan_interface(A, "eth1", None, PEERS | {"b": (2, "198.18.0.9")}, links)
     assert sender.change(old, new) == [
         "filter del dev eth1 parent 1: protocol ip prio 1 handle 800::12 u32",
         "filter add dev eth1 parent 1: protocol ip prio 1 handle 800::12 u32 match ip dst 198.18.0.9/32 flowid 1:12",
@@ -95,27 +95,29 @@ def test_a_peer_with_a_new_address_gets_a_new_filter_only() -> None:
 
 
 def test_only_impaired_links_pass_through_a_queue() -> None:
-    assert receiving(plan_of_a()).restore() == (
+    assert receiving_chain(plan_of_a()).restore() == (
         "*filter\n:TESTBED - [0:0]\n-A TESTBED -s 198.18.0.3/32 -j NFQUEUE --queue-num 2\nCOMMIT\n"
     )
-    down = plan(
+    down = plan_interface(
         A,
         "eth1",
         None,
         PEERS,
         {("b", "a"): Link(up=False, delay=0.02), ("c", "a"): Link(rate=1e6)},
     )
-    assert receiving(down).lines == ["-A TESTBED -s 198.18.0.3/32 -j DROP"]
+    assert receiving_chain(down).lines == ["-A TESTBED -s 198.18.0.3/32 -j DROP"]
 
 
 def test_a_pair_without_a_link_is_dropped() -> None:
-    chain = receiving(plan(A, "eth1", None, PEERS, {("b", "a"): Link()}))
+    chain = receiving_chain(
+        plan_interface(A, "eth1", None, PEERS, {("b", "a"): Link()})
+    )
     assert chain.lines == ["-A TESTBED -s 198.18.0.4/32 -j DROP"]
 
 
 def test_a_downlink_counts_the_packets_of_every_link() -> None:
     limited = Endpoint("a", 1, "198.18.0.2", downlink=5e6)
-    made = plan(
+    made = plan_interface(
         limited, "eth1", None, PEERS, {("b", "a"): Link(), ("c", "a"): Link(up=False)}
     )
     assert [line.queued for line in made.receivers] == [True, False]
@@ -141,7 +143,7 @@ def test_netem_tree_word_for_word() -> None:
 
 def towards_a(link: Link, downlink: float | None = None) -> InterfacePlan:
     links = {("b", "a"): link, ("c", "a"): Link(delay=0.001)}
-    return plan(
+    return plan_interface(
         Endpoint("a", 1, "198.18.0.2", downlink=downlink), "eth1", None, PEERS, links
     )
 
@@ -180,8 +182,8 @@ def test_a_link_that_duplicates_has_a_device_of_its_own() -> None:
         towards_a(Link(delay=0.02)),
         towards_a(Link(delay=0.02, duplicate=0.1)),
     )
-    assert netem.devices(plain) == {"testbed-ifb"}
-    assert netem.devices(doubling) == {"testbed-ifb", "testbed-ifb2"}
+    assert netem.ifbs_of(plain) == {"testbed-ifb"}
+    assert netem.ifbs_of(doubling) == {"testbed-ifb", "testbed-ifb2"}
     leads = "filter add dev eth1 parent ffff: protocol ip prio 1 handle 800::12 u32 match ip src 198.18.0.3/32"
     assert netem.change(plain, doubling) == [
         "qdisc replace dev testbed-ifb2 root handle 12: netem limit 200000 delay 20000us duplicate 10% corrupt 0%",
@@ -197,17 +199,25 @@ def test_a_link_that_duplicates_has_a_device_of_its_own() -> None:
 
 def test_netem_says_what_it_cannot_do() -> None:
     assert "correlate" in (
-        netem.problem(Link(delay=1, jitter=0.1, jitter_correlation=0.5), None) or ""
+        netem.unsupported_property(
+            Link(delay=1, jitter=0.1, jitter_correlation=0.5), None
+        )
+        or ""
     )
     limited = towards_a(Link(), downlink=1e6)
-    assert "duplicate" in (netem.problem(Link(duplicate=0.5), limited.downlink) or "")
+    assert "duplicate" in (
+        netem.unsupported_property(Link(duplicate=0.5), limited.downlink) or ""
+    )
     assert (
-        netem.problem(Link(duplicate=0.5, loss=0.1, loss_correlation=0.5), None) is None
+        netem.unsupported_property(
+            Link(duplicate=0.5, loss=0.1, loss_correlation=0.5), None
+        )
+        is None
     )
 
 
 def test_netem_tables_are_readable_by_tc() -> None:
-    numbers = [int(word) for word in netem.table("pareto").split()]
+    numbers = [int(word) for word in netem.distribution_table("pareto").split()]
     assert len(numbers) == 4096
     assert -(2**15) <= min(numbers) < max(numbers) < 2**15
 
@@ -269,7 +279,7 @@ def test_reading_back_names_every_difference() -> None:
         "class 1:12 has a rate of 49000000 bit/s instead of 50000000",
         "packets to 198.18.0.3 go to class 1:2 instead of 1:12",
     ]
-    assert receiving(wanted).differences(
+    assert receiving_chain(wanted).differences(
         "-A INPUT -i eth1 -j TESTBED\n-A TESTBED -s 1.2.3.4/32 -j DROP"
     ) == [
         "missing rule: -A TESTBED -s 198.18.0.3/32 -j NFQUEUE --queue-num 2",
@@ -299,7 +309,7 @@ def test_netfilter_messages_byte_for_byte() -> None:
     assert verdict == bytes.fromhex(
         "20000000 0103 0100 00000000 00000000 00 00 0007 0c00 0200 00000001 01020304"
     )
-    assert nfqueue.bind(7, 5) == bytes.fromhex(
+    assert nfqueue.bind_message(7, 5) == bytes.fromhex(
         "1c000000 0203 0500 05000000 00000000 00 00 0007 0800 0100 01 00 0002"
     )
     altered = nfqueue.accept_altered(7, b"\1\2\3\4", b"abcde")
@@ -351,31 +361,35 @@ def test_binomial_interval(
 
 def test_tolerances() -> None:
     link = Link(rate=10e6, delay=0.02, loss=0.01)
-    assert tolerance.problem(link, 9.7e6, 0.0203, 1000, 12) is None
+    assert tolerance.describe_deviations(link, 9.7e6, 0.0203, 1000, 12) is None
     assert "carries 9.5 mbit instead of 10 mbit" in (
-        tolerance.problem(link, 9.5e6, 0.02, 1000, 12) or ""
+        tolerance.describe_deviations(link, 9.5e6, 0.02, 1000, 12) or ""
     )
     assert "delays by 20.50 ms instead of 20 ms" in (
-        tolerance.problem(link, 10e6, 0.0205, 1000, 12) or ""
+        tolerance.describe_deviations(link, 10e6, 0.0205, 1000, 12) or ""
     )
-    assert "loses 40 of 1000" in (tolerance.problem(link, 10e6, 0.02, 1000, 40) or "")
-    assert "none of 30" in (tolerance.problem(link, None, None, 30, 30) or "")
-    assert tolerance.problem(Link(up=False), None, None, 30, 30) is None
+    assert "loses 40 of 1000" in (
+        tolerance.describe_deviations(link, 10e6, 0.02, 1000, 40) or ""
+    )
+    assert "none of 30" in (
+        tolerance.describe_deviations(link, None, None, 30, 30) or ""
+    )
+    assert tolerance.describe_deviations(Link(up=False), None, None, 30, 30) is None
     assert "is down, yet 1 of 30" in (
-        tolerance.problem(Link(up=False), None, 0.1, 30, 29) or ""
+        tolerance.describe_deviations(Link(up=False), None, 0.1, 30, 29) or ""
     )
     slow = Link(rate=8e3, delay=0.005)
-    assert tolerance.problem(slow, 8e3, 0.006, 10, 0, gate=0.066) is None, (
+    assert tolerance.describe_deviations(slow, 8e3, 0.006, 10, 0, gate=0.066) is None, (
         "2 % of 71 ms that were measured"
     )
     assert "delays by 6.50 ms" in (
-        tolerance.problem(slow, 8e3, 0.0065, 10, 0, gate=0.066) or ""
+        tolerance.describe_deviations(slow, 8e3, 0.0065, 10, 0, gate=0.066) or ""
     )
 
 
 def test_rounds_share_no_device() -> None:
     pairs = [(a, b) for a in "abcd" for b in "abcd" if a != b]
-    made = rounds(pairs)
+    made = split_into_rounds(pairs)
     assert sorted(pair for each in made for pair in each) == sorted(pairs)
     for each in made:
         names = [name for pair in each for name in pair]
