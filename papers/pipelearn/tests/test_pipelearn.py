@@ -12,11 +12,11 @@ from testbed.ml.rounds.estimate import (
     LayerTimes,
     PairProfile,
     aggregation_time,
-    epoch,
+    epoch_time,
     iterations,
     layer_times,
+    make_profile,
     mini_batch,
-    profile,
     shortest_epoch,
 )
 from testbed.network.link import Link
@@ -45,7 +45,7 @@ def exhaustive(profile: PairProfile, samples: int, batch_size: int) -> Choice:
 def score(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
     """Return the shortest possible epoch over that of a choice: equation (15), by formula; 1 is the best."""
     best = exhaustive(profile, samples, batch_size)
-    return epoch(profile, best, samples, batch_size) / epoch(
+    return epoch_time(profile, best, samples, batch_size) / epoch_time(
         profile, choice, samples, batch_size
     )
 
@@ -66,7 +66,9 @@ def cell(name: str, network: str) -> PairProfile:
     spec = DeviceSpec("device", 1e9, 1e9)
     preset = PRESETS[network]
     times = layer_times(model, sgd(), spec)
-    plain = profile(model, times, times, Link(rate=preset.up), Link(rate=preset.down))
+    plain = make_profile(
+        model, times, times, Link(rate=preset.up), Link(rate=preset.down)
+    )
     sample = EPOCH[name] / SAMPLES
 
     def layers(speed: float) -> tuple[LayerTimes, ...]:
@@ -153,15 +155,15 @@ def test_nothing_is_better_than_the_exhaustive_choice_and_the_optimiser_takes_it
     best = exhaustive(found, samples, batch)
     chosen = shortest_epoch(found, samples, batch, candidates(found, batch))
     times = [
-        epoch(found, Choice(split, count), samples, batch)
+        epoch_time(found, Choice(split, count), samples, batch)
         for split in range(1, found.depth + 1)
         for count in range(1, batch + 1)
     ]
-    assert epoch(found, best, samples, batch) == min(times)
-    assert epoch(found, chosen, samples, batch) == min(
-        epoch(found, each, samples, batch) for each in candidates(found, batch)
+    assert epoch_time(found, best, samples, batch) == min(times)
+    assert epoch_time(found, chosen, samples, batch) == min(
+        epoch_time(found, each, samples, batch) for each in candidates(found, batch)
     )
-    assert epoch(found, best_split(found, samples, batch), samples, batch) <= min(
+    assert epoch_time(found, best_split(found, samples, batch), samples, batch) <= min(
         times[::batch]
     )
 
@@ -217,11 +219,13 @@ def test_methods_rank_as_in_figure_4(name: str, network: str) -> None:
         shortest_epoch(found, SAMPLES, BATCH, candidates(found, BATCH)),
     )
     fl = (
-        found.local_training(SAMPLES, BATCH) + found.exchange(found.depth) + aggregation
+        found.local_training_time(SAMPLES, BATCH)
+        + found.exchange_time(found.depth)
+        + aggregation
     )
-    sfl = epoch(found, split, SAMPLES, BATCH) + aggregation
-    pipelearn = epoch(found, choice, SAMPLES, BATCH) + aggregation
-    sl = epoch(found, split, SAMPLES, BATCH) * DEVICES
+    sfl = epoch_time(found, split, SAMPLES, BATCH) + aggregation
+    pipelearn = epoch_time(found, choice, SAMPLES, BATCH) + aggregation
+    sl = epoch_time(found, split, SAMPLES, BATCH) * DEVICES
     assert pipelearn < min(fl, sfl)
     assert sl > sfl
     if name == "vgg5":
@@ -239,7 +243,7 @@ def test_devices_that_share_the_servers_processor_find_it_slower(at_once: int) -
     server = DeviceSpec("server", 1e10, 1e9)
     device = layer_times(model, sgd(), DeviceSpec("device", 1e9, 1e9))
     alone, shared = (
-        profile(
+        make_profile(
             model, device, layer_times(model, sgd(), server, share), Link(), Link()
         ).durations(1, 10)
         for share in (1, at_once)

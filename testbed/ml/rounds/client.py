@@ -21,7 +21,7 @@ from testbed.ml.rounds.messages import (
     Norms,
     Ping,
     Update,
-    parted,
+    split_extra,
     with_extra,
 )
 from testbed.ml.rounds.options import Length
@@ -42,7 +42,7 @@ class LocalRound:
     share: LocalDataset
     """The device's samples."""
     start: State
-    """Weights and running statistics that the round began with, by name."""
+    """Weights and running statistics at the beginning of the round, by name."""
     device: str
     """The device's name."""
     devices: int
@@ -58,7 +58,8 @@ class LocalRound:
 
     async def gradients(self, step: int) -> float:
         """Do forward and backward with all samples of an iteration; return their mean loss."""
-        ((images, labels),) = self.share.iteration(step, self.layers.numbers)
+        # On its own a device has one mini-batch of an iteration.
+        ((images, labels),) = self.share.iteration(step, numbers=self.layers.numbers)
         whole = self.layers.training.weight(labels)
         loss = await self.layers.forward_loss(
             step, 0, images, labels, len(labels), whole
@@ -108,15 +109,13 @@ class Changes:
 
     def __call__(self, start: State, trained: State) -> State:
         """Return the changes the server will add."""
-        changes = dict(
-            (send_difference if self._sent is send_weights else self._sent)(
-                start, trained
-            )
-        )
+        sent = send_difference if self._sent is send_weights else self._sent
+        changes = dict(sent(start, trained))
         for name, change in changes.items():
             if change.is_floating_point() and not change.is_meta:
                 wanted = change + self._left.get(name, 0)
-                changes[name] = self._by.unpack(self._by.pack(wanted))
+                packed = self._by.pack(wanted)
+                changes[name] = self._by.unpack(packed)
                 self._left[name] = wanted - changes[name]
         return changes
 
@@ -130,33 +129,39 @@ def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
 
     async def train(local: LocalRound) -> None:
         for step in local.steps:
-            mini_batches = local.share.iteration(step, local.layers.numbers)
-            samples = sum(len(labels) for _, labels in mini_batches)
-            weight = sum(
-                local.layers.training.weight(labels) for _, labels in mini_batches
-            )
-            whole = None if weight == samples else weight
-            for micro, (images, labels) in enumerate(mini_batches):
-                activation = await local.layers.forward(step, micro, images, samples)
-                number = mailbox.configuration
-                mailbox.post(
-                    server,
-                    DeviceActivation(
-                        number, step, micro, samples, activation, labels, whole
-                    ),
-                )
-            for micro, (_, labels) in enumerate(mini_batches):
-                gradient = await mailbox.take(ActivationGradient, (step, micro))
-                await local.layers.backward(step, micro, len(labels), gradient.tensor)
-            norms = None
-            if local.layers.clips_by_norm:
-                mailbox.post(
-                    server, Norms(mailbox.configuration, step, local.layers.norms())
-                )
-                norms = (await mailbox.take(Norms, (server, step))).tensor
-            await local.layers.update(step, norms)
+            await _train_iteration(local, step, mailbox, server)
 
     return train
+
+
+async def _train_iteration(
+    local: LocalRound, step: int, mailbox: Mailbox, server: str
+) -> None:
+    layers = local.layers
+    mini_batches = local.share.iteration(step, numbers=layers.numbers)
+    samples = 0
+    weight: float = 0
+    for _, labels in mini_batches:
+        samples += len(labels)
+        weight += layers.training.weight(labels)
+    # The message has no field for the usual case, in which each sample counts as one.
+    whole = None if weight == samples else weight
+    for micro, (images, labels) in enumerate(mini_batches):
+        outputs = await layers.forward(step, micro, images, samples)
+        activation = DeviceActivation(
+            mailbox.configuration, step, micro, samples, outputs, labels, whole
+        )
+        mailbox.post(server, activation)
+    for micro, (_, labels) in enumerate(mini_batches):
+        gradient = await mailbox.take(ActivationGradient, (step, micro))
+        await layers.backward(step, micro, len(labels), gradient.tensor)
+    norms = None
+    if layers.clips_by_norm:
+        own_norms = Norms(mailbox.configuration, step, layers.norms())
+        mailbox.post(server, own_norms)
+        all_norms = await mailbox.take(Norms, (server, step))
+        norms = all_norms.tensor
+    await layers.update(step, norms)
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ class LocalTraining:
     devices: int = 1
     """Number of devices with data."""
     stack: Stack | None = None
-    """Computes it together with that of other devices, while ``layers`` have no numbers."""
+    """Computes this training together with those of other devices, while ``layers`` have no numbers."""
 
     def steps(self, number: int) -> range:
         """Return the iterations of a round, counted through all rounds."""
@@ -179,37 +184,38 @@ class LocalTraining:
 
     def samples(self, number: int) -> int:
         """Return the number of samples a round trains on."""
-        return sum(map(self.share.count, self.steps(number)))
+        return sum(self.share.count(step) for step in self.steps(number))
 
     async def train(self, number: int, start: State) -> tuple[float | None, State]:
         """Train a round from given weights; return the mean loss and the message for the new weights."""
-        return (await self.train_round(number, start, {}, {}))[:2]
+        loss, message, _ = await self.train_round(number, start, {}, {})
+        return loss, message
 
     async def train_round(
         self, number: int, start: State, extra: State, own: State
     ) -> tuple[float | None, State, LocalRound]:
         """Train a round with additional tensors and the device's own state, as in `LocalRound`."""
         steps = self.steps(number)
-        stacked = (
-            None if self.stack is None else self.stack.begin(self.share, steps, start)
-        )
-        await self.layers.load(start, number)
         layers = self.layers
-        rate = layers.rate(steps.start)
+        stacked = None
+        if self.stack is not None:
+            # Registered before any computation, so that trainings of other devices can be computed with this one.
+            stacked = self.stack.begin(self.share, steps, start)
+        await layers.load(start, number)
         local = LocalRound(
-            number,
-            steps,
-            layers,
-            self.share,
-            start,
-            layers.device_name,
-            self.devices,
-            rate,
-            extra,
-            dict(own),
+            number=number,
+            steps=steps,
+            layers=layers,
+            share=self.share,
+            start=start,
+            device=layers.device_name,
+            devices=self.devices,
+            rate=layers.rate(steps.start),
+            extra=extra,
+            own=dict(own),
         )
         loss = await self.train_local(local)
-        trained: State = self.layers.weights()
+        trained: State = layers.weights()
         if stacked is not None:
             loss, trained = stacked.finish()
         return loss, self.sent(start, trained), local
@@ -223,7 +229,12 @@ class Client:
     """One device from the start of its program, without memory of earlier programs."""
 
     def __init__(
-        self, mailbox: Mailbox, server: str, training: LocalTraining, alone: bool = True
+        self,
+        mailbox: Mailbox,
+        server: str,
+        training: LocalTraining,
+        *,
+        alone: bool = True,
     ) -> None:
         """``alone``: the device trains a round to its end without the server."""
         self._mailbox = mailbox
@@ -238,6 +249,7 @@ class Client:
     async def serve(self) -> None:
         """Train whenever the server requests a round, until cancelled."""
         self._mailbox.post(self._server, Hello(self._incarnation))
+        # Messages are handled in the background until the program is cancelled.
         await asyncio.get_running_loop().create_future()
 
     def _answer_ping(self, ping: Ping) -> None:
@@ -250,7 +262,8 @@ class Client:
             if self._alone:
                 await asyncio.wait([running])
             else:
-                # The server has left the round, which therefore never ends. A layer that is being computed does.
+                # The server has left the round, which therefore never ends. The computation of a layer cannot be
+                # cancelled: an empty one behind it ends when the device is idle.
                 running.cancel()
                 await self._mailbox.device.compute(lambda: None, Cost(), Span("idle"))
         self._mailbox.post(server, Here())
@@ -263,16 +276,19 @@ class Client:
         self._running = self._mailbox.start(self._train_and_send(begin))
 
     async def _train_and_send(self, begin: Begin) -> None:
-        steps = self._training.steps(begin.round)
+        device = self._mailbox.device
+        training = self._training
+        steps = training.steps(begin.round)
         begun = Begun(begin.configuration, self._incarnation, steps.start, steps.stop)
         self._mailbox.post(self._server, begun)
-        device, training = self._mailbox.device, self._training
-        kept = device.saved(OWN)
-        start, extra = parted(begin.state)
+        saved = device.saved(OWN)
+        own: State = {} if saved is None else saved.tensors
+        start, extra = split_extra(begin.state)
         loss, weights, local = await training.train_round(
-            begin.round, start, extra, {} if kept is None else kept.tensors
+            begin.round, start, extra, own
         )
         if local.own:
+            # Before the update is sent: a crash in between must not lose state that the server counts on.
             await device.save(OWN, Message(OWN, {}, local.own))
         update = Update(
             begin.configuration,

@@ -31,12 +31,21 @@ class Snapshot(Typed, kind="snapshot", key=("step", "sender")):
 def distance(states: Sequence[State], mean: State) -> float:
     """Return the distance of the devices from their mean: the root of the mean squared Euclidean distance
     of weights.
+
+    >>> import torch
+    >>> states = [{"w": torch.tensor([0.0])}, {"w": torch.tensor([6.0])}]
+    >>> distance(states, {"w": torch.tensor([3.0])})
+    3.0
     """
-    trained = [name for name, tensor in mean.items() if tensor.is_floating_point()]
-    squares = [
-        sum(float(((state[name] - mean[name]) ** 2).sum()) for name in trained)
-        for state in states
-    ]
+    squares = []
+    for state in states:
+        square = 0.0
+        for name, tensor in mean.items():
+            # Counters, such as the number of batches seen, have no distance.
+            if tensor.is_floating_point():
+                difference = state[name] - tensor
+                square += float((difference**2).sum())
+        squares.append(square)
     return math.sqrt(fmean(squares))
 
 
@@ -52,9 +61,8 @@ class Consensus:
         self._scoring: asyncio.Task[None] | None = None
         if mailbox.device.name == self._lead:
             assert job.dataset is not None
-            self._layers = Layers(
-                mailbox.device, job.problem, 0, len(job.problem.model.units)
-            )
+            units = len(job.problem.model.units)
+            self._layers = Layers(mailbox.device, job.problem, 0, units)
             self._tests = Requests(job.dataset, job.problem.workload.batch_size)
 
     async def report(self, step: int, state: State) -> None:
@@ -68,16 +76,19 @@ class Consensus:
 
     async def finish(self) -> None:
         """On the coordinator, return once everything is scored; elsewhere, stay until the end of the run."""
-        await (self._scoring or asyncio.get_running_loop().create_future())
+        if self._scoring is None:
+            # A future without a result: the runtime cancels the program at the end of the run.
+            await asyncio.get_running_loop().create_future()
+        else:
+            await self._scoring
 
     async def _score_round(
         self, step: int, own: State, before: asyncio.Task[None] | None
     ) -> None:
-        device, deadline = (
-            self._mailbox.device,
-            self._mailbox.device.now() + self._patience,
-        )
+        device = self._mailbox.device
+        deadline = device.now() + self._patience
         if before is not None:
+            # Rounds are scored one after the other, since all use the same layers.
             await before
         states = {device.name: own}
         for name in self._others:
@@ -87,36 +98,42 @@ class Consensus:
             if snapshot is not None:
                 states[name] = snapshot.state
         mean = average(list(states.values()), [1] * len(states))
-        scores = {
-            name: await evaluation(self._layers, state, self._tests, step)
-            for name, state in states.items()
-        }
+        accuracies = {}
+        for name, state in states.items():
+            score = await evaluation(self._layers, state, self._tests, step)
+            if score.accuracy is not None:
+                accuracies[name] = score.accuracy
         has_numbers = not any(tensor.is_meta for tensor in mean.values())
         if has_numbers:
-            accuracies = {
-                name: score.accuracy
-                for name, score in scores.items()
-                if score.accuracy is not None
-            }
             device.record(
                 "consensus",
                 step=step,
                 accuracies=accuracies,
                 distance=distance([*states.values()], mean),
             )
-        device.record(
-            "evaluate",
-            step=step,
-            **(await evaluation(self._layers, mean, self._tests, step)).fields(),
-        )
+        score = await evaluation(self._layers, mean, self._tests, step)
+        device.record("evaluate", step=step, **score.fields())
         missed = [name for name in self._others if name not in states]
         if missed and has_numbers:
             device.record("missed", round=step, devices=missed)
 
 
-def _last_round(record: RunView) -> Mapping[str, float] | None:
+def _last_accuracies(record: RunView) -> list[float]:
+    """Return the accuracies of the devices' weights in the last scored round; empty without rounds."""
     events = record.of("consensus")
-    return events[-1].fields["accuracies"] if events else None
+    if not events:
+        return []
+    accuracies: Mapping[str, float] = events[-1].fields["accuracies"]
+    return list(accuracies.values())
+
+
+def _mean_accuracy(record: RunView) -> float | None:
+    accuracies = _last_accuracies(record)
+    return fmean(accuracies) if accuracies else None
+
+
+def _least_accuracy(record: RunView) -> float | None:
+    return min(_last_accuracies(record), default=None)
 
 
 def _last_distance(record: RunView) -> float | None:
@@ -136,17 +153,13 @@ CONSENSUS = MetricsSpec(
             "mean_device_accuracy",
             "share",
             "of the devices' own weights at the end; `accuracy` is that of their mean",
-            lambda record: (
-                fmean(found.values()) if (found := _last_round(record)) else None
-            ),
+            _mean_accuracy,
         ),
         Metric(
             "least_device_accuracy",
             "share",
             "of the device whose weights are worst at the end",
-            lambda record: (
-                min(found.values()) if (found := _last_round(record)) else None
-            ),
+            _least_accuracy,
         ),
     ),
     events=(
@@ -170,4 +183,4 @@ CONSENSUS = MetricsSpec(
         ),
     ),
 )
-"""What a method declares that uses `Consensus`."""
+"""Metrics, events and rows of methods with `Consensus`."""

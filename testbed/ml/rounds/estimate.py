@@ -32,7 +32,11 @@ AGGREGATION_FLOPS = 2.0
 
 
 def mini_batch(batch_size: int, parallel: int) -> int:
-    """Return B' = floor(B/N), equation (2); raises ValueError for more mini-batches than samples."""
+    """Return B' = floor(B/N), equation (2); raises ValueError for more mini-batches than samples.
+
+    >>> mini_batch(batch_size=32, parallel=3)
+    10
+    """
     if not 1 <= parallel <= batch_size:
         raise ValueError(
             f"a batch of {batch_size} cannot be cut into {parallel} mini-batches: take 1 to {batch_size}"
@@ -41,12 +45,15 @@ def mini_batch(batch_size: int, parallel: int) -> int:
 
 
 def iterations(
-    samples: int, batch_size: int, parallel: int, drop_last: bool = True
+    samples: int, batch_size: int, parallel: int, *, drop_last: bool = True
 ) -> int:
-    """Return the iterations of an epoch, floor(|D| / B'N), at least one: Algorithm 1, line 3."""
-    return steps_per_epoch(
-        samples, mini_batch(batch_size, parallel) * parallel, drop_last
-    )
+    """Return the iterations of an epoch, floor(|D| / B'N), at least one: Algorithm 1, line 3.
+
+    >>> iterations(samples=100, batch_size=32, parallel=3)
+    3
+    """
+    size = mini_batch(batch_size, parallel) * parallel
+    return steps_per_epoch(samples, size, drop_last)
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class LayerTimes:
     backward: float
     update: float
     forward_weights: float = 0.0
-    """Seconds of a mini-batch of any size, beside its samples: reading the weights."""
+    """Seconds of a mini-batch of any size for reading the weights."""
     backward_weights: float = 0.0
     """Seconds of a mini-batch of any size for reading the weights and writing their gradients."""
 
@@ -79,7 +86,7 @@ class PairProfile:
     device: tuple[LayerTimes, ...]
     server: tuple[LayerTimes, ...]
     volumes: tuple[int, ...]
-    """Bytes of one sample that leave layer q, forward; the gradient that comes back is as large."""
+    """Bytes of one sample's output of layer q; the gradient of the output is as large."""
     states: tuple[int, ...]
     """Bytes of the weights of layer q."""
     up: Link
@@ -95,27 +102,26 @@ class PairProfile:
 
     def durations(self, split: int, samples: int) -> dict[Kind, float]:
         """Return t(r) of each kind of stage for a mini-batch of this many samples: equations (5) to (10)."""
-        mine, theirs = self.device[:split], self.server[split:]
-        activation = samples * (
-            self.volumes[split - 1] * share(self.transfer.activations) + BYTES_PER_LABEL
-        )
-        gradient = samples * self.volumes[split - 1] * share(self.transfer.gradients)
+        own = self.device[:split]
+        rest = self.server[split:]
+        volume = self.volumes[split - 1]
+        # Equation (9) has the activations alone; here their labels travel with them.
+        per_sample = volume * share(self.transfer.activations) + BYTES_PER_LABEL
+        activation = size_around(samples * per_sample)
+        gradient = size_around(samples * volume * share(self.transfer.gradients))
         return {
-            "forward": _forward_seconds(mine, samples),  # (5)
-            "server forward": _forward_seconds(theirs, samples),  # (6)
-            "backward": _backward_seconds(mine, samples),  # (7)
-            "server backward": _backward_seconds(theirs, samples),  # (8)
-            "upload": self.up.transmission_time(
-                size_around(activation)
-            ),  # (9), with the labels
-            "download": self.down.transmission_time(size_around(gradient)),  # (10)
+            "forward": _forward_seconds(own, samples),  # (5)
+            "server forward": _forward_seconds(rest, samples),  # (6)
+            "backward": _backward_seconds(own, samples),  # (7)
+            "server backward": _backward_seconds(rest, samples),  # (8)
+            "upload": self.up.transmission_time(activation),  # (9)
+            "download": self.down.transmission_time(gradient),  # (10)
         }
 
-    def iteration(self, choice: Choice, batch_size: int) -> float:
+    def iteration_time(self, choice: Choice, batch_size: int) -> float:
         """Return the seconds of one iteration: T(b_N) and the device's update. The server's update overlaps."""
-        durations = self.durations(
-            choice.split, mini_batch(batch_size, choice.parallel)
-        )
+        samples = mini_batch(batch_size, choice.parallel)
+        durations = self.durations(choice.split, samples)
         delays: dict[Kind, float] = {
             "upload": self.up.delay,
             "download": self.down.delay,
@@ -123,15 +129,15 @@ class PairProfile:
         update = sum(layer.update for layer in self.device[: choice.split])
         return iteration_time(durations, choice.parallel, delays) + update
 
-    def training(self, choice: Choice, samples: int, batch_size: int) -> float:
-        """Return the seconds that a device with this many samples trains in an epoch, without exchanging models.
+    def training_time(self, choice: Choice, samples: int, batch_size: int) -> float:
+        """Return the seconds of a device's training with this many samples in an epoch, without exchanging models.
 
-        The samples of an incomplete iteration count by their share: no N is quicker because it leaves some out.
+        The samples of an incomplete iteration count by their share: no N is quicker because some samples are left out.
         """
         size = mini_batch(batch_size, choice.parallel) * choice.parallel
-        return max(1.0, samples / size) * self.iteration(choice, batch_size)
+        return max(1.0, samples / size) * self.iteration_time(choice, batch_size)
 
-    def local_training(self, samples: int, batch_size: int) -> float:
+    def local_training_time(self, samples: int, batch_size: int) -> float:
         """Return the seconds of an epoch of the whole model on the device alone."""
         step = sum(
             batch_size * (layer.forward + layer.backward) + layer.update
@@ -142,29 +148,27 @@ class PairProfile:
         )
         return iterations(samples, batch_size, 1) * step
 
-    def exchange(self, split: int) -> float:
-        """Return the seconds the device's layers take to the server and, averaged, back."""
+    def exchange_time(self, split: int) -> float:
+        """Return the seconds in which the device's layers travel to the server and, averaged, back."""
         state = sum(self.states[:split])
-        up, down = (
-            state * share(self.transfer.updates),
-            state * share(self.transfer.weights),
-        )
-        return transfer(self.up, up) + transfer(self.down, down)
+        up = transfer_time(self.up, state * share(self.transfer.updates))
+        down = transfer_time(self.down, state * share(self.transfer.weights))
+        return up + down
 
 
 def _forward_seconds(layers: Sequence[LayerTimes], samples: int) -> float:
-    return samples * sum(layer.forward for layer in layers) + sum(
-        layer.forward_weights for layer in layers
-    )
+    per_sample = sum(layer.forward for layer in layers)
+    weights = sum(layer.forward_weights for layer in layers)
+    return samples * per_sample + weights
 
 
 def _backward_seconds(layers: Sequence[LayerTimes], samples: int) -> float:
-    return samples * sum(layer.backward for layer in layers) + sum(
-        layer.backward_weights for layer in layers
-    )
+    per_sample = sum(layer.backward for layer in layers)
+    weights = sum(layer.backward_weights for layer in layers)
+    return samples * per_sample + weights
 
 
-def transfer(link: Link, content: float) -> float:
+def transfer_time(link: Link, content: float) -> float:
     """Return the seconds from the first byte sent to the last byte received."""
     return link.transmission_time(size_around(content)) + link.delay
 
@@ -180,43 +184,51 @@ def layer_times(
     ``concurrent_clients`` share one of its processors, which is slower for each by this factor.
     """
 
-    def of(unit: Unit) -> LayerTimes:
-        forward, backward = forward_of(unit.cost, 1), backward_of(unit.cost, 1)
-        works = [
-            each.scaled(flops=1, accessed=1, weights=0) for each in (forward, backward)
-        ]
-        works.append(costs.update((unit,), training))
-        works += [
-            each.scaled(flops=0, accessed=0, weights=1) for each in (forward, backward)
-        ]
+    def seconds(cost: Cost) -> float:
+        return concurrent_clients * device.seconds(cost)
+
+    def times_of(unit: Unit) -> LayerTimes:
+        forward = forward_of(unit.cost, 1)
+        backward = backward_of(unit.cost, 1)
+        # Samples and weights apart, since a mini-batch of any size reads the weights once.
         return LayerTimes(
-            *(concurrent_clients * device.seconds(work) for work in works)
+            forward=seconds(forward.scaled(flops=1, accessed=1, weights=0)),
+            backward=seconds(backward.scaled(flops=1, accessed=1, weights=0)),
+            update=seconds(costs.update((unit,), training)),
+            forward_weights=seconds(forward.scaled(flops=0, accessed=0, weights=1)),
+            backward_weights=seconds(backward.scaled(flops=0, accessed=0, weights=1)),
         )
 
-    return tuple(of(unit) for unit in model.units)
+    return tuple(times_of(unit) for unit in model.units)
 
 
-def profile(
+def make_profile(
     model: Model,
     device: tuple[LayerTimes, ...],
     server: tuple[LayerTimes, ...],
     up: Link,
     down: Link,
-    how: RoundsPart = AS_IT_IS,
+    encoding: RoundsPart = AS_IT_IS,
+    *,
     frozen_travels: bool = False,
 ) -> PairProfile:
     """Return the profile of a device and the server from their `layer_times`."""
-    values = [
-        unit.parameters + (unit.frozen if frozen_travels else 0) for unit in model.units
-    ]
+    volumes = []
+    states = []
+    for index, unit in enumerate(model.units):
+        volumes.append(model.cut_bytes(index + 1))
+        values = unit.parameters
+        if frozen_travels:
+            values += unit.frozen
+        states.append(BYTES_PER_VALUE * values)
     return PairProfile(
         device=device,
         server=server,
-        volumes=tuple(model.cut_bytes(index + 1) for index in range(len(model.units))),
-        states=tuple(BYTES_PER_VALUE * count for count in values),
+        volumes=tuple(volumes),
+        states=tuple(states),
         up=up,
         down=down,
-        transfer=how,
+        transfer=encoding,
     )
 
 
@@ -225,18 +237,21 @@ def aggregation_time(model: Model, server: DeviceSpec, devices: int) -> float:
     return server.seconds(Cost(AGGREGATION_FLOPS * model.parameters * devices))
 
 
-def epoch(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -> float:
-    """Return the seconds of an epoch of one device."""
-    return profile.training(choice, samples, batch_size) + profile.exchange(
-        choice.split
-    )
+def epoch_time(
+    profile: PairProfile, choice: Choice, samples: int, batch_size: int
+) -> float:
+    """Return the seconds of an epoch of one device, including its exchange of models."""
+    training = profile.training_time(choice, samples, batch_size)
+    return training + profile.exchange_time(choice.split)
 
 
 def shortest_epoch(
     profile: PairProfile, samples: int, batch_size: int, choices: Iterable[Choice]
 ) -> Choice:
     """Return the first choice with the shortest training epoch, including its exchange of models."""
-    return min(choices, key=lambda choice: epoch(profile, choice, samples, batch_size))
+    return min(
+        choices, key=lambda choice: epoch_time(profile, choice, samples, batch_size)
+    )
 
 
 Kind = Literal[
@@ -264,25 +279,27 @@ PREVIOUS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = {
     "download": (("download", -1), ("server backward", 0)),
     "backward": (("backward", -1), ("download", 0)),
 }
-"""Table I: what a stage of mini-batch n waits for, as (kind, difference to n). Where that would be mini-batch 0, there
-is nothing to wait for, but for the first backward: it waits for the last forward."""
+"""Table I: the predecessors of a stage of mini-batch n, as (kind, difference to n). Mini-batch 0 does not exist, so its
+stages are no predecessors; instead, the first backward waits for the last forward."""
 
 
-def previous(stage: GraphStage, count: int) -> tuple[GraphStage, ...]:
-    """Return the predecessors of a stage in an iteration of ``count`` mini-batches."""
+def predecessors(stage: GraphStage, count: int) -> tuple[GraphStage, ...]:
+    """Return the predecessors of a stage in an iteration of ``count`` mini-batches.
+
+    >>> predecessors(("upload", 2), count=3)
+    (('upload', 1), ('forward', 2))
+    """
     kind, n = stage
-    earlier = ((other, n + shift) for other, shift in PREVIOUS[kind])
-    predecessors: tuple[GraphStage, ...] = tuple(
-        each for each in earlier if each[1] >= 1
-    )
-    return (
-        (("forward", count), *predecessors)
-        if stage == ("backward", 1)
-        else predecessors
-    )
+    before: list[GraphStage] = []
+    if stage == ("backward", 1):
+        before.append(("forward", count))
+    for other, shift in PREVIOUS[kind]:
+        if n + shift >= 1:
+            before.append((other, n + shift))
+    return tuple(before)
 
 
-def stages(count: int) -> Iterator[GraphStage]:
+def graph_stages(count: int) -> Iterator[GraphStage]:
     """Return all stages of an iteration in topological order."""
     for n in range(1, count + 1):
         yield "forward", n
@@ -293,7 +310,7 @@ def stages(count: int) -> Iterator[GraphStage]:
         yield "backward", n
 
 
-def ends(
+def end_times(
     durations: Mapping[Kind, float],
     count: int,
     delays: Mapping[Kind, float] | None = None,
@@ -307,16 +324,18 @@ def ends(
             last byte has left, when the next one is under way. The paper has no delays.
     """
     delays = delays or {}
-    end_times: dict[GraphStage, float] = {}
-    for stage in stages(count):
+    ends: dict[GraphStage, float] = {}
+    for stage in graph_stages(count):
         kind, _ = stage
-        waits = (
-            end_times[before]
-            + (delays.get(before[0], 0.0) if before[0] != kind else 0.0)
-            for before in previous(stage, count)
-        )
-        end_times[stage] = durations[kind] + max(waits, default=0.0)
-    return end_times
+        start = 0.0
+        for before in predecessors(stage, count):
+            known = ends[before]
+            # A link starts its next message as soon as it is free; only other stages wait for the delay.
+            if before[0] != kind:
+                known += delays.get(before[0], 0.0)
+            start = max(start, known)
+        ends[stage] = durations[kind] + start
+    return ends
 
 
 def iteration_time(
@@ -324,5 +343,9 @@ def iteration_time(
     count: int,
     delays: Mapping[Kind, float] | None = None,
 ) -> float:
-    """Return T(b_N), the seconds of an iteration of ``count`` mini-batches; arguments as of `ends`."""
-    return ends(durations, count, delays)["backward", count]
+    """Return T(b_N), the seconds of an iteration of ``count`` mini-batches; arguments as of `end_times`.
+
+    >>> iteration_time(dict.fromkeys(KINDS, 1.0), count=2)
+    8.0
+    """
+    return end_times(durations, count, delays)["backward", count]

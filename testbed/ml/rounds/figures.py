@@ -14,7 +14,8 @@ from testbed.trace.rounds import ROUND, ROUND_TIME, rounds_of
 
 
 def _round_window(event: Event) -> Interval:
-    return event.fields["start"], event.fields["start"] + event.fields["duration"]
+    start = event.fields["start"]
+    return start, start + event.fields["duration"]
 
 
 def _epoch_time(record: RunView) -> float | None:
@@ -22,39 +23,42 @@ def _epoch_time(record: RunView) -> float | None:
 
     The metric uses the first round. The slowest device decides; the time after its last iteration counts once.
     """
-    if not rounds_of(record):
+    rounds = rounds_of(record)
+    if not rounds:
         return None
-    start, end = _round_window(rounds_of(record)[0])
-    candidates = []
-    # Of a run that was kept, details are known by their keys alone.
+    start, end = _round_window(rounds[0])
+    last_updates = []
+    epoch_ends = []
+    # The plan of a run read from a folder has its details as plain data, without their class.
     for name, portion in record.plan.details.model_dump()["portions"].items():
-        updates = [
-            done
-            for _, done in record.spans(name, "compute", "update").tolist()
-            if start <= done <= end
-        ]
+        updates = []
+        for _, done in record.spans(name, "compute", "update").tolist():
+            if start <= done <= end:
+                updates.append(done)
         if len(updates) > 1:
             period = (updates[-1] - updates[0]) / (len(updates) - 1)
-            candidates.append((updates[-1], (portion["epoch"] - len(updates)) * period))
-    if not candidates:
+            missing = (portion["epoch"] - len(updates)) * period
+            last_updates.append(updates[-1])
+            epoch_ends.append(updates[-1] + missing)
+    if not epoch_ends:
         return None
-    last = max(update for update, _ in candidates)
-    return float(max(update + rest for update, rest in candidates) - start + end - last)
+    return float(max(epoch_ends) - start + end - max(last_updates))
 
 
 def _idle_time(record: RunView, devices: Collection[str]) -> float | None:
     """Return the idle seconds of a device in a round, averaged over all rounds and these devices."""
     windows = [_round_window(event) for event in rounds_of(record)]
-    idle = []
-    for name in devices if windows else ():
+    if not windows or not devices:
+        return None
+    means = []
+    for name in devices:
         computing = record.spans(name, "compute")
-        idle.append(
-            fmean(
-                end - start - total(clip(computing, start, end))
-                for start, end in windows
-            )
-        )
-    return fmean(idle) if idle else None
+        idle = []
+        for start, end in windows:
+            busy = total(clip(computing, start, end))
+            idle.append(end - start - busy)
+        means.append(fmean(idle))
+    return fmean(means)
 
 
 def _bytes_per_second(record: RunView) -> float | None:
@@ -63,39 +67,37 @@ def _bytes_per_second(record: RunView) -> float | None:
     seconds = total(union(windows))
     if not seconds:
         return None
-    sent = record.of("send").rows("time", "bytes")
-    return float(
-        sum(
-            size
-            for time, size in sent
-            if any(start <= time <= end for start, end in windows)
-        )
-        / seconds
-    )
+    sent = 0
+    for time, size in record.of("send").rows("time", "bytes"):
+        if any(start <= time <= end for start, end in windows):
+            sent += size
+    return float(sent / seconds)
 
 
 def _missed_rounds(record: RunView) -> int | None:
-    return (
-        sum(len(item["missed"]) for item in _round_list(record))
-        if rounds_of(record)
-        else None
-    )
+    if not rounds_of(record):
+        return None
+    return sum(len(item["missed"]) for item in _round_list(record))
+
+
+def _device_idle_time(record: RunView) -> float | None:
+    lead = record.plan.lead
+    names = [spec.name for spec in record.experiment.devices if spec.name != lead]
+    return _idle_time(record, names)
 
 
 def _round_list(record: RunView) -> list[dict[str, Any]]:
     """List the rounds; a device late in one attempt at a round and present in another did not miss the round."""
+    # Dictionaries as sets that keep the order of the events.
     late: dict[int, dict[str, None]] = {}
     for event in record.of("missed"):
-        late.setdefault(event.fields["round"], {}).update(
-            dict.fromkeys(event.fields["devices"])
-        )
+        names = late.setdefault(event.fields["round"], {})
+        names.update(dict.fromkeys(event.fields["devices"]))
     rounds = []
     for event in rounds_of(record):
-        missed = [
-            name
-            for name in late.get(event.fields["round"], ())
-            if name not in event.fields["samples"]
-        ]
+        participants = event.fields["samples"]
+        names = late.get(event.fields["round"], {})
+        missed = [name for name in names if name not in participants]
         rounds.append({"time": event.time, **event.fields, "missed": missed})
     return rounds
 
@@ -142,14 +144,7 @@ DECLARED = MetricsSpec(
             "device_idle_time",
             "seconds",
             "that a device does not compute, the mean of a round and of all devices",
-            lambda record: _idle_time(
-                record,
-                [
-                    one.name
-                    for one in record.experiment.devices
-                    if one.name != record.plan.lead
-                ],
-            ),
+            _device_idle_time,
         ),
         Metric(
             "throughput",

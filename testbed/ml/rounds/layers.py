@@ -26,6 +26,7 @@ class Layers:
         problem: Problem,
         first: int,
         last: int,
+        *,
         numbers: bool = True,
     ) -> None:
         """Create units ``first`` to ``last`` (exclusive) with the weights of the seed.
@@ -37,7 +38,8 @@ class Layers:
         changed: dict[str, Any] = {
             "training": workload.training.model_copy(update={"ema": None})
         }
-        changed |= {} if numbers else {"numerics": "none"}
+        if not numbers:
+            changed["numerics"] = "none"
         problem = replace(problem, workload=workload.model_copy(update=changed))
         self.first = first
         self.last = last
@@ -53,9 +55,9 @@ class Layers:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of an iteration, following the schedule."""
-        return float(
-            self.training.settings(step).get("lr", self.training.part.optimizer.rate)
-        )
+        # The settings have a rate only if a schedule changes it.
+        constant = self.training.part.optimizer.rate
+        return float(self.training.settings(step).get("lr", constant))
 
     @property
     def parameters(self) -> int:
@@ -70,30 +72,23 @@ class Layers:
         """Adopt a round's weights. Optimizer state, such as momentum, is neither sent nor averaged."""
 
         def load() -> None:
-            kept = {
-                name: value
-                for name, value in self._shard.state().items()
-                if not is_weight(name)
-            }
-            self._shard.load({**weights, **kept})
+            state = dict(weights)
+            for name, value in self._shard.state().items():
+                if not is_weight(name):
+                    state[name] = value
+            self._shard.load(state)
 
-        await self._device.compute(
-            load, costs.copy(self._units, self.training), Span("load", number)
-        )
+        cost = costs.copy(self._units, self.training)
+        await self._device.compute(load, cost, Span("load", number))
 
     async def forward(
         self, step: int, micro: int, inputs: torch.Tensor, samples: int
     ) -> torch.Tensor:
         """Return the outputs of a mini-batch, (samples, ...), like its inputs; the iteration has ``samples``."""
-        work = partial(
-            self._shard.forward,
-            (step, micro),
-            inputs,
-            rows=(micro * len(inputs), samples),
-        )
-        return await self._device.compute(
-            work, costs.forward(self._units, len(inputs)), Span("forward", step, micro)
-        )
+        rows = (micro * len(inputs), samples)
+        work = partial(self._shard.forward, (step, micro), inputs, rows=rows)
+        cost = costs.forward(self._units, len(inputs))
+        return await self._device.compute(work, cost, Span("forward", step, micro))
 
     async def forward_loss(
         self,
@@ -112,9 +107,8 @@ class Layers:
         work = partial(
             self._shard.forward_loss, (step, micro), inputs, labels, whole, rows=rows
         )
-        return await self._device.compute(
-            work, costs.forward(self._units, len(inputs)), Span("forward", step, micro)
-        )
+        cost = costs.forward(self._units, len(inputs))
+        return await self._device.compute(work, cost, Span("forward", step, micro))
 
     async def backward(
         self, step: int, micro: int, samples: int, gradient: torch.Tensor | None = None
@@ -123,16 +117,14 @@ class Layers:
         (samples, ...).
         """
         work = partial(self._shard.backward, (step, micro), gradient)
-        return await self._device.compute(
-            work, costs.backward(self._units, samples), Span("backward", step, micro)
-        )
+        cost = costs.backward(self._units, samples)
+        return await self._device.compute(work, cost, Span("backward", step, micro))
 
     async def adjust(self, step: int, change: Adjust, flops: float = 2.0) -> None:
         """Change gradients before an update; ``flops`` are charged for each trained value, also in timing-only runs."""
         work = partial(self._shard.adjust, change)
-        await self._device.compute(
-            work, Cost(flops * self.parameters), Span("adjust", step)
-        )
+        cost = Cost(flops * self.parameters)
+        await self._device.compute(work, cost, Span("adjust", step))
 
     @property
     def clips_by_norm(self) -> bool:
@@ -150,16 +142,14 @@ class Layers:
         ``norms``, (tensors,), are those of the whole model's gradients if these layers are only a part.
         """
         work = partial(self._shard.update, step, norms)
-        await self._device.compute(
-            work, costs.update(self._units, self.training), Span("update", step)
-        )
+        cost = costs.update(self._units, self.training)
+        await self._device.compute(work, cost, Span("update", step))
 
     async def infer(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs for a batch of an evaluation, (samples, ...), like its inputs."""
         work = partial(self._shard.infer, inputs)
-        return await self._device.compute(
-            work, costs.forward(self._units, len(inputs)), Span("evaluate", index)
-        )
+        cost = costs.forward(self._units, len(inputs))
+        return await self._device.compute(work, cost, Span("evaluate", index))
 
 
 class LocalDataset:
@@ -176,6 +166,7 @@ class LocalDataset:
         batch_size: int,
         parallel: int,
         seed: int | None,
+        *,
         drop_last: bool = True,
     ) -> None:
         """Without a seed samples keep their order. Raises ValueError for fewer samples than mini-batches."""
@@ -193,17 +184,16 @@ class LocalDataset:
         self.per_epoch = steps_per_epoch(self.samples, self._size, drop_last)
 
     def iteration(
-        self, number: int, numbers: bool = True
+        self, number: int, *, numbers: bool = True
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the mini-batches of an iteration: images (samples, channels, height, width) and labels (samples,).
 
         Without ``numbers`` the result is the cached first iteration, which has the same shapes.
         """
-        return (
-            self._read_samples(number)
-            if numbers or self.count(number) < self._size
-            else self._first_iteration
-        )
+        has_first_shapes = self.count(number) == self._size
+        if not numbers and has_first_shapes:
+            return self._first_iteration
+        return self._read_samples(number)
 
     def count(self, number: int) -> int:
         """Return the number of samples of an iteration."""
@@ -218,10 +208,11 @@ class LocalDataset:
 
     def _read_samples(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         chosen = self._choose_samples(number)
-        images = torch.from_numpy(self._dataset.batch(chosen, number // self.per_epoch))
+        epoch = number // self.per_epoch
+        images = torch.from_numpy(self._dataset.batch(chosen, epoch))
         labels = torch.from_numpy(self._dataset.train_labels[chosen])
-        parts = [
-            slice(begin, begin + self.mini_batch)
-            for begin in range(0, len(labels), self.mini_batch)
-        ]
-        return [(images[part], labels[part]) for part in parts]
+        mini_batches = []
+        for first in range(0, len(labels), self.mini_batch):
+            part = slice(first, first + self.mini_batch)
+            mini_batches.append((images[part], labels[part]))
+        return mini_batches

@@ -14,19 +14,28 @@ _EXTRA = "extra:"
 
 def with_extra(weights: State, extra: State) -> dict[str, torch.Tensor]:
     """Return weights and additional tensors, of any names, as one mapping for a message."""
-    return {**weights, **{_EXTRA + name: tensor for name, tensor in extra.items()}}
+    joined = dict(weights)
+    for name, tensor in extra.items():
+        joined[_EXTRA + name] = tensor
+    return joined
 
 
-def parted(state: State) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the weights and the additional tensors joined by `with_extra`."""
-    extra = {
-        name.removeprefix(_EXTRA): tensor
-        for name, tensor in state.items()
-        if name.startswith(_EXTRA)
-    }
-    return {
-        name: tensor for name, tensor in state.items() if not name.startswith(_EXTRA)
-    }, extra
+def split_extra(
+    state: State,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the weights and the additional tensors joined by `with_extra`.
+
+    >>> split_extra(with_extra({"0.weight": torch.ones(1)}, {"momentum": torch.zeros(1)}))
+    ({'0.weight': tensor([1.])}, {'momentum': tensor([0.])})
+    """
+    weights = {}
+    extra = {}
+    for name, tensor in state.items():
+        if name.startswith(_EXTRA):
+            extra[name.removeprefix(_EXTRA)] = tensor
+        else:
+            weights[name] = tensor
+    return weights, extra
 
 
 @dataclass(frozen=True)
@@ -44,9 +53,9 @@ class Begin(Numbered, kind="begin", opens=True):
     """From the server: train a round from these weights."""
 
     round: int
-    """From 0."""
+    """Number of the round, from 0."""
     state: State
-    """Weights and running statistics of the device's layers, and what the method's `Hooks.extra` adds."""
+    """Weights and running statistics of the device's layers, and the tensors of the method's `Hooks.extra`."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +64,9 @@ class Begun(Numbered, kind="begun"):
 
     incarnation: float
     first: int
-    """The first iteration; they are counted through all rounds."""
+    """The round's first iteration; iterations are counted through all rounds."""
     last: int
-    """One after the last."""
+    """The iteration after the round's last one."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +108,12 @@ class Norms(Numbered, kind="norms", key=("sender", "iteration")):
 
 @dataclass(frozen=True)
 class Update(Numbered, kind="update", key=("sender",)):
-    """To the server: "stop epoch", and the trained layers."""
+    """To the server: the trained layers, PipeLearn's "stop epoch"."""
 
     samples: int
-    """Samples that it trained on in this round."""
+    """Number of samples in the round's training."""
     loss: Fixed | None
-    """Their mean; None where the server has computed it."""
+    """Mean loss of these samples; None if the server has computed the loss."""
     state: State
 
 

@@ -30,7 +30,7 @@ from testbed.ml.rounds.layers import Layers, LocalDataset
 from testbed.ml.rounds.messages import KINDS
 from testbed.ml.rounds.options import GroupOptions, RoundOptions, transfer_of
 from testbed.ml.rounds.planner import Participants, RoundDetails
-from testbed.ml.rounds.rounds import Choose, RoundPolicy, Rounds, everyone
+from testbed.ml.rounds.rounds import Choose, RoundPolicy, Rounds, choose_all
 from testbed.ml.rounds.server import (
     Extra,
     GlobalModel,
@@ -48,7 +48,7 @@ from testbed.plan import Plan
 class Hooks:
     """The differences between methods training in rounds; the defaults are federated averaging."""
 
-    choose: Choose = everyone
+    choose: Choose = choose_all
     """Chooses the participants of a round."""
     train_local: TrainLocal = train_whole
     """Trains a device in a round."""
@@ -98,16 +98,16 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     def plan(self, problem: Problem[O]) -> Plan[RoundDetails]:
         """Give each device the whole model. Raises `InputError` for insufficient memory or unsupported stacking."""
         if problem.workload.numerics == "stacked":
-            stacked.check(
-                problem, self.hooks(problem.options).train_local is train_whole
-            )
+            hooks = self.hooks(problem.options)
+            is_plain = hooks.train_local is train_whole
+            stacked.check_support(problem, trains_plainly=is_plain)
         return planner.whole_plan(self.name, Participants(problem))
 
     def simulation_state(self, problem: Problem[O]) -> stacked.Stack | None:
         """Return the trainings the devices compute together."""
-        return (
-            stacked.Stack(problem) if problem.workload.numerics == "stacked" else None
-        )
+        if problem.workload.numerics != "stacked":
+            return None
+        return stacked.Stack(problem)
 
     def largest_messages(
         self, problem: Problem[O], plan: Plan[RoundDetails]
@@ -117,9 +117,8 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
 
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
         """Run the server on the first device, a client on the others."""
-        async with Mailbox(
-            device, job.problem.links, KINDS, codecs=_message_codecs(job)
-        ) as mailbox:
+        codecs = _message_codecs(job)
+        async with Mailbox(device, job.problem.links, KINDS, codecs=codecs) as mailbox:
             if device.name == job.plan.lead:
                 await self.serve(mailbox, job)
             else:
@@ -128,7 +127,7 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
 
     async def serve(self, mailbox: Mailbox, job: Job[O, RoundDetails]) -> None:
         """Run all rounds in the server's program."""
-        await hold_rounds(mailbox, job, self.hooks(job.problem.options))
+        await run_rounds(mailbox, job, self.hooks(job.problem.options))
 
 
 class SplitMethod(RoundMethod[O], ABC, Generic[O]):
@@ -143,30 +142,27 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
 
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
         """Run rounds on the first device, train the first layers on the others."""
-        hooks, server = self.hooks(job.problem.options), job.plan.lead
-        async with Mailbox(
-            device, job.problem.links, KINDS, codecs=_message_codecs(job)
-        ) as mailbox:
+        hooks = self.hooks(job.problem.options)
+        server = job.plan.lead
+        codecs = _message_codecs(job)
+        async with Mailbox(device, job.problem.links, KINDS, codecs=codecs) as mailbox:
             if device.name == server:
-                await hold_rounds(mailbox, job, hooks, split=True, in_turn=self.in_turn)
+                await run_rounds(mailbox, job, hooks, split=True, in_turn=self.in_turn)
             else:
-                training = local_training(
-                    device,
-                    job,
-                    replace(hooks, train_local=with_server(mailbox, server)),
-                )
+                hooks = replace(hooks, train_local=with_server(mailbox, server))
+                training = local_training(device, job, hooks)
                 await Client(mailbox, server, training, alone=False).serve()
 
 
 def _message_codecs(job: Job[O, RoundDetails]) -> dict[str, TensorCodec]:
     """Return the codecs of messages between devices and server."""
-    how, codes = transfer_of(job.problem.options), job.problem.codes
+    encoding = transfer_of(job.problem.options)
     return codecs(
-        codes,
-        activation=how.activations,
-        gradient=how.gradients,
-        begin=how.weights,
-        update=how.updates,
+        job.problem.codes,
+        activation=encoding.activations,
+        gradient=encoding.gradients,
+        begin=encoding.weights,
+        update=encoding.updates,
     )
 
 
@@ -174,27 +170,40 @@ def local_training(
     device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hooks()
 ) -> LocalTraining:
     """Return the local training of a device with data, by its plan."""
-    problem, mine = job.problem, job.plan.details.portions[device.name]
-    assert job.dataset is not None
-    seed = problem.seed if problem.workload.data.shuffle else None
+    problem = job.problem
     workload = problem.workload
+    portion = job.plan.details.portions[device.name]
+    assert job.dataset is not None
     share = LocalDataset(
-        job.dataset, workload.batch_size, mine.parallel, seed, workload.drop_last
+        job.dataset,
+        workload.batch_size,
+        portion.parallel,
+        problem.seed if workload.data.shuffle else None,
+        drop_last=workload.drop_last,
     )
-    layers = Layers(device, problem, 0, mine.split, numbers=job.shared is None)
+    # A stack computes the numbers of all devices; the device's own layers then take time alone.
+    has_numbers = job.shared is None
+    layers = Layers(device, problem, 0, portion.split, numbers=has_numbers)
     sent = hooks.sent
-    if by := codec(transfer_of(problem.options).updates, problem.codes):
-        sent = Changes(sent, by)
-    length, devices = Participants(problem).length, len(problem.samples)
+    update_codec = codec(transfer_of(problem.options).updates, problem.codes)
+    if update_codec is not None:
+        sent = Changes(sent, update_codec)
     return LocalTraining(
-        share, length, layers, hooks.train_local, sent, devices, job.shared
+        share,
+        Participants(problem).length,
+        layers,
+        hooks.train_local,
+        sent,
+        devices=len(problem.samples),
+        stack=job.shared,
     )
 
 
-async def hold_rounds(
+async def run_rounds(
     mailbox: Mailbox,
     job: Job[O, RoundDetails],
     hooks: Hooks,
+    *,
     split: bool = False,
     in_turn: bool = False,
 ) -> None:
@@ -202,61 +211,65 @@ async def hold_rounds(
 
     ``in_turn``: one device trains after the other, with one copy of the server's layers for all.
     """
-    problem, clients = job.problem, job.plan.details.portions
+    problem = job.problem
+    options = problem.options
+    clients = job.plan.details.portions
     assert job.dataset is not None
-    device, options = mailbox.device, problem.options
+    device = mailbox.device
     model = GlobalModel(device, job, hooks.merge, hooks.extra)
     splits = {name: client.split for name, client in clients.items()}
     side = None
     if split:
         copies = _server_layers(device, problem, splits, shared=in_turn)
         side = ServerSide(mailbox, copies)
-    planned = {name: client.round_time for name, client in clients.items()}
     policy = RoundPolicy(
-        0 if in_turn else hooks.min_updates,
-        options.round_deadline,
-        hooks.choose,
-        planned,
+        # In turn, a late device is left out instead of waited for.
+        min_updates=0 if in_turn else hooks.min_updates,
+        deadline=options.round_deadline,
+        choose=hooks.choose,
+        planned={name: client.round_time for name, client in clients.items()},
     )
-    changes = hooks.sent is send_weights and transfer_of(options).updates != "f32"
+    # Devices send changes when updates are encoded; a method that sends changes itself adds them in its merge.
+    is_encoded = transfer_of(options).updates != "f32"
     server = Server(
         device,
         Rounds(mailbox, policy, problem.seed),
         model,
         splits,
         side,
-        in_turn,
-        changes,
+        in_turn=in_turn,
+        changes=is_encoded and hooks.sent is send_weights,
     )
     _record_unused_samples(device, job)
     await server.run()
 
 
 def _server_layers(
-    device: Device, problem: Problem, splits: Mapping[str, int], shared: bool
+    device: Device, problem: Problem, splits: Mapping[str, int], *, shared: bool
 ) -> dict[str, Layers]:
     """Return the server's layers for each device; ``shared``: one copy for all devices with the same split point."""
     depth = len(problem.model.units)
-    if not shared:
-        return {
-            name: Layers(device, problem, first, depth)
-            for name, first in splits.items()
-        }
-    made = {first: Layers(device, problem, first, depth) for first in splits.values()}
-    return {name: made[first] for name, first in splits.items()}
+    copies: dict[str, Layers] = {}
+    copy_from: dict[int, Layers] = {}
+    for name, first in splits.items():
+        if not shared or first not in copy_from:
+            copy_from[first] = Layers(device, problem, first, depth)
+        copies[name] = copy_from[first]
+    return copies
 
 
 def _record_unused_samples(device: Device, job: Job[O, RoundDetails]) -> None:
     """Record the devices with less than a batch, and the number of samples never used for training."""
-    problem = job.problem
-    size = problem.workload.batch_size
-    small = [name for name, count in problem.samples.items() if count < size]
+    samples = job.problem.samples
+    workload = job.problem.workload
+    size = workload.batch_size
+    small = [name for name, count in samples.items() if count < size]
     if small:
-        text = f"{', '.join(small)}: fewer samples than a batch of {size}, which is all of them there"
+        text = f"{', '.join(small)}: fewer samples than a batch of {size}, so a batch has all samples of the device"
         device.record("log", text=text)
-    rest = 0
-    for name, count in problem.samples.items():
+    unused = 0
+    for name, count in samples.items():
         parallel = job.plan.details.portions[name].parallel
-        whole = min(size, count) // parallel * parallel
-        rest += left_out(count, whole, problem.workload.drop_last)
-    record_left_out(device, rest, sum(problem.samples.values()))
+        iteration = min(size, count) // parallel * parallel
+        unused += left_out(count, iteration, workload.drop_last)
+    record_left_out(device, unused, sum(samples.values()))

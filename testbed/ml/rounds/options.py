@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,12 +80,15 @@ class GroupOptions(TransferOptions):
         self, number: int, present: Sequence[str], draw: random.Random
     ) -> Sequence[str]:
         """Draw a fraction of the present devices."""
-        count = max(1, self.min_devices, round(self.fraction * len(present)))
-        return present if count >= len(present) else draw.sample(present, count)
+        wanted = round(self.fraction * len(present))
+        count = max(1, self.min_devices, wanted)
+        if count >= len(present):
+            return present
+        return draw.sample(present, count)
 
 
 SplitPoints = Literal["best"] | int | dict[str, int]
-"""One for all devices, or one for each by its name."""
+"""One number for all devices, or one for each device by name; best: chosen by the planner."""
 
 SPLIT = (
     "the layers that a device trains, the first P: one number for all, or `{device: P}`; best: the shortest epoch by "
@@ -97,23 +101,28 @@ class Length:
     """Length of a device's rounds in epochs or iterations, and of all rounds together."""
 
     epochs: bool
-    """Whether the two numbers are of epochs; else they are of iterations."""
+    """Whether the two numbers count epochs; otherwise they count iterations."""
     each: int
+    """Epochs or iterations of a round."""
     total: int
+    """Epochs or iterations of all rounds."""
 
     @property
     def rounds(self) -> int:
         """Number of rounds of the workload."""
-        return -(-self.total // self.each)
+        return math.ceil(self.total / self.each)
 
     def iterations(self, number: int, per_epoch: int) -> range:
         """Return the iterations of a round, counted from 0 through all rounds; the last round may be shorter.
 
         A device training beyond the last round, because others are slower, has further rounds of full length.
+
+        >>> Length(epochs=True, each=2, total=3).iterations(number=1, per_epoch=10)
+        range(20, 30)
         """
+        first = number * self.each
+        last = first + self.each
+        if number < self.rounds:
+            last = min(last, self.total)
         unit = per_epoch if self.epochs else 1
-        end = (number + 1) * self.each
-        return range(
-            number * self.each * unit,
-            (end if number >= self.rounds else min(end, self.total)) * unit,
-        )
+        return range(first * unit, last * unit)

@@ -21,8 +21,8 @@ from testbed.ml.rounds.estimate import (
     aggregation_time,
     iterations,
     layer_times,
+    make_profile,
     mini_batch,
-    profile,
     shortest_epoch,
 )
 from testbed.ml.rounds.options import Length, RoundOptions, SplitPoints, transfer_of
@@ -32,17 +32,17 @@ from testbed.plan import Details, Piece, Plan
 
 
 class ClientPlan(BaseModel):
-    """The work of one device with data in a round."""
+    """The work of one device with data in a round. P, N and T(b_N) are PipeLearn's symbols."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     split: int
-    """P: it trains the first P layers."""
+    """P: the device trains the first P layers."""
     parallel: int
     """N: mini-batches of an iteration."""
     iteration_time: float
     """Predicted seconds of an iteration: T(b_N) and the update."""
     exchange_time: float
-    """Predicted seconds that its layers take to the server and back."""
+    """Predicted seconds in which the device's layers travel to the server and back."""
     iterations: int
     """Iterations of a round."""
     epoch: float
@@ -58,17 +58,14 @@ class RoundDetails(Details):
     """Plan details of training in rounds."""
 
     portions: dict[str, ClientPlan]
-    """By device, in their order."""
+    """Device with data -> its work, in the order of the scenario's devices."""
 
     def part_of(self, device: str) -> Self:
         """Return the device's own portion alone."""
-        return self.model_copy(
-            update={
-                "portions": {device: self.portions[device]}
-                if device in self.portions
-                else {}
-            }
-        )
+        own = {}
+        if device in self.portions:
+            own[device] = self.portions[device]
+        return self.model_copy(update={"portions": own})
 
 
 @dataclass(frozen=True)
@@ -97,15 +94,19 @@ class Participants:
     @cached_property
     def length(self) -> Length:
         """Length of a device's rounds and of the workload."""
-        workload, options = self.problem.workload, self.problem.options
+        workload = self.problem.workload
+        options = self.problem.options
         if workload.epochs is not None:
-            return Length(True, options.local_epochs or 1, workload.epochs)
+            local_epochs = options.local_epochs or 1
+            return Length(epochs=True, each=local_epochs, total=workload.epochs)
         assert workload.steps is not None
-        return Length(False, options.local_steps or 1, workload.steps)
+        local_steps = options.local_steps or 1
+        return Length(epochs=False, each=local_steps, total=workload.steps)
 
     def check(self) -> None:
         """Raise `InputError` for unsuitable devices, links or options."""
-        options, workload = self.problem.options, self.problem.workload
+        options = self.problem.options
+        workload = self.problem.workload
         if not self.devices:
             raise InputError(
                 "needs a server, which is the first device, and other devices with data",
@@ -127,14 +128,12 @@ class Participants:
             )
 
     def _check_links(self) -> None:
-        for device in self.devices:
-            for pair in (
-                (device.name, self.server.name),
-                (self.server.name, device.name),
-            ):
-                if pair not in self.problem.links:
+        server = self.server.name
+        for device in self.names:
+            for source, target in ((device, server), (server, device)):
+                if (source, target) not in self.problem.links:
                     raise InputError(
-                        f"no link leads from {pair[0]} to {pair[1]}: each device needs one to the server and back; use "
+                        f"no link leads from {source} to {target}: each device needs one to the server and back; use "
                         "the topology star",
                         ("network", "topology"),
                     )
@@ -159,21 +158,25 @@ class Participants:
         """Return the profile of a device and the server, with ``concurrent_clients`` devices keeping the
         server busy.
         """
-        problem, server = self.problem, self.server
-        share = max(1.0, concurrent_clients / server.processors)
-        if (
-            self.serverless
-        ):  # models go to whichever device; that takes none of a round's time
-            up = down = Link()
+        problem = self.problem
+        server = self.server
+        # A processor serves one device at a time; further devices share the processors equally.
+        clients_per_processor = max(1.0, concurrent_clients / server.processors)
+        if self.serverless:
+            # Models travel to any device while training continues, which takes none of a round's time.
+            up = Link()
+            down = Link()
         else:
-            up, down = (
-                problem.links[device.name, server.name],
-                problem.links[server.name, device.name],
-            )
-        mine, theirs = self._layer_times(device), self._layer_times(server, share)
-        travels = problem.training.frozen_travels
-        return profile(
-            problem.model, mine, theirs, up, down, transfer_of(problem.options), travels
+            up = problem.links[device.name, server.name]
+            down = problem.links[server.name, device.name]
+        return make_profile(
+            problem.model,
+            self._layer_times(device),
+            self._layer_times(server, clients_per_processor),
+            up,
+            down,
+            transfer_of(problem.options),
+            frozen_travels=problem.training.frozen_travels,
         )
 
     def _layer_times(
@@ -191,7 +194,7 @@ class Participants:
         """Cached layer times by device rates: most of thousands of devices are alike."""
         return {}
 
-    def given(
+    def given_numbers(
         self, key: Key, value: SplitPoints, lowest: int, highest: int
     ) -> dict[str, int]:
         """Return a number given by device, empty if it is to be optimised; raises `InputError` outside the bounds."""
@@ -222,20 +225,19 @@ def _plan_client(
     choice: Choice,
     iteration_time: float,
 ) -> ClientPlan:
-    count, drop_last = (
-        team.problem.samples[device.name],
-        team.problem.workload.drop_last,
-    )
+    samples = team.problem.samples[device.name]
+    drop_last = team.problem.workload.drop_last
     batch = team.batch(device)
-    per_epoch = iterations(count, batch, choice.parallel, drop_last)
+    per_epoch = iterations(samples, batch, choice.parallel, drop_last=drop_last)
+    # floor(B/N) * N: an iteration may have fewer samples than a batch.
     size = mini_batch(batch, choice.parallel) * choice.parallel
     return ClientPlan(
         split=choice.split,
         parallel=choice.parallel,
         iteration_time=iteration_time,
-        exchange_time=profile.exchange(choice.split),
+        exchange_time=profile.exchange_time(choice.split),
         iterations=len(team.length.iterations(0, per_epoch)),
-        epoch=per_epoch if drop_last else count / size,
+        epoch=per_epoch if drop_last else samples / size,
     )
 
 
@@ -244,10 +246,13 @@ def whole_plan(method: str, team: Participants) -> Plan[RoundDetails]:
     team.check()
     clients = {}
     for device in team.devices:
-        profile, batch = team.profile(device, 0), team.batch(device)
-        alone = profile.local_training(batch, batch)
+        profile = team.profile(device, concurrent_clients=0)
+        batch = team.batch(device)
+        # An epoch of one batch is one iteration.
+        iteration_time = profile.local_training_time(batch, batch)
+        everything = Choice(profile.depth)
         clients[device.name] = _plan_client(
-            team, device, profile, Choice(profile.depth), alone
+            team, device, profile, everything, iteration_time
         )
     return plan(method, team, clients, {})
 
@@ -271,13 +276,15 @@ def _best_choice(
     parallel: int | None,
 ) -> Choice:
     """Return one device's choice, cached because many devices are alike."""
+    candidates = []
     if parallel is not None:
-        among: Sequence[Choice] = [Choice(split, parallel) for split in allowed]
+        for split in allowed:
+            candidates.append(Choice(split, parallel))
     else:
-        among = [
-            choice for choice in choices(profile, batch) if choice.split in allowed
-        ]
-    return shortest_epoch(profile, samples, batch, among)
+        for choice in choices(profile, batch):
+            if choice.split in allowed:
+                candidates.append(choice)
+    return shortest_epoch(profile, samples, batch, candidates)
 
 
 def split_plan(
@@ -297,24 +304,24 @@ def split_plan(
     team.check()
     depth = len(team.problem.model.units)
     smallest = min(team.batch(device) for device in team.devices)
-    splits = team.given(("method", "split"), split_points, 1, depth)
-    given = team.given(("method", "parallel"), parallel, 1, smallest)
+    splits = team.given_numbers(("method", "split"), split_points, 1, depth)
+    counts = team.given_numbers(("method", "parallel"), parallel, 1, smallest)
     portions = {}
     for device in team.devices:
-        name, batch = device.name, team.batch(device)
+        name = device.name
+        batch = team.batch(device)
         profile = team.profile(device, concurrent_clients)
-        allowed = [splits[name]] if splits else list(range(1, depth + 1))
+        allowed = (splits[name],) if splits else tuple(range(1, depth + 1))
         choice = _best_choice(
             choices,
             profile,
             team.problem.samples[name],
             batch,
-            tuple(allowed),
-            given.get(name),
+            allowed,
+            counts.get(name),
         )
-        portions[name] = _plan_client(
-            team, device, profile, choice, profile.iteration(choice, batch)
-        )
+        iteration_time = profile.iteration_time(choice, batch)
+        portions[name] = _plan_client(team, device, profile, choice, iteration_time)
     copies = {name: portion.split for name, portion in portions.items()}
     return plan(method, team, portions, copies, in_turn=concurrent_clients == 1)
 
@@ -324,6 +331,7 @@ def plan(
     team: Participants,
     portions: Mapping[str, ClientPlan],
     copies: Mapping[str, int],
+    *,
     in_turn: bool = False,
 ) -> Plan[RoundDetails]:
     """Return the plan for these portions; raises `InputError` for a device with insufficient memory.
@@ -331,53 +339,47 @@ def plan(
     ``copies``: devices for which the server trains layers of its own, and the first of them; if devices train
     ``in_turn``, one copy serves all with the same split point.
     """
-    problem, server = team.problem, team.server
-    depth, state_values = len(problem.model.units), problem.training.state_values
-    evaluated = inference_bytes(
+    problem = team.problem
+    server = team.server
+    depth = len(problem.model.units)
+    # The server evaluates the whole model, whatever it trains.
+    memory = inference_bytes(
         problem.model, range(depth), problem.workload.batch_size, server.precision
     )
-    pieces = [Piece(device=server.name, first=0, last=depth, memory=evaluated)]
+    pieces = [Piece(device=server.name, first=0, last=depth, memory=memory)]
     for device in team.devices:
-        portion = portions[device.name]
-        units = range(portion.split)
-        kept = training_bytes(
-            problem.model,
-            units,
-            team.batch(device),
-            state_values,
-            precision=device.precision,
-        )
-        pieces.append(
-            Piece(device=device.name, first=0, last=portion.split, memory=kept)
-        )
-    for names, first in _server_copies(copies, in_turn):
-        mini_batch = max(
-            team.batch(problem.device(name)) // portions[name].parallel
-            for name in names
-        )
+        split = portions[device.name].split
+        batch = team.batch(device)
+        memory = _training_memory(problem, device, range(split), batch)
+        pieces.append(Piece(device=device.name, first=0, last=split, memory=memory))
+    for names, first in _server_copies(copies, in_turn=in_turn):
+        mini_batches = []
+        for name in names:
+            batch = team.batch(problem.device(name))
+            mini_batches.append(batch // portions[name].parallel)
         units = range(first, depth)
-        kept = training_bytes(
-            problem.model, units, mini_batch, state_values, precision=server.precision
-        )
-        copy_for = None if in_turn else names[0]
         pieces.append(
             Piece(
                 device=server.name,
                 first=first,
                 last=depth,
-                memory=kept,
-                copy_for=copy_for,
+                memory=_training_memory(problem, server, units, max(mini_batches)),
+                copy_for=None if in_turn else names[0],
             )
         )
     times = [portion.round_time for portion in portions.values()]
-    averaging = aggregation_time(problem.model, server, 1 if in_turn else len(times))
+    if in_turn:
+        # The server adopts the model of one device after the other.
+        averaging = aggregation_time(problem.model, server, 1)
+        step_time = sum(time + averaging for time in times)
+    else:
+        averaging = aggregation_time(problem.model, server, len(times))
+        step_time = max(times) + averaging
     result: Plan[RoundDetails] = Plan(
         method=method,
         lead=server.name,
         pieces=tuple(pieces),
-        step_time=sum(time + averaging for time in times)
-        if in_turn
-        else max(times) + averaging,
+        step_time=step_time,
         details=RoundDetails(portions=dict(portions)),
     )
     for device in problem.devices:
@@ -385,8 +387,21 @@ def plan(
     return result
 
 
+def _training_memory(
+    problem: Problem[RoundOptions], device: DeviceSpec, units: range, samples: int
+) -> float:
+    """Return the bytes for training some units with this many samples at once."""
+    return training_bytes(
+        problem.model,
+        units,
+        samples,
+        problem.training.state_values,
+        precision=device.precision,
+    )
+
+
 def _server_copies(
-    copies: Mapping[str, int], in_turn: bool
+    copies: Mapping[str, int], *, in_turn: bool
 ) -> list[tuple[list[str], int]]:
     """Return the devices using each copy of the server's layers, and the first unit of the copy."""
     if not in_turn:
@@ -401,15 +416,15 @@ def round_messages(
     problem: Problem[RoundOptions], plan: Plan[RoundDetails]
 ) -> Iterator[PlannedMessage]:
     """Yield the largest messages between the server and each device with data."""
-    model, training, how = problem.model, problem.training, transfer_of(problem.options)
+    model = problem.model
+    encoding = transfer_of(problem.options)
+    server = plan.lead
     for name, portion in plan.details.portions.items():
-        state = costs.weight_bytes(model.units[: portion.split], training)
-        yield plan.lead, name, state * share(how.weights)
-        yield name, plan.lead, state * share(how.updates)
+        units = model.units[: portion.split]
+        state = costs.weight_bytes(units, problem.training)
+        yield server, name, state * share(encoding.weights)
+        yield name, server, state * share(encoding.updates)
         if portion.split < len(model.units):
             samples = mini_batch(problem.workload.batch_size, portion.parallel)
-            yield (
-                name,
-                plan.lead,
-                samples * model.cut_bytes(portion.split) * share(how.activations),
-            )
+            activations = samples * model.cut_bytes(portion.split)
+            yield name, server, activations * share(encoding.activations)

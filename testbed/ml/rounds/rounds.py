@@ -34,11 +34,13 @@ CONFIGURATION = "configuration"
 
 
 Choose = Callable[[int, Sequence[str], random.Random], Sequence[str]]
-"""Hook: takes a round's number, the devices that are there, and random numbers of the round's own; returns the devices
-that are to train, at least as many as a round needs."""
+"""Hook: takes a round's number, the present devices, and a generator for this round; returns the participants, at least
+as many as a round needs."""
 
 
-def everyone(number: int, present: Sequence[str], draw: random.Random) -> Sequence[str]:
+def choose_all(
+    number: int, present: Sequence[str], draw: random.Random
+) -> Sequence[str]:
     """Choose all present devices."""
     return present
 
@@ -51,7 +53,7 @@ class RoundPolicy:
     """Minimum number of updates in a round."""
     deadline: float | None = None
     """Seconds after its begin at which a round ends without late devices; None: adapted to the measured rounds."""
-    choose: Choose = everyone
+    choose: Choose = choose_all
     planned: Mapping[str, float] = field(default_factory=dict)
     """Planned seconds of a round of each device."""
 
@@ -64,7 +66,11 @@ LEAST_DEADLINE = 10.0
 """Lower bound of the default deadline in seconds: a busy host may delay a round of milliseconds by seconds."""
 
 Serve = Callable[[Begun], Coroutine[Any, Any, None]]
-"""What the server does for a device that trains: runs beside the round, until the device's last iteration."""
+"""The server's part of a device's training: runs beside the round, until the device's last iteration."""
+
+
+def _serve_nothing(begun: Begun) -> None:
+    """Ignore a device that begins a round without the server's layers, or too late for the round."""
 
 
 class Rounds:
@@ -76,24 +82,24 @@ class Rounds:
         self._policy = policy
         self._seed = seed
         self._absent: set[str] = set()
-        """Devices that were late and have not been heard of since."""
+        """Late devices without a message since."""
         self._incarnations: dict[str, float] = {}
         """Incarnations of the programs that began the present round."""
         self._restarted: set[str] = set()
-        """Devices that began the present round and have started again since."""
+        """Devices that began the present round and have restarted since."""
         self._updates: dict[str, Update] = {}
         self._began_at = 0.0
         """When the present round began."""
         self._overhead: float | None = None
         """Largest time by which an update took longer than planned; None before the first update."""
-        self._serve: Callable[[Begun], None] = lambda begun: None
+        self._serve: Callable[[Begun], None] = _serve_nothing
         mailbox.on(Hello, self._on_greeting)
         mailbox.on(Here, lambda here: self._absent.discard(here.sender))
         mailbox.on(Begun, self._on_begin)
         mailbox.on(Update, self._on_update)
         mailbox.on_open(self._reset_round)
 
-    async def hold(
+    async def run_round(
         self,
         number: int,
         devices: Sequence[str],
@@ -106,25 +112,23 @@ class Rounds:
         device's invitation to a configuration. A round with too few updates at twice its deadline is restarted with the
         devices present then, and has twice the time.
         """
-        least, times = min(self._policy.min_updates, len(devices)), 1
+        least = min(self._policy.min_updates, len(devices))
+        extension = 1
         startup = STARTUP if self._mailbox.configuration == 0 else 0.0
         while True:
-            chosen = self._choose_devices(number, await self.present(devices, least))
+            present = await self.present(devices, least)
+            chosen = self._choose_devices(number, present)
             await self._open_round()
             self._began_at = self._device.now()
-            updates = await self._run_round(
-                chosen,
-                invite,
-                serve,
-                partial(self._collect_updates, chosen, least, startup, times),
-            )
+            collect = partial(self._collect_updates, chosen, least, startup, extension)
+            updates = await self._attempt_round(chosen, invite, serve, collect)
             senders = {update.sender for update in updates}
             self._drop_devices(number, [name for name in chosen if name not in senders])
             if len(updates) >= least:
                 return updates
-            times *= 2
+            extension *= 2
 
-    async def _run_round(
+    async def _attempt_round(
         self,
         chosen: Sequence[str],
         invite: Callable[[str, int], Begin],
@@ -134,34 +138,32 @@ class Rounds:
         """Invite devices, serve the participants, and return the collected updates."""
         async with Tasks() as tasks:
             serving: dict[str, asyncio.Task[None]] = {}
+
+            def start_serving(begun: Begun) -> None:
+                assert serve is not None
+                serving[begun.sender] = tasks.start(serve(begun))
+
             if serve is not None:
-                self._serve = lambda begun: serving.update(
-                    {begun.sender: tasks.start(serve(begun))}
-                )
+                self._serve = start_serving
             for name in chosen:
                 self._mailbox.post(name, invite(name, self._mailbox.configuration))
             await collect()
             updates = [self._updates[name] for name in chosen if name in self._updates]
+            # An update may arrive before the server's last layers are updated.
+            senders = [update.sender for update in updates]
             await asyncio.gather(
-                *(
-                    serving[update.sender]
-                    for update in updates
-                    if update.sender in serving
-                )
+                *(serving[name] for name in senders if name in serving)
             )
-            self._serve = lambda begun: (
-                None
-            )  # one that begins now is too late for this round
+            self._serve = _serve_nothing
         return updates
 
     async def present(self, devices: Sequence[str], least: int) -> list[str]:
         """Return the devices known to be present, once there are at least this many."""
-        while (
-            len(present := [name for name in devices if name not in self._absent])
-            < least
-        ):
+        while True:
+            present = [name for name in devices if name not in self._absent]
+            if len(present) >= least:
+                return present
             await self._mailbox.changed()
-        return present
 
     def _choose_devices(self, number: int, present: Sequence[str]) -> list[str]:
         """Return the participants among the present devices, in their order."""
@@ -173,11 +175,14 @@ class Rounds:
 
     async def _open_round(self) -> None:
         """Begin a configuration numbered above all former ones, including those before a restart."""
-        kept = self._device.saved(CONFIGURATION)
-        former = max(self._mailbox.configuration, 0 if kept is None else kept["number"])
-        self._mailbox.open(former + 1)
+        former = self._mailbox.configuration
+        saved = self._device.saved(CONFIGURATION)
+        if saved is not None:
+            former = max(former, saved["number"])
+        number = former + 1
+        self._mailbox.open(number)
         await self._device.save(
-            CONFIGURATION, Message(CONFIGURATION, {"number": former + 1})
+            CONFIGURATION, Message(CONFIGURATION, {"number": number})
         )
 
     def _reset_round(self) -> None:
@@ -185,9 +190,9 @@ class Rounds:
         self._incarnations.clear()
         self._restarted.clear()
         self._updates.clear()
-        self._serve = lambda begun: None
+        self._serve = _serve_nothing
 
-    def _time_limit(self, chosen: Sequence[str], enough: bool) -> float:
+    def _time_limit(self, chosen: Sequence[str], *, enough: bool) -> float:
         """Return the round's time limit in seconds, for ``enough`` updates or for too few.
 
         Without a configured deadline an update may take three times the slowest device's planned time plus the largest
@@ -198,41 +203,42 @@ class Rounds:
             return self._policy.deadline if enough else 2 * self._policy.deadline
         planned = self._policy.planned
         times = [planned.get(name, 0.0) for name in chosen]
-        seconds = max(
-            LEAST_DEADLINE, LATE * (max(times, default=0.0) + (self._overhead or 0.0))
-        )
+        slowest = max(times, default=0.0)
+        overhead = self._overhead or 0.0
+        seconds = max(LEAST_DEADLINE, LATE * (slowest + overhead))
         if enough:
             return seconds
-        return (
-            2 * seconds
-            if self._overhead is not None
-            else max(2 * seconds, LATE * sum(times))
-        )
+        if self._overhead is not None:
+            return 2 * seconds
+        return max(2 * seconds, LATE * sum(times))
 
     async def _collect_updates(
-        self, chosen: Sequence[str], least: int, startup: float, times: int
+        self, chosen: Sequence[str], least: int, startup: float, extension: int
     ) -> None:
         """Wait until all devices have sent an update or lost the round; after the deadline, wait for enough updates
         only.
 
-        The deadline is extended by ``startup`` seconds, ``times`` over.
+        The deadline is ``startup`` seconds later, and all of it is multiplied by ``extension``.
         """
         awaited = list(reversed(chosen))
         while True:
-            while awaited and (
-                awaited[-1] in self._updates or awaited[-1] in self._restarted
-            ):
-                awaited.pop()  # neither is taken back within a round
+            # Only the next awaited device is looked at, and never again once it is done: with thousands of devices, a
+            # scan of all after each message would take quadratic time.
+            while awaited and self._is_done(awaited[-1]):
+                awaited.pop()
             if not awaited:
                 return
             enough = len(self._updates) >= least
-            allowed = times * (
-                self._time_limit(chosen, enough) + (startup if enough else 2 * startup)
-            )
-            left = self._began_at + allowed - self._device.now()
+            limit = self._time_limit(chosen, enough=enough)
+            limit += startup if enough else 2 * startup
+            left = self._began_at + extension * limit - self._device.now()
             if left <= 0:
                 return
             await self._mailbox.changed(left)
+
+    def _is_done(self, name: str) -> bool:
+        """Return whether a device has sent its update, or has lost the round by a restart."""
+        return name in self._updates or name in self._restarted
 
     def _drop_devices(self, number: int, names: Collection[str]) -> None:
         """Continue without these devices; those never started are invited again only after an answer."""
@@ -241,12 +247,14 @@ class Rounds:
         for name in names:
             if name not in self._restarted:
                 self._absent.add(name)
-                # Not through the mailbox: a new configuration would take it back.
-                self._mailbox.start(self._device.send(name, encode(Ping())))
+                # Not posted by the mailbox: a new configuration would withdraw the message.
+                ping = self._device.send(name, encode(Ping()))
+                self._mailbox.start(ping)
 
     def _on_greeting(self, hello: Hello) -> None:
         self._absent.discard(hello.sender)
-        if self._incarnations.get(hello.sender, hello.incarnation) != hello.incarnation:
+        before = self._incarnations.get(hello.sender)
+        if before is not None and before != hello.incarnation:
             self._restarted.add(hello.sender)
 
     def _on_begin(self, begun: Begun) -> None:
@@ -255,7 +263,6 @@ class Rounds:
 
     def _on_update(self, update: Update) -> None:
         self._updates[update.sender] = update
-        taken = self._device.now() - self._began_at
-        self._overhead = max(
-            self._overhead or 0.0, taken - self._policy.planned.get(update.sender, 0.0)
-        )
+        planned = self._policy.planned.get(update.sender, 0.0)
+        overhead = self._device.now() - self._began_at - planned
+        self._overhead = max(self._overhead or 0.0, overhead)

@@ -24,7 +24,7 @@ from testbed.ml.rounds.messages import (
     DeviceActivation,
     Norms,
     Update,
-    parted,
+    split_extra,
     with_extra,
 )
 from testbed.ml.rounds.options import RoundOptions
@@ -48,7 +48,8 @@ def average(
     {'w': tensor([0.7500, 0.7500])}
     """
     if states and all(tensor.is_meta for tensor in states[0].values()):
-        return dict(states[0])  # no numbers, no mean
+        # Timing-only runs have shapes without values.
+        return dict(states[0])
     if sum(samples) <= 0 or len(samples) != len(states):
         raise ValueError(
             f"no weights in {list(samples)} samples for {len(states)} states"
@@ -56,11 +57,13 @@ def average(
     names = list(states[0])
     if any(list(state) != names for state in states):
         raise ValueError("states of different layers have no mean")
-    shares = [count / sum(samples) for count in samples]
-    return {
-        name: _weighted_mean([state[name] for state in states], shares)
-        for name in names
-    }
+    total = sum(samples)
+    shares = [count / total for count in samples]
+    means = {}
+    for name in names:
+        tensors = [state[name] for state in states]
+        means[name] = _weighted_mean(tensors, shares)
+    return means
 
 
 def _weighted_mean(
@@ -87,11 +90,11 @@ class Trained:
 
     device: str
     samples: int
-    """Samples that it has trained on."""
+    """Number of samples in the round's training."""
     state: State
     """State of the whole model including the server's layers, or another message of the device."""
     loss: float
-    """Mean of its iterations."""
+    """Mean loss of the round's iterations."""
     extra: State = field(default_factory=dict)
     """Additional tensors from `LocalRound.sends`."""
 
@@ -105,7 +108,9 @@ change; returns the new weights."""
 
 def mean(state: State, trained: Sequence[Trained], memory: Memory) -> State:
     """Merge by federated averaging: each model by its share of the samples."""
-    return average([each.state for each in trained], [each.samples for each in trained])
+    states = [result.state for result in trained]
+    samples = [result.samples for result in trained]
+    return average(states, samples)
 
 
 Extra = Callable[[Memory], State]
@@ -132,39 +137,46 @@ class GlobalModel:
         extra: Extra = no_extra,
     ) -> None:
         """Load the model from the server's disk; otherwise use the job's initial weights, or those of the seed."""
-        problem, kept, weights = job.problem, device.saved(GLOBAL), job.weights
+        problem = job.problem
+        saved = device.saved(GLOBAL)
         assert job.dataset is not None
         self._device = device
         self._merge = merge
         self._extra = extra
-        self._layers = layers = Layers(device, problem, 0, len(problem.model.units))
+        self._layers = Layers(device, problem, 0, len(problem.model.units))
         self._tests = Requests(job.dataset, problem.workload.batch_size)
         self._due = IntervalTrigger(problem.options.evaluate_every, device.now())
         self._last = Participants(problem).length.rounds
-        """Rounds of the whole workload; after the last there is always an evaluation."""
+        """Rounds of the whole workload; the last is always evaluated."""
         self._ema = problem.workload.training.ema
-        """The share that a moving average of the weights keeps in each round, where that is evaluated."""
-        self.rounds = 0 if kept is None else int(kept["rounds"])
-        """Rounds that are in the global model."""
-        self._report: dict[str, Any] = {} if kept is None else kept["report"]
-        """What there is to record of the last of them."""
-        self.state: State = layers.weights()
+        """The share of a moving average that is kept in each round; None evaluates the weights themselves."""
+        self.rounds = 0
+        """Number of rounds merged into the global model."""
+        self._report: dict[str, Any] = {}
+        """Fields of the event of the last merged round, which `report` records."""
+        self.state: State = self._layers.weights()
         self._memory: Memory = {}
         self._averages: Memory = {}
-        """Moving averages of the weights, where those are evaluated."""
+        """Moving averages of the weights; empty if the weights themselves are evaluated."""
         self._diverged = False
-        if kept is not None:
-            self.state = {name: kept.tensors[name] for name in self.state}
-            for name, tensor in kept.tensors.items():
-                if name.startswith(_MEMORY):
-                    self._memory[name.removeprefix(_MEMORY)] = tensor
-                elif name.startswith(AVERAGE):
-                    self._averages[name.removeprefix(AVERAGE)] = tensor
-        elif weights is not None:
-            self.state = {**self.state, **weights}
-        self.stopping = Stopping(layers.training)
+        if saved is not None:
+            self._restore(saved)
+        elif job.weights is not None:
+            self.state = {**self.state, **job.weights}
+        self.stopping = Stopping(self._layers.training)
         if self.numbers:
             device.expose(lambda: self.stopping.result(self.result()))
+
+    def _restore(self, saved: Message) -> None:
+        """Continue from the model that `keep` wrote to the disk."""
+        self.rounds = int(saved["rounds"])
+        self._report = saved["report"]
+        self.state = {name: saved.tensors[name] for name in self.state}
+        for name, tensor in saved.tensors.items():
+            if name.startswith(_MEMORY):
+                self._memory[name.removeprefix(_MEMORY)] = tensor
+            elif name.startswith(AVERAGE):
+                self._averages[name.removeprefix(AVERAGE)] = tensor
 
     @property
     def finished(self) -> bool:
@@ -182,19 +194,26 @@ class GlobalModel:
 
     async def merge(self, trained: Sequence[Trained]) -> None:
         """Replace the model by the merged models of the devices; keep the model if there are none."""
-        if trained:
-            # Without numbers a mean has the right shapes, but the size of what is sent may follow from the memory.
-            merge = self._merge if self.numbers or self._extra is not no_extra else mean
-            work = partial(merge, self.state, trained, self._memory)
-            cost = Cost(AGGREGATION_FLOPS * self._layers.parameters * len(trained))
-            self.state = await self._device.compute(
-                work, cost, Span("average", self.rounds)
-            )
-            for name, tensor in self.state.items() if self._ema else ():
-                kept = self._averages.get(name)
-                if kept is not None and self._ema and tensor.is_floating_point():
-                    tensor = torch.lerp(tensor, kept, self._ema)
-                self._averages[name] = tensor
+        if not trained:
+            return
+        merge = self._merge
+        if not self.numbers and self._extra is no_extra:
+            # A mean has the right shapes. Extra tensors, whose size counts, need the method's own merge and memory.
+            merge = mean
+        work = partial(merge, self.state, trained, self._memory)
+        cost = Cost(AGGREGATION_FLOPS * self._layers.parameters * len(trained))
+        span = Span("average", self.rounds)
+        self.state = await self._device.compute(work, cost, span)
+        self._update_averages()
+
+    def _update_averages(self) -> None:
+        if not self._ema:
+            return
+        for name, tensor in self.state.items():
+            before = self._averages.get(name)
+            if before is not None and tensor.is_floating_point():
+                tensor = torch.lerp(tensor, before, self._ema)
+            self._averages[name] = tensor
 
     def result(self) -> State:
         """Return the evaluated and final weights: the model, or its moving average."""
@@ -205,53 +224,57 @@ class GlobalModel:
 
     async def keep(self, start: float, trained: Sequence[Trained]) -> None:
         """Count a round started at ``start``, and save the model to the disk with the unrecorded results."""
-        self._report_divergence(trained)
+        self._record_divergence(trained)
+        # A device may occur twice: asynchronous methods merge its updates whenever they arrive.
         samples: dict[str, int] = {}
-        for each in trained:
-            samples[each.device] = samples.get(each.device, 0) + each.samples
-        loss = sum(each.loss * each.samples for each in trained) / sum(samples.values())
-        duration = self._device.now() - start
-        made = {
+        for result in trained:
+            before = samples.get(result.device, 0)
+            samples[result.device] = before + result.samples
+        total = sum(result.loss * result.samples for result in trained)
+        loss = total / sum(samples.values())
+        self._report = {
             "round": self.rounds,
             "start": start,
-            "duration": duration,
+            "duration": self._device.now() - start,
             "samples": samples,
+            **loss_fields(loss, self.numbers),
         }
-        self._report = {**made, **loss_fields(loss, self.numbers)}
         self.rounds += 1
         fields = {"rounds": self.rounds, "report": self._report}
-        memory = {_MEMORY + name: tensor for name, tensor in self._memory.items()}
-        averages = {AVERAGE + name: tensor for name, tensor in self._averages.items()}
-        await self._device.save(
-            GLOBAL, Message(GLOBAL, fields, {**self.state, **memory, **averages})
-        )
+        tensors = dict(self.state)
+        for name, tensor in self._memory.items():
+            tensors[_MEMORY + name] = tensor
+        for name, tensor in self._averages.items():
+            tensors[AVERAGE + name] = tensor
+        await self._device.save(GLOBAL, Message(GLOBAL, fields, tensors))
 
-    def _report_divergence(self, trained: Sequence[Trained]) -> None:
+    def _record_divergence(self, trained: Sequence[Trained]) -> None:
         """Record once the devices that sent non-finite numbers."""
         if self._diverged or not self.numbers:
             return
-        self._diverged = not (
-            _is_finite(self.state) and all(math.isfinite(each.loss) for each in trained)
-        )
+        losses_are_finite = all(math.isfinite(result.loss) for result in trained)
+        self._diverged = not (_is_finite(self.state) and losses_are_finite)
         if not self._diverged:
             return
-        for each in trained:
-            if not (math.isfinite(each.loss) and _is_finite(each.state)):
-                self._device.record("diverged", step=self.rounds, target=each.device)
+        for result in trained:
+            if not (math.isfinite(result.loss) and _is_finite(result.state)):
+                self._device.record("diverged", step=self.rounds, target=result.device)
 
     def is_reported(self) -> bool:
         """Return whether the last round was recorded completely, which a restart may have prevented."""
-        reported = self._device.saved(REPORTED)
-        return self.rounds == (0 if reported is None else reported["rounds"])
+        saved = self._device.saved(REPORTED)
+        reported = 0 if saved is None else saved["rounds"]
+        return bool(self.rounds == reported)
 
     async def report(self) -> None:
         """Record the last round, and evaluate the model if due."""
-        made = dict(self._report)
-        loss = {name: made.pop(name) for name in ("loss",) if name in made}
-        self._device.record("round", **made)
-        self._device.record(
-            "step", step=made["round"], samples=sum(made["samples"].values()), **loss
-        )
+        fields = dict(self._report)
+        step = {"step": fields["round"], "samples": sum(fields["samples"].values())}
+        # Timing-only runs have no loss.
+        if "loss" in fields:
+            step["loss"] = fields.pop("loss")
+        self._device.record("round", **fields)
+        self._device.record("step", **step)
         if self.rounds == self._last or self._due(self.rounds, self._device.now()):
             score = await evaluation(
                 self._layers, self.result(), self._tests, self.rounds
@@ -270,7 +293,8 @@ async def evaluation(
     await layers.load(state, number)
     score = Score(layers.training)
     for index in range(len(tests)):
-        score.add(await layers.infer(index, tests.images(index)), tests.labels(index))
+        outputs = await layers.infer(index, tests.images(index))
+        score.add(outputs, tests.labels(index))
     return score
 
 
@@ -283,47 +307,62 @@ class ServerSide:
 
     mailbox: Mailbox
     copies: Mapping[str, Layers]
-    """The layers that serve each device."""
+    """Device -> the layers that serve the device."""
     losses: dict[str, float] = field(default_factory=dict)
-    """Mean of the iterations of each device's last round."""
+    """Device -> mean loss of the iterations of its last round."""
 
     async def serve(self, state: State, number: int, begun: Begun) -> None:
         """Train a device's copy together with the device, starting from the global model's state."""
-        layers = self.copies[begun.sender]
+        device = begun.sender
+        layers = self.copies[device]
         await layers.load(restrict(state, layers.first, layers.last), number)
-        steps, loss = range(begun.first, begun.last), 0.0
+        steps = range(begun.first, begun.last)
+        loss = 0.0
         for step in steps:
-            micro, done, samples = 0, 0, 1
-            while done < samples:
-                given = await self.mailbox.take(
-                    DeviceActivation, (begun.sender, step, micro)
-                )
-                whole = given.samples if given.whole is None else given.whole
-                loss += await layers.forward_loss(
-                    step, micro, given.tensor, given.labels, given.samples, whole
-                )
-                gradient = await layers.backward(step, micro, len(given.labels))
-                assert gradient is not None
-                self.mailbox.post(
-                    begun.sender,
-                    ActivationGradient(begun.configuration, step, micro, gradient),
-                )
-                samples = given.samples
-                done += len(given.labels)
-                micro += 1
+            # One after the other: the order decides how sums are rounded.
+            for part in await self._train_mini_batches(layers, begun, step):
+                loss += part
             norms = None
             if layers.clips_by_norm:
-                first = await self.mailbox.take(Norms, (begun.sender, step))
+                # The norm is one of the whole model, whose first layers are the device's.
+                first = await self.mailbox.take(Norms, (device, step))
                 norms = torch.cat([first.tensor, layers.norms()])
-                self.mailbox.post(begun.sender, Norms(begun.configuration, step, norms))
+                self.mailbox.post(device, Norms(begun.configuration, step, norms))
             await layers.update(step, norms)
-        self.losses[begun.sender] = loss / len(steps)
+        self.losses[device] = loss / len(steps)
+
+    async def _train_mini_batches(
+        self, layers: Layers, begun: Begun, step: int
+    ) -> list[float]:
+        """Do forward and backward of an iteration's mini-batches as they arrive; return the parts of the mean loss."""
+        device = begun.sender
+        losses: list[float] = []
+        done = 0
+        # The iteration's number of samples is known from its first activation.
+        samples = 1
+        while done < samples:
+            micro = len(losses)
+            activation = await self.mailbox.take(
+                DeviceActivation, (device, step, micro)
+            )
+            labels = activation.labels
+            samples = activation.samples
+            whole = samples if activation.whole is None else activation.whole
+            loss = await layers.forward_loss(
+                step, micro, activation.tensor, labels, samples, whole
+            )
+            losses.append(loss)
+            gradient = await layers.backward(step, micro, len(labels))
+            assert gradient is not None
+            answer = ActivationGradient(begun.configuration, step, micro, gradient)
+            self.mailbox.post(device, answer)
+            done += len(labels)
+        return losses
 
     def join(self, update: Update) -> tuple[State, float]:
-        """Return a device's whole model, M^k of equation (1), and its loss."""
-        return {**update.state, **self.copies[update.sender].weights()}, self.losses[
-            update.sender
-        ]
+        """Return a device's whole model, M^k of equation (1), and the mean loss of its last round."""
+        own = self.copies[update.sender].weights()
+        return {**update.state, **own}, self.losses[update.sender]
 
 
 @dataclass(frozen=True)
@@ -334,11 +373,11 @@ class Server:
     rounds: Rounds
     model: GlobalModel
     splits: Mapping[str, int]
-    """By device, the first layer that is not its own."""
+    """Device -> its first P layers, those before the server's."""
     side: ServerSide | None
     """Trains the server's layers; None without such layers."""
     in_turn: bool = False
-    """Whether one device after the other goes on from what the one before it has made."""
+    """Whether the devices train one after the other, each from the model of the one before."""
     changes: bool = False
     """Whether devices send changes to be added to their initial weights."""
 
@@ -351,7 +390,8 @@ class Server:
         while not self.model.finished:
             start = self.device.now()
             trained: list[Trained] = []
-            while not trained:  # in turn, all devices may have been missed
+            # In turn, a round without an update is possible: all devices may have been late.
+            while not trained:
                 await self.rounds.present(devices, 1)
                 for turn in turns:
                     trained += await self._train_round(self.model.rounds, turn)
@@ -360,27 +400,24 @@ class Server:
 
     async def _train_round(self, number: int, devices: Sequence[str]) -> list[Trained]:
         """Train devices from the global model, and merge their updates."""
-        state, beside = self.model.state, self.model.extra()
+        state = self.model.state
+        server_extra = self.model.extra()
 
         def invite(name: str, configuration: int) -> Begin:
-            return Begin(
-                configuration,
-                number,
-                with_extra(restrict(state, 0, self.splits[name]), beside),
-            )
+            own = restrict(state, 0, self.splits[name])
+            return Begin(configuration, number, with_extra(own, server_extra))
 
-        serve = None if self.side is None else partial(self.side.serve, state, number)
+        serve = None
+        if self.side is not None:
+            serve = partial(self.side.serve, state, number)
         trained = []
-        for arrived in await self.rounds.hold(number, devices, invite, serve):
-            weights, extra = parted(arrived.state)
-            update = replace(
-                arrived, state=_add_changes(state, weights) if self.changes else weights
-            )
-            trained.append(
-                Trained(
-                    update.sender, update.samples, *self._whole_model(update), extra
-                )
-            )
+        for update in await self.rounds.run_round(number, devices, invite, serve):
+            weights, extra = split_extra(update.state)
+            if self.changes:
+                weights = _add_changes(state, weights)
+            whole, loss = self._whole_model(replace(update, state=weights))
+            result = Trained(update.sender, update.samples, whole, loss, extra)
+            trained.append(result)
         await self.model.merge(trained)
         return trained
 
@@ -395,5 +432,5 @@ def _is_finite(state: State) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in state.values())
 
 
-def _add_changes(start: State, changes: State) -> State:
+def _add_changes(start: State, changes: State) -> dict[str, torch.Tensor]:
     return {name: start[name] + change for name, change in changes.items()}

@@ -42,31 +42,33 @@ class Training:
         return self.result
 
 
-def check(problem: Problem, plain: bool) -> None:
-    """Raise `InputError` for configurations without stacking support; ``plain``: rounds consist of descent steps."""
-    training, key = problem.workload.training, ("numerics",)
+def check_support(problem: Problem, *, trains_plainly: bool) -> None:
+    """Raise `InputError` for configurations without stacking support.
+
+    ``trains_plainly``: a round consists of an optimizer's steps, without changes by the method.
+    """
+    training = problem.workload.training
     optimizer = training.optimizer
+    model = problem.model
+    module = model.build(0, len(model.units), problem.seed)
     reasons = {
-        "local training of the method's own": not plain,
+        "local training of the method's own": not trains_plainly,
         "an optimizer other than sgd, or momentum": not optimizer.plain
         or optimizer.momentum,
         "clipping": training.clip,
         "a precision other than f32": any(
             device.precision != "f32" for device in problem.devices
         ),
+        "running statistics, as of batch normalisation": list(module.buffers()),
+        "weights that several layers share": model.tied,
+        "layers that may draw, such as dropout": draws(module),
+        "a smaller last batch": not problem.workload.drop_last,
+        "weights that are not trained": model.frozen,
     }
-    module = problem.model.build(0, len(problem.model.units), problem.seed)
-    reasons["running statistics, as of batch normalisation"] = any(
-        True for _ in module.buffers()
-    )
-    reasons["weights that several layers share"] = bool(problem.model.tied)
-    reasons["layers that may draw, such as dropout"] = draws(module)
-    reasons["a smaller last batch"] = not problem.workload.drop_last
-    reasons["weights that are not trained"] = problem.model.frozen
-    if unsupported := [reason for reason, there in reasons.items() if there]:
-        raise InputError(
-            f"'stacked' does not support {' and '.join(unsupported)}: use full", key
-        )
+    unsupported = [reason for reason, applies in reasons.items() if applies]
+    if unsupported:
+        text = f"'stacked' does not support {' and '.join(unsupported)}: use full"
+        raise InputError(text, ("numerics",))
 
 
 class Stack:
@@ -84,39 +86,38 @@ class Stack:
 
     def compute(self) -> None:
         """Compute all registered trainings."""
-        begun, self._begun = sorted(self._begun, key=_stack_key), []
-        for _, alike in groupby(begun, key=_stack_key):
-            some = list(alike)
-            for first in range(0, len(some), TOGETHER):
-                self._train_stack(some[first : first + TOGETHER])
+        # groupby needs equal keys to be neighbours.
+        begun = sorted(self._begun, key=_stack_key)
+        self._begun = []
+        for _, group in groupby(begun, key=_stack_key):
+            similar = list(group)
+            for first in range(0, len(similar), TOGETHER):
+                self._train_stack(similar[first : first + TOGETHER])
 
     def _train_stack(self, trainings: Sequence[Training]) -> None:
-        training, first = self._problem.training, trainings[0]
-        weights = {
-            name: torch.stack([each.start[name] for each in trainings])
-            for name in first.start
-        }
-        optimizer, losses = Sgd(training.part.optimizer), []
+        recipe = self._problem.training
+        first = trainings[0]
+        weights = {}
+        for name in first.start:
+            tensors = [training.start[name] for training in trainings]
+            weights[name] = torch.stack(tensors)
+        optimizer = Sgd(recipe.part.optimizer)
+        losses = []
         for place, step in enumerate(first.steps):
-            batches = zip(
-                *(each.share.iteration(each.steps[place])[0] for each in trainings),
-                strict=True,
-            )
-            images, labels = (torch.stack(parts) for parts in batches)
-            if not all(map(training.weight, labels)):
+            images, labels = _stack_batches(trainings, place)
+            if not all(map(recipe.weight, labels)):
                 raise InputError(
                     "'stacked' needs a counted label in every batch: use full",
                     ("numerics",),
                 )
             gradients, loss = self._gradient_step(weights, images, labels)
-            optimizer.step(weights, gradients, training.settings(step))
+            optimizer.step(weights, gradients, recipe.settings(step))
             losses.append(loss)
+        # In double precision, as the mean of Python floats in a training that is not stacked.
         means = torch.stack(losses).double().mean(0).tolist()
-        for number, (each, mean) in enumerate(zip(trainings, means, strict=True)):
-            each.result = (
-                mean,
-                {name: tensor[number] for name, tensor in weights.items()},
-            )
+        for number, training in enumerate(trainings):
+            own = {name: tensor[number] for name, tensor in weights.items()}
+            training.result = (means[number], own)
 
     @cached_property
     def _gradient_step(
@@ -127,17 +128,31 @@ class Stack:
         """
         from torch.func import functional_call, grad_and_value, vmap
 
-        model, recipe = self._problem.model, self._problem.training
+        model = self._problem.model
+        recipe = self._problem.training
         module = model.build(0, len(model.units), self._problem.seed)
 
         def loss(
             weights: dict[str, torch.Tensor], images: torch.Tensor, labels: torch.Tensor
         ) -> torch.Tensor:
-            return recipe.loss(
-                functional_call(module, weights, (images,)).float(), labels, None
-            )
+            outputs = functional_call(module, weights, (images,))
+            return recipe.loss(outputs.float(), labels, None)
 
         return vmap(grad_and_value(loss))
+
+
+def _stack_batches(
+    trainings: Sequence[Training], place: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return images and labels of each training's step at a place, (devices, samples, ...)."""
+    images = []
+    labels = []
+    for training in trainings:
+        mini_batches = training.share.iteration(training.steps[place])
+        own_images, own_labels = mini_batches[0]
+        images.append(own_images)
+        labels.append(own_labels)
+    return torch.stack(images), torch.stack(labels)
 
 
 def _stack_key(training: Training) -> tuple[int, int, int]:

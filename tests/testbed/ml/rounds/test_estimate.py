@@ -8,10 +8,10 @@ from testbed.ml.rounds.estimate import (
     KINDS,
     GraphStage,
     Kind,
-    ends,
+    end_times,
+    graph_stages,
     iteration_time,
-    previous,
-    stages,
+    predecessors,
 )
 
 
@@ -64,21 +64,21 @@ def test_the_time_of_an_iteration_is_the_longest_path_through_the_graph_in_1000_
 
 
 def test_previous_stages_are_those_of_table_1() -> None:
-    assert previous(("forward", 1), 3) == ()
-    assert previous(("forward", 3), 3) == (("forward", 2),)
-    assert set(previous(("upload", 2), 3)) == {("upload", 1), ("forward", 2)}
-    assert previous(("server forward", 1), 3) == (("upload", 1),)
-    assert set(previous(("server forward", 3), 3)) == {
+    assert predecessors(("forward", 1), 3) == ()
+    assert predecessors(("forward", 3), 3) == (("forward", 2),)
+    assert set(predecessors(("upload", 2), 3)) == {("upload", 1), ("forward", 2)}
+    assert predecessors(("server forward", 1), 3) == (("upload", 1),)
+    assert set(predecessors(("server forward", 3), 3)) == {
         ("upload", 3),
         ("server backward", 2),
     }
-    assert previous(("server backward", 2), 3) == (("server forward", 2),)
-    assert set(previous(("download", 3), 3)) == {
+    assert predecessors(("server backward", 2), 3) == (("server forward", 2),)
+    assert set(predecessors(("download", 3), 3)) == {
         ("download", 2),
         ("server backward", 3),
     }
-    assert set(previous(("backward", 1), 3)) == {("forward", 3), ("download", 1)}
-    assert set(previous(("backward", 2), 3)) == {("backward", 1), ("download", 2)}
+    assert set(predecessors(("backward", 1), 3)) == {("forward", 3), ("download", 1)}
+    assert set(predecessors(("backward", 2), 3)) == {("backward", 1), ("download", 2)}
 
 
 def test_one_mini_batch_passes_all_stages_one_after_the_other() -> None:
@@ -91,7 +91,7 @@ def test_one_mini_batch_passes_all_stages_one_after_the_other() -> None:
 def test_a_delay_holds_up_what_waits_for_a_message_and_not_the_next_message() -> None:
     durations: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
     durations["upload"] = 1.0
-    found = ends(durations, 3, {"upload": 0.5})
+    found = end_times(durations, 3, {"upload": 0.5})
     assert [found["upload", n] for n in (1, 2, 3)] == [1.0, 2.0, 3.0]
     assert [found["server forward", n] for n in (1, 2, 3)] == [1.5, 2.5, 3.5]
 
@@ -99,7 +99,7 @@ def test_a_delay_holds_up_what_waits_for_a_message_and_not_the_next_message() ->
 @given(st.integers(1, 30))
 def test_stages_come_after_their_previous_ones(count: int) -> None:
     seen: set[GraphStage] = set()
-    for stage in stages(count):
-        assert seen.issuperset(previous(stage, count))
+    for stage in graph_stages(count):
+        assert seen.issuperset(predecessors(stage, count))
         seen.add(stage)
     assert len(seen) == len(KINDS) * count

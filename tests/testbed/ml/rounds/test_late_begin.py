@@ -25,7 +25,7 @@ def test_a_late_device_is_left_out_and_nothing_else_happens() -> None:
 
         async with Mailbox(device, LINKS, KINDS) as mailbox:
             rounds = Rounds(mailbox, RoundPolicy(min_updates=1, deadline=1.0), seed=1)
-            updates = await rounds.hold(
+            updates = await rounds.run_round(
                 0, ["quick", "late"], lambda name, number: Begin(number, 0, {}), serve
             )
             assert [update.sender for update in updates] == ["quick"]

@@ -145,7 +145,7 @@ def test_devices_with_fewer_samples_than_a_batch_train_with_all_they_have_and_ar
         )
 
     assert [event["text"] for event in of(run(spec(16)), "log")] == [
-        "device2: fewer samples than a batch of 16, which is all of them there"
+        "device2: fewer samples than a batch of 16, so a batch has all samples of the device"
     ]
     assert not of(run(spec(10)), "log")
     everyone = run(spec(41))
