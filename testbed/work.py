@@ -40,11 +40,17 @@ class MethodPart(ConfigModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = Field(
-        description="one of `testbed show methods`, or of `file`; further keys are its options"
+        description=(
+            "a method of `testbed show methods`, or of `file`; further keys are "
+            "options of the method"
+        )
     )
     file: str | None = Field(
         None,
-        description="Python file that defines the method, relative to the scenario file; it is sent to the devices",
+        description=(
+            "Python file that defines the method, relative to the scenario file; "
+            "the file is sent to the devices"
+        ),
     )
 
     def options(self) -> dict[str, Any]:
@@ -55,8 +61,8 @@ class MethodPart(ConfigModel):
 class WorkloadPart(ConfigModel):
     """Keys common to all workloads. Each workload derives a class with further keys and overrides its properties."""
 
-    task: str = Field(_DEFAULT, description="kind of work")
-    method: MethodPart = Field(description="how the work is split")
+    task: str = Field(_DEFAULT, description="kind of workload")
+    method: MethodPart = Field(description="method that divides the work among devices")
 
     progress: ClassVar[str] = "step"
     """The event by which the run progresses; a run without any is not trusted."""

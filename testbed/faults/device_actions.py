@@ -99,10 +99,10 @@ class Resume(StateAction):
 class ThrottlePart(ConfigModel):
     """A device and its reduced speed."""
 
-    device: Name = Field(description="which one")
-    speed: Speed | None = Field(None, gt=0, description="compute at this speed")
+    device: Name = Field(description="the device")
+    speed: Speed | None = Field(None, gt=0, description="speed during the fault")
     slowdown: float | None = Field(
-        None, ge=1, le=1e6, description="factor by which work takes longer"
+        None, ge=1, le=1e6, description="factor by which computations take longer"
     )
 
     @model_validator(mode="after")

@@ -23,13 +23,13 @@ class LinkSetPart(ConfigModel):
     """One link, both directions between two devices, or all links of a device."""
 
     between: tuple[Name, Name] | None = Field(
-        None, description="both directions between two devices"
+        None, description="two devices, for both directions"
     )
     from_: Name | None = Field(
-        None, alias="from", description="sender, of one direction"
+        None, alias="from", description="sender, for one direction"
     )
-    to: Name | None = Field(None, description="receiver, of one direction")
-    device: Name | None = Field(None, description="every link from and to this device")
+    to: Name | None = Field(None, description="receiver, for one direction")
+    device: Name | None = Field(None, description="all links from and to this device")
 
     @model_validator(mode="after")
     def _one_target(self) -> Self:
@@ -149,7 +149,10 @@ class ObstructPart(LinkSetPart):
 
     path_loss_exponent: float = Field(
         gt=0,
-        description="of these links, above the radio's own; 6 is a long-lasting failure",
+        description=(
+            "path loss exponent of these links, above that of the radio; 6 is a "
+            "long-term failure"
+        ),
     )
 
 
@@ -189,13 +192,13 @@ class Obstruct(LinkFault[ObstructPart]):
 class FlapPart(LinkSetPart):
     """Links that repeatedly go down and up."""
 
-    down: Duration = Field(gt=0, description="how long they drop everything each time")
-    up: Duration = Field(gt=0, description="how long they work in between")
+    down: Duration = Field(gt=0, description="duration of each outage")
+    up: Duration = Field(gt=0, description="duration between two outages")
     times: int | None = Field(
         None,
         ge=1,
         le=100_000,
-        description="how often; default: until `for`, or the end",
+        description="number of outages; default: until `for`, or the end of the run",
     )
 
 

@@ -73,7 +73,7 @@ def mending(name: str, target: str) -> FaultAction[str] | None:
 class TriggerPart(ConfigModel):
     """A moment of the training: 'when worker1 begins backward of batch 205'."""
 
-    device: Name = Field(description="whose moment it is")
+    device: Name = Field(description="device whose computation or event is the moment")
     begins: str | None = Field(
         None, description="name of a span, e.g. forward, backward, update"
     )
@@ -83,10 +83,14 @@ class TriggerPart(ConfigModel):
     batch: int | None = Field(
         None,
         ge=0,
-        description="of this batch, counted from 0; default: the first to come",
+        description=(
+            "batch of the computation or event, counted from 0; default: the next one"
+        ),
     )
     micro: int | None = Field(
-        None, ge=0, description="of this micro-batch, counted from 0 in its batch"
+        None,
+        ge=0,
+        description="micro-batch of the computation or event, counted from 0 in its batch",
     )
 
     @model_validator(mode="after")
@@ -135,12 +139,14 @@ class FaultPart(ActionPart):
     at: Duration | None = Field(
         None, description="time since the start of the workload"
     )
-    when: TriggerPart | None = Field(None, description="a moment of the training")
+    when: TriggerPart | None = Field(
+        None, description="a computation or event of a device"
+    )
     after: Duration | None = Field(
-        None, description="time since the fault before it in the file struck"
+        None, description="time since the previous fault of the file"
     )
     for_: Duration | None = Field(
-        None, alias="for", description="undone after this time"
+        None, alias="for", description="time after which the fault is reverted"
     )
 
     @model_validator(mode="after")

@@ -35,15 +35,19 @@ class LargestPart(ConfigModel):
     top_k: Fraction = Field(
         gt=0,
         le=1,
-        description="share of each tensor's values that is sent, the largest by magnitude; omitted values are added "
-        "to what travels next time (error feedback)",
+        description=(
+            "share of each tensor's values that is sent, the largest by magnitude; "
+            "omitted values are added to the next message (error feedback)"
+        ),
     )
 
 
 class OwnPart(NamedPart):
     """The encoding by a class in a file; further keys are its constructor's arguments."""
 
-    name: str = Field(description="of a class with `pack(tensor)` and `unpack(parts)`")
+    name: str = Field(
+        description="name of a class with `pack(tensor)` and `unpack(parts)`"
+    )
     share: Fraction = Field(
         1.0, gt=0, description="encoded bytes per byte of a tensor, assumed by plans"
     )

@@ -31,24 +31,34 @@ class ModelPart(ConfigModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = Field(
-        description="one of `testbed show models`, or a function of `file`; further keys are its options, or its "
-        "arguments"
+        description=(
+            "a model of `testbed show models`, or a function of `file`; further "
+            "keys are its options or arguments"
+        )
     )
     file: str | None = Field(
         None,
-        description="Python file with a function that returns a torch.nn.Module, relative to the scenario file; it is "
-        "sent to the devices",
+        description=(
+            "Python file with a function that returns a torch.nn.Module, relative "
+            "to the scenario file; the file is sent to the devices"
+        ),
     )
     units: tuple[str, ...] | None = Field(
         None,
         min_length=1,
-        description="with `file`: the modules, such as layer1.0, that begin a unit; default: where little crosses",
+        description=(
+            "with `file`: modules that begin a unit, such as layer1.0; default: "
+            "cuts at which few tensors cross"
+        ),
     )
     weights: str | None = Field(
         None,
-        description="file to read them from, relative to the scenario file: a state_dict as safetensors or "
-        "of torch.save, Darknet's for yolov2, or a scenario, which is simulated first; default: random, drawn from "
-        "the seed",
+        description=(
+            "file with initial weights, relative to the scenario file: a state_dict "
+            "as safetensors or by torch.save, a Darknet file for yolov2, or a "
+            "scenario, which is simulated first; default: weights drawn from the "
+            "seed"
+        ),
     )
 
     @property
@@ -72,39 +82,54 @@ class SplitPart(ConfigModel):
     dirichlet: float | None = Field(
         None,
         gt=0,
-        description="each class is shared in proportions drawn from a Dirichlet distribution of this concentration: "
-        "0.1 gives a device few classes, 100 nearly its share of each",
+        description=(
+            "concentration of a Dirichlet distribution, from which the proportions "
+            "of each class are drawn: with 0.1 a device has few classes, with 100 "
+            "nearly equal shares"
+        ),
     )
     shards: int | None = Field(
         None,
         ge=1,
-        description="classes a device: each has samples of as many classes, and devices share a class",
+        description=(
+            "number of classes of each device; devices with a common class share "
+            "its samples"
+        ),
     )
 
     quantity: float | None = Field(
         None,
         gt=0,
-        description="how many samples a device has, of all classes alike, is drawn from a Dirichlet distribution of "
-        "this concentration: 0.5 gives some devices few, 100 nearly as many to each",
+        description=(
+            "concentration of a Dirichlet distribution, from which the numbers of "
+            "samples of the devices are drawn, equally for all classes: with 0.5 "
+            "some devices have few samples, with 100 nearly equal numbers"
+        ),
     )
     noise: float | None = Field(
         None,
         gt=0,
         le=1000,
-        description="feature shift: all alike, but the samples of device i of N have Gaussian noise of this variance "
-        "times i/N",
+        description=(
+            "feature shift: equal shares, where samples of device i of N have "
+            "Gaussian noise with this variance times i/N"
+        ),
     )
     column: str | None = Field(
         None,
-        description="of a table: samples with one value in this column, such as a user or a place, stay together; "
-        "values go to devices so that these have about as many samples",
+        description=(
+            "column of a table: samples with equal values, such as users or places, "
+            "stay together; devices have about equal numbers of samples"
+        ),
     )
 
     min_samples: int | None = Field(
         None,
         ge=1,
-        description="with dirichlet or quantity: samples that each device has at least; shares are drawn again, up to "
-        "1,000 times, until all have as many",
+        description=(
+            "with dirichlet or quantity: minimum number of samples of each device; "
+            "shares are drawn up to 1,000 times until all devices have this number"
+        ),
     )
 
     @model_validator(mode="after")
@@ -143,15 +168,20 @@ class AugmentPart(ConfigModel):
 
     transforms: tuple[dict[str, Any], ...] = Field(
         min_length=1,
-        description="transforms of torchvision.transforms by name with their options, one after the other, such as "
-        "{name: RandomCrop, size: 32, padding: 4}; they need the extra `vision`",
+        description=(
+            "successive transforms of torchvision.transforms with their options, "
+            "such as {name: RandomCrop, size: 32, padding: 4}; requires the extra "
+            "`vision`"
+        ),
     )
     copies: int | None = Field(
         None,
         ge=1,
         le=1000,
-        description="how often each sample is drawn at most, if not anew in each epoch: after so "
-        "many epochs come the same again",
+        description=(
+            "number of augmented versions of each sample, which repeat after this "
+            "number of epochs; default: new versions in each epoch"
+        ),
     )
 
 
@@ -160,7 +190,10 @@ class DataPart(ConfigModel):
 
     name: str = Field(
         "digits",
-        description="one of `testbed show data`, or a function of `file`; default with `path`: the file name",
+        description=(
+            "a data set of `testbed show data`, or a function of `file`; default "
+            "with `path`: the file name"
+        ),
     )
     file: str | None = Field(
         None,
@@ -169,42 +202,58 @@ class DataPart(ConfigModel):
     )
     folder: str | None = Field(
         None,
-        description="folder of its files, relative to the scenario file; default: data/<name> in the working directory",
+        description=(
+            "folder of the data set, relative to the scenario file; default: "
+            "data/<name> in the working directory"
+        ),
     )
     path: str | None = Field(
         None,
-        description="your own samples, relative to the scenario file: arrays as .npz or .safetensors, a table as .csv "
-        "or .parquet, or a folder with one of images for each class; for `image`: the picture's file",
+        description=(
+            "your own samples, relative to the scenario file: arrays as .npz or "
+            ".safetensors, a table as .csv or .parquet, or a folder with a folder "
+            "of images for each class; for `image`: the file of the picture"
+        ),
     )
     label: str | None = Field(
         None,
-        description="of a table: the column of the labels, classes or numbers to learn",
+        description="column of a table with the labels, which are classes or numbers",
     )
     columns: tuple[str, ...] | dict[str, tuple[str, ...]] | None = Field(
         None,
         min_length=1,
-        description="of a table: the columns of a sample, or of each of its inputs by their names in `forward`; "
-        "default: all but those of label and split",
+        description=(
+            "columns of a table that form a sample, or columns of each input of "
+            "`forward` by name; default: all columns except label and split"
+        ),
     )
     size: str | None = Field(
         None,
         json_schema_extra={"pattern": _SIZE},
-        description="for a folder of images: HEIGHTxWIDTH, into which all are fitted; default: their common size",
+        description=(
+            "size of the images of a folder as HEIGHTxWIDTH, to which all are "
+            "resized; default: their common size"
+        ),
     )
     train: int | None = Field(
         None, ge=1, le=MOST_SAMPLES, description="use only the first N training samples"
     )
     augment: AugmentPart | None = Field(
-        None, description="of pictures: changes at random, by the seed"
+        None, description="random changes of pictures, drawn from the seed"
     )
     shuffle: bool = Field(
         True,
-        description="whether training samples come in another order in each epoch, by the seed; else in their own",
+        description=(
+            "whether each epoch has a new order of training samples, drawn from the "
+            "seed"
+        ),
     )
     split: Split = Field(
         "lead",
-        description="who owns training samples. lead: the lead all of them; iid: each device as many, drawn at random; "
-        "keys: as they say",
+        description=(
+            "owners of training samples. lead: the coordinator owns all; iid: "
+            "devices own equal numbers, drawn at random; keys: see below"
+        ),
     )
     test: int | None = Field(
         None, ge=1, le=MOST_SAMPLES, description="use only the first N test samples"
@@ -249,31 +298,39 @@ class DataPart(ConfigModel):
 class LearningPart(WorkloadPart):
     """Keys of training and inference."""
 
-    task: Literal["train", "infer"] = Field("train", description="kind of work")
+    task: Literal["train", "infer"] = Field("train", description="kind of workload")
     model: ModelPart = Field(description="the neural network")
     initialisation: Initialisation | None = Field(
         None,
-        description="how the first weights of a network of `testbed show models` are drawn, uniformly, for layers of f "
-        "inputs and g outputs: lecun within sqrt(3/f) of zero, he sqrt(6/f), glorot sqrt(6/(f+g)), torch sqrt(1/f), "
-        "biases too, which are zero otherwise; default: lecun",
+        description=(
+            "uniform distribution of the initial weights of models of `testbed show "
+            "models`, for layers with f inputs and g outputs: lecun within "
+            "sqrt(3/f) of zero, he sqrt(6/f), glorot sqrt(6/(f+g)), torch sqrt(1/f) "
+            "with biases, which are zero otherwise; default: lecun"
+        ),
     )
     data: DataPart = Field(
         default_factory=lambda: DataPart(),
         description="data set for training or inference",
     )
     training: TrainingPart = Field(
-        default_factory=lambda: TrainingPart(), description="how the model is trained"
+        default_factory=lambda: TrainingPart(), description="training configuration"
     )
     numerics: Literal["full", "stacked", "none"] = Field(
         "full",
-        description="none: timing only. The same messages, sizes and faults, but no tensor is computed: there are no "
-        "weights, no loss and no accuracy; stacked: in a simulation, devices that train alike are computed together, "
-        "which is quicker for small networks and equal but for rounding (on containers it is full)",
+        description=(
+            "none: timing only, with the same messages, sizes and faults, and "
+            "without tensors, weights, loss and accuracy; stacked: a simulation "
+            "computes devices with equal work together, which is faster for small "
+            "networks and equal up to rounding (in containers as full)"
+        ),
     )
     reproducible: bool = Field(
         False,
-        description="compute with the kernels that every processor has, so that losses and weights do not depend on "
-        "the instruction set; slower",
+        description=(
+            "use kernels that all processors have, so that losses and weights do "
+            "not depend on the instruction set; slower"
+        ),
     )
     batch_size: int = Field(
         32,
@@ -283,14 +340,16 @@ class LearningPart(WorkloadPart):
     )
     drop_last: bool = Field(
         True,
-        description="training: samples that make no whole batch sit out an epoch, another order of the next one brings "
-        "them back; false: they make a smaller last batch",
+        description=(
+            "training: leave out samples that do not fill a batch, which differ "
+            "between epochs; false: a smaller last batch"
+        ),
     )
     epochs: int | None = Field(
         None,
         ge=1,
         le=MOST_STEPS,
-        description="training: how often every sample is seen",
+        description="training: number of passes over all samples",
     )
     steps: int | None = Field(
         None,
@@ -302,7 +361,10 @@ class LearningPart(WorkloadPart):
         None,
         ge=1,
         le=MOST_STEPS,
-        description="inference: number of batches of test samples sent through, round and round; none: one pass",
+        description=(
+            "inference: number of requests, each a batch of test samples, repeated "
+            "if necessary; default: one pass"
+        ),
     )
 
     @model_validator(mode="before")

@@ -21,16 +21,25 @@ from testbed.network.link import Distribution, GilbertElliott, Link, Topology
 class BurstsPart(ConfigModel):
     """Loss in bursts after Gilbert and Elliott: a link is in a good or a bad state, and moves before each packet."""
 
-    p: Fraction = Field(description="probability of going from good to bad")
+    p: Fraction = Field(
+        description=(
+            "probability of a change from the good to the bad state, before each packet"
+        )
+    )
     r: Fraction = Field(
-        description="probability of going from bad to good; 1/r is the mean length of a burst"
+        description=(
+            "probability of a change from the bad to the good state; 1/r is the "
+            "mean length of a burst in packets"
+        )
     )
     bad_loss: Fraction = Field(
         1.0,
-        description="lost in the bad state (1-h)",
+        description="loss probability in the bad state (1-h)",
         json_schema_extra={"default": "100%"},
     )
-    good_loss: Fraction = Field(0.0, description="lost in the good state (1-k)")
+    good_loss: Fraction = Field(
+        0.0, description="loss probability in the good state (1-k)"
+    )
 
 
 _THIS_HOST = IPv4Network("0.0.0.0/8")
@@ -40,40 +49,55 @@ class LinkPart(ConfigModel):
     """Properties of one direction of a link. Missing properties are inherited."""
 
     preset: str | None = Field(
-        None, description="a named set of figures, e.g. 4g; other keys override it"
+        None,
+        description="a named set of link properties, e.g. 4g; other keys override it",
     )
     rate: Rate | None = Field(
-        None, description="on the wire, Ethernet frames; default: as fast as the host"
+        None,
+        description=(
+            "rate on the wire, counted in Ethernet frames; default: as fast as the host"
+        ),
     )
-    delay: Duration | None = Field(None, description="one-way")
+    delay: Duration | None = Field(None, description="one-way delay")
     jitter: Duration | None = Field(None, description="standard deviation of the delay")
     distribution: Distribution | None = Field(
-        None, description="of the jitter; default: normal"
+        None, description="distribution of the jitter; default: normal"
     )
     jitter_correlation: Fraction | None = Field(
-        None, description="of successive packets' delays"
+        None, description="correlation of the delays of successive packets"
     )
-    loss: Fraction | None = Field(None, description="each packet independently")
+    loss: Fraction | None = Field(
+        None, description="probability that a packet is lost, independently of others"
+    )
     loss_correlation: Fraction | None = Field(
-        None, description="of successive packets' fates"
+        None, description="correlation of the losses of successive packets"
     )
     bursts: BurstsPart | None = Field(
-        None, description="loss in bursts, instead of `loss`"
+        None, description="burst losses (Gilbert-Elliott), instead of `loss`"
     )
     message_loss: Fraction | None = Field(
         None,
-        description="of broadcast messages, each lost whole, by each receiver for itself",
+        description=(
+            "probability that a receiver loses a broadcast message as a whole, "
+            "independently of other receivers"
+        ),
     )
-    duplicate: Fraction | None = Field(None, description="packets that arrive twice")
+    duplicate: Fraction | None = Field(
+        None, description="probability that a packet arrives twice"
+    )
     reorder: Fraction | None = Field(
-        None, description="packets that skip the delay, and so overtake others"
+        None,
+        description="probability that a packet skips the delay and overtakes others",
     )
     corrupt: Fraction | None = Field(
-        None, description="packets in which one bit is wrong"
+        None, description="probability that a packet has one wrong bit"
     )
     limit: int | None = Field(
         None,
-        description="capacity in packets of the queue before the rate limit; default: from rate times delay",
+        description=(
+            "capacity in packets of the queue before the rate limit; default: "
+            "computed from rate and delay"
+        ),
     )
 
 
@@ -81,11 +105,11 @@ class PairLinkPart(LinkPart):
     """A link with properties of its own: ``from``/``to`` for one direction, ``between`` for both."""
 
     from_: Name | None = Field(
-        None, alias="from", description="sender, of one direction"
+        None, alias="from", description="sender, for one direction"
     )
-    to: Name | None = Field(None, description="receiver, of one direction")
+    to: Name | None = Field(None, description="receiver, for one direction")
     between: tuple[Name, Name] | None = Field(
-        None, description="both directions between two devices"
+        None, description="two devices, for both directions"
     )
 
     @model_validator(mode="after")
@@ -116,10 +140,13 @@ class CellPart(ConfigModel):
 
     devices: tuple[Name, ...] = Field(
         (),
-        description="member devices; a name with a `count` means all of its devices; default: every device",
+        description=(
+            "member devices; a name with a `count` means all devices of the group; "
+            "default: all devices"
+        ),
     )
     rate: Rate = Field(
-        description="of the channel: of all transmissions in the cell together"
+        description="rate of the channel, shared by all transmissions in the cell"
     )
 
 
@@ -127,40 +154,57 @@ class RadioPart(ConfigModel):
     """Where devices are and how their transmissions fade: which share of casts each receiver loses."""
 
     area: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(
-        description="width and height in metres; devices without a `position` are put anywhere in it, by the seed"
+        description=(
+            "width and height in metres; positions of devices without a `position` "
+            "are drawn from the seed"
+        )
     )
     preset: str = Field(
         "802.11a",
-        description="transmit power and sensitivity of one of the radios of `testbed show profiles`",
+        description=(
+            "radio of `testbed show profiles`, which gives transmit power and "
+            "sensitivity"
+        ),
     )
     transmit_power: float | None = Field(
-        None, description="in dBm; default: the preset's"
+        None, description="transmit power in dBm; default: from the preset"
     )
     sensitivity: float | None = Field(
-        None, description="in dBm: the weakest that is received; default: the preset's"
+        None, description="minimum received power in dBm; default: from the preset"
     )
     path_loss_exponent: float = Field(
-        3.1, gt=0, description="of the distance; 2 in free space, more indoors"
+        3.1, gt=0, description="path loss exponent; 2 in free space, more indoors"
     )
     reference_loss: float = Field(
         46.68,
         gt=0,
-        description="in dB at 1 m; the default is that of free space at 5.15 GHz",
+        description="path loss in dB at 1 m; the default is free space at 5.15 GHz",
     )
     shadowing: float = Field(
-        8.0, ge=0, description="standard deviation in dB, drawn for each transmission"
+        8.0,
+        ge=0,
+        description=(
+            "standard deviation in dB of the shadowing, which is drawn for each "
+            "transmission"
+        ),
     )
     mean_reception: Fraction | None = Field(
         None,
         gt=0,
         lt=1,
-        description="mean reception ratio of all pairs, by the transmit power that gives it; excludes `transmit_power`",
+        description=(
+            "mean reception ratio of all pairs, from which the transmit power is "
+            "computed; excludes `transmit_power`"
+        ),
     )
     packets: int | None = Field(
         None,
         ge=1,
         le=1_000_000,
-        description="measure each reception ratio by this number of packets; default: its probability",
+        description=(
+            "number of packets with which each reception ratio is measured; "
+            "default: exact probabilities"
+        ),
     )
 
 
@@ -173,33 +217,43 @@ class NetworkPart(ConfigModel):
         "explicit: the pairs in `links`. Devices without a link cannot communicate; messages are never forwarded",
     )
     link: LinkPart = Field(
-        default_factory=lambda: LinkPart(), description="every link, unless overridden"
+        default_factory=lambda: LinkPart(),
+        description="properties of all links, unless overridden",
     )
     links: tuple[PairLinkPart, ...] = Field(
-        (), description="links that differ; later ones win"
+        (),
+        description="links with other properties; later entries override earlier ones",
     )
     cells: tuple[CellPart, ...] = Field(
         (), description="radio cells: devices that share one channel"
     )
     radio: RadioPart | None = Field(
         None,
-        description="derives each link's `message_loss` from the distance; `links` can override single links",
+        description=(
+            "derives `message_loss` of each link from the distance; `links` can "
+            "override single links"
+        ),
     )
     frame: Size | None = Field(
         None,
         ge=16,
-        description="casts are lost by frames of this many bytes, of which `message_loss` then is the fraction, and "
-        "arrive in part; default: each is lost whole",
+        description=(
+            "frame size of casts: each frame is lost with probability "
+            "`message_loss`, so casts can arrive in part; default: a cast is lost "
+            "as a whole"
+        ),
     )
     subnet: str = Field(
         "198.18.0.0/15",
-        description="range from which the data network takes its addresses",
+        description="address range of the data network",
     )
 
     control_subnet: str | None = Field(
         None,
-        description="range from which the network between controller and containers takes its addresses; "
-        "default: 198.18.0.0/15, then the engine's own address pools",
+        description=(
+            "address range of the network between controller and containers; "
+            "default: 198.18.0.0/15, then the address pools of the engine"
+        ),
     )
 
     @field_validator("subnet", "control_subnet")

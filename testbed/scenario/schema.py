@@ -91,7 +91,7 @@ class WattsPart(ConfigModel):
     """Power consumption of a device."""
 
     idle: float = Field(ge=0, description="power while idle, in watts")
-    busy: float = Field(ge=0, description="watts while it computes")
+    busy: float = Field(ge=0, description="power while computing, in watts")
 
     @property
     def pair(self) -> tuple[float, float]:
@@ -108,14 +108,17 @@ class WattsPart(ConfigModel):
 class RatesPart(ConfigModel):
     """Processing rates of one kind of layer. The times of all parts add up; missing rates take no time."""
 
-    speed: Speed | None = Field(None, gt=0, description="of their FLOPs")
+    speed: Speed | None = Field(None, gt=0, description="rate for FLOPs")
     memory_rate: ByteRate | None = Field(
-        None, gt=0, description="of the values that they read and write"
+        None, gt=0, description="rate for values read and written"
     )
     weight_rate: ByteRate | None = Field(
         None,
         gt=0,
-        description="of their weights, which a batch of any size reads once, and of the weights' gradients",
+        description=(
+            "rate for weights, which a batch of any size reads once, and for the "
+            "gradients of weights"
+        ),
     )
 
     @model_validator(mode="after")
@@ -129,20 +132,24 @@ class ProfilePart(ConfigModel):
     """A device profile, as written by `testbed setup profile` or in a user's file."""
 
     name: str = Field("own", description="display name")
-    speed: Speed = Field(gt=0, description="of each processor")
+    speed: Speed = Field(gt=0, description="speed of each processor")
     memory_rate: ByteRate | None = Field(
-        None, gt=0, description="what layers read and write a second"
+        None, gt=0, description="bytes that layers read and write per second"
     )
     kinds: dict[Kind, RatesPart] = Field(
         default_factory=dict,
-        description="rates of layers by their kind; `speed` and `memory_rate` are those of all that is not named",
+        description=(
+            "rates by kind of layer; `speed` and `memory_rate` apply to all other kinds"
+        ),
     )
     precisions: dict[Precision, Speed] = Field(
         default_factory=dict,
-        description="speed of layers in f16, bf16 or with weights of int8, where it is known",
+        description="speed of layers in f16, in bf16, and with int8 weights, if known",
     )
-    memory: Size = Field(gt=0, description="the device's")
-    processors: int = Field(1, ge=1, le=1000, description="that compute at once")
+    memory: Size = Field(gt=0, description="memory of the device")
+    processors: int = Field(
+        1, ge=1, le=1000, description="number of processors, which compute in parallel"
+    )
     watts: WattsPart | None = Field(
         None, description="power consumption, for the metric `energy`"
     )
@@ -161,8 +168,10 @@ class DevicePart(ConfigModel):
 
     profile: DeviceProfile = Field(
         "laptop",
-        description="one of `testbed show profiles`, a file that `testbed setup profile` wrote, relative to the "
-        "scenario file, or its keys",
+        description=(
+            "a profile of `testbed show profiles`, a file of `testbed setup "
+            "profile` relative to the scenario file, or the keys of a profile"
+        ),
     )
     count: int | None = Field(
         None,
@@ -171,63 +180,92 @@ class DevicePart(ConfigModel):
         description="number of identical devices, named <name>1 to <name>N",
     )
     speed: Speed | None = Field(
-        None, gt=0, description="overrides the profile's speed, and that of its `kinds`"
+        None,
+        gt=0,
+        description="overrides the speed of the profile, including its `kinds`",
     )
     memory_rate: ByteRate | None = Field(
         None,
         gt=0,
-        description="what layers read and write a second, added to the time of their FLOPs; normalisation, activation "
-        "and pooling have no other. `testbed show models NAME --measure` finds it. Overrides the profile's and its "
-        "`kinds`. Default: the profile's, mostly none: all of it takes no time",
+        description=(
+            "bytes that layers read and write per second; this time is added to the "
+            "time of the FLOPs. `testbed show models NAME --measure` measures the "
+            "rate. Overrides the profile, including its `kinds`. Default: the rate "
+            "of the profile; without a rate, memory accesses take no time"
+        ),
     )
     processors: int | None = Field(
         None,
         ge=1,
         le=1000,
-        description="compute this number of things at once, each at `speed`; default: the profile's, mostly 1",
+        description=(
+            "number of computations that run in parallel, each at `speed`; default: "
+            "from the profile, usually 1"
+        ),
     )
     precision: Precision = Field(
         "f32",
-        description="what its layers compute in. f16, bf16: as torch's autocast does, what is trained stays float32; "
-        "int8: weights of 8 bits, for inference. Its speed is of the profile's `precisions`, or `speed`; int8 is as "
-        "fast as f32 by default",
+        description=(
+            "number format of layers. f16, bf16: as in torch's autocast, trained "
+            "weights remain float32; int8: 8-bit weights, for inference. The speed "
+            "comes from `precisions` of the profile, or `speed`; by default int8 is "
+            "as fast as f32"
+        ),
     )
     gpu: bool = Field(
         False,
-        description="for programs of one's own: the container is given the host's GPUs, as docker run --gpus all",
+        description=(
+            "for user programs: the container has access to the GPUs of the host, "
+            "as with docker run --gpus all"
+        ),
     )
     memory: Size | None = Field(
-        None, gt=0, description="overrides the profile's memory"
+        None, gt=0, description="overrides the memory of the profile"
     )
     watts: WattsPart | None = Field(
         None,
-        description="power consumption, for the metric `energy`; default: the profile's",
+        description="power consumption, for the metric `energy`; default: from the profile",
     )
     cpus: float | None = Field(
-        None, gt=0, description="CFS quota, for workloads that do not pace themselves"
+        None,
+        gt=0,
+        description="CPU quota of the container (CFS), for workloads without pacing",
     )
     slowdown: float | None = Field(
         None,
         ge=1,
-        description="pace by the host: take this multiple of what the host needs. Plans and the simulator use `speed`, "
-        "which must be given",
+        description=(
+            "pacing relative to the host: work takes this multiple of the time that "
+            "the host needs. Plans and the simulator use `speed`, which is then "
+            "required"
+        ),
     )
     access: str | None = Field(
         None,
-        description="a link preset of `testbed show profiles`, e.g. 4g: how the device reaches all others; its rates "
-        "up and down are the `uplink` and `downlink` that are not given",
+        description=(
+            "a link preset of `testbed show profiles`, e.g. 4g, for the connection "
+            "of the device to all others; its rates are the defaults of `uplink` "
+            "and `downlink`"
+        ),
     )
     uplink: Rate | None = Field(
         None,
-        description="limit on all that the device sends, in addition to its links' rates",
+        description=(
+            "rate limit of all outgoing traffic, in addition to the rates of the links"
+        ),
     )
     downlink: Rate | None = Field(
         None,
-        description="limit on all that the device receives, in addition to its links' rates",
+        description=(
+            "rate limit of all incoming traffic, in addition to the rates of the links"
+        ),
     )
     position: tuple[float, float] | None = Field(
         None,
-        description="metres from two sides of `network.radio.area`; default: drawn from the seed",
+        description=(
+            "coordinates in metres inside `network.radio.area`; default: drawn from "
+            "the seed"
+        ),
     )
 
 
@@ -236,12 +274,18 @@ class MachinePart(ConfigModel):
 
     devices: tuple[Name, ...] = Field(
         (),
-        description="devices on this machine; a name with a `count` means all of its devices; default: every device",
+        description=(
+            "devices on this machine; a name with a `count` means all devices of "
+            "the group; default: all devices"
+        ),
     )
     cores: float = Field(
         gt=0,
-        description="how many pieces of work it computes at once, each at its device's speed; more than these are "
-        "slowed alike. Plans go by the speed that devices have while all on it compute",
+        description=(
+            "number of computations that run in parallel, each at the speed of its "
+            "device; more computations slow down equally. Plans use the speed of a "
+            "device while all devices of the machine compute"
+        ),
     )
 
 
@@ -255,58 +299,70 @@ class ResultsPart(ConfigModel):
 
     to: tuple[Literal["csv", "tensorboard", "mlflow", "wandb"], ...] = Field(
         (),
-        description="losses, accuracies and latencies as they come, as of `testbed run --stream`: stream.csv, or for "
-        "TensorBoard, MLflow or, offline, Weights & Biases, each by its library",
+        description=(
+            "outputs of losses, accuracies and latencies during the run, as with "
+            "`testbed run --stream`: stream.csv, TensorBoard, MLflow, or Weights & "
+            "Biases (offline)"
+        ),
     )
 
 
 class Scenario(ConfigModel):
     """A whole experiment in one file."""
 
-    name: Name = Field(description="the runs are called after it")
-    description: str = Field("", description="shown in the report")
-    seed: int = Field(
-        0, ge=0, le=2**63 - 1, description="everything random comes from it"
-    )
+    name: Name = Field(description="name of the scenario and prefix of its runs")
+    description: str = Field("", description="description for the report")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of all random numbers")
     devices: dict[Name, DevicePart] = Field(
-        min_length=1, description="by name; the first is the source"
+        min_length=1,
+        description="devices by name; in most methods the first one is the coordinator",
     )
     network: NetworkPart = Field(
         default_factory=lambda: NetworkPart(),
-        description="which devices are linked, and how",
+        description="topology and properties of links",
     )
     machines: tuple[MachinePart, ...] = Field(
         (),
-        description="computers that several devices share, on the virtual clock; default: each device is its own",
+        description=(
+            "computers that several devices share, on the virtual clock; default: "
+            "each device is a computer of its own"
+        ),
     )
     workload: SerializeAsAny[WorkloadPart] = Field(
-        description="the work of the devices, and its duration"
+        description="the work of the devices"
     )
     faults: tuple[FaultPart, ...] = Field(
         (), description="faults and repairs, with their times or triggers"
     )
     trace: str | tuple[str, ...] = Field(
         (),
-        description="how links and speeds change over time: a CSV file, relative to the scenario file, or its lines, "
-        "each `time,what,value`",
+        description=(
+            "measured changes of links and speeds over time: a CSV file, relative "
+            "to the scenario file, or a list of its lines, each `time,what,value`"
+        ),
     )
     repetitions: int = Field(
-        1, ge=1, description="runs of each point, each with its own seed"
+        1, ge=1, description="number of runs of each point, each with a seed of its own"
     )
     sweep: SweepPart | tuple[SweepPart, ...] = Field(
         default_factory=dict,
-        description="dotted key of this file -> values; all combinations run; the keys under `together` take their "
-        "first values together, then their second ones; of a list of such sweeps, those of each. A value written as "
-        "{label: NAME, value: VALUE} is called NAME in tables and plots",
+        description=(
+            "dotted keys of this file with lists of values; all combinations run. "
+            "Keys under `together` change together. A list of sweeps runs the "
+            "points of each. A value written as {label: NAME, value: VALUE} appears "
+            "as NAME in tables and plots"
+        ),
     )
     points: tuple[dict[str, Any], ...] = Field(
         (),
-        description="further points beside the sweep's, each with its own dotted keys and values, and a `label` that "
-        "names the point in tables and plots",
+        description=(
+            "further points in addition to `sweep`, each with its own dotted keys "
+            "and values, and an optional `label` for tables and plots"
+        ),
     )
     expect: dict[str, str] = Field(
         default_factory=dict,
-        description="figure of metrics.json -> condition, e.g. accuracy: '>= 0.9'",
+        description="conditions on metrics of metrics.json, e.g. accuracy: '>= 0.9'",
     )
     results: ResultsPart = Field(
         default_factory=lambda: ResultsPart(), description="further outputs of each run"
@@ -314,7 +370,7 @@ class Scenario(ConfigModel):
     time_limit: Duration = Field(
         600.0,
         gt=0,
-        description="the run fails when it is not over by then",
+        description="time after which an unfinished run fails",
         json_schema_extra={"default": "10min"},
     )
 

@@ -32,8 +32,10 @@ class ProgramPart(ConfigModel):
     )
     image: str | None = Field(
         None,
-        description="image available on the engine; the testbed requires nothing in it. Default: Debian, Python "
-        "with torch, `python3`",
+        description=(
+            "image on the engine, without requirements on its contents; default: "
+            "Debian with Python and torch"
+        ),
     )
     packages: tuple[str, ...] = Field(
         (),
@@ -48,7 +50,8 @@ class ProgramPart(ConfigModel):
         description="environment variables, in addition to RANK and others",
     )
     background: bool = Field(
-        False, description="the run does not wait for its end: for servers"
+        False,
+        description="for servers: the run does not wait for the end of this program",
     )
 
     @field_validator("command", mode="before", json_schema_input_type=str | list[str])
@@ -92,13 +95,15 @@ def by_device(
 class ProgramsPart(WorkloadPart):
     """Keys of the user's own programs."""
 
-    task: Literal["program"] = Field("program", description="kind of work")
+    task: Literal["program"] = Field("program", description="kind of workload")
     method: MethodPart = Field(
-        MethodPart(name=_METHOD), description="always `program`; left out"
+        MethodPart(name=_METHOD), description="always `program`; can be omitted"
     )
     programs: dict[str, ProgramPart] = Field(
         min_length=1,
-        description="programs by device, or by group of devices (worker for worker1, worker2, ...)",
+        description=(
+            "programs by device or group of devices (worker for worker1, worker2, ...)"
+        ),
     )
 
     progress: ClassVar[str] = "exit"

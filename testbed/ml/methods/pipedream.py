@@ -19,12 +19,18 @@ class PipeDreamOptions(AsynchronousOptions):
 
     partition: Literal["homogeneous", "even"] = Field(
         "homogeneous",
-        description="homogeneous: least bottleneck if all devices were alike; even: by number of units",
+        description=(
+            "homogeneous: minimum bottleneck for identical devices; even: equal "
+            "numbers of units"
+        ),
     )
     chain_every: int = Field(
         0,
         ge=0,
-        description="batches after which each stage's weights go to the next; 0: never",
+        description=(
+            "interval in batches after which each stage sends its weights to the "
+            "next; 0: never"
+        ),
     )
 
 
@@ -54,13 +60,19 @@ class ResPipeOptions(AsynchronousOptions):
 
     partition: Literal["homogeneous", "capacities"] = Field(
         "homogeneous",
-        description="homogeneous: least bottleneck if all devices were alike; capacities: for the speeds they have",
+        description=(
+            "homogeneous: minimum bottleneck for identical devices; capacities: for "
+            "their actual speeds"
+        ),
     )
 
     global_every: int = Field(
         0,
         ge=0,
-        description="batches after which all weights go to the first device; 0: never",
+        description=(
+            "interval in batches after which all weights are sent to the first "
+            "device; 0: never"
+        ),
     )
 
 

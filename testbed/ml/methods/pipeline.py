@@ -25,7 +25,7 @@ class Pipeline(SynchronousMethod):
 class GPipeOptions(SynchronousOptions):
     """Options of `GPipe`: those of the pipeline except the schedule."""
 
-    schedule: Literal["gpipe"] = Field("gpipe", description="the only one")
+    schedule: Literal["gpipe"] = Field("gpipe", description="fixed for this method")
     recompute: bool = Field(
         True,
         description="all stages but the last discard activations and recompute them before backward",
@@ -44,7 +44,7 @@ class ModelParallelismOptions(SynchronousOptions):
     """Options of `ModelParallelism`: those of the pipeline except the schedule."""
 
     schedule: Literal["model-parallelism"] = Field(
-        "model-parallelism", description="the only one"
+        "model-parallelism", description="fixed for this method"
     )
 
 

@@ -27,9 +27,12 @@ class SequentialOptions(StagesOptions):
 
     partition: Literal["even", "latency", "bottleneck"] = Field(
         "latency",
-        description="even: by number of units; latency: least time of one request; bottleneck: most requests a second",
+        description=(
+            "even: equal numbers of units; latency: minimum time of a request; "
+            "bottleneck: maximum requests per second"
+        ),
     )
-    in_flight: int = Field(1, ge=1, description="requests under way at once")
+    in_flight: int = Field(1, ge=1, description="requests in flight at once")
 
 
 class InferenceChain(Chain):

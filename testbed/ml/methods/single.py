@@ -25,10 +25,13 @@ class SingleOptions(Options):
     """Options of `Single`."""
 
     device: str | None = Field(
-        None, description="which one; default: the first of the scenario"
+        None, description="the device; default: the first device of the scenario"
     )
     evaluate_every: StepsOrTime | None = Field(
-        None, description="steps, or a time; default: at the end only"
+        None,
+        description=(
+            "interval between evaluations, in steps or time; default: only at the end"
+        ),
     )
 
 

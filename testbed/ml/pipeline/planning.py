@@ -38,15 +38,18 @@ class StagesOptions(Options):
     stages: int | None = Field(
         None,
         ge=1,
-        description="use only the first N devices; the others stand by; default: all",
+        description="use only the first N devices, others are spares; default: all",
     )
     patience: Duration = Field(
         2.0,
         gt=0,
-        description="without progress before devices are polled, and without a reply before they count as lost",
+        description=(
+            "time without progress before devices are polled, and without a reply "
+            "before they count as lost"
+        ),
     )
     return_window: Duration = Field(
-        15.0, description="how long a lost device may take to come back"
+        15.0, description="time in which a lost device may return"
     )
     transfer: CrossingPart = Field(
         CrossingPart(),
@@ -67,21 +70,26 @@ class SynchronousOptions(StagesOptions):
         None,
         ge=1,
         validate_default=True,
-        description="of a batch; default: 4, or 1 for model-parallelism",
+        description="micro-batches of a batch; default: 4, or 1 for model-parallelism",
     )
     partition: Literal["even", "optimal"] = Field(
         "optimal",
-        description="even: by number of units; optimal: least predicted time of a step",
+        description="even: equal numbers of units; optimal: minimum predicted step time",
     )
     recompute: bool = Field(
         False,
         description="all stages but the last discard activations and recompute them before backward, as in GPipe",
     )
     checkpoint_every: int = Field(
-        20, ge=1, description="steps after which the first device gathers all weights"
+        20,
+        ge=1,
+        description="interval in steps after which the first device gathers all weights",
     )
     evaluate_every: StepsOrTime | None = Field(
-        None, description="steps, or a time; default: at the end only"
+        None,
+        description=(
+            "interval between evaluations, in steps or time; default: only at the end"
+        ),
     )
 
     @field_validator("micro_batches", mode="before")
@@ -198,10 +206,13 @@ class AsynchronousOptions(StagesOptions):
     in_flight: int | None = Field(
         None,
         ge=1,
-        description="batches under way at once, at most; default, and never more than: one a stage",
+        description=(
+            "maximum number of batches in flight; default and upper limit: the "
+            "number of stages"
+        ),
     )
     vertical_sync: bool = Field(
-        True, description="one version of the weights for a batch on all stages"
+        True, description="all stages use the same weight version for a batch"
     )
     aggregate: int = Field(
         0,
@@ -209,39 +220,57 @@ class AsynchronousOptions(StagesOptions):
         description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never",
     )
     evaluate_every: StepsOrTime | None = Field(
-        None, description="steps, or a time; default: at the end only"
+        None,
+        description=(
+            "interval between evaluations, in steps or time; default: only at the end"
+        ),
     )
     return_window: Duration = Field(
-        0.0, description="how long a lost device may take to come back"
+        0.0, description="time in which a lost device may return"
     )
     selection: Duration = Field(
         5.0,
-        description="how long devices may take to answer before training begins without",
+        description="time in which devices must answer to take part in the training",
     )
     chain_every: int = Field(
         50,
         ge=0,
-        description="batches after which each stage's weights go to the next; 0: never",
+        description=(
+            "interval in batches after which each stage sends its weights to the "
+            "next; 0: never"
+        ),
     )
     global_every: int = Field(
         100,
         ge=0,
-        description="batches after which all weights go to the first device; 0: never",
+        description=(
+            "interval in batches after which all weights are sent to the first "
+            "device; 0: never"
+        ),
     )
     copies: int = Field(
         1,
         ge=1,
-        description="of the next devices, that keep each stage's weights: i lost neighbours",
+        description=(
+            "number of following devices that keep replicas of a stage's weights, "
+            "and thus of neighbours that can be lost"
+        ),
     )
     objective: Literal["paper", "traffic"] = Field(
         "paper",
-        description="of the partition; paper: FTPipeHD's equation (5), a link counts twice its activations; traffic: "
-        "each direction of a link by itself, replicas included",
+        description=(
+            "objective of the partition. paper: FTPipeHD's equation (5), which "
+            "counts the activations of a link twice; traffic: each direction of a "
+            "link separately, including replicas"
+        ),
     )
     fetch: Literal["paper", "local-first"] = Field(
         "paper",
-        description="where a device finds its units; paper: Algorithm 1 of FTPipeHD, from the unit's device or the "
-        "next one; local-first: in its own replicas, if it has any",
+        description=(
+            "source of a device's units. paper: Algorithm 1 of FTPipeHD, the unit's "
+            "device or the next one; local-first: the device's own replicas, if it "
+            "has any"
+        ),
     )
 
     def window(self, stages: int) -> int:

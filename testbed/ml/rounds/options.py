@@ -22,20 +22,25 @@ class RoundOptions(Options):
     local_epochs: int | None = Field(
         None,
         ge=1,
-        description="epochs of a device in a round, of a workload in epochs; default: 1",
+        description="epochs of a device in a round, if the workload has epochs; default: 1",
     )
     local_steps: int | None = Field(
         None,
         ge=1,
-        description="iterations of a device in a round, of a workload in steps; default: 1",
+        description=(
+            "iterations of a device in a round, if the workload has steps; default: 1"
+        ),
     )
     round_deadline: Duration | None = Field(
         None,
-        description="a round ends then without late devices; default: 10 s, or three times its planned time and its "
-        "measured overhead where that is more",
+        description=(
+            "time after which a round ends without late devices; default: 10 s, or "
+            "three times the planned time plus the measured overhead if this is "
+            "longer"
+        ),
     )
     evaluate_every: StepsOrTime = Field(
-        1, description="rounds from one evaluation to the next, or a time"
+        1, description="interval between evaluations, in rounds or time"
     )
 
 
@@ -69,7 +74,7 @@ class GroupOptions(TransferOptions):
         1.0,
         gt=0,
         le=1,
-        description="of the devices, drawn for each round",
+        description="fraction of the devices that is drawn for each round",
         json_schema_extra={"default": "100%"},
     )
     min_devices: int = Field(

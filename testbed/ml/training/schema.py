@@ -20,7 +20,7 @@ class NamedPart(ConfigModel):
     """A torch name or a definition in a file, with its options."""
 
     model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
-    name: str = Field(description="of the class")
+    name: str = Field(description="name of the class")
     file: str | None = Field(None, description=FILE)
 
     @property
@@ -51,20 +51,27 @@ class OptimizerPart(NamedPart):
 
     name: str = Field(
         SGD,
-        description="a class of torch.optim, in lower case or as torch writes it, such as adamw; or a class of `file`; "
-        "further keys are its options as torch has them, such as betas",
+        description=(
+            "a class of torch.optim, such as adamw, in lower case or as in torch; "
+            "or a class of `file`; further keys are its options in torch, such as "
+            "betas"
+        ),
     )
     learning_rate: float | None = Field(
-        None, gt=0, description="default: 0.05 for sgd, otherwise the class's default"
+        None,
+        gt=0,
+        description=(
+            "learning rate; default: 0.05 for sgd, otherwise the default of the class"
+        ),
     )
     momentum: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="share of the last update in the next; default: 0 of sgd",
+        description="momentum; default: 0 for sgd",
     )
     weight_decay: float | None = Field(
-        None, ge=0, description="L2 penalty; default: 0 of sgd"
+        None, ge=0, description="L2 penalty; default: 0 for sgd"
     )
 
     @model_validator(mode="after")
@@ -100,9 +107,12 @@ class SchedulePart(NamedPart):
     """Learning rate schedule."""
 
     name: str = Field(
-        description="a class of torch.optim.lr_scheduler, such as CosineAnnealingLR, one-cycle or linear; or a "
-        "function of `file` that takes the step, from 0, and returns a factor; further keys are its options as torch "
-        "has them; T_max and total_steps are the workload's steps where they are left out"
+        description=(
+            "a class of torch.optim.lr_scheduler, such as CosineAnnealingLR, one- "
+            "cycle or linear; or a function of `file` that takes the step, from 0, "
+            "and returns a factor; further keys are its options in torch; T_max and "
+            "total_steps default to the steps of the workload"
+        )
     )
     steps: int | None = Field(
         None,
@@ -112,7 +122,10 @@ class SchedulePart(NamedPart):
     every: int = Field(
         1,
         ge=1,
-        description="training steps for each step of the schedule, such as those of an epoch; in a list as the first",
+        description=(
+            "training steps for each step of the schedule, for example those of an "
+            "epoch; in a list, that of the first schedule"
+        ),
     )
 
 
@@ -121,8 +134,11 @@ class LossPart(NamedPart):
 
     name: str = Field(
         CROSS_ENTROPY,
-        description="a loss of torch.nn, such as cross-entropy, mse, l1 or bce-with-logits; or a function of `file` "
-        "that takes outputs and labels and returns their mean loss; further keys are its options as torch has them",
+        description=(
+            "a loss of torch.nn, such as cross-entropy, mse, l1 or bce-with-logits; "
+            "or a function of `file` that takes outputs and labels and returns "
+            "their mean loss; further keys are its options in torch"
+        ),
     )
 
     @property
@@ -136,9 +152,12 @@ class MetricPart(NamedPart):
 
     name: str = Field(
         "",
-        description="a class of torchmetrics (extra metrics), such as f1-score, auroc or mean-absolute-error; or a "
-        "function of `file` that takes all outputs and labels and returns a number; default: the metric's key; further "
-        "keys are its options as torchmetrics has them, such as average",
+        description=(
+            "a class of torchmetrics (extra metrics), such as f1-score, auroc or "
+            "mean-absolute-error; or a function of `file` that takes all outputs "
+            "and labels and returns a number; default: the key of the metric; "
+            "further keys are its options in torchmetrics, such as average"
+        ),
     )
 
 
@@ -148,8 +167,11 @@ class ClipPart(ConfigModel):
     norm: float | None = Field(
         None,
         gt=0,
-        description="maximum norm of all gradients together: larger gradients are scaled down. The stages of a "
-        "pipeline, and the two sides of split learning, send each other their norms for it",
+        description=(
+            "maximum norm of all gradients together; larger gradients are scaled "
+            "down. The stages of a pipeline, and device and server in split "
+            "learning, exchange their norms"
+        ),
     )
     value: float | None = Field(
         None, gt=0, description="maximum absolute value of each gradient entry"
@@ -167,14 +189,21 @@ class LoraPart(ConfigModel):
 
     model_config = ConfigDict(frozen=True)
     rank: int = Field(
-        8, ge=1, description="values between the two matrices of an adapter"
+        8,
+        ge=1,
+        description="rank: number of values between the two matrices of an adapter",
     )
     alpha: float = Field(
-        16.0, gt=0, description="the adapter's output is multiplied by alpha / rank"
+        16.0,
+        gt=0,
+        description="scale: the output of an adapter is multiplied by alpha / rank",
     )
     modules: tuple[str, ...] = Field(
         (),
-        description="linear layers by name, or by the last part of the name such as q_proj; default: all",
+        description=(
+            "linear layers with adapters, by name or by the last part of the name, "
+            "such as q_proj; default: all"
+        ),
     )
 
 
@@ -186,18 +215,24 @@ class TrainingPart(ConfigModel):
     )
     schedule: tuple[SchedulePart, ...] | SchedulePart | None = Field(
         None,
-        description="of the learning rate, a function of the step; a list: one after the other",
+        description=(
+            "schedule of the learning rate, a function of the step; a list: one "
+            "schedule after the other"
+        ),
     )
     loss: LossPart = Field(
         default_factory=lambda: LossPart(), description="loss function"
     )
-    clip: ClipPart | None = Field(None, description="of gradients; default: not at all")
+    clip: ClipPart | None = Field(None, description="gradient clipping; default: none")
     ema: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="evaluate, and leave, the exponential moving average of the weights: this share of the average "
-        "before each update is kept; in rounds, before each round",
+        description=(
+            "decay of an exponential moving average of the weights, which is "
+            "evaluated and stored; each update (with rounds: each round) keeps this "
+            "share of the average"
+        ),
     )
 
     lora: LoraPart | None = Field(
@@ -206,8 +241,11 @@ class TrainingPart(ConfigModel):
     )
     exchange: Literal["trained", "all"] = Field(
         "trained",
-        description="weights that devices send, average and checkpoint: those that are trained, or all, frozen ones "
-        "(`requires_grad` off) as well; buffers such as running statistics always travel",
+        description=(
+            "weights that devices send, average and checkpoint: trained weights "
+            "only, or also frozen ones (without `requires_grad`); buffers such as "
+            "running statistics are always included"
+        ),
     )
 
     @property
@@ -251,23 +289,33 @@ class TrainingPart(ConfigModel):
 
     until: dict[str, str] = Field(
         default_factory=dict,
-        description="training ends with the first evaluation of which all this holds, before its steps or epochs are "
-        "over: conditions on accuracy, test_loss and metrics.<name>, such as '>= 0.95'",
+        description=(
+            "early end of training: the first evaluation that meets all conditions "
+            "on accuracy, test_loss and metrics.<name>, such as '>= 0.95'"
+        ),
     )
     patience: int | None = Field(
         None,
         ge=1,
-        description="training ends after so many evaluations in a row, none of them better than the best before",
+        description=(
+            "early stopping: training ends after this number of successive "
+            "evaluations without improvement"
+        ),
     )
     best: str | None = Field(
         None,
-        description="accuracy, test_loss or metrics.<name>: the run leaves the weights of its best evaluation by that, "
-        "and not its last; what `patience` looks at, which is test_loss by default",
+        description=(
+            "accuracy, test_loss or metrics.<name>: the run stores the weights of "
+            "the best evaluation instead of the last; `patience` uses this metric, "
+            "by default test_loss"
+        ),
     )
     metrics: dict[str, MetricPart] = Field(
         default_factory=dict,
-        description="of the test data beside accuracy and loss, by a name of your own or that of the metric: figures "
-        "`metrics.<name>` for `expect`, sweeps and reports",
+        description=(
+            "further metrics of the test data, by a name of your own or the name of "
+            "the metric; `expect`, sweeps and reports call them `metrics.<name>`"
+        ),
     )
 
     @field_validator("metrics", mode="before")
