@@ -26,9 +26,10 @@ class PipeLearnOptions(GroupOptions):
         "graph",
     )
     least: int = Field(
-        4,
+        1,
         ge=1,
-        description="samples of a mini-batch at least, where N is chosen: batch normalisation has only these",
+        description="samples of a mini-batch at least, where N is chosen, since batch normalisation has only these; "
+        "1: no limit, as in the paper",
     )
     candidates: Literal["paper", "all"] = Field(
         "paper",
