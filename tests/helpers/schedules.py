@@ -15,7 +15,9 @@ METHOD = {
     "profile_runs": 1,
     "patience": "500ms",
     "least_gain": 0,
+    "resume": "last-replica",
 }
+"""Options under which a run's weights follow from its stretches alone; test_next_batch.py covers the default."""
 MODEL = {"name": "mlp", "hidden": [24] * 6}
 """Units that can be shared out, so that there is something to adapt."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,7 +22,12 @@ from testbed.ml.partition.asynchronous import (
 )
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.method import AsynchronousMethod
-from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner, pipeline_over
+from testbed.ml.pipeline.planning import (
+    RESUME,
+    AsynchronousOptions,
+    Partitioner,
+    pipeline_over,
+)
 from testbed.network.link import Link, Pair
 
 
@@ -32,6 +38,9 @@ class FTPipeHDOptions(AsynchronousOptions):
         1,
         ge=0,
         description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never",
+    )
+    resume: Literal["next-batch", "last-replica"] = Field(
+        "next-batch", description=RESUME
     )
     profile_runs: int = Field(
         10, ge=1, description="times the first device tries each unit before training"

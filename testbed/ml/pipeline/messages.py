@@ -52,6 +52,8 @@ class Prepare(Numbered, kind="configure", opens=True):
     """Whether the units come from the seed, without fetching."""
     fetch: Mapping[str, Sequence[int]]
     """Missing units by holder."""
+    origins: Sequence[tuple[int, int, Sequence[int]]] | None = None
+    """(configuration, step, units) for units that come from other points; unset if all are of this point."""
 
 
 @dataclass(frozen=True)

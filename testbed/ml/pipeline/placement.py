@@ -2,16 +2,20 @@
 
 Batches are counted from 0; "after n batches" is the state made by the update of batch n - 1, and batch n comes next. A
 state is complete only if every unit is held by some device. Each stage therefore keeps, beside the replicas it sends to
-others, its own units at that point: training resumes from one state of the model, never from a mixture of a replica and
-newer weights.
+others, its own units at that point.
+
+After a loss there are two ways to resume (option ``resume``). ``last-replica`` returns to one state of the model
+(`place`). ``next-batch``, as FTPipeHD describes it, continues with the first batch without gradients: units of
+remaining stages keep the weights they were trained with, and lost units come from their newest replicas
+(`place_newest`). That mixture is a point of its own, made by the configuration that begins with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import Held
@@ -35,6 +39,8 @@ class Point:
 
 BEGINNING = Point(0, 0)
 """The initial state: from the seed, or the coordinator's given weights."""
+RUNNING = -1
+"""Step of the point of the weights a stage was training with; no lineage contains such a point."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,30 @@ class RestorePlan:
     point: Point
     needs: Mapping[str, Need]
     """By device; empty where all units come from the seed."""
+    origins: Mapping[int, Point] = field(default_factory=dict)
+    """The point that each unit comes from, by unit; empty where all come from the resume point."""
+
+    @property
+    def branch_step(self) -> int:
+        """The step after which the configuration makes its own states.
+
+        A mixture is made by the configuration that begins with it, so it lies one step behind the branch.
+        """
+        return self.point.step - 1 if self.origins else self.point.step
+
+    def origins_of(self, device: str) -> list[tuple[int, int, list[int]]] | None:
+        """Return the origins of a device's units in message form; None where all come from the resume point."""
+        if not self.origins:
+            return None
+        need = self.needs[device]
+        units = {*need.local}.union(*need.fetch.values())
+        by_point: dict[Point, list[int]] = {}
+        for unit in sorted(units):
+            by_point.setdefault(self.origins[unit], []).append(unit)
+        return [
+            (point.configuration, point.step, by_point[point])
+            for point in sorted(by_point)
+        ]
 
 
 def place(
@@ -127,6 +157,56 @@ def place(
         whole = StagePartition((old.coordinator,), (0, old.units))
         sources |= needs(old, whole, having, local_first=local_first)
     return RestorePlan(lineage.point(step), sources)
+
+
+def place_newest(
+    lineage: Lineage,
+    inventory: Mapping[str, Held],
+    old: StagePartition,
+    new: StagePartition,
+    resumed: Point,
+    running: int,
+    steps: int,
+    local_first: bool = False,
+) -> RestorePlan | None:
+    """Choose the newest weights of every unit, and their sources, to continue with the batch ``resumed.step``.
+
+    ``running`` is the configuration whose stages were training; the weights of those that remain count as the newest.
+    Returns None if a unit exists in its initial state alone: the point of `place` is the only one then.
+    """
+    origins: dict[int, Point] = {}
+    holders: dict[str, set[int]] = {}
+    for unit in range(old.units):
+        found = _newest_of(unit, lineage, inventory, running)
+        if found is None:
+            return None
+        origins[unit], devices = found
+        for device in devices:
+            holders.setdefault(device, set()).add(unit)
+    sources = needs(old, new, holders, local_first=local_first)
+    if resumed.step == steps:
+        whole = StagePartition((old.coordinator,), (0, old.units))
+        sources |= needs(old, whole, holders, local_first=local_first)
+    return RestorePlan(resumed, sources, origins)
+
+
+def _newest_of(
+    unit: int, lineage: Lineage, inventory: Mapping[str, Held], running: int
+) -> tuple[Point, list[str]] | None:
+    """Return the newest point of a unit and the devices that hold the unit at this point."""
+    devices: dict[Point, list[str]] = {}
+    for device, points in inventory.items():
+        for made, step, units in points:
+            if unit in units:
+                devices.setdefault(Point(made, step), []).append(device)
+    trained = Point(running, RUNNING)
+    if trained in devices:
+        return trained, devices[trained]
+    replicas = [point for point in devices if point in lineage and point.step > 0]
+    if not replicas:
+        return None
+    newest = max(replicas, key=lambda point: point.step)
+    return newest, devices[newest]
 
 
 def resume_point(inventory: StepInventory, units: int) -> int | None:
@@ -265,11 +345,29 @@ class Replicas:
             self.put(point, states.get(point, {}), units)
 
 
+class RunningStage(Protocol):
+    """A stage whose weights others may need after its configuration has ended."""
+
+    @property
+    def point(self) -> Point:
+        """The point that stands for the weights the stage trains with."""
+
+    @property
+    def held_units(self) -> list[int]:
+        """The units of the stage; none before their weights are loaded."""
+
+    async def snapshot(self) -> State:
+        """Return a copy of the newest weights and the optimizer's state."""
+
+
 class ReplicaStore:
     """The replicas of a device, accessible to others; outlives configurations, which all begin from replicas."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.replicas = Replicas()
+        self.running: RunningStage | None = None
+        """The stage that was committed last, if its weights are offered to others after a loss."""
+        self._copying = asyncio.Lock()
         self.spreading: asyncio.Task[None] | None = None
         """The replicas that are being sent."""
         self._mailbox = mailbox
@@ -279,6 +377,23 @@ class ReplicaStore:
             Keep,
             lambda keep: self.replicas.keep([Point(*point) for point in keep.keep]),
         )
+
+    def inventory(self) -> Held:
+        """Return the held units by point in message form, those of the running stage included."""
+        held = list(self.replicas.inventory())
+        if self.running is not None and self.running.held_units:
+            point = self.running.point
+            held.append((point.configuration, point.step, self.running.held_units))
+        return held
+
+    async def keep_running(self) -> None:
+        """Copy the weights of the stage that has stopped to the replicas, once."""
+        async with self._copying:
+            stage = self.running
+            if stage is not None:
+                state = await stage.snapshot()
+                self.replicas.put(stage.point, state, stage.held_units)
+                self.running = None
 
     async def spread(self) -> None:
         """Wait until no replica is being sent."""
@@ -292,6 +407,16 @@ class ReplicaStore:
 
     def _hand_out(self, fetch: Fetch) -> None:
         self._mailbox.open(fetch.configuration)
+        if fetch.step == RUNNING:
+            self._mailbox.start_in_configuration(self._hand_out_running(fetch))
+        else:
+            self._send_units(fetch)
+
+    async def _hand_out_running(self, fetch: Fetch) -> None:
+        await self.keep_running()
+        self._send_units(fetch)
+
+    def _send_units(self, fetch: Fetch) -> None:
         point = Point(fetch.made, fetch.step)
         if not self.replicas.units(point) >= set(fetch.units):
             return  # it has started again since it said what it has, and the coordinator is about to learn that

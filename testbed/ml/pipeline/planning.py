@@ -200,6 +200,13 @@ def stage_pieces(chain: Chain, cuts: Cuts) -> tuple[Piece, ...]:
     )
 
 
+RESUME = (
+    "batch to resume with after a loss; next-batch: the first one without gradients, where remaining devices keep "
+    "their weights and lost units come from their newest replicas; last-replica: the one after the newest replicated "
+    "state, to which all units return"
+)
+
+
 class AsynchronousOptions(StagesOptions):
     """Options of every asynchronous training method."""
 
@@ -271,6 +278,9 @@ class AsynchronousOptions(StagesOptions):
             "device or the next one; local-first: the device's own replicas, if it "
             "has any"
         ),
+    )
+    resume: Literal["next-batch", "last-replica"] = Field(
+        "last-replica", description=RESUME
     )
 
     def window(self, stages: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -39,7 +39,7 @@ from testbed.ml.pipeline.messages import (
     Packet,
     Prepare,
 )
-from testbed.ml.pipeline.placement import BEGINNING, Point, ReplicaStore
+from testbed.ml.pipeline.placement import BEGINNING, RUNNING, Point, ReplicaStore
 from testbed.ml.pipeline.planning import (
     AsynchronousOptions,
     Partitioner,
@@ -208,7 +208,7 @@ class ReplicatingMember:
         self._stage = None
 
     def _with_replicas(self, status: Status) -> Status:
-        return replace(status, held=self.store.replicas.inventory())
+        return replace(status, held=self.store.inventory())
 
     def _prepare_stage(self, prepare: Prepare) -> None:
         problem = self._job.problem
@@ -227,18 +227,55 @@ class ReplicatingMember:
         self._stage = stages[0]
         self._point, self._seeded = Point(prepare.made, prepare.step), prepare.seeded
         self._awaited = {unit for units in prepare.fetch.values() for unit in units}
-        for owner, units in prepare.fetch.items():
-            self._mailbox.post(
-                owner, Fetch(prepare.configuration, prepare.made, prepare.step, units)
-            )
+        if prepare.origins is None:
+            for owner, units in prepare.fetch.items():
+                self._fetch(owner, self._point, units)
+        else:
+            self._collect_newest(prepare.fetch, prepare.origins)
+        self._report_prepared()
+
+    def _fetch(self, owner: str, point: Point, units: Sequence[int]) -> None:
+        fetch = Fetch(
+            self._mailbox.configuration, point.configuration, point.step, units
+        )
+        self._mailbox.post(owner, fetch)
+
+    def _collect_newest(
+        self,
+        fetch: Mapping[str, Sequence[int]],
+        origins: Sequence[tuple[int, int, Sequence[int]]],
+    ) -> None:
+        """Fetch units from the points they come from, and copy those that are here."""
+        local: dict[Point, list[int]] = {}
+        for made, step, units in origins:
+            point = Point(made, step)
+            for owner, wanted in fetch.items():
+                of_point = [unit for unit in wanted if unit in units]
+                if of_point:
+                    self._fetch(owner, point, of_point)
+            here = [unit for unit in units if unit not in self._awaited]
+            if here:
+                local[point] = here
+        for units in local.values():
+            self._awaited.update(units)
+        if local:
+            self._mailbox.start_in_configuration(self._copy_local(local))
+
+    async def _copy_local(self, units_by_origin: Mapping[Point, Sequence[int]]) -> None:
+        """Make units of this device part of the state to resume with."""
+        replicas = self.store.replicas
+        for origin, units in units_by_origin.items():
+            if origin.step == RUNNING:
+                await self.store.keep_running()
+            replicas.put(self._point, replicas.state(origin, units), units)
+            self._awaited.difference_update(units)
         self._report_prepared()
 
     def _take_in(self, fetched: FetchedUnit) -> None:
         if self._stage is None:
             return
-        self.store.replicas.put(
-            Point(fetched.made, fetched.step), fetched.state, [fetched.unit]
-        )
+        # A unit from another point becomes part of the state to resume with.
+        self.store.replicas.put(self._point, fetched.state, [fetched.unit])
         self._awaited.discard(fetched.unit)
         self._stage.actions += 1
         self._report_prepared()
@@ -255,6 +292,8 @@ class ReplicatingMember:
         units = range(*self._stage.position.units)
         self._stage.state = None if self._seeded else replicas.state(self._point, units)
         replicas.keep([Point(*point) for point in commit.keep], later=False)
+        offers_weights = self._job.problem.options.resume == "next-batch"
+        self.store.running = self._stage if offers_weights else None
         self.holder.begin()
 
     def _start_measuring(self, measure: Measure) -> None:

@@ -29,6 +29,7 @@ from testbed.ml.pipeline.placement import (
     RestorePlan,
     classify_failure,
     place,
+    place_newest,
 )
 from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner
 from testbed.wire.message import Message
@@ -224,11 +225,13 @@ class ReplicaRecovery:
         supervisor.device.expose(self.points.weights)
         self.recovering = False
         """Whether the next batch done is the first one after a recovery."""
+        self.done = 0
+        """The batch after the last one done on all stages, as far as it was not undone."""
         self._supervisor = supervisor
         self._mailbox = supervisor.mailbox
         self._device = supervisor.device
         self._members = supervisor.membership
-        self._replicas = store.replicas
+        self._store = store
         self._partitioner = partitioner
         self._problem = problem
         self._steps = steps
@@ -236,6 +239,8 @@ class ReplicaRecovery:
         """Whether training begins with the seed's weights."""
         if job.weights is not None:
             store.replicas.put(BEGINNING, job.weights, range(units))
+        self._committed = 0
+        """The configuration whose stages were committed last."""
         self._waited: Lost | None = None
         """The last loss recorded and awaited."""
         self._members.refusal = (
@@ -293,6 +298,7 @@ class ReplicaRecovery:
                 point.step,
                 need is None,
                 fetch,
+                restore.origins_of(part.device),
             )
             self._mailbox.post(part.device, prepare)
         await self.points.save(self.partition)
@@ -303,6 +309,7 @@ class ReplicaRecovery:
         )
         if self.recovering:
             self._device.record("recovery", phase="redistributed", step=self.start)
+        self._committed = number
         for part in supervisor.layout:
             commit = Commit(
                 number, self.points.needed(part.device, {point, self.points.safe})
@@ -404,9 +411,9 @@ class ReplicaRecovery:
         return there
 
     def take_up(self, partition: StagePartition) -> None:
-        """Adopt a partition to be established, from the newest complete state."""
+        """Adopt a partition to be established, from the state that the option ``resume`` asks for."""
         members = self._members
-        inventory: dict[str, Held] = {self._device.name: self._replicas.inventory()}
+        inventory: dict[str, Held] = {self._device.name: self._store.inventory()}
         for name, answer in members.answers.items():
             inventory[name] = (
                 []
@@ -414,20 +421,12 @@ class ReplicaRecovery:
                 else list(answer.held)
             )
         before = self.partition
-        local_first = self._problem.options.fetch == "local-first"
-        restore = place(
-            self.points.lineage,
-            inventory,
-            before,
-            partition,
-            self._seeded,
-            self._steps,
-            local_first,
-        )
+        restore = self._restore_plan(inventory, partition)
         self._configuration = replace(
             self._configuration, partition=partition, restore=restore
         )
-        self.points.branch(self.start)
+        self.points.branch(restore.branch_step)
+        self.done = self.start
         joining = set(partition.devices).difference(before.devices)
         if joining:
             self._device.record(
@@ -439,6 +438,37 @@ class ReplicaRecovery:
             members.joiners = (
                 members.answers.keys() - set(partition.devices) - members.excluded
             )
+
+    def _restore_plan(
+        self, inventory: Mapping[str, Held], partition: StagePartition
+    ) -> RestorePlan:
+        """Return the resume point, and the sources of units for a new partition."""
+        lineage, before = self.points.lineage, self.partition
+        options = self._problem.options
+        local_first = options.fetch == "local-first"
+        restore = place(
+            lineage,
+            inventory,
+            before,
+            partition,
+            self._seeded,
+            self._steps,
+            local_first,
+        )
+        # After a drain, or with all replicas up to date, the newest complete state is the present one.
+        if options.resume == "last-replica" or restore.point.step >= self.done:
+            return restore
+        newest = place_newest(
+            lineage,
+            inventory,
+            before,
+            partition,
+            Point(self._mailbox.configuration, self.done),
+            self._committed,
+            self._steps,
+            local_first,
+        )
+        return newest or restore
 
     def _resume_training(self) -> None:
         """Choose the state and the stages to resume with, among the answering devices."""

@@ -7,6 +7,7 @@ What distinguishes synchronous from asynchronous training is the `UpdatePolicy` 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,7 @@ from testbed.ml.pipeline.messages import (
     Stages,
     Times,
 )
+from testbed.ml.pipeline.placement import RUNNING, Point
 from testbed.ml.schedule import Action
 
 T = TypeVar("T")
@@ -116,6 +118,9 @@ class Stage:
         self.actions = 0
         self.computing = False
         self.shard: Shard | ShapeShard
+        self.weights = threading.Lock()
+        """Held while weights change or are copied: work of an ended configuration may still run in its thread."""
+        self._is_loaded = False
         self._updates = None if updates is None else updates(self)
 
     async def prepare(self) -> None:
@@ -128,6 +133,7 @@ class Stage:
             return made
 
         self.shard = await self.compute(build, self.copy_cost, Span("load"))
+        self._is_loaded = True
         if self._updates is not None:
             # The coordinator exposes the whole model as last gathered: these serve where gathering fails.
             self.device.expose(lambda: result_of(self.shard.state()), part=True)
@@ -136,6 +142,25 @@ class Stage:
     def copy_cost(self) -> Cost:
         """Cost of copying the complete state."""
         return costs.copy(self.units, self.problem.training)
+
+    @property
+    def point(self) -> Point:
+        """The point that stands for the weights the stage trains with."""
+        return Point(self.position.configuration, RUNNING)
+
+    @property
+    def held_units(self) -> list[int]:
+        """The units of the stage; none before their weights are loaded."""
+        return list(range(*self.position.units)) if self._is_loaded else []
+
+    async def snapshot(self) -> State:
+        """Return a copy of the newest weights and the optimizer's state."""
+
+        def copy() -> State:
+            with self.weights:
+                return self.shard.state()
+
+        return await self.compute(copy, self.copy_cost, Span("keep"))
 
     async def serve(self) -> None:
         """Train and forward incoming micro-batches until cancelled."""

@@ -361,6 +361,7 @@ class AsynchronousTrainer:
             "step", step=batch, samples=self._training.count(batch), **loss
         )
         self._done = batch + 1
+        self._recovery.done = self._done
         self._supervisor.progress = max(self._supervisor.progress, self._done)
         if self._recovery.recovering:
             self._recovery.recovering = False

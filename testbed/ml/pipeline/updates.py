@@ -324,13 +324,13 @@ class AsynchronousUpdates:
         ):
             aggregated = self._depth
             cost += Cost(aggregated * costs.parameters(stage.units))
-        advance = partial(
-            stage.shard.advance,
-            (batch, 0),
-            self.version(batch),
-            self.version(done),
-            aggregated,
-        )
+
+        def advance() -> None:
+            with stage.weights:
+                stage.shard.advance(
+                    (batch, 0), self.version(batch), self.version(done), aggregated
+                )
+
         _, seconds = await stage.timed(advance, cost, Span("update", batch))
         self._kept = max(self._kept, len(stage.shard.versions))
         return seconds

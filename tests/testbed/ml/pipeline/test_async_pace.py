@@ -16,7 +16,7 @@ from tests.helpers.runs import of, problem_of, run, scenario, trials
 MODEL = {"name": "mlp", "hidden": [48] * 23}
 UNEQUAL = (("d0", "50mflops"), ("d1", "50mflops"), ("d2", "5mflops"))
 """Relative speeds 1, 1, 1/10."""
-OFTEN = {"chain_every": 10, "global_every": 20}
+OFTEN = {"chain_every": 10, "global_every": 20, "resume": "last-replica"}
 
 
 def network(rate):

@@ -98,7 +98,9 @@ def recovering(lead, faults=(), silent=(), window=4.0):
             problem = SimpleNamespace(
                 devices=specs,
                 model=SimpleNamespace(units=range(UNITS)),
-                options=SimpleNamespace(selection=2.0, fetch="local-first"),
+                options=SimpleNamespace(
+                    selection=2.0, fetch="local-first", resume="last-replica"
+                ),
             )
             supervisor = Supervisor(
                 mailbox, holder.presence, problem, timeouts, lambda part: 0
