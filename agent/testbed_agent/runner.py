@@ -199,7 +199,7 @@ class Runner:
 
     def _receive_filter(self, deployment: Deployment) -> ReceiveFilter:
         """Return a function for the loss of broadcasts, according to the links of the moment."""
-        from testbed.network.broadcast import heard, received
+        from testbed.network.broadcast import is_received, received_part
 
         problem = deployment.problem
         name = self.settings.device
@@ -210,7 +210,7 @@ class Runner:
             sender = message.sender
             link = problem.links.get((sender, name))
             chance = partial(
-                heard,
+                is_received,
                 problem.seed,
                 sender,
                 name,
@@ -218,7 +218,7 @@ class Runner:
                 self._message_loss.get(sender, 0.0),
             )
             frame = None if link is None else link.frame
-            return received(message, header, frame, chance)
+            return received_part(message, header, frame, chance)
 
         return filter_message
 

@@ -95,17 +95,16 @@ class FaultAction(Generic[V]):
     @property
     def takes_no_for(self) -> str | None:
         """Reason why the action cannot have a duration; None if it can."""
-        return (
-            f"'{self.name}' is a repair and has no duration: remove 'for'"
-            if self.undoes
-            else None
-        )
+        if not self.undoes:
+            return None
+        return f"'{self.name}' is a repair and has no duration: remove 'for'"
 
     def mends(self, kind: type[FaultAction[Any]], target: str) -> bool:
         """Return whether this action undoes an action of the given class and target."""
-        return (
-            kind.name in self.undoes or self.name in kind.undone_by
-        ) and self.target in (ALL, target)
+        # Either class may state it: a package's fault cannot change the testbed's repairs.
+        if kind.name not in self.undoes and self.name not in kind.undone_by:
+            return False
+        return self.target in (ALL, target)
 
     def turns(
         self, began: float, ends: float
@@ -115,17 +114,17 @@ class FaultAction(Generic[V]):
 
     def apply(self, now: SystemState, handle: str) -> SystemState:
         """Return the state after the action. Raises ValueError for a handle in use."""
-        if self.undoes:
-            return now.without(
-                key
-                for key, each in now.in_force.items()
-                if self.mends(type(each), each.target)
-            )
-        return now.put(self, handle)
+        if not self.undoes:
+            return now.with_action(self, handle)
+        mended = []
+        for broken_handle, broken in now.in_force.items():
+            if self.mends(type(broken), broken.target):
+                mended.append(broken_handle)
+        return now.without_actions(mended)
 
     def undo(self, now: SystemState, handle: str) -> SystemState:
         """Return the state without the action; unchanged if already undone."""
-        return now.without([handle])
+        return now.without_actions([handle])
 
     def touches(self, pair: Pair) -> bool:
         """Return whether the action changes a directed link while in force."""
@@ -149,7 +148,7 @@ class StateDiff:
     """Difference between two system states."""
 
     devices: dict[str, DeviceState] = field(default_factory=dict)
-    """Their new states."""
+    """New states of the changed devices."""
     links: dict[Pair, Link] = field(default_factory=dict)
     """Current values of the changed links."""
     speeds: dict[str, float] = field(default_factory=dict)
@@ -161,6 +160,10 @@ class SystemState:
     """State of the devices, links and speeds of a run at one moment.
 
     Actions in force apply on top of each other in order, and on top of values set by a trace or by a user.
+
+    >>> state = SystemState.of([DeviceSpec("a", 1e9, 1e9)], {})
+    >>> state.set_speed("a", 0.5).speed("a")
+    500000000.0
     """
 
     devices: Mapping[str, DeviceState]
@@ -184,7 +187,7 @@ class SystemState:
         links: Mapping[Pair, Link],
         radio: Radio | None = None,
     ) -> SystemState:
-        """Return conditions in which nothing has happened yet."""
+        """Return the state at the start of a run."""
         speeds = {device.name: device.speed for device in devices}
         return SystemState(dict.fromkeys(speeds, "up"), links, speeds, radio=radio)
 
@@ -197,7 +200,7 @@ class SystemState:
             return self
         return replace(self, devices={**self.devices, device: states[state]})
 
-    def put(self, action: FaultAction[Any], handle: str) -> SystemState:
+    def with_action(self, action: FaultAction[Any], handle: str) -> SystemState:
         """Put an action in force; raise ValueError when the handle is in use."""
         if handle in self.in_force:
             raise ValueError(
@@ -205,18 +208,15 @@ class SystemState:
             )
         return replace(self, in_force={**self.in_force, handle: action})
 
-    def without(self, handles: Iterable[str]) -> SystemState:
+    def without_actions(self, handles: Iterable[str]) -> SystemState:
         """Remove the actions with the given handles; unknown handles are ignored."""
-        gone = set(handles)
-        return replace(
-            self,
-            in_force={
-                key: each for key, each in self.in_force.items() if key not in gone
-            },
-        )
+        remaining = dict(self.in_force)
+        for handle in handles:
+            remaining.pop(handle, None)
+        return replace(self, in_force=remaining)
 
-    def set_figures(self, links: Mapping[Pair, Link]) -> SystemState:
-        """Give links other figures of their own."""
+    def with_links(self, links: Mapping[Pair, Link]) -> SystemState:
+        """Override links of the scenario; actions in force still apply on top."""
         return replace(self, set_links={**self.set_links, **links})
 
     def set_speed(self, device: str, factor: float) -> SystemState:
@@ -227,7 +227,7 @@ class SystemState:
         """Return a link without the actions in force. Raises KeyError for an unknown link."""
         return self.set_links.get(pair) or self.links[pair]
 
-    def from_first(self, pair: Pair) -> bool:
+    def is_from_first(self, pair: Pair) -> bool:
         """Return whether a link leads away from the first device of the scenario (a preset's down direction)."""
         return pair[0] == next(iter(self.devices))
 
@@ -239,7 +239,7 @@ class SystemState:
                 link = action.impair(link, pair, self)
         return link
 
-    def factor(self, device: str) -> float:
+    def speed_factor(self, device: str) -> float:
         """Return the current share of full speed of a device."""
         factor = self.set_speeds.get(device, 1.0)
         for action in self.in_force.values():
@@ -249,53 +249,45 @@ class SystemState:
 
     def speed(self, device: str) -> float:
         """Return the FLOP/s at which a device computes now."""
-        return self.speeds[device] * self.factor(device)
+        return self.speeds[device] * self.speed_factor(device)
 
-    def changed(self, since: SystemState) -> StateDiff:
+    def diff_since(self, earlier: SystemState) -> StateDiff:
         """Return the difference to an earlier state of the same run."""
-        differing = [
-            action
-            for one, other in ((self, since), (since, self))
-            for handle, action in one.in_force.items()
-            if other.in_force.get(handle) is not action
+        # Only links and speeds that these actions touch are computed twice and compared.
+        changed_actions = [
+            *_values_not_in(self.in_force, earlier.in_force),
+            *_values_not_in(earlier.in_force, self.in_force),
         ]
-        reset = _differing_keys(self.set_speeds, since.set_speeds)
-        links = {
-            pair: (self.link(pair), since.link(pair))
-            for pair in self._suspect_links(since, differing)
-        }
-        speeds = {
-            name: (self.factor(name), since.factor(name))
-            for name in self.speeds
-            if name in reset or any(action.slows(name) for action in differing)
-        }
-        return StateDiff(
-            {
-                name: state
-                for name, state in self.devices.items()
-                if state != since.devices[name]
-            },
-            {pair: link for pair, (link, before) in links.items() if link != before},
-            {
-                name: factor
-                for name, (factor, before) in speeds.items()
-                if factor != before
-            },
-        )
+        diff = StateDiff()
+        for name, state in self.devices.items():
+            if state != earlier.devices[name]:
+                diff.devices[name] = state
+        for pair in self._suspect_links(earlier, changed_actions):
+            link = self.link(pair)
+            if link != earlier.link(pair):
+                diff.links[pair] = link
+        reset = _differing_keys(self.set_speeds, earlier.set_speeds)
+        for name in self.speeds:
+            if name in reset or any(action.slows(name) for action in changed_actions):
+                factor = self.speed_factor(name)
+                if factor != earlier.speed_factor(name):
+                    diff.speeds[name] = factor
+        return diff
 
     def _suspect_links(
-        self, since: SystemState, differing: Collection[FaultAction[Any]]
+        self, earlier: SystemState, changed_actions: Collection[FaultAction[Any]]
     ) -> Iterable[Pair]:
         """Return the links that may differ, in order. A network may have a million links, and most changes
         touch one."""
-        reset = _differing_keys(self.set_links, since.set_links)
-        if not differing:
+        reset = _differing_keys(self.set_links, earlier.set_links)
+        # Entries of a trace need no pass over all links of the network.
+        if not changed_actions:
             return sorted(reset)
-        return [
-            pair
-            for pair in self.links
-            if pair in reset or any(action.touches(pair) for action in differing)
-        ]
+        suspect = []
+        for pair in self.links:
+            if pair in reset or any(action.touches(pair) for action in changed_actions):
+                suspect.append(pair)
+        return suspect
 
 
 K = TypeVar("K")
@@ -305,9 +297,13 @@ def _differing_keys(one: Mapping[K, object], other: Mapping[K, object]) -> set[K
     """Return the keys whose values are not the same objects."""
     if one is other:
         return set()
-    return {
-        key for key in one.keys() | other.keys() if one.get(key) is not other.get(key)
-    }
+    keys = one.keys() | other.keys()
+    return {key for key in keys if one.get(key) is not other.get(key)}
+
+
+def _values_not_in(one: Mapping[K, V], other: Mapping[K, V]) -> list[V]:
+    """Return the values of ``one`` that ``other`` does not have, by identity, under the same key."""
+    return [value for key, value in one.items() if other.get(key) is not value]
 
 
 class RecordedStep(Protocol):
@@ -360,17 +356,19 @@ class FaultTarget(Protocol):
 def apply_step(step: RecordedStep, machines: FaultTarget) -> StateDiff:
     """Apply a step and return the resulting changes. State changes take no lock because booting is slow."""
     if step.switches:
+        # Looked up, not remembered: a device may have died by itself.
         before = replace(machines.shown, devices=machines.states())
-        changed = step.apply(before).changed(before)
-        for name, state in changed.devices.items():
+        diff = step.apply(before).diff_since(before)
+        for name, state in diff.devices.items():
             _switch_device(machines, name, before.devices[name], state)
-        return changed
+        return diff
+    # Two steps at once would each start from the same state, and the second undo the first.
     with machines.lock():
         before = machines.shown
         after = step.apply(before)
-        changed = after.changed(before)
-        machines.show(after, changed)
-    return changed
+        diff = after.diff_since(before)
+        machines.show(after, diff)
+    return diff
 
 
 def _switch_device(

@@ -114,11 +114,9 @@ class ThrottlePart(ConfigModel):
     def slowed(self, factor: float, own: float) -> float:
         """Return the remaining share of full speed ``own`` (FLOP/s): a speed replaces the share, a slowdown
         divides it."""
-        return (
-            self.speed / own
-            if self.speed is not None
-            else factor / (self.slowdown or 1.0)
-        )
+        if self.speed is not None:
+            return self.speed / own
+        return factor / (self.slowdown or 1.0)
 
 
 class Throttle(FaultAction[ThrottlePart]):
@@ -141,16 +139,12 @@ class Throttle(FaultAction[ThrottlePart]):
         """Yield an error for a speed below the minimum."""
         if self.value.speed is None:
             return
-        own = next(
-            device.speed
-            for device in setting.devices
-            if device.name == self.value.device
-        )
-        if self.value.speed < own * MIN_FACTOR:
-            lowest = format_speed(own * MIN_FACTOR)
+        speeds = {device.name: device.speed for device in setting.devices}
+        minimum = speeds[self.value.device] * MIN_FACTOR
+        if self.value.speed < minimum:
             yield (
                 ("speed",),
-                f"is less than a millionth of the device's own speed: use at least {lowest}",
+                f"is less than a millionth of the device's own speed: use at least {format_speed(minimum)}",
             )
 
     def slows(self, device: str) -> bool:

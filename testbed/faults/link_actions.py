@@ -16,7 +16,13 @@ from testbed.common.quantities import Duration
 from testbed.faults.conditions import FaultAction, FaultContext, FaultPhase, SystemState
 from testbed.network import checks
 from testbed.network.link import Link, Pair
-from testbed.network.parts import FIGURES, PRESETS, LinkPart, given, overlay
+from testbed.network.parts import (
+    FIGURES,
+    PRESETS,
+    LinkPart,
+    explicit_figures,
+    overlay,
+)
 
 
 class LinkSetPart(ConfigModel):
@@ -61,24 +67,26 @@ class LinkSetPart(ConfigModel):
 
     def named(self) -> list[tuple[Key, str]]:
         """Return every named device with its key."""
-        single = (("from", self.from_), ("to", self.to), ("device", self.device))
-        named: list[tuple[Key, str]] = [
-            ((key,), name) for key, name in single if name is not None
-        ]
-        return [
-            *named,
-            *(
-                (("between", place), name)
-                for place, name in enumerate(self.between or ())
-            ),
-        ]
+        named: list[tuple[Key, str]] = []
+        for key, name in (
+            ("from", self.from_),
+            ("to", self.to),
+            ("device", self.device),
+        ):
+            if name is not None:
+                named.append(((key,), name))
+        for place, name in enumerate(self.between or ()):
+            named.append((("between", place), name))
+        return named
 
-    def absent(self, links: Collection[Pair]) -> Iterator[str]:
-        """Yield the description of each named link missing from the network."""
-        if self.device is None:
-            pair = self.between or (str(self.from_), str(self.to))
-            if pair not in links:
-                yield f"there is no link from '{pair[0]}' to '{pair[1]}'"
+    def missing_link(self, links: Collection[Pair]) -> str | None:
+        """Return the description of the named link if the network lacks it; None for links of a device."""
+        if self.device is not None:
+            return None
+        pair = self.between or (str(self.from_), str(self.to))
+        if pair in links:
+            return None
+        return f"there is no link from '{pair[0]}' to '{pair[1]}'"
 
 
 L = TypeVar("L", bound=LinkSetPart)
@@ -97,8 +105,9 @@ class LinkFault(FaultAction[L]):
         return self.value.named()
 
     def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
-        """Yield an error for each missing link."""
-        for text in self.value.absent(setting.links):
+        """Yield an error for a missing link."""
+        text = self.value.missing_link(setting.links)
+        if text is not None:
             yield (), f"{text} to {self.name}"
 
     def touches(self, pair: Pair) -> bool:
@@ -121,7 +130,7 @@ class Degrade(LinkFault[DegradePart]):
         """Yield errors for missing links and for unknown or impossible properties."""
         part = self.value
         yield from super().problems(setting)
-        if part.preset is None and not given(part):
+        if part.preset is None and not explicit_figures(part):
             yield (), f"has no effect: set at least one of preset, {', '.join(FIGURES)}"
         if part.preset is not None and part.preset not in PRESETS:
             yield (
@@ -129,19 +138,22 @@ class Degrade(LinkFault[DegradePart]):
                 f"unknown preset '{part.preset}': use one of {', '.join(PRESETS)}",
             )
             return
-        states = chain(setting.links.items(), setting.traced)
         # By identity: a mesh of a thousand devices has a million links, but few values.
-        for link in {
-            id(link): link for pair, link in states if part.touches(pair)
-        }.values():
-            # Which direction a preset has is of no matter here: presets state nothing that could clash.
-            for figure, text in checks.problems(overlay(link, part, from_first=True)):
+        distinct: dict[int, Link] = {}
+        for pair, link in chain(setting.links.items(), setting.traced):
+            if part.touches(pair):
+                distinct[id(link)] = link
+        for link in distinct.values():
+            # The direction of a preset does not matter here: presets state nothing that could clash.
+            degraded = overlay(link, part, is_from_first=True)
+            for figure, text in checks.problems(degraded):
                 key = figure.partition(".")[0]
+                # A property that the link brings is impossible only beside those of the fault.
                 yield (key,) if getattr(part, key) is not None else (), text
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Override the given properties."""
-        return overlay(link, self.value, now.from_first(pair))
+        return overlay(link, self.value, now.is_from_first(pair))
 
 
 class ObstructPart(LinkSetPart):
@@ -174,9 +186,9 @@ class Obstruct(LinkFault[ObstructPart]):
                 (),
                 "requires `network.radio`: define a radio, or degrade the links' message_loss",
             )
-        elif self.value.path_loss_exponent <= (
-            own := setting.radio.propagation.path_loss_exponent
-        ):
+            return
+        own = setting.radio.propagation.path_loss_exponent
+        if self.value.path_loss_exponent <= own:
             yield (
                 ("path_loss_exponent",),
                 f"must be above the radio's own exponent, {own:g}: use a higher one",
@@ -212,20 +224,19 @@ class Flap(LinkFault[FlapPart]):
     @property
     def takes_no_for(self) -> str | None:
         """Reason why the action has no duration: its schedule already has an end."""
-        return (
-            None
-            if self.value.times is None
-            else "a flap ends after 'times' or after 'for': give one of the two"
-        )
+        if self.value.times is None:
+            return None
+        return "a flap ends after 'times' or after 'for': give one of the two"
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Drop everything."""
         return replace(link, up=False)
 
     def turns(self, began: float, ends: float) -> Iterator[tuple[FaultPhase, float]]:
-        """Yield when the links go down (strike) and come up (undo); up is the last. Turns count from the first."""
+        """Yield the instants at which the links go down (strike) and come up (undo); the last one is an undo."""
         part = self.value
         for turn in count() if part.times is None else range(part.times):
+            # All turns count from the first, so that delays do not add up.
             down = began + turn * (part.down + part.up)
             if down >= ends:
                 return
@@ -249,21 +260,22 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
 
     def named(self) -> list[tuple[Key, str]]:
         """Return the members of all groups."""
-        return [
-            ((number, place), name)
-            for number, group in enumerate(self.value)
-            for place, name in enumerate(group)
-        ]
+        named: list[tuple[Key, str]] = []
+        for number, group in enumerate(self.value):
+            for place, name in enumerate(group):
+                named.append(((number, place), name))
+        return named
 
     def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield errors for devices named twice and for groups without effect."""
         listed = [name for group in self.value for name in group]
         for name in sorted({name for name in listed if listed.count(name) > 1}):
             yield (), f"'{name}' is named twice: a device is in one group"
-        kept = len([group for group in self.value if group]) + (
-            len(set(listed)) < len(setting.devices)
-        )
-        if kept < 2:
+        groups = sum(1 for group in self.value if group)
+        # Unnamed devices are one more group.
+        if len(set(listed)) < len(setting.devices):
+            groups += 1
+        if groups < 2:
             yield (
                 (),
                 "has no effect: name at least two groups, or remove devices from the only one",
@@ -271,15 +283,16 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
 
     @cached_property
     def _group_of_device(self) -> dict[str, int]:
-        return {
-            name: number for number, names in enumerate(self.value) for name in names
-        }
+        groups: dict[str, int] = {}
+        for number, names in enumerate(self.value):
+            groups |= dict.fromkeys(names, number)
+        return groups
 
     def touches(self, pair: Pair) -> bool:
         """Return whether the two devices are in different groups."""
-        return self._group_of_device.get(pair[0], -1) != self._group_of_device.get(
-            pair[1], -1
-        )
+        groups = self._group_of_device
+        # Unnamed devices are in group -1.
+        return groups.get(pair[0], -1) != groups.get(pair[1], -1)
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Drop everything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Self
 
@@ -41,11 +42,9 @@ def _action_of(name: str) -> type[FaultAction[Any]]:
     try:
         return FAULTS.find(name)
     except InputError as error:
-        return type(
-            name,
-            (FaultAction,),
-            {"schema": _reject_value(error.text), "summary": error.text},
-        )
+        # A broken package must not keep scenarios from being read that do not use it.
+        attributes = {"schema": _reject_value(error.text), "summary": error.text}
+        return type(name, (FaultAction,), attributes)
 
 
 def _reject_value(text: str) -> Any:
@@ -64,7 +63,7 @@ _FIELDS: dict[str, Any] = {
 _Keys: Any = create_model("_Keys", __base__=ConfigModel, **_FIELDS)
 
 
-def mending(name: str, target: str) -> FaultAction[str] | None:
+def repair_action(name: str, target: str) -> FaultAction[str] | None:
     """Return the repairing action of a recorded name and target; None if the named action repairs nothing."""
     kind = ACTIONS.get(name)
     return kind(target) if kind is not None and kind.undoes else None
@@ -116,15 +115,20 @@ class ActionPart(_Keys):
     @property
     def action(self) -> FaultAction[Any]:
         """The one action given."""
-        return next(
-            kind(value)
-            for name, kind in ACTIONS.items()
-            if (value := getattr(self, name)) is not None
-        )
+        (action,) = self._actions()
+        return action
+
+    def _actions(self) -> list[FaultAction[Any]]:
+        actions = []
+        for name, kind in ACTIONS.items():
+            value = getattr(self, name)
+            if value is not None:
+                actions.append(kind(value))
+        return actions
 
     @model_validator(mode="after")
     def _one_action(self) -> Self:
-        if sum(getattr(self, name) is not None for name in ACTIONS) != 1:
+        if len(self._actions()) != 1:
             raise ValueError("a fault has exactly one of " + ", ".join(ACTIONS))
         return self
 
@@ -151,11 +155,12 @@ class FaultPart(ActionPart):
 
     @model_validator(mode="after")
     def _one_time(self) -> Self:
-        if sum(value is not None for value in (self.at, self.when, self.after)) != 1:
+        if [self.at, self.when, self.after].count(None) != 2:
             raise ValueError(
                 "a fault strikes at exactly one of 'at', 'when' and 'after'"
             )
-        if self.for_ is not None and (why_not := self.action.takes_no_for) is not None:
+        why_not = self.action.takes_no_for
+        if self.for_ is not None and why_not is not None:
             raise ValueError(why_not)
         return self
 
@@ -163,14 +168,12 @@ class FaultPart(ActionPart):
 def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
     """Return every device named by a fault, with its key."""
     action = part.action
-    named: list[tuple[Key, str]] = [
-        ((action.name, *key), name) for key, name in action.named()
-    ]
-    return (
-        [*named, (("when", "device"), part.when.device)]
-        if part.when is not None
-        else named
-    )
+    named: list[tuple[Key, str]] = []
+    for key, name in action.named():
+        named.append(((action.name, *key), name))
+    if part.when is not None:
+        named.append((("when", "device"), part.when.device))
+    return named
 
 
 def problems(
@@ -182,9 +185,9 @@ def problems(
 ) -> list[Diagnostic]:
     """Return the semantic problems of faults in a run.
 
-    ``spans`` gives the names of the spans that a device may begin, None where nobody knows; ``events`` are those that
-    devices record, each with the keys of a trigger that can match it; ``batches`` is how many batches the workload has.
-    Names of devices that do not exist are left to `devices_named`: the other keys of such a fault are not looked at.
+    ``spans`` returns the names of the spans that a device may begin, None if unknown. ``events`` maps recorded events
+    to the trigger keys that can match each. ``batches`` is the number of batches of the workload. Unknown device names
+    are left to `devices_named`; the other keys of a fault with one are not checked.
     """
     names = {device.name for device in setting.devices}
     diagnostics: list[Diagnostic] = []
@@ -192,25 +195,23 @@ def problems(
         action = part.action
         if any(name not in names for _, name in devices_named(part)):
             continue
-        wrong = [
-            *_time_problems(index, part, setting.time_limit),
-            *(((action.name, *key), text) for key, text in action.problems(setting)),
-            *_mending_problems(part, faults),
-        ]
+        found = list(_time_problems(index, part, setting.time_limit))
+        for key, text in action.problems(setting):
+            found.append(((action.name, *key), text))
+        found += _repair_problems(part, faults)
         if part.when is not None:
-            wrong += _trigger_problems(
-                part.when, spans(part.when.device), batches, events
-            )
-        diagnostics += [
-            Diagnostic(("faults", index, *key), text) for key, text in wrong
-        ]
+            known = spans(part.when.device)
+            found += _trigger_problems(part.when, known, batches, events)
+        for key, text in found:
+            diagnostics.append(Diagnostic(("faults", index, *key), text))
     return diagnostics
 
 
-Wrong = Iterator[tuple[Key, str]]
+Problems = Iterator[tuple[Key, str]]
+"""Key relative to a fault, and text of each problem."""
 
 
-def _time_problems(index: int, part: FaultPart, time_limit: float) -> Wrong:
+def _time_problems(index: int, part: FaultPart, time_limit: float) -> Problems:
     if part.after is not None and index == 0:
         yield ("after",), "the first fault has no predecessor: use 'at' or 'when'"
     if part.at is not None and part.at >= time_limit:
@@ -220,24 +221,22 @@ def _time_problems(index: int, part: FaultPart, time_limit: float) -> Wrong:
         )
 
 
-def _mending_problems(part: FaultPart, parts: Sequence[FaultPart]) -> Wrong:
+def _repair_problems(part: FaultPart, parts: Sequence[FaultPart]) -> Problems:
     action = part.action
     if not action.undoes or action.target == ALL:
         return
-    breaking = [
-        other
-        for other in parts
-        if action.mends(type(other.action), other.action.target)
-    ]
+    # Times of the faults that the action repairs; a fault with a trigger may strike at any time.
+    times = []
+    for other in parts:
+        if action.mends(type(other.action), other.action.target):
+            times.append(-math.inf if other.at is None else other.at)
     breaks = " or ".join(f"{name}s" for name in action.undoes)
-    if not breaking:
+    if not times:
         yield (
             (action.name,),
             f"no fault of this scenario {breaks} '{action.target}': nothing to {action.name}",
         )
-    elif part.at is not None and all(
-        other.at is not None and other.at >= part.at for other in breaking
-    ):
+    elif part.at is not None and min(times) >= part.at:
         yield (
             ("at",),
             f"nothing {breaks} '{action.target}' before that: {action.name} it later",
@@ -249,13 +248,11 @@ def _trigger_problems(
     spans: Collection[str] | None,
     batches: int | None,
     events: Mapping[str, Collection[str]],
-) -> Wrong:
+) -> Problems:
     if trigger.begins is not None and spans is not None and trigger.begins not in spans:
-        begun = (
-            f"it begins {', '.join(sorted(spans))}"
-            if spans
-            else "it has no part in this plan"
-        )
+        begun = "it has no part in this plan"
+        if spans:
+            begun = f"it begins {', '.join(sorted(spans))}"
         yield (
             ("when", "begins"),
             f"'{trigger.device}' never begins '{trigger.begins}': {begun}",
@@ -272,12 +269,10 @@ def _trigger_problems(
                     ("when", key),
                     f"the event '{trigger.event}' has no {key}: remove the key",
                 )
-    if (
-        trigger.batch is not None
-        and batches is not None
-        and trigger.event != "evaluate"
-        and trigger.batch >= batches
-    ):
+    # The last evaluation is recorded under the number of batches.
+    if batches is None or trigger.event == "evaluate":
+        return
+    if trigger.batch is not None and trigger.batch >= batches:
         yield (
             ("when", "batch"),
             f"out of range: batches are counted from 0 to {batches - 1}",

@@ -1,9 +1,9 @@
-"""The schedule of faults and link traces, shared by both runtimes.
+"""The schedule of faults and link traces, shared by both runtimes. Pure.
 
-Pure. The runtime asks `FaultScript.next_deadline`, takes what is `due`, shows it every event (`observe`), carries out
-each `FaultOperation` and reports it `done`. What counts from another fault (``after``, ``for``) counts from the instant
-at which that one really took effect. Of a `TraceScript` it takes the changes that are `due`: all their instants count
-from the start of the workload, so a late change makes no later one late.
+The runtime waits for `FaultScript.next_deadline`, takes the operations that are `due`, passes every event to `observe`,
+applies each `FaultOperation` and reports it `done`. Times relative to another fault (``after``, ``for``) count from the
+instant at which that fault took effect. The changes of a `TraceScript` all count from the start of the workload, so a
+late change does not delay the next one.
 """
 
 from __future__ import annotations
@@ -52,25 +52,20 @@ class FaultOperation:
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the ``fault`` event of the operation."""
-        fields = {
+        fields: dict[str, Any] = {
             "action": self.action.name,
             "target": self.action.target,
             "phase": self.phase,
         }
-        return [
-            (
-                "fault",
-                fields
-                if self.intended is None
-                else {**fields, "intended": self.intended},
-            )
-        ]
+        if self.intended is not None:
+            fields["intended"] = self.intended
+        return [("fault", fields)]
 
 
 def _matches_event(trigger: TriggerPart, event: str, fields: Mapping[str, Any]) -> bool:
-    if event != trigger.recorded or (
-        trigger.begins is not None and fields.get("span") != trigger.begins
-    ):
+    if event != trigger.recorded:
+        return False
+    if trigger.begins is not None and fields.get("span") != trigger.begins:
         return False
     if trigger.batch is not None and trigger.batch != _batch_of_event(fields):
         return False
@@ -79,9 +74,10 @@ def _matches_event(trigger: TriggerPart, event: str, fields: Mapping[str, Any]) 
 
 def _batch_of_event(fields: Mapping[str, Any]) -> Any:
     """Return the value matched by ``batch``: the batch, else the training step or the request."""
-    return next(
-        (fields[key] for key in ("batch", "step", "request") if key in fields), None
-    )
+    for key in ("batch", "step", "request"):
+        if key in fields:
+            return fields[key]
+    return None
 
 
 class FaultScript:
@@ -147,14 +143,18 @@ class FaultScript:
         coming = [*self._under_way, *(deadline[-1] for deadline in self._deadlines)]
         for index, (part, _) in enumerate(self._faults):
             if index not in self._struck:
+                # When is of no matter here.
                 coming.append(self._make_operation(index, "strike", math.inf))
                 if part.for_ is not None:
                     coming.append(self._make_operation(index, "undo", math.inf))
+        # Asking the operations themselves keeps this true of actions that packages bring.
         down = SystemState({device: "down"}, {}, {})
-        mine = (
-            each for each in coming if each.switches and each.action.target == device
-        )
-        return any(each.apply(down).devices[device] != "down" for each in mine)
+        for operation in coming:
+            if not operation.switches or operation.action.target != device:
+                continue
+            if operation.apply(down).devices[device] != "down":
+                return True
+        return False
 
     def done(self, operation: FaultOperation, actual: float) -> None:
         """Mark an operation as effective and schedule all dependent ones."""
@@ -170,11 +170,11 @@ class FaultScript:
             return
         self._struck.add(index)
         self._end_turns(action)
-        if (
-            index + 1 < len(self._faults)
-            and (wait := self._faults[index + 1][0].after) is not None
-        ):
-            self._schedule_operation(index + 1, "strike", actual + wait)
+        following = index + 1
+        if following < len(self._faults):
+            wait = self._faults[following][0].after
+            if wait is not None:
+                self._schedule_operation(following, "strike", actual + wait)
 
     def _make_operation(
         self, index: int, phase: FaultPhase, when: float
@@ -182,18 +182,17 @@ class FaultScript:
         return FaultOperation(self._faults[index][1], _handle_of(index), phase, when)
 
     def _schedule_operation(self, index: int, phase: FaultPhase, when: float) -> None:
-        heapq.heappush(
-            self._deadlines,
-            (when, index, phase == "undo", self._make_operation(index, phase, when)),
-        )
+        operation = self._make_operation(index, phase, when)
+        # At one instant the order of the file holds, and a fault strikes before it is undone.
+        heapq.heappush(self._deadlines, (when, index, phase == "undo", operation))
 
     def _end_turns(self, action: FaultAction[Any]) -> None:
         """Cancel the remaining turns of repeating actions undone by this action."""
-        ended = {
-            index
-            for index in self._turns
-            if action.mends(type(broken := self._faults[index][1]), broken.target)
-        }
+        ended = set()
+        for index in self._turns:
+            broken = self._faults[index][1]
+            if action.mends(type(broken), broken.target):
+                ended.add(index)
         if ended:
             self._turns |= dict.fromkeys(ended, iter(()))
             self._deadlines = [each for each in self._deadlines if each[1] not in ended]
@@ -203,16 +202,16 @@ class FaultScript:
         """Schedule the next turn of a repeating action."""
         if index not in self._turns:
             part, action = self._faults[index]
-            turns = action.turns(
-                actual, math.inf if part.for_ is None else actual + part.for_
-            )
+            ends = math.inf if part.for_ is None else actual + part.for_
+            turns = action.turns(actual, ends)
             assert turns is not None
             self._turns[index] = turns
+            # The first turn is the strike that has just been done.
             next(turns, None)
-        # An action that struck while another one ended it is undone at once.
-        following = next(
-            self._turns[index], ("undo", actual) if phase == "strike" else None
-        )
+        following = next(self._turns[index], None)
+        if following is None and phase == "strike":
+            # An action that struck while another one ended it is undone at once.
+            following = ("undo", actual)
         if following is not None:
             self._schedule_operation(index, *following)
 
@@ -240,13 +239,11 @@ class Change:
     def apply(self, now: SystemState) -> SystemState:
         """Return the state after the change."""
         if self.link is not None:
-            part = self.link
-            now = now.set_figures(
-                {
-                    p: overlay(now.own_link(p), part, now.from_first(p))
-                    for p in self.pairs
-                }
-            )
+            links = {}
+            for pair in self.pairs:
+                is_from_first = now.is_from_first(pair)
+                links[pair] = overlay(now.own_link(pair), self.link, is_from_first)
+            now = now.with_links(links)
         if self.speed is not None:
             device = self.speed.device
             now = now.set_speed(device, self.speed.slowed(1.0, now.speeds[device]))
@@ -278,11 +275,16 @@ class Changes:
         return now
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return a ``trace`` event for each."""
-        return [
-            ("trace", {"what": each.what, "value": each.value, "intended": each.time})
-            for each in self.changes
-        ]
+        """Return a ``trace`` event for each change."""
+        events = []
+        for change in self.changes:
+            fields = {
+                "what": change.what,
+                "value": change.value,
+                "intended": change.time,
+            }
+            events.append(("trace", fields))
+        return events
 
 
 class TraceScript:
@@ -293,10 +295,10 @@ class TraceScript:
         self._next = 0
 
     def next_deadline(self) -> float | None:
-        """Return the next instant at which something changes."""
-        return (
-            self._changes[self._next].time if self._next < len(self._changes) else None
-        )
+        """Return the instant of the next change; None after the last one."""
+        if self._next == len(self._changes):
+            return None
+        return self._changes[self._next].time
 
     def due(self, now: float) -> Changes:
         """Remove and return due changes in the order of the trace."""
@@ -314,9 +316,6 @@ def traced_links(
     for index, change in enumerate(changes):
         for pair in change.pairs:
             if pair in links and change.link is not None:
-                now[pair] = overlay(
-                    now.get(pair) or links[pair],
-                    change.link,
-                    from_first=pair[0] == first,
-                )
+                before = now.get(pair) or links[pair]
+                now[pair] = overlay(before, change.link, is_from_first=pair[0] == first)
                 yield index, pair, now[pair]

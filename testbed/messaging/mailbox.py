@@ -33,7 +33,7 @@ class _Send:
     task: asyncio.Task[None]
 
 
-class Sends:
+class Outbox:
     """Messages sent in the background, in the order of the calls, until acknowledged."""
 
     def __init__(
@@ -44,9 +44,10 @@ class Sends:
         self._links = links
         self._tasks = tasks
         self._limit = limit
+        # Dictionaries as ordered sets: one of thousands of messages is removed in constant time.
         self._sends: dict[_Send, None] = {}
         """All unacknowledged messages, in the order of the calls; a server may have thousands of peers."""
-        self._to: dict[str, dict[_Send, None]] = defaultdict(dict)
+        self._by_peer: dict[str, dict[_Send, None]] = defaultdict(dict)
         """Unacknowledged messages by peer."""
         self.acknowledged: Callable[[str, float, float], None] = (
             lambda peer, wire_bytes, posted: None
@@ -58,19 +59,23 @@ class Sends:
 
         The returned task ends with the acknowledgement and may be ignored. Raises `MailboxFullError`.
         """
-        if len(self._to[peer]) >= self._limit:
+        unacknowledged = self._by_peer[peer]
+        if len(unacknowledged) >= self._limit:
             raise MailboxFullError(
                 f"{self._limit} messages to {peer} are unacknowledged: cannot send '{message.kind}'"
             )
-        posted, wire_bytes = self._device.now(), size(message, self._device.name)
+        posted = self._device.now()
+        wire_bytes = size(message, self._device.name)
         transfer = transfer_time(self._links, self._device.name, peer, wire_bytes)
         # The link carries one message after the other, so time starts when the earlier ones are through.
         due = max(posted, self.due(peer)) + SLACK * transfer
         send = _Send(peer, due, self._tasks.start(self._device.send(peer, message)))
-        self._sends[send] = self._to[peer][send] = None
+        self._sends[send] = None
+        unacknowledged[send] = None
 
         def forget_send(task: asyncio.Task[None]) -> None:
-            del self._sends[send], self._to[peer][send]
+            del self._sends[send]
+            del unacknowledged[send]
             if not task.cancelled() and task.exception() is None:
                 self.acknowledged(peer, wire_bytes, posted)
 
@@ -84,7 +89,8 @@ class Sends:
 
     def due(self, peer: str) -> float:
         """Return the instant by which all messages to a peer should be acknowledged, at the speed of the link."""
-        return max((send.due for send in self._to[peer]), default=self._device.now())
+        unacknowledged = self._by_peer[peer]
+        return max((send.due for send in unacknowledged), default=self._device.now())
 
     def is_busy(self) -> bool:
         """Return whether a message is in transit and not overdue."""
@@ -104,7 +110,12 @@ class Sends:
 def transfer_time(
     links: Mapping[Pair, Link], source: str, target: str, wire_bytes: float
 ) -> float:
-    """Return the predicted seconds until ``wire_bytes`` are acknowledged; 0 if no link exists."""
+    """Return the predicted seconds until ``wire_bytes`` are acknowledged; 0 if no link exists.
+
+    >>> links = {("a", "b"): Link(rate=8e6, delay=0.01), ("b", "a"): Link(delay=0.01)}
+    >>> transfer_time(links, "a", "b", 1e6)
+    1.02
+    """
     outward, return_link = links.get((source, target)), links.get((target, source))
     if outward is None or return_link is None:
         return 0.0
@@ -218,7 +229,7 @@ class Mailbox:
         self._limit = limit
         self._codecs = codecs
         self._tasks = Tasks()
-        self.sends = Sends(device, links, self._tasks, limit)
+        self.sends = Outbox(device, links, self._tasks, limit)
         self._handlers: dict[str, Callable[[Any], None]] = {}
         self._opened: list[Callable[[], None]] = []
         self._in_configuration: dict[asyncio.Task[Any], None] = {}
@@ -252,9 +263,9 @@ class Mailbox:
                 f"unknown message kind '{message.kind}' from {message.sender}: the method must register it"
             )
         codec = self._codecs.get(message.kind)
-        self._dispatch_message(
-            decode(kind, message if codec is None else codec.unpack(message))
-        )
+        if codec is not None:
+            message = codec.unpack(message)
+        self._dispatch_message(decode(kind, message))
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a background task whose failure fails the program; the end of the program cancels the task."""
@@ -296,10 +307,11 @@ class Mailbox:
         """
         # A message to oneself never uses the network and is acknowledged at once.
         if peer != self.device.name:
+            encoded = encode(message)
             codec = self._codecs.get(message.kind)
-            return self.sends.post(
-                peer, encode(message) if codec is None else codec.pack(encode(message))
-            )
+            if codec is not None:
+                encoded = codec.pack(encoded)
+            return self.sends.post(peer, encoded)
         self._dispatch_message(replace(message, sender=peer))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
@@ -330,13 +342,12 @@ class Mailbox:
         stored = self.pop(kinds, key)
         if stored is not None:
             return stored
-        waiter = _Waiter(
-            _kind_names(kinds), key, asyncio.get_running_loop().create_future()
-        )
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(_kind_names(kinds), key, future)
         self._waiters.append(waiter)
         timeout = None if deadline is None else deadline - self.device.now()
         try:
-            return await _wait_for(waiter.message, timeout)
+            return await _wait_for(future, timeout)
         finally:
             self._waiters.remove(waiter)
 
@@ -405,18 +416,18 @@ class Mailbox:
     def _is_current(self, message: Typed) -> bool:
         """Return whether a message belongs to the current configuration or opens a new one, and has not expired."""
         configuration = getattr(message, "configuration", None)
-        self.arrived += configuration == self.configuration
-        if configuration is not None and configuration != self.configuration:
+        if configuration == self.configuration:
+            self.arrived += 1
+        elif configuration is not None:
             return configuration > self.configuration and message.opens
-        return (
-            message.kind not in self._expired
-            or message.identity >= self._expired[message.kind]
-        )
+        expired = self._expired.get(message.kind)
+        return expired is None or message.identity >= expired
 
     def _store_message(self, message: Typed) -> None:
         stored = self._kept.setdefault(message.kind, {})
         # A number keeps messages without a key apart; of two messages with one key, the first is kept.
         key = message.identity if message.key else next(self._numbers)
+        # A program that never takes a kind of message would fill the memory without a word.
         if len(stored) >= self._limit:
             raise MailboxFullError(
                 f"{self._limit} messages '{message.kind}' wait to be taken: the limit is reached"

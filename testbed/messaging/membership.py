@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Numbered, Typed
 
-Held = Sequence[tuple[int, int, Sequence[int]]]
+ReplicaList = Sequence[tuple[int, int, Sequence[int]]]
 """Encoded replicas of a device: a (configuration, step, units) for each replicated state."""
 
 
@@ -46,7 +46,7 @@ class Alive(Numbered, kind="alive"):
     """Whether the device is computing or sending."""
     overdue: Mapping[str, float]
     """Seconds by which the acknowledgements of each peer are overdue."""
-    held: Held = ()
+    held: ReplicaList = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Status:
     holds: int = 0
     actions: int = 0
     computing: bool = False
-    held: Held = ()
+    held: ReplicaList = ()
 
 
 class Presence:
@@ -196,6 +196,7 @@ class Membership:
         wait ends early when ``enough`` returns True.
         """
         self.ask(allowed)
+        # A device's time begins when the messages posted to it before the probe are through.
         posted = {name: self._mailbox.sends.due(name) for name in allowed}
         while silent := allowed.keys() - self.answers.keys():
             now = self._device.now()
@@ -205,6 +206,7 @@ class Membership:
                 for name in silent & arriving.keys():
                     if self._device.receives(name):
                         extended.append(posted[name] + arriving[name])
+                # In short steps, since a message may stop arriving at any moment.
                 left = min(max(extended, default=now) - now, ARRIVING_INTERVAL)
             if left <= 0:
                 return silent
@@ -222,16 +224,12 @@ class Membership:
         """
         self.ask(self.others)
         heard: Collection[str] = self.present if greeted else self.answers
-        awaited = {
-            name: until
-            for name, until in deadlines.items()
-            if name != self._device.name
-        }
+        ignored = {*self.excluded, self._device.name}
         while True:
             now = self._device.now()
             left = []
-            for name, until in awaited.items():
-                if name not in heard and name not in self.excluded and until > now:
+            for name, until in deadlines.items():
+                if name not in heard and name not in ignored and until > now:
                     left.append(until - now)
             if not left:
                 return
@@ -242,17 +240,19 @@ class Membership:
         # A different incarnation than at the assignment of roles: the device has lost its state.
         if self.known.setdefault(name, incarnation) != incarnation:
             self.restarted.add(name)
-        if name in self.excluded | self.assigned:
+        if name in self.excluded or name in self.assigned:
             return
         if self.refusal is None:
             self.joiners.add(name)
         elif name not in self._refused:
+            # Once for each device: it replies to every probe.
             self._device.record("log", text=f"{name} cannot join: {self.refusal}")
             self._refused.add(name)
 
     def _handle_answer(self, answer: Alive) -> None:
         self.answered += 1
         self._note_presence(answer.sender, answer.incarnation)
+        # A late reply to an earlier probe shows presence, but its status is outdated.
         if answer.question == self._question:
             self.answers[answer.sender] = answer
 
@@ -332,6 +332,7 @@ class RoleHolder:
     async def serve(self) -> None:
         """Serve the coordinator until cancelled: the program of every other device."""
         self.presence.greet()
+        # Handlers do all the work; the mailbox cancels this wait with the program.
         await asyncio.get_running_loop().create_future()
 
     async def _run_role(self, announce: bool = False) -> None:

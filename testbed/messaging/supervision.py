@@ -153,14 +153,14 @@ class Supervisor:
         ``known`` are the incarnations at the assignment of roles: a restarted device is not slow. The device's
         configuration is no evidence, since a very slow link may not have delivered its role.
         """
-        present, answers = self.membership.present, self.membership.answers
-        answering = [
-            name for name in lost.missing if name in answers and name not in lost.cut
-        ]
-        # A changed incarnation means a restart, not slowness.
-        if any(known.get(name) == present[name] for name in answering):
-            most = max(self.patience, MAX_PATIENCE_FACTOR * self.timeouts.patience)
-            self.patience = min(2 * self.patience, most)
+        present = self.membership.present
+        for name in self.membership.answers.keys() & {*lost.missing} - lost.cut:
+            # A changed incarnation means a restart, not slowness.
+            if known.get(name) == present[name]:
+                most = max(self.patience, MAX_PATIENCE_FACTOR * self.timeouts.patience)
+                # Doubled once for each loss, however many devices were slow.
+                self.patience = min(2 * self.patience, most)
+                return
 
     def _count_news(self) -> int:
         """Return the number of messages in the current configuration without replies, which rises as long as devices
@@ -170,23 +170,22 @@ class Supervisor:
 
     async def _probe_devices(self) -> None:
         """Probe every device; return if all reply or a message arrives meanwhile, else raise `Lost`."""
-        members, before = self.membership, self._count_news()
+        members = self.membership
+        before = self._count_news()
 
         def has_news() -> bool:
-            return self._count_news() != before or bool(
-                members.restarted & members.assigned
-            )
+            if self._count_news() != before:
+                return True
+            return bool(members.restarted & members.assigned)
 
         others = [part for part in self.layout if part.device != self.device.name]
-        transfers = {
-            part.device: SLACK * self._transfer_seconds(part) for part in others
-        }
-        allowed = {name: seconds + self.patience for name, seconds in transfers.items()}
-        arriving = {
-            name: MOST_ARRIVING * seconds + self.patience
-            for name, seconds in transfers.items()
-        }
-        # A device has its patience after everything queued on its link has arrived.
+        allowed: dict[str, float] = {}
+        arriving: dict[str, float] = {}
+        for part in others:
+            # A device has its patience after everything queued on its link has arrived.
+            transfer = SLACK * self._transfer_seconds(part)
+            allowed[part.device] = transfer + self.patience
+            arriving[part.device] = MOST_ARRIVING * transfer + self.patience
         silent = await members.ping_all(allowed, has_news, arriving)
         if silent:
             raise Lost(silent)
@@ -202,12 +201,9 @@ class Supervisor:
 
     def _transfer_seconds(self, part: Piece) -> float:
         """Return the predicted transfer time of everything queued by a device before its reply."""
-        return transfer_time(
-            self.mailbox.links,
-            part.device,
-            self.device.name,
-            size_around(self._backlog(part)),
-        )
+        wire_bytes = size_around(self._backlog(part))
+        links = self.mailbox.links
+        return transfer_time(links, part.device, self.device.name, wire_bytes)
 
     def _check_movement(self) -> None:
         """Raise `Lost` if all devices reply but none has made progress for too long.
@@ -216,7 +212,8 @@ class Supervisor:
         two. A device outside the layout may be needed for its replicas, so it counts too, except for links from the
         coordinator.
         """
-        own, patience = self.device.name, self.timeouts.standstill
+        own = self.device.name
+        patience = self.timeouts.standstill
         answers = {**self.membership.answers, own: self.presence.answer()}
         order = [part.device for part in self.layout]
         now = self.device.now()
@@ -289,15 +286,9 @@ async def run_with_recovery(
         try:
             await recovery.establish()
             if recovering:
-                _LOG.info(
-                    "recovered: resuming at %d with %s", work.start, supervisor.stages
-                )
-                record(
-                    "recovery",
-                    phase="resumed",
-                    step=work.start,
-                    partition=supervisor.stages,
-                )
+                start, stages = work.start, supervisor.stages
+                _LOG.info("recovered: resuming at %d with %s", start, stages)
+                record("recovery", phase="resumed", step=start, partition=stages)
                 recovering = False
             await work.run()
             return
@@ -310,6 +301,7 @@ async def run_with_recovery(
                     f"giving up after {MAX_RETRIES} consecutive recoveries without progress (last: {lost}); "
                     "if links or devices are slower than the scenario defines, raise method.patience"
                 ) from lost
+            # Devices that reply and fail again and again are treated as cut off, which excludes them.
             if fruitless >= MAX_RETRIES_WITH_LOST:
                 lost = Lost(lost.missing, lost.missing, lost.back)
             # A device without contact to a neighbour would block every further configuration.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
@@ -21,13 +22,16 @@ def _seeded_draws(seed: int, sender: str, receiver: str) -> Callable[[str | int]
 def broadcast_rate(links: Iterable[Link], *limits: float | None) -> float | None:
     """Return the rate of a broadcast in bit/s: the minimum over all receivers, as on a radio.
 
-    ``links`` are all that lead away from the sender, whomever the cast is for; ``limits`` are what else bounds the
-    sender: its uplink, its cell. None is as fast as the host.
+    ``links`` are all links from the sender, including those to devices that the broadcast is not for; ``limits`` are
+    further bounds of the sender: its uplink, its cell. None is as fast as the host.
+
+    >>> broadcast_rate([Link(rate=6e6), Link(rate=2e6)], None)
+    2000000.0
     """
     return least_rate(*(link.rate for link in links), *limits)
 
 
-def heard(
+def is_received(
     seed: int,
     sender: str,
     receiver: str,
@@ -39,33 +43,28 @@ def heard(
     boot.
 
     The draw depends only on the arguments, so every run of a scenario loses the same broadcasts on both clocks.
+
+    >>> [is_received(7, "a", "b", number, 0.5) for number in range(4)]
+    [False, True, False, False]
     """
     if message_loss <= 0:
         return True
-    drawn = _seeded_draws(seed, sender, receiver)(
-        number if frame is None else f"{number}/{frame}"
-    )
-    return drawn / _DRAWS >= message_loss
+    name = number if frame is None else f"{number}/{frame}"
+    draw = _seeded_draws(seed, sender, receiver)(name)
+    return draw / _DRAWS >= message_loss
 
 
-def received(
+def received_part(
     message: Message,
     header: int,
     frame: int | None,
-    heard: Callable[[int | None], bool],
+    is_heard: Callable[[int | None], bool],
 ) -> Message | None:
     """Return the received part of a broadcast of ``header`` bytes and values, sent in frames of ``frame`` bytes or
-    whole."""
+    whole. ``is_heard`` decides about each frame, or about the whole (None)."""
     if frame is None:
-        return message if heard(None) else None
-    size = (
-        header
-        + sum(tensor.nbytes for tensor in message.tensors.values())
-        + message.padding
-    )
-    return with_gaps(
-        message,
-        header,
-        frame,
-        [each for each in range(-(-size // frame)) if not heard(each)],
-    )
+        return message if is_heard(None) else None
+    values = sum(tensor.nbytes for tensor in message.tensors.values())
+    frames = math.ceil((header + values + message.padding) / frame)
+    lost = [number for number in range(frames) if not is_heard(number)]
+    return with_gaps(message, header, frame, lost)

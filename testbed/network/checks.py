@@ -42,15 +42,15 @@ def problems(link: Link) -> list[Impossible]:
     """Return the properties of a link not supported by any backend. All values are in SI units."""
     impossible: list[Impossible] = []
     for name in ("delay", "jitter"):
-        if not 0 <= getattr(link, name) < math.inf:
-            impossible.append(
-                Impossible(
-                    name,
-                    f"a {name} of {_in_milliseconds(getattr(link, name))} cannot be: use 0 or more",
-                )
-            )
-    if link.rate is not None and (wrong := rate_problem(link.rate)):
-        impossible.append(Impossible("rate", wrong))
+        seconds = getattr(link, name)
+        # As a chain, since every comparison with NaN is false.
+        if not 0 <= seconds < math.inf:
+            text = f"a {name} of {_in_milliseconds(seconds)} cannot be: use 0 or more"
+            impossible.append(Impossible(name, text))
+    if link.rate is not None:
+        wrong = rate_problem(link.rate)
+        if wrong is not None:
+            impossible.append(Impossible("rate", wrong))
     for name in ("loss", "message_loss", "duplicate", "reorder", "corrupt"):
         impossible += _fraction_problems(name, getattr(link, name))
     for name in ("jitter_correlation", "loss_correlation"):
@@ -62,13 +62,18 @@ def problems(link: Link) -> list[Impossible]:
                 f"a queue of {link.limit} packets blocks all traffic: use at least 1",
             )
         )
+    # Impossible values would be reported once more as an impossible combination.
     if not impossible:
         impossible += _combination_problems(link)
     return impossible
 
 
 def prefix_for(devices: int) -> int:
-    """Return the length of the network prefix for a number of devices: 24, or less for more than 253."""
+    """Return the length of the network prefix for a number of devices: 24, or less for more than 253.
+
+    >>> prefix_for(1000)
+    22
+    """
     prefix = SMALLEST_PREFIX
     while 2 ** (32 - prefix) < devices + _RESERVED_ADDRESSES:
         prefix -= 1
@@ -87,6 +92,7 @@ def no_room(subnet: str, devices: int) -> str:
 
 def rate_problem(rate: float) -> str | None:
     """Return the error text for a rate outside the limits; None for a valid rate."""
+    # Negated, so that NaN is refused as well.
     if not rate >= MIN_RATE:
         return f"{rate:g}bit is below the lowest rate that can be shaped: use at least {MIN_RATE / 1e3:g}kbit"
     if rate > MAX_RATE:
@@ -123,18 +129,18 @@ def _correlation_problems(name: str, value: float) -> list[Impossible]:
 
 
 def _combination_problems(link: Link) -> list[Impossible]:
-    impossible = [*_of_jitter(link), *_of_loss(link)]
+    impossible = [*_jitter_problems(link), *_loss_problems(link)]
     if link.reorder > 0 and link.delay == 0:
         text = "reordering requires a delay, which reordered packets skip: use a delay of at least 1ms"
         impossible.append(Impossible("reorder", text))
     return impossible
 
 
-def _of_jitter(link: Link) -> Iterator[Impossible]:
+def _jitter_problems(link: Link) -> Iterator[Impossible]:
     if link.jitter > link.delay:
-        text = f"a jitter of {_in_milliseconds(link.jitter)} is above the delay of {_in_milliseconds(link.delay)}: "
-        limit = _in_milliseconds(link.delay)
-        text += f"use a jitter of at most {limit} or a delay of at least {_in_milliseconds(link.jitter)}"
+        jitter, delay = _in_milliseconds(link.jitter), _in_milliseconds(link.delay)
+        text = f"a jitter of {jitter} is above the delay of {delay}: "
+        text += f"use a jitter of at most {delay} or a delay of at least {jitter}"
         yield Impossible("jitter", text)
     if link.jitter == 0 and link.distribution != "normal":
         yield Impossible("distribution", no_jitter(link.distribution))
@@ -143,7 +149,7 @@ def _of_jitter(link: Link) -> Iterator[Impossible]:
         yield Impossible("jitter_correlation", text)
 
 
-def _of_loss(link: Link) -> Iterator[Impossible]:
+def _loss_problems(link: Link) -> Iterator[Impossible]:
     if link.bursts is None:
         if link.loss_correlation > 0 and link.loss == 0:
             text = "requires a loss: set `loss`, or remove the correlation"
@@ -165,17 +171,10 @@ def _of_loss(link: Link) -> Iterator[Impossible]:
 def _burst_problems(bursts: GilbertElliott) -> list[Impossible]:
     impossible = []
     for name in ("p", "r", "bad_loss", "good_loss"):
-        impossible += [
-            Impossible(f"bursts.{each.figure}", each.text)
-            for each in _fraction_problems(name, getattr(bursts, name))
-        ]
+        impossible += _fraction_problems(f"bursts.{name}", getattr(bursts, name))
     if not impossible and bursts.p + bursts.r == 0:
-        impossible.append(
-            Impossible(
-                "bursts.r",
-                "with p and r both 0 the link never changes its state: use r above 0",
-            )
-        )
+        text = "with p and r both 0 the link never changes its state: use r above 0"
+        impossible.append(Impossible("bursts.r", text))
     return impossible
 
 

@@ -24,33 +24,41 @@ _PARETO_CUT = 3.7
 @functools.cache
 def quantiles(distribution: Distribution) -> tuple[float, ...]:
     """Return `QUANTILES` equally likely values in ascending order, of mean 0 and standard deviation 1."""
-    at = [(index + 0.5) / QUANTILES for index in range(QUANTILES)]
+    # The middle of each interval: quantiles 0 and 1 of a normal distribution are infinite.
+    probabilities = [(index + 0.5) / QUANTILES for index in range(QUANTILES)]
     match distribution:
         case "normal":
-            raw = [NormalDist().inv_cdf(probability) for probability in at]
+            raw = [NormalDist().inv_cdf(probability) for probability in probabilities]
         case "uniform":
-            raw = at
+            raw = probabilities
         case "pareto":
-            raw = [
-                min((1 - probability) ** (-1 / 3), _PARETO_CUT) for probability in at
-            ]
+            tail = [(1 - probability) ** (-1 / 3) for probability in probabilities]
+            raw = [min(value, _PARETO_CUT) for value in tail]
+    # Standardised after the cut, so that a jitter is the standard deviation for every distribution.
     mean, deviation = fmean(raw), pstdev(raw)
     return tuple((value - mean) / deviation for value in raw)
 
 
-def chain(link: Link) -> GilbertElliott | None:
-    """Return the chain behind a link's losses, correlated ones with the right share; None: independent."""
+def loss_chain(link: Link) -> GilbertElliott | None:
+    """Return the Markov chain of a link's losses; None for independent losses.
+
+    Correlated losses are a chain whose long-run share is the link's loss.
+
+    >>> loss_chain(Link(loss=0.1, loss_correlation=0.5))
+    GilbertElliott(p=0.05, r=0.45, bad_loss=1.0, good_loss=0.0)
+    """
     if link.bursts is not None or not link.loss_correlation or not link.loss:
         return link.bursts
-    apart = 1 - link.loss_correlation
-    return GilbertElliott(p=link.loss * apart, r=(1 - link.loss) * apart)
+    # Fates of neighbours correlate by 1 - p - r, and p / (p + r) is the share of losses.
+    turning = 1 - link.loss_correlation
+    return GilbertElliott(p=link.loss * turning, r=(1 - link.loss) * turning)
 
 
-def losses(link: Link, seed: str) -> Callable[[], bool] | None:
+def loss_process(link: Link, seed: str) -> Callable[[], bool] | None:
     """Return a function that draws whether the next packet is lost; None for a link without loss."""
-    states = chain(link)
+    states = loss_chain(link)
     if states is None:
-        return chance(link.loss, seed)
+        return bernoulli_process(link.loss, seed)
     return _chained_losses(states, seed)
 
 
@@ -58,7 +66,7 @@ def _chained_losses(states: GilbertElliott, seed: str) -> Callable[[], bool]:
     random = Random(seed).random
     leave = (states.p, states.r)
     lose = (states.good_loss, states.bad_loss)
-    # Begun as it is in the long run, so that a short flow loses no less than a long one.
+    # Started in its stationary distribution, so that a short flow loses no less than a long one.
     bad = random() * (states.p + states.r) < states.p
 
     def lost() -> bool:
@@ -70,7 +78,7 @@ def _chained_losses(states: GilbertElliott, seed: str) -> Callable[[], bool]:
     return lost
 
 
-def chance(probability: float, seed: str) -> Callable[[], bool] | None:
+def bernoulli_process(probability: float, seed: str) -> Callable[[], bool] | None:
     """Return a function that draws independent events of a probability; None for probability 0."""
     if not probability:
         return None
@@ -78,21 +86,25 @@ def chance(probability: float, seed: str) -> Callable[[], bool] | None:
     return lambda: random() < probability
 
 
-def delays(link: Link, seed: str) -> Callable[[], float] | None:
+def delay_process(link: Link, seed: str) -> Callable[[], float] | None:
     """Return a function that draws the delay of the next packet in seconds; None for a constant delay."""
     vary = _jittered_delays(link, seed) if link.jitter else None
-    skip = chance(link.reorder, f"{seed} reorder")
-    if skip is None:
+    # A stream of its own: whether packets are reordered must not change their jitter.
+    overtakes = bernoulli_process(link.reorder, f"{seed} reorder")
+    if overtakes is None:
         return vary
-    overtakes, constant = skip, link.delay
-    if vary is None:
-        return lambda: 0.0 if overtakes() else constant
-    varying = vary
-    return lambda: 0.0 if overtakes() else varying()
+
+    def delay() -> float:
+        if overtakes():
+            return 0.0
+        return link.delay if vary is None else vary()
+
+    return delay
 
 
 def _jittered_delays(link: Link, seed: str) -> Callable[[], float]:
     source = Random(seed)
+    # A packet cannot arrive before it was sent.
     table = [
         max(0.0, link.delay + link.jitter * value)
         for value in quantiles(link.distribution)
@@ -100,7 +112,7 @@ def _jittered_delays(link: Link, seed: str) -> Callable[[], float]:
     if not link.jitter_correlation:
         random = source.random
         return lambda: table[int(random() * QUANTILES)]
-    # A normal variable that remembers, read as a quantile: any distribution, kept exactly, with a memory.
+    # An autoregressive normal variable, read as a quantile, correlates delays and keeps their distribution exactly.
     gauss, keep = source.gauss, link.jitter_correlation
     fresh = math.sqrt(1 - keep * keep)
     state = gauss(0, 1)
@@ -108,47 +120,41 @@ def _jittered_delays(link: Link, seed: str) -> Callable[[], float]:
     def delay() -> float:
         nonlocal state
         state = keep * state + fresh * gauss(0, 1)
-        return table[
-            min(
-                QUANTILES - 1,
-                int((1 + math.erf(state * math.sqrt(0.5))) / 2 * QUANTILES),
-            )
-        ]
+        quantile = (1 + math.erf(state * math.sqrt(0.5))) / 2
+        # Far in the tail the quantile rounds to 1.
+        return table[min(QUANTILES - 1, int(quantile * QUANTILES))]
 
     return delay
 
 
-def corrupted(packet: bytes, random: Random) -> bytes | None:
+def corrupt_packet(packet: bytes, random: Random) -> bytes | None:
     """Return an IPv4 packet with one flipped bit; None for a flipped header bit, which the checksum reveals."""
-    bit = random.randrange(8 * len(packet))
-    if bit // 8 < 4 * (packet[0] & 15):
+    byte, bit = divmod(random.randrange(8 * len(packet)), 8)
+    header_bytes = 4 * (packet[0] & 15)
+    if byte < header_bytes:
         return None
     changed = bytearray(packet)
-    changed[bit // 8] ^= 1 << bit % 8
+    changed[byte] ^= 1 << bit
     return bytes(changed)
 
 
 def expected_loss(link: Link) -> float:
     """Return the share of packets lost, or dropped because of a wrong checksum."""
-    states = chain(link)
+    states = loss_chain(link)
     lost = link.loss if states is None else states.loss
     return 1 - (1 - lost) * (1 - link.corrupt)
 
 
-def memory(link: Link) -> float:
+def loss_variance_ratio(link: Link) -> float:
     """Return the ratio of the losses' variance in a long flow to the variance of independent losses."""
-    states = chain(link)
+    states = loss_chain(link)
     if states is None or not 0 < states.loss < 1:
         return 1.0
     turning = states.p + states.r
     bad = states.p / turning
-    # Of a chain's fates the correlation falls with distance as (1 - p - r) ** distance.
-    shared = (
-        bad
-        * (1 - bad)
-        * (states.bad_loss - states.good_loss) ** 2
-        / (states.loss * (1 - states.loss))
-    )
+    # The correlation of two fates falls with their distance as (1 - p - r) ** distance: a geometric series.
+    between = bad * (1 - bad) * (states.bad_loss - states.good_loss) ** 2
+    shared = between / (states.loss * (1 - states.loss))
     return 1 + 2 * shared * (1 - turning) / turning
 
 
@@ -156,12 +162,11 @@ def median_delay(link: Link) -> float:
     """Return the median packet delay in seconds."""
     if link.reorder >= 0.5:
         return 0.0
-    at = int((0.5 - link.reorder) / (1 - link.reorder) * QUANTILES)
-    return (
-        max(0.0, link.delay + link.jitter * quantiles(link.distribution)[at])
-        if link.jitter
-        else link.delay
-    )
+    if not link.jitter:
+        return link.delay
+    # Reordered packets have the shortest delay, so the median of all is a lower quantile of the others.
+    index = int((0.5 - link.reorder) / (1 - link.reorder) * QUANTILES)
+    return max(0.0, link.delay + link.jitter * quantiles(link.distribution)[index])
 
 
 def longest_delay(link: Link) -> float:

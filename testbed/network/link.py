@@ -15,12 +15,20 @@ Distribution = Literal["normal", "uniform", "pareto"]
 
 
 def least_rate(*rates: float | None) -> float | None:
-    """Return the least of some rates in bit/s; None, as fast as the host, is more than any other rate."""
+    """Return the least of some rates in bit/s; None, as fast as the host, is more than any other rate.
+
+    >>> least_rate(50e6, None, 10e6)
+    10000000.0
+    """
     return min((rate for rate in rates if rate is not None), default=None)
 
 
 def transmission_time(wire_bytes: float, rate: float | None) -> float:
-    """Return the seconds needed to put bytes on the wire at a rate in bit/s; 0 without a rate."""
+    """Return the seconds needed to put bytes on the wire at a rate in bit/s; 0 without a rate.
+
+    >>> transmission_time(1500, 10e6)
+    0.0012
+    """
     return 0.0 if rate is None else wire_bytes * 8 / rate
 
 
@@ -28,7 +36,10 @@ def transmission_time(wire_bytes: float, rate: float | None) -> float:
 class GilbertElliott:
     """Bursty loss: a two-state Markov chain that moves before each packet.
 
-    In netem's terms (``loss gemodel p r 1-h 1-k``). The share of time in the bad state is p / (p + r).
+    The parameters are those of netem (``loss gemodel p r 1-h 1-k``). The share of time in the bad state is p / (p + r).
+
+    >>> round(GilbertElliott(p=0.01, r=0.25).loss, 4)
+    0.0385
     """
 
     p: float
@@ -51,8 +62,11 @@ class GilbertElliott:
 class Link:
     """Properties of a directed link between two devices.
 
-    The rate is charged at the sender; all the rest acts at the receiver, by source. A link that is not ``up`` drops
-    everything silently, as a partition does.
+    The rate is charged at the sender; all other properties act at the receiver, by source. A link that is not ``up``
+    drops everything silently, as a partition does.
+
+    >>> Link(rate=10e6, delay=0.005).transmission_time(1250)
+    0.001
     """
 
     rate: float | None = None
@@ -92,19 +106,16 @@ class Link:
         return transmission_time(wire_bytes, self.rate)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures as plain values."""
+        """Return all properties as plain values."""
         return asdict(self)
 
     @staticmethod
     def from_json(figures: Mapping[str, Any]) -> Link:
         """Parse the output of `to_json`. Raises TypeError for an unknown field."""
-        bursts = figures.get("bursts")
-        return Link(
-            **{
-                **figures,
-                "bursts": None if bursts is None else GilbertElliott(**bursts),
-            }
-        )
+        properties = dict(figures)
+        if properties.get("bursts") is not None:
+            properties["bursts"] = GilbertElliott(**properties["bursts"])
+        return Link(**properties)
 
 
 _FEW_PACKETS = 8 * 1514
@@ -115,18 +126,20 @@ _DEVIATIONS = 3
 
 def slowness(there: Link, back: Link) -> float:
     """Return an upper bound in seconds for the round trip of a few full packets, for use in time-outs."""
-    return sum(
-        link.delay + _DEVIATIONS * link.jitter + link.transmission_time(_FEW_PACKETS)
-        for link in (there, back)
-    )
+    seconds = 0.0
+    for link in (there, back):
+        longest_delay = link.delay + _DEVIATIONS * link.jitter
+        seconds += longest_delay + link.transmission_time(_FEW_PACKETS)
+    return seconds
 
 
 def links_to_json(links: Mapping[Pair, Link]) -> list[dict[str, Any]]:
-    """Return directed links as plain values: source, destination and the figures of each."""
-    return [
-        {"source": pair[0], "destination": pair[1], **link.to_json()}
-        for pair, link in links.items()
-    ]
+    """Return directed links as plain values: source, destination and the properties of each."""
+    entries = []
+    for (source, destination), link in links.items():
+        entry = {"source": source, "destination": destination, **link.to_json()}
+        entries.append(entry)
+    return entries
 
 
 def links_from_json(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
@@ -143,8 +156,8 @@ def links_from_json(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
 class Cell:
     """Devices on one shared channel: all transmissions between them use the same rate.
 
-    What a member sends to a device outside of the cell goes another way and costs the channel nothing. The links' own
-    rates hold beside the channel's.
+    Messages from a member to a device outside of the cell use no time of the channel. The links' own rates apply in
+    addition to the channel's.
     """
 
     devices: tuple[str, ...]
@@ -167,19 +180,20 @@ Topology = Literal["mesh", "star", "line", "explicit"]
 def directed_pairs(topology: Topology, names: Sequence[str]) -> list[Pair]:
     """Return every (source, destination) of a topology, in both directions.
 
-    mesh: everyone to everyone; star: everyone to the first; line: neighbours in the order given; explicit: nobody,
-    the scenario lists its links. Nobody forwards for others: in a star two leaves cannot talk.
+    mesh: all to all; star: all to the first; line: neighbours in the given order; explicit: none, since the scenario
+    lists its links. Devices never forward messages, so two leaves of a star cannot communicate.
+
+    >>> directed_pairs("line", ["a", "b", "c"])
+    [('a', 'b'), ('b', 'a'), ('b', 'c'), ('c', 'b')]
     """
     if topology == "mesh":
         return list(permutations(names, 2))
+    neighbours: Iterable[Pair] = ()
     if topology == "star":
-        return [
-            pair for leaf in names[1:] for pair in ((names[0], leaf), (leaf, names[0]))
-        ]
-    if topology == "line":
-        return [
-            pair
-            for left, right in pairwise(names)
-            for pair in ((left, right), (right, left))
-        ]
-    return []
+        neighbours = ((names[0], leaf) for leaf in names[1:])
+    elif topology == "line":
+        neighbours = pairwise(names)
+    pairs: list[Pair] = []
+    for one, other in neighbours:
+        pairs += [(one, other), (other, one)]
+    return pairs

@@ -273,6 +273,7 @@ class NetworkPart(ConfigModel):
             network.is_link_local,
             network.is_multicast,
         )
+        # A public range would hide its owners from the host while a run is up.
         if any(others) or network.overlaps(_THIS_HOST):
             raise ValueError(
                 f"'{value}' belongs to others: write a private range such as 10.20.0.0/16"
@@ -286,11 +287,10 @@ FIGURES = tuple(
 """The keys with which a part of a scenario describes a link, beside ``preset``."""
 
 
-def given(part: LinkPart) -> dict[str, Any]:
+def explicit_figures(part: LinkPart) -> dict[str, Any]:
     """Return the explicitly set properties by field of `Link`."""
-    properties = {
-        name: value for name in FIGURES if (value := getattr(part, name)) is not None
-    }
+    values = {name: getattr(part, name) for name in FIGURES}
+    properties = {name: value for name, value in values.items() if value is not None}
     if part.bursts is not None:
         properties["bursts"] = GilbertElliott(
             part.bursts.p, part.bursts.r, part.bursts.bad_loss, part.bursts.good_loss
@@ -298,31 +298,33 @@ def given(part: LinkPart) -> dict[str, Any]:
     return properties
 
 
-def overlay(link: Link, part: LinkPart, from_first: bool) -> Link:
+def overlay(link: Link, part: LinkPart, is_from_first: bool) -> Link:
     """Return the link with the preset and then the properties of a part. Raises KeyError for an unknown preset.
 
-    A loss replaces the bursts of the levels above, and bursts their loss. Without jitter or loss, what described
-    them goes as well. ``from_first`` says that the link leads away from the first device of the scenario (a
-    preset's down direction).
+    A loss replaces the bursts of the levels above, and bursts replace their loss. A jitter or loss of 0 also removes
+    its distribution and correlation. ``is_from_first`` states that the link leads away from the first device of the
+    scenario (a preset's down direction).
+
+    >>> overlay(Link(delay=0.01), LinkPart(preset="4g", loss="1%"), is_from_first=True)  # doctest: +ELLIPSIS
+    Link(rate=25000000.0, delay=0.01, ..., loss=0.01, ...)
     """
-    figures = given(part)
+    implied: dict[str, Any] = {}
     if part.preset is not None:
         preset = PRESETS[part.preset]
-        stated = {"rate": preset.rate(from_first)} | (
-            {} if preset.delay is None else {"delay": preset.delay}
-        )
-        figures = stated | figures
-    if "bursts" in figures:
-        figures = {"loss": 0.0, "loss_correlation": 0.0} | figures
-    elif "loss" in figures:
-        figures = (
-            {"bursts": None}
-            | ({"loss_correlation": 0.0} if figures["loss"] == 0 else {})
-            | figures
-        )
-    if figures.get("jitter") == 0:
-        figures = {"distribution": "normal", "jitter_correlation": 0.0} | figures
-    return replace(link, **figures)
+        implied["rate"] = preset.rate(is_from_first)
+        if preset.delay is not None:
+            implied["delay"] = preset.delay
+    explicit = explicit_figures(part)
+    # A leftover of the level above would contradict the new property, which checks refuse.
+    if "bursts" in explicit:
+        implied |= {"loss": 0.0, "loss_correlation": 0.0}
+    elif "loss" in explicit:
+        implied["bursts"] = None
+        if explicit["loss"] == 0:
+            implied["loss_correlation"] = 0.0
+    if explicit.get("jitter") == 0:
+        implied |= {"distribution": "normal", "jitter_correlation": 0.0}
+    return replace(link, **implied | explicit)
 
 
 @dataclass(frozen=True)
@@ -341,9 +343,9 @@ class LinkPreset:
     frame: int | None = None
     """Maximum frame size in bytes (including the header for 802.15.4). For information only."""
 
-    def rate(self, from_first: bool) -> float:
+    def rate(self, is_from_first: bool) -> float:
         """Return bit/s in one direction: down from the first device, up from every other."""
-        return self.down if from_first else self.up
+        return self.down if is_from_first else self.up
 
 
 _PIPELEARN = "PipeLearn (Zhang et al.), test platform: the first device is the server"

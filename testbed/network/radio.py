@@ -1,8 +1,8 @@
-"""How well devices hear each other: log-distance path loss with shadowing, from positions to reception ratios.
+"""Reception ratios of radio links from positions: log-distance path loss with shadowing.
 
 The received power is the transmit power less the path loss, ``reference_loss + 10 * exponent * log10(distance)`` in
-dB for a distance in metres, less a shadowing drawn from N(0, shadowing^2) dB for each transmission. It is
-received when that is not below the receiver's sensitivity.
+dB for a distance in metres, less a shadowing drawn from N(0, shadowing^2) dB for each transmission. A transmission is
+received if its power is not below the receiver's sensitivity.
 """
 
 from __future__ import annotations
@@ -58,7 +58,12 @@ TRANSCEIVERS = {each.name: each for each in _TRANSCEIVERS}
 
 @dataclass(frozen=True)
 class Propagation:
-    """Propagation model: path loss with shadowing."""
+    """Propagation model: path loss with shadowing.
+
+    >>> propagation = Propagation(16.0, -82.0, 3.1, 46.68, shadowing=8.0)
+    >>> round(propagation.path_loss(100.0), 2), round(propagation.reception_ratio(40.0), 3)
+    (108.68, 0.582)
+    """
 
     transmit_power: float
     """dBm."""
@@ -72,8 +77,8 @@ class Propagation:
 
     def path_loss(self, distance: float) -> float:
         """Return the mean loss in dB at a distance in metres, which is constant below one metre."""
-        far = max(distance, REFERENCE_DISTANCE) / REFERENCE_DISTANCE
-        return self.reference_loss + 10 * self.path_loss_exponent * math.log10(far)
+        ratio = max(distance, REFERENCE_DISTANCE) / REFERENCE_DISTANCE
+        return self.reference_loss + 10 * self.path_loss_exponent * math.log10(ratio)
 
     def reception_ratio(self, distance: float) -> float:
         """Return the probability, from 0 to 1, of receiving a transmission at a distance in metres."""
@@ -97,17 +102,18 @@ def with_mean_reception(
         )
 
     def excess(power: float) -> float:
-        there = replace(propagation, transmit_power=power)
-        return (
-            sum(there.reception_ratio(distance) for distance in distances)
-            / len(distances)
-            - mean
-        )
+        candidate = replace(propagation, transmit_power=power)
+        ratios = sum(candidate.reception_ratio(distance) for distance in distances)
+        return ratios / len(distances) - mean
 
+    # Reception rises with power, so bisection finds it; no radio is outside of these dBm.
     weak, strong = -500.0, 500.0
     while strong - weak > 1e-9:
         middle = (weak + strong) / 2
-        weak, strong = (weak, middle) if excess(middle) > 0 else (middle, strong)
+        if excess(middle) > 0:
+            strong = middle
+        else:
+            weak = middle
     return replace(propagation, transmit_power=strong)
 
 
@@ -117,14 +123,15 @@ def draw_positions(
     area: tuple[float, float],
     seed: int,
 ) -> dict[str, Position]:
-    """Return where each device is: as given, else anywhere in the area (metres) with equal probability.
+    """Return the position of each device in metres: the given one, or a uniformly distributed one within the area.
 
-    What is drawn for a device depends on its name and the seed alone, not on which others there are.
+    The draw for a device depends only on its name and the seed, not on the other devices.
     """
-    return {
-        name: given.get(name) or _random_position(area, derive(seed, "position", name))
-        for name in names
-    }
+    positions = {}
+    for name in names:
+        drawn = _random_position(area, derive(seed, "position", name))
+        positions[name] = given.get(name, drawn)
+    return positions
 
 
 def _random_position(area: tuple[float, float], seed: int) -> Position:
@@ -146,20 +153,19 @@ class Radio:
     def reception_ratio(self, pair: Pair, exponent: float | None = None) -> float:
         """Return the packet reception ratio (PRR) of a directed pair (source, destination): from 0 to 1.
 
-        With ``packets`` it is measured, as devices do: that number is sent each way, and those received are
-        counted. Without, it is the probability itself, which is the same both ways. ``exponent``: with another path
-        loss exponent and the same draws, so that what was lost with a lower one is lost with a higher one as well.
+        With ``packets``, the ratio is the result of a measurement by that number of packets, as devices do it, and may
+        differ between the two directions; without, it is the exact probability. An ``exponent`` replaces the path loss
+        exponent.
         """
-        propagation = (
-            self.propagation
-            if exponent is None
-            else replace(self.propagation, path_loss_exponent=exponent)
-        )
+        propagation = self.propagation
+        if exponent is not None:
+            propagation = replace(propagation, path_loss_exponent=exponent)
         source, destination = pair
-        ratio = propagation.reception_ratio(
-            math.dist(self.positions[source], self.positions[destination])
-        )
+        distance = math.dist(self.positions[source], self.positions[destination])
+        ratio = propagation.reception_ratio(distance)
         if self.packets is None:
             return ratio
+        # The same draws for every exponent: a higher one loses all packets that a lower one loses.
         draws = random.Random(derive(self.seed, "prr", source, destination))
-        return sum(draws.random() < ratio for _ in range(self.packets)) / self.packets
+        received = sum(draws.random() < ratio for _ in range(self.packets))
+        return received / self.packets

@@ -162,8 +162,8 @@ def _default_links(network: NetworkPart) -> dict[bool, Link]:
     """Return the default link by direction: away from the first device, or not."""
     plain = Link(frame=None if network.frame is None else int(network.frame))
     return {
-        from_first: overlay(plain, network.link, from_first)
-        for from_first in (True, False)
+        is_from_first: overlay(plain, network.link, is_from_first)
+        for is_from_first in (True, False)
     }
 
 

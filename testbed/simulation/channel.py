@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from testbed.hardware import largest_message
-from testbed.network.broadcast import heard, received
+from testbed.network.broadcast import is_received, received_part
 from testbed.network.link import Link
 from testbed.simulation.calendar import Calendar
 from testbed.simulation.crossing import PACKET, Crossing, crossing, has_chance, passes
@@ -480,10 +480,10 @@ class Channel:
         )
         message: Message | None = cast.message
         if link.frame is not None:
-            message = received(
-                cast.message, cast.header, link.frame, partial(heard, *draw)
+            message = received_part(
+                cast.message, cast.header, link.frame, partial(is_received, *draw)
             )
-        elif not heard(*draw):
+        elif not is_received(*draw):
             return
         if message is not None:
             # A copy for each, of which the values are copied as soon as one of them is changed.

@@ -33,9 +33,9 @@ class Crossing:
 
     def __init__(self, link: Link, seed: str) -> None:
         self._delay = link.delay
-        self._lost = impairments.losses(link, f"{seed} loss")
-        self._corrupted = impairments.chance(link.corrupt, f"{seed} corrupt")
-        self._delays = impairments.delays(link, f"{seed} delay")
+        self._lost = impairments.loss_process(link, f"{seed} loss")
+        self._corrupted = impairments.bernoulli_process(link.corrupt, f"{seed} corrupt")
+        self._delays = impairments.delay_process(link, f"{seed} delay")
 
     def lost(self) -> bool:
         """Draw the fate of the next packet."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from testbed.faults.parts import ACTIONS, mending
+from testbed.faults.parts import ACTIONS, repair_action
 from testbed.trace.events import Event
 from testbed.trace.log import EventLog
 
@@ -27,7 +27,7 @@ class Strike:
     @property
     def mends(self) -> bool:
         """Whether the action is a repair."""
-        return mending(self.action, self.target) is not None
+        return repair_action(self.action, self.target) is not None
 
     @property
     def end(self) -> float | None:
@@ -82,7 +82,9 @@ def _is_undone_by(event: Event, action: str, target: str) -> bool:
             event.fields.get("action") == action
             and str(event.fields.get("target")) == target
         )
-    mends = mending(str(event.fields.get("action")), str(event.fields.get("target")))
+    mends = repair_action(
+        str(event.fields.get("action")), str(event.fields.get("target"))
+    )
     return (
         mends is not None and action in ACTIONS and mends.mends(ACTIONS[action], target)
     )

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from testbed.network.broadcast import heard, received
+from testbed.network.broadcast import is_received, received_part
 from testbed.wire.cast import CastForm
 from testbed.wire.framing import CAST_CHUNK
 from testbed.wire.message import Message
@@ -40,7 +40,9 @@ def pair(judged: list[int]):
 
     def hears(message: Message, header: int, number: int) -> Message | None:
         found = (
-            message if heard(3, message.sender, "b", number, fraction["a"]) else None
+            message
+            if is_received(3, message.sender, "b", number, fraction["a"])
+            else None
         )
         judged.append(number)
         return found
@@ -103,9 +105,9 @@ def test_whole_casts_are_lost_by_the_same_draw_everywhere_and_live(pair, judged)
     wait_for(judged, 100)
     fraction["a"] = 0.0
     cast(sender, 100)
-    expected = [number for number in range(100) if heard(3, "a", "b", number, 0.5)] + [
-        100
-    ]
+    expected = [
+        number for number in range(100) if is_received(3, "a", "b", number, 0.5)
+    ] + [100]
     wait_for(arrivals, len(expected))
     assert [arrival.envelope.message["number"] for arrival in arrivals] == expected
     assert 35 < len(expected) < 66
@@ -163,10 +165,13 @@ def test_what_is_too_large_or_has_no_address_is_refused(pair):
 def test_frames_are_lost_by_the_same_draws_as_on_the_virtual_clock():
     message = Message("m", {}, {"x": torch.rand(40, 20)}, sender="a")
     header = len(FORMS["a"].header(message, ["b"]))
-    chance = partial(heard, 3, "a", "b", 8, 0.3)
+    chance = partial(is_received, 3, "a", "b", 8, 0.3)
     read = FORMS["b"].decode(FORMS["a"].encode(message, ["b"]))
     assert read is not None
-    here, there = received(*read, 100, chance), received(message, header, 100, chance)
+    here, there = (
+        received_part(*read, 100, chance),
+        received_part(message, header, 100, chance),
+    )
     assert here is not None
     assert there is not None
     assert torch.equal(here.missing["x"], there.missing["x"])

@@ -15,7 +15,7 @@ import pytest
 from testbed.common.errors import TestbedError
 from testbed.ml.data import load as load_data
 from testbed.ml.preparation import shares_of
-from testbed.network.broadcast import heard
+from testbed.network.broadcast import is_received
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
@@ -359,7 +359,7 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
         name: {
             number
             for number in counted
-            if heard(prepared.trial.scenario.seed, "source", name, number, 0.3)
+            if is_received(prepared.trial.scenario.seed, "source", name, number, 0.3)
         }
         for name in received
     }

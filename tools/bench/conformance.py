@@ -27,7 +27,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from testbed.common.errors import HostError
-from testbed.network.impairments import chain, expected_loss
+from testbed.network.impairments import expected_loss, loss_chain
 from testbed.network.link import GilbertElliott, Link, Pair
 from testbed_controller.lab.paths import BUILD, ROOT
 from testbed_controller.shaping.backend import LINK_BACKENDS
@@ -207,7 +207,7 @@ def bursts(lab: NamespaceLab, packets: int = 2 * PACKETS) -> Iterator[Measuremen
     with lab.links(wanted) as links:
         found = flows(lab.net, list(links), packets, 0.0, read_every=50)
     for pair, link in links.items():
-        states = chain(link)
+        states = loss_chain(link)
         assert states is not None
         name = "loss 10 %, correlation 0.4"
         if link.bursts:

@@ -198,7 +198,7 @@ class LinkFigures:
 
     def apply(self, now: SystemState) -> SystemState:
         """Return the state after the change; raises InputError for an invalid link."""
-        return now.set_figures(
+        return now.with_links(
             {pair: self._compute_link(pair, now) for pair in self.pairs}
         )
 
@@ -208,7 +208,8 @@ class LinkFigures:
 
     def _compute_link(self, pair: Pair, now: SystemState) -> Link:
         wanted = replace(
-            overlay(now.own_link(pair), self.part, now.from_first(pair)), **self.direct
+            overlay(now.own_link(pair), self.part, now.is_from_first(pair)),
+            **self.direct,
         )
         if problems := checks.problems(wanted):
             raise InputError(

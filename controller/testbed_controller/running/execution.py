@@ -502,7 +502,7 @@ class Execution:
             for event, fields in FaultOperation(action, handle).events():
                 self._log(Event(0.0, TESTBED, event, fields))
         for event, fields in changes_of(
-            state.changed(self._containers.untouched), self._speeds
+            state.diff_since(self._containers.untouched), self._speeds
         ):
             self._log(Event(0.0, TESTBED, event, fields))
 

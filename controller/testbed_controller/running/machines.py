@@ -162,8 +162,8 @@ class DockerFaultTarget:
         own = [pair for pair in now.links if name in pair]
         known = now.links.__getitem__ if fresh else None
         self._send_links(own, known, now.link, [name])
-        if not fresh or now.factor(name) != 1.0:
-            self._send_speeds({name: now.factor(name)})
+        if not fresh or now.speed_factor(name) != 1.0:
+            self._send_speeds({name: now.speed_factor(name)})
 
     def _send_links(
         self,

@@ -65,10 +65,10 @@ class _DelayQueue:
         """Change the link for future packets; packets in transit keep their due time."""
         self.constant = link.delay
         # Each impairment draws from a sequence of its own, so that switching one on leaves the others' draws alone.
-        self.delay = impairments.delays(link, f"{seed} delay")
-        self.lost = impairments.losses(link, f"{seed} loss")
-        self.duplicates = impairments.chance(link.duplicate, f"{seed} duplicate")
-        self.corrupts = impairments.chance(link.corrupt, f"{seed} corrupt")
+        self.delay = impairments.delay_process(link, f"{seed} delay")
+        self.lost = impairments.loss_process(link, f"{seed} loss")
+        self.duplicates = impairments.bernoulli_process(link.duplicate, f"{seed} duplicate")
+        self.corrupts = impairments.bernoulli_process(link.corrupt, f"{seed} corrupt")
         self.random = Random(f"{seed} bit")
 
 
@@ -219,7 +219,7 @@ class Loop:
         corrupts = line.corrupts if packet else None
         if not is_lost and corrupts is not None and corrupts():
             line.spoiled += 1
-            content = impairments.corrupted(packet, line.random)
+            content = impairments.corrupt_packet(packet, line.random)
             is_lost = content is None
         if not is_lost:
             # The total length of the IP header, bytes 2 and 3.

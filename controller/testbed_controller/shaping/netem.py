@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from socket import inet_aton
 from typing import Any
 
-from testbed.network.impairments import QUANTILES, chain, quantiles
+from testbed.network.impairments import QUANTILES, loss_chain, quantiles
 from testbed.network.link import Distribution, Link
 from testbed_controller.shaping.plan import (
     CEILING,
@@ -70,7 +70,7 @@ def netem_arguments(line: ReceiverLine) -> str:
         words.append(f"delay {link.delay * 1e6:.0f}us")
     if link.jitter:
         words.append(f"{link.jitter * 1e6:.0f}us distribution {link.distribution}")
-    states = chain(link)
+    states = loss_chain(link)
     if states is not None:
         # netem's own `loss random P C` would not keep the share of losses (docs/fidelity.md).
         chances = (states.p, states.r, states.bad_loss, states.good_loss)
@@ -290,7 +290,7 @@ def _netem_differences(line: ReceiverLine, held: Mapping[str, Any]) -> list[str]
     loss = held.get("loss-random", {}).get("loss", 0.0)
     # Keys and tolerances of the kernel's Gilbert-Elliott model: p, r, 1-h and 1-k of netem's manual page.
     bursts = held.get("loss-gemodel", {})
-    states = chain(link)
+    states = loss_chain(link)
     wanted_loss = link.loss
     chances = (0.0, 0.0, 0.0, 0.0)
     if states is not None:

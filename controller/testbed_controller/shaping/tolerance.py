@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from testbed.network.impairments import expected_loss, median_delay, memory
+from testbed.network.impairments import expected_loss, loss_variance_ratio, median_delay
 from testbed.network.link import Link
 
 DELAY_SECONDS = 0.3e-3
@@ -59,7 +59,7 @@ def loss_interval(link: Link, packets: int) -> tuple[int, int]:
     lowest, highest = binomial_interval(packets, loss)
     mean = packets * loss
     # The variance of a sum of correlated draws is larger by the factor `memory`.
-    scale = math.sqrt(memory(link))
+    scale = math.sqrt(loss_variance_ratio(link))
     lowest = math.floor(mean - (mean - lowest) * scale)
     highest = math.ceil(mean + (highest - mean) * scale)
     return max(0, lowest), min(packets, highest)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from testbed.common.errors import InputError
 from testbed.ml.data.batches import batch
 from testbed.ml.slots.planner import timetable_of
-from testbed.network.broadcast import heard, received
+from testbed.network.broadcast import is_received, received_part
 from testbed.plan import Details
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
@@ -497,8 +497,10 @@ def missing(values, step, devices, written, frame):
         return torch.ones(values.shape, dtype=torch.bool)
     message = Message("outputs", {"batch": step, "layer": 1}, {"tensor": values})
     header = len(CastForm(devices[0], devices).header(message, devices[2:4]))
-    chance = partial(heard, written.seed, devices[0], devices[2], 2 * step + 1, 0.5)
-    there = received(message, header, frame, chance)
+    chance = partial(
+        is_received, written.seed, devices[0], devices[2], 2 * step + 1, 0.5
+    )
+    there = received_part(message, header, frame, chance)
     return (
         torch.ones(values.shape, dtype=torch.bool)
         if there is None

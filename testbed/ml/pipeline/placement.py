@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.membership import Held
+from testbed.messaging.membership import ReplicaList
 from testbed.ml.layers.shard import State, restrict
 from testbed.ml.lazy import torch
 from testbed.ml.partition.redistribution import Need, StagePartition, missing, needs
@@ -84,7 +84,7 @@ class Lineage:
         )
 
     def held(
-        self, inventory: Mapping[str, Held]
+        self, inventory: Mapping[str, ReplicaList]
     ) -> dict[str, dict[int, Sequence[int]]]:
         """Return the units of each device by step, without void points."""
         return {
@@ -130,7 +130,7 @@ class RestorePlan:
 
 def place(
     lineage: Lineage,
-    inventory: Mapping[str, Held],
+    inventory: Mapping[str, ReplicaList],
     old: StagePartition,
     new: StagePartition,
     seeded: bool,
@@ -309,7 +309,7 @@ class Replicas:
         """Return the points with held units, oldest first."""
         return sorted(self._held)
 
-    def inventory(self) -> Held:
+    def inventory(self) -> ReplicaList:
         """Return the held units by point, in message form."""
         return [
             (point.configuration, point.step, sorted(self._held[point]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.messaging.membership import Held, Membership
+from testbed.messaging.membership import ReplicaList, Membership
 from testbed.messaging.supervision import Lost, Supervisor
 from testbed.ml.layers.shard import result_of
 from testbed.ml.lazy import torch
@@ -413,7 +413,7 @@ class ReplicaRecovery:
     def take_up(self, partition: StagePartition) -> None:
         """Adopt a partition to be established, from the state that the option ``resume`` asks for."""
         members = self._members
-        inventory: dict[str, Held] = {self._device.name: self._store.inventory()}
+        inventory: dict[str, ReplicaList] = {self._device.name: self._store.inventory()}
         for name, answer in members.answers.items():
             inventory[name] = (
                 []
@@ -440,7 +440,7 @@ class ReplicaRecovery:
             )
 
     def _restore_plan(
-        self, inventory: Mapping[str, Held], partition: StagePartition
+        self, inventory: Mapping[str, ReplicaList], partition: StagePartition
     ) -> RestorePlan:
         """Return the resume point, and the sources of units for a new partition."""
         lineage, before = self.points.lineage, self.partition

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.faults.conditions import StateDiff, SystemState, apply_step
-from testbed.faults.parts import ACTIONS, ActionPart, mending
+from testbed.faults.parts import ACTIONS, ActionPart, repair_action
 from testbed.faults.script import FaultOperation
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
@@ -28,7 +28,7 @@ def undo(now: SystemState, handle: str = "x", **given: Any) -> SystemState:
 
 
 def links(now: SystemState, since: SystemState = MESH) -> dict[tuple[str, str], Link]:
-    return now.changed(since).links
+    return now.diff_since(since).links
 
 
 def down(now: SystemState) -> set[tuple[str, str]]:
@@ -68,9 +68,9 @@ def test_latest_degradation_wins_by_key_and_undo_uncovers_the_earlier():
     )
     both = apply(first, "two", degrade={"between": ["a", "b"], "rate": "2mbit"})
     assert both.link(("a", "b")) == Link(rate=2e6, delay=0.05)
-    assert both.without(["two"]) == first
-    assert both.without(["one"]).link(("a", "b")) == Link(rate=2e6, delay=0.005)
-    assert both.without(["one", "two"]) == MESH
+    assert both.without_actions(["two"]) == first
+    assert both.without_actions(["one"]).link(("a", "b")) == Link(rate=2e6, delay=0.005)
+    assert both.without_actions(["one", "two"]) == MESH
 
 
 RADIO = Radio(
@@ -143,7 +143,7 @@ def test_preset_has_a_direction():
 
 def test_overlapping_partitions_and_heal():
     cut = apply(apply(MESH, "one", partition=[["a"]]), "two", partition=[["a", "b"]])
-    left = cut.without(["one"])
+    left = cut.without_actions(["one"])
     assert left.link(("a", "b")).up
     assert not left.link(("a", "c")).up
     worse = apply(
@@ -153,7 +153,7 @@ def test_overlapping_partitions_and_heal():
     )
     healed = apply(worse, heal="all")
     assert list(healed.in_force) == ["four"]
-    assert healed.without(["four"]) == MESH
+    assert healed.without_actions(["four"]) == MESH
     assert undo(healed, "one", partition=[["a"]]) == healed
     assert set(links(healed, cut)) == down(cut)
 
@@ -168,7 +168,7 @@ def test_handle_is_used_once_at_a_time():
 
 def test_change_that_changes_nothing_touches_no_pair():
     assert (
-        apply(MESH, degrade={"device": "a", "delay": "5ms"}).changed(MESH)
+        apply(MESH, degrade={"device": "a", "delay": "5ms"}).diff_since(MESH)
         == StateDiff()
     )
     with pytest.raises(KeyError):
@@ -188,11 +188,11 @@ def test_flap_takes_links_down_until_it_is_undone():
 
 
 def test_what_is_set_lies_under_the_faults():
-    slow = MESH.set_figures({("a", "b"): Link(1e6, 0.005)})
+    slow = MESH.with_links({("a", "b"): Link(1e6, 0.005)})
     assert links(slow) == {("a", "b"): Link(1e6, 0.005)}
     both = apply(slow, degrade={"between": ["a", "b"], "delay": "1s"})
     assert both.link(("a", "b")) == Link(1e6, 1.0)
-    slower = both.set_figures(
+    slower = both.with_links(
         dict.fromkeys([("a", "b"), ("b", "a")], Link(2e6, 0.005, loss=0.01))
     )
     assert links(slower, both) == dict.fromkeys(
@@ -200,38 +200,40 @@ def test_what_is_set_lies_under_the_faults():
     )
     assert apply(slower, heal="all").link(("a", "b")) == Link(2e6, 0.005, loss=0.01)
     assert (
-        slower.set_figures({("a", "b"): Link(2e6, 0.005, loss=0.01)}).changed(slower)
+        slower.with_links({("a", "b"): Link(2e6, 0.005, loss=0.01)}).diff_since(slower)
         == StateDiff()
     )
 
 
 def test_throttles_pile_up_and_go_by_their_handles():
     half = apply(MESH, "x", throttle=SLOW)
-    assert half.changed(MESH) == StateDiff(speeds={"a": 0.5})
+    assert half.diff_since(MESH) == StateDiff(speeds={"a": 0.5})
     fixed = apply(half, "y", throttle={"device": "a", "speed": "100mflops"})
     slower = apply(fixed, "z", throttle={"device": "a", "slowdown": 4})
-    assert (fixed.factor("a"), slower.factor("a")) == (0.1, 0.025)
+    assert (fixed.speed_factor("a"), slower.speed_factor("a")) == (0.1, 0.025)
     assert slower.speed("a") == pytest.approx(25e6)
     assert slower.speed("b") == 1e9
-    assert slower.without(["y"]).factor("a") == 0.125
-    assert slower.without(["x"]).changed(slower) == StateDiff()
-    assert apply(slower, unthrottle="a").changed(slower) == StateDiff(speeds={"a": 1.0})
+    assert slower.without_actions(["y"]).speed_factor("a") == 0.125
+    assert slower.without_actions(["x"]).diff_since(slower) == StateDiff()
+    assert apply(slower, unthrottle="a").diff_since(slower) == StateDiff(
+        speeds={"a": 1.0}
+    )
     assert apply(slower, unthrottle="b") == slower
 
 
 def test_a_speed_that_is_set_lies_under_the_throttles():
     traced = MESH.set_speed("a", 0.5)
     both = apply(traced, throttle=SLOW)
-    assert traced.changed(MESH) == StateDiff(speeds={"a": 0.5})
-    assert both.factor("a") == 0.25
-    assert both.set_speed("a", 1.5).without(["x"]).factor("a") == 1.5
+    assert traced.diff_since(MESH) == StateDiff(speeds={"a": 0.5})
+    assert both.speed_factor("a") == 0.25
+    assert both.set_speed("a", 1.5).without_actions(["x"]).speed_factor("a") == 1.5
     fixed = apply(both, "y", throttle={"device": "a", "speed": "1gflops"})
-    assert fixed.set_speed("a", 0.1).changed(both) == StateDiff(speeds={"a": 1.0})
+    assert fixed.set_speed("a", 0.1).diff_since(both) == StateDiff(speeds={"a": 1.0})
 
 
 def test_devices_go_down_stand_still_and_come_back():
     off = apply(MESH, kill="b")
-    assert off.changed(MESH) == StateDiff({"b": "down"})
+    assert off.diff_since(MESH) == StateDiff({"b": "down"})
     assert (
         apply(off, pause="b") == apply(off, resume="b") == apply(off, kill="b") == off
     )
@@ -244,9 +246,11 @@ def test_devices_go_down_stand_still_and_come_back():
 
 
 def test_what_mends_what_is_told_from_recorded_names():
-    assert mending("kill", "b") is None
-    assert mending("no such action", "b") is None
-    table = {name: mending(name, "b" if name != "heal" else "all") for name in ACTIONS}
+    assert repair_action("kill", "b") is None
+    assert repair_action("no such action", "b") is None
+    table = {
+        name: repair_action(name, "b" if name != "heal" else "all") for name in ACTIONS
+    }
     found = {
         (name, other)
         for name, each in table.items()
@@ -330,7 +334,7 @@ def test_after_everything_is_undone_the_conditions_are_the_first_ones(script):
     for operation in script:
         now = operation.apply(now)
     assert now == MESH
-    assert now.changed(MESH) == StateDiff()
+    assert now.diff_since(MESH) == StateDiff()
 
 
 class Remembered:
@@ -391,4 +395,6 @@ def test_machines_have_the_conditions_that_the_script_says(script, length):
         now = operation.apply(now)
         assert machines.devices == now.devices
         assert machines.links == {pair: now.link(pair) for pair in now.links}
-        assert machines.factors == {name: now.factor(name) for name in now.devices}
+        assert machines.factors == {
+            name: now.speed_factor(name) for name in now.devices
+        }

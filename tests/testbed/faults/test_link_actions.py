@@ -63,8 +63,8 @@ def test_targets_and_devices_are_said_as_the_scenario_has_them() -> None:
     assert [each.target for each in (both, one, all_of)] == ["a <-> b", "a -> b", "c"]
     assert both.named() == [(("between", 0), "a"), (("between", 1), "b")]
     assert one.named() == [(("from",), "a"), (("to",), "b")]
-    assert list(one.absent({("b", "a")})) == ["there is no link from 'a' to 'b'"]
-    assert list(all_of.absent(())) == []
+    assert one.missing_link({("b", "a")}) == "there is no link from 'a' to 'b'"
+    assert all_of.missing_link(()) is None
 
 
 @given(st.lists(st.sets(st.sampled_from("abcd")), max_size=3))

@@ -248,11 +248,11 @@ def test_what_a_change_changes():
         [DeviceSpec("a", 1e9, 1e9)], {("a", "b"): Link(1e6), ("b", "a"): Link(1e6)}
     )
     both = parse("1,link a<->b delay,40ms").apply(before)
-    assert both.changed(before) == StateDiff(
+    assert both.diff_since(before) == StateDiff(
         links=dict.fromkeys([("a", "b"), ("b", "a")], Link(1e6, 0.04))
     )
     slow = parse("1,device a speed,100mflops").apply(before)
-    assert slow.changed(before) == StateDiff(speeds={"a": 0.1})
+    assert slow.diff_since(before) == StateDiff(speeds={"a": 0.1})
 
 
 def test_all_but_bursts_may_change():

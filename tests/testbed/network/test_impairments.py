@@ -45,7 +45,7 @@ def test_jitter_is_the_standard_deviation_with_memory_and_without(
     link = Link(
         delay=0.02, jitter=0.005, distribution=distribution, jitter_correlation=memory
     )
-    draw = impairments.delays(link, "seed")
+    draw = impairments.delay_process(link, "seed")
     assert draw is not None
     values = [draw() for _ in range(40_000)]
     assert fmean(values) == pytest.approx(0.02, rel=0.02)
@@ -60,7 +60,7 @@ def test_jitter_is_the_standard_deviation_with_memory_and_without(
 
 @pytest.mark.parametrize("loss", [0.001, 0.1, 0.5])
 def test_independent_loss(loss: float) -> None:
-    lost = impairments.losses(Link(loss=loss), "seed")
+    lost = impairments.loss_process(Link(loss=loss), "seed")
     assert lost is not None
     lowest, highest = binomial_interval(50_000, loss)
     assert lowest <= sum(lost() for _ in range(50_000)) <= highest
@@ -70,7 +70,7 @@ def test_independent_loss(loss: float) -> None:
 def test_correlated_loss_loses_its_share_and_correlates(
     loss: float, memory: float
 ) -> None:
-    lost = impairments.losses(Link(loss=loss, loss_correlation=memory), "seed")
+    lost = impairments.loss_process(Link(loss=loss, loss_correlation=memory), "seed")
     assert lost is not None
     fates = [float(lost()) for _ in range(200_000)]
     assert fmean(fates) == pytest.approx(loss, rel=0.05)
@@ -78,7 +78,7 @@ def test_correlated_loss_loses_its_share_and_correlates(
 
 
 def test_bursts_have_their_rate_and_length() -> None:
-    lost = impairments.losses(Link(bursts=GilbertElliott(p=0.01, r=0.2)), "seed")
+    lost = impairments.loss_process(Link(bursts=GilbertElliott(p=0.01, r=0.2)), "seed")
     assert lost is not None
     fates = [lost() for _ in range(200_000)]
     assert fmean(fates) == pytest.approx(0.01 / 0.21, rel=0.1)
@@ -89,7 +89,7 @@ def test_bursts_have_their_rate_and_length() -> None:
 
 def test_bursts_that_lose_a_part_only() -> None:
     states = GilbertElliott(p=0.02, r=0.1, bad_loss=0.6, good_loss=0.01)
-    lost = impairments.losses(Link(bursts=states), "seed")
+    lost = impairments.loss_process(Link(bursts=states), "seed")
     assert lost is not None
     assert fmean(lost() for _ in range(200_000)) == pytest.approx(states.loss, rel=0.05)
 
@@ -99,17 +99,17 @@ def test_how_far_correlated_losses_scatter() -> None:
     share = impairments.expected_loss(link)
     counts = []
     for seed in range(400):
-        lost = impairments.losses(link, str(seed))
+        lost = impairments.loss_process(link, str(seed))
         assert lost is not None
         counts.append(sum(lost() for _ in range(2000)))
     independent = 2000 * share * (1 - share)
     assert pstdev(counts) ** 2 / independent == pytest.approx(
-        impairments.memory(link), rel=0.2
+        impairments.loss_variance_ratio(link), rel=0.2
     )
 
 
 def test_reordered_packets_skip_the_delay() -> None:
-    draw = impairments.delays(Link(delay=0.02, reorder=0.1), "seed")
+    draw = impairments.delay_process(Link(delay=0.02, reorder=0.1), "seed")
     assert draw is not None
     values = [draw() for _ in range(10_000)]
     assert set(values) == {0.0, 0.02}
@@ -119,7 +119,7 @@ def test_reordered_packets_skip_the_delay() -> None:
 
 def test_the_same_seed_gives_the_same_fates() -> None:
     link = Link(delay=0.01, jitter=0.001, loss=0.1)
-    for process in (impairments.delays, impairments.losses):
+    for process in (impairments.delay_process, impairments.loss_process):
         one, again, other = (process(link, seed) for seed in ("a", "a", "b"))
         assert one
         assert again
@@ -131,13 +131,17 @@ def test_the_same_seed_gives_the_same_fates() -> None:
 
 def test_a_link_without_impairments_needs_no_process() -> None:
     link = Link(delay=0.01)
-    assert impairments.losses(link, "") is impairments.delays(link, "") is None
+    assert (
+        impairments.loss_process(link, "")
+        is impairments.delay_process(link, "")
+        is None
+    )
 
 
 def test_corruption_turns_one_bit_and_never_one_of_the_header() -> None:
     packet = bytes([0x45]) + bytes(range(1, 60))
     random = Random(1)
-    results = [impairments.corrupted(packet, random) for _ in range(3000)]
+    results = [impairments.corrupt_packet(packet, random) for _ in range(3000)]
     condemned = sum(result is None for result in results)
     assert condemned == pytest.approx(1000, rel=0.1)  # 20 of 60 bytes
     for result in results:

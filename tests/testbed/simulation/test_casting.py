@@ -6,7 +6,7 @@ import math
 import pytest
 
 from testbed.device import Device
-from testbed.network.broadcast import broadcast_rate, heard
+from testbed.network.broadcast import broadcast_rate, is_received
 from testbed.network.link import Cell, Link
 from testbed.network.radio import Propagation, Radio
 from testbed.wire.framing import CAST_CHUNK, cast_wire_bytes
@@ -78,10 +78,13 @@ def test_each_receiver_loses_whole_casts_by_its_own_luck():
         got[name] = len(events(run, "receive", name))
         assert abs(got[name] - 2000 * (1 - chance)) < interval(2000, chance)
     assert [cast["number"] for cast in events(run, "cast")] == list(range(2000))
-    heard_by_b = [number for number in range(2000) if heard(1, "a", "b", number, 0.191)]
+    heard_by_b = [
+        number for number in range(2000) if is_received(1, "a", "b", number, 0.191)
+    ]
     assert [each["cast"] for each in events(run, "receive", "b")] == heard_by_b
     both = sum(
-        heard(1, "a", "b", number, 0.191) and heard(1, "a", "c", number, 0.191)
+        is_received(1, "a", "b", number, 0.191)
+        and is_received(1, "a", "c", number, 0.191)
         for number in range(2000)
     )
     assert abs(both - 2000 * 0.809**2) < interval(2000, 0.809**2)
@@ -153,7 +156,7 @@ def test_an_obstruction_and_a_trace_change_who_hears_a_cast_by_the_same_draws():
         wanted = [
             number
             for number, struck in casts
-            if not struck or heard(1, "a", name, number, loss)
+            if not struck or is_received(1, "a", name, number, loss)
         ]
         assert [each["cast"] for each in events(run, "receive", name)] == wanted
     assert len(events(run, "receive", "d")) == 600
@@ -252,5 +255,5 @@ def test_draws_by_hand():
     assert broadcast_rate([Link(), Link(rate=1e6)], None, 2e6) == 1e6
     assert broadcast_rate([Link()], 3e5) == 3e5
     assert broadcast_rate([]) is None
-    assert all(heard(1, "a", "b", number, 0.0) for number in range(50))
-    assert not any(heard(1, "a", "b", number, 1.0) for number in range(50))
+    assert all(is_received(1, "a", "b", number, 0.0) for number in range(50))
+    assert not any(is_received(1, "a", "b", number, 1.0) for number in range(50))
