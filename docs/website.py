@@ -20,10 +20,10 @@ from typing import Any
 from testbed.common import yamltext
 from testbed.method import Method
 from testbed.methods import METHODS
-from testbed.scenario.finding import find, named
+from testbed.scenario.finding import find, scenarios_in
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
-from testbed.scenario.sweeps import swept
+from testbed.scenario.sweeps import sweep_points
 from testbed_controller.cli.main import COMMANDS
 from testbed_controller.cli.printing import options
 from testbed_controller.report.charts import COLOURS
@@ -66,7 +66,7 @@ class Shipped:
     @property
     def runs(self) -> int:
         """Points of its sweep times repetitions."""
-        return len(list(swept(self.scenario))) * self.scenario.repetitions
+        return len(list(sweep_points(self.scenario))) * self.scenario.repetitions
 
 
 Navigation = list[dict[str, Any]]
@@ -98,7 +98,7 @@ def places(navigation: Navigation) -> Iterator[str]:
 
 def shipped() -> list[Shipped]:
     """Return every scenario of the testbed."""
-    return [Shipped(name, load(file)) for name, file in named().items()]
+    return [Shipped(name, load(file)) for name, file in scenarios_in().items()]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

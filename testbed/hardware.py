@@ -31,9 +31,17 @@ class Rates:
     """Bytes/s of weights and of their gradients, which a batch of any size costs once."""
 
     def seconds(self, work: Work) -> float:
-        """Return how long work takes one processor: FLOPs over speed, and bytes over their rates."""
-        pairs = zip(work, (self.speed, self.memory_rate, self.weight_rate), strict=True)
-        return sum(amount / rate for amount, rate in pairs if rate is not None)
+        """Return how long work takes one processor: FLOPs over speed, and bytes over their rates.
+
+        >>> Rates(speed=2e9, memory_rate=4e9).seconds(Work(flops=1e9, accessed=8e6, weights=0.0))
+        0.502
+        """
+        rates = (self.speed, self.memory_rate, self.weight_rate)
+        seconds = 0.0
+        for amount, rate in zip(work, rates, strict=True):
+            if rate is not None:
+                seconds += amount / rate
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -73,25 +81,27 @@ class DeviceSpec:
     def with_share(self, share: float) -> DeviceSpec:
         """Return the device with all speeds and rates multiplied by a share between 0 and 1."""
 
-        def less(rate: float | None) -> float | None:
+        def scale(rate: float | None) -> float | None:
             return None if rate is None else rate * share
 
-        kinds = {
-            kind: Rates(
-                less(each.speed), less(each.memory_rate), less(each.weight_rate)
+        kinds: dict[Kind, Rates] = {}
+        for kind, rates in self.kinds.items():
+            kinds[kind] = Rates(
+                scale(rates.speed), scale(rates.memory_rate), scale(rates.weight_rate)
             )
-            for kind, each in self.kinds.items()
-        }
         return replace(
             self,
             speed=self.speed * share,
-            memory_rate=less(self.memory_rate),
+            memory_rate=scale(self.memory_rate),
             kinds=kinds,
         )
 
     def joules(self, up: float, computing: float) -> float | None:
-        """Return the energy of ``up`` seconds with ``computing`` busy seconds: idle * up + (busy - idle) *
-        computing."""
+        """Return the energy in joules of ``up`` seconds with ``computing`` busy seconds; None if unknown.
+
+        >>> DeviceSpec("a", 1e9, 1e9, watts=(2.0, 5.0)).joules(up=10.0, computing=4.0)
+        32.0
+        """
         if self.watts is None:
             return None
         idle, busy = self.watts
@@ -100,8 +110,11 @@ class DeviceSpec:
     def seconds(self, cost: Cost) -> float:
         """Return how long work takes one processor, by the rates of each kind of layer.
 
-        Plans, estimates, pacing and the simulator all take it from here. Normalisation, activation and pooling have no
-        FLOPs; a convolution has all that is charged.
+        Planners, estimates, pacing and the simulator all use this function. Normalisation, activation and pooling have
+        no FLOPs, only bytes.
+
+        >>> DeviceSpec("a", speed=2e9, memory=1e9).seconds(Cost(flops=1e9))
+        0.5
         """
         return sum(rates.seconds(cost.of(kinds)) for kinds, rates in self.rates)
 
@@ -109,22 +122,24 @@ class DeviceSpec:
     def rates(self) -> tuple[tuple[tuple[Kind, ...], Rates], ...]:
         """Return the distinct rates with the kinds of layers that use each. Devices with equal rates take
         equal time."""
-        if self.precision != "f32":
-            plain = replace(self, precision="f32").rates
-            layers = tuple(
-                (
-                    tuple(kind for kind in kinds if kind != "other"),
-                    self._scale_to_precision(each),
-                )
-                for kinds, each in plain
-            )
-            return *(pair for pair in layers if pair[0]), *(
-                (("other",), each) for kinds, each in plain if "other" in kinds
-            )
-        others = tuple(kind for kind in KINDS if kind not in self.kinds)
-        return (others, Rates(self.speed, self.memory_rate)), *(
-            ((kind,), each) for kind, each in self.kinds.items()
-        )
+        unnamed = tuple(kind for kind in KINDS if kind not in self.kinds)
+        plain: list[tuple[tuple[Kind, ...], Rates]] = [
+            (unnamed, Rates(self.speed, self.memory_rate))
+        ]
+        for kind, rates in self.kinds.items():
+            plain.append(((kind,), rates))
+        if self.precision == "f32":
+            return tuple(plain)
+        scaled = []
+        unscaled: list[tuple[tuple[Kind, ...], Rates]] = []
+        for kinds, rates in plain:
+            layers = tuple(kind for kind in kinds if kind != "other")
+            if layers:
+                scaled.append((layers, self._scale_to_precision(rates)))
+            if "other" in kinds:
+                unscaled.append((("other",), rates))
+        # Last, since sums of seconds depend on their order in the last digit.
+        return (*scaled, *unscaled)
 
     def _scale_to_precision(self, rates: Rates) -> Rates:
         """Scale layer rates to the precision. Work outside layers, such as updates, stays in float32."""
@@ -145,13 +160,19 @@ _ALWAYS_HELD = 1 << 20
 
 
 def largest_message(*ends: DeviceSpec) -> int:
-    """Return the size in bytes of the largest message that fits the memory of all given devices."""
-    return max(_ALWAYS_HELD, int(min(device.memory for device in ends) / _COPIES))
+    """Return the size in bytes of the largest message that fits the memory of all given devices.
+
+    >>> largest_message(DeviceSpec("a", 1e9, memory=8e9), DeviceSpec("b", 1e9, memory=1e9))
+    500000000
+    """
+    memory = min(device.memory for device in ends)
+    return max(_ALWAYS_HELD, int(memory / _COPIES))
 
 
 def check_message(size: int, sender: DeviceSpec, receiver: DeviceSpec) -> None:
     """Raise `TestbedError` if a message exceeds the memory of its sender or receiver."""
-    if size > (largest := largest_message(sender, receiver)):
+    largest = largest_message(sender, receiver)
+    if size > largest:
         raise TestbedError(
             f"a message of {formats.size(size)} from {sender.name} to {receiver.name} is too large for the memory of "
             f"these devices, sufficient for {formats.size(largest)}: increase `memory` of both, or split the message"
@@ -179,7 +200,7 @@ class Profile:
     basis: str
     """Origin of ``speed``: measured (read in the source), reported (quoted from memory), a peak, or an assumption."""
     source: str
-    """Where the figures come from."""
+    """Origin of the values."""
     processors: int = 1
     """Number of concurrent computations, each at ``speed``."""
     memory_rate: float | None = None

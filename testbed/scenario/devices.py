@@ -24,47 +24,48 @@ def with_profiles(scenario: Scenario) -> Scenario:
     devices = {}
     for name, part in scenario.devices.items():
         if isinstance(part.profile, str) and part.profile.endswith((".yaml", ".yml")):
+            file = scenario.source.folder / part.profile
             try:
-                profile = _read_profile(
-                    scenario.source.folder / part.profile, part.profile
-                )
-                part = part.model_copy(update={"profile": profile})
+                profile = _read_profile(file, part.profile)
             except InputError as error:
-                raise scenario.source.error(
-                    [Diagnostic(("devices", name, "profile"), str(error))]
-                ) from None
+                problem = Diagnostic(("devices", name, "profile"), str(error))
+                raise scenario.source.error([problem]) from None
+            part = part.model_copy(update={"profile": profile})
         devices[name] = part
     return scenario.model_copy(update={"devices": devices})
 
 
-def profiled(file: Path) -> DeviceSpec:
+def device_with_profile(file: Path) -> DeviceSpec:
     """Return a device with the profile of a file; raises `InputError`."""
     return _load_profile(_read_profile(file, file.name)).device(file.name)
 
 
 def device_names(name: str, part: DevicePart) -> list[str]:
-    """Return the device names of one entry of the `devices` section."""
-    return (
-        [name]
-        if part.count is None
-        else [f"{name}{number}" for number in range(1, part.count + 1)]
-    )
+    """Return the device names of one entry of the `devices` section.
+
+    >>> device_names("worker", DevicePart(count=3))
+    ['worker1', 'worker2', 'worker3']
+    """
+    if part.count is None:
+        return [name]
+    return [f"{name}{number}" for number in range(1, part.count + 1)]
 
 
 def expand_devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
     """Return every device, in the order of the scenario; raises `InputError`."""
-    problems = list(_count_problems(scenario)) or [
-        *_device_problems(scenario),
-        *_name_problems(scenario),
-    ]
+    problems = list(_count_problems(scenario))
+    # Names of a billion devices would not fit in memory.
+    if not problems:
+        problems = [*_device_problems(scenario), *_name_problems(scenario)]
     if problems:
         raise scenario.source.error(problems)
-    devices = []
-    for name, part in scenario.devices.items():
+    devices: list[DeviceSpec] = []
+    for entry, part in scenario.devices.items():
         profile = _profile_of(part)
         assert profile is not None
-        device = _with_own_figures(profile.device(name, part.precision), part)
-        devices += [replace(device, name=each) for each in device_names(name, part)]
+        device = _with_own_values(profile.device(entry, part.precision), part)
+        for name in device_names(entry, part):
+            devices.append(replace(device, name=name))
     return tuple(devices)
 
 
@@ -89,8 +90,8 @@ def _load_profile(part: ProfilePart) -> Profile:
         processors=part.processors,
         memory_rate=part.memory_rate,
         kinds={
-            kind: Rates(each.speed, each.memory_rate, each.weight_rate)
-            for kind, each in part.kinds.items()
+            kind: Rates(rates.speed, rates.memory_rate, rates.weight_rate)
+            for kind, rates in part.kinds.items()
         },
         watts=None if part.watts is None else part.watts.pair,
         precisions=part.precisions,
@@ -99,14 +100,12 @@ def _load_profile(part: ProfilePart) -> Profile:
 
 def _profile_of(part: DevicePart) -> Profile | None:
     """Return the profile of a device; None for an unknown one."""
-    return (
-        PROFILES.get(part.profile)
-        if isinstance(part.profile, str)
-        else _load_profile(part.profile)
-    )
+    if isinstance(part.profile, str):
+        return PROFILES.get(part.profile)
+    return _load_profile(part.profile)
 
 
-_OWN_FIGURES = (
+_OWN_VALUES = (
     "speed",
     "memory",
     "memory_rate",
@@ -120,7 +119,7 @@ _OWN_FIGURES = (
 """Fields of `DevicePart` that override the field of the same name in `DeviceSpec`."""
 
 
-def _with_own_figures(device: DeviceSpec, part: DevicePart) -> DeviceSpec:
+def _with_own_values(device: DeviceSpec, part: DevicePart) -> DeviceSpec:
     """Return a device with the explicit values of its part in place of its profile's."""
     if part.access is not None:
         preset = PRESETS[part.access]
@@ -133,10 +132,13 @@ def _with_own_figures(device: DeviceSpec, part: DevicePart) -> DeviceSpec:
     if part.speed is not None or part.memory_rate is not None:
         # The profile's rates by kinds of layers belong to the speed that it states.
         device = replace(device, kinds={})
-    own = {name: getattr(part, name) for name in _OWN_FIGURES}
-    return replace(
-        device, **{name: value for name, value in own.items() if value is not None}
-    )
+    own = {}
+    for name in _OWN_VALUES:
+        value = getattr(part, name)
+        if value is not None:
+            own[name] = value
+    # After the access preset: an uplink beside it overrides it.
+    return replace(device, **own)
 
 
 def _count_problems(scenario: Scenario) -> Iterator[Diagnostic]:
@@ -160,12 +162,11 @@ def _name_problems(scenario: Scenario) -> Iterator[Diagnostic]:
                 key,
                 f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name",
             )
-        for each in names:
-            if each in known:
-                yield Diagnostic(
-                    key, f"makes a second device called '{each}': rename one of the two"
-                )
-            known.add(each)
+        for device in names:
+            if device in known:
+                text = f"makes a second device called '{device}': rename one of the two"
+                yield Diagnostic(key, text)
+            known.add(device)
 
 
 def _device_problems(scenario: Scenario) -> Iterator[Diagnostic]:
@@ -175,7 +176,8 @@ def _device_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         yield from preset_problems(part.access, (*key, "access"))
         for access in ("uplink", "downlink"):
             rate = getattr(part, access)
-            if rate is not None and (wrong := rate_problem(rate)):
+            wrong = None if rate is None else rate_problem(rate)
+            if wrong is not None:
                 yield Diagnostic((*key, access), wrong)
         if part.gpu and not scenario.workload.uses_gpu:
             text = "applies to user programs only: methods compute on processors, at the rates of the profile "
@@ -189,14 +191,12 @@ def _device_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 def _profile_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
     profile = _profile_of(part)
     if profile is None:
-        text = (
-            f"unknown profile '{part.profile}': {nearest(str(part.profile), PROFILES)}"
-        )
+        suggestion = nearest(str(part.profile), PROFILES)
+        text = f"unknown profile '{part.profile}': {suggestion}"
         yield Diagnostic((*key, "profile"), text)
-    elif part.speed is None and part.precision not in (
-        "f32",
-        "int8",
-        *profile.precisions,
-    ):
+        return
+    # Speeds are those of float32, and int8 is as fast unless the profile says otherwise.
+    has_speed = part.speed is not None or part.precision in ("f32", "int8")
+    if not has_speed and part.precision not in profile.precisions:
         text = f"no speed in {part.precision} is known of {profile.name}: give `speed`, measured in that precision"
         yield Diagnostic((*key, "precision"), text)

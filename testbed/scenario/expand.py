@@ -23,26 +23,26 @@ from testbed.scenario.devices import (
     preset_problems,
     with_profiles,
 )
-from testbed.scenario.loading import put, validate
+from testbed.scenario.loading import set_value, validate
 from testbed.scenario.points import LABEL, plain_value
-from testbed.scenario.radio import radio
+from testbed.scenario.radio import build_radio
 from testbed.scenario.schema import Scenario, Trial
-from testbed.scenario.sweeps import check_points, swept
-from testbed.scenario.trace import changes
+from testbed.scenario.sweeps import check_points, sweep_points
+from testbed.scenario.trace import parse_trace
 
 
 def trials(scenario: Scenario) -> list[Trial]:
     """Return all runs of a scenario: each repetition of each sweep point.
 
-    The first repetition has the scenario's own seed, later ones seeds derived from it; all points of a sweep
-    share them, so that they differ in nothing but the swept keys. Raises `InputError` naming file and line.
+    The first repetition has the scenario's own seed, later ones have seeds derived from it. All points of a sweep
+    share the seeds, so that they differ in nothing but the swept keys. Raises `InputError` naming file and line.
     """
     check_points(scenario)
-    return [
-        _make_trial(point, values, repetition)
-        for point, values in _expand_points(scenario)
-        for repetition in range(scenario.repetitions)
-    ]
+    runs = []
+    for point, values in _expand_points(scenario):
+        for repetition in range(scenario.repetitions):
+            runs.append(_make_trial(point, values, repetition))
+    return runs
 
 
 def _expand_points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
@@ -50,7 +50,7 @@ def _expand_points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, obj
     plain = scenario.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude={"sweep", "points"}
     )
-    for written, point in swept(scenario):
+    for written, point in sweep_points(scenario):
         if not point:
             yield scenario, {}
             return
@@ -61,8 +61,10 @@ def _expand_points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, obj
                 continue
             value = plain_value(labelled)
             where = source.where(written[dotted])
-            put(tree, parse_key(dotted), value, where)
-            places[parse_key(dotted)] = f"{where} ({written[dotted][0]}: {value})"
+            key = parse_key(dotted)
+            set_value(tree, key, value, where)
+            # An error of a swept value is located in the sweep, with the value of the point.
+            places[key] = f"{where} ({written[dotted][0]}: {value})"
         yield validate(tree, source.override(places)), point
 
 
@@ -70,13 +72,11 @@ def _make_trial(scenario: Scenario, point: dict[str, object], repetition: int) -
     scenario = with_profiles(scenario)
     devices = expand_devices(scenario)
     names = [device.name for device in devices]
-    seed = (
-        scenario.seed
-        if repetition == 0
-        else derive(scenario.seed, "repetition", repetition)
-    )
-    air = radio(scenario, names, seed)
-    links = _expand_links(scenario, names, air)
+    seed = scenario.seed
+    if repetition > 0:
+        seed = derive(seed, "repetition", repetition)
+    radio = build_radio(scenario, names, seed)
+    links = _expand_links(scenario, names, radio)
     single = scenario.model_copy(
         update={"sweep": {}, "points": (), "repetitions": 1, "seed": seed}
     )
@@ -90,57 +90,53 @@ def _make_trial(scenario: Scenario, point: dict[str, object], repetition: int) -
         faults=scenario.faults,
         cells=_expand_cells(scenario, names),
         changes=_expand_changes(scenario, devices, links),
-        radio=air,
+        radio=radio,
         machines=_expand_machines(scenario, names),
     )
     return Trial(single, experiment, point, repetition)
 
 
 def _expand_links(
-    scenario: Scenario, names: list[str], air: Radio | None
+    scenario: Scenario, names: list[str], radio: Radio | None
 ) -> dict[Pair, Link]:
     network = scenario.network
     pairs = dict.fromkeys(directed_pairs(network.topology, names))
     problems = preset_problems(network.link.preset, ("network", "link", "preset"))
     for index, part in enumerate(network.links):
         key: Key = ("network", "links", index)
-        found = [
-            Diagnostic((*key, *end), text)
-            for end, text in no_such_devices(part.ends(), scenario, names)
-        ]
-        problems += preset_problems(part.preset, (*key, "preset")) + found
+        problems += preset_problems(part.preset, (*key, "preset"))
+        unknown = list(no_such_devices(part.ends(), scenario, names))
+        for end, text in unknown:
+            problems.append(Diagnostic((*key, *end), text))
         sender, receiver = part.directions()[0]
-        if found:
+        if unknown:
             continue
         if sender == receiver:
-            problems.append(
-                Diagnostic(key, f"links '{sender}' to itself: name two devices")
-            )
+            text = f"links '{sender}' to itself: name two devices"
+            problems.append(Diagnostic(key, text))
         elif network.topology == "explicit":
+            # Both directions exist, since acknowledgements need the way back.
             pairs |= dict.fromkeys([(sender, receiver), (receiver, sender)])
         elif (sender, receiver) not in pairs:
             text = f"a {network.topology} has no link between '{sender}' and '{receiver}': "
-            problems.append(
-                Diagnostic(
-                    key, text + "use the topology mesh, or explicit and list every link"
-                )
-            )
+            text += "use the topology mesh, or explicit and list every link"
+            problems.append(Diagnostic(key, text))
     if problems:
         raise scenario.source.error(problems)
-    return _with_figures(pairs, names[0], scenario, air)
+    return _with_properties(pairs, names[0], scenario, radio)
 
 
-def _with_figures(
-    pairs: Iterable[Pair], first: str, scenario: Scenario, air: Radio | None
+def _with_properties(
+    pairs: Iterable[Pair], first: str, scenario: Scenario, radio: Radio | None
 ) -> dict[Pair, Link]:
     """Return the link of each pair, combining the defaults, the radio and the individual links."""
     network = scenario.network
     # Two values shared by all pairs: a mesh of a thousand devices has a million of them.
     default = _default_links(network)
     links = {pair: default[pair[0] == first] for pair in pairs}
-    if air is not None:
+    if radio is not None:
         for pair, link in links.items():
-            links[pair] = replace(link, message_loss=1 - air.reception_ratio(pair))
+            links[pair] = replace(link, message_loss=1 - radio.reception_ratio(pair))
     problems: list[Diagnostic] = []
     for link in dict.fromkeys(default.values()):
         problems += located_problems(link, network.link, ("network", "link"))
@@ -149,10 +145,10 @@ def _with_figures(
         for pair in part.directions():
             links[pair] = overlay(links[pair], part, pair[0] == first)
             differing[pair] = index
+    # Each link once, at the entry that changed it last.
     for pair, index in differing.items():
-        problems += located_problems(
-            links[pair], network.links[index], ("network", "links", index)
-        )
+        key: Key = ("network", "links", index)
+        problems += located_problems(links[pair], network.links[index], key)
     if problems:
         raise scenario.source.error(problems)
     return links
@@ -162,23 +158,22 @@ def _default_links(network: NetworkPart) -> dict[bool, Link]:
     """Return the default link by direction: away from the first device, or not."""
     plain = Link(frame=None if network.frame is None else int(network.frame))
     return {
-        is_from_first: overlay(plain, network.link, is_from_first)
-        for is_from_first in (True, False)
+        True: overlay(plain, network.link, is_from_first=True),
+        False: overlay(plain, network.link, is_from_first=False),
     }
 
 
 def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnostic]:
     """Yield the unsupported properties of a link, at the part of the scenario that set each last."""
     impossible = checks.problems(link)
+    # `normal` is the default, so only the part shows that it was asked for.
     if part.distribution is not None and link.jitter == 0 and not impossible:
-        impossible.append(
-            checks.Impossible("distribution", checks.no_jitter(part.distribution))
-        )
+        text = checks.no_jitter(part.distribution)
+        impossible.append(checks.Impossible("distribution", text))
     for figure, text in impossible:
         inner = parse_key(figure)
-        yield Diagnostic(
-            (*key, *inner) if getattr(part, str(inner[0])) is not None else key, text
-        )
+        is_set_here = getattr(part, str(inner[0])) is not None
+        yield Diagnostic((*key, *inner) if is_set_here else key, text)
 
 
 def _named_devices(
@@ -207,14 +202,12 @@ def _expand_machines(scenario: Scenario, names: list[str]) -> tuple[Machine, ...
     machines: list[Machine] = []
     problems: list[Diagnostic] = []
     for index, part in enumerate(scenario.machines):
-        members = _named_devices(
-            scenario, part.devices, names, ("machines", index), problems
-        )
-        for name in sorted(
-            {name for machine in machines for name in machine.devices} & set(members)
-        ):
-            text = f"'{name}' is on another machine already: name each device once"
-            problems.append(Diagnostic(("machines", index, "devices"), text))
+        key: Key = ("machines", index)
+        members = _named_devices(scenario, part.devices, names, key, problems)
+        for machine in machines:
+            for name in sorted({*machine.devices} & {*members}):
+                text = f"'{name}' is on another machine already: name each device once"
+                problems.append(Diagnostic((*key, "devices"), text))
         machines.append(Machine(tuple(members), part.cores))
     if problems:
         raise scenario.source.error(problems)
@@ -231,17 +224,16 @@ def _expand_cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
             problems.append(
                 Diagnostic((*key, "devices"), "a cell requires at least two devices")
             )
-        if wrong := rate_problem(part.rate):
+        wrong = rate_problem(part.rate)
+        if wrong is not None:
             problems.append(Diagnostic((*key, "rate"), wrong))
         for other, cell in enumerate(cells):
+            # One common device is a gateway between two channels.
             shared = [name for name in members if name in cell.devices]
             if len(shared) > 1:
                 text = f"'{shared[0]}' and '{shared[1]}' are both in cell {other} as well: a pair has one channel"
-                problems.append(
-                    Diagnostic(
-                        (*key, "devices"), text + ", remove one of them from a cell"
-                    )
-                )
+                text += ", remove one of them from a cell"
+                problems.append(Diagnostic((*key, "devices"), text))
         cells.append(Cell(tuple(members), part.rate))
     if problems:
         raise scenario.source.error(problems)
@@ -251,22 +243,20 @@ def _expand_cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
 def _expand_changes(
     scenario: Scenario, devices: Sequence[DeviceSpec], links: dict[Pair, Link]
 ) -> tuple[Change, ...]:
-    names = {device.name: None for device in devices}
+    names = [device.name for device in devices]
 
-    def wrong(name: str) -> str | None:
-        return (
-            None
-            if name in names
-            else next(no_such_devices([((), name)], scenario, names))[1]
-        )
+    def no_such_device(name: str) -> str | None:
+        for _, text in no_such_devices([((), name)], scenario, names):
+            return text
+        return None
 
     assert not isinstance(scenario.trace, str), (
         "loading has put the file's lines in its place"
     )
-    expanded, problems = changes(scenario.trace, devices, links, wrong)
+    changes, problems = parse_trace(scenario.trace, devices, links, no_such_device)
     if problems:
         raise scenario.source.error(problems)
-    return expanded
+    return changes
 
 
 def no_such_devices(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from testbed.common.conditions import parse_condition
+from testbed.common.errors import parse_key
 from testbed.trace.metrics_spec import Metric, Metrics
 from testbed.trace.registry import metric_kind
 
@@ -18,21 +19,21 @@ class Expectation:
     key: str
     condition: str
     value: Any
-    """The figure; None where the run gave none."""
+    """Value of the metric; None if the run has none."""
     holds: bool
 
 
 def look_up(tree: object, dotted: str) -> Any:
-    """Return the value at a dotted key of nested mappings and lists; None for a missing key."""
-    for part in dotted.split("."):
+    """Return the value at a dotted key of nested mappings and lists; None for a missing key.
+
+    >>> look_up({"layers": [{"loss": 0.5}]}, "layers.0.loss")
+    0.5
+    """
+    for part in parse_key(dotted):
         if isinstance(tree, Mapping):
-            tree = tree.get(part)
-        elif (
-            isinstance(tree, list | tuple)
-            and part.isdecimal()
-            and int(part) < len(tree)
-        ):
-            tree = tree[int(part)]
+            tree = tree.get(str(part))
+        elif isinstance(tree, list | tuple) and isinstance(part, int):
+            tree = tree[part] if part < len(tree) else None
         else:
             return None
     return tree

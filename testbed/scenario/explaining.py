@@ -19,19 +19,17 @@ def explain(
 ) -> list[Diagnostic]:
     """Convert the errors of the scenario section at ``prefix`` to diagnostics."""
     details = error.errors(include_url=False)
-    # A key that is merely misspelt is not missing as well.
-    misspelt = {
-        _closest_key(detail["loc"], model)
-        for detail in details
-        if detail["type"] == "extra_forbidden"
-    }
-    wrong = [
-        detail
-        for detail in details
-        if detail["type"] != "missing" or detail["loc"] not in misspelt
-    ]
-    problems = [_to_diagnostic(detail, model) for detail in wrong]
-    return [Diagnostic(prefix + problem.key, problem.text) for problem in problems]
+    misspelt = set()
+    for detail in details:
+        if detail["type"] == "extra_forbidden":
+            misspelt.add(_closest_key(detail["loc"], model))
+    problems = []
+    for detail in details:
+        # A key that is merely misspelt is not missing as well.
+        if detail["type"] != "missing" or detail["loc"] not in misspelt:
+            problem = _to_diagnostic(detail, model)
+            problems.append(Diagnostic(prefix + problem.key, problem.text))
+    return problems
 
 
 def _closest_key(key: Key, model: type[BaseModel]) -> Key:
@@ -42,13 +40,12 @@ def _closest_key(key: Key, model: type[BaseModel]) -> Key:
 
 def published_schema() -> dict[str, Any]:
     """Return the JSON schema of scenario files, as printed by `testbed show schema`."""
-    title = {
+    schema = dict(_schema_of(Scenario))
+    del schema["title"]
+    return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Edge testbed scenario",
-    }
-    return {
-        **title,
-        **{key: value for key, value in _schema_of(Scenario).items() if key != "title"},
+        **schema,
     }
 
 
@@ -62,46 +59,50 @@ def _schema_alternatives(
 ) -> list[Mapping[str, Any]]:
     """Return the alternatives of one value's schema, references followed."""
     if "$ref" in schema:
-        return _schema_alternatives(
-            _schema_of(model)["$defs"][schema["$ref"].rpartition("/")[2]], model
-        )
+        name = schema["$ref"].rpartition("/")[2]
+        return _schema_alternatives(_schema_of(model)["$defs"][name], model)
     choices = schema.get("anyOf") or schema.get("oneOf")
-    if choices:
-        return [
-            part for choice in choices for part in _schema_alternatives(choice, model)
-        ]
-    return [schema]
+    if not choices:
+        return [schema]
+    alternatives: list[Mapping[str, Any]] = []
+    for choice in choices:
+        alternatives += _schema_alternatives(choice, model)
+    return alternatives
 
 
 def _describe_key(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
     """Return the JSON schema of one key; empty for an unknown key."""
     schemas: list[Mapping[str, Any]] = [_schema_of(model)]
     for part in key:
-        inner: list[Mapping[str, Any]] = []
-        for schema in (
-            choice for outer in schemas for choice in _schema_alternatives(outer, model)
-        ):
-            if isinstance(part, int):
-                prefix: Sequence[Mapping[str, Any]] = schema.get("prefixItems", ())
-                item = prefix[part] if part < len(prefix) else schema.get("items")
-            else:
-                named = next(
-                    iter(schema.get("patternProperties", {}).values()),
-                    schema.get("additionalProperties"),
-                )
-                item = schema.get("properties", {}).get(part, named)
-            if isinstance(item, Mapping):
-                inner.append(item)
+        inner = []
+        for outer in schemas:
+            for schema in _schema_alternatives(outer, model):
+                item = _schema_of_item(schema, part)
+                if isinstance(item, Mapping):
+                    inner.append(item)
         schemas = inner
     return schemas[0] if schemas else {}
 
 
+def _schema_of_item(schema: Mapping[str, Any], part: str | int) -> Any:
+    """Return the schema of one item of a list or mapping; None, or a boolean, for an unknown item."""
+    if isinstance(part, int):
+        prefix: Sequence[Mapping[str, Any]] = schema.get("prefixItems", ())
+        return prefix[part] if part < len(prefix) else schema.get("items")
+    properties = schema.get("properties", {})
+    if part in properties:
+        return properties[part]
+    # Mappings by a user's names have one pattern for all of them.
+    for item in schema.get("patternProperties", {}).values():
+        return item
+    return schema.get("additionalProperties")
+
+
 def _known_keys(key: Key, model: type[BaseModel]) -> list[str]:
-    return [
-        name
-        for part in _schema_alternatives(_describe_key(key, model), model)
-        for name in part.get("properties", {})
-    ]
+    names: list[str] = []
+    for alternative in _schema_alternatives(_describe_key(key, model), model):
+        names += alternative.get("properties", {})
+    return names
 
 
 _NO_KEYS = frozenset({"[key]", "[keys]", "[name]"})
@@ -110,11 +111,11 @@ _NO_KEYS = frozenset({"[key]", "[keys]", "[name]"})
 
 def _key_of_error(detail: ErrorDetails) -> Key:
     *before, last = detail["loc"] or ("[key]",)
-    if (
-        detail["type"] == "extra_forbidden"
-    ):  # one that there is not may be called anything
-        return (*(part for part in before if part not in _NO_KEYS), last)
-    return tuple(part for part in (*before, last) if part not in _NO_KEYS)
+    key = [part for part in before if part not in _NO_KEYS]
+    # An unknown key may have any name, also that of a marker.
+    if detail["type"] == "extra_forbidden" or last not in _NO_KEYS:
+        key.append(last)
+    return tuple(key)
 
 
 Formatter = Callable[[ErrorDetails, Key, type[BaseModel]], str]
@@ -161,10 +162,10 @@ def _explain_raised(
 def _not_among(
     detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]
 ) -> str:
+    # pydantic gives the choices as text: 'mesh', 'star' or 'line'.
     expected = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
-    return (
-        f"invalid value '{detail['input']}': {nearest(str(detail['input']), expected)}"
-    )
+    value = str(detail["input"])
+    return f"invalid value '{value}': {nearest(value, expected)}"
 
 
 def _no_text(detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
@@ -176,14 +177,13 @@ def _no_text(detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
 
 
 def _no_part(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
-    return "must be a mapping, with keys such as " + ", ".join(
-        _known_keys(key, model)[:6]
-    )
+    examples = ", ".join(_known_keys(key, model)[:6])
+    return f"must be a mapping, with keys such as {examples}"
 
 
-_WHOLE, _NUMBER, _BOOLEAN = map(
-    _of_value, ("must be a whole number", "must be a number", "must be true or false")
-)
+_WHOLE = _of_value("must be a whole number")
+_NUMBER = _of_value("must be a number")
+_BOOLEAN = _of_value("must be true or false")
 _FORMATTERS: Mapping[str, Formatter] = {
     "extra_forbidden": _unknown_key,
     "missing": _explain_missing,

@@ -34,7 +34,7 @@ def find(path: str | Path) -> Path:
     raise InputError(f"{given}: no such scenario: {_suggest_file(file)}")
 
 
-def named(folder: Path = SHIPPED) -> dict[str, Path]:
+def scenarios_in(folder: Path = SHIPPED) -> dict[str, Path]:
     """Return the scenarios of a folder and of all packages by the names accepted by `load`."""
     names = {}
     for place in sorted(folder.rglob("*.yaml")):
@@ -68,13 +68,14 @@ def _in_packages(file: Path) -> Iterator[Path]:
 def _suggest_file(file: Path) -> str:
     """Suggest a similar file in the same folder, or a scenario of a similar name."""
     beside = [str(each) for each in file.parent.glob("*.yaml")]
-    names = [*named(SCENARIOS), *named()]
+    names = [*scenarios_in(SCENARIOS), *scenarios_in()]
     name = file.with_suffix("").as_posix().removeprefix(f"{SCENARIOS}/")
-    near = [
+    similar = [
         *difflib.get_close_matches(str(file), beside, n=1),
         *difflib.get_close_matches(name, names, n=1),
+        # A name without its folder is not similar by its letters.
+        *(each for each in names if Path(each).name == file.stem),
     ]
-    near += [each for each in names if Path(each).name == file.stem]
-    if near:
-        return f"did you mean '{near[0]}'?"
+    if similar:
+        return f"did you mean '{similar[0]}'?"
     return f"name a file, or a shipped scenario such as 'quickstart'; all of them are in {SHIPPED}"

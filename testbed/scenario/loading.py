@@ -61,18 +61,19 @@ def validate(tree: Mapping[str, Any], source: Source) -> Scenario:
 
 def _with_trace(scenario: Scenario, source: Source) -> Scenario:
     """Return the scenario with the lines of its trace file included."""
+    # Included, so that the scenario of the results folder needs no second file.
     if isinstance(scenario.trace, str):
         file = source.folder / scenario.trace
         lines = _trace_lines(file, source.where(("trace",)))
-        places: dict[Key, str] = {
-            ("trace", index): f"{file}:{number}" for index, number in enumerate(lines)
-        }
+        places: dict[Key, str] = {}
+        for index, number in enumerate(lines):
+            places["trace", index] = f"{file}:{number}"
         scenario = scenario.model_copy(update={"trace": tuple(lines.values())})
         source = source.override(places)
     if len(scenario.trace) > MAX_CHANGES:
         text = f"has {len(scenario.trace)} entries, more than {MAX_CHANGES}: shorten or thin it out"
         raise source.error([Diagnostic(("trace",), text)])
-    return scenario.located(source)
+    return scenario.with_source(source)
 
 
 def _trace_lines(file: Path, named: str) -> dict[int, str]:
@@ -102,10 +103,11 @@ def _csv_lines(text: str) -> dict[int, str]:
     entries: dict[int, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.strip()
-        is_header = not entries and [
-            cell.strip().lower() for cell in entry.split(",")
-        ] == ["time", "what", "value"]
-        if entry and not entry.startswith("#") and not is_header:
+        if not entry or entry.startswith("#"):
+            continue
+        cells = [cell.strip().lower() for cell in entry.split(",")]
+        is_header = not entries and cells == ["time", "what", "value"]
+        if not is_header:
             entries[number] = entry
     return entries
 
@@ -153,10 +155,13 @@ class _Reader:
         self.lines: dict[Key, int] = {}
         self.problems: list[Diagnostic] = []
         self.open: list[Node] = []
+        """The collections that contain the present node; an alias of one of them would never end."""
         self.values = 0
 
     def read(self, text: str) -> tuple[dict[str, Any], Source]:
-        if (signs := sum(map(text.count, "\n,[{"))) > _MAX_SIGNS:
+        # Counted before parsing, which may take long.
+        signs = sum(map(text.count, "\n,[{"))
+        if signs > _MAX_SIGNS:
             limit = f"{_MAX_SIGNS:,} lines, commas and opening brackets"
             raise InputError(
                 f"{self.file}: has {signs:,}, more than {limit}: a scenario is a short text"
@@ -187,9 +192,9 @@ class _Reader:
     def _describe_error(self, error: MarkedYAMLError, text: str) -> str:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        written = (
-            text.splitlines()[line - 1] if 0 < line <= len(text.splitlines()) else ""
-        )
+        lines = text.splitlines()
+        # An error at the end of the text is on a line that is not there.
+        written = lines[line - 1] if line <= len(lines) else ""
         reason = " ".join(str(error.problem or error.context).split())
         hint = ""
         if reason == "second occurrence":
@@ -202,15 +207,12 @@ class _Reader:
 
     def _node_value(self, node: Node, key: Key) -> Any:
         self.values += 1
+        # Aliases of aliases double with each line ("billion laughs").
         if self.values > _MAX_VALUES:
             text = f"unfolds to more than {_MAX_VALUES} values: write fewer, or use fewer aliases"
             raise InputError(f"{self.file}: {text}")
         if any(node is outer for outer in self.open):
-            self.problems.append(
-                Diagnostic(
-                    key, "is an alias of something that contains it: write it out"
-                )
-            )
+            self._report(key, "is an alias of something that contains it: write it out")
             return None
         if isinstance(node, ScalarNode):
             return self._node_scalar(node, key)
@@ -226,6 +228,9 @@ class _Reader:
         self.open.pop()
         return items
 
+    def _report(self, key: Key, text: str) -> None:
+        self.problems.append(Diagnostic(key, text))
+
     def _node_mapping(self, node: MappingNode, key: Key) -> dict[str, Any]:
         self.open.append(node)
         mapping: dict[str, Any] = {}
@@ -233,21 +238,17 @@ class _Reader:
             line = name_node.start_mark.line + 1
             name = name_node.value if isinstance(name_node, ScalarNode) else "?"
             inner = (*key, name)
-            if inner not in self.lines or name in mapping:
-                first = self.lines.get(inner, line)
-                self.lines[inner] = line
+            first = self.lines.setdefault(inner, line)
             if not isinstance(name_node, ScalarNode):
-                self.problems.append(Diagnostic(inner, "a key is a word"))
+                self._report(inner, "a key is a word")
             elif name == "<<":
                 text = "merging with '<<' is not YAML 1.2: alias whole values (key: *name) or write the keys out"
-                self.problems.append(Diagnostic(inner, text))
+                self._report(inner, text)
             elif name in mapping:
-                self.problems.append(
-                    Diagnostic(
-                        inner,
-                        f"duplicate key, first defined in line {first}: remove one",
-                    )
-                )
+                # Errors are sorted by line: this one belongs to the repetition.
+                self.lines[inner] = line
+                text = f"duplicate key, first defined in line {first}: remove one"
+                self._report(inner, text)
             else:
                 mapping[name] = self._node_value(value_node, inner)
         self.open.pop()
@@ -257,18 +258,18 @@ class _Reader:
         kind = str(node.tag).removeprefix(_TAG)
         text: str = node.value
         if "\0" in text:
-            self.problems.append(
-                Diagnostic(
-                    key, "contains a NUL character, which is invalid in names and paths"
-                )
-            )
+            text = "contains a NUL character, which is invalid in names and paths"
+            self._report(key, text)
             return None
         try:
             if kind == "int":
+                # With base 0, Python refuses a leading zero, which is decimal in YAML 1.2.
                 return int(text, 0) if re.match(r"[+-]?0[xob]", text) else int(text)
             if kind == "float":
+                # YAML writes .inf and .nan, Python inf and nan.
                 return float(re.sub(r"(?i)\.(inf|nan)\Z", r"\1", text))
         except ValueError:
+            # More digits than Python converts: validation refuses the text.
             return text
         if kind == "bool":
             return text.lower() == "true"
@@ -278,11 +279,8 @@ class _Reader:
 
     def _refuse_tag(self, node: Node, key: Key) -> None:
         tag = str(node.tag).replace(_TAG, "!!")
-        self.problems.append(
-            Diagnostic(
-                key,
-                f"has the tag '{tag}': a scenario needs no tags, write the plain value",
-            )
+        self._report(
+            key, f"has the tag '{tag}': a scenario needs no tags, write the plain value"
         )
 
 
@@ -295,35 +293,45 @@ def _set_override(tree: dict[str, Any], override: str) -> Key:
         )
     key = parse_key(dotted.strip())
     try:
-        value = _Reader(f"--set {dotted}").read("value: " + written)[0].get("value")
+        document, _ = _Reader(f"--set {dotted}").read("value: " + written)
+        value = document.get("value")
     except InputError:
+        # A condition such as >= 0.9 is not YAML without quotes, which the shell has removed.
         value = written.strip()
-    put(tree, key, value, f"--set {override}")
+    set_value(tree, key, value, f"--set {override}")
     return key
 
 
-def put(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
-    """Set one value in plain nested values, making the mappings on the way; raise `InputError` where none can be."""
+def set_value(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
+    """Set one value in plain nested values, and create missing mappings on the way.
+
+    Raises `InputError`, naming ``where``, for a key below a single value or beyond the end of a list.
+
+    >>> tree = {"network": {"cells": [{"rate": "6mbit"}]}}
+    >>> set_value(tree, ("network", "cells", 0, "rate"), "1mbit", "--set")
+    >>> tree
+    {'network': {'cells': [{'rate': '1mbit'}]}}
+    """
     place: Any = tree
     for depth, part in enumerate(key):
-        last = depth == len(key) - 1
+        is_last = depth == len(key) - 1
         if isinstance(place, list) and isinstance(part, int) and part < len(place):
-            if last:
+            if is_last:
                 place[part] = value
             place = place[part]
         elif isinstance(place, dict):
-            if last:
-                place[str(part)] = value
-            elif place.get(str(part)) is None:
-                place[str(part)] = {}
-            place = place[str(part)]
+            # A key of digits is a name here.
+            name = str(part)
+            if is_last:
+                place[name] = value
+            elif place.get(name) is None:
+                place[name] = {}
+            place = place[name]
         else:
             here = format_key(key[:depth])
-            size = (
-                f"a list of {len(place)}: its items are {here}.0 and on"
-                if isinstance(place, list)
-                else "one value"
-            )
+            size = "one value"
+            if isinstance(place, list):
+                size = f"a list of {len(place)}: its items are {here}.0 and on"
             raise InputError(
                 f"{where}: {format_key(key)}: unknown key: {here} is {size}"
             )

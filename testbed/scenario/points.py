@@ -10,7 +10,11 @@ LABEL = "label"
 
 
 def value_label(value: object) -> str | None:
-    """Return the label of a swept value, None without one."""
+    """Return the label of a swept value, None without one.
+
+    >>> value_label({"label": "FedAvg", "value": {"name": "federated"}})
+    'FedAvg'
+    """
     if isinstance(value, Mapping) and set(value) == {LABEL, "value"}:
         return str(value[LABEL])
     return None
@@ -24,29 +28,34 @@ def plain_value(value: Any) -> Any:
 def point_parts(point: Mapping[str, object]) -> list[str]:
     """Return the parts of a point's name: ``key=value`` for each swept key, or the label alone.
 
-    Example: ``{"network.link.rate": "5mbit", "workload.method": {"label": "FedAvg", ...}}`` gives
-    ``["rate=5mbit", "method=FedAvg"]``.
+    >>> point_parts({"network.link.rate": "5mbit", "workload.batch_size": 64})
+    ['rate=5mbit', 'batch_size=64']
     """
     if LABEL in point:
         return [str(point[LABEL])]
-    short = [key.rpartition(".")[2] for key in point]
-    keys = short if len(set(short)) == len(short) else list(point)
-    return [
-        f"{key}={value_text(value)}"
-        for key, value in zip(keys, point.values(), strict=True)
-    ]
+    keys = [key.rpartition(".")[2] for key in point]
+    if len(set(keys)) < len(keys):
+        keys = list(point)
+    values = map(value_text, point.values())
+    return [f"{key}={text}" for key, text in zip(keys, values, strict=True)]
 
 
 def value_text(value: object) -> str:
-    """Format a swept value: its label, or names and values of a mapping such as a method with options."""
-    if (label := value_label(value)) is not None:
+    """Format a swept value: its label, or names and values of a mapping such as a method with options.
+
+    >>> value_text({"name": "pipeline", "micro_batches": 4})
+    'pipeline micro_batches 4'
+    """
+    label = value_label(value)
+    if label is not None:
         return label
     if not isinstance(value, Mapping):
         return str(value)
-    return " ".join(
-        value_text(inner) if key == "name" else f"{key} {value_text(inner)}"
-        for key, inner in value.items()
-    )
+    texts = []
+    for key, inner in value.items():
+        text = value_text(inner)
+        texts.append(text if key == "name" else f"{key} {text}")
+    return " ".join(texts)
 
 
 def point_text(point: Mapping[str, object]) -> str:
@@ -64,17 +73,19 @@ def point_text(point: Mapping[str, object]) -> str:
 def short_keys(keys: Sequence[str]) -> dict[str, str]:
     """Shorten dotted keys to as many trailing parts as distinguish them from each other.
 
-    The name of a part is called as the part is: ``workload.method.name`` is the method.
+    The ``name`` of a section stands for the section: ``workload.method.name`` is the method.
+
+    >>> short_keys(["workload.method.name", "network.link.rate"])
+    {'workload.method.name': 'method', 'network.link.rate': 'rate'}
     """
     parts = {key: key.removesuffix(".name").split(".") for key in keys}
     shortened = {}
     for key, own in parts.items():
-        taken = 1
-        while any(
-            other[-taken:] == own[-taken:]
-            for each, other in parts.items()
-            if each != key
-        ) and taken < len(own):
-            taken += 1
-        shortened[key] = " ".join(own[-taken:]).replace("_", " ")
+        others = [other for other_key, other in parts.items() if other_key != key]
+        length = 1
+        while length < len(own) and own[-length:] in [
+            other[-length:] for other in others
+        ]:
+            length += 1
+        shortened[key] = " ".join(own[-length:]).replace("_", " ")
     return shortened

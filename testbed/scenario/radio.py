@@ -16,7 +16,7 @@ from testbed.network.radio import (
 from testbed.scenario.schema import Scenario
 
 
-def radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
+def build_radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
     """Return the radio of the named devices; None without one. Raises `InputError` naming file and line."""
     problems = list(_radio_problems(scenario))
     if problems:
@@ -24,16 +24,16 @@ def radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
     part = scenario.network.radio
     if part is None:
         return None
-    given = {
-        name: device.position
-        for name, device in scenario.devices.items()
-        if device.position is not None
-    }
-    positions = draw_positions(names, given, part.area, seed)
+    positions_given = {}
+    for name, device in scenario.devices.items():
+        if device.position is not None:
+            positions_given[name] = device.position
+    positions = draw_positions(names, positions_given, part.area, seed)
+    power, sensitivity = part.transmit_power, part.sensitivity
     preset = TRANSCEIVERS[part.preset]
     propagation = Propagation(
-        preset.transmit_power if part.transmit_power is None else part.transmit_power,
-        preset.sensitivity if part.sensitivity is None else part.sensitivity,
+        preset.transmit_power if power is None else power,
+        preset.sensitivity if sensitivity is None else sensitivity,
         part.path_loss_exponent,
         part.reference_loss,
         part.shadowing,
@@ -77,22 +77,22 @@ def _radio_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         text = f"unknown radio '{part.preset}': {nearest(part.preset, TRANSCEIVERS)}"
         yield Diagnostic(("network", "radio", "preset"), text)
     if part.mean_reception is not None:
-        yield from _problems_of_mean(scenario, part)
+        yield from _mean_reception_problems(scenario, part)
     if scenario.network.link.message_loss is not None:
         text = "is computed by `network.radio` for each pair: remove one of the two"
         yield Diagnostic(("network", "link", "message_loss"), text)
 
 
-def _problems_of_mean(scenario: Scenario, part: RadioPart) -> Iterator[Diagnostic]:
+def _mean_reception_problems(
+    scenario: Scenario, part: RadioPart
+) -> Iterator[Diagnostic]:
     key = ("network", "radio", "mean_reception")
     if part.transmit_power is not None:
         yield Diagnostic(
             key, "determines the transmit power: remove `transmit_power` or this key"
         )
-    if (
-        part.shadowing == 0
-        or sum(each.count or 1 for each in scenario.devices.values()) < 2
-    ):
+    devices = sum(device.count or 1 for device in scenario.devices.values())
+    if part.shadowing == 0 or devices < 2:
         yield Diagnostic(
             key,
             "needs two devices at least and some shadowing: no power gives every mean without",

@@ -1,7 +1,7 @@
 """The scenario file as pydantic models: every key with its meaning, default and source position.
 
-Only the shape of the file is checked here. What needs a look at several keys at once (a link to a device
-that is not there, more stages than units) is checked where the experiment is built from it.
+This module checks each key by itself. Relations between keys (a link to an unknown device, more stages than units) are
+checked when the experiment is built.
 """
 
 from __future__ import annotations
@@ -44,26 +44,36 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        """Where relative paths in the scenario begin."""
+        """Folder to which relative paths in the scenario refer."""
         return Path(self.file).parent
 
     def _closest_position(self, key: Key) -> Key | None:
         """Return the nearest key of known position: the key itself, a nested key, or an enclosing key."""
         if self._has_position(key):
             return key
-        inside = next((way for way in self.overrides if way[: len(key)] == key), None)
-        around = (key[:end] for end in range(len(key) - 1, -1, -1))
-        return inside or next((way for way in around if self._has_position(way)), None)
+        for overridden in self.overrides:
+            if overridden[: len(key)] == key:
+                return overridden
+        for end in range(len(key) - 1, -1, -1):
+            if self._has_position(key[:end]):
+                return key[:end]
+        return None
 
     def _has_position(self, key: Key) -> bool:
         """Return whether the position of the key itself is known; false inside an overridden key."""
-        return key in self.overrides or (
-            key in self.lines
-            and not any(key[:end] in self.overrides for end in range(len(key)))
-        )
+        if key in self.overrides:
+            return True
+        # Inside an overridden key, lines are those of values that no longer apply.
+        if any(key[:end] in self.overrides for end in range(len(key))):
+            return False
+        return key in self.lines
 
     def where(self, key: Key) -> str:
-        """Return ``file:line`` of the key, or of the closest enclosing key."""
+        """Return ``file:line`` of the key, or of the closest enclosing key.
+
+        >>> Source("mine.yaml", {(): 1, ("network",): 4}).where(("network", "link"))
+        'mine.yaml:4'
+        """
         known = self._closest_position(key)
         if known is None:
             return self.file
@@ -76,14 +86,13 @@ class Source:
     def error(self, problems: Iterable[Diagnostic]) -> InputError:
         """Return the error for these problems: one line each, in the order of the file."""
 
-        def order(problem: Diagnostic) -> int:
+        def line_of(problem: Diagnostic) -> int:
             known = self._closest_position(problem.key)
-            return self.lines.get(known, 0) if known is not None else 0
+            return 0 if known is None else self.lines.get(known, 0)
 
-        lines = [
-            f"{self.where(problem.key)}: {problem}"
-            for problem in sorted(problems, key=order)
-        ]
+        ordered = sorted(problems, key=line_of)
+        lines = [f"{self.where(problem.key)}: {problem}" for problem in ordered]
+        # Two checks may find the same problem.
         return InputError("\n".join(dict.fromkeys(lines)))
 
 
@@ -384,9 +393,10 @@ class Scenario(ConfigModel):
     @field_validator("trace", mode="before")
     @classmethod
     def _file_or_lines(cls, value: object) -> object:
-        lines = [value] if isinstance(value, str) else value
-        if not isinstance(lines, list | tuple) or not all(
-            isinstance(line, str) for line in lines
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list | tuple) or any(
+            not isinstance(line, str) for line in value
         ):
             raise ValueError(
                 "is neither the name of a CSV file nor a list of its lines, each as text"
@@ -400,7 +410,7 @@ class Scenario(ConfigModel):
         """Source positions of the keys; without a file name for a scenario built in memory."""
         return self._source
 
-    def located(self, source: Source) -> Self:
+    def with_source(self, source: Source) -> Self:
         """Return the same scenario with the given source positions."""
         scenario = self.model_copy()
         scenario._source = source

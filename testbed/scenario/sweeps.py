@@ -30,16 +30,17 @@ class _Axis:
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the values of all keys, step by step."""
-        return [
-            dict(zip(self.values, together, strict=True))
-            for together in zip(*self.values.values(), strict=True)
-        ]
+        keys = list(self.values)
+        columns = zip(*self.values.values(), strict=True)
+        return [dict(zip(keys, column, strict=True)) for column in columns]
 
 
 def check_points(scenario: Scenario) -> None:
     """Raise `InputError` for invalid points or too many runs, before any expansion."""
     sweeps = list(_sweep_axes(scenario))
-    problems = [problem for axes in sweeps for problem in _axis_problems(axes)]
+    problems: list[Diagnostic] = []
+    for axes in sweeps:
+        problems += _axis_problems(axes)
     for index, point in enumerate(scenario.points):
         if not set(point) - {LABEL}:
             problems.append(Diagnostic(("points", index), "sets no key"))
@@ -49,16 +50,20 @@ def check_points(scenario: Scenario) -> None:
     runs = points * scenario.repetitions
     if runs > MAX_RUNS:
         key = "sweep" if scenario.sweep else "points"
+        # The larger factor is the one to reduce.
         if scenario.repetitions > points:
             key = "repetitions"
         text = f"there would be {runs:,} runs, more than {MAX_RUNS:,}: use fewer"
         raise scenario.source.error([Diagnostic((key,), text)])
 
 
-def swept(scenario: Scenario) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
-    """Yield the points: all combinations of the sweep and then the further points.
+def sweep_points(
+    scenario: Scenario,
+) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
+    """Yield (places, values) of each point: all combinations of the sweep, then the further points.
 
-    Each comes with the place of each of its keys in the scenario. A scenario without either has one empty point.
+    ``places`` are the keys of the scenario that set each value. A scenario without sweep and points has one empty
+    point.
     """
     for axes in _sweep_axes(scenario):
         yield from _axis_combinations(axes)
@@ -69,7 +74,10 @@ def swept(scenario: Scenario) -> Iterator[tuple[dict[str, Key], dict[str, object
 def _axis_combinations(
     axes: Sequence[_Axis],
 ) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
-    places = {key: (*axis.place, key) for axis in axes for key in axis.values}
+    places: dict[str, Key] = {}
+    for axis in axes:
+        for key in axis.values:
+            places[key] = (*axis.place, key)
     for chosen in itertools.product(*(axis.steps() for axis in axes)):
         point: dict[str, object] = {}
         for step in chosen:
@@ -86,12 +94,14 @@ def _sweep_axes(scenario: Scenario) -> Iterator[list[_Axis]]:
     else:
         sweeps = {("sweep", index): sweep for index, sweep in enumerate(scenario.sweep)}
     for place, sweep in sweeps.items():
-        yield [
-            _Axis((*place, key), values)
-            if isinstance(values, Mapping)
-            else _Axis(place, {key: values})
-            for key, values in sweep.items()
-        ]
+        axes = []
+        for key, values in sweep.items():
+            # Under `together`, the values are mappings themselves.
+            if isinstance(values, Mapping):
+                axes.append(_Axis((*place, key), values))
+            else:
+                axes.append(_Axis(place, {key: values}))
+        yield axes
 
 
 def _axis_problems(axes: Sequence[_Axis]) -> Iterator[Diagnostic]:

@@ -1,4 +1,4 @@
-"""Parser of link traces, lines of ``time,what,value`` that change links and device speeds over time.
+"""Parser of link traces, lines of ``time,what,value`` that change links and device speeds over time::
 
 0, link source->worker1 rate, 10mbit
 12.5, link source<->worker1 delay, 40ms
@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -38,13 +39,17 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def parse(line: str) -> Change:
-    """Parse one line. Raises ValueError with the problem and a remedy."""
+    """Parse one line. Raises ValueError with the problem and a remedy.
+
+    >>> change = parse("12.5, link a<->b delay, 40ms")
+    >>> change.time, change.pairs, change.link.delay
+    (12.5, (('a', 'b'), ('b', 'a')), 0.04)
+    """
     try:
-        cells = [
-            cell.strip() for cell in next(csv.reader([line], skipinitialspace=True), [])
-        ]
+        rows = list(csv.reader([line], skipinitialspace=True))
     except csv.Error as error:
         raise ValueError(f"is not a line of CSV: {error}") from None
+    cells = [cell.strip() for row in rows for cell in row]
     if len(cells) != 3:
         raise ValueError(
             f"has {len(cells)} values: a line must be time,what,value, as in 12.5,link a->b rate,10mbit"
@@ -57,11 +62,9 @@ def parse(line: str) -> Change:
             raise ValueError(
                 f"a trace cannot change '{key}' of a link: {nearest(key, KEYS)}"
             )
-        pairs = (
-            ((source, target),)
-            if arrow == "->"
-            else ((source, target), (target, source))
-        )
+        pairs: tuple[Pair, ...] = ((source, target),)
+        if arrow == "<->":
+            pairs += ((target, source),)
         return Change(time, what, value, pairs, _validate_part(LinkPart, {key: value}))
     if match := _DEVICE.fullmatch(what):
         device, key = match.groups()
@@ -69,12 +72,8 @@ def parse(line: str) -> Change:
             raise ValueError(
                 f"a trace cannot change '{key}' of a device: {nearest(key, _SPEEDS)}"
             )
-        return Change(
-            time,
-            what,
-            value,
-            speed=_validate_part(ThrottlePart, {"device": device, key: value}),
-        )
+        speed = _validate_part(ThrottlePart, {"device": device, key: value})
+        return Change(time, what, value, speed=speed)
     raise ValueError(
         f"'{what}' is neither a link nor a device: write 'link a->b rate' (or a<->b for both directions) "
         "or 'device a speed'"
@@ -88,7 +87,7 @@ def _validate_part(model: type[M], values: Mapping[str, object]) -> M:
         raise ValueError(explain(error, model)[0].text) from None
 
 
-def changes(
+def parse_trace(
     lines: Sequence[str],
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
@@ -98,60 +97,60 @@ def changes(
     parsed: list[Change] = []
     problems: list[Diagnostic] = []
 
-    def wrong(index: int, text: str) -> None:
+    def report(index: int, text: str) -> None:
         problems.append(Diagnostic(("trace", index), text))
 
-    own = {device.name: device.speed for device in devices}
-    read: dict[int, Change] = {}
+    speeds = {device.name: device.speed for device in devices}
     latest = 0.0
     for index, line in enumerate(lines):
         try:
-            change = read[index] = parse(line)
+            change = parse(line)
         except ValueError as error:
-            wrong(index, str(error))
+            report(index, str(error))
             continue
+        parsed.append(change)
         if change.time < latest:
             text = f"runs backwards: {change.time:g}s is before the {latest:g}s of a line above: sort the lines by time"
-            wrong(index, text)
+            report(index, text)
         latest = max(latest, change.time)
-        for text in _unknown_names(change, own, links, no_such_device):
-            wrong(index, text)
-    parsed = list(read.values())
+        for text in _change_problems(change, speeds, links, no_such_device):
+            report(index, text)
+    # Links after each change follow from all changes before, so each of these must be valid.
     if not problems:
-        for index, pair, link in traced_links(links, parsed, next(iter(own))):
+        for index, pair, link in traced_links(links, parsed, devices[0].name):
             for _, text in checks.problems(link):
-                wrong(
-                    index,
-                    f"makes a link from {pair[0]} to {pair[1]} with an impossible property: {text}",
+                ends = f"from {pair[0]} to {pair[1]}"
+                report(
+                    index, f"makes a link {ends} with an impossible property: {text}"
                 )
     return tuple(parsed), _limit_problems(problems)
 
 
-def _unknown_names(
+def _change_problems(
     change: Change,
-    own: Mapping[str, float],
+    speeds: Mapping[str, float],
     links: Collection[Pair],
     no_such_device: Callable[[str], str | None],
 ) -> list[str]:
-    """Return the error text for unknown names or an impossible speed in a change."""
-    names = {name for pair in change.pairs for name in pair} | (
-        {change.speed.device} if change.speed else set()
-    )
-    texts = [
-        text for name in sorted(names) if (text := no_such_device(name)) is not None
-    ]
+    """Return the error texts for unknown names or an impossible speed in a change."""
+    names = set(chain.from_iterable(change.pairs))
+    if change.speed is not None:
+        names.add(change.speed.device)
+    texts = []
+    for name in sorted(names):
+        text = no_such_device(name)
+        if text is not None:
+            texts.append(text)
     if texts:
         return texts
-    if (
-        change.speed is not None
-        and change.speed.slowed(1.0, own[change.speed.device]) < MIN_FACTOR
-    ):
+    part = change.speed
+    if part is not None and part.slowed(1.0, speeds[part.device]) < MIN_FACTOR:
         return ["is less than a millionth of the device's own speed: use more"]
-    return [
-        f"there is no link from '{pair[0]}' to '{pair[1]}'"
-        for pair in change.pairs
-        if pair not in links
-    ][:1]
+    for source, destination in change.pairs:
+        # One direction is enough: the other one lacks its link as well.
+        if (source, destination) not in links:
+            return [f"there is no link from '{source}' to '{destination}'"]
+    return []
 
 
 def _limit_problems(problems: list[Diagnostic]) -> list[Diagnostic]:

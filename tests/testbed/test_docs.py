@@ -15,7 +15,7 @@ from testbed.common import yamltext
 from testbed.methods import METHODS
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
-from testbed.scenario.finding import named
+from testbed.scenario.finding import scenarios_in
 from testbed.scenario.loading import load
 from testbed_controller.cli.main import COMMANDS
 from tests.helpers import ROOT
@@ -76,7 +76,7 @@ def test_shipped_scenarios_fit_the_schema():
     validator = jsonschema.Draft202012Validator(
         schema
     )  # `jsonschema.validate` would check the schema for each file
-    for file in named().values():
+    for file in scenarios_in().values():
         validator.validate(yamltext.values(file.read_text()))
 
 
@@ -131,7 +131,7 @@ def test_the_site_has_a_page_for_each_method_and_paper_and_its_links_lead_somewh
 
 
 def test_each_published_system_has_a_page_whose_scenarios_exist():
-    names = named()
+    names = scenarios_in()
     systems = {
         path.parent for path in names.values() if path.is_relative_to(ROOT / "papers")
     }

@@ -26,7 +26,7 @@ from testbed.common.errors import InputError, Key
 from testbed.common.formats import escape_control
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
-from testbed.scenario.finding import named
+from testbed.scenario.finding import scenarios_in
 from testbed.scenario.loading import load
 
 LONGEST = 2.0
@@ -100,7 +100,7 @@ SYNTAX = (
 @cache
 def _originals() -> tuple[Path, ...]:
     return tuple(
-        sorted(path for path in named().values() if path.stat().st_size < 8000)
+        sorted(path for path in scenarios_in().values() if path.stat().st_size < 8000)
     )
 
 

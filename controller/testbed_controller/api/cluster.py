@@ -320,7 +320,7 @@ def _simulate_files(
     with tempfile.TemporaryDirectory(prefix="testbed-") as name:
         _write_files(files, Path(name))
         source = replace(trial.scenario.source, file=str(Path(name, "scenario.yaml")))
-        trial = replace(trial, scenario=trial.scenario.located(source))
+        trial = replace(trial, scenario=trial.scenario.with_source(source))
         sys.argv, before = list(argv), sys.argv
         try:
             folder = simulate_trial(trial, Path(name, "run"), options)

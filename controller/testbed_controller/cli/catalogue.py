@@ -274,11 +274,11 @@ def _measure_layers(
     model: Model, batch_size: int, profile: Path | None
 ) -> MeasuredLayers:
     """Measure a model on this machine and predict the same times, from a profile or from fitted rates."""
-    from testbed.scenario.devices import profiled
+    from testbed.scenario.devices import device_with_profile
     from testbed_controller.profiling.layers import measure, measure_whole
 
     # The file is read first: a mistake in it is reported before the measurement, which takes a while.
-    device = None if profile is None else profiled(profile)
+    device = None if profile is None else device_with_profile(profile)
     times = measure(model, batch_size)
     whole = measure_whole(model, batch_size)
     device = device or _fitted_device(times)

@@ -335,9 +335,9 @@ class LabPart(ConfigModel):
             }
             faults += device_faults
         source = trial.scenario.source.override(places)
-        scenario = trial.scenario.model_copy(update={"faults": tuple(faults)}).located(
-            source
-        )
+        scenario = trial.scenario.model_copy(
+            update={"faults": tuple(faults)}
+        ).with_source(source)
         return replace(
             trial,
             scenario=scenario,

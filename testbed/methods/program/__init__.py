@@ -104,15 +104,11 @@ class Program(Method[Options]):
                 ("programs",),
             )
         names = [device.name for device in problem.devices]
-        lead = next(
-            (
-                name
-                for name in (*ending, *programs, *names)
-                if _is_linked(problem, name, ending)
-            ),
-            None,
-        )
-        if lead is None:
+        # A device whose program ends has the least to wait for.
+        for candidate in (*ending, *programs, *names):
+            if _is_linked(problem, candidate, ending):
+                break
+        else:
             text = f"no device has links with all whose programs end, {', '.join(ending)}, to know when the run is over"
             raise InputError(
                 f"{text}: add links, or write `background: true` for some",
@@ -121,21 +117,17 @@ class Program(Method[Options]):
         pieces = tuple(
             Piece(device=name, first=0, last=0, memory=0) for name in programs
         )
-        return Plan(method=self.name, lead=lead, pieces=pieces)
+        return Plan(method=self.name, lead=candidate, pieces=pieces)
 
     def facts(
         self, problem: Problem[Options], plan: Plan, device: str
     ) -> tuple[Problem[Options], Plan]:
-        """Return the files of the device's own program alone."""
+        """Return the problem with only the files of the device's own program, and the device's part of the plan."""
         own, part = super().facts(problem, plan, device)
         program = _programs_by_device(problem).get(device)
         assert isinstance(own, ProgramsProblem)
-        return replace(
-            own,
-            files={
-                name: own.files[name] for name in (program.files if program else ())
-            },
-        ), part
+        names = program.files if program is not None else ()
+        return replace(own, files={name: own.files[name] for name in names}), part
 
     async def program(self, device: Device, job: Job[Options]) -> None:
         """Run the device's command, if any; the lead then waits for all others."""
@@ -149,6 +141,7 @@ class Program(Method[Options]):
             if device.name != job.plan.lead:
                 if part is not None and not part.background:
                     await mailbox.post(job.plan.lead, Ended())
+                # The run ends with the lead's program; a return here would count as a failure.
                 await asyncio.Event().wait()
             for name, part in programs.items():
                 if name != device.name and not part.background:
@@ -163,13 +156,12 @@ def _programs_by_device(problem: Problem[Options]) -> dict[str, ProgramPart]:
 
 
 def _is_linked(problem: Problem[Options], device: str, others: Sequence[str]) -> bool:
-    pairs = [
-        pair
-        for name in others
-        if name != device
-        for pair in ((device, name), (name, device))
-    ]
-    return all(pair in problem.links for pair in pairs)
+    for other in others:
+        if other == device:
+            continue
+        if not {(device, other), (other, device)} <= problem.links.keys():
+            return False
+    return True
 
 
 def environment(
@@ -177,8 +169,8 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment variables of a program besides those in the scenario.
 
-    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are what `torch.distributed` asks for; ranks are in
-    the order of the devices that have programs.
+    `torch.distributed` reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; ranks are in the order of
+    the devices that have programs.
     """
     return {
         "RANK": str(names.index(device)),
@@ -198,7 +190,9 @@ async def execute(device: Device, problem: Problem[Options], names: list[str]) -
     inherited = {name: value for name, value in os.environ.items() if name not in _KEPT}
     with tempfile.TemporaryDirectory(prefix="program-") as folder:
         _place_files(Path(folder), {name: problem.files[name] for name in part.files})
-        tree, killed_before = ProcessTree(), killed_for_memory()
+        tree = ProcessTree()
+        # The kernel counts since the container's start, so earlier runs of the program are subtracted.
+        killed_before = killed_for_memory()
         try:
             process = await asyncio.create_subprocess_exec(
                 *part.command,
@@ -241,7 +235,8 @@ async def _follow_output(
 ) -> tuple[int, str]:
     """Record a program's output until its end; return its exit status and the last lines of its errors.
 
-    Its descendants are killed as it ends, or as this is cancelled: they may keep its pipes open and ports occupied.
+    The program's descendants are killed at its end or on cancellation, since they may keep pipes open and ports
+    occupied.
     """
     last: deque[str] = deque(maxlen=_LAST_LINES)
 
@@ -250,17 +245,20 @@ async def _follow_output(
         while piece := await stream.read(PIECE):
             for text in lines.split(piece):
                 record(text, name)
-        for text in lines.rest():
+        for text in lines.finish():
             record(text, name)
 
     def record(text: str, name: str) -> None:
+        # Also in the container's own log.
         print(text, file=sys.stderr if name == "stderr" else sys.stdout, flush=True)
-        if name == "stderr" and text.strip(" ^~"):  # Python underlines what failed
+        # Python underlines the failed expression in a line of its own.
+        if name == "stderr" and text.strip(" ^~"):
             last.append(text.strip())
-        if fields := event_of(text):
-            device.record(fields.pop("event"), **fields)
-        else:
+        fields = parse_event(text)
+        if fields is None:
             device.record("output", stream=name, text=text)
+        else:
+            device.record(fields.pop("event"), **fields)
 
     assert process.stdout is not None
     assert process.stderr is not None
@@ -288,14 +286,19 @@ async def _collect_orphans(tree: ProcessTree, program: int) -> None:
 
 
 def _await_end(pid: int) -> None:
-    with suppress(ChildProcessError):  # it has ended, and asyncio knows it
+    # No such child: the process has ended, and asyncio has collected its status.
+    with suppress(ChildProcessError):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 class LineSplitter:
-    """Cuts the output of a program into lines.
+    """Splits the output of a program into lines.
 
-    Of a line that is drawn again and again after carriage returns, as progress bars are, the last state counts.
+    A line redrawn after carriage returns, such as a progress bar, counts once, in its last state.
+
+    >>> splitter = LineSplitter()
+    >>> list(splitter.split(b"10%\\r90%\\ndone")), list(splitter.finish())
+    (['90%'], ['done'])
     """
 
     def __init__(self) -> None:
@@ -306,12 +309,13 @@ class LineSplitter:
         *lines, begun = (self._begun + piece).split(b"\n")
         yield from map(_decode_line, lines)
         # Carriage returns at the end may belong to a line's end.
-        shown = len(begun.rstrip(b"\r"))
-        self._begun = begun[begun.rfind(b"\r", 0, shown) + 1 :]
+        visible = len(begun.rstrip(b"\r"))
+        # Earlier states of a redrawn line are dropped now: a progress bar may never end its line.
+        self._begun = begun[begun.rfind(b"\r", 0, visible) + 1 :]
         if len(self._begun) > LONGEST:
-            yield from self.rest()
+            yield from self.finish()
 
-    def rest(self) -> Iterator[str]:
+    def finish(self) -> Iterator[str]:
         """Yield the incomplete last line, if any."""
         begun, self._begun = self._begun, b""
         if begun:
@@ -322,11 +326,14 @@ def _decode_line(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
-def event_of(line: str) -> dict[str, Any] | None:
-    """Parse a line as an event such as ``{"event": "step", "step": 3, "loss": 0.2}``; None for other text.
+def parse_event(line: str) -> dict[str, Any] | None:
+    """Parse a line as an event; None for other text.
 
     Events in ``_NUMBERS`` feed metrics and require numbers. Names reserved for the testbed are not accepted from
     programs.
+
+    >>> parse_event('{"event": "step", "step": 3.0, "time": 12}')
+    {'event': 'step', 'step': 3}
     """
     try:
         fields = json.loads(line)
@@ -339,15 +346,17 @@ def event_of(line: str) -> dict[str, Any] | None:
     needed, optional = _NUMBERS.get(name, ((), ()))
     if name in known and not needed:
         return None
-    for key in (*needed, *optional):
-        value = fields.get(key, 0 if key in optional else None)
-        if not isinstance(value, int | float) or (
-            key in needed and not math.isfinite(value)
-        ):
+    for key in needed:
+        value = fields.get(key)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+    # A loss may be NaN: the run has diverged, which the report shows.
+    for key in optional:
+        if not isinstance(fields.get(key, 0), int | float):
             return None
     if needed:
         fields[needed[0]] = int(fields[needed[0]])
-    return {
-        "event": name,
-        **{key: fields[key] for key in fields.keys() - {"time", "device", "event"}},
-    }
+    # The device records its own time and name.
+    for key in ("time", "device"):
+        fields.pop(key, None)
+    return fields

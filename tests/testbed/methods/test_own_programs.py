@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.common.errors import InputError
-from testbed.methods.program import environment, event_of
+from testbed.methods.program import environment, parse_event
 from testbed.methods.program.workload import by_device
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -100,11 +100,11 @@ def test_they_are_not_simulated() -> None:
 
 
 def test_lines_of_json_are_events() -> None:
-    assert event_of('{"event": "step", "step": 3, "time": 1}') == {
+    assert parse_event('{"event": "step", "step": 3, "time": 1}') == {
         "event": "step",
         "step": 3,
     }
-    assert event_of('{"event": "drift", "value": [1]}') == {
+    assert parse_event('{"event": "drift", "value": [1]}') == {
         "event": "drift",
         "value": [1],
     }
@@ -128,4 +128,4 @@ def test_lines_of_json_are_events() -> None:
             '{"event": "request", "request": 1, "latency": NaN}',
         ),
     ):
-        assert event_of(line) is None
+        assert parse_event(line) is None

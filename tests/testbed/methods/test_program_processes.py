@@ -97,7 +97,7 @@ def test_lines_are_the_same_however_output_is_cut(size: int) -> None:
         for at in range(0, len(text), size)
         for line in lines.split(text[at : at + size])
     ]
-    assert [*found, *lines.rest()] == ["one", "two", "", "100%", "three", "rest"]
+    assert [*found, *lines.finish()] == ["one", "two", "", "100%", "three", "rest"]
 
 
 DAEMON = """

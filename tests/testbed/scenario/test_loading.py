@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
-from testbed.scenario.finding import SHIPPED, named
+from testbed.scenario.finding import SHIPPED, scenarios_in
 from testbed.scenario.loading import load, validate
 from testbed.scenario.schema import Source
 
@@ -78,7 +78,7 @@ def test_the_resolved_scenario_reads_back_as_the_same(write):
 
 
 def test_shipped_scenarios_load():
-    names = named()
+    names = scenarios_in()
     assert {"quickstart", "papers/stahl-example"} <= {*names}
     for name, file in names.items():
         assert load(name).name == file.stem
