@@ -67,7 +67,9 @@ class _DelayQueue:
         # Each impairment draws from a sequence of its own, so that switching one on leaves the others' draws alone.
         self.delay = impairments.delay_process(link, f"{seed} delay")
         self.lost = impairments.loss_process(link, f"{seed} loss")
-        self.duplicates = impairments.bernoulli_process(link.duplicate, f"{seed} duplicate")
+        self.duplicates = impairments.bernoulli_process(
+            link.duplicate, f"{seed} duplicate"
+        )
         self.corrupts = impairments.bernoulli_process(link.corrupt, f"{seed} corrupt")
         self.random = Random(f"{seed} bit")
 

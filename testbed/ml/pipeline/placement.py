@@ -161,7 +161,7 @@ def place(
 
 def place_newest(
     lineage: Lineage,
-    inventory: Mapping[str, Held],
+    inventory: Mapping[str, ReplicaList],
     old: StagePartition,
     new: StagePartition,
     resumed: Point,
@@ -191,7 +191,7 @@ def place_newest(
 
 
 def _newest_of(
-    unit: int, lineage: Lineage, inventory: Mapping[str, Held], running: int
+    unit: int, lineage: Lineage, inventory: Mapping[str, ReplicaList], running: int
 ) -> tuple[Point, list[str]] | None:
     """Return the newest point of a unit and the devices that hold the unit at this point."""
     devices: dict[Point, list[str]] = {}
@@ -378,7 +378,7 @@ class ReplicaStore:
             lambda keep: self.replicas.keep([Point(*point) for point in keep.keep]),
         )
 
-    def inventory(self) -> Held:
+    def inventory(self) -> ReplicaList:
         """Return the held units by point in message form, those of the running stage included."""
         held = list(self.replicas.inventory())
         if self.running is not None and self.running.held_units:

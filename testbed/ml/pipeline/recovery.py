@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.messaging.membership import ReplicaList, Membership
+from testbed.messaging.membership import Membership, ReplicaList
 from testbed.messaging.supervision import Lost, Supervisor
 from testbed.ml.layers.shard import result_of
 from testbed.ml.lazy import torch
