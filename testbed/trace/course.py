@@ -10,7 +10,7 @@ FIGURES = (
     Metric(
         "duration",
         "seconds",
-        "from the start of the workload to the end of the lead's program",
+        ("time from the start of the workload to the end of the coordinator's program"),
         lambda record: record.end,
         brief=True,
         compared=True,
@@ -18,13 +18,16 @@ FIGURES = (
     Metric(
         "host_share",
         "share",
-        "of the undisturbed steps' or requests' time, that the host added to their critical paths",
+        (
+            "share of the undisturbed steps or requests that the host added to "
+            "their critical paths"
+        ),
         lambda record: record.cached(added).share,
     ),
     Metric(
         "trusted",
         "bool",
-        "whether the verdict has no objection",
+        "whether the verdict is trusted",
         lambda record: bool(record.cached(verdict)["trusted"]),
     ),
     Metric(

@@ -189,34 +189,40 @@ FIGURES = (
     Metric(
         "energy",
         "joules",
-        "of all devices: idle watts x time up + (busy - idle watts) x time computing; where all have watts",
+        (
+            "energy of all devices: idle watts x time up + (busy - idle watts) x "
+            "computing time; if all devices have watts"
+        ),
         _total_energy,
         compared=True,
     ),
     Metric(
         "compute_share",
         "share",
-        "of the duration, mean over the devices of the plan",
+        "share of the duration, mean over the devices of the plan",
         lambda record: _mean_of("compute_share", record),
         compared=True,
     ),
     Metric(
         "idle_share",
         "share",
-        "of the duration, mean over the devices of the plan",
+        "share of the duration, mean over the devices of the plan",
         lambda record: _mean_of("idle_share", record),
         compared=True,
     ),
     Metric(
         "compute_deficit",
         "seconds",
-        "by which the host made computations late, over all devices",
+        "time by which the host delayed computations, of all devices",
         lambda record: sum(row["deficit"] for row in record.cached(devices).values()),
     ),
     Metric(
         "deficit_share",
         "share",
-        "of the undisturbed steps' time, of the worst device",
+        (
+            "delay of computations as a share of the undisturbed steps, of the "
+            "worst device"
+        ),
         lambda record: max(
             (row["deficit_share"] for row in record.cached(devices).values()),
             default=0.0,

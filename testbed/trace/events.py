@@ -45,11 +45,14 @@ class EventType:
 
 EVENTS = (
     EventType(
-        "begin", "a computation starts", ("batch", "micro"), ("span", "batch", "micro")
+        "begin",
+        "start of a computation",
+        ("batch", "micro"),
+        ("span", "batch", "micro"),
     ),
     EventType(
         "compute",
-        "a computation has ended",
+        "end of a computation",
         ("batch", "micro"),
         (
             "span",
@@ -65,94 +68,101 @@ EVENTS = (
     ),
     EventType(
         "send",
-        "a message was acknowledged",
+        "acknowledgement of a sent message",
         (),
         ("peer", "message", "bytes", "start", "duration", "queued", "encode"),
     ),
     EventType(
         "receive",
-        "a message is fully there",
+        "complete arrival of a message",
         (),
         ("peer", "message", "bytes", "start", "duration", "decode", "cast"),
     ),
     EventType(
         "cast",
-        "a cast has left",
+        "end of the transmission of a broadcast",
         (),
         ("peers", "message", "bytes", "start", "duration", "number"),
     ),
     EventType(
         "state",
-        "the program is up, started, finished, failed or stopped",
+        "state of the program: ready, started, finished, failed or stopped",
         (),
         ("state", "error"),
     ),
     EventType(
-        "step", "a training step is done", ("batch",), ("step", "loss", "samples")
+        "step", "end of a training step", ("batch",), ("step", "loss", "samples")
     ),
     EventType(
         "left_out",
-        "training samples, of all, that make no whole batch of an epoch",
+        "training samples that do not fill a batch of an epoch, and all samples",
         None,
         ("samples", "of"),
     ),
     EventType(
         "evaluate",
-        "the model was tried on the test data",
+        "evaluation on the test data",
         ("batch",),
         ("step", "accuracy", "loss", "metrics"),
     ),
     EventType(
         "diverged",
-        "the loss or the weights that a device (`target`) sent are not finite numbers",
+        "loss or weights of a device (`target`) are not finite",
         ("batch",),
         ("step", "target"),
     ),
-    EventType("request", "an inference is done", ("batch",), ("request", "latency")),
     EventType(
-        "failed", "an inference was given up", ("batch",), ("request", "error", "after")
+        "request", "end of an inference request", ("batch",), ("request", "latency")
+    ),
+    EventType(
+        "failed",
+        "failure of an inference request",
+        ("batch",),
+        ("request", "error", "after"),
     ),
     EventType(
         "objects",
-        "objects were found in a sample",
+        "objects detected in a sample",
         ("batch",),
         ("request", "sample", "boxes"),
     ),
-    EventType("weights", "the program has loaded its initial weights"),
+    EventType("weights", "the program loaded its initial weights"),
     EventType(
         "memory", "new peak memory use, in bytes", (), ("weights", "activations")
     ),
     EventType(
         "recovery",
-        "a fault was detected, or work resumed after it; a method may record further phases",
+        (
+            "detection of a fault, or resumption after it; methods may record "
+            "further phases"
+        ),
         ("batch",),
         ("phase", "step", "missing", "partition"),
     ),
     EventType("log", "log message", (), ("text",)),
     EventType(
         "host",
-        "for how long the host kept the device's threads waiting, and the processor time that these took",
+        (
+            "time for which the host kept threads of the device waiting, and their "
+            "processor time"
+        ),
         None,
         ("waited", "interval", "processor", "computing"),
     ),
     EventType(
         "fault",
-        "a fault struck or was undone; `began` where the device took its time for it",
+        ("a fault was injected or reverted; `began` if the device needed time for it"),
         None,
         ("action", "target", "phase", "intended", "began", "detail"),
     ),
     EventType(
         "link",
-        "a link has other figures",
+        "new properties of a link",
         None,
         ("source", "destination", "rate", "delay", "loss", "up"),
     ),
-    EventType(
-        "speed", "a device has another speed", None, ("target", "factor", "speed")
-    ),
-    EventType(
-        "trace", "a trace changed something", None, ("what", "value", "intended")
-    ),
+    EventType("speed", "new speed of a device", None, ("target", "factor", "speed")),
+    EventType("trace", "change by a link trace", None, ("what", "value", "intended")),
 )
 """Event types with a meaning independent of the method. The last ones are the testbed's own."""
 

@@ -91,12 +91,12 @@ FIGURES = (
         Metric(
             f"processor_{name}",
             "seconds",
-            f"of processor time that {whose} took; on containers",
+            f"processor time of {whose}; in containers",
             _part_of_overhead(name),
         )
         for name, whose in {
             "computing": "the devices' computations",
-            "agents": "the devices' agents, beside computing,",
+            "agents": "the agents beside computations",
             "shaper": "the shaper",
             "controller": "the controller",
         }.items()
@@ -104,7 +104,10 @@ FIGURES = (
     Metric(
         "overhead",
         "share",
-        "processor time of agents, shaper and controller, of that of the devices' computations; on containers",
+        (
+            "processor time of agents, shaper and controller, divided by that of "
+            "the devices' computations; in containers"
+        ),
         _overhead_share,
     ),
 )

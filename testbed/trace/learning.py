@@ -47,7 +47,7 @@ FIGURES = (
     Metric(
         "accuracy",
         "share",
-        "of the test data, at the last evaluation",
+        "of the test data at the last evaluation",
         lambda record: _last_evaluation(record).get("accuracy"),
         brief=True,
         compared=True,
@@ -62,14 +62,14 @@ FIGURES = (
     Metric(
         "metrics.<metric>",
         "number",
-        "what `training.metrics` names, of the test data, at the last evaluation",
+        "metrics of `training.metrics`, of the test data at the last evaluation",
         lambda record: _last_evaluation(record).get("metrics"),
         compared=True,
     ),
     Metric(
         "diverged",
         "bool",
-        "the training loss or the test loss is not a finite number at the end",
+        "whether the training loss or the test loss is not finite at the end",
         _has_diverged,
     ),
     Metric(

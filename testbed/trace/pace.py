@@ -96,26 +96,26 @@ FIGURES = (
     Metric(
         "steps",
         "number",
-        "training steps done, each counted once",
+        "completed training steps, each counted once",
         lambda record: len(record.cached(_final_steps)),
         compared=True,
     ),
     Metric(
         "steps_repeated",
         "number",
-        "training steps done again after a recovery",
+        "training steps repeated after a recovery",
         _of_steps(lambda record: len(record.steps) - len(record.cached(_final_steps))),
     ),
     Metric(
         "samples",
         "number",
-        "training samples of the steps, each step counted once",
+        "training samples of all steps, each step counted once",
         _of_steps(_count_samples),
     ),
     Metric(
         "samples_per_second",
         "number",
-        "samples over duration",
+        "training samples divided by the duration",
         _of_steps(
             lambda record: (
                 _count_samples(record) / record.end if record.end > 0 else 0.0
@@ -126,7 +126,7 @@ FIGURES = (
     Metric(
         "left_out",
         "number",
-        "training samples that sit out each epoch, since they make no whole batch",
+        ("training samples left out of each epoch because they do not fill a batch"),
         lambda record: (
             found[-1].fields["samples"] if (found := record.of("left_out")) else None
         ),
@@ -134,7 +134,10 @@ FIGURES = (
     Metric(
         "step_time",
         "seconds",
-        "median over the undisturbed steps; a step's time runs from the step before it of the same device",
+        (
+            "median of the undisturbed steps; a step lasts from the previous step "
+            "of the same device"
+        ),
         _of_steps(lambda record: median(_step_seconds(record))),
         brief=True,
         compared=True,
@@ -142,14 +145,14 @@ FIGURES = (
     Metric(
         "step_time_mean",
         "seconds",
-        "mean over the undisturbed steps",
+        "mean of the undisturbed steps",
         _of_steps(lambda record: fmean(_step_seconds(record))),
         compared=True,
     ),
     Metric(
         "step_time_p95",
         "seconds",
-        "95th percentile over the undisturbed steps",
+        "95th percentile of the undisturbed steps",
         _of_steps(lambda record: float(np.percentile(_step_seconds(record), 95))),
         compared=True,
     ),
@@ -162,34 +165,40 @@ FIGURES = (
     Metric(
         "predicted_step_time",
         "seconds",
-        "predicted by the planner",
+        "step time predicted by the planner",
         lambda record: record.plan.step_time,
     ),
     Metric(
         "step_time_before",
         "seconds",
-        "median over the undisturbed steps before the first fault that was noticed",
+        "median of the undisturbed steps before the first detected fault",
         _rate_before,
         compared=True,
     ),
     Metric(
         "step_time_after",
         "seconds",
-        "median over the undisturbed steps after the last recovery or pause, of all where there was none",
+        (
+            "median of the undisturbed steps after the last recovery or pause; of "
+            "all steps without any"
+        ),
         _rate_after,
         compared=True,
     ),
     Metric(
         "step_time_disturbed",
         "seconds",
-        "median over the steps during disturbances, such as a fault that lasts",
+        "median of the steps during disturbances, such as a long fault",
         _rate_during,
         compared=True,
     ),
     Metric(
         "busiest_share",
         "share",
-        "of these steps' time, that the busiest device computes or the busiest link carries",
+        (
+            "share of these steps in which the busiest device computes or the "
+            "busiest link transmits"
+        ),
         busiest_share,
         compared=True,
     ),

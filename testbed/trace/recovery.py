@@ -24,26 +24,26 @@ FIGURES = (
     Metric(
         "faults",
         "number",
-        "faults that struck, without those that mend",
+        "number of injected faults, repairs excluded",
         lambda record: sum(not strike.mends for strike in record.strikes),
     ),
     Metric(
         "recoveries",
         "number",
-        "faults that the method noticed and outlived",
+        "faults detected and recovered from",
         lambda record: len(_completed_recoveries(record)),
         compared=True,
     ),
     Metric(
         "unrecovered",
         "number",
-        "faults that the method noticed and did not outlive",
+        "faults detected and not recovered from",
         lambda record: len(record.recoveries) - len(_completed_recoveries(record)),
     ),
     Metric(
         "detection_time",
         "seconds",
-        "longest, from the strike to the detection",
+        "maximum time from a fault to its detection",
         lambda record: _longest_span(
             [
                 item.detected - item.struck
@@ -56,7 +56,7 @@ FIGURES = (
     Metric(
         "resume_time",
         "seconds",
-        "longest, from the detection to the resumption",
+        "maximum time from a detection to the resumption",
         lambda record: _longest_span(
             [
                 (item.resumed or 0.0) - item.detected
@@ -68,7 +68,7 @@ FIGURES = (
     Metric(
         "recovery_time",
         "seconds",
-        "longest, from the strike to the resumption",
+        "maximum time from a fault to the resumption",
         lambda record: _longest_span(
             [item.duration or 0.0 for item in _completed_recoveries(record)]
         ),

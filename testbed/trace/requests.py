@@ -169,66 +169,79 @@ def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[RunView], float 
 
 
 FIGURES = (
-    Metric("requests", "number", "inferences done", _of_latencies(len), compared=True),
+    Metric(
+        "requests",
+        "number",
+        "completed inference requests",
+        _of_latencies(len),
+        compared=True,
+    ),
     Metric(
         "requests_per_second",
         "number",
-        "inferences over duration",
+        "completed requests divided by the duration",
         _per_second,
         compared=True,
     ),
     Metric(
         "objects",
         "number",
-        "objects found in the samples of all requests",
+        "objects detected in the samples of all requests",
         _count_objects,
     ),
     Metric(
         "latency",
         "seconds",
-        "median of an inference",
+        "median latency of a request",
         _of_latencies(median),
         brief=True,
         compared=True,
     ),
-    Metric("latency_mean", "seconds", "mean of an inference", _of_latencies(fmean)),
+    Metric(
+        "latency_mean", "seconds", "mean latency of a request", _of_latencies(fmean)
+    ),
     Metric(
         "latency_p95",
         "seconds",
-        "95th percentile of an inference",
+        "95th percentile of the latency",
         _of_latencies(lambda latencies: float(np.percentile(latencies, 95))),
         compared=True,
     ),
     Metric(
         "latency_p99",
         "seconds",
-        "99th percentile of an inference",
+        "99th percentile of the latency",
         _of_latencies(lambda latencies: float(np.percentile(latencies, 99))),
     ),
-    Metric("latency_max", "seconds", "longest inference", _of_latencies(max)),
-    Metric("requests_failed", "number", "inferences given up", _count_failed),
+    Metric(
+        "latency_max", "seconds", "maximum latency of a request", _of_latencies(max)
+    ),
+    Metric("requests_failed", "number", "requests that failed", _count_failed),
     Metric(
         "path_compute",
         "seconds",
-        "of computing on an inference's critical path, mean",
+        "mean computing time on the critical path of a request",
         _mean_spent(lambda spent: spent.computing),
     ),
     Metric(
         "path_network",
         "seconds",
-        "of messages on an inference's critical path, mean",
+        "mean message time on the critical path of a request",
         _mean_spent(lambda spent: spent.messaging),
     ),
     Metric(
         "over_predicted",
         "number",
-        "time from one inference's result to the next, over the predicted one",
+        "interval between results, divided by the predicted interval",
         _over_predicted,
     ),
     Metric(
         "over_bound",
         "number",
-        "time of all inferences over that of the busiest processor or link; 1 is the least",
+        (
+            "time of all requests divided by the busy time of the busiest processor "
+            "or link; at least 1"
+        ),
         _over_bound,
     ),
 )

@@ -22,13 +22,13 @@ def _round_time(record: RunView) -> float | None:
 
 ROUND = EventType(
     "round",
-    "the server has averaged the models of a round; samples by device",
+    "end of a round: the server averaged the models; samples by device",
     fields=("round", "start", "duration", "samples"),
 )
 ROUND_TIME = Metric(
     "round_time",
     "seconds",
-    "median, from one average of the models to the next",
+    "median time from one average of the models to the next",
     _round_time,
     brief=True,
     compared=True,

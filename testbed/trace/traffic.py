@@ -55,45 +55,48 @@ FIGURES = (
     Metric(
         "casts",
         "number",
-        "transmissions to several at once, by all devices together",
+        "broadcasts of all devices",
         lambda record: len(record.of("cast")) or None,
     ),
     Metric(
         "cast_time",
         "seconds",
-        "median time that a cast took to leave its device",
+        "median transmission time of a broadcast",
         _cast_time,
     ),
     Metric(
         "reception",
         "share",
-        "of the casts meant to be heard, each counted for each of its peers",
+        "share of broadcasts received, counted for each receiver",
         _reception_ratio,
     ),
     Metric(
         "messages",
         "number",
-        "sent, by all devices together; a cast counts once",
+        "messages sent by all devices; a broadcast counts once",
         lambda record: _sum_of_links("messages_sent", record),
     ),
     Metric(
         "bytes_sent",
         "bytes",
-        "by all devices together; a cast counts once",
+        "bytes sent by all devices; a broadcast counts once",
         lambda record: _sum_of_links("bytes_sent", record),
         compared=True,
     ),
     Metric(
         "wire_bytes",
         "bytes",
-        "that left all devices as their kernels counted them: headers, acknowledgements and repeats too; in containers",
+        (
+            "bytes sent by all devices as counted by their kernels, including "
+            "headers, acknowledgements and retransmissions; in containers"
+        ),
         lambda record: sum(record.outcome.fidelity.get("sent", {}).values()) or None,
         compared=True,
     ),
     Metric(
         "bytes_received",
         "bytes",
-        "by all devices together",
+        "bytes received by all devices",
         lambda record: _sum_of_links("bytes_received", record),
     ),
 )

@@ -40,14 +40,14 @@ FIGURES = (
     Metric(
         "learned",
         "share",
-        "of all updates of layers, those made: all losses of the layer behind had arrived",
+        "fraction of layer updates performed (all gradients received)",
         _learned,
         brief=True,
     ),
     Metric(
         "informing_bytes",
         "bytes",
-        "by which the device that coordinates sends each what it is to hold",
+        "bytes that the coordinator sends to announce the assignment of neurons",
         _informing,
     ),
 )

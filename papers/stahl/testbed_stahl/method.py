@@ -91,7 +91,7 @@ DECLARED = MetricsSpec(
     events=(
         EventType(
             "tile",
-            "the source has a device compute a tile",
+            "assignment of a tile to a device",
             ("batch",),
             ("request", "tile", "owner", "by"),
         ),
@@ -100,13 +100,13 @@ DECLARED = MetricsSpec(
         Metric(
             "tiles_stolen",
             "number",
-            "computed by other devices than the plan says, since they were idle",
+            "tiles computed by idle devices instead of the devices of the plan",
             _stolen_tiles,
         ),
         Metric(
             "tile_bytes",
             "bytes",
-            "sent about tiles: of the image, what tiles reuse, what they become",
+            "bytes sent for tiles: image, reused overlaps, results",
             _tile_bytes,
         ),
     ),

@@ -24,22 +24,22 @@ _SHARES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "substituted": (
         "missing",
         ("due",),
-        "of the inputs of layers in training, those that were missing and counted as zero",
+        "share of layer inputs in training that were missing and counted as zero",
     ),
     "dropped": (
         "dropped",
         ("batches",),
-        "of the batches that reached a layer of a device, those that went no further",
+        "share of the batches at a layer of a device that were dropped there",
     ),
     "gradients_reused": (
         "reused",
         _UPDATES,
-        "of the updates of layers that were due, those made with saved gradients",
+        "share of layer updates made with saved gradients",
     ),
     "gradients_fresh": (
         "fresh",
         _UPDATES,
-        "of the updates of layers that were due, those made with new gradients",
+        "share of layer updates made with new gradients",
     ),
 }
 """By figure: which counts of ``maintenance`` events, over which."""
@@ -199,50 +199,53 @@ DECLARED = MetricsSpec(
         Metric(
             "devices.<device>.neurons",
             "number",
-            "held by one device at the end",
+            "neurons of one device at the end",
             partial(_last, _neurons, "neurons"),
         ),
         Metric(
             "devices.<device>.credibility",
             "share",
-            "of one device at the end of the last window that judged it",
+            "credibility of one device at the end of its last window",
             partial(_last, _credibility, "credibility"),
         ),
         Metric(
             "rearrangements",
             "number",
-            "decisions to move neurons, whatever the cause",
+            "decisions to move neurons",
             partial(_changes, None),
             compared=True,
         ),
         Metric(
             "failures_found",
             "number",
-            "devices that nobody heard for a window",
+            "devices that no other device received for a window",
             partial(_changes, "failure"),
         ),
         Metric(
             "joins",
             "number",
-            "devices that were given neurons after they had booted or were heard again",
+            "devices that received neurons after a start or a return",
             partial(_changes, "join"),
         ),
         Metric(
             "neurons_anew",
             "number",
-            "neurons that began again with first weights; of a device that lives, unheard, until it has sent its own",
+            "neurons that restarted with initial weights",
             _anew,
         ),
         Metric(
             "accuracy_risen",
             "share",
-            "by which the last accuracy is above that before a device last failed, retired or joined",
+            (
+                "last accuracy minus the accuracy before the last failure, retirement "
+                "or join"
+            ),
             _risen,
         ),
         Metric(
             "least_credibility",
             "share",
-            "of any device at the end of any window",
+            "minimum credibility of any device at the end of any window",
             _least_credible,
         ),
     ),
@@ -259,25 +262,25 @@ DECLARED = MetricsSpec(
         *SLOTS.events,
         EventType(
             "rearrangement",
-            "neurons are to move, and why",
+            "decision to move neurons, with its cause",
             (),
             ("cause", "devices", "moved", "anew"),
         ),
         EventType(
             "arranged",
-            "the neurons that the device holds from now on",
+            "new assignment of neurons of the device",
             None,
             ("version", "neurons"),
         ),
         EventType(
             "credibility",
-            "of a device in a window, as the coordinator knows it",
+            "credibility of a device in a window at the coordinator",
             None,
             ("window", "of", "value"),
         ),
         EventType(
             "maintenance",
-            "what a device counted of a layer since it last did",
+            "counters of a layer on a device since the previous event",
             None,
             ("step", "layer"),
         ),

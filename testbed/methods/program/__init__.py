@@ -76,9 +76,9 @@ class Program(Method[Options]):
     declared = MetricsSpec(
         events=(
             EventType(
-                "output", "a program has written a line", None, ("stream", "text")
+                "output", "line of output of a program", None, ("stream", "text")
             ),
-            EventType("exit", "a program has ended", (), ("status",)),
+            EventType("exit", "end of a program", (), ("status",)),
             ROUND,
         ),
         figures=(ROUND_TIME,),

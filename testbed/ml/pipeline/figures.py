@@ -140,7 +140,10 @@ RECOVERY = (
     Metric(
         "outage",
         "seconds",
-        "longest, from the strike until a batch was trained that had not been before: with all that is done again",
+        (
+            "maximum time from a fault until a new batch is trained, including "
+            "repeated batches"
+        ),
         lambda record: _longest_time(
             _outage_time(record, each) for each in record.cached(_all_recoveries)
         ),
@@ -148,13 +151,13 @@ RECOVERY = (
     Metric(
         "rest",
         "seconds",
-        "from the last resumption after a fault until the last batch was trained",
+        "time from the last resumption after a fault to the last trained batch",
         _remaining_time,
     ),
     Metric(
         "recovery_bytes",
         "bytes",
-        "received in recoveries: weights and optimizer state, as messages",
+        "weights and optimizer state received in recoveries, as messages",
         _moved_bytes,
     ),
 )
@@ -245,25 +248,25 @@ CHANGES = (
     Metric(
         "repartitions",
         "number",
-        "changes of the partition in a run that goes on, without those of recoveries",
+        "changes of the partition without a fault",
         lambda record: len(record.of("repartition")) if record.of("versions") else None,
     ),
     Metric(
         "repartition_pause",
         "seconds",
-        "longest that such a change let no batch in, draining included",
+        ("maximum time without a new batch during such a change, including draining"),
         lambda record: _of_longest(record, "seconds"),
     ),
     Metric(
         "repartition_draining",
         "seconds",
-        "of that pause, until the pipeline was empty",
+        "part of this pause until the pipeline is empty",
         lambda record: _of_longest(record, "draining"),
     ),
     Metric(
         "repartition_moving",
         "seconds",
-        "longest that such a change took from then on: agreeing and moving",
+        "maximum time of such a change after draining: agreement and moves",
         lambda record: _longest_time(
             item["seconds"] - item["draining"]
             for item in record.cached(_all_repartitions)
@@ -272,7 +275,7 @@ CHANGES = (
     Metric(
         "repartition_bytes",
         "bytes",
-        "received in such changes: weights and optimizer state, as messages",
+        "weights and optimizer state received in such changes, as messages",
         _changed_bytes,
     ),
 )
@@ -314,7 +317,7 @@ def _replicating(record: RunView) -> float | None:
 REPLICATING = Metric(
     "step_time_replicating",
     "seconds",
-    "mean of the batches during which replicas of weights arrived",
+    "mean of the batches during which weight replicas arrived",
     _replicating,
 )
 
@@ -325,7 +328,7 @@ REPLICATING = Metric(
 VERSIONS_KEPT = Metric(
     "versions_kept",
     "number",
-    "of its weights, that any stage kept at once",
+    "maximum number of weight versions stored by a stage",
     lambda record: max(
         (event.fields["kept"] for event in record.of("versions")), default=None
     ),
@@ -378,32 +381,32 @@ DECLARED = MetricsSpec(
     events=(
         EventType(
             "stretch",
-            "a stretch of training begins with this batch",
+            "start of an interval of training with this batch",
             ("batch",),
             ("step", "in_flight", "partition", "configuration"),
         ),
         EventType(
             "repartition",
-            "the partition has changed before this batch",
+            "change of the partition before this batch",
             ("batch",),
             ("step", "partition", "seconds", "draining"),
             pause=True,
         ),
         EventType(
             "versions",
-            "what a stage kept in the stretch that ended before this batch",
+            ("weight versions of a stage in the interval that ended before this batch"),
             ("batch",),
             ("step", "stage", "in_use", "kept", "allowed", "bytes", "replicas"),
         ),
         EventType(
             "profile",
-            "what each unit takes, as measured before training",
+            "measured times of all units before training",
             (),
             ("seconds",),
         ),
         EventType(
             "bandwidth",
-            "what a link carries, as measured",
+            "measured rate of a link",
             (),
             ("source", "destination", "rate"),
         ),

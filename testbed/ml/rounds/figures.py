@@ -131,31 +131,31 @@ DECLARED = MetricsSpec(
         Metric(
             "epoch_time",
             "seconds",
-            "of an epoch, by the iterations of the first round",
+            "time of an epoch, from the iterations of the first round",
             _epoch_time,
         ),
         Metric(
             "server_idle_time",
             "seconds",
-            "that the server does not compute, the mean of a round",
+            "idle time of the server, mean of a round",
             lambda record: _idle_time(record, [record.plan.lead]),
         ),
         Metric(
             "device_idle_time",
             "seconds",
-            "that a device does not compute, the mean of a round and of all devices",
+            "idle time of a device, mean of a round and of all devices",
             _device_idle_time,
         ),
         Metric(
             "throughput",
             "bytes",
-            "of messages on all links together, a second of the rounds",
+            "bytes of messages on all links per second of the rounds",
             _bytes_per_second,
         ),
         Metric(
             "missed_updates",
             "number",
-            "that did not come in time for their round",
+            "updates that missed the deadline of their round",
             _missed_rounds,
         ),
     ),
@@ -163,7 +163,9 @@ DECLARED = MetricsSpec(
     events=(
         ROUND,
         EventType(
-            "missed", "a round went on without devices", fields=("round", "devices")
+            "missed",
+            "devices that missed the deadline of a round",
+            fields=("round", "devices"),
         ),
     ),
     rows=(

@@ -131,49 +131,55 @@ DECLARED = MetricsSpec(
             Metric(
                 f"{passing}_passed",
                 "share",
-                f"of {needed}, those that came in time",
+                f"share of {needed} that arrived in time",
                 partial(_passed_counts, passing),
             )
             for passing, needed in (
-                ("forward", "the outputs that a layer needed of other devices"),
-                ("backward", "the losses that a layer needed of other devices"),
-                ("sharing", "the results that the output layer shares"),
+                ("forward", "the outputs needed from other devices"),
+                ("backward", "the losses needed from other devices"),
+                ("sharing", "the shared results of the output layer"),
             )
         ),
         Metric(
             "training_casts",
             "number",
-            "acknowledgements too, without those of tests",
+            "broadcasts in training, including acknowledgements",
             _count_casts,
         ),
         Metric(
             "training_transmissions",
             "number",
-            "the same, one for each receiver of a cast: the papers' transmissions",
+            "the same, counted for each receiver: the transmissions of the papers",
             _count_transmissions,
         ),
         Metric(
             "casts_rate",
             "number",
-            "casts a second and device while training",
+            "broadcasts per second and device in training",
             partial(_success_rate, _count_casts),
         ),
         Metric(
             "transmissions_rate",
             "number",
-            "a second and device while training, one for each receiver of a cast",
+            (
+                "transmissions per second and device in training, counted for each "
+                "receiver"
+            ),
             partial(_success_rate, _count_transmissions),
         ),
         Metric(
             "timeslots",
             "number",
-            "until the last backward, those of tests between steps among them",
+            "timeslots until the last backward pass, including tests between steps",
             _count_timeslots,
         ),
         Metric(
             "time_to_80",
             "seconds",
-            "timeslots of training, without those of tests, until an evaluation first found an accuracy of 80 %",
+            (
+                "time of training without tests until the first evaluation with an "
+                "accuracy of 80 %"
+            ),
             _time_to_good,
         ),
         *(
@@ -183,24 +189,24 @@ DECLARED = MetricsSpec(
             for field, meaning in (
                 (
                     "one",
-                    "of the tests, by the results that the device that leads heard",
+                    "accuracy by the results that the coordinator received",
                 ),
                 (
                     "any",
-                    "of the tests, those right by the results that at least one device of the output layer heard",
+                    "accuracy by the results that at least one device of the output layer received",
                 ),
-                ("gathered", "of the tests, by results of which none is lost"),
+                ("gathered", "accuracy by complete results"),
                 ("deviation", "standard deviation of the accuracy over the test runs"),
             )
         ),
     ),
     events=(
         EventType(
-            "tests", "training stands still, and test runs begin", ("batch",), ("step",)
+            "tests", "training pauses, and test runs begin", ("batch",), ("step",)
         ),
         EventType(
             "passed",
-            "parts that a device needed of others so far, and that came",
+            "parts needed from other devices so far, and parts that arrived",
             (),
             ("to", "due", "came"),
         ),
