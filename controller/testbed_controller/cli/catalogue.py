@@ -378,7 +378,7 @@ def profiles(as_json: bool) -> None:
         [_link_row(each) for each in PRESETS.values()],
     )
     _print_presets(
-        "Radios, for `network.radio`: the range of broadcasts",
+        "Radios, for `network.radio`: the range of casts",
         [_radio_row(each) for each in TRANSCEIVERS.values()],
     )
 

@@ -47,8 +47,8 @@ def options_of(
     The help is the key's description with an example.
 
     >>> from testbed.network.parts import LinkPart
-    >>> options_of(LinkPart)[0].opts
-    ['--rate']
+    >>> [parameter.name for parameter in options_of(LinkPart)][:3]
+    ['preset', 'rate', 'delay']
     """
     schemas = part.model_json_schema()["properties"]
     parameters: list[click.Parameter] = []

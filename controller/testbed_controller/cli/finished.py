@@ -101,9 +101,9 @@ def _has_diverged(run: Run) -> bool:
 
 
 def _unmet_expectations(run: Run) -> Iterator[str]:
-    from testbed_controller.report.sections import found_text
+    from testbed_controller.report.sections import result_text
 
     for expectation in run.expectations:
         if not expectation.holds:
-            actual = found_text(expectation, run)
+            actual = result_text(expectation, run)
             yield f"{expectation.key} is {actual}, expected {expectation.condition}"

@@ -505,7 +505,8 @@ def radio_table(radio: RadioView) -> Iterator[Section | str]:
         [Column(""), Column("device"), Column("metres"), *figures(*numbers.values())],
         rows,
     )
-    yield f"\n[dim]packet reception ratio (PRR): broadcasts of the row's device that the column's receives{mean}[/dim]"
+    meaning = "share of the casts of the row's device that the column's receives"
+    yield f"\n[dim]packet reception ratio (PRR): {meaning}{mean}[/dim]"
 
 
 def alternatives_table(alternatives: Sequence[Alternative]) -> Iterator[Section | str]:

@@ -77,7 +77,7 @@ class Bars:
     half_widths: Sequence[float | None] = ()
     """Half widths of the intervals around the values."""
     dash: Dash = "solid"
-    """The hatching, by the dash of lines of the same series."""
+    """Hatching, equivalent to the dash of a line of the same series."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,9 @@ class Axis:
     ) -> np.ndarray[Any, Any]:
         """Return the lower and upper half widths of intervals around values, (2, values); NaN without an interval."""
         half = np.array([math.nan if each is None else each for each in halves], float)
-        room = np.maximum(
-            self.most - np.array(values),
-            np.where(np.array(values) > self.most, math.inf, 0.0),
-        )
+        centres = np.array(values)
+        # A share is at most 1, so the interval ends there, unless the value itself is above.
+        room = np.where(centres > self.most, math.inf, self.most - centres)
         return np.array([half, np.minimum(half, room)])
 
 
@@ -136,11 +135,11 @@ class LinePlot:
 
 @dataclass(frozen=True)
 class StackedPlot:
-    """The part of each line in the whole, over the seconds from 0 to ``end``; a value holds until the next."""
+    """Shares of a whole over the seconds from 0 to ``end``; a value holds until the next one."""
 
     lines: Sequence[Line]
     marks: Sequence[float]
-    """Seconds at which something happened to the whole."""
+    """Seconds marked by vertical lines."""
     _: KW_ONLY
     end: float
     y: Axis
@@ -165,14 +164,14 @@ class BarPlot:
 class DeviceMap:
     """Device positions and the links between them.
 
-    A link is two halves: the one at a device is the reception of its casts at the other.
+    A link has two halves: the half at a device is for the casts that the other device receives from it.
     """
 
     positions: Mapping[str, Position]
     ratios: Mapping[Pair, float]
     """Packet reception ratio of each directed link, from 0 to 1."""
     held: Mapping[str, str]
-    """The holdings of devices, in words."""
+    """Model units of each device, as text."""
     area: tuple[float, float]
     """Width and height in metres."""
 
@@ -193,7 +192,11 @@ Chart = tuple[str, str, Plot | None]
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """Return at most ``most`` points, keeping the lowest and the highest of every stretch."""
+    """Return at most ``most`` points, the lowest and the highest of each interval of x. NaN is omitted.
+
+    >>> thin([(0, 1.0), (1, 9.0), (2, 2.0), (3, 3.0)], most=2)
+    [(0, 1.0), (1, 9.0)]
+    """
     finite = [point for point in points if math.isfinite(point[1])]
     if len(finite) <= most:
         return finite
@@ -201,9 +204,8 @@ def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
     kept: list[tuple[float, float]] = []
     for start in range(0, len(finite), size):
         stretch = finite[start : start + size]
-        ends = {
-            min(stretch, key=lambda point: point[1]),
-            max(stretch, key=lambda point: point[1]),
-        }
-        kept += sorted(ends)
+        lowest = min(stretch, key=lambda point: point[1])
+        highest = max(stretch, key=lambda point: point[1])
+        # The same point if the interval is flat.
+        kept += sorted({lowest, highest})
     return kept

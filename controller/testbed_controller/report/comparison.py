@@ -51,104 +51,98 @@ def show(console: Console, compared: Mapping[str, Any]) -> None:
 
 
 def figures_of(compared: Mapping[str, Any]) -> Section:
-    """Return the figures of runs side by side."""
+    """Return the metrics of runs side by side."""
     rows = [_figure_row(row) for row in compared["figures"]]
-    repeated = any(run["count"] > 1 for run in compared["runs"])
-    brief = (
-        "mean ± half width of the 95% confidence interval (Student)" if repeated else ""
-    )
-    note = "Small: how many times the first column's figure."
-    note += f" Figures of several runs: {brief}." if brief else ""
-    return Section(
-        "Runs side by side", note, brief, _table_columns("Figure", compared), rows
-    )
+    note = "Small print: ratio to the first column."
+    brief = ""
+    if any(run["count"] > 1 for run in compared["runs"]):
+        brief = "mean ± half width of the 95% confidence interval (Student)"
+        note += f" Values of several runs: {brief}."
+    columns = _table_columns("Metric", compared)
+    return Section("Runs side by side", note, brief, columns, rows)
 
 
 def _figure_row(row: Mapping[str, Any]) -> list[Cell]:
     """Return the cells of one metric, all in one unit."""
     scale = Scale.of(row["kind"], row["values"])
     cells = [Cell(scale.title(row["name"].replace("_", " ")), hint=row["about"])]
-    for at, value in enumerate(row["values"]):
-        cells.append(Cell(scale.write(value), _cell_note(row, at, scale)))
+    for number, value in enumerate(row["values"]):
+        cells.append(Cell(scale.write(value), _cell_note(row, number, scale)))
     return cells
 
 
-def _cell_note(row: Mapping[str, Any], at: int, scale: Scale) -> str:
+def _cell_note(row: Mapping[str, Any], number: int, scale: Scale) -> str:
     """Return a metric's interval and its ratio to the first column; empty if both are unknown."""
-    half, ratio = row["half_widths"][at], row["ratios"][at]
-    parts = [f"± {scale.write(half)}" if half else ""]
-    return " ".join(
-        filter(None, [*parts, formats.ratio(ratio) if at and ratio is not None else ""])
-    )
+    half_width = row["half_widths"][number]
+    ratio = row["ratios"][number]
+    parts = []
+    if half_width:
+        parts.append(f"± {scale.write(half_width)}")
+    # The ratio of the first column is to itself.
+    if number > 0 and ratio is not None:
+        parts.append(formats.ratio(ratio))
+    return " ".join(parts)
 
 
 def _table_columns(first: str, compared: Mapping[str, Any]) -> tuple[Column, ...]:
-    heads = []
+    headings = []
     for run in compared["runs"]:
-        lines = [
-            line
-            for part in run["label"].split(",")
-            for line in textwrap.wrap(part, HEAD) or [""]
-        ]
-        again = f"\u00a0×\u00a0{run['count']}" if run["count"] > 1 else ""
-        heads.append(
-            "\n".join(
-                [*lines, f"{run['runtime']}d\u00a0{VERDICTS[run['verdict']][0]}{again}"]
-            )
-        )
-    return Column(first, "name"), *figures(*heads)
+        lines = []
+        for part in run["label"].split(","):
+            lines += textwrap.wrap(part, HEAD) or [""]
+        sign, _ = VERDICTS[run["verdict"]]
+        last = f"{run['runtime']}d\u00a0{sign}"
+        if run["count"] > 1:
+            last += f"\u00a0×\u00a0{run['count']}"
+        headings.append("\n".join([*lines, last]))
+    return Column(first, "name"), *figures(*headings)
 
 
 def _other_sections(compared: Mapping[str, Any]) -> Iterator[Section]:
     """Yield the sections of the page besides the metrics."""
-    rows = [
-        [
-            Cell(name),
-            *(
-                Cell("–") if share is None else Cell(_format_share(share), shares=share)
-                for share in shares
-            ),
-        ]
-        for name, shares in compared["devices"].items()
-    ]
-    note = "Share of the run that a device spent computing / communicating without computing; red: down."
+    rows = []
+    for name, shares in compared["devices"].items():
+        rows.append([Cell(name), *(_share_cell(share) for share in shares)])
+    note = "Share of the run in which a device computes / communicates without computing; red: down."
     yield Section("Devices", note, "", _table_columns("Device", compared), rows)
     if compared["differences"]:
-        rows = [
-            [
-                Cell(key),
-                *(Cell("–" if value is None else str(value)) for value in values),
-            ]
-            for key, values in compared["differences"].items()
-        ]
-        yield Section(
-            "Where the scenarios differ", "", "", _table_columns("Key", compared), rows
-        )
+        rows = []
+        for key, values in compared["differences"].items():
+            texts = ["–" if value is None else str(value) for value in values]
+            rows.append([Cell(text) for text in (key, *texts)])
+        columns = _table_columns("Key", compared)
+        yield Section("Differences between the scenarios", "", "", columns, rows)
 
 
-def _format_share(share: Mapping[str, float]) -> str:
-    return " / ".join(formats.whole_share(share[kind]) for kind in BARS[:2])
+def _share_cell(share: Mapping[str, float] | None) -> Cell:
+    if share is None:
+        return Cell("–")
+    text = " / ".join(formats.whole_share(share[kind]) for kind in BARS[:2])
+    return Cell(text, shares=share)
 
 
 def clocks_text(clocks: Mapping[str, Any]) -> str:
     """Describe the agreement of both runtimes."""
-    what = clocks["figure"].replace("_", " ")
+    metric = clocks["figure"].replace("_", " ")
     verb = "agree" if clocks["agree"] else "do not agree"
+    emulated = formats.seconds(clocks["emulated"])
+    simulated = formats.seconds(clocks["simulated"])
     return (
-        f"emulated and simulated {verb}: {what} {formats.seconds(clocks['emulated'])} against "
-        f"{formats.seconds(clocks['simulated'])}, {clocks['ratio'] - 1:+.1%}"
+        f"emulated and simulated {verb}: {metric} {emulated} against {simulated}, "
+        f"{clocks['ratio'] - 1:+.1%}"
     )
 
 
 def render(grouped: Mapping[str, Sequence[Run]], compared: Mapping[str, Any]) -> str:
     """Return a comparison as one self-contained HTML page."""
     runs = compared["runs"]
+    chips = []
+    for run in runs:
+        sign, _ = VERDICTS[run["verdict"]]
+        chips.append(f"{sign} {run['label']}, {run['runtime']}d")
     return html.page(
         f"{sum(run['count'] for run in runs)} runs side by side",
-        chips=[
-            f"{VERDICTS[run['verdict']][0]} {run['label']}, {run['runtime']}d"
-            for run in runs
-        ],
+        chips=chips,
         warnings=compared["warnings"],
         notice=clocks_text(compared["clocks"]) if compared["clocks"] else "",
         charts=list(plots(grouped)),
@@ -157,9 +151,9 @@ def render(grouped: Mapping[str, Sequence[Run]], compared: Mapping[str, Any]) ->
     )
 
 
-COURSES = (
+CURVES = (
     ("Loss over time", "loss", Axis("training loss")),
-    # Disturbed steps would flatten the rest; their time is the recovery time above.
+    # Disturbed steps take so long that all others would look alike; the recovery time is a metric of its own.
     ("Time per undisturbed step", "steps", Axis("time per step", "seconds")),
     ("Accuracy over time", "accuracy", Axis("accuracy", "share")),
     ("Latency over time", "latency", Axis("latency", "seconds")),
@@ -169,41 +163,38 @@ COURSES = (
 
 def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
     """Yield title, note and plot of runs over time; limited to the first groups."""
-    everyone = list(chain.from_iterable(grouped.values()))
-    notes = [BAND] if len(everyone) > len(grouped) else []
+    runs = list(chain.from_iterable(grouped.values()))
+    notes = [BAND] if len(runs) > len(grouped) else []
     left_out = len(grouped) - len(STYLES)
     if left_out > 0:
-        notes.append(f"{left_out} more are not drawn: choose with --series.")
+        notes.append(f"{left_out} more are not drawn: select with --series.")
     note = " ".join(notes)
-    end = max(run.metrics["duration"] for run in everyone)
-    for title, what, y in COURSES:
-        lines = _mean_lines(grouped, what, over="seconds", steady=what == "steps")
-        # One evaluation at the end is a figure and no curve.
-        if any(len(line.points) > 1 or what != "accuracy" for line in lines):
+    end = max(run.metrics["duration"] for run in runs)
+    for title, name, y in CURVES:
+        lines = _mean_lines(grouped, name, over="seconds", steady=name == "steps")
+        # A single evaluation at the end of a run is a value, not a curve.
+        has_curve = any(len(line.points) > 1 for line in lines)
+        if lines and (has_curve or name != "accuracy"):
             yield title, note, LinePlot(lines, range_=(0.0, end), y=y)
-    recoveries = chain.from_iterable(run.metrics["recovery_list"] for run in everyone)
+    recoveries = chain.from_iterable(run.metrics["recovery_list"] for run in runs)
     steps = [item["step"] for item in recoveries if item["step"] is not None]
     if steps:
         # Around the first step that any run had to resume with.
-        first, last = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
-        lines, y = (
-            _mean_lines(grouped, "steps", begin=first, end=last),
-            Axis("time per step", "seconds"),
-        )
-        yield (
-            "Time per step around the fault",
-            note,
-            LinePlot(lines, range_=(first, last), x="step", y=y),
-        )
+        first = max(0, min(steps) - AROUND // 2)
+        last = min(steps) + AROUND
+        lines = _mean_lines(grouped, "steps", begin=first, end=last)
+        y = Axis("time per step", "seconds")
+        plot = LinePlot(lines, range_=(first, last), x="step", y=y)
+        yield "Time per step around the fault", note, plot
 
 
 def _mean_lines(
-    grouped: Mapping[str, Sequence[Run]], what: str, **options: Any
+    grouped: Mapping[str, Sequence[Run]], name: str, **options: Any
 ) -> list[Line]:
-    """Return the mean curve of each group with data."""
+    """Return the mean curve of each group with data; ``options`` are those of `curve`."""
     lines = []
     for (label, runs), style in zip(grouped.items(), STYLES, strict=False):
-        line = mean_line(label, [curve(run, what, **options) for run in runs], *style)
+        line = mean_line(label, [curve(run, name, **options) for run in runs], *style)
         if line.points:
             lines.append(line)
     return lines
@@ -211,33 +202,41 @@ def _mean_lines(
 
 def curve(
     run: Run,
-    what: str,
+    name: str,
     *,
     over: str = "steps",
     begin: float = 0.0,
     end: float = float("inf"),
     steady: bool = False,
 ) -> Points:
-    """Return (x, value) of a run's steps in order: the time for `steps`, or the value named by `PaperChart.what`.
+    """Return the points (x, value) of a curve of a run, in order.
 
-    ``over`` says whether x, from ``begin`` to ``end``, is the step or its seconds. A step that was done again is there
-    as it was done last, so the outage is within the step resumed with. With ``steady``, only undisturbed steps.
+    ``name`` is ``steps`` (the time of each step in seconds), ``loss``, ``accuracy``, ``test_loss`` or ``latency``. x is
+    the step, or with ``over="seconds"`` the time of the run; only points from ``begin`` to ``end`` are returned. A
+    repeated step counts as executed last, so that an outage is part of the step that resumed the work. ``steady``
+    selects undisturbed steps.
     """
-    table, key = {
-        "steps": ("steps", "seconds"),
-        "loss": ("steps", "loss"),
-        "accuracy": ("evaluations", "accuracy"),
-        "test_loss": ("evaluations", "loss"),
-        "latency": ("requests", "latency"),
-    }[what]
-    rows = [
-        row
-        for row in run.metrics["series"][table]
-        if row.get(key) is not None and (not steady or row["steady"])
-    ]
-    last = {row.get("step", number): row for number, row in enumerate(rows)}
+    table, key = _SERIES_OF[name]
+    last_rows = {}
+    number = 0
+    for row in run.metrics["series"][table]:
+        if row.get(key) is None or (steady and not row["steady"]):
+            continue
+        last_rows[row.get("step", number)] = row
+        number += 1
     x = "step" if over == "steps" else "time"
-    return sorted((row[x], row[key]) for row in last.values() if begin <= row[x] <= end)
+    points = [(row[x], row[key]) for row in last_rows.values()]
+    return sorted(point for point in points if begin <= point[0] <= end)
+
+
+_SERIES_OF = {
+    "steps": ("steps", "seconds"),
+    "loss": ("steps", "loss"),
+    "accuracy": ("evaluations", "accuracy"),
+    "test_loss": ("evaluations", "loss"),
+    "latency": ("requests", "latency"),
+}
+"""Name of a curve -> series of `metrics.json`, and the key of its values."""
 
 
 def mean_line(
@@ -245,27 +244,27 @@ def mean_line(
 ) -> Line:
     """Return the mean of curves over their common x range, with its 95% confidence interval (Student).
 
-    Curves that do not stand at the same x are read in between, linearly. Those without a point do not count.
+    The x values are those of the first curve; the other curves are interpolated linearly. Empty curves are ignored.
+
+    >>> line = mean_line("loss", [[(0, 1.0), (1, 0.5)], [(0, 3.0), (1, 1.5)]], "blue")
+    >>> line.points
+    [(0.0, 2.0), (1.0, 1.0)]
     """
-    some = [points for points in curves if points]
-    if len(some) < 2:
-        points = some[0] if some else []
+    present = [points for points in curves if points]
+    if len(present) < 2:
+        points = present[0] if present else []
         return Line(name, points, colour, dash, marks=len(points) <= FEW)
-    arrays = [np.array(points) for points in some]
-    low, high = max(each[0, 0] for each in arrays), min(each[-1, 0] for each in arrays)
+    arrays = [np.array(points) for points in present]
+    low = max(each[0, 0] for each in arrays)
+    high = min(each[-1, 0] for each in arrays)
     places = arrays[0][:, 0]
     places = places[(places >= low) & (places <= high)]
     places = places[:: math.ceil(len(places) / MOST_PLACES) or 1]
-    values = np.column_stack(
-        [np.interp(places, each[:, 0], each[:, 1]) for each in arrays]
-    )
-    means, halves = (
-        zip(*map(interval, values.tolist()), strict=True) if len(places) else ((), ())
-    )
-    return Line(
-        name,
-        list(zip(places.tolist(), means, strict=True)),
-        colour,
-        dash,
-        half_widths=halves,
-    )
+    columns = [np.interp(places, each[:, 0], each[:, 1]) for each in arrays]
+    points = []
+    half_widths = []
+    for place, values in zip(places.tolist(), zip(*columns, strict=True), strict=True):
+        mean, half_width = interval([float(value) for value in values])
+        points.append((place, mean))
+        half_widths.append(half_width)
+    return Line(name, points, colour, dash, half_widths=half_widths)

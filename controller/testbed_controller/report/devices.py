@@ -36,37 +36,35 @@ _LARGEST = 120.0
 @mpl.rc_context(STYLE)
 def draw_map(plot: DeviceMap, width: float) -> Figure:
     """Draw devices at their positions, and the two halves of each link in the colour of their reception."""
-    positions, held, area = plot.positions, plot.held, plot.area
-    figure = Figure((width, width * min(1.2, max(0.5, area[1] / area[0]))))
+    positions = plot.positions
+    area = plot.area
+    aspect = min(1.2, max(0.5, area[1] / area[0]))
+    figure = Figure((width, width * aspect))
     axes = figure.subplots()
     above = math.inf
-    for least, colour, width in GRADES:
-        halves = [
-            _half_way(positions, pair)
-            for pair, ratio in plot.ratios.items()
-            if max(least, 1e-9) <= ratio < above
-        ]
+    for least, colour, line_width in GRADES:
+        halves = []
+        for pair, ratio in plot.ratios.items():
+            if max(least, 1e-9) <= ratio < above:
+                halves.append(_half_way(positions, pair))
         label = f"PRR from {least:.0%}" if least else f"PRR below {above:.0%}"
+        # matplotlib omits labels that begin with an underscore from the legend.
+        shown_label = label if halves else f"_{label}"
         axes.add_collection(
             LineCollection(
                 halves,
                 colors=COLOURS[colour],
-                linewidths=width,
-                label=label if halves else f"_{label}",
+                linewidths=line_width,
+                label=shown_label,
             )
         )
         above = least
-    axes.plot(
-        [x for x, _ in positions.values()],
-        [y for _, y in positions.values()],
-        "o",
-        color=COLOURS["ink"],
-        ms=4,
-    )
+    xs = [x for x, _ in positions.values()]
+    ys = [y for _, y in positions.values()]
+    axes.plot(xs, ys, "o", color=COLOURS["ink"], ms=4)
     if len(positions) <= MOST_NAMED:
-        _label_devices(
-            axes, positions, held if len(positions) <= MOST_HOLDING else {}, area
-        )
+        units = plot.held if len(positions) <= MOST_HOLDING else {}
+        _label_devices(axes, positions, units, area)
     axes.set_xlim(0, area[0])
     axes.set_ylim(0, area[1])
     axes.set_aspect("equal")
@@ -79,26 +77,29 @@ def draw_map(plot: DeviceMap, width: float) -> Figure:
 def _label_devices(
     axes: Axes,
     positions: Mapping[str, Position],
-    held: Mapping[str, str],
+    units: Mapping[str, str],
     area: tuple[float, float],
 ) -> None:
-    """Label each device with its name and pieces, placed to avoid other labels."""
-    above: list[Position] = []
+    """Label each device with its name and units, placed to avoid other labels."""
+    width, height = area
+    labelled_above: list[Position] = []
     for name, (x, y) in positions.items():
-        near = any(
-            abs(x - one) < area[0] / 2 and abs(y - other) < area[1] / 12
-            for one, other in above
+        is_crowded = any(
+            abs(x - other_x) < width / 2 and abs(y - other_y) < height / 12
+            for other_x, other_y in labelled_above
         )
-        below, left = near or y > area[1] * 0.9, x > area[0] * 0.6
-        if not below:
-            above.append((x, y))
+        # At the upper and the right edge, the label would leave the map.
+        is_below = is_crowded or y > height * 0.9
+        is_left = x > width * 0.6
+        if not is_below:
+            labelled_above.append((x, y))
         axes.annotate(
-            f"{name}\n{held.get(name, '')}".rstrip(),
+            f"{name}\n{units.get(name, '')}".rstrip(),
             (x, y),
-            (-6 if left else 6, -4 if below else 4),
+            (-6 if is_left else 6, -4 if is_below else 4),
             textcoords="offset points",
-            ha="right" if left else "left",
-            va="top" if below else "bottom",
+            ha="right" if is_left else "left",
+            va="top" if is_below else "bottom",
             fontsize=7.5,
             bbox={
                 "facecolor": COLOURS["card"],
@@ -122,26 +123,23 @@ def draw_owned(plot: Ownership, width: float) -> Figure:
     owned = plot.owned
     figure = Figure((width, HEIGHT))
     axes = figure.subplots()
-    discs = [
-        (place, int(of), count)
-        for place, each in enumerate(owned.values())
-        for of, count in each.items()
-    ]
-    most = max(count for _, _, count in discs)
-    places, classes, counts = zip(*discs, strict=True)
-    axes.scatter(
-        places,
-        classes,
-        [_LARGEST * count / most for count in counts],
-        color=COLOURS["blue"],
-        linewidths=0,
-    )
-    named = len(owned) <= MOST_OWNERS_NAMED
-    if named:
-        axes.set_xticks(
-            range(len(owned)), list(owned), rotation=30 if len(owned) > 6 else 0
-        )
-    axes.set_xlabel("device" if named else f"device, by its place in {plot.order}")
+    places = []
+    classes = []
+    counts = []
+    for place, samples in enumerate(owned.values()):
+        for label, count in samples.items():
+            places.append(place)
+            # Labels of a manifest are keys of JSON, which are text.
+            classes.append(int(label))
+            counts.append(count)
+    largest = max(counts)
+    areas = [_LARGEST * count / largest for count in counts]
+    axes.scatter(places, classes, areas, color=COLOURS["blue"], linewidths=0)
+    axes.set_xlabel(f"device, by its place in {plot.order}")
+    if len(owned) <= MOST_OWNERS_NAMED:
+        rotation = 30 if len(owned) > 6 else 0
+        axes.set_xticks(range(len(owned)), list(owned), rotation=rotation)
+        axes.set_xlabel("device")
     axes.set_ylabel("class")
     axes.set_xlim(-0.5, len(owned) - 0.5)
     axes.set_ylim(min(classes) - 0.7, max(classes) + 0.7)

@@ -1,4 +1,4 @@
-"""Many links in few lines: links with the same requested figures are one group."""
+"""Groups of links with the same requested properties, to show many links in few lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ class LinkGroup:
 
 
 def describe(link: Mapping[str, Any] | None) -> str:
-    """Format all requested properties of a link, given as a mapping with the fields of `Link`."""
+    """Format all requested properties of a link, given as a mapping with the fields of `Link`.
+
+    >>> from testbed.network.link import Link
+    >>> describe(Link(rate=50e6, delay=0.005, loss=0.01).to_json())
+    '50 mbit, 5 ms, 1% loss'
+    """
     if link is None:
         return formats.NONE
     if not link.get("up", True):
@@ -49,32 +54,30 @@ def _format_delay(link: Mapping[str, Any]) -> str:
     text = formats.seconds(link["delay"])
     if not link.get("jitter"):
         return text
-    kind = "" if link["distribution"] == "normal" else f" {link['distribution']}"
-    correlated = (
-        f" correlated {_format_fraction(link['jitter_correlation'])}"
-        if link.get("jitter_correlation")
-        else ""
-    )
-    return f"{text} ± {formats.seconds(link['jitter'])}{kind}{correlated}"
+    text += f" ± {formats.seconds(link['jitter'])}"
+    if link["distribution"] != "normal":
+        text += f" {link['distribution']}"
+    return text + _format_correlation(link.get("jitter_correlation"))
 
 
 def _describe_losses(link: Mapping[str, Any]) -> Iterator[str]:
     if link.get("loss"):
-        correlated = (
-            f" correlated {_format_fraction(link['loss_correlation'])}"
-            if link.get("loss_correlation")
-            else ""
-        )
-        yield f"{_format_fraction(link['loss'])} loss{correlated}"
-    if (bursts := link.get("bursts")) is not None:
-        yield f"bursts of loss p {_format_fraction(bursts['p'])} r {_format_fraction(bursts['r'])}"
+        correlation = _format_correlation(link.get("loss_correlation"))
+        yield f"{_format_fraction(link['loss'])} loss{correlation}"
+    bursts = link.get("bursts")
+    if bursts is not None:
+        start = _format_fraction(bursts["p"])
+        end = _format_fraction(bursts["r"])
+        yield f"bursts of loss p {start} r {end}"
     if link.get("message_loss"):
-        what = (
-            "casts"
-            if link.get("frame") is None
-            else f"casts' frames of {link['frame']} bytes"
-        )
-        yield f"{_format_fraction(link['message_loss'])} of {what} lost"
+        lost = "casts"
+        if link.get("frame") is not None:
+            lost = f"casts' frames of {link['frame']} bytes"
+        yield f"{_format_fraction(link['message_loss'])} of {lost} lost"
+
+
+def _format_correlation(value: float | None) -> str:
+    return f" correlated {_format_fraction(value)}" if value else ""
 
 
 def _format_fraction(value: float) -> str:
@@ -83,11 +86,11 @@ def _format_fraction(value: float) -> str:
 
 
 def group_links(rows: Sequence[Mapping[str, Any]]) -> list[LinkGroup]:
-    """Group the rows of ``metrics()["links"]``; a link with a problem stands alone, and first."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    """Group the rows of ``metrics()["links"]``; links with a problem are groups of their own, and come first."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
-        alone = f"{row['source']} {row['destination']}" if row["problem"] else ""
-        groups.setdefault(f"{alone}|{_describe_request(row)}", []).append(row)
+        own_name = f"{row['source']} {row['destination']}" if row["problem"] else ""
+        groups.setdefault((own_name, _describe_request(row)), []).append(row)
     link_groups = [_make_group(members) for members in groups.values()]
     return sorted(link_groups, key=lambda group: group.problem is None)
 
@@ -105,8 +108,10 @@ def together(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
 def _describe_request(row: Mapping[str, Any]) -> str:
     """Format the requested properties of a link, with the rate limit of its devices' access or cell."""
     link = row["requested"]
-    own = link is None or link["rate"] is not None or row.get("rate_at_best") is None
-    return describe(link if own else {**link, "rate": row["rate_at_best"]})
+    limit = row.get("rate_at_best")
+    if link is not None and link["rate"] is None and limit is not None:
+        link = {**link, "rate": limit}
+    return describe(link)
 
 
 def _make_group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
@@ -124,38 +129,39 @@ def _make_group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
 def name_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """Name directed links, given by their ``source`` and ``destination``, in few words."""
     pairs = [(row["source"], row["destination"]) for row in rows]
-    named = _format_arrows(pairs)
-    if len(named) <= MOST_NAMED:
-        return ", ".join(named)
-    names = dict.fromkeys(chain.from_iterable(pairs))
+    arrows = _format_arrows(pairs)
+    if len(arrows) <= MOST_NAMED:
+        return ", ".join(arrows)
+    names = list(dict.fromkeys(chain.from_iterable(pairs)))
     if len(pairs) == len(names) * (len(names) - 1):
-        return f"all {len(pairs)} among {_abbreviate_names(list(names))}"
-    hub = next((name for name in pairs[0] if all(name in pair for pair in pairs)), None)
-    if hub is not None:
-        others = [name for name in names if name != hub]
-        arrow = "↔" if len(pairs) == 2 * len(others) else "–"
-        return f"{hub} {arrow} {_abbreviate_names(others)}"
-    return (
-        f"{', '.join(named[: MOST_NAMED - 1])} and {len(named) - MOST_NAMED + 1} more"
-    )
+        return f"all {len(pairs)} among {_abbreviate_names(names)}"
+    # A star: one of the first link's devices is an end of all links.
+    for hub in pairs[0]:
+        if all(hub in pair for pair in pairs):
+            others = [name for name in names if name != hub]
+            arrow = "↔" if len(pairs) == 2 * len(others) else "–"
+            return f"{hub} {arrow} {_abbreviate_names(others)}"
+    first = ", ".join(arrows[: MOST_NAMED - 1])
+    return f"{first} and {len(arrows) - MOST_NAMED + 1} more"
 
 
 def _format_arrows(pairs: Sequence[Pair]) -> list[str]:
-    """Return the links one by one, both directions of a pair as one."""
-    named: dict[frozenset[str], str] = {}
-    for a, b in pairs:
-        ends = frozenset((a, b))
-        named[ends] = named[ends].replace("→", "↔") if ends in named else f"{a} → {b}"
-    return list(named.values())
+    """Return the links one by one, with both directions of a pair as one link."""
+    arrows: dict[frozenset[str], str] = {}
+    for source, destination in pairs:
+        ends = frozenset((source, destination))
+        if ends in arrows:
+            arrows[ends] = arrows[ends].replace("→", "↔")
+        else:
+            arrows[ends] = f"{source} → {destination}"
+    return list(arrows.values())
 
 
 def _abbreviate_names(names: Sequence[str]) -> str:
-    """Name all of a few devices, the first and the last of many."""
-    return (
-        ", ".join(names)
-        if len(names) <= 2 * MOST_NAMED
-        else f"{names[0]}, {names[1]}, …, {names[-1]}"
-    )
+    """List the names of a few devices; of many, the first two and the last."""
+    if len(names) <= 2 * MOST_NAMED:
+        return ", ".join(names)
+    return f"{names[0]}, {names[1]}, …, {names[-1]}"
 
 
 def measured(measurements: Sequence[Mapping[str, Any]]) -> str:
@@ -164,23 +170,27 @@ def measured(measurements: Sequence[Mapping[str, Any]]) -> str:
         return "not measured"
     parts = []
     for key, write in (("rate", formats.rate), ("delay", formats.seconds)):
-        values = [item[key] for item in measurements if item[key] is not None]
+        values = _known_values(measurements, key)
         if values:
             parts.append(_format_range(write(min(values)), write(max(values))))
-    lost = [item["loss"] for item in measurements if item["loss"] is not None]
-    if lost and max(lost) > 0:
-        parts.append(
-            f"{_format_range(formats.share(min(lost)), formats.share(max(lost)))} loss"
-        )
+    losses = _known_values(measurements, "loss")
+    if losses and max(losses) > 0:
+        least = formats.share(min(losses))
+        most = formats.share(max(losses))
+        parts.append(f"{_format_range(least, most)} loss")
     return ", ".join(parts)
 
 
+def _known_values(measurements: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [item[key] for item in measurements if item[key] is not None]
+
+
 def _format_range(low: str, high: str) -> str:
+    """Format a range, with the unit once if both ends have the same: ``4.9–5 ms``."""
     if low == high:
         return low
     low_number, _, low_unit = low.partition(" ")
-    return (
-        f"{low_number}–{high}"
-        if low_unit == high.partition(" ")[2]
-        else f"{low}–{high}"
-    )
+    _, _, high_unit = high.partition(" ")
+    if low_unit == high_unit:
+        return f"{low_number}–{high}"
+    return f"{low}–{high}"

@@ -39,8 +39,8 @@ from testbed_controller.results.recorder import facts_of
 from testbed_controller.results.run import Run
 
 EXPLAINED = {
-    "trusted": "Everything that bears on the timings was as the scenario asks for.",
-    "not trusted": "The timings of this run should not be relied on:",
+    "trusted": "All conditions of the timings were as the scenario specifies.",
+    "not trusted": "The timings of this run are not reliable:",
     "prediction": "Simulated: computed from the scenario's values on a virtual clock, without measurements.",
 }
 
@@ -72,36 +72,30 @@ def page(
 ) -> str:
     """Return a page about several runs.
 
-    ``charts`` are (title, note, plot), saved as ``files`` if they are; the section ``first`` stands before them.
+    ``charts`` are (title, note, plot), and ``files`` the paths of their files without suffix, or empty. The section
+    ``first`` is placed before the charts.
     """
-    origin = (
-        {
-            "version": runs[0].manifest["versions"]["testbed"],
-            "date": max(run.manifest["date"] for run in runs),
-        }
-        if runs
-        else {}
-    )
-    kinds = sorted({f"{run.outcome.runtime}d" for run in runs})
-    return (
-        environment()
-        .get_template("runs.html")
-        .render(
-            title=title,
-            lead=lead,
-            chips=[*chips, *kinds],
-            warnings=warnings,
-            notice=notice,
-            first=first,
-            charts=list(zip_longest(draw_charts(charts), files)),
-            sections=sections,
-            **origin,
-        )
+    origin = {}
+    if runs:
+        origin["version"] = runs[0].manifest["versions"]["testbed"]
+        origin["date"] = max(run.manifest["date"] for run in runs)
+    runtimes = sorted({f"{run.outcome.runtime}d" for run in runs})
+    template = environment().get_template("runs.html")
+    return template.render(
+        title=title,
+        lead=lead,
+        chips=[*chips, *runtimes],
+        warnings=warnings,
+        notice=notice,
+        first=first,
+        charts=list(zip_longest(draw_charts(charts), files)),
+        sections=sections,
+        **origin,
     )
 
 
 def draw_charts(charts: Sequence[Chart]) -> list[tuple[str, str, Markup | None]]:
-    """Return charts with their plots as SVG; where matplotlib is not installed, one note in place of all."""
+    """Return charts with their plots as SVG. Without matplotlib, a single note replaces all charts."""
     if not charts:
         return []
     try:
@@ -110,10 +104,10 @@ def draw_charts(charts: Sequence[Chart]) -> list[tuple[str, str, Markup | None]]
         return [("Charts", str(error), None)]
     from testbed_controller.report.drawing import inline
 
-    return [
-        (title, note, None if plot is None else inline(plot, title))
-        for title, note, plot in charts
-    ]
+    drawn = []
+    for title, note, plot in charts:
+        drawn.append((title, note, None if plot is None else inline(plot, title)))
+    return drawn
 
 
 def write(run: Run) -> None:
@@ -123,41 +117,35 @@ def write(run: Run) -> None:
 
 def render(run: Run) -> str:
     """Return the report of a run as HTML."""
-    metrics, scenario = run.metrics, run.trial.scenario
-    return (
-        environment()
-        .get_template("report.html")
-        .render(
-            title=scenario.name,
-            scenario=scenario,
-            chips=list(_summary_chips(run)),
-            verdict=metrics["verdict"],
-            sign=VERDICTS[metrics["verdict"]["kind"]][0],
-            explained=_explain_verdict(metrics["verdict"]),
-            figures=list(head(run)),
-            expected=expected(run),
-            charts=draw_charts(list(charts(run))),
-            timeline=timeline(run),
-            sections=list(sections(run)),
-            fell=any(row["down"] for row in metrics["devices"].values()),
-            directions=directions(run),
-            reproduce=_reproduce_command(run),
-            scenario_text=written(abridged(facts_of(run.trial), "scenario.yaml")),
-            plan_text=json.dumps(
-                abridged(run.plan.model_dump(mode="json"), "plan.json"), indent=2
-            ),
-            manifest=list(
-                _flatten_facts(
-                    {
-                        key: value
-                        for key, value in run.manifest.items()
-                        if key != "owned"
-                    }
-                )
-            ),
-            version=run.manifest["versions"]["testbed"],
-            date=run.manifest["date"],
-        )
+    metrics = run.metrics
+    scenario = run.trial.scenario
+    verdict = metrics["verdict"]
+    sign, _ = VERDICTS[verdict["kind"]]
+    plan = abridged(run.plan.model_dump(mode="json"), "plan.json")
+    facts = dict(run.manifest)
+    # Shown as a chart.
+    facts.pop("owned", None)
+    template = environment().get_template("report.html")
+    return template.render(
+        title=scenario.name,
+        scenario=scenario,
+        chips=list(_summary_chips(run)),
+        verdict=verdict,
+        sign=sign,
+        explained=_explain_verdict(verdict),
+        figures=list(head(run)),
+        expected=expected(run),
+        charts=draw_charts(list(charts(run))),
+        timeline=timeline(run),
+        sections=list(sections(run)),
+        has_been_down=any(row["down"] for row in metrics["devices"].values()),
+        directions=directions(run),
+        reproduce=_reproduce_command(run),
+        scenario_text=written(abridged(facts_of(run.trial), "scenario.yaml")),
+        plan_text=json.dumps(plan, indent=2),
+        manifest=list(_flatten_facts(facts)),
+        version=run.manifest["versions"]["testbed"],
+        date=run.manifest["date"],
     )
 
 
@@ -176,67 +164,36 @@ def _summary_chips(run: Run) -> Iterator[str]:
         yield f"repetition {run.trial.repetition + 1}"
 
 
-def _explain_verdict(judged: Mapping[str, Any]) -> str:
-    text = EXPLAINED[judged["kind"]]
-    return f"{text} {'; '.join(judged['reasons'])}." if judged["reasons"] else text
+def _explain_verdict(verdict: Mapping[str, Any]) -> str:
+    text = EXPLAINED[verdict["kind"]]
+    reasons = "; ".join(verdict["reasons"])
+    return f"{text} {reasons}." if reasons else text
 
 
 def charts(run: Run) -> Iterator[Chart]:
     """Yield title, note and plot of each chart of a run."""
     series = run.metrics["series"]
-    steps, evaluations, requests = (
-        series["steps"],
-        series["evaluations"],
-        series["requests"],
-    )
     windows = [Window(**window) for window in shaded(run)]
-    explained = " Shaded: faults, recoveries and pauses." if windows else ""
+    shading = " Shaded: faults, recoveries and pauses." if windows else ""
     draw = partial(LinePlot, windows=windows, range_=(0.0, run.metrics["duration"]))
-    if steps:
-        tested = Line(
-            "test loss", _series_points(evaluations, "loss"), "violet", marks=True
-        )
-        lines = [Line("training loss", _series_points(steps, "loss"), "blue"), tested]
-        yield (
-            "Loss",
-            f"Of every training step, and on the test data.{explained}",
-            draw(lines, y=Axis("loss")),
-        )
-    # The one evaluation at the end of a run is a figure, not a curve.
-    if len(evaluations) > 1:
-        lines = [
-            Line(
-                "test accuracy",
-                _series_points(evaluations, "accuracy"),
-                "green",
-                marks=True,
-            )
-        ]
+    if series["steps"]:
+        lines = _loss_lines(series)
+        note = f"Training loss of each step, and loss on the test data.{shading}"
+        yield "Loss", note, draw(lines, y=Axis("loss"))
+    # A single evaluation at the end of a run is a value, not a curve.
+    if len(series["evaluations"]) > 1:
+        accuracies = _series_points(series["evaluations"], "accuracy")
+        lines = [Line("test accuracy", accuracies, "green", marks=True)]
         yield "Accuracy", "On the test data.", draw(lines, y=Axis("accuracy", "share"))
-    if steps:
-        steady, others = (
-            [row for row in steps if row["steady"] == is_steady]
-            for is_steady in (True, False)
-        )
-        lines = [
-            Line(
-                "undisturbed", _series_points(steady, "seconds"), "blue", joined=False
-            ),
-            Line(
-                "disturbed", _series_points(others, "seconds"), "orange", joined=False
-            ),
-        ]
-        note = "Since the step before. Disturbed: the first step, and steps with an evaluation, fault or recovery."
+    if series["steps"]:
+        lines = _step_time_lines(series["steps"])
+        note = "Time since the previous step. Disturbed: the first, and those with an evaluation, fault or recovery."
         yield "Time per step", note, draw(lines, y=Axis("time per step", "seconds"))
-    if requests:
-        lines = [
-            Line("latency", _series_points(requests, "latency"), "blue", joined=False)
-        ]
-        yield (
-            "Latency",
-            f"Of every request.{explained}",
-            draw(lines, y=Axis("latency", "seconds")),
-        )
+    if series["requests"]:
+        latencies = _series_points(series["requests"], "latency")
+        lines = [Line("latency", latencies, "blue", joined=False)]
+        note = f"Of each request.{shading}"
+        yield "Latency", note, draw(lines, y=Axis("latency", "seconds"))
     for curve in curves(run):
         yield _own_chart(curve, draw, run.metrics["duration"])
     if run.experiment.radio is not None:
@@ -244,8 +201,28 @@ def charts(run: Run) -> Iterator[Chart]:
     yield from _ownership_charts(run)
 
 
+def _loss_lines(series: Mapping[str, Any]) -> list[Line]:
+    training = _series_points(series["steps"], "loss")
+    test = _series_points(series["evaluations"], "loss")
+    return [
+        Line("training loss", training, "blue"),
+        Line("test loss", test, "violet", marks=True),
+    ]
+
+
+def _step_time_lines(steps: Sequence[Mapping[str, Any]]) -> list[Line]:
+    undisturbed = [row for row in steps if row["steady"]]
+    disturbed = [row for row in steps if not row["steady"]]
+    times = _series_points(undisturbed, "seconds")
+    disturbed_times = _series_points(disturbed, "seconds")
+    return [
+        Line("undisturbed", times, "blue", joined=False),
+        Line("disturbed", disturbed_times, "orange", joined=False),
+    ]
+
+
 def _series_points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
-    """Return the values of a key over time, skipping rows without one."""
+    """Return the values of a key over time; rows without a value are skipped."""
     return [(row["time"], row[key]) for row in rows if row.get(key) is not None]
 
 
@@ -254,67 +231,65 @@ def _device_map(run: Run) -> Chart:
     part, radio = run.trial.scenario.network.radio, run.experiment.radio
     assert part is not None
     assert radio is not None
-    ratios = {
-        pair: 1 - link.message_loss for pair, link in run.experiment.links.items()
-    }
+    ratios = {}
+    for pair, link in run.experiment.links.items():
+        ratios[pair] = 1 - link.message_loss
     plot = DeviceMap(radio.positions, ratios, holdings(run), part.area)
-    note = "The half of a line at a device is which share of its casts the other receives (PRR), before any fault."
+    note = (
+        "Packet reception ratio (PRR) before any fault. Each half of a line has the colour for the casts of the device "
+        "at its end."
+    )
     return "Map", note, plot
 
 
 def _ownership_charts(run: Run) -> Iterator[Chart]:
     """Draw the data ownership of the devices shown in the table."""
     owned = run.manifest.get("owned", {})
-    shown = {
-        name: owned[name]
-        for name in devices_shown(run.metrics["devices"])
-        if name in owned
-    }
-    if not shown:
+    drawn = {}
+    for name in devices_shown(run.metrics["devices"]):
+        if name in owned:
+            drawn[name] = owned[name]
+    if not drawn:
         return
-    most = max(count for each in shown.values() for count in each.values())
-    note = f"Training samples of each device by class: the largest disc is {most:,} samples, areas in proportion."
+    largest = max(max(counts.values()) for counts in drawn.values() if counts)
+    note = f"Training samples of each device by class; areas are proportional, and the largest is {largest:,} samples."
     order = "the scenario"
-    if left_out := len(owned) - len(shown):
-        note += f" {left_out:,} more devices are left out here; manifest.json has all."
+    left_out = len(owned) - len(drawn)
+    if left_out:
+        note += f" {left_out:,} more devices are omitted; manifest.json has all."
         order = "the table of devices"
-    yield "Who owns what", note, Ownership(shown, order)
+    yield "Data ownership", note, Ownership(drawn, order)
 
 
 def _own_chart(curve: Drawn, draw: Callable[..., LinePlot], end: float) -> Chart:
-    """Draw a chart defined by the method, limited to as many lines as there are colours."""
-    lines = [
-        Line(name or curve.title, points, *style, marks=len(points) <= FEW)
-        for (name, points), style in zip(curve.lines, STYLES, strict=False)
-    ]
+    """Draw a chart defined by the method, limited to as many lines as there are styles."""
+    lines = []
+    for (name, points), style in zip(curve.lines, STYLES, strict=False):
+        has_marks = len(points) <= FEW
+        lines.append(Line(name or curve.title, points, *style, marks=has_marks))
+    note = curve.note
     left_out = len(curve.lines) - len(lines)
-    note = (
-        f"{curve.note} {left_out} more are in metrics.json." if left_out else curve.note
-    )
+    if left_out:
+        note += f" {left_out} more are in metrics.json."
     y = Axis(curve.title[0].lower() + curve.title[1:], curve.kind)
-    plot = (
-        StackedPlot(lines, curve.marks, end=end, y=y)
-        if curve.stacked
-        else draw(lines, y=y)
-    )
-    return curve.title, note, plot
+    if curve.stacked:
+        return curve.title, note, StackedPlot(lines, curve.marks, end=end, y=y)
+    return curve.title, note, draw(lines, y=y)
 
 
 def _reproduce_command(run: Run) -> str:
     revision = run.manifest["revision"]
-    at = f"# testbed {run.manifest['versions']['testbed']}" + (
-        f", revision {revision}" if revision else ""
-    )
-    again = shlex.join(
-        [
-            "testbed",
-            "run",
-            str(run.path / "scenario.yaml"),
-            "--runtime",
-            run.outcome.runtime,
-        ]
-    )
-    return f"{at}\n{run.manifest['command']}\n# or, from the resolved scenario of this folder\n{again}"
+    version = f"# testbed {run.manifest['versions']['testbed']}"
+    if revision:
+        version += f", revision {revision}"
+    scenario = shlex.quote(str(run.path / "scenario.yaml"))
+    lines = [
+        version,
+        run.manifest["command"],
+        "# or, from the resolved scenario of this folder",
+        f"testbed run {scenario} --runtime {run.outcome.runtime}",
+    ]
+    return "\n".join(lines)
 
 
 def _flatten_facts(

@@ -1,11 +1,11 @@
-"""The tables of a run, for the terminal and the page alike."""
+"""The tables of a run, on the terminal and on the page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from testbed.common import formats
 from testbed.network.link import links_from_json
@@ -54,19 +54,60 @@ Shown = tuple[str, str, Mapping[str, Any]]
 
 
 def _devices_section(run: Run) -> Section:
-    devices, emulated = run.metrics["devices"], run.outcome.runtime == "emulate"
-    held, shown = holdings(run), devices_shown(devices)
-    left_out = len(devices) - len(shown)
+    devices = run.metrics["devices"]
+    selected = devices_shown(devices)
+    left_out = len(devices) - len(selected)
     has_been_down = any(row["down"] for row in devices.values())
+    note = (
+        "Time and share of the run. A send lasts until the receiver has acknowledged. Time in which a device sends, "
+        "receives and computes at once counts for each of them; a device is idle while it does none of them."
+    )
+    if has_been_down:
+        note += " A device is down until it has booted again."
+    if run.outcome.runtime == "emulate":
+        note += (
+            " Deficit: share of the undisturbed steps by which the host was too slow."
+        )
+    rows: list[Shown] = []
+    if left_out:
+        combined = _combine_devices(devices.values())
+        rows.append((f"all {len(devices):,}", "", combined))
+        note += (
+            " All devices: the sums of their times, as a share of the total time."
+            " Of equal devices, the first are shown."
+        )
+    for name, reason in selected.items():
+        rows.append((name, reason, devices[name]))
+    cells = _device_cells(run, selected=bool(left_out), has_been_down=has_been_down)
+    table = []
+    for row in rows:
+        table.append([make_cell(row) for make_cell in cells.values()])
+    brief = "time and share of the run; overlapping activities count for each"
+    return Section(
+        "Devices",
+        note,
+        brief,
+        tuple(cells),
+        table,
+        most=MOST_PRINTED,
+        left_out=left_out,
+    )
+
+
+def _device_cells(
+    run: Run, *, selected: bool, has_been_down: bool
+) -> dict[Column, Callable[[Shown], Cell]]:
+    """Return the columns of the table of devices, each with the function that makes its cells."""
+    units = holdings(run)
     cells: dict[Column, Callable[[Shown], Cell]] = {
         Column("Device", "name"): lambda row: Cell(row[0])
     }
-    if left_out:
+    if selected:
         cells[Column("Shown for", where="wide")] = lambda row: Cell(row[1])
     cells[Column("Profile", where="wide")] = _profile_cell
-    if held:
-        cells[Column("Holds", where="page")] = lambda row: Cell(
-            held.get(row[0], formats.NONE)
+    if units:
+        cells[Column("Model units", where="page")] = lambda row: Cell(
+            units.get(row[0], formats.NONE)
         )
     cells[Column("Share", where="wide")] = lambda row: Cell(
         "", shares={kind: row[2][f"{kind}_share"] for kind in BARS}
@@ -80,46 +121,20 @@ def _devices_section(run: Run) -> Section:
     cells[Column("Received", "figure", "page")] = lambda row: Cell(
         formats.size(row[2]["bytes_received"])
     )
-    note = (
-        "Time and share of the run. A send lasts until the receiver has acknowledged. Sending, receiving and computing "
-        "may overlap, and then count in each; idle is what none of them covers."
-    )
-    if has_been_down:
-        note += " Down lasts until the device has booted again."
-    if emulated:
+    # The virtual clock charges every computation exactly its time.
+    if run.outcome.runtime == "emulate":
         cells[Column("Deficit", "figure", "page")] = lambda row: Cell(
             formats.share(row[2]["deficit_share"])
         )
-        note += (
-            " Deficit: share of the undisturbed steps that the host was too slow by."
-        )
-    rows: list[Shown] = [(name, words, devices[name]) for name, words in shown.items()]
-    if left_out:
-        rows.insert(
-            0, (f"all {len(devices):,}", "", _combine_devices(devices.values()))
-        )
-        note += " All together: the sums of their times, as a share of the time of all."
-        note += " Of alike ones the first are shown."
-    drawn = [[cell(row) for cell in cells.values()] for row in rows]
-    brief = "time and share of the run; what overlaps counts in both"
-    return Section(
-        "Devices",
-        note,
-        brief,
-        tuple(cells),
-        drawn,
-        most=MOST_PRINTED,
-        left_out=left_out,
-    )
+    return cells
 
 
 def _profile_cell(row: Shown) -> Cell:
     figures = row[2]
-    return (
-        Cell(figures["profile"], formats.speed(figures["speed"]))
-        if "profile" in figures
-        else Cell(formats.NONE)
-    )
+    # The row of all devices has no profile.
+    if "profile" not in figures:
+        return Cell(formats.NONE)
+    return Cell(figures["profile"], formats.speed(figures["speed"]))
 
 
 def _time_cell(kind: str, row: Shown) -> Cell:
@@ -132,78 +147,73 @@ def _time_cell(kind: str, row: Shown) -> Cell:
 
 def _combine_devices(devices: Collection[Mapping[str, Any]]) -> dict[str, float]:
     """Combine the metrics of devices into one row, with the worst deficit."""
-    names = ("compute", "send", "receive", "communicate", "down", "idle")
-    combined = {
-        name: sum(row[name] for row in devices)
-        for name in (*names, "bytes_sent", "bytes_received")
-    }
-    shares = {
-        f"{name}_share": fmean(row[f"{name}_share"] for row in devices)
-        for name in names
-    }
-    return (
-        combined
-        | shares
-        | {"deficit_share": max(row["deficit_share"] for row in devices)}
-    )
+    activities = ("compute", "send", "receive", "communicate", "down", "idle")
+    combined: dict[str, float] = {}
+    for name in (*activities, "bytes_sent", "bytes_received"):
+        combined[name] = sum(row[name] for row in devices)
+    for name in activities:
+        combined[f"{name}_share"] = fmean(row[f"{name}_share"] for row in devices)
+    combined["deficit_share"] = max(row["deficit_share"] for row in devices)
+    return combined
 
 
 def holdings(run: Run) -> dict[str, str]:
     """Return the model units (counted from 0) and the memory of each device in the plan."""
-    return {
-        name: f"{', '.join(texts)}, {formats.size(run.plan.memory(name))}"
-        for name in run.plan.devices
-        if (
-            texts := [
-                _format_units(piece)
-                for piece in run.plan.of(name)
-                if piece.last > piece.first
-            ]
-        )
-    }
+    texts = {}
+    for name in run.plan.devices:
+        pieces = [piece for piece in run.plan.of(name) if piece.last > piece.first]
+        if pieces:
+            units = ", ".join(_format_units(piece) for piece in pieces)
+            texts[name] = f"{units}, {formats.size(run.plan.memory(name))}"
+    return texts
 
 
 def _format_units(piece: Piece) -> str:
-    units = (
-        f"unit {piece.first}"
-        if piece.last - piece.first == 1
-        else f"units {piece.first}–{piece.last - 1}"
-    )
-    part = f"{piece.part} of " if piece.part is not None else ""
-    return (
-        part + units + (f" for {piece.copy_for}" if piece.copy_for is not None else "")
-    )
+    text = f"unit {piece.first}"
+    if piece.last - piece.first > 1:
+        text = f"units {piece.first}–{piece.last - 1}"
+    if piece.part is not None:
+        text = f"{piece.part} of {text}"
+    if piece.copy_for is not None:
+        text = f"{text} for {piece.copy_for}"
+    return text
 
 
 def _links_section(run: Run) -> Section:
-    emulated, links = run.outcome.runtime == "emulate", run.metrics["links"]
-    shaped = _describe_shaping(run) if emulated else ""
-    shaped += _hosts_section(run)
-    groups, left_out = [(group, "") for group in group_links(links)], 0
-    if len(groups) > MOST:  # hardly two are alike
-        shown = links_shown(links)
-        left_out = len(links) - len(shown)
-        groups = [
-            (together(links), ""),
-            *((group_links([link])[0], words) for link, words in shown),
-        ]
+    is_emulated = run.outcome.runtime == "emulate"
+    links = run.metrics["links"]
+    shaped = _describe_shaping(run) if is_emulated else ""
+    shaped += _describe_hosts(run)
+    groups = [(group, "") for group in group_links(links)]
+    left_out = 0
+    # With this many groups, nearly every link has values of its own: the notable links are shown instead.
+    if len(groups) > MOST:
+        selected = links_shown(links)
+        left_out = len(links) - len(selected)
+        groups = [(together(links), "")]
+        for link, reason in selected:
+            groups.append((group_links([link])[0], reason))
     cells: dict[Column, Callable[[LinkGroup, str], Cell]] = {
         Column("Link", "name"): lambda link, _: Cell(link.name)
     }
     if left_out:
-        cells[Column("Shown for", where="wide")] = lambda _, words: Cell(words)
+        cells[Column("Shown for", where="wide")] = lambda _, reason: Cell(reason)
     cells[Column("Requested")] = lambda link, _: Cell(link.requested)
-    note = "Rate and one-way delay as the scenario asks for them; a simulation measures nothing. "
-    if emulated:
+    note = (
+        "Rate and one-way delay of the scenario; a simulation does not measure links. "
+    )
+    if is_emulated:
         cells[Column("Measured")] = _measured_cell
-        note = f"Rate and one-way delay as the scenario asks for them, and as measured before the run{shaped}. "
-    if not run.trial.scenario.workload.counts_links:
-        note += "The links that programs of your own use are not known."
-    else:
+        note = f"Rate and one-way delay of the scenario, and as measured before the run{shaped}. "
+    if run.trial.scenario.workload.counts_links:
         cells[Column("Carried", "figure")] = lambda link, _: Cell(link.traffic)
         cells[Column("Used", "figure", "wide")] = lambda link, _: Cell(link.used)
-        note += '"Used" is the busiest direction\'s share of what its rate could have carried.'
-    rows = [[cell(*group) for cell in cells.values()] for group in groups]
+        note += '"Used": bytes of the busiest direction, as a share of the capacity of its rate.'
+    else:
+        note += "The traffic of your own programs is not known."
+    rows = []
+    for group, reason in groups:
+        rows.append([make_cell(group, reason) for make_cell in cells.values()])
     brief = f"rate, one-way delay{shaped}"
     return Section(
         "Links", note, brief, tuple(cells), rows, most=MOST_PRINTED, left_out=left_out
@@ -211,9 +221,9 @@ def _links_section(run: Run) -> Section:
 
 
 def _measured_cell(link: LinkGroup, _: str) -> Cell:
-    return (
-        Cell(link.measured, link.problem, "no") if link.problem else Cell(link.measured)
-    )
+    if link.problem:
+        return Cell(link.measured, link.problem, "no")
+    return Cell(link.measured)
 
 
 def _describe_shaping(run: Run) -> str:
@@ -225,41 +235,42 @@ def _describe_shaping(run: Run) -> str:
     return f"; shaped by {fidelity['backend']}, TCP with {algorithm}"
 
 
-def _hosts_section(run: Run) -> str:
-    """Return the table of hosts, devices and underlying links; empty for a single host."""
+def _describe_hosts(run: Run) -> str:
+    """Return the hosts, their devices and the links between them, as an addition to a sentence; empty for one host."""
     fidelity = run.outcome.fidelity
     hosts: dict[str, list[str]] = fidelity.get("hosts", {})
     if len(hosts) < 2:
         return ""
-    at = {name: host for host, names in hosts.items() for name in names}
+    host_of: dict[str, str] = {}
+    places = []
+    for host, names in hosts.items():
+        host_of |= dict.fromkeys(names, host)
+        places.append(f"{', '.join(names) or 'none'} on {host}")
+    delays = []
+    for start, end, delay in fidelity.get("ways", ()):
+        delays.append(f"{start} to {end} {formats.seconds(delay)}")
     links = run.trial.experiment.links
-    crossing = sum(at[a] != at[b] for a, b in links)
-    where = ", ".join(
-        f"{', '.join(names) or 'none'} on {host}" for host, names in hosts.items()
+    crossing = sum(host_of[a] != host_of[b] for a, b in links)
+    return (
+        f"; {crossing} of {len(links)} cross hosts ({', '.join(places)}), whose own delay is included in the "
+        f"measurement ({', '.join(delays)})"
     )
-    ways = ", ".join(
-        f"{a} to {b} {formats.seconds(delay)}"
-        for a, b, delay in fidelity.get("ways", ())
-    )
-    return f"; {crossing} of {len(links)} cross hosts ({where}), whose own delay is part of what was measured ({ways})"
 
 
 def _changes_section(run: Run) -> Section:
-    """Return the changed links during the run, by faults, traces or commands; equal changes are merged."""
+    """Return the link changes during the run, by faults, traces or commands; equal changes are merged."""
     changes: dict[tuple[float, str], list[Mapping[str, Any]]] = {}
     for event in EventLog.made_of(run.outcome.events).of("link"):
         (link,) = links_from_json([event.fields]).values()
-        changes.setdefault((event.time, describe(link.to_json())), []).append(
-            event.fields
-        )
-    rows = [
-        [Cell(formats.moment(time)), Cell(name_of(links)), Cell(link)]
-        for (time, link), links in changes.items()
-    ]
-    brief = "by faults, a trace or by hand; time since the start of the workload"
-    columns = (*figures("At"), Column("Link", "name"), Column("From then on"))
+        change = (event.time, describe(link.to_json()))
+        changes.setdefault(change, []).append(event.fields)
+    rows = []
+    for (time, link_text), links in changes.items():
+        rows.append([Cell(formats.moment(time)), Cell(name_of(links)), Cell(link_text)])
+    brief = "by faults, a link trace or a command; time since the start of the workload"
+    columns = (*figures("Time"), Column("Link", "name"), Column("New values"))
     return Section(
-        "Links that changed",
+        "Link changes",
         f"{brief.capitalize()}.",
         brief,
         columns,
@@ -271,71 +282,55 @@ def _changes_section(run: Run) -> Section:
 
 def directions(run: Run) -> Section | None:
     """Return every direction of every link, or only notable ones if the table of links merges several."""
-    links, emulated = run.metrics["links"], run.outcome.runtime == "emulate"
-    if not len(group_links(links)) < min(len(links), MOST + 1):
+    links = run.metrics["links"]
+    groups = group_links(links)
+    # Without merged links the table of links has all directions; with more groups it has the notable ones.
+    if len(groups) == len(links) or len(groups) > MOST:
         return None
-    shown = links_shown(links)
-    left_out = len(links) - len(shown)
-    rows = [
-        [
-            Cell(link["source"]),
-            Cell(link["destination"]),
-            *([Cell(words)] if left_out else []),
-            Cell(describe(link["requested"])),
-            *(
-                [Cell(measured([link["measured"]] if link["measured"] else []))]
-                if emulated
-                else []
-            ),
-            Cell(str(link["messages"])),
-            Cell(formats.size(link["bytes"])),
-            Cell(formats.share(link["used_share"])),
-        ]
-        for link, words in shown
-    ]
-    named = (
-        Column("From", "name"),
-        Column("To", "name"),
-        *([Column("Shown for")] if left_out else []),
-    )
-    extra_columns = (
-        *([Column("Measured")] if emulated else []),
-        *figures("Messages", "Bytes", "Used"),
-    )
-    return Section(
-        "",
-        "",
-        "",
-        (*named, Column("Requested"), *extra_columns),
-        rows,
-        left_out=left_out,
-    )
+    is_emulated = run.outcome.runtime == "emulate"
+    selected = links_shown(links)
+    left_out = len(links) - len(selected)
+    columns = [Column("From", "name"), Column("To", "name")]
+    if left_out:
+        columns.append(Column("Shown for"))
+    columns.append(Column("Requested"))
+    if is_emulated:
+        columns.append(Column("Measured"))
+    columns += figures("Messages", "Bytes", "Used")
+    rows = []
+    for link, reason in selected:
+        row = [Cell(link["source"]), Cell(link["destination"])]
+        if left_out:
+            row.append(Cell(reason))
+        row.append(Cell(describe(link["requested"])))
+        if is_emulated:
+            measurements = [link["measured"]] if link["measured"] else []
+            row.append(Cell(measured(measurements)))
+        row.append(Cell(str(link["messages"])))
+        row.append(Cell(formats.size(link["bytes"])))
+        row.append(Cell(formats.share(link["used_share"])))
+        rows.append(row)
+    return Section("", "", "", tuple(columns), rows, left_out=left_out)
 
 
 def _objects_section(metrics: Mapping[str, Any]) -> Section:
     first: dict[int, Any] = {}
     for answer in metrics["series"]["objects"]:
         first.setdefault(answer["sample"], answer["boxes"])
+    shares = ("score", "left", "top", "right", "bottom")
     rows = []
     for sample, boxes in first.items():
-        for picture in boxes:
-            shares = (
-                picture[side] for side in ("score", "left", "top", "right", "bottom")
-            )
-            rows.append(
-                [
-                    Cell(str(sample)),
-                    Cell(picture["label"]),
-                    *(Cell(formats.share(share)) for share in shares),
-                ]
-            )
         if not boxes:
             rows.append([Cell(str(sample)), Cell("none"), *[Cell(formats.NONE)] * 5])
+        for box in boxes:
+            row = [Cell(str(sample)), Cell(box["label"])]
+            row += [Cell(formats.share(box[name])) for name in shares]
+            rows.append(row)
     note = (
-        "Boxes of the first answer for each picture, as shares of the network's input from its upper left corner. "
+        "Boxes of the first answer for each picture; positions are shares of the input, from its upper left corner. "
         "All answers are in boxes.json beside this file, the pictures in boxes-….png."
     )
-    brief = "in each picture, as first answered; sides as shares of the input"
+    brief = "in each picture, by the first answer; positions as shares of the input"
     columns = (
         Column("Picture", "name"),
         Column("Object", "name"),
@@ -348,24 +343,24 @@ def _faults_section(metrics: Mapping[str, Any]) -> Section:
     rows = []
     for fault in metrics["fault_list"]:
         recovery = recovery_from(fault, metrics)
-        moments = (
-            fault["struck"],
-            recovery["detected"],
-            fault["undone"],
-            recovery["resumed"],
-        )
         rows.append(
             [
                 Cell(f"{fault['action']} {fault['target']}"),
                 Cell(formats.moment(fault["intended"])),
                 Cell(formats.seconds(fault["late"])),
-                *(Cell(formats.moment(moment)) for moment in moments),
+                Cell(formats.moment(fault["struck"])),
+                Cell(formats.moment(recovery["detected"])),
+                Cell(formats.moment(fault["undone"])),
+                Cell(formats.moment(recovery["resumed"])),
                 Cell(formats.seconds(recovery["seconds"])),
             ]
         )
-    note = 'Instants since the start of the workload. "Late" is how long after its intended instant a fault struck.'
-    columns = (Column("Fault", "name"), *figures("Intended", "Late", where="page"))
-    columns += figures("Struck", "Noticed", "Undone", "Resumed", "Recovery")
+    note = (
+        'Times since the start of the workload. "Late" is the time from the scheduled to the actual injection, '
+        '"Recovery" the time from the injection until the work resumed.'
+    )
+    columns = (Column("Fault", "name"), *figures("Scheduled", "Late", where="page"))
+    columns += figures("Injected", "Detected", "Reverted", "Resumed", "Recovery")
     return Section(
         "Faults",
         note,
@@ -391,29 +386,27 @@ def recovery_from(
 def expected(run: Run) -> Section:
     """Return the table of expectations and results."""
     rows = []
-    for one in run.expectations:
-        tone: Literal["yes", "no"] = "yes" if one.holds else "no"
-        mark = Cell("✔" if one.holds else "✘", tone=tone)
-        result = Cell(found_text(one, run), tone="" if one.holds else "no")
-        rows.append([mark, Cell(one.key), Cell(one.condition), result])
+    for each in run.expectations:
+        mark = Cell("✔", tone="yes") if each.holds else Cell("✘", tone="no")
+        result = Cell(result_text(each, run), tone="" if each.holds else "no")
+        rows.append([mark, Cell(each.key), Cell(each.condition), result])
     columns = (
         Column(""),
-        Column("Figure", "name"),
+        Column("Metric", "name"),
         Column("Condition"),
-        *figures("Found"),
+        *figures("Result"),
     )
-    note = "Conditions of the scenario; the command fails if one of them fails."
-    return Section("Expected", note, "", columns, rows)
+    note = "Conditions of the scenario; the command fails if one of them does not hold."
+    return Section("Expectations", note, "", columns, rows)
 
 
-def found_text(expectation: Expectation, run: Run) -> str:
-    """Format the result of an expectation, precise enough to see whether it holds."""
+def result_text(expectation: Expectation, run: Run) -> str:
+    """Format the result of an expectation, precise enough to see whether the condition holds."""
     value = expectation.value
     if value is None:
-        return "no such figure"
-    if isinstance(value, float) and metric_kind(expectation.key, run.figures) in (
-        "share",
-        "number",
-    ):
+        return "no such metric"
+    kind = metric_kind(expectation.key, run.figures)
+    # A share formatted as 90% may be below or above the limit of 0.9.
+    if isinstance(value, float) and kind in ("share", "number"):
         return f"{value:.4g}"
     return declared.figure(expectation.key, value, run.figures)

@@ -42,7 +42,7 @@ def write(folder: Path, summary: Mapping[str, Any], runs: Sequence[Run]) -> None
 
 
 def show(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print a sweep or a repeated run: a line a point, means with their confidence intervals."""
+    """Print a sweep or a repeated run: one line per point, means with their confidence intervals."""
     console.print(
         Text(),
         tables.draw(section(summary), console.width),
@@ -52,15 +52,14 @@ def show(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
 
 def render(summary: Mapping[str, Any], runs: Sequence[Run]) -> str:
     """Render the page; ``summary`` is the result of `testbed_controller.results.summary` for these runs."""
+    scenario = runs[0].trial.scenario
     points = summary["points"]
+    plural = "" if len(points) == 1 else "s"
     return html.page(
-        runs[0].trial.scenario.name,
+        scenario.name,
         runs=runs,
-        lead=runs[0].trial.scenario.description,
-        chips=[
-            f"{len(points)} point{'' if len(points) == 1 else 's'}",
-            f"{len(runs)} runs",
-        ],
+        lead=scenario.description,
+        chips=[f"{len(points)} point{plural}", f"{len(runs)} runs"],
         charts=list(charts(summary, runs)),
         sections=[section(summary)],
     )
@@ -69,53 +68,52 @@ def render(summary: Mapping[str, Any], runs: Sequence[Run]) -> str:
 def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
     """Return a row for each point: swept values, metrics, and runs.
 
-    ``names`` chooses the metrics and their headings; by default the most important metrics are shown. All values of a
-    column have one unit, which its heading names.
+    ``names`` selects the metrics and their headings; by default the most important metrics are shown. All values of a
+    column have the unit in its heading.
     """
     points = summary["points"]
     keys = _varying_keys(points) or list(points[0]["point"])
     headings = names or _default_names(summary)
-    metrics = [
-        _MetricColumn.of(summary, name, heading) for name, heading in headings.items()
-    ]
-    places: list[Sequence[float | str]] = [
-        _numeric_places(points, key) or [_value_label(point, key) for point in points]
-        for key in keys
-    ]
-    columns = (
-        *(Column(head, "name") for head in short_keys(keys).values()),
-        *tables.figures("Runs", *(metric.heading for metric in metrics)),
-    )
-    rows = [
-        [
-            *(
-                Cell(_value_label(point, key), order=place[number])
-                for key, place in zip(keys, places, strict=True)
-            ),
-            _runs_cell(point),
-            *(metric.cell(point) for metric in metrics),
-        ]
-        for number, point in enumerate(points)
-    ]
+    metrics = []
+    for name, heading in headings.items():
+        metrics.append(_MetricColumn.of(summary, name, heading))
+    columns = [Column(head, "name") for head in short_keys(keys).values()]
+    columns += tables.figures("Runs", *(metric.heading for metric in metrics))
+    sort_keys = {key: _sort_keys(points, key) for key in keys}
+    rows = []
+    for number, point in enumerate(points):
+        row = []
+        for key in keys:
+            row.append(Cell(_value_label(point, key), order=sort_keys[key][number]))
+        row.append(_runs_cell(point))
+        row += [metric.cell(point) for metric in metrics]
+        rows.append(row)
     brief = f"{len(points)} points, " if keys else ""
     brief += "mean ± half width of the 95% confidence interval (Student)"
     note = (
-        "Mean ± half width of the 95% confidence interval (Student). A click on a heading sorts. summary.csv beside "
-        "this file has all figures; testbed export FOLDER --plots and --latex write plots and this table for papers."
+        "Mean ± half width of the 95% confidence interval (Student). Click on a heading to sort. summary.csv beside "
+        "this file has all metrics; testbed export FOLDER --plots and --latex write plots and this table for papers."
     )
-    return Section(summary["scenario"], note, brief, columns, rows, sortable=True)
+    return Section(
+        summary["scenario"], note, brief, tuple(columns), rows, sortable=True
+    )
+
+
+def _sort_keys(points: Sequence[Point], key: str) -> Sequence[float | str]:
+    """Return what a page sorts the points by: the values of a key as numbers, or else as text."""
+    numbers = _numeric_places(points, key)
+    return numbers or [_value_label(point, key) for point in points]
 
 
 def _runs_cell(point: Point) -> Cell:
+    """Return the number of runs of a point, with a link to the report of each."""
     count = len(point["runs"])
-    doubtful = (
-        f"({count - point['trusted']} not trusted)" if point["trusted"] < count else ""
-    )
-    links = [
-        (str(number), quote(f"{name}/report.html"))
-        for number, name in enumerate(point["runs"], 1)
-    ]
-    return Cell(str(count), doubtful, order=count, links=links)
+    untrusted = count - point["trusted"]
+    note = f"({untrusted} not trusted)" if untrusted else ""
+    links = []
+    for number, name in enumerate(point["runs"], 1):
+        links.append((str(number), quote(f"{name}/report.html")))
+    return Cell(str(count), note, order=count, links=links)
 
 
 @dataclass(frozen=True)
@@ -128,11 +126,10 @@ class _MetricColumn:
 
     @classmethod
     def of(cls, summary: Mapping[str, Any], name: str, heading: str) -> _MetricColumn:
-        means = [
-            point["figures"][name]["mean"]
-            for point in summary["points"]
-            if name in point["figures"]
-        ]
+        means = []
+        for point in summary["points"]:
+            if name in point["figures"]:
+                means.append(point["figures"][name]["mean"])
         scale = Scale.of(summary["figures"][name]["kind"], means)
         return cls(name, scale.title(heading), scale)
 
@@ -140,8 +137,8 @@ class _MetricColumn:
         metric = point["figures"].get(self.name)
         if metric is None:
             return Cell(formats.NONE)
-        half = metric["ci95"]
-        note = "" if half is None else f"± {self.scale.write(half)}"
+        half_width = metric["ci95"]
+        note = "" if half_width is None else f"± {self.scale.write(half_width)}"
         return Cell(self.scale.write(metric["mean"]), note, order=metric["mean"])
 
 
@@ -151,19 +148,18 @@ def choose_metrics(summary: Mapping[str, Any], chosen: Sequence[str]) -> Names:
     for text in chosen:
         name, _, heading = text.partition(": ")
         if name not in summary["figures"]:
-            raise InputError(
-                f"--metric: {name}: unknown metric; available: {', '.join(summary['figures'])}"
-            )
+            known = ", ".join(summary["figures"])
+            raise InputError(f"--metric: {name}: unknown metric; available: {known}")
         names[name] = heading or _metric_heading(name)
     return names
 
 
 def _default_names(summary: Mapping[str, Any]) -> Names:
-    return {
-        name: _metric_heading(name)
-        for name, about in summary["figures"].items()
-        if about["brief"]
-    }
+    names = {}
+    for name, description in summary["figures"].items():
+        if description["brief"]:
+            names[name] = _metric_heading(name)
+    return names
 
 
 def _metric_heading(name: str) -> str:
@@ -174,27 +170,30 @@ def _metric_heading(name: str) -> str:
 def charts(
     summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None = None
 ) -> Iterator[Chart]:
-    """Yield (title, note, plot) of each metric over the sweep, and of the courses of few points over time.
+    """Yield (title, note, plot) of each metric over the sweep, and for few points the curves over time.
 
-    ``names`` chooses the metrics and their titles, without the courses over time.
+    ``names`` selects the metrics and their titles, and omits the curves over time.
     """
     points = summary["points"]
     keys = _varying_keys(points)
-    for name, title in (names or _default_names(summary)).items():
-        if len(points) > 1:
-            yield _chart_over(
-                name, title, summary["figures"][name]["kind"], points, keys
-            )
+    if len(points) > 1:
+        for name, title in (names or _default_names(summary)).items():
+            kind = summary["figures"][name]["kind"]
+            yield _chart_over(name, title, kind, points, keys)
     if names is None and len(points) <= len(STYLES):
         yield from comparison.plots(side_by_side(runs))
 
 
 def _varying_keys(points: Sequence[Point]) -> list[str]:
     """Return the keys with varying values."""
-    keys = dict.fromkeys(key for point in points for key in point["point"])
-    return [
-        key for key in keys if len({_value_label(point, key) for point in points}) > 1
-    ]
+    keys: dict[str, None] = {}
+    for point in points:
+        keys |= dict.fromkeys(point["point"])
+    return [key for key in keys if len(_values_of(points, key)) > 1]
+
+
+def _values_of(points: Sequence[Point], key: str) -> set[str]:
+    return {_value_label(point, key) for point in points}
 
 
 def _chart_over(
@@ -204,47 +203,55 @@ def _chart_over(
     points: Sequence[Point],
     keys: Sequence[str],
 ) -> Chart:
-    """Draw a figure over the key with most numbers, a line for each value of the others; over words as bars."""
-    numbers = [key for key in keys if _numeric_places(points, key)]
-    chosen = max(
-        numbers or keys,
-        key=lambda key: len({_value_label(point, key) for point in points}),
-    )
-    along = _dependent_keys(points, keys, chosen)
-    others = [key for key in keys if key not in (chosen, *along)]
+    """Draw a metric over the numeric key with most values, with a line for each combination of the other keys.
+
+    Without a numeric key, the chart has bars.
+    """
+    numeric = [key for key in keys if _numeric_places(points, key)]
+    chosen = max(numeric or keys, key=lambda key: len(_values_of(points, key)))
+    dependent = _dependent_keys(points, keys, chosen)
+    others = [key for key in keys if key not in (chosen, *dependent)]
     series: dict[str, list[Point]] = {}
     for point in points:
         label = point_text({key: point["point"].get(key) for key in others})
         series.setdefault(label or title, []).append(point)
+    # A title chosen by the user is kept as written.
+    axis_name = title
+    if title == _metric_heading(name):
+        axis_name = title[0].lower() + title[1:]
+    draw = _line_chart if chosen in numeric else _bar_chart
+    plot = draw(name, chosen, points, series, Axis(axis_name, kind))
+    return title, _chart_note(points, dependent, len(series)), plot
+
+
+def _chart_note(
+    points: Sequence[Point], dependent: Sequence[str], series_count: int
+) -> str:
     notes = []
     if any(len(point["runs"]) > 1 for point in points):
         notes.append("Mean; whiskers: 95% confidence interval.")
-    if along:
-        notes.append(f"Along with it: {', '.join(map(_short_key, along))}.")
-    if len(series) > len(STYLES):
-        notes.append(f"{len(series) - len(STYLES)} more lines are in the table.")
-    draw = _line_chart if chosen in numbers else _bar_chart
-    axis = Axis(
-        title[0].lower() + title[1:] if title == _metric_heading(name) else title, kind
-    )
-    return title, " ".join(notes), draw(name, chosen, points, series, axis)
+    if dependent:
+        names = ", ".join(_short_key(key) for key in dependent)
+        notes.append(f"Varied together: {names}.")
+    if series_count > len(STYLES):
+        notes.append(f"{series_count - len(STYLES)} more lines are in the table.")
+    return " ".join(notes)
 
 
 def _dependent_keys(
     points: Sequence[Point], keys: Sequence[str], chosen: str
 ) -> list[str]:
     """Return the other keys whose values always change together with the chosen one."""
-    values = {_value_label(point, chosen) for point in points}
-    pairs = {
-        key: {
-            (_value_label(point, chosen), _value_label(point, key)) for point in points
-        }
-        for key in keys
-        if key != chosen
-    }
-    return [
-        key for key, combinations in pairs.items() if len(combinations) == len(values)
-    ]
+    count = len(_values_of(points, chosen))
+    dependent = []
+    for key in keys:
+        pairs = set()
+        for point in points:
+            pairs.add((_value_label(point, chosen), _value_label(point, key)))
+        # With one pair per value of the chosen key, that value determines the other.
+        if key != chosen and len(pairs) == count:
+            dependent.append(key)
+    return dependent
 
 
 def _line_chart(
@@ -254,38 +261,28 @@ def _line_chart(
     series: Mapping[str, list[Point]],
     y: Axis,
 ) -> LinePlot:
-    values, unit = on_one_scale([point["point"].get(key) for point in points]) or (
-        [],
-        "",
-    )
-    place = dict(
-        zip((_value_label(point, key) for point in points), values, strict=True)
-    )
+    scaled = on_one_scale([point["point"].get(key) for point in points])
+    values, unit = scaled or ([], "")
+    labels = [_value_label(point, key) for point in points]
+    place = dict(zip(labels, values, strict=True))
     lines = []
-    for (label, some), style in zip(series.items(), STYLES, strict=False):
-        ordered = sorted(
-            (
-                place[_value_label(point, key)],
-                point["figures"][name]["mean"],
-                point["figures"][name]["ci95"],
-            )
-            for point in some
-            if name in point["figures"]
-        )
-        halves = [half for *_, half in ordered]
-        drawn = [(x, mean) for x, mean, _ in ordered]
-        lines.append(
-            Line(
-                label,
-                drawn,
-                *style,
-                marks=True,
-                half_widths=halves if any(halves) else (),
-            )
-        )
-    unit += "/s" if unit in RATE_UNITS else ""
-    x = f"{_short_key(key)} ({unit})" if unit else _short_key(key)
-    return LinePlot(lines, range_=(min(values), max(values)), x=x, y=y, swept=True)
+    for (label, members), style in zip(series.items(), STYLES, strict=False):
+        marks = []
+        for point in members:
+            metric = point["figures"].get(name)
+            if metric is not None:
+                x = place[_value_label(point, key)]
+                marks.append((x, metric["mean"], metric["ci95"]))
+        marks.sort()
+        half_widths = [half_width for *_, half_width in marks]
+        if not any(half_widths):
+            half_widths = []
+        means = [(x, mean) for x, mean, _ in marks]
+        lines.append(Line(label, means, *style, marks=True, half_widths=half_widths))
+    if unit in RATE_UNITS:
+        unit += "/s"
+    title = f"{_short_key(key)} ({unit})" if unit else _short_key(key)
+    return LinePlot(lines, range_=(min(values), max(values)), x=title, y=y, swept=True)
 
 
 def _bar_chart(
@@ -297,16 +294,15 @@ def _bar_chart(
 ) -> BarPlot:
     groups = list(dict.fromkeys(_value_label(point, key) for point in points))
     kinds = []
-    for (label, some), style in zip(series.items(), STYLES, strict=False):
-        statistics = {
-            _value_label(point, key): point["figures"].get(name, {}) for point in some
-        }
+    for (label, members), style in zip(series.items(), STYLES, strict=False):
+        statistics = {}
+        for point in members:
+            statistics[_value_label(point, key)] = point["figures"].get(name, {})
         rows = [statistics.get(group, {}) for group in groups]
-        values, halves = (
-            [row.get("mean") for row in rows],
-            [row.get("ci95") for row in rows],
-        )
-        kinds.append(Bars(label, values, style[0], halves, style[1]))
+        values = [row.get("mean") for row in rows]
+        half_widths = [row.get("ci95") for row in rows]
+        colour, dash = style
+        kinds.append(Bars(label, values, colour, half_widths, dash))
     return BarPlot(groups, kinds, x=_short_key(key), y=y)
 
 

@@ -91,7 +91,7 @@ class Section:
     note: str
     """Explanation of the metrics, for the page."""
     brief: str
-    """The same for the terminal, half a sentence."""
+    """A shorter explanation for the terminal: a phrase without a full stop."""
     columns: tuple[Column, ...]
     rows: list[list[Cell]]
     most: int = 1000
@@ -106,15 +106,18 @@ class Section:
 
 def plain(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Section:
     """Return a table of texts without a title."""
-    return Section(
-        "", "", "", tuple(columns), [[Cell(text) for text in row] for row in rows]
-    )
+    cells = [[Cell(text) for text in row] for row in rows]
+    return Section("", "", "", tuple(columns), cells)
 
 
 def figures(
     *headings: str, where: Literal["", "wide", "page"] = ""
 ) -> tuple[Column, ...]:
-    """Return columns of figures."""
+    """Return right-aligned columns with these headings.
+
+    >>> [column.heading for column in figures("Sent", "Received")]
+    ['Sent', 'Received']
+    """
     return tuple(Column(heading, "figure", where) for heading in headings)
 
 
@@ -136,28 +139,32 @@ class VisibleConsole(Console):
 
 
 def draw(section: Section, width: int) -> Group:
-    """Return a section for a terminal of a width: notes go below their cells, and cells are wrapped, as needed."""
-    rows = (
-        section.rows[section.most :]
-        if section.most < 0
-        else section.rows[: section.most]
-    )
+    """Render a section for a terminal of this width.
+
+    In a table too wide for the terminal, notes move below their cells, and cells are wrapped.
+    """
+    rows = section.rows[: section.most]
+    before = ""
+    if section.most < 0:
+        rows = section.rows[section.most :]
+        before = " before them"
     table = _make_table(section, rows, width)
     if _RULER.measure(table).maximum > width:
         table = _make_table(section, rows, width, is_narrow=True)
     parts: list[RenderableType] = [table]
-    before = " before them" if section.most < 0 else ""
-    more = {
+    hidden = {
         "the report": len(section.rows) - len(rows),
         section.all_in: section.left_out,
     }
-    if left := [
-        f"{count:,} more{before} in {where}" for where, count in more.items() if count
-    ]:
-        parts.append(Text(f"  and {', '.join(left)}", style="dim"))
+    notes = []
+    for place, count in hidden.items():
+        if count:
+            notes.append(f"{count:,} more{before} in {place}")
+    if notes:
+        parts.append(Text(f"  and {', '.join(notes)}", style="dim"))
     if not section.title:
         return Group(*parts)
-    # A table's own title would wrap at the width of the table.
+    # Beside the table, as rich wraps a table's own title at the width of the table.
     gap = "  " if len(section.title) + len(section.brief) < width - 3 else "\n "
     title = Text(f" {section.title}", style="bold").append(
         f"{gap}{section.brief}", style="not bold dim"
@@ -176,103 +183,108 @@ def _make_table(
     *,
     is_narrow: bool = False,
 ) -> Table:
-    """Return the rows as a table; in a narrow one, columns stand close and notes below their figures."""
-    places = [
-        place
-        for place, column in enumerate(section.columns)
-        if _is_shown(column, width)
-    ]
-    headed = any(section.columns[place].heading for place in places)
-    apart = (0, 0 if is_narrow else 1)
+    """Return the rows as a table; a narrow one has no padding, and notes below their figures."""
+    shown = []
+    for place, column in enumerate(section.columns):
+        if _is_shown(column, width):
+            shown.append((place, column))
     table = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
         header_style="dim",
-        show_header=headed,
-        padding=apart,
+        show_header=any(column.heading for _, column in shown),
+        padding=(0, 0 if is_narrow else 1),
     )
-    for place in places:
-        column = section.columns[place]
-        side: Literal["left", "right"] = "right" if column.kind == "figure" else "left"
-        style = "bold" if column.kind == "name" else ""
-        longest = max(
-            len(text) for text in (column.heading, *(row[place].text for row in rows))
-        )
-        whole = column.kind == "name" and longest <= WHOLE
+    for place, column in shown:
+        texts = [column.heading, *(row[place].text for row in rows)]
+        longest = max(len(text) for text in texts)
         table.add_column(
-            column.heading, style=style, justify=side, overflow="fold", no_wrap=whole
+            column.heading,
+            style="bold" if column.kind == "name" else "",
+            justify="right" if column.kind == "figure" else "left",
+            overflow="fold",
+            no_wrap=column.kind == "name" and longest <= WHOLE,
         )
+    separator = "\n" if is_narrow else " "
     for row in rows:
-        table.add_row(
-            *(
-                _cell_text(
-                    row[place], section.columns[place], "\n" if is_narrow else " "
-                )
-                for place in places
-            )
-        )
+        cells = [_cell_text(row[place], column, separator) for place, column in shown]
+        table.add_row(*cells)
     return table
 
 
 def _is_shown(column: Column, width: int) -> bool:
-    """Whether a column is shown on a terminal of a width."""
+    """Whether a column is shown on a terminal of this width."""
     return not column.where or (column.where == "wide" and width >= WIDE)
 
 
-def _cell_text(cell: Cell, column: Column, between: str) -> Text:
+def _cell_text(cell: Cell, column: Column, separator: str) -> Text:
+    """Render a cell; ``separator`` stands between a figure and its note."""
     if cell.text == formats.NONE and column.kind == "figure":
         return Text(cell.text, style="dim")
-    text = (
-        Text(cell.text, style=TONES[cell.tone])
-        if cell.shares is None
-        else _time_bar(cell.shares)
-    )
-    if (
-        cell.note and not column.where
-    ):  # columns that only wide terminals have say the least
-        text.append(
-            f"{between if column.kind == 'figure' else chr(10)}{cell.note}", style="dim"
-        )
+    text = Text(cell.text, style=TONES[cell.tone])
+    if cell.shares is not None:
+        text = _time_bar(cell.shares)
+    # Optional columns are the least important: their notes are only on the page.
+    if cell.note and not column.where:
+        before = separator if column.kind == "figure" else "\n"
+        text.append(before + cell.note, style="dim")
     return text
 
 
 def _time_bar(shares: Mapping[str, float]) -> Text:
     """Draw the activities of a device as a bar; the remainder is idle time."""
     text = Text()
-    left, filled = BAR, 0.0
+    drawn = 0
+    end = 0.0
     for kind, style in zip(BARS, ("blue", "yellow", "red"), strict=True):
-        filled += shares[kind] * BAR
-        cells = min(left, round(filled) - (BAR - left))
+        # Rounded ends rather than rounded lengths, whose sum could exceed the bar.
+        end += shares[kind] * BAR
+        cells = min(BAR, round(end)) - drawn
         text.append("█" * cells, style=style)
-        left -= cells
-    return text.append("░" * left, style="dim")
+        drawn += cells
+    return text.append("░" * (BAR - drawn), style="dim")
 
 
 def latex(section: Section) -> str:
-    """Return a section as a LaTeX table, which needs the package booktabs."""
-    places = [
-        place for place, column in enumerate(section.columns) if column.where != "page"
-    ]
-    heads = [section.columns[place].heading for place in places]
-    rows = [
-        [" ".join(filter(None, (row[place].text, row[place].note))) for place in places]
-        for row in section.rows
-    ]
-    lines = [f"{' & '.join(map(_latex_text, row))} \\\\" for row in (heads, *rows)]
-    kinds = "".join(
-        "r" if section.columns[place].kind == "figure" else "l" for place in places
-    )
-    begin, end = rf"\begin{{tabular}}{{{kinds}}}", r"\end{tabular}"
-    return "\n".join(
-        [begin, r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", end, ""]
-    )
+    r"""Return a section as a LaTeX table, which needs the package booktabs.
+
+    >>> print(latex(plain([Column("rate")], [["5 %"]])))
+    \begin{tabular}{l}
+    \toprule
+    rate \\
+    \midrule
+    5 \% \\
+    \bottomrule
+    \end{tabular}
+    <BLANKLINE>
+    """
+    shown = []
+    for place, column in enumerate(section.columns):
+        if column.where != "page":
+            shown.append((place, column))
+    alignments = "".join("r" if column.kind == "figure" else "l" for _, column in shown)
+    lines = [rf"\begin{{tabular}}{{{alignments}}}", r"\toprule"]
+    lines += [_latex_row([column.heading for _, column in shown]), r"\midrule"]
+    for row in section.rows:
+        lines.append(_latex_row([_text_and_note(row[place]) for place, _ in shown]))
+    lines += [r"\bottomrule", r"\end{tabular}", ""]
+    return "\n".join(lines)
+
+
+def _text_and_note(cell: Cell) -> str:
+    return " ".join(text for text in (cell.text, cell.note) if text)
+
+
+def _latex_row(texts: Sequence[str]) -> str:
+    escaped = " & ".join(_latex_text(text) for text in texts)
+    return rf"{escaped} \\"
 
 
 def _latex_text(text: str) -> str:
     """Escape a text for LaTeX, without characters unknown to pdflatex."""
-    escaped = text.translate(LATEX)
-    return "".join(
-        sign
-        for sign in escaped
-        if sign.isascii() or (sign.isalpha() and sign <= LAST_LATIN)
-    ).strip()
+    kept = ""
+    for sign in text.translate(LATEX):
+        is_latin = sign.isalpha() and sign <= LAST_LATIN
+        if sign.isascii() or is_latin:
+            kept += sign
+    return kept.strip()

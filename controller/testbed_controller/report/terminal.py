@@ -35,20 +35,15 @@ def show(console: Console, run: Run) -> None:
 
 def show_briefly(console: Console, run: Run) -> None:
     """Print one of many runs in a line."""
-    values = [
-        (each, run.metrics.get(each.name))
-        for each in run.figures.values()
-        if each.brief
-    ]
-    parts = [
-        f"{_metric_heading(each.name)} {formats.of_kind(each.kind, value)}"
-        for each, value in values
-        if value is not None
-    ]
+    parts = []
+    for metric in run.figures.values():
+        value = run.metrics.get(metric.name)
+        if metric.brief and value is not None:
+            text = formats.of_kind(metric.kind, value)
+            parts.append(f"{_metric_heading(metric.name)} {text}")
     sign, colour = VERDICTS[run.metrics["verdict"]["kind"]]
-    console.print(
-        Text(f" {sign} ", style=colour).append(", ".join(parts), style="default")
-    )
+    line = Text(f" {sign} ", style=colour)
+    console.print(line.append(", ".join(parts), style="default"))
 
 
 def render(run: Run, width: int) -> RenderableType:
@@ -64,9 +59,11 @@ def render(run: Run, width: int) -> RenderableType:
     if run.expectations:
         parts.append(draw(expected(run), width))
     parts.append(_verdict_panel(run.metrics["verdict"]))
-    if kept := sorted(path.name for path in run.path.glob("weights-*.safetensors")):
-        more = f" and {len(kept) - 2} more" if len(kept) > 2 else ""
-        text = f"{', '.join(kept[:2])}{more} hold the newest weights of each stage"
+    # Written instead of one file if the devices have no common version of the model.
+    files = sorted(path.name for path in run.path.glob("weights-*.safetensors"))
+    if files:
+        more = f" and {len(files) - 2} more" if len(files) > 2 else ""
+        text = f"{', '.join(files[:2])}{more}: the newest weights of each stage"
         parts.append(Text(" Weights ", style="dim").append(text, style="not dim"))
     parts.append(where(run.path))
     return Group(*parts)
@@ -74,31 +71,30 @@ def render(run: Run, width: int) -> RenderableType:
 
 def measurements_table(measurements: Sequence[LinkMeasurement]) -> Section:
     """Return requested and measured properties by kind of link, deviations first."""
-    groups = [
-        {
-            "source": each.source,
-            "destination": each.destination,
-            "requested": each.expected.to_json(),
-            "measured": each.figures(),
-            "problem": each.problem,
-            "bytes": 0,
-            "used_share": None,
-        }
-        for each in measurements
-    ]
+    links = []
+    for each in measurements:
+        links.append(
+            {
+                "source": each.source,
+                "destination": each.destination,
+                "requested": each.expected.to_json(),
+                "measured": each.figures(),
+                "problem": each.problem,
+                "bytes": 0,
+                "used_share": None,
+            }
+        )
     rows = []
-    for group in group_links(groups):
-        wrong = group.problem or ""
-        cells = [
-            Cell(group.measured, tone="no" if wrong else ""),
-            Cell(wrong, tone="no"),
-        ]
-        rows.append([Cell(group.name), Cell(group.requested), *cells])
+    for group in group_links(links):
+        problem = group.problem or ""
+        measured = Cell(group.measured, tone="no" if problem else "")
+        row = [Cell(group.name), Cell(group.requested), measured]
+        rows.append([*row, Cell(problem, tone="no")])
     columns = (
         Column("Link", "name"),
         Column("Requested"),
         Column("Measured"),
-        Column("What is wrong"),
+        Column("Problem"),
     )
     return Section("", "", "", columns, rows)
 
@@ -130,14 +126,14 @@ def _metrics_table(run: Run) -> RenderableType:
     return Padding(grid, (0, 0, 0, 1))
 
 
-def _verdict_panel(judged: Mapping[str, Any]) -> Panel:
-    sign, colour = VERDICTS[judged["kind"]]
-    text = Text(f"{sign} {judged['kind']}", style=f"bold {colour}")
-    if judged["reasons"]:
-        for reason in judged["reasons"]:
+def _verdict_panel(verdict: Mapping[str, Any]) -> Panel:
+    sign, colour = VERDICTS[verdict["kind"]]
+    text = Text(f"{sign} {verdict['kind']}", style=f"bold {colour}")
+    if verdict["reasons"]:
+        for reason in verdict["reasons"]:
             text.append(f"\n  {reason}", style="default")
     else:
-        text.append(f"  {judged['summary']}", style="not bold default")
+        text.append(f"  {verdict['summary']}", style="not bold default")
     return Panel(
         text,
         box=box.ROUNDED,
@@ -150,11 +146,12 @@ def _verdict_panel(judged: Mapping[str, Any]) -> Panel:
 
 def where(folder: Path, name: str = "report.html") -> Text:
     """Describe the location of the page of one or several runs."""
-    shown = folder / name
-    path = shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown
-    return Text(" Report  ", style="dim").append(
-        str(path), style="bold cyan" if shown.exists() else "cyan"
-    )
+    page = folder / name
+    style = "bold cyan" if page.exists() else "cyan"
+    path = page
+    if page.is_relative_to(Path.cwd()):
+        path = page.relative_to(Path.cwd())
+    return Text(" Report  ", style="dim").append(str(path), style=style)
 
 
 def _metric_heading(name: str) -> str:

@@ -6,10 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from testbed.trace.gantt import CHARTED, Bar, bars, spans
-from testbed.trace.intervals import Interval, joined, union
+from testbed.trace.intervals import Interval, Intervals, joined, union
 from testbed.trace.log import EventLog
 from testbed_controller.report.thinning import MOST, devices_shown
 from testbed_controller.results.run import Run
@@ -23,6 +21,8 @@ AROUND = 1.0
 """Seconds shown before and after a fault."""
 MOST_PAUSES = 3
 """Maximum number of pauses with a view of their own."""
+MOST_FAULTS = 6
+"""Maximum number of faults with a view of their own."""
 FINEST = 1 / 3000
 """Share of the duration: bars closer together look like one when the whole run is on the screen."""
 
@@ -30,34 +30,33 @@ FINEST = 1 / 3000
 def timeline(run: Run) -> dict[str, Any]:
     """Return ``devices``, ``bars``, ``windows``, ``views`` and ``end`` for the chart.
 
-    A bar is [device, kind, start, duration, label, batch, micro, peer, bytes, interrupted], devices, kinds, labels and
-    peers by number. ``views`` are the stretches worth a look, each with a name.
+    A bar is [device, kind, start, duration, label, batch, micro, peer, bytes, interrupted]; devices, kinds, labels and
+    peers are given by number. ``views`` are the time spans of interest, each with a name.
     """
     metrics = run.metrics
     end = metrics["duration"]
     devices = list(devices_shown(metrics["devices"]))[:MOST_DEVICES]
     log = EventLog.made_of(run.outcome.events)
     views = interesting(run)
-    many = len(log.of(*CHARTED)) > MOST_BARS
-    known = set(devices)
-    all_bars = (
-        _joined_bars(
-            log, end, [(view["start"], view["end"]) for view in views[1:]], known
-        )
-        if many
-        else bars(log, end)
-    )
-    shown = (bar for bar in all_bars if bar.device in known and bar.start <= end)
-    charted = sorted(shown, key=lambda bar: (bar.start, bar.end))
-    words = sorted(
-        {bar.label for bar in charted} | {bar.peer for bar in charted if bar.peer}
-    )
+    has_many = len(log.of(*CHARTED)) > MOST_BARS
+    drawn = set(devices)
+    all_bars: Iterator[Bar] = bars(log, end)
+    if has_many:
+        # The first view is the whole run.
+        details = [(view["start"], view["end"]) for view in views[1:]]
+        all_bars = _joined_bars(log, end, details, drawn)
+    charted = [bar for bar in all_bars if bar.device in drawn and bar.start <= end]
+    charted.sort(key=lambda bar: (bar.start, bar.end))
+    # Each word once and by its number in the bars: a page has up to 40,000 bars.
+    labels = {bar.label for bar in charted}
+    peers = {bar.peer for bar in charted if bar.peer}
+    words = sorted(labels | peers)
     number = {word: index for index, word in enumerate(words)}
     return {
         "end": end,
         "devices": devices,
         "hidden": len(metrics["devices"]) - len(devices),
-        "joined": many,
+        "joined": has_many,
         "kinds": KINDS,
         "words": words,
         "bars": [_compact_bar(bar, devices, number) for bar in charted],
@@ -67,114 +66,109 @@ def timeline(run: Run) -> dict[str, Any]:
 
 
 def shaded(run: Run) -> list[dict[str, Any]]:
-    """Return the stretches to be shaded: ``start``, ``end``, ``label`` and ``style`` (fault or recovery)."""
+    """Return the time spans to be shaded: ``start``, ``end``, ``label`` and ``style`` (fault or recovery)."""
     metrics = run.metrics
     end = metrics["duration"]
     windows = []
     for fault in metrics["fault_list"]:
+        # A repair is a moment, and has no duration to be shaded.
         if fault["mends"]:
             continue
-        undone = fault["undone"] if fault["undone"] is not None else end
+        undone = end if fault["undone"] is None else min(fault["undone"], end)
         label = f"{fault['action']} {fault['target']}"
-        windows.append(
-            {
-                "start": fault["struck"],
-                "end": min(undone, end),
-                "label": label,
-                "style": "fault",
-            }
-        )
+        windows.append(_make_window(fault["struck"], undone, label, "fault"))
     for item in metrics["recovery_list"]:
         resumed = end if item["resumed"] is None else item["resumed"]
-        windows.append(
-            {
-                "start": item["detected"],
-                "end": resumed,
-                "label": "recovering",
-                "style": "recovery",
-            }
-        )
+        label = "recovering"
+        windows.append(_make_window(item["detected"], resumed, label, "recovery"))
     for pause in run.pauses:
-        windows.append(
-            {
-                "start": pause.start,
-                "end": pause.end,
-                "label": pause.name,
-                "style": "recovery",
-            }
-        )
+        windows.append(_make_window(pause.start, pause.end, pause.name, "recovery"))
     return windows if len(windows) <= MOST else list(_merge_windows(windows))
+
+
+def _make_window(start: float, end: float, label: str, style: str) -> dict[str, Any]:
+    return {"start": start, "end": end, "label": label, "style": style}
 
 
 def _merge_windows(windows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Merge overlapping windows, hundreds of which would hide everything else."""
     for style in ("fault", "recovery"):
-        own = [window for window in windows if window["style"] == style]
-        for start, end in union(
-            (window["start"], window["end"]) for window in own
-        ).tolist():
-            labels = [
-                window["label"] for window in own if start <= window["start"] < end
-            ]
-            label = labels[0] if len(labels) == 1 else f"{len(labels)} times a {style}"
-            yield {"start": start, "end": end, "label": label, "style": style}
+        same_style = [window for window in windows if window["style"] == style]
+        intervals = [(window["start"], window["end"]) for window in same_style]
+        for start, end in union(intervals).tolist():
+            merged = [each for each in same_style if start <= each["start"] < end]
+            label = f"{len(merged)} times a {style}"
+            if len(merged) == 1:
+                label = merged[0]["label"]
+            yield _make_window(start, end, label, style)
 
 
 def interesting(run: Run) -> list[dict[str, Any]]:
-    """Return the views: the whole run, two steady steps or a few requests, and the surroundings of pauses and
-    faults."""
+    """Return the views: the whole run, two undisturbed steps, a request, and the surroundings of pauses and faults."""
     metrics = run.metrics
     end = metrics["duration"]
-    steps, requests = metrics["series"]["steps"], metrics["series"]["requests"]
     windows = [("whole run", 0.0, end)]
-    pairs = [
-        (left, right)
-        for left, right in pairwise(steps)
-        if left["steady"] and right["steady"]
-    ]
+    windows += _work_views(metrics["series"])
+    for pause in run.pauses[:MOST_PAUSES]:
+        windows.append((pause.name, pause.start - AROUND, pause.end + AROUND))
+    for fault in metrics["fault_list"][:MOST_FAULTS]:
+        if fault["mends"]:
+            continue
+        struck = fault["struck"]
+        last = max(struck, fault["undone"] or struck, fault["recovered"] or struck)
+        name = f"{fault['action']} {fault['target']}"
+        windows.append((name, struck - AROUND, last + AROUND))
+    views = []
+    for name, start, stop in windows:
+        start = max(0.0, start)
+        stop = min(end, stop)
+        if stop > start:
+            views.append({"name": name, "start": start, "end": stop})
+    return views
+
+
+def _work_views(series: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield name, start and end of two undisturbed steps and of a request, from the middle of the run."""
+    pairs = []
+    for left, right in pairwise(series["steps"]):
+        if left["steady"] and right["steady"]:
+            pairs.append((left, right))
     if pairs:
         left, right = pairs[len(pairs) // 2]
-        windows.append(("two steps", left["time"] - left["seconds"], right["time"]))
+        yield "two steps", left["time"] - left["seconds"], right["time"]
+    requests = series["requests"]
     if requests:
         middle = requests[len(requests) // 2]
-        windows.append(
-            ("a request", middle["time"] - middle["latency"], middle["time"])
-        )
-    for pause in run.pauses[:MOST_PAUSES]:
-        windows.append((pause.name, pause.start - AROUND, min(end, pause.end + AROUND)))
-    for fault in metrics["fault_list"][:6]:
-        if not fault["mends"]:
-            last = max(
-                fault[key] or fault["struck"]
-                for key in ("struck", "undone", "recovered")
-            )
-            name = f"{fault['action']} {fault['target']}"
-            windows.append((name, fault["struck"] - AROUND, min(end, last + AROUND)))
-    views = [
-        {"name": name, "start": max(0.0, start), "end": until}
-        for name, start, until in windows
-    ]
-    return [view for view in views if view["end"] > view["start"]]
+        yield "a request", middle["time"] - middle["latency"], middle["time"]
 
 
 def _joined_bars(
     log: EventLog, end: float, keep: Sequence[Interval], devices: Collection[str]
 ) -> Iterator[Bar]:
-    """Yield the bars of given time spans and all outages, and merge equal neighbouring bars elsewhere.
+    """Yield all bars in the time spans ``keep``; elsewhere those of ``devices``, with equal neighbours merged.
 
-    The bars in those stretches are of all devices, the others of ``devices`` alone.
+    Outages are never merged.
     """
-    yield from bars(log, end, keep) if keep else ()
+    if keep:
+        yield from bars(log, end, keep)
     for device, kinds in spans(log, end).items():
-        for kind, labels in kinds.items() if device in devices else ():
+        if device not in devices:
+            continue
+        for kind, labels in kinds.items():
             for label, own in labels.items():
-                near = [(own[:, 0] < to) & (since < own[:, 1]) for since, to in keep]
-                rest = own[~np.logical_or.reduce([own[:, 0] > end, *near])]
-                shown = rest if kind == "down" else joined(rest, keep, end * FINEST)
-                yield from (
-                    Bar(device, kind, start, stop, label)
-                    for start, stop in shown.tolist()
-                )
+                outside = _outside(own, end, keep)
+                if kind != "down":
+                    outside = joined(outside, keep, end * FINEST)
+                for start, stop in outside.tolist():
+                    yield Bar(device, kind, start, stop, label)
+
+
+def _outside(own: Intervals, end: float, keep: Sequence[Interval]) -> Intervals:
+    """Return the intervals that begin before ``end`` and overlap none of ``keep``."""
+    excluded = own[:, 0] > end
+    for since, until in keep:
+        excluded |= (own[:, 0] < until) & (since < own[:, 1])
+    return own[~excluded]
 
 
 def _compact_bar(

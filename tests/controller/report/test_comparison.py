@@ -315,7 +315,7 @@ def test_keys_that_change_together_are_drawn_as_one_line(tmp_path: Path) -> None
         if not str(line.get_label()).startswith("_")
     ]
     assert len(line.get_xdata()) == 2, title
-    assert note == "Along with it: seed."
+    assert note == "Varied together: seed."
 
 
 def test_what_was_swept_may_be_words(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_more_series_than_can_be_distinguished_are_said_to_be_left_out(
 ) -> None:
     run = written(tmp_path / "a")
     _, note, plot = next(iter(plots({str(number): [run] for number in range(20)})))
-    assert note == "2 more are not drawn: choose with --series."
+    assert note == "2 more are not drawn: select with --series."
     assert len(drawing.draw(plot).axes[0].lines) == 18
 
 

@@ -257,11 +257,11 @@ def test_links_that_changed_by_hand_are_in_the_report(tmp_path: Path) -> None:
     events = sorted([*recorded.events(), *changed], key=lambda event: event.time)
     found = run(tmp_path, events=events)
     text = printed(found, 100)
-    assert "Links that changed" in text
+    assert "Link changes" in text
     assert ["3.00", "s", "a", "↔", "b", "5", "mbit,", "20", "ms"] in [
         line.split() for line in text.splitlines()
     ]
-    assert "<h2>Links that changed</h2>" in html.render(found)
+    assert "<h2>Link changes</h2>" in html.render(found)
 
 
 def test_programs_have_no_figures_that_nobody_knows(tmp_path: Path) -> None:

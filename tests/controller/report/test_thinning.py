@@ -156,12 +156,12 @@ def test_the_page_of_many_devices_is_small_and_says_what_it_leaves_out() -> None
     page, small = html.render(crowd()), html.render(crowd(10))
     assert len(page) < 3 * len(small)
     assert re.search(
-        r"1,1\d\d more are left out here; <code>metrics.json</code> beside this file has all",
+        r"1,1\d\d more are omitted; <code>metrics.json</code> beside this file has all",
         page,
     )
-    assert "more devices are left out here; manifest.json has all" in page
+    assert "more devices are omitted; manifest.json has all" in page
     assert f"{MANY - EACH:,} more are in plan.json" in page
-    assert "Directions that stand out" in page
+    assert "Notable directions" in page
     for part in ("left out", "stand out", "Shown for"):
         assert part not in small
 

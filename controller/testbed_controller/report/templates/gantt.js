@@ -128,7 +128,7 @@
     draw.globalAlpha = 1;
     if (right - left < 40) return;
     draw.fillStyle = paint.fault; draw.textAlign = "center";
-    draw.fillText(text === "kill" ? "dead" : "frozen", (Math.max(left, gutter) + Math.min(right, width)) / 2, (top + bottom) / 2);
+    draw.fillText(text === "kill" ? "down" : "frozen", (Math.max(left, gutter) + Math.min(right, width)) / 2, (top + bottom) / 2);
   }
 
   const tint = bar => bar[1] === 0 ? paint[colour.get(bar[4])] : bar[1] === 1 ? paint.send : paint.receive;
@@ -214,7 +214,7 @@
   if (data.bars.some(bar => bar[1] === 1)) entries.push(["send", "send"]);
   if (data.bars.some(bar => bar[1] === 2)) entries.push(["receive", "receive"]);
   if (data.windows.some(frame => frame.style === "fault")) entries.push(["fault", "fault"]);
-  if (data.windows.some(frame => frame.style === "recovery")) entries.push(["noticed, recovering", "recovery"]);
+  if (data.windows.some(frame => frame.style === "recovery")) entries.push(["recovering", "recovery"]);
   for (const [text, name] of entries) {
     const item = document.createElement("span");
     item.textContent = text; item.style.setProperty("--swatch", `var(--${name})`);
