@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed_controller.lab.images import names
+from testbed_controller.lab.images import image_tags
 from tests.helpers import copy_sources
 
 MAIN = "from testbed_controller.cli.main import main; main()"
@@ -124,9 +124,9 @@ def test_an_installed_testbed_asks_for_the_images_of_the_checkout(
         installed,
         tmp_path,
         "-c",
-        "from testbed_controller.lab.images import names; print(names())",
+        "from testbed_controller.lab.images import image_tags; print(image_tags())",
     )
-    assert done.stdout.strip() == str(names()), done.stderr
+    assert done.stdout.strip() == str(image_tags()), done.stderr
     doctor = run(installed, tmp_path, "-c", MAIN, "doctor")
     assert "Traceback" not in doctor.stderr
     assert "python" in doctor.stdout

@@ -107,7 +107,7 @@ def test_a_young_stage_survives_when_another_checkout_removes_images() -> None:
     images.build(client, tag, recipe, {}, {"BASE": base}, {"testbed.image": "stage"})
     try:
         images.remove_images(
-            client, keep=images.present_names(client), spare=images.SPARE
+            client, keep=images.present_tags(client), spare=images.SPARE
         )
         assert images.image_exists(client, tag)
     finally:

@@ -46,7 +46,7 @@ def test_a_server_and_a_client_by_name(
     client = {
         "command": "python3 client.py",
         "files": ["client.py"],
-        "image": images.names().base,
+        "image": images.image_tags().base,
     }
     scenario = build(
         name="own-programs",

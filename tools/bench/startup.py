@@ -11,7 +11,7 @@ from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.wire.ports import CONTROL_PORT
-from testbed_controller.lab.containers import device_settings, look, make_container
+from testbed_controller.lab.containers import device_settings, inspect, make_container
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.health import is_healthy
 from testbed_controller.lab.images import ensure_images
@@ -73,7 +73,7 @@ def bare(devices: int) -> float:
         make_container(
             client, state.run, spec.name, device_settings(state, image, spec, addresses)
         )
-        found = look(client, state.run, spec.name, "", lambda _name, _found: "")
+        found = inspect(client, state.run, spec.name, "", lambda _name, _found: "")
         return Namespace.of_process(found.pid)
 
     try:

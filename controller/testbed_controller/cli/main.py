@@ -19,7 +19,7 @@ from testbed.common.formats import escape_control
 from testbed.common.logs import LEVEL, LEVELS, PACKAGES, LineFormatter
 from testbed.common.version import VERSION
 from testbed_controller.cli.options import CommandGroup
-from testbed_controller.lab.paths import abandoned
+from testbed_controller.lab.paths import orphaned_runs
 
 COMMANDS = {
     "init": (
@@ -194,7 +194,7 @@ def _suggest_removal() -> None:
     """Suggest the removal of abandoned runs."""
     if sys.argv[1:2] == ["down"]:
         return
-    for run in abandoned():
+    for run in orphaned_runs():
         text = "was killed together with its reaper, and its containers remain: remove them with"
         click.echo(f"testbed: the run {run} {text} 'testbed down {run}'", err=True)
 

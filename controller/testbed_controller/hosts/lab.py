@@ -144,11 +144,11 @@ class HostsLab(RunLab):
             name: [device for device, host in placed.items() if host == name]
             for name in reached
         }
-        state = new_state(trial, None, results, keep, hosts=there)
+        state = new_state(trial, None, results, keep=keep, hosts=there)
         reaper = Reaper(state.run, "testbed_controller.hosts.removal")
         with (
             reaper.guarding(
-                partial(remove_everywhere, state.run, reached.values()), keep
+                partial(remove_everywhere, state.run, reached.values()), keep=keep
             ),
             ExitStack() as made,
         ):

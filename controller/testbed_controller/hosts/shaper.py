@@ -344,13 +344,13 @@ class Shapers:
             "links": [*links.values()],
         }
 
-    def host_load(self, reset: bool = False) -> dict[str, Any]:
+    def host_load(self, *, reset: bool = False) -> dict[str, Any]:
         """Return the processor load of the busiest host."""
         return merge_statistics(
-            self._call_all(lambda _host, shaper: shaper.host_load(reset))
+            self._call_all(lambda _host, shaper: shaper.host_load(reset=reset))
         )
 
-    def statistics(self, reset: bool = False) -> dict[str, Any]:
+    def statistics(self, *, reset: bool = False) -> dict[str, Any]:
         """Return queue drops and sent bytes by device, and the maximum of values per host.
 
         Also ``hosts``, the devices of each host; ``ways``, the delays of paths in seconds; and ``clocks``, the
@@ -359,7 +359,7 @@ class Shapers:
         hosts: dict[str, list[str]] = {}
         for name, host in self._host.items():
             hosts.setdefault(host, []).append(name)
-        reports = self._call_all(lambda _host, shaper: shaper.statistics(reset))
+        reports = self._call_all(lambda _host, shaper: shaper.statistics(reset=reset))
         return {
             **merge_statistics(reports),
             "processor_seconds": sum(each["processor_seconds"] for each in reports),

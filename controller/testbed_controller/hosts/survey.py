@@ -12,7 +12,7 @@ from testbed_controller.hosts.contexts import Host, manager, reach
 from testbed_controller.hosts.provision import make_keeper
 from testbed_controller.lab.diagnosis import HostCheck
 from testbed_controller.lab.engineaddress import context_names
-from testbed_controller.lab.images import image_exists, present_names
+from testbed_controller.lab.images import image_exists, present_tags
 from testbed_controller.lab.removal import remove_from
 from testbed_controller.lab.runstate import RunState, new_id
 
@@ -91,7 +91,7 @@ def _make_report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> Host
     name, host = asked
     if isinstance(host, str):
         return HostReport(name, missing=(host,))
-    tags = present_names(host.client)
+    tags = present_tags(host.client)
     there = tuple(
         kind for kind in _KINDS if image_exists(host.client, tags.by_kind[kind])
     )

@@ -18,7 +18,7 @@ from testbed.common.errors import HostError, InputError
 from testbed.common.quantities import format_rate
 from testbed.experiment import Experiment
 from testbed_controller.lab.containers import SHAPER_CAPABILITIES
-from testbed_controller.lab.images import present_names
+from testbed_controller.lab.images import present_tags
 from testbed_controller.lab.removal import RUN, remove_run
 from testbed_controller.shaping.backend import environment_for
 from testbed_controller.shaping.capability import Capability
@@ -26,7 +26,7 @@ from testbed_controller.shaping.capability import Capability
 
 def measure(client: docker.DockerClient, backend: str) -> Capability:
     """Measure a link backend for some seconds and store the result; raises HostError if the measurement fails."""
-    image = present_names(client).shaper
+    image = present_tags(client).shaper
     try:
         output = in_shaper(
             client,
@@ -65,14 +65,11 @@ def in_shaper(
             use_config_proxy=False,
         )
     except ContainerError as error:
-        text = (
-            error.stderr.decode(errors="replace")
-            if isinstance(error.stderr, bytes)
-            else str(error.stderr)
-        )
-        raise HostError(
-            (text.strip().splitlines() or [f"status {error.exit_status}"])[-1]
-        ) from None
+        errors = error.stderr
+        text = errors.decode(errors="replace") if isinstance(errors, bytes) else errors
+        lines = str(text).strip().splitlines()
+        last = lines[-1] if lines else f"status {error.exit_status}"
+        raise HostError(last) from None
     finally:
         remove_run(client, run, settle=False)
     return output
@@ -82,12 +79,11 @@ def store(measured: Capability) -> None:
     """Store a measurement for later runs."""
     path = _storage_path()
     path.parent.mkdir(parents=True, exist_ok=True)
+    content = _load()
+    content[measured.backend] = asdict(measured)
+    # Written beside and renamed, since another command may read at the same time.
     draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(
-        json.dumps(
-            {**_load(), measured.backend: asdict(measured), "host": _host_identity()}
-        )
-    )
+    draft.write_text(json.dumps({**content, "host": _host_identity()}))
     draft.replace(path)
 
 

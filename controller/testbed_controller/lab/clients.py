@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import requests
 
@@ -17,10 +17,6 @@ from testbed.trace.events import Event
 from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.lab.clocks import Clock
 from testbed_controller.shaping.plan import Endpoint
-
-if TYPE_CHECKING:
-    pass
-
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,9 +36,11 @@ class Client:
 
     def request(self, method: str, path: str, **options: Any) -> requests.Response:
         """Send a request; raises the errors of `requests` if the container does not respond."""
+        # `requests` does not promise that threads may share a session.
         session: requests.Session | None = getattr(self._local, "session", None)
         if session is None:
-            session = self._local.session = requests.Session()
+            session = requests.Session()
+            self._local.session = session
             session.trust_env = False  # the containers are never behind a proxy
             session.headers["Authorization"] = f"Bearer {self._token}"
         response = session.request(method, self.url + path, **options)
@@ -87,19 +85,17 @@ class Shaper:
             answer = self._client.request(method, path, json=json, timeout=timeout)
         except requests.RequestException as error:
             raise HostError(
-                f"the shaper at {self._url} does not respond: {error}; is the lab up?"
+                f"the shaper at {self._url} does not respond: {error}; 'testbed ps' shows whether the lab is up"
             ) from error
+        if answer.status_code == HTTPStatus.BAD_REQUEST:
+            raise InputError(f"shaper: {refusal(answer)}")
         if not answer.ok:
-            raise (InputError if answer.status_code == 400 else HostError)(
-                f"shaper: {refusal(answer)}"
-            )
+            raise HostError(f"shaper: {refusal(answer)}")
         document: dict[str, Any] = answer.json()
         return document
 
     def facts(self) -> dict[str, Any]:
-        """Return ``kernel``, ``backend``, ``hostname``, and the clocks ``monotonic`` and ``time`` (seconds) of its
-        host.
-        """
+        """Return ``kernel``, ``backend``, ``hostname``, and the clocks ``monotonic`` and ``time`` in seconds."""
         return self._request("GET", "/facts")
 
     def attach(
@@ -126,13 +122,13 @@ class Shaper:
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
         """Measure these links between the devices themselves; takes seconds, or minutes for many slow links."""
         answer = self._request("POST", "/probe", {"pairs": [*pairs]}, timeout=600)
-        return [LinkMeasurement.from_json(each) for each in answer["measurements"]]
+        documents = answer["measurements"]
+        return [LinkMeasurement.from_json(document) for document in documents]
 
     def open_ends(self, run: str, pairs: Iterable[Pair]) -> dict[str, int]:
         """Open sockets for `probe_half`; return the port of each present device. ``run`` is 8 bytes in hex."""
-        return dict(
-            self._request("POST", "/ends", {"run": run, "pairs": [*pairs]})["ports"]
-        )
+        asked = {"run": run, "pairs": [*pairs]}
+        return dict(self._request("POST", "/ends", asked)["ports"])
 
     def probe_half(
         self, run: str, pairs: Iterable[Pair], ports: Mapping[str, int], begin: float
@@ -141,7 +137,7 @@ class Shaper:
         asked = {"run": run, "pairs": [*pairs], "ports": dict(ports), "begin": begin}
         return list(self._request("POST", "/half", asked, timeout=600)["measurements"])
 
-    def host_load(self, reset: bool = False) -> dict[str, Any]:
+    def host_load(self, *, reset: bool = False) -> dict[str, Any]:
         """Return the processor load of the shaper's machine since the last ``reset``; see `HostMonitor`."""
         return self._request("GET", "/load" + ("?reset=1" if reset else ""))
 
@@ -153,7 +149,7 @@ class Shaper:
         """Return ``backend``, ``links`` and ``devices``, with differences from the kernel's current state."""
         return self._request("GET", "/show")
 
-    def statistics(self, reset: bool = False) -> dict[str, Any]:
+    def statistics(self, *, reset: bool = False) -> dict[str, Any]:
         """Return queue drops and the lateness of the delay line; ``reset`` clears the lateness."""
         return self._request("GET", "/statistics" + ("?reset=1" if reset else ""))
 
@@ -180,7 +176,7 @@ class Agent:
     ) -> None:
         self.url = url.rstrip("/")
         self._clock = clock or Clock()
-        self._origin = 0.0, 0.0
+        self._origin = (0.0, 0.0)
         """Start of the run, by the clock of this host and by the clock of the device."""
         self._name = name or self.url
         self._client = Client(url, token)
@@ -209,8 +205,9 @@ class Agent:
 
     def start(self, origin: float) -> None:
         """Run the program from ``origin`` on, an instant of the controller's monotonic clock, or now if past."""
-        self._origin = origin, self._clock.there(origin)
-        self._request("POST", "/start", json={"origin": self._origin[1]})
+        there = self._clock.there(origin)
+        self._origin = (origin, there)
+        self._request("POST", "/start", json={"origin": there})
 
     def stop(self) -> None:
         """Cancel the program and wait for the end."""
@@ -247,9 +244,11 @@ class Agent:
         were dropped or do not exist yet.
         """
         rest = b""
-        with self._request(
+        # Without a time-out: a paused device sends nothing, not even heartbeats.
+        response = self._request(
             "GET", f"/events?after={after}", seconds=None, stream=True
-        ) as response:
+        )
+        with response:
             try:
                 for piece in response.iter_content(chunk_size=None):
                     *lines, rest = (rest + piece).split(b"\n")
@@ -265,22 +264,21 @@ class Agent:
     def _convert_times(self, event: Event) -> Event:
         """Convert the times of an event from the device's clock to the controller's clock."""
         here, there = self._origin
-        moved = self._clock.here(there + event.time) - here - event.time
-        if not moved:
+        shift = self._clock.here(there + event.time) - here - event.time
+        if not shift:
             return event
-        start = (
-            {"start": event.fields["start"] + moved} if "start" in event.fields else {}
-        )
-        return event._replace(time=event.time + moved, fields={**event.fields, **start})
+        fields = dict(event.fields)
+        if "start" in fields:
+            fields["start"] += shift
+        return event._replace(time=event.time + shift, fields=fields)
 
-    def weights(self, seconds: float = WORK_SECONDS, part: bool = False) -> bytes:
+    def weights(self, seconds: float = WORK_SECONDS, *, part: bool = False) -> bytes:
         """Return the weights exposed by the program as safetensors.
 
-        With ``part``, only those of the device's own part of the model. Raises AgentGone after ``seconds``.
+        With ``part``, only the weights of the device's own part of the model. Raises AgentGone after ``seconds``.
         """
-        return self._request(
-            "GET", "/weights?part" if part else "/weights", seconds=seconds
-        ).content
+        path = "/weights?part" if part else "/weights"
+        return self._request("GET", path, seconds=seconds).content
 
     def metrics(self) -> dict[str, float]:
         """Return the agent's metrics: name with labels in braces, to value."""
@@ -315,9 +313,8 @@ class Agent:
             raise AgentGone(
                 f"{self._name}: {method} {path}: the agent does not respond: {error}"
             ) from error
-        if (
-            response.status_code == HTTPStatus.BAD_GATEWAY
-        ):  # from the shaper, if no agent is listening
+        # From the shaper, if no agent is listening.
+        if response.status_code == HTTPStatus.BAD_GATEWAY:
             raise AgentGone(
                 f"{self._name}: {method} {path}: the agent does not respond"
             )

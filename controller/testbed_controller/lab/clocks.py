@@ -85,8 +85,18 @@ class Offset:
         return self.at + (there - self.seconds - self.at) / (1 + self.drift)
 
 
+def _round_trip_of(sample: Sample) -> float:
+    return sample.round_trip
+
+
 class HostClock:
-    """An estimate of a host's clock: a line through the exchanges with the smallest round trips."""
+    """An estimate of a host's clock: a line through the exchanges with the smallest round trips.
+
+    >>> clock = HostClock()
+    >>> clock.add(Sample(sent=10.0, arrived=60.001, returned=60.001, back=10.002))
+    >>> round(clock.offset.there(11.0), 6)
+    61.0
+    """
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=KEPT)
@@ -132,21 +142,18 @@ class HostClock:
         A weighted least-squares line through the exchanges, where the weight decreases with the round trip. A drift is
         used only if it is significant: an error of half a round trip must not look like a drift.
         """
-        samples = list(self._samples)
-        segments = [
-            samples[first : first + SEGMENT]
-            for first in range(0, len(samples), SEGMENT)
-        ]
+        samples = list(self._samples)  # another thread adds samples
         # The sample with the smallest round trip of a segment has the smallest error.
         best = list(self._pinned)
-        for segment in segments:
-            best.append(min(segment, key=lambda sample: sample.round_trip))
+        for first in range(0, len(samples), SEGMENT):
+            segment = samples[first : first + SEGMENT]
+            best.append(min(segment, key=_round_trip_of))
         if not best:
             return Offset()
-        chosen = min(best, key=lambda sample: sample.round_trip)
-        middles, offsets, trips = np.array(
-            [(sample.middle, sample.offset, sample.round_trip) for sample in best]
-        ).T
+        chosen = min(best, key=_round_trip_of)
+        middles = np.array([sample.middle for sample in best])
+        offsets = np.array([sample.offset for sample in best])
+        trips = np.array([sample.round_trip for sample in best])
         weights = (4 / np.maximum(trips, 1e-6)) ** 2
         at = float(np.average(middles, weights=weights))
         mean = float(np.average(offsets, weights=weights))

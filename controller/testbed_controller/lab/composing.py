@@ -13,6 +13,7 @@ from testbed.wire.ports import CONTROL_PORT
 from testbed_controller.lab.clients import attachment
 from testbed_controller.lab.containers import device_settings, shaper_settings
 from testbed_controller.lab.networks import CLOSED, data_subnet, device_addresses
+from testbed_controller.lab.removal import RUN
 from testbed_controller.lab.runstate import RunState
 from testbed_controller.shaping.plan import Endpoint
 
@@ -72,41 +73,37 @@ sed "${{edits#;}}" links.json | curl --silent --show-error --fail-with-body -H "
 
 def compose_project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     """Return the files of the compose project by name; ``images`` are the tags of devices with their own image."""
-    name, specs = trial.scenario.name, trial.experiment.devices
+    name = trial.scenario.name
+    experiment = trial.experiment
+    specs = experiment.devices
     subnet = data_subnet(trial.scenario.network.subnet, len(specs))
-    addresses = {}
-    for device, address in device_addresses(
-        subnet, [spec.name for spec in specs]
-    ).items():
-        addresses[device] = str(address)
+    ips = device_addresses(subnet, [spec.name for spec in specs])
+    addresses = {device: str(address) for device, address in ips.items()}
     state = RunState(run=name, token=TOKEN)
     services = {}
+    endpoints = []
     for spec in specs:
-        settings = device_settings(
-            state, images.get(spec.name, IMAGE.format("DEVICE")), spec, addresses
-        )
+        image = images.get(spec.name, IMAGE.format("DEVICE"))
+        settings = device_settings(state, image, spec, addresses)
         services[spec.name] = {**compose_service(settings), "network_mode": "none"}
+        address = addresses[spec.name]
+        access = (spec.uplink, spec.downlink)
+        endpoints.append(Endpoint(spec.name, 0, address, *access, str(subnet)))
+    shaper = shaper_settings(state, IMAGE.format("SHAPER"), "auto")
     services[SHAPER] = {
-        **compose_service(shaper_settings(state, IMAGE.format("SHAPER"), "auto")),
+        **compose_service(shaper),
         "networks": ["control"],
         "ports": [f"127.0.0.1:{PORT}:{CONTROL_PORT}"],
     }
     networks = {"control": {"driver_opts": dict(CLOSED)}}
-    endpoints = [
-        Endpoint(
-            spec.name, 0, addresses[spec.name], spec.uplink, spec.downlink, str(subnet)
-        )
-        for spec in specs
-    ]
-    attached = attachment(
-        endpoints, trial.experiment.links, trial.experiment.seed, trial.experiment.cells
-    )
-    for endpoint in attached["endpoints"]:
+    body = attachment(endpoints, experiment.links, experiment.seed, experiment.cells)
+    # Process IDs are known only while the containers run: the script `shape` puts them in.
+    for endpoint in body["endpoints"]:
         endpoint["pid"] = f"pid of {endpoint['name']}"
+    project = written({"services": services, "networks": networks}, 140)
     return {
-        "docker-compose.yml": _HEAD.format(name=name)
-        + written({"services": services, "networks": networks}, 140),
-        "links.json": json.dumps(attached, indent=1) + "\n",
+        "docker-compose.yml": _HEAD.format(name=name) + project,
+        "links.json": json.dumps(body, indent=1) + "\n",
         "shape": _SHAPE.format(devices=" ".join(addresses), port=PORT),
     }
 
@@ -116,22 +113,16 @@ def compose_service(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises KeyError for a setting without an equivalent.
     """
-    rest = {
-        key: value
-        for key, value in settings.items()
-        if key not in ("host_config", "ports", "labels")
-    }
-    # Drop the label of runs: containers with this label are removed as leftovers of a run.
+    converted = {}
+    for key, value in settings.items():
+        if key not in ("host_config", "ports", "labels"):
+            converted[key] = value
     # All containers share the project's token, since no controller derives one for each.
-    rest["environment"] = {**rest["environment"], "TESTBED_TOKEN": TOKEN}
-    converted = {
-        **rest,
-        "labels": {
-            key: value
-            for key, value in settings["labels"].items()
-            if key != "testbed.run"
-        },
-    }
+    converted["environment"] = {**converted["environment"], "TESTBED_TOKEN": TOKEN}
+    # Containers with the label of runs would be removed as leftovers of a run.
+    labels = dict(settings["labels"])
+    labels.pop(RUN, None)
+    converted["labels"] = labels
     for key, value in settings["host_config"].items():
         if key not in _ELSEWHERE:
             word, write = _OF_HOST[key]

@@ -78,13 +78,15 @@ class RunningContainer:
 
 def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer]]:
     """Return the containers of every run on the engine, by run, whoever the owner is."""
-    labs: dict[str, list[RunningContainer]] = {
-        run: [] for run in sorted(labelled_runs(client))
-    }
+    # Runs whose containers are gone may have networks or volumes left.
+    labs: dict[str, list[RunningContainer]] = {}
+    for run in sorted(labelled_runs(client)):
+        labs[run] = []
     urls: dict[str, str] = {}
     for entry in client.api.containers(all=True, filters={"label": RUN}):
         labels = entry["Labels"]
-        run, name = str(labels[RUN]), labels.get(DEVICE) or labels.get(ROLE, "?")
+        run = str(labels[RUN])
+        name = labels.get(DEVICE) or labels.get(ROLE, "?")
         container = RunningContainer(
             run, name, entry["State"], entry["Status"], labels.get(ADDRESS, "")
         )
@@ -101,11 +103,12 @@ def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer
 
 def _note_urls(containers: list[RunningContainer], shaper: str) -> None:
     for container in containers:
-        if container.state == "running":
-            is_shaper = container.name == SHAPER
-            container.control_url = (
-                shaper if is_shaper else device_url(shaper, container.name)
-            )
+        if container.state != "running":
+            continue
+        if container.name == SHAPER:
+            container.control_url = shaper
+        else:
+            container.control_url = device_url(shaper, container.name)
 
 
 def container_logs(
@@ -124,7 +127,11 @@ def container_logs(
 
 
 def container_name(run: str, name: str) -> str:
-    """Return the container name of a device or the shaper."""
+    """Return the container name of a device or the shaper.
+
+    >>> container_name("quickstart-0a1b2c3d", "worker1")
+    'testbed-quickstart-0a1b2c3d-worker1'
+    """
     return f"testbed-{run}-{name}"
 
 
@@ -139,10 +146,10 @@ def published_url(inspection: Mapping[str, Any]) -> str:
     return f"http://127.0.0.1:{bindings[0]['HostPort']}" if bindings else ""
 
 
-def look(
+def inspect(
     client: docker.DockerClient, run: str, name: str, address: str, url: ControlUrl
 ) -> DeviceContainer:
-    """Return the current state of a container; ``gone`` if it does not exist. ``url`` returns its control URL."""
+    """Return the current state of a container, ``gone`` for a missing one; ``url`` returns the control URL."""
     try:
         inspection = client.api.inspect_container(container_name(run, name))
     except NotFound:
@@ -163,32 +170,32 @@ def device_settings(
 ) -> dict[str, Any]:
     """Return the engine settings of a device's container, with the addresses of all devices."""
     memory = int(spec.memory)
+    labels = {DEVICE: spec.name, ADDRESS: addresses[spec.name]}
+    environment = {
+        "TESTBED_DEVICE": spec.name,
+        "TESTBED_TOKEN": state.token_of(spec.name),
+        "OMP_NUM_THREADS": "1",
+    }
+    # The device's disk: a volume survives a restart of the container, and its label leads the removal to it.
+    disk_labels = {RUN: state.run, DEVICE: spec.name}
+    disk = Mount("/state", None, type="volume", labels=disk_labels)
+    gpus = None
+    if spec.gpu:
+        gpus = [DeviceRequest(count=-1, capabilities=[["gpu"]])]
     settings = container_settings(
         state,
         image,
-        {DEVICE: spec.name, ADDRESS: addresses[spec.name]},
-        {
-            "TESTBED_DEVICE": spec.name,
-            "TESTBED_TOKEN": state.token_of(spec.name),
-            "OMP_NUM_THREADS": "1",
-        },
+        labels,
+        environment,
         tmpfs={"/tmp": "size=64m,mode=1777"},
-        mounts=[
-            Mount(
-                "/state",
-                None,
-                type="volume",
-                labels={RUN: state.run, DEVICE: spec.name},
-            )
-        ],
+        mounts=[disk],
         mem_limit=memory,
+        # Equal to the memory: no swap, which a device does not have.
         memswap_limit=memory,
         pids_limit=256,
         nano_cpus=None if spec.cpus is None else int(spec.cpus * 1e9),
         sysctls=_SYSCTLS,
-        device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])]
-        if spec.gpu
-        else None,
+        device_requests=gpus,
         extra_hosts=dict(addresses),
         # On one host, the shaper creates the network: the engine's own takes most of a container's start time.
         network_mode=network_name(state.run, "data") if state.hosts else "none",
@@ -208,31 +215,36 @@ def device_settings(
 
 def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
     """Return the engine settings of the shaper's container; ``links`` names the link backend."""
-    return container_settings(
+    environment = {
+        "TESTBED_TOKEN": state.token_of(SHAPER),
+        "TESTBED_LINKS": links,
+        **environment_for([links]),
+    }
+    # Several hosts share no control network: the keepers enter the loopback of the containers instead.
+    network: dict[str, Any] = {"network_mode": "none"}
+    if not state.hosts:
+        network = {
+            "network_mode": network_name(state.run, "control"),
+            # A free port of the loopback, so that no other machine reaches the shaper.
+            "port_bindings": {CONTROL_PORT: ("127.0.0.1", None)},
+        }
+    settings = container_settings(
         state,
         image,
         {ROLE: SHAPER},
-        {
-            "TESTBED_TOKEN": state.token_of(SHAPER),
-            "TESTBED_LINKS": links,
-            **environment_for([links]),
-        },
+        environment,
         tmpfs={"/tmp": "size=64m,mode=1777", "/run": "size=16m,mode=755"},
         mem_limit=SHAPER_MEMORY,
         memswap_limit=SHAPER_MEMORY,
         pids_limit=1024,
         cap_add=SHAPER_CAPABILITIES,
+        # The namespaces of devices are opened by process IDs of the host.
         pid_mode="host",
-        # Several hosts share no control network: the keepers enter the loopback of the containers instead.
-        **({"network_mode": "none"} if state.hosts else _control_network(state.run)),
-    ) | ({} if state.hosts else {"ports": [CONTROL_PORT]})
-
-
-def _control_network(run: str) -> dict[str, Any]:
-    return {
-        "network_mode": network_name(run, "control"),
-        "port_bindings": {CONTROL_PORT: ("127.0.0.1", None)},
-    }
+        **network,
+    )
+    if not state.hosts:
+        settings["ports"] = [CONTROL_PORT]
+    return settings
 
 
 def container_settings(
@@ -243,22 +255,25 @@ def container_settings(
     **host: Any,
 ) -> dict[str, Any]:
     """Return the common settings of all containers, with additions of the caller, for the engine API."""
+    variables = {"TESTBED_RUN": state.run}
+    if state.lease is not None:
+        variables[LEASE] = f"{state.lease:g}"
+    if _LOG.isEnabledFor(logging.DEBUG):
+        variables[LEVEL] = "debug"
+    host_config = HostConfig(
+        version=DEFAULT_DOCKER_API_VERSION,
+        cap_drop=["ALL"],
+        security_opt=["no-new-privileges"],
+        read_only=True,
+        **({"log_config": _LOGS} | host),
+    )
     return {
         "image": image,
+        # The label of the run is part of the creation: there is no instant at which the container exists without it,
+        # so the removal by label, by the reaper or by 'testbed down', never misses one.
         "labels": {RUN: state.run, **labels},
-        "environment": {
-            "TESTBED_RUN": state.run,
-            **({} if state.lease is None else {LEASE: f"{state.lease:g}"}),
-            **({LEVEL: "debug"} if _LOG.isEnabledFor(logging.DEBUG) else {}),
-            **environment,
-        },
-        "host_config": HostConfig(
-            version=DEFAULT_DOCKER_API_VERSION,
-            cap_drop=["ALL"],
-            security_opt=["no-new-privileges"],
-            read_only=True,
-            **({"log_config": _LOGS} | host),
-        ),
+        "environment": variables | environment,
+        "host_config": host_config,
     }
 
 

@@ -9,10 +9,11 @@ import platform
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import docker
 from docker.errors import APIError
@@ -24,7 +25,7 @@ from testbed_controller.lab import capability
 from testbed_controller.lab.clients import Shaper
 from testbed_controller.lab.clocks import EngineClock
 from testbed_controller.lab.containers import (
-    look,
+    inspect,
     make_container,
     published_url,
     shaper_settings,
@@ -42,7 +43,7 @@ from testbed_controller.lab.images import (
     REGISTRY_BASE,
     image_exists,
     image_folder,
-    present_names,
+    present_tags,
 )
 from testbed_controller.lab.networks import make_control_network
 from testbed_controller.lab.removal import remove_run
@@ -96,20 +97,17 @@ def examine(*, measure: bool = False) -> Iterator[HostCheck]:
     client, engine = connected
     yield from _check_engine(client, engine)
     usable = lab_problem(client, engine) is None
-    image = present_names(client).shaper
-    backends = list(_check_links(client, image)) if usable else []
-    yield from backends
-    if (
-        usable
-        and image_exists(client, image)
-        and not any(check.needed for check in backends)
-    ):
+    image = present_tags(client).shaper
+    checks = list(_check_links(client, image)) if usable else []
+    yield from checks
+    # A shaper cannot work where the links have failed already.
+    have_failed = any(check.needed for check in checks)
+    if usable and image_exists(client, image) and not have_failed:
         yield _check_shaper(client, image)
     yield from _check_host(client)
     if measure:
-        for backend in LINK_BACKENDS:
-            if any(_works(check, backend) for check in backends):
-                yield _measure_capacity(client, backend)
+        for backend in _working_backends(checks):
+            yield _measure_capacity(client, backend)
 
 
 def _check_connection() -> tuple[docker.DockerClient, EngineAddress] | HostCheck:
@@ -117,51 +115,41 @@ def _check_connection() -> tuple[docker.DockerClient, EngineAddress] | HostCheck
     try:
         engine = chosen_engine()
     except HostError as error:
-        return HostCheck(
-            "engine",
-            "missing",
-            "the current docker context is unknown",
-            str(error),
-            needed=True,
-        )
+        detail = "the current docker context is unknown"
+        return HostCheck("engine", "missing", detail, str(error), needed=True)
     try:
         return connect(engine), engine
     except HostError as error:
-        startable = may_start(engine) and shutil.which("apt-get") is not None
-        remedy = (
-            "'testbed setup images' as root installs and starts one"
-            if startable
-            else str(error)
-        )
+        is_startable = may_start(engine) and shutil.which("apt-get") is not None
+        remedy = str(error)
+        if is_startable:
+            remedy = "'testbed setup images' as root installs and starts one"
         return HostCheck(
-            "engine", "missing", "no engine responds", remedy, needed=not startable
+            "engine", "missing", "no engine responds", remedy, needed=not is_startable
         )
 
 
-def _works(check: HostCheck, backend: str) -> bool:
-    return check.name == f"links: {backend}" and check.status == "ok"
+def _working_backends(checks: Iterable[HostCheck]) -> list[str]:
+    successes = {check.name for check in checks if check.status == "ok"}
+    return [name for name in LINK_BACKENDS if f"links: {name}" in successes]
 
 
 def _measure_capacity(client: docker.DockerClient, backend: str) -> HostCheck:
-    name = f"links: how far, {backend}"
+    name = f"link capacity: {backend}"
     try:
         measured = capability.measure(client, backend)
     except HostError as error:
         return HostCheck(name, "unknown", str(error), "try again on an idle machine")
     if measured.rate is None or measured.delay is None:
-        return HostCheck(
-            name,
-            "missing",
-            "no link within its tolerance",
-            "use an idle machine or more processors",
-        )
-    detail = (
-        f"up to {format_rate(measured.rate)}, from {format_duration(measured.delay)} on"
-    )
+        detail = "no link within its tolerance"
+        remedy = "use an idle machine or more processors"
+        return HostCheck(name, "missing", detail, remedy)
+    rate = format_rate(measured.rate)
+    detail = f"rates up to {rate}, delays from {format_duration(measured.delay)}"
     if measured.devices is not None and measured.packet_cost is not None:
         detail += (
-            f"; about {measured.devices} devices that each send {format_rate(DEVICE_RATE)} without a pause "
-            f"({measured.packet_cost * 1e6:.0f} us of a processor a packet)"
+            f"; about {measured.devices} devices that each send {format_rate(DEVICE_RATE)} continuously "
+            f"({measured.packet_cost * 1e6:.0f} us of processor time for a packet)"
         )
     return HostCheck(name, "ok", detail)
 
@@ -176,88 +164,83 @@ def _judge(
 
 
 def _check_python() -> HostCheck:
-    lacking = [
-        name
-        for name in ("torch", "docker", "flask", "safetensors")
-        if importlib.util.find_spec(name) is None
-    ]
+    lacking = []
+    for name in ("torch", "docker", "flask", "safetensors"):
+        if importlib.util.find_spec(name) is None:
+            lacking.append(name)
     version = platform.python_version()
     without = f"{version} without {', '.join(lacking)}" if lacking else ""
-    helps = "install them with pip, or in a checkout with 'make environment'"
-    return _judge(
-        "python", without, f"{version} in {sys.prefix}", helps, needed=bool(lacking)
-    )
+    success = f"{version} in {sys.prefix}"
+    remedy = "install them with pip, or in a checkout with 'make environment'"
+    return _judge("python", without, success, remedy, needed=bool(lacking))
 
 
 def _check_engine(
     client: docker.DockerClient, engine: EngineAddress
 ) -> Iterator[HostCheck]:
-    engine_facts = facts(client)
-    cgroup, at = engine_facts["cgroup"], f" at {engine.title}" if engine.chosen else ""
-    version = f"{engine_facts['version']} (API {engine_facts['api']})"
-    description = f"{engine_facts['name']} {version} on {engine_facts['system']}{at}"
+    known = facts(client)
+    description = (
+        f"{known['name']} {known['version']} (API {known['api']}) on {known['system']}"
+    )
+    if engine.chosen:
+        description += f" at {engine.title}"
     reason, remedy = lab_problem(client, engine) or ("", "")
     yield _judge("engine", reason, description, remedy, needed=True)
-    yield HostCheck(
-        "kernel", "ok", f"{engine_facts['kernel']}, {engine_facts['architecture']}"
-    )
-    without = (
-        f"{cgroup} without limits on {', '.join(engine_facts['unlimited'])}"
-        if engine_facts["unlimited"]
-        else ""
-    )
-    helps = "boot with cgroup_enable=memory, or use cgroup v2; otherwise device limits are ignored"
-    yield _judge(
-        "cgroup", without, f"{cgroup} with limits on memory and processes", helps
-    )
-    copies = (
-        "vfs copies every image for each container"
-        if engine_facts["storage"] == "vfs"
-        else ""
-    )
-    yield _judge("storage", copies, engine_facts["storage"], "give the engine overlay2")
+    yield HostCheck("kernel", "ok", f"{known['kernel']}, {known['architecture']}")
+    yield _check_cgroup(known)
+    copies = ""
+    if known["storage"] == "vfs":
+        copies = "vfs copies every image for each container"
+    remedy = "configure the engine with the storage driver overlay2"
+    yield _judge("storage", copies, known["storage"], remedy)
     yield _check_images(client)
     yield _check_registry(client)
 
 
+def _check_cgroup(known: Mapping[str, Any]) -> HostCheck:
+    cgroup = known["cgroup"]
+    without = ""
+    if known["unlimited"]:
+        without = f"{cgroup} without limits on {', '.join(known['unlimited'])}"
+    remedy = "boot with cgroup_enable=memory, or use cgroup v2; otherwise device limits are ignored"
+    success = f"{cgroup} with limits on memory and processes"
+    return _judge("cgroup", without, success, remedy)
+
+
 def _check_images(client: docker.DockerClient) -> HostCheck:
-    wanted = present_names(client)
+    wanted = present_tags(client)
     # A run needs only these two: the images below them may have been pruned.
     needed = {"device": wanted.device, "shaper": wanted.shaper}
-    lacking = ", ".join(
-        kind for kind, tag in needed.items() if not image_exists(client, tag)
-    )
-    unbuilt = f"not built yet: {lacking}" if lacking else ""
-    return _judge(
-        "images",
-        unbuilt,
-        f"{wanted.device}, {wanted.shaper}",
-        "'testbed setup images', or the first run does",
-    )
+    lacking = []
+    for kind, tag in needed.items():
+        if not image_exists(client, tag):
+            lacking.append(kind)
+    unbuilt = f"not built yet: {', '.join(lacking)}" if lacking else ""
+    success = f"{wanted.device}, {wanted.shaper}"
+    remedy = "run 'testbed setup images'; otherwise the first run builds them"
+    return _judge("images", unbuilt, success, remedy)
 
 
 def _check_registry(client: docker.DockerClient) -> HostCheck:
-    if not refusal_within(
-        _REGISTRY_PATIENCE, lambda: client.images.get_registry_data(REGISTRY_BASE)
-    ):
+    ask = partial(client.images.get_registry_data, REGISTRY_BASE)
+    if not refusal_within(_REGISTRY_PATIENCE, ask):
         return HostCheck("registry", "ok", f"has {REGISTRY_BASE}")
     if shutil.which("mmdebstrap"):
-        return HostCheck(
-            "registry", "ok", "none reachable; mmdebstrap makes the base image"
-        )
-    help_ = "apt-get install mmdebstrap makes the base image instead (as root the first run does that itself)"
-    return HostCheck("registry", "missing", "none reachable", help_)
+        detail = "none reachable; mmdebstrap makes the base image"
+        return HostCheck("registry", "ok", detail)
+    remedy = (
+        "install mmdebstrap, which makes the base image instead: 'apt-get install mmdebstrap' "
+        "(as root, the first run installs it)"
+    )
+    return HostCheck("registry", "missing", "none reachable", remedy)
 
 
 def _check_links(client: docker.DockerClient, image: str) -> Iterator[HostCheck]:
     """Try all backends and the gate in a container like the shaper's, in a separate network namespace."""
     if not image_exists(client, image):
-        yield HostCheck(
-            "links",
-            "unknown",
-            "the shaper's image is not built yet",
-            "run 'testbed setup images' and repeat the check",
-        )
+        detail = "the shaper's image is not built yet"
+        remedy = "run 'testbed setup images' and repeat the check"
+        yield HostCheck("links", "unknown", detail, remedy)
         return
     backends = []
     for name in LINK_BACKENDS:
@@ -265,43 +248,34 @@ def _check_links(client: docker.DockerClient, image: str) -> Iterator[HostCheck]
             LINK_BACKENDS.find(name)
             backends.append(name)
         except InputError as error:
-            yield HostCheck(
-                f"links: {name}",
-                "missing",
-                error.text,
-                "install a compatible version of the package",
-            )
+            remedy = "install a compatible version of the package"
+            yield HostCheck(f"links: {name}", "missing", error.text, remedy)
     try:
-        printed = capability.in_shaper(
-            client, image, ["python3", "-c", _TRY_LINKS], backends
-        )
+        program = ["python3", "-c", _TRY_LINKS]
+        printed = capability.in_shaper(client, image, program, backends)
         problems: dict[str, str] = json.loads(printed)
     except (HostError, APIError) as error:
-        text = (
-            f"the test container failed: {getattr(error, 'explanation', None) or error}"
-        )
+        reason = getattr(error, "explanation", None) or error
+        text = f"the test container failed: {reason}"
         yield HostCheck("links", "missing", text, "see the engine's log", needed=True)
         return
+    yield from _judge_backends(problems)
+
+
+def _judge_backends(problems: Mapping[str, str]) -> Iterator[HostCheck]:
+    """Yield a check of each backend and of the gate, and a failed one if no backend works."""
+    is_usable = False
     for name, problem in problems.items():
-        works = (
-            "senders of radio cells and broadcasts take turns"
-            if name == "gate"
-            else "works on this kernel"
-        )
-        yield HostCheck(
-            f"links: {name}",
-            "missing" if problem else "ok",
-            problem or works,
-            MODULES_HELP,
-        )
-    if all(problem for name, problem in problems.items() if name != "gate"):
-        yield HostCheck(
-            "links",
-            "missing",
-            "no backend works",
-            f"a kernel with {MODULES}: {MODULES_HELP}",
-            needed=True,
-        )
+        success = "works on this kernel"
+        if name == "gate":
+            success = "senders of radio cells and broadcasts take turns"
+        elif not problem:
+            is_usable = True
+        status: CheckStatus = "missing" if problem else "ok"
+        yield HostCheck(f"links: {name}", status, problem or success, MODULES_HELP)
+    if not is_usable:
+        remedy = f"use a kernel with {MODULES}: {MODULES_HELP}"
+        yield HostCheck("links", "missing", "no backend works", remedy, needed=True)
 
 
 def _check_shaper(client: docker.DockerClient, image: str) -> HostCheck:
@@ -310,9 +284,10 @@ def _check_shaper(client: docker.DockerClient, image: str) -> HostCheck:
     try:
         make_control_network(client, state.run)
         make_container(client, state.run, SHAPER, shaper_settings(state, image, "auto"))
-        url = look(
-            client, state.run, SHAPER, "", lambda _name, found: published_url(found)
-        ).control_url
+        shaper_container = inspect(
+            client, state.run, SHAPER, "", lambda _name, answer: published_url(answer)
+        )
+        url = shaper_container.control_url
         Health(client, state.run, {}).wait_for({SHAPER: url}, published=True)
         shaper = Shaper(url, state.token_of(SHAPER))
         clock = EngineClock(lambda: float(shaper.facts()["monotonic"]))
@@ -320,47 +295,36 @@ def _check_shaper(client: docker.DockerClient, image: str) -> HostCheck:
         return HostCheck("shaper", "missing", str(error), needed=True)
     finally:
         remove_run(client, state.run, settle=False)
-    other = (
-        "; the engine's machine has another clock, so times are converted"
-        if clock.is_other
-        else ""
-    )
-    return HostCheck(
-        "shaper", "ok", f"starts and responds at its published port{other}"
-    )
+    detail = "starts and responds at its published port"
+    if clock.is_other:
+        detail += "; the engine's machine has another clock, so times are converted"
+    return HostCheck("shaper", "ok", detail)
 
 
 def _check_host(client: docker.DockerClient | None) -> Iterator[HostCheck]:
     machine = facts(client) if client else {}
     cores = machine.get("cores") or os.cpu_count() or 1
     few = "1" if cores < 2 else ""
-    yield _judge(
-        "processors",
-        few,
-        str(cores),
-        "use at least two: the shaper must not wait for the devices",
-    )
-    memory = machine.get("memory") or os.sysconf("SC_PHYS_PAGES") * os.sysconf(
-        "SC_PAGE_SIZE"
-    )
+    remedy = "use at least two: the shaper must not wait for the devices"
+    yield _judge("processors", few, str(cores), remedy)
+    own_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = machine.get("memory") or own_memory
     yield HostCheck("memory", "ok", f"{memory / 2**30:.1f} GiB")
     folder = image_folder(client.info()) if client else Path("/var/lib")
+    # The folder of an engine in a virtual machine does not exist here.
     if folder.is_dir():
-        free = shutil.disk_usage(folder).free
-        room = _ROOM_WITH_CUDA if os.environ.get("TESTBED_TORCH") == "cuda" else _ROOM
-        status: CheckStatus = "ok" if free > room else "missing"
-        yield HostCheck(
-            "disk",
-            status,
-            f"{free / 1e9:.0f} GB free for images",
-            f"make room: {room / 1e9:.0f} GB",
-        )
-    unbootable = (
-        "" if shutil.which("qemu-system-x86_64") else "needed only by netem tests"
-    )
-    yield _judge(
-        "qemu",
-        unbootable,
-        "tests can boot a kernel with sch_netem",
-        "apt-get install qemu-system-x86",
-    )
+        yield _check_disk(folder)
+    has_qemu = shutil.which("qemu-system-x86_64") is not None
+    unbootable = "" if has_qemu else "needed only by netem tests"
+    success = "tests can boot a kernel with sch_netem"
+    yield _judge("qemu", unbootable, success, "apt-get install qemu-system-x86")
+
+
+def _check_disk(folder: Path) -> HostCheck:
+    free = shutil.disk_usage(folder).free
+    room = _ROOM
+    if os.environ.get("TESTBED_TORCH") == "cuda":
+        room = _ROOM_WITH_CUDA
+    status: CheckStatus = "ok" if free > room else "missing"
+    detail = f"{free / 1e9:.0f} GB free for images"
+    return HostCheck("disk", status, detail, f"free {room / 1e9:.0f} GB")

@@ -60,9 +60,11 @@ def connect_to(engine: EngineAddress, timeout: int) -> docker.DockerClient:
     """
     tls: Any = certificates_of(engine) or False
     if timeout < _TIMEOUT:
-        docker.DockerClient(
+        # A client has one time-out for all requests, so another one sends the first.
+        first = docker.DockerClient(
             base_url=engine.url, tls=tls, timeout=timeout, version="auto"
-        ).close()
+        )
+        first.close()
     client = docker.DockerClient(
         base_url=engine.url,
         tls=tls,
@@ -81,7 +83,10 @@ def connect_to_run(run: str) -> docker.DockerClient:
 
     Runs of other users are expected on the chosen engine. Raises HostError as `connect` does.
     """
-    return connect(runstate.read(run).engine if run in runstate.runs() else None)
+    engine = None
+    if run in runstate.runs():
+        engine = runstate.read(run).engine
+    return connect(engine)
 
 
 def connect_to_all() -> dict[EngineAddress, docker.DockerClient]:
@@ -89,13 +94,15 @@ def connect_to_all() -> dict[EngineAddress, docker.DockerClient]:
 
     Unresponsive engines are skipped; raises HostError if none responds.
     """
-    states = [runstate.read(run) for run in runstate.runs()]
-    remembered = [
-        state.engine for state in states if state.engine is not None and not state.hosts
-    ]
+    engines = [chosen_engine()]
+    for run in runstate.runs():
+        state = runstate.read(run)
+        if state.engine is not None and not state.hosts:
+            engines.append(state.engine)
     clients: dict[EngineAddress, docker.DockerClient] = {}
     refusals: list[HostError] = []
-    for engine in dict.fromkeys([chosen_engine(), *remembered]):
+    for engine in dict.fromkeys(engines):
+        # A context and DOCKER_HOST may lead to the same engine.
         if any(engine.url == connected.url for connected in clients):
             continue
         try:
@@ -117,12 +124,11 @@ class _Certificates(TLSConfig):
 
 
 def certificates_of(engine: EngineAddress) -> TLSConfig | None:
-    """Return the certificates for an engine, or None without TLS."""
+    """Return the certificates for an engine; None without TLS."""
     if not engine.certificates:
         return None
-    ca, certificate, key = (
-        str(Path(engine.certificates) / name) for name in CERTIFICATES
-    )
+    folder = Path(engine.certificates)
+    ca, certificate, key = (str(folder / name) for name in CERTIFICATES)
     return _Certificates(
         client_cert=(certificate, key), ca_cert=ca, verify=engine.verify
     )
@@ -157,11 +163,13 @@ class _Patient(BaseAdapter):
                     f"the container engine took more than {_TIMEOUT} s for a request"
                 ) from error
             except requests.ConnectionError as error:
-                if time.monotonic() > until or not isinstance(
-                    request.body, bytes | str | None
-                ):
-                    text = f"the container engine has not answered for {PATIENCE:.0f} s ({_shorten_error(str(error))})"
-                    raise HostError(text) from error
+                # A streamed body is partly consumed, and cannot be sent again.
+                is_repeatable = isinstance(request.body, bytes | str | None)
+                if time.monotonic() > until or not is_repeatable:
+                    reason = _shorten_error(str(error))
+                    raise HostError(
+                        f"the container engine has not answered for {PATIENCE:.0f} s ({reason})"
+                    ) from error
             time.sleep(_PAUSE)
 
     def close(self) -> None:
@@ -195,17 +203,15 @@ def ensure_engine(say: Say, engine: EngineAddress | None = None) -> docker.Docke
 def lab_problem(
     client: docker.DockerClient, engine: EngineAddress
 ) -> tuple[str, str] | None:
-    """Return a reason why an engine cannot host a lab, and the remedy; None if it can."""
+    """Return (reason, remedy) for an engine that cannot host a lab; None for a suitable engine."""
     if not engine.is_local:
         reason = f"{engine.title} is another machine, whose published ports are unreachable from this one"
         return reason, _hosts_advice(engine)
     options = client.info().get("SecurityOptions") or ()
     for option, reason in _REFUSED_OPTIONS.items():
         if option in options:
-            return (
-                reason,
-                "use an engine without it, by DOCKER_HOST or a docker context",
-            )
+            remedy = "choose another engine with DOCKER_HOST or a docker context"
+            return reason, remedy
     return None
 
 
@@ -233,12 +239,14 @@ def facts(client: docker.DockerClient) -> dict[str, Any]:
 
     ``memory`` is in bytes; ``unlimited`` lists the container limits that the machine's kernel ignores.
     """
-    info, version = client.info(), client.version()
-    parts = [str(part.get("Name", "")) for part in version.get("Components") or ()]
+    info = client.info()
+    version = client.version()
+    name = "Docker"
+    for part in version.get("Components") or ():
+        if str(part.get("Name", "")).startswith("Podman"):
+            name = "Podman"
     return {
-        "name": "Podman"
-        if any(part.startswith("Podman") for part in parts)
-        else "Docker",
+        "name": name,
         "version": str(version.get("Version", "")),
         "api": str(version.get("ApiVersion", "")),
         "kernel": str(info.get("KernelVersion", "")),
@@ -264,10 +272,10 @@ def refusal_within(seconds: float, ask: Callable[[], object]) -> str:
             ask()
             answers.append("")
         except (DockerException, OSError) as error:
-            answers.append(
-                _last_line(str(getattr(error, "explanation", None) or error))
-            )
+            reason = getattr(error, "explanation", None) or error
+            answers.append(_last_line(str(reason)))
 
+    # A daemon thread: the request that is given up must not keep the command from ending.
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -378,15 +386,13 @@ def _wait_for_engine(
 
 def _mount_cgroups() -> None:
     """Mount the control groups if no init system has done so."""
-    if any(
-        line.split()[2].startswith("cgroup")
-        for line in Path("/proc/mounts").read_text().splitlines()
-    ):
-        return
+    for line in Path("/proc/mounts").read_text().splitlines():
+        if line.split()[2].startswith("cgroup"):
+            return
+    command = ["mount", "-t", "cgroup2", "none", "/sys/fs/cgroup"]
     helper = shutil.which("cgroupfs-mount")
-    command = (
-        [helper] if helper else ["mount", "-t", "cgroup2", "none", "/sys/fs/cgroup"]
-    )
+    if helper:
+        command = [helper]
     subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
 
 
@@ -395,22 +401,8 @@ def _path_with_working_iptables() -> str:
 
     The system's own choice of iptables stays unchanged.
     """
-    path = os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
-    folders = path.split(os.pathsep)
-    for system_folder in ("/usr/sbin", "/sbin"):
-        if system_folder not in folders:
-            folders.append(system_folder)
-    path = os.pathsep.join(folders)
-    current, legacy = (
-        shutil.which("iptables", path=path),
-        shutil.which("iptables-legacy", path=path),
-    )
-    if (
-        current is None
-        or legacy is None
-        or _iptables_works(current)
-        or not _iptables_works(legacy)
-    ):
+    path = _path_with_system_folders()
+    if not _needs_legacy_iptables(path):
         return path
     folder = state_folder() / "bin"
     folder.mkdir(exist_ok=True)
@@ -423,7 +415,26 @@ def _path_with_working_iptables() -> str:
     return f"{folder}{os.pathsep}{path}"
 
 
+def _path_with_system_folders() -> str:
+    # The PATH of a user who became root by 'su' lacks the folders of iptables.
+    path = os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+    folders = path.split(os.pathsep)
+    for system_folder in ("/usr/sbin", "/sbin"):
+        if system_folder not in folders:
+            folders.append(system_folder)
+    return os.pathsep.join(folders)
+
+
+def _needs_legacy_iptables(path: str) -> bool:
+    current = shutil.which("iptables", path=path)
+    legacy = shutil.which("iptables-legacy", path=path)
+    if current is None or legacy is None:
+        return False
+    return not _iptables_works(current) and _iptables_works(legacy)
+
+
 def _iptables_works(iptables: str) -> bool:
+    # The version alone proves nothing: the kernel's tables are reached only by a request.
     done = subprocess.run(
         [iptables, "-t", "nat", "-S"], capture_output=True, stdin=subprocess.DEVNULL
     )
@@ -432,15 +443,16 @@ def _iptables_works(iptables: str) -> bool:
 
 def _last_error(log: Path) -> str:
     """Return the last error in the engine's log."""
-    lines = [
-        line for line in log.read_text(errors="replace").splitlines() if line.strip()
-    ]
-    serious = [
-        line
-        for line in lines
-        if "level=" not in line or "level=error" in line or "level=fatal" in line
-    ]
-    return (serious or lines or ["no reason given"])[-1]
+    last = "no reason given"
+    last_serious = ""
+    for line in log.read_text(errors="replace").splitlines():
+        if not line.strip():
+            continue
+        last = line
+        # Lines without a level are those of a crash.
+        if "level=" not in line or "level=error" in line or "level=fatal" in line:
+            last_serious = line
+    return last_serious or last
 
 
 def _last_line(text: str) -> str:

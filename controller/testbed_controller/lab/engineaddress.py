@@ -24,7 +24,8 @@ class EngineAddress:
 
     A run's state stores the address of its engine, so the run is accessible after the user switches to another engine.
 
-    >>> EngineAddress("tcp://192.0.2.7:2376").is_local False
+    >>> EngineAddress("tcp://192.0.2.7:2376").is_local
+    False
     """
 
     url: str = f"unix://{SOCKET}"
@@ -66,11 +67,10 @@ class EngineAddress:
         """Instruction for returning from this engine to the engine of this machine."""
         if not self.context:
             return "unset DOCKER_HOST"
-        return (
-            "unset DOCKER_CONTEXT"
-            if os.environ.get("DOCKER_CONTEXT")
-            else "'docker context use default'"
-        )
+        # The variable takes precedence over the context in docker's configuration.
+        if os.environ.get("DOCKER_CONTEXT"):
+            return "unset DOCKER_CONTEXT"
+        return "'docker context use default'"
 
 
 def chosen_engine() -> EngineAddress:
@@ -82,10 +82,10 @@ def chosen_engine() -> EngineAddress:
     host = os.environ.get("DOCKER_HOST")
     if host:
         verify = bool(os.environ.get("DOCKER_TLS_VERIFY"))
-        folder = os.environ.get("DOCKER_CERT_PATH") or (
-            str(Path.home() / ".docker") if verify else ""
-        )
-        return EngineAddress(host, "", True, folder, verify)
+        folder = os.environ.get("DOCKER_CERT_PATH", "")
+        if verify and not folder:
+            folder = str(Path.home() / ".docker")
+        return EngineAddress(host, chosen=True, certificates=folder, verify=verify)
     name = os.environ.get("DOCKER_CONTEXT") or _current_context()
     if name in ("", "default"):
         return EngineAddress()
@@ -104,19 +104,21 @@ def find_context(name: str) -> EngineAddress:
     folder = _configuration_folder() / "contexts"
     key = hashlib.sha256(name.encode()).hexdigest()
     try:
-        endpoint = json.loads((folder / "meta" / key / "meta.json").read_text())[
-            "Endpoints"
-        ]["docker"]
+        text = (folder / "meta" / key / "meta.json").read_text()
     except FileNotFoundError:
         raise InputError(
             f"unknown docker context '{name}' (contexts: {', '.join(context_names())}): create it with "
             f"'docker context create {name} --docker host=ssh://USER@ADDRESS'"
         ) from None
+    endpoint = json.loads(text)["Endpoints"]["docker"]
     certificates = folder / "tls" / key / "docker"
-    complete = all((certificates / file).exists() for file in CERTIFICATES)
-    tls = str(certificates) if complete else ""
+    is_complete = all((certificates / file).exists() for file in CERTIFICATES)
     return EngineAddress(
-        str(endpoint["Host"]), name, True, tls, not endpoint.get("SkipTLSVerify")
+        str(endpoint["Host"]),
+        name,
+        chosen=True,
+        certificates=str(certificates) if is_complete else "",
+        verify=not endpoint.get("SkipTLSVerify"),
     )
 
 
@@ -128,14 +130,10 @@ def context_names() -> list[str]:
 
 
 def _current_context() -> str:
-    with suppress(
-        OSError, ValueError
-    ):  # docker's own commands treat an unreadable file as empty
-        return str(
-            json.loads((_configuration_folder() / "config.json").read_text()).get(
-                "currentContext", ""
-            )
-        )
+    # Docker's own commands treat an unreadable file as empty.
+    with suppress(OSError, ValueError):
+        text = (_configuration_folder() / "config.json").read_text()
+        return str(json.loads(text).get("currentContext", ""))
     return ""
 
 

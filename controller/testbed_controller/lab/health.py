@@ -77,34 +77,35 @@ class Health:
         published port.
         """
         waiting = dict(urls)
-        began = looked = time.monotonic()
+        began = time.monotonic()
+        checked = began
         while True:
-            before, waiting = (
-                waiting,
-                {name: url for name, url in waiting.items() if not is_healthy(url)},
-            )
+            count = len(waiting)
+            waiting = {
+                name: url for name, url in waiting.items() if not is_healthy(url)
+            }
             if not waiting:
                 return
             now = time.monotonic()
-            if len(waiting) < len(before):
+            # Progress anywhere shows a busy machine rather than a hanging container.
+            if len(waiting) < count:
                 began = now
-            if now - looked > LOOK_INTERVAL:
-                looked = now
+            if now - checked > LOOK_INTERVAL:
+                checked = now
                 self._check_all(waiting, ports=published and now - began > PORT_SECONDS)
             if now - began > PATIENCE:
-                self._give_up(
-                    next(iter(waiting)), f"does not answer within {PATIENCE:.0f} s"
-                )
+                first = next(iter(waiting))
+                self._give_up(first, f"does not answer within {PATIENCE:.0f} s")
             time.sleep(INTERVAL)
 
-    def _check_all(self, urls: Mapping[str, str], ports: bool) -> None:
+    def _check_all(self, urls: Mapping[str, str], *, ports: bool) -> None:
         for name, url in urls.items():
             self.check_alive(name)
             if ports:
                 self._check_port(name, url)
 
     def ending(self, name: str, patience: float = 0.0) -> Ending | None:
-        """Return the cause of a container's end, or None for a running one.
+        """Return the cause of a container's end; None for a running one.
 
         Waits up to ``patience`` seconds for the end of a running container.
         """
@@ -153,9 +154,8 @@ class Health:
 
     def _ended_state(self, name: str) -> dict[str, Any] | None:
         """Return the engine's state of an ended container, otherwise None."""
-        status: dict[str, Any] = self._client.api.inspect_container(
-            container_name(self._run, name)
-        )["State"]
+        title = container_name(self._run, name)
+        status: dict[str, Any] = self._client.api.inspect_container(title)["State"]
         return status if status["Status"] in ("exited", "dead") else None
 
     def _explain_starvation(self, name: str) -> Ending:
@@ -169,15 +169,13 @@ class Health:
     def _was_asked(self, name: str, status: Mapping[str, Any]) -> bool:
         """Return whether a client requested the end of the container."""
         filters = {"container": container_name(self._run, name), "event": "kill"}
-        began, ended = (
-            datetime.fromisoformat(status[key]).timestamp()
-            for key in ("StartedAt", "FinishedAt")
-        )
+        began = datetime.fromisoformat(status["StartedAt"]).timestamp()
+        ended = datetime.fromisoformat(status["FinishedAt"]).timestamp()
         # The engine records a kill just after sending the signal, and responds when the window is over.
-        window = int(began), math.ceil(ended + KILL_NOTED)
-        with contextlib.closing(
-            self._client.events(*window, decode=True, filters=filters)
-        ) as events:
+        until = math.ceil(ended + KILL_NOTED)
+        events = self._client.events(int(began), until, decode=True, filters=filters)
+        with contextlib.closing(events):
+            # The window has whole seconds, and may include the kill of an earlier start.
             return any(event["timeNano"] / 1e9 >= began for event in events)
 
     def check_alive(self, name: str) -> None:
@@ -195,23 +193,21 @@ class Health:
             raise HostError(f"{name}: {problem}")
 
     def _give_up(self, name: str, why: str) -> NoReturn:
-        log = (
-            b"".join(container_logs(self._client, self._run, name))
-            .decode(errors="replace")
-            .strip()
-            .splitlines()
-        )
-        _LOG.info("the log of %s ends with:\n%s", name, "\n".join(log[-LOGGED_LINES:]))
-        raise HostError(f"{name} {why}; last log line: {log[-1] if log else 'none'}")
+        output = b"".join(container_logs(self._client, self._run, name))
+        lines = output.decode(errors="replace").strip().splitlines()
+        end = "\n".join(lines[-LOGGED_LINES:])
+        _LOG.info("the log of %s ends with:\n%s", name, end)
+        last = lines[-1] if lines else "none"
+        raise HostError(f"{name} {why}; last log line: {last}")
 
 
 def _count_oom_kills() -> int:
     """Return the number of processes killed by this kernel for lack of memory; 0 without statistics."""
     with contextlib.suppress(OSError):
-        counts = dict(
-            line.split() for line in Path("/proc/vmstat").read_text().splitlines()
-        )
-        return int(counts.get("oom_kill", 0))
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
     return 0
 
 

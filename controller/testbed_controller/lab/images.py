@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,23 +107,32 @@ class ImageTags:
     def by_kind(self) -> dict[str, str]:
         """Return the tag of each kind of image."""
         return {
-            kind: value for kind, value in vars(self).items() if isinstance(value, str)
+            "base": self.base,
+            "device_runtime": self.device_runtime,
+            "shaper_runtime": self.shaper_runtime,
+            "device": self.device,
+            "shaper": self.shaper,
         }
 
 
-def names(target: Target | None = None) -> ImageTags:
+def image_tags(target: Target | None = None) -> ImageTags:
     """Return the tags for the current files, without contacting an engine.
 
     The default target is this machine's architecture with the preferred build of torch.
     """
     target = target or Target(host_machine(), torch_builds()[0])
-    return _tags_for({kind: _code_files(kind) for kind in ("device", "shaper")}, target)
+    return _tags_for(_code_of_run(), target)
 
 
-def present_names(client: docker.DockerClient) -> ImageTags:
-    """Return the tags that a run on an engine uses: of the torch builds, the first with existing images."""
-    code = {kind: _code_files(kind) for kind in ("device", "shaper")}
+def present_tags(client: docker.DockerClient) -> ImageTags:
+    """Return the tags of the images for a run on an engine: of the torch builds, the first with existing images."""
+    code = _code_of_run()
     return _choose(client, [_tags_for(code, target) for target in _targets(client)])
+
+
+def _code_of_run() -> dict[str, dict[str, bytes]]:
+    """Return the files of both images of each run, by kind."""
+    return {kind: _code_files(kind) for kind in ("device", "shaper")}
 
 
 def _targets(client: docker.DockerClient) -> list[Target]:
@@ -139,10 +149,11 @@ def _choose(client: docker.DockerClient, choices: Sequence[ImageTags]) -> ImageT
 
 
 def _tags_for(code: Mapping[str, Mapping[str, bytes]], target: Target) -> ImageTags:
-    runtimes = {kind: _runtime_tag(kind, target) for kind in code}
-    tags = {
-        kind: _code_tag(kind, files, runtimes[kind]) for kind, files in code.items()
-    }
+    runtimes = {}
+    tags = {}
+    for kind, files in code.items():
+        runtimes[kind] = _runtime_tag(kind, target)
+        tags[kind] = _code_tag(kind, files, runtimes[kind])
     return ImageTags(
         _base_tag(),
         runtimes["device"],
@@ -154,10 +165,8 @@ def _tags_for(code: Mapping[str, Mapping[str, bytes]], target: Target) -> ImageT
 
 
 def _base_tag() -> str:
-    packages, bootstrap = (
-        "\n".join(_base_packages()),
-        "\n".join(_bootstrap_command("-")),
-    )
+    packages = "\n".join(_base_packages())
+    bootstrap = "\n".join(_bootstrap_command("-"))
     parts = {
         "packages": packages.encode(),
         "recipe": recipe("base"),
@@ -167,20 +176,21 @@ def _base_tag() -> str:
 
 
 def _runtime_tag(kind: str, target: Target) -> str:
-    packages = "\n".join(
-        f"{name}{specifier}" for name, specifier in requirements(kind, target).items()
-    )
+    wanted = requirements(kind, target)
+    lines = [f"{name}{specifier}" for name, specifier in wanted.items()]
     parts = {
         "base": _base_tag().encode(),
         "recipe": recipe("runtime"),
-        "packages": packages.encode(),
+        "packages": "\n".join(lines).encode(),
     }
     return f"testbed/runtime:{digest(parts)}"
 
 
 def _code_tag(kind: str, code: Mapping[str, bytes], runtime: str) -> str:
-    files = {f"code/{name}": content for name, content in code.items()}
-    return f"testbed/{kind}:{digest({'runtime': runtime.encode(), 'recipe': recipe(kind), **files})}"
+    parts = {"runtime": runtime.encode(), "recipe": recipe(kind)}
+    for name, content in code.items():
+        parts[f"code/{name}"] = content
+    return f"testbed/{kind}:{digest(parts)}"
 
 
 def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
@@ -189,16 +199,16 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
     Raises HostError with the reason and a remedy if an image cannot be built.
     """
     # Read the code once: a file saved during the build must not get the hash of its former content.
-    code = {kind: _code_files(kind) for kind in ("device", "shaper")}
+    code = _code_of_run()
     choices = [_tags_for(code, target) for target in _targets(client)]
     wanted = _choose(client, choices)
     if image_exists(client, wanted.device) and image_exists(client, wanted.shaper):
         return wanted
     with build_lock():
+        # Another command may have built the images while this one waited for the lock.
         wanted = _choose(client, choices)
-        if not image_exists(client, wanted.device) and not image_exists(
-            client, wanted.device_runtime
-        ):
+        has_device = image_exists(client, wanted.device)
+        if not has_device and not image_exists(client, wanted.device_runtime):
             wanted = _obtain_torch(choices, say)
         for kind, files in code.items():
             _ensure_image(client, kind, files, wanted.target, say)
@@ -229,7 +239,8 @@ def _ensure_image(
     say: Say,
 ) -> str:
     """Return the tag of an image with our code, after building missing layers."""
-    runtime, base = _runtime_tag(kind, target), _base_tag()
+    runtime = _runtime_tag(kind, target)
+    base = _base_tag()
     tag = _code_tag(kind, code, runtime)
     if image_exists(client, tag):
         return tag
@@ -251,10 +262,12 @@ def remove_images(
 ) -> list[str]:
     """Remove the testbed's images except ``keep`` and the newest ``spare`` of each kind; return removed tags."""
     keep_tags = set() if keep is None else set(keep.by_kind.values())
+    spare = spare or {}
     removed: list[str] = []
+    # In the order of SPARE, an image comes before those that it is built on, which the engine would not remove.
     for kind in SPARE:
-        existing = _images_of(client, kind)
-        for image in existing[(spare or {}).get(kind, 0) :]:
+        newest_first = _images_of(client, kind)
+        for image in newest_first[spare.get(kind, 0) :]:
             for reference in image.tags or [str(image.id)]:
                 if reference not in keep_tags and _remove_image(client, reference):
                     removed.append(reference)
@@ -269,19 +282,18 @@ def _images_of(client: docker.DockerClient, kind: str) -> list[Image]:
     else:
         # Images that users build on ours inherit the label, but have other names.
         prefix = f"testbed/{kind}:"
-        selected = [
-            image
-            for image in images
-            if any(tag.startswith(prefix) for tag in image.tags)
-        ]
+        selected = []
+        for image in images:
+            if any(tag.startswith(prefix) for tag in image.tags):
+                selected.append(image)
     return sorted(selected, key=lambda image: str(image.attrs["Created"]), reverse=True)
 
 
 def _is_abandoned(stage: Image) -> bool:
     """Return whether a stage is too old for an active build, possibly of another user of the engine."""
-    created = datetime.fromisoformat(str(stage.attrs["Created"])[:19]).replace(
-        tzinfo=UTC
-    )
+    # Without the fraction: engines print nanoseconds, of which Python 3.11 reads six digits.
+    seconds = str(stage.attrs["Created"])[:19]
+    created = datetime.fromisoformat(seconds).replace(tzinfo=UTC)
     return (datetime.now(UTC) - created).total_seconds() > _STAGE_SECONDS
 
 
@@ -302,12 +314,17 @@ def _remove_image(client: docker.DockerClient, reference: str) -> bool:
 
 
 def digest(parts: Mapping[str, bytes]) -> str:
-    """Return a short hash of named contents, independent of their order."""
-    digest = hashlib.sha256()
+    """Return a short hash of named contents, independent of their order.
+
+    >>> digest({"a": b"1", "b": b"2"}) == digest({"b": b"2", "a": b"1"})
+    True
+    """
+    whole = hashlib.sha256()
     for name in sorted(parts):
         for piece in (name.encode(), parts[name]):
-            digest.update(len(piece).to_bytes(8, "big") + piece)
-    return digest.hexdigest()[:16]
+            # With lengths, so that no content can imitate the beginning of another part.
+            whole.update(len(piece).to_bytes(8, "big") + piece)
+    return whole.hexdigest()[:16]
 
 
 def recipe(kind: str) -> bytes:
@@ -316,9 +333,8 @@ def recipe(kind: str) -> bytes:
 
 
 def _base_packages() -> list[str]:
-    return sorted(
-        {*read_list(RECIPES / "base.packages"), *read_list(RECIPES / "shaper.packages")}
-    )
+    common = read_list(RECIPES / "base.packages")
+    return sorted({*common, *read_list(RECIPES / "shaper.packages")})
 
 
 def _code_files(kind: str) -> dict[str, bytes]:
@@ -327,16 +343,17 @@ def _code_files(kind: str) -> dict[str, bytes]:
         package, _, below = part.partition("/")
         folder = package_folder(package)
         root = folder / below
-        for path in [root] if root.is_file() else sorted(root.rglob("*")):
+        paths = [root] if root.is_file() else sorted(root.rglob("*"))
+        for path in paths:
             name = f"{package}/{path.relative_to(folder).as_posix()}"
-            if (
-                path.is_file()
-                and path.suffix != ".pyc"
-                and not path.name.startswith(".")
-                and not name.startswith(HOSTS)
-            ):
+            if _is_source(path) and not name.startswith(HOSTS):
                 files[name] = path.read_bytes()
     return files
+
+
+def _is_source(path: Path) -> bool:
+    is_hidden = path.name.startswith(".")
+    return path.is_file() and path.suffix != ".pyc" and not is_hidden
 
 
 # Base image
@@ -351,24 +368,17 @@ def _make_base(client: docker.DockerClient, tag: str, say: Say) -> None:
 
 def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
     """Build the base from the official Python image; return the reason of a failure, or an empty text."""
-    if refusal := refusal_within(
-        PULL_PATIENCE, lambda: client.images.pull(REGISTRY_BASE)
-    ):
+    pull = partial(client.images.pull, REGISTRY_BASE)
+    refusal = refusal_within(PULL_PATIENCE, pull)
+    if refusal:
         return refusal
     say(f"building {tag} on {REGISTRY_BASE}")
-    arguments = {
-        "PACKAGES": " ".join(name for name in _base_packages() if name != "python3")
-    }
+    # The image brings a Python of its own.
+    packages = [name for name in _base_packages() if name != "python3"]
+    arguments = {"PACKAGES": " ".join(packages)}
+    labels = {LABEL: "base", "testbed.source": REGISTRY_BASE}
     try:
-        build(
-            client,
-            tag,
-            recipe("base"),
-            {},
-            arguments,
-            {LABEL: "base", "testbed.source": REGISTRY_BASE},
-            network=None,
-        )
+        build(client, tag, recipe("base"), {}, arguments, labels, network=None)
     except HostError as error:
         return str(error)
     return ""
@@ -415,18 +425,10 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
             text=True,
         )
         if done.returncode:
-            if full := describe_full_disk(
-                done.stderr, Path(tempfile.gettempdir()), _BOOTSTRAP_ROOM
-            ):
-                raise HostError(f"mmdebstrap failed: {full}")
-            complaints = [
-                line for line in done.stderr.splitlines() if line.startswith("E:")
-            ] or ["no reason given"]
-            raise HostError(
-                f"mmdebstrap failed: {complaints[0]}; run '{' '.join(command[:3])} ... bookworm' manually"
-            )
+            raise HostError(_explain_bootstrap_failure(done.stderr, command))
         labelled = [f"LABEL {LABEL}=base testbed.source=mmdebstrap"]
-        try:  # Podman accepts the tag only as part of the repository
+        try:
+            # Podman accepts the tag only as part of the repository.
             client.api.import_image_from_file(
                 str(archive), repository=tag, changes=labelled
             )
@@ -436,26 +438,30 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
             ) from error
 
 
+def _explain_bootstrap_failure(errors: str, command: Sequence[str]) -> str:
+    full = describe_full_disk(errors, Path(tempfile.gettempdir()), _BOOTSTRAP_ROOM)
+    if full:
+        return f"mmdebstrap failed: {full}"
+    complaints = [line for line in errors.splitlines() if line.startswith("E:")]
+    first = complaints[0] if complaints else "no reason given"
+    start = " ".join(command[:3])
+    return f"mmdebstrap failed: {first}; run '{start} ... bookworm' manually"
+
+
 # Runtime image
 
 
 def _build_runtime(
     client: docker.DockerClient, kind: str, base: str, tag: str, target: Target
 ) -> None:
-    wheels = fetch_wheels(requirements(kind, target), target)
-    build(
-        client,
-        tag,
-        recipe("runtime"),
-        {f"wheels/{path.name}": path for path in wheels},
-        {
-            "BASE": base,
-            "MODULES": ", ".join(
-                sorted(name.replace("-", "_") for name in list_packages(kind))
-            ),
-        },
-        {LABEL: "runtime", "testbed.runtime": kind},
-    )
+    files: dict[str, bytes | Path] = {}
+    for path in fetch_wheels(requirements(kind, target), target):
+        files[f"wheels/{path.name}"] = path
+    # The build ends by importing these modules, so that a package without a shared library fails now.
+    modules = sorted(name.replace("-", "_") for name in list_packages(kind))
+    arguments = {"BASE": base, "MODULES": ", ".join(modules)}
+    labels = {LABEL: "runtime", "testbed.runtime": kind}
+    build(client, tag, recipe("runtime"), files, arguments, labels)
 
 
 # Builder
@@ -505,9 +511,8 @@ def build(
             ) from error
         finally:
             # The builder caches the stage with the wheels, which is useless because tags contain hashes.
-            for image in client.images.list(
-                filters={"label": f"testbed.stage={stage}", "dangling": True}
-            ):
+            filters = {"label": f"testbed.stage={stage}", "dangling": True}
+            for image in client.images.list(filters=filters):
                 _remove_image(client, str(image.id))
 
 
@@ -527,19 +532,18 @@ def _add_file(archive: tarfile.TarFile, name: str, content: bytes | Path) -> Non
 def _summarise_error(error: BaseException) -> str:
     """Return one line with the engine's reason."""
     if isinstance(error, BuildError):
-        output = "".join(
-            str(line.get("stream", ""))
-            for line in error.build_log
-            if isinstance(line, dict)
-        )
-        lines = [
-            line
-            for line in output.splitlines()
-            if line.strip() and not line.startswith(("Step", " --->"))
-        ]
+        output = ""
+        for entry in error.build_log:
+            if isinstance(entry, dict):
+                output += str(entry.get("stream", ""))
+        lines = []
+        for line in output.splitlines():
+            if line.strip() and not line.startswith(("Step", " --->")):
+                lines.append(line)
+        # The last lines are those of the failed command.
         return " / ".join([str(error.msg), *lines[-2:]])
-    text = str(getattr(error, "explanation", None) or error)
-    return text.strip().splitlines()[-1] if text.strip() else type(error).__name__
+    text = str(getattr(error, "explanation", None) or error).strip()
+    return text.splitlines()[-1] if text else type(error).__name__
 
 
 def image_exists(client: docker.DockerClient, tag: str) -> bool:

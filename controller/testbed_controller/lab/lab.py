@@ -39,7 +39,7 @@ from testbed_controller.lab.containers import (
     container_name,
     device_settings,
     device_url,
-    look,
+    inspect,
     make_container,
     published_url,
     shaper_settings,
@@ -97,23 +97,21 @@ class RunLab:
 
     def check_serves(self, trial: Trial) -> None:
         """Raise InputError if a trial needs other devices, links or images than the lab has."""
-        now, wanted = self.experiment, trial.experiment
-        names = [device.name for device in now.devices]
-        images = []
-        for experiment in (now, wanted):
-            programs = programs_of(experiment.workload, names)
-            images.append(
-                {name: (part.image, part.packages) for name, part in programs.items()}
-            )
-        for key, same in (
-            ("devices", now.devices == wanted.devices),
-            ("network", (now.links, now.cells) == (wanted.links, wanted.cells)),
-            ("workload.programs", not images[1] or images[0] == images[1]),
-        ):
-            if not same:
-                text = f"{key}: differs from the lab {self.run_id}"
+        now = self.experiment
+        wanted = trial.experiment
+        wanted_images = _program_images(wanted)
+        # A workload without programs runs on any lab.
+        has_images = not wanted_images or wanted_images == _program_images(now)
+        equal = {
+            "devices": now.devices == wanted.devices,
+            "network": now.links == wanted.links and now.cells == wanted.cells,
+            "workload.programs": has_images,
+        }
+        for key, is_equal in equal.items():
+            if not is_equal:
                 raise InputError(
-                    f"{text}: change only the workload, or run 'testbed down' and 'testbed up' again"
+                    f"{key}: differs from the lab {self.run_id}: "
+                    "change only the workload, or run 'testbed down' and 'testbed up' again"
                 )
 
     def note_results(self, results: Path) -> None:
@@ -123,11 +121,22 @@ class RunLab:
 
     def _take_down(self, remove: Callable[[], object]) -> bool:
         """Remove the run; return False if the reaper has to continue after an interruption or failure."""
-        reaper, self._reaper = self._reaper, None
+        # A reaper removes once: a second call must not wait for a process that was dismissed.
+        reaper = self._reaper
+        self._reaper = None
         if reaper is not None:
             return reaper.remove(remove)
         remove()
         return True
+
+
+def _program_images(
+    experiment: Experiment,
+) -> dict[str, tuple[str | None, tuple[str, ...]]]:
+    """Return the image and the packages of each device's program."""
+    names = [device.name for device in experiment.devices]
+    programs = programs_of(experiment.workload, names)
+    return {name: (part.image, part.packages) for name, part in programs.items()}
 
 
 class Lab(RunLab):
@@ -160,21 +169,16 @@ class Lab(RunLab):
         self._url = url or self._through_shaper
         self._clock = clock
         names = [device.name for device in trial.experiment.devices]
-        self._addresses = {
-            name: str(address)
-            for name, address in device_addresses(subnet, names).items()
-        }
+        addresses = device_addresses(subnet, names)
+        self._addresses = {name: str(address) for name, address in addresses.items()}
         self._here = [name for name in names if here is None or name in here]
         self.devices: dict[str, DeviceContainer] = {}
         self._shaper_url = ""
         self._agents: dict[str, Agent] = {}
         self.over = threading.Event()
         """Set when the lab is removed."""
-        self.health = Health(
-            client,
-            state.run,
-            {device.name: device.memory for device in trial.experiment.devices},
-        )
+        memory = {device.name: device.memory for device in trial.experiment.devices}
+        self.health = Health(client, state.run, memory)
         self.health.is_here = clock is None
         self.ending = self.health.ending
         """Function that returns the cause of a container's end; see `Health.ending`."""
@@ -199,41 +203,28 @@ class Lab(RunLab):
         containers are unavailable, and InputError if the scenario's subnet is too small.
         """
         say = progress or (lambda _text: None)
-        check_devices(trial.experiment)
+        experiment = trial.experiment
+        check_devices(experiment)
         engine = chosen_engine()
         client = ensure_engine(say, engine)
         refuse_unusable(client, engine)
-        needs_torch = find_method(trial.scenario).needs_torch
-        machine = facts(client)
-        if text := too_small(trial.experiment.devices, torch=needs_torch):
-            raise HostError(text)
-        check_memory(trial.experiment.devices, machine["memory"], torch=needs_torch)
-        if machine["unlimited"]:
-            say(
-                f"limits on {', '.join(machine['unlimited'])} are not enforced: see 'testbed doctor'"
-            )
+        _check_machine(client, trial, say)
         images = ensure_images(client, say)
         devices = device_images(
-            client, trial.scenario.workload, trial.experiment, images, say
+            client, trial.scenario.workload, experiment, images, say
         )
-        state = new_state(trial, run_id, results, keep, engine)
+        state = new_state(trial, run_id, results, keep=keep, engine=engine)
+        # The reaper starts, and the state is written, before anything exists on the engine: whenever this process
+        # dies, the reaper removes the rest by the label, and 'testbed down' knows the run's ID and engine.
         reaper = Reaper(state.run)
-        with reaper.guarding(
-            partial(remove_run, client, state.run, settle=False), keep
-        ):
+        remove = partial(remove_run, client, state.run, settle=False)
+        with reaper.guarding(remove, keep=keep):
             runstate.write(state)
-            lab = cls(
-                client,
-                state,
-                trial,
-                data_subnet(
-                    trial.scenario.network.subnet, len(trial.experiment.devices)
-                ),
-            )
+            network = trial.scenario.network
+            subnet = data_subnet(network.subnet, len(experiment.devices))
+            lab = cls(client, state, trial, subnet)
             say("creating the network")
-            make_control_network(
-                client, state.run, trial.scenario.network.control_subnet
-            )
+            make_control_network(client, state.run, network.control_subnet)
             lab.populate(devices, images.shaper, links, say)
         if not keep:
             lab._reaper = reaper
@@ -254,9 +245,8 @@ class Lab(RunLab):
         )
         lab = cls(client, state, trial, subnet)
         lab.refresh()
-        with contextlib.suppress(
-            HostError
-        ):  # without a shaper, no program can be started or followed
+        # Without a shaper, no program can be started or followed, so no clock is needed.
+        with contextlib.suppress(HostError):
             lab._compare_clocks()
         return lab
 
@@ -268,9 +258,8 @@ class Lab(RunLab):
         if clock.is_other:
             self._clock = clock
             self.health.is_here = False
-            threading.Thread(
-                target=clock.follow, args=(self.over,), name="clock", daemon=True
-            ).start()
+            follow = partial(clock.follow, self.over)
+            threading.Thread(target=follow, name="clock", daemon=True).start()
 
     @property
     def broadcast(self) -> str:
@@ -279,9 +268,10 @@ class Lab(RunLab):
 
     def refresh(self) -> None:
         """Update the state of every container; a missing one is ``gone``."""
-        self._shaper_url = self.look(SHAPER).control_url
+        # The shaper first: the URLs of the devices are below the shaper's.
+        self._shaper_url = self.inspect(SHAPER).control_url
         for name in self._here:
-            self.devices[name] = look(
+            self.devices[name] = inspect(
                 self._client, self.run_id, name, self._addresses[name], self._url
             )
 
@@ -296,9 +286,8 @@ class Lab(RunLab):
     def facts(self) -> dict[str, Any]:
         """Return the properties of engine, images and link backend for a run's manifest."""
         images = {}
-        for container in self._client.api.containers(
-            all=True, filters={"label": f"{RUN}={self.run_id}"}
-        ):
+        filters = {"label": f"{RUN}={self.run_id}"}
+        for container in self._client.api.containers(all=True, filters=filters):
             images[str(container["Image"])] = str(container["ImageID"])
         lab_facts = {
             "engine": facts(self._client),
@@ -328,12 +317,11 @@ class Lab(RunLab):
             raise TestbedError(
                 f"{name} is {self.devices[name].state}: its agent does not run"
             )
-        known = self._agents.get(name)
-        if known is None or known.url != url:
-            known = self._agents[name] = Agent(
-                url, self._state.token_of(name), name, self._clock
-            )
-        return known
+        agent = self._agents.get(name)
+        if agent is None or agent.url != url:
+            agent = Agent(url, self._state.token_of(name), name, self._clock)
+            self._agents[name] = agent
+        return agent
 
     def changes(self, on_return: Callable[[float], None]) -> ContainerChanges:
         """Return an iterator over state changes of the run's containers, including the shaper."""
@@ -348,12 +336,13 @@ class Lab(RunLab):
             self._client.api.kill(device.id, "SIGKILL")
         with _tolerate(404):
             self._client.api.wait(device.id, timeout=30)
+        # The shaper holds the namespace open: until released, the kernel of a dead device still answers its peers.
         with contextlib.suppress(HostError):  # without a shaper, no links exist either
             self.shaper.release()
-        self.look(name)
+        self.inspect(name)
 
     def start(self, name: str) -> None:
-        """Start the device again, without links until `admit`. Raises `TestbedError` if the start fails."""
+        """Start the device again, still without links (see `admit`). Raises `TestbedError` if the start fails."""
         device = self._device(name)
         try:
             self._client.api.start(device.id)
@@ -363,25 +352,25 @@ class Lab(RunLab):
             ) from None
         except APIError as error:
             raise HostError(f"cannot start {name}: {error.explanation}") from error
-        self.look(name)
+        self.inspect(name)
 
     def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
         """Shape the links of a started device and wait until its agent is healthy.
 
         The links have their current properties, including active faults; ``links`` changes them before.
         """
-        device = self.look(self._device(name).name)
+        device = self.inspect(self._device(name).name)
+        # Links before health: a device must not send or receive over an interface without impairments.
         self._shape_links([device], links or {})
         self.health.wait_for({name: device.control_url})
         self._note_targets()
 
     def _note_targets(self) -> None:
         """Store the metrics URLs of the devices, whose ports change with every start."""
-        urls = {
-            name: device.control_url
-            for name, device in self.devices.items()
-            if device.control_url
-        }
+        urls = {}
+        for name, device in self.devices.items():
+            if device.control_url:
+                urls[name] = device.control_url
         runstate.write_targets(self._state, urls)
 
     def _shape_links(
@@ -393,27 +382,17 @@ class Lab(RunLab):
         endpoints = []
         for device in devices:
             spec = specs[device.name]
-            endpoints.append(
-                Endpoint(
-                    device.name,
-                    device.pid,
-                    device.address,
-                    spec.uplink,
-                    spec.downlink,
-                    subnet,
-                )
+            access = (spec.uplink, spec.downlink)
+            endpoint = Endpoint(
+                device.name, device.pid, device.address, *access, subnet
             )
+            endpoints.append(endpoint)
+        # Devices on other hosts too: plans need their addresses and access limits.
         elsewhere = self._addresses.keys() - set(self._here)
         for name in sorted(elsewhere):
-            endpoints.append(
-                Endpoint(
-                    name,
-                    0,
-                    self._addresses[name],
-                    specs[name].uplink,
-                    specs[name].downlink,
-                )
-            )
+            spec = specs[name]
+            access = (spec.uplink, spec.downlink)
+            endpoints.append(Endpoint(name, 0, self._addresses[name], *access))
         self.shaper.attach(
             endpoints, links, self.experiment.seed, self.experiment.cells
         )
@@ -423,14 +402,14 @@ class Lab(RunLab):
         device = self._device(name)
         with _tolerate(409):
             self._client.api.pause(device.id)
-        self.look(name)
+        self.inspect(name)
 
     def resume(self, name: str) -> None:
         """Continue a paused device."""
         device = self._device(name)
         with _tolerate(409, 500):  # 500: 'is not paused' in older engines
             self._client.api.unpause(device.id)
-        self.look(name)
+        self.inspect(name)
 
     def down(self) -> bool:
         """Remove all parts of the run.
@@ -451,9 +430,8 @@ class Lab(RunLab):
                 if container.control_url:
                     renewals.append(self.agent(name).renew)
             for renew in renewals:
-                with contextlib.suppress(
-                    TestbedError
-                ):  # down or busy; further renewals follow
+                # A container may be down or busy; further renewals follow.
+                with contextlib.suppress(TestbedError):
                     renew()
 
     # Internals
@@ -466,11 +444,10 @@ class Lab(RunLab):
                 f"unknown device '{name}'; {self.run_id} has {', '.join(self.devices)}"
             ) from None
 
-    def look(self, name: str) -> DeviceContainer:
+    def inspect(self, name: str) -> DeviceContainer:
         """Update and return the state of a device's container or the shaper's."""
-        container = look(
-            self._client, self.run_id, name, self._addresses.get(name, ""), self._url
-        )
+        address = self._addresses.get(name, "")
+        container = inspect(self._client, self.run_id, name, address, self._url)
         if name in self.devices:
             self.devices[name] = container
         return container
@@ -485,32 +462,29 @@ class Lab(RunLab):
     ) -> None:
         """Create and start all containers, shape the links, and wait until all devices are healthy."""
         settings = {SHAPER: shaper_settings(self._state, shaper_image, links)}
-        settings |= {
-            spec.name: device_settings(
-                self._state, images[spec.name], spec, self._addresses
-            )
-            for spec in self.experiment.devices
-            if spec.name in self._here
-        }
+        for spec in self.experiment.devices:
+            if spec.name in self._here:
+                settings[spec.name] = device_settings(
+                    self._state, images[spec.name], spec, self._addresses
+                )
         say(f"starting {len(settings) - 1} devices and the shaper")
         pool = ThreadPoolExecutor(WORKERS, "lab")
         try:
-            made = [
-                pool.submit(make_container, self._client, self.run_id, *item)
-                for item in settings.items()
-            ]
+            creations = []
+            for name, container_settings in settings.items():
+                create = partial(make_container, self._client, self.run_id)
+                creations.append(pool.submit(create, name, container_settings))
             # The shaper, which is first, starts while the engine creates the devices.
-            made[0].result()
-            self._shaper_url = self.look(SHAPER).control_url
+            creations[0].result()
+            self._shaper_url = self.inspect(SHAPER).control_url
             self.health.wait_for(
                 {SHAPER: self._shaper_url}, published=not self._state.hosts
             )
             self._compare_clocks()
-            for creation in made:
+            for creation in creations:
                 creation.result()
-            self.devices = {
-                device.name: device for device in pool.map(self.look, self._here)
-            }
+            for device in pool.map(self.inspect, self._here):
+                self.devices[device.name] = device
         finally:
             # Wait for active requests, so that no container appears after the cleanup.
             pool.shutdown(wait=True, cancel_futures=True)
@@ -522,16 +496,30 @@ class Lab(RunLab):
                 self.health.check_alive(name)
             raise
         say("waiting for the devices")
-        self.health.wait_for(
-            {name: device.control_url for name, device in self.devices.items()}
-        )
+        urls = {name: device.control_url for name, device in self.devices.items()}
+        self.health.wait_for(urls)
         self._note_targets()
+
+
+def _check_machine(client: docker.DockerClient, trial: Trial, say: Progress) -> None:
+    """Raise HostError if the engine's machine has too little memory; report limits that the machine ignores."""
+    devices = trial.experiment.devices
+    needs_torch = find_method(trial.scenario).needs_torch
+    machine = facts(client)
+    problem = too_small(devices, torch=needs_torch)
+    if problem:
+        raise HostError(problem)
+    check_memory(devices, machine["memory"], torch=needs_torch)
+    if machine["unlimited"]:
+        names = ", ".join(machine["unlimited"])
+        say(f"limits on {names} are not enforced: see 'testbed doctor'")
 
 
 def new_state(
     trial: Trial,
     run_id: str | None,
     results: Path | None,
+    *,
     keep: bool,
     engine: EngineAddress | None = None,
     hosts: Mapping[str, list[str]] | None = None,
@@ -561,8 +549,10 @@ def trial_of(state: runstate.RunState) -> Trial:
 def check_devices(experiment: Experiment) -> None:
     """Raise InputError for a device without enough memory for an agent, and for shared machines."""
     if experiment.machines:
-        text = "machines: containers cannot share the processors of a machine: remove this key, or use"
-        raise InputError(f"{text} '--runtime simulate'")
+        raise InputError(
+            "machines: containers cannot share the processors of a machine: "
+            "remove this key, or use '--runtime simulate'"
+        )
     for device in experiment.devices:
         if device.memory < MINIMAL_MEMORY:
             raise InputError(
@@ -573,13 +563,13 @@ def check_devices(experiment: Experiment) -> None:
 
 @contextlib.contextmanager
 def _tolerate(*codes: int) -> Iterator[None]:
-    """Ignore these error codes, which mean that the state is reached already; Podman has no code for this case."""
+    """Ignore these error codes, which mean that the state is reached already."""
     try:
         yield
     except APIError as error:
-        if error.status_code not in codes and "container state improper" not in str(
-            error.explanation
-        ):
+        # Podman has no code of its own for this case, only a text.
+        is_podman_refusal = "container state improper" in str(error.explanation)
+        if error.status_code not in codes and not is_podman_refusal:
             raise HostError(f"the engine refused: {error.explanation}") from error
 
 
@@ -623,8 +613,10 @@ class ContainerChanges:
                 for name in names.values():
                     yield from self._query(name)
                 for event in self._stream:
-                    if name := names.get(event["Actor"]["Attributes"]["name"], ""):
-                        yield from self._query(name)
+                    container = event["Actor"]["Attributes"]["name"]
+                    if container in names:
+                        yield from self._query(names[container])
+            # The stream has ended, or the engine refuses a new one: the absence counts from the first time.
             left = left or time.monotonic()
             self._over.wait(PAUSE)
 
@@ -636,10 +628,9 @@ class ContainerChanges:
                 self._stream.close()
 
     def _query(self, name: str) -> Iterator[DeviceContainer]:
-        container = self._lab.look(name)
-        if (
-            self._last.get(name) != (container.state, container.pid)
-            and not self._over.is_set()
-        ):
-            self._last[name] = container.state, container.pid
+        container = self._lab.inspect(name)
+        # The process too: a container may restart between two queries, with equal states.
+        current = (container.state, container.pid)
+        if self._last.get(name) != current and not self._over.is_set():
+            self._last[name] = current
             yield container

@@ -22,18 +22,21 @@ def device_memory(device: DeviceSpec, *, torch: bool = True) -> float:
 
 
 def too_small(devices: Iterable[DeviceSpec], *, torch: bool) -> str | None:
-    """Return an error about devices with too little memory for an agent, or None."""
-    agent = TORCH_AGENT if torch else AGENT
-    small = [
-        f"{device.name} ({size(device.memory)})"
-        for device in devices
-        if device.memory < agent
-    ]
+    """Return an error that names the devices with too little memory for an agent; None if all have enough."""
+    needed = TORCH_AGENT if torch else AGENT
+    small = []
+    for device in devices:
+        if device.memory < needed:
+            small.append(f"{device.name} ({size(device.memory)})")
     if not small:
         return None
+    names = ", ".join(small[:5])
+    if len(small) > 5:
+        names += " and others"
+    agent = "an agent with torch" if torch else "an agent"
     return (
-        f"too little memory: {', '.join(small[:5])}{' and others' if len(small) > 5 else ''}: an agent"
-        f"{' with torch' if torch else ''} takes {size(agent)}: use more memory, or '--runtime simulate'"
+        f"too little memory: {names}: {agent} takes {size(needed)}: use more memory, "
+        "or '--runtime simulate'"
     )
 
 
@@ -42,11 +45,9 @@ def check_memory(devices: Iterable[DeviceSpec], memory: float, *, torch: bool) -
     required = [device_memory(device, torch=torch) for device in devices]
     if sum(required) <= memory - RESERVED:
         return
-    agent = (
-        f"{size(TORCH_AGENT)} for each agent with torch"
-        if torch
-        else f"{size(AGENT)} for each agent"
-    )
+    agent = f"{size(AGENT)} for each agent"
+    if torch:
+        agent = f"{size(TORCH_AGENT)} for each agent with torch"
     raise HostError(
         f"{len(required)} devices take at least {size(sum(required))} of memory ({agent}), the engine's machine has "
         f"{size(memory)}, and {size(RESERVED)} is reserved for engine and shaper: use fewer devices, several hosts "

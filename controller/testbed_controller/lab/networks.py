@@ -52,6 +52,9 @@ def device_addresses(
     """Return the address of each device, in the order of the scenario, from the third of the subnet on.
 
     Raises `HostError` if the subnet is too small.
+
+    >>> device_addresses(IPv4Network("198.18.0.0/29"), ["source", "worker1"])["worker1"]
+    IPv4Address('198.18.0.3')
     """
     first = int(subnet.network_address) + 2
     if first + len(names) > int(subnet.broadcast_address):
@@ -107,22 +110,17 @@ def make_control_network(
     chosen = within or DEFAULT_RANGE
     routed = host_routes(chosen)
     engine_subnets = subnets(client)
+    taken = [*routed, *engine_subnets]
     pools: list[IPAMPool | None] = []
-    for subnet in free_subnets(chosen, 1, [*routed, *engine_subnets], "control_subnet"):
+    for subnet in free_subnets(chosen, 1, taken, "control_subnet"):
         pools.append(IPAMPool(subnet=str(subnet)))
+    # A range that the user names is kept to.
     if within is None:
         pools.append(None)
     complaint = describe_obstacles(chosen, routed, {"the engine": engine_subnets})
-    make_network(
-        client,
-        run,
-        "control",
-        pools,
-        "the control network",
-        complaint,
-        driver="bridge",
-        options=CLOSED,
-    )
+    settings = {"driver": "bridge", "options": CLOSED}
+    title = "the control network"
+    make_network(client, run, "control", pools, title, complaint, **settings)
 
 
 def describe_obstacles(
@@ -192,7 +190,7 @@ def subnet_of(client: docker.DockerClient, run: str, kind: str) -> IPv4Network:
             return IPv4Network(pools[0]["Subnet"])
         if time.monotonic() > deadline:
             raise HostError(
-                f"the engine assigned no subnet to {network_name(run, kind)}: is its swarm healthy?"
+                f"the engine assigned no subnet to {network_name(run, kind)}: check its swarm with 'docker node ls'"
             )
         time.sleep(0.1)
 

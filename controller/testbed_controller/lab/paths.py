@@ -16,11 +16,8 @@ ROOT = _HERE.parents[2] if IS_CHECKOUT else _HERE.parents[1]
 """The checkout, or the installation folder of the packages."""
 RECIPES = ROOT / "images" if IS_CHECKOUT else _HERE / "recipes"
 """Folder with Dockerfiles and package lists; setup.py includes it in the wheel."""
-BUILD = (
-    ROOT / ".build"
-    if IS_CHECKOUT
-    else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "testbed"
-)
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+BUILD = ROOT / ".build" if IS_CHECKOUT else _CACHE / "testbed"
 """Folder of downloads for the images; may be deleted."""
 _OWNED = ".owned"
 
@@ -35,10 +32,8 @@ def package_folder(package: str) -> Path:
 
 def state_path() -> Path:
     """Return the path of the folder for state files and logs, which may not exist yet."""
-    return (
-        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-        / "testbed"
-    )
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "testbed"
 
 
 def state_folder() -> Path:
@@ -54,23 +49,24 @@ def state_folder() -> Path:
     return folder
 
 
-def own(run: str) -> int:
-    """Hold a lock on a run; return its file descriptor. The lock lasts until all processes have closed it."""
+def lock_run(run: str) -> int:
+    """Lock a run and return the lock's file descriptor; the lock lasts until all processes have closed it."""
     lock = os.open(state_folder() / f"{run}{_OWNED}", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
 
-def disown(run: str) -> None:
+def unlock_run(run: str) -> None:
     """Delete the lock of a run, so that the run does not count as abandoned."""
     (state_folder() / f"{run}{_OWNED}").unlink(missing_ok=True)
 
 
-def abandoned() -> list[str]:
-    """Return the runs whose owners were all killed, without contacting an engine."""
+def orphaned_runs() -> list[str]:
+    """Return the runs whose controller and reaper were both killed, without contacting an engine."""
     runs = []
     for path in sorted(state_path().glob(f"*{_OWNED}")):
         with suppress(OSError), path.open() as file:
+            # Shared, so that two commands that look at the same time do not find each other's lock.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             runs.append(path.stem)
     return runs

@@ -35,10 +35,9 @@ def port_problem(client: docker.DockerClient, container: str, url: str) -> str:
 
 def _is_reachable(url: str) -> bool:
     parts = urlsplit(url)
+    address = (str(parts.hostname), int(parts.port or 0))
     try:
-        socket.create_connection(
-            (str(parts.hostname), int(parts.port or 0)), _CONNECT_SECONDS
-        ).close()
+        socket.create_connection(address, _CONNECT_SECONDS).close()
     except OSError:
         return False
     return True

@@ -61,17 +61,17 @@ def _ensure_program_image(
             )
             raise InputError(text, ("workload", "programs")) from None
         file = recipe("program")
-        tag = f"testbed/program:{digest({'agent': agent.encode(), 'image': identity.encode(), 'recipe': file})}"
+        # By the image's identity rather than its name: the user may build another image under the same name.
+        parts = {
+            "agent": agent.encode(),
+            "image": identity.encode(),
+            "recipe": file,
+        }
+        tag = f"testbed/program:{digest(parts)}"
         if not image_exists(client, tag):
             say(f"adding the agent to {image} as {tag}")
-            build(
-                client,
-                tag,
-                file,
-                {},
-                {"AGENT": agent, "IMAGE": image},
-                {LABEL: "program"},
-            )
+            arguments = {"AGENT": agent, "IMAGE": image}
+            build(client, tag, file, {}, arguments, {LABEL: "program"})
     return tag
 
 
@@ -79,25 +79,23 @@ def _ensure_packages_image(
     client: docker.DockerClient, packages: Sequence[str], ours: ImageTags, say: Say
 ) -> str:
     """Return the tag of an image with Debian, Python, torch and these packages."""
-    file, wanted = recipe("packages"), "\n".join(sorted(packages)).encode()
-    tag = f"testbed/packages:{digest({'on': ours.device_runtime.encode(), 'packages': wanted, 'recipe': file})}"
+    file = recipe("packages")
+    runtime = ours.device_runtime
+    parts = {
+        "on": runtime.encode(),
+        "packages": "\n".join(sorted(packages)).encode(),
+        "recipe": file,
+    }
+    tag = f"testbed/packages:{digest(parts)}"
     if not image_exists(client, tag):
         say(f"building {tag} with {', '.join(packages)}")
-        folder = (
-            BUILD
-            / "packages"
-            / digest({ours.device_runtime: b"", **dict.fromkeys(packages, b"")})
-        )
+        # A folder for each set of packages: pip may choose other versions of shared dependencies.
+        key = digest({runtime: b"", **dict.fromkeys(packages, b"")})
+        folder = BUILD / "packages" / key
         wheels = fetch_program_wheels(folder, packages, ours.target, say)
-        files: dict[str, bytes | Path] = {
-            f"wheels/{path.name}": path for path in wheels
-        }
-        build(
-            client,
-            tag,
-            file,
-            files,
-            {"RUNTIME": ours.device_runtime},
-            {LABEL: "packages"},
-        )
+        files: dict[str, bytes | Path] = {}
+        for path in wheels:
+            files[f"wheels/{path.name}"] = path
+        arguments = {"RUNTIME": runtime}
+        build(client, tag, file, files, arguments, {LABEL: "packages"})
     return tag

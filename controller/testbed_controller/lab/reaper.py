@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from testbed_controller.lab.paths import ROOT, disown, own, state_folder
+from testbed_controller.lab.paths import ROOT, lock_run, state_folder, unlock_run
 
 _DISMISSED = b"dismissed"
 _PAUSE = 2.0
@@ -38,7 +38,8 @@ class Reaper:
     ) -> None:
         """``program`` is the module whose `main` the process runs."""
         self._run = run
-        self._lock = own(run)
+        # The process inherits the lock, which is free only after both have ended.
+        self._lock = lock_run(run)
         with (state_folder() / "reaper.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", program, run],
@@ -72,11 +73,12 @@ class Reaper:
         return done and sure
 
     @contextmanager
-    def guarding(self, remove: Callable[[], object], keep: bool) -> Iterator[None]:
-        """Remove the run after a failed or interrupted creation; dismiss the reaper afterwards with ``keep``."""
+    def guarding(self, remove: Callable[[], object], *, keep: bool) -> Iterator[None]:
+        """Remove the run after a failed or interrupted creation; with ``keep``, dismiss the reaper after a success."""
         try:
             yield
         except BaseException as error:
+            # After an interruption, requests of other threads may still be on their way to the engine.
             self.remove(remove, sure=not isinstance(error, KeyboardInterrupt))
             raise
         if keep:
@@ -90,7 +92,7 @@ class Reaper:
             self._process.stdin.flush()
         self._close_pipe()
         self._process.wait()
-        disown(self._run)
+        unlock_run(self._run)
 
     def _close_pipe(self) -> None:
         assert self._process.stdin is not None
@@ -101,6 +103,7 @@ class Reaper:
 
 def main(run: str, remove: Callable[[str], object]) -> None:
     """Wait until the controller's end of the pipe closes, and remove the run unless dismissed."""
+    # Whatever ends the controller's process group must not end its reaper as well.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() == _DISMISSED:
@@ -115,10 +118,8 @@ def main(run: str, remove: Callable[[str], object]) -> None:
             if time.monotonic() > until:
                 raise
             time.sleep(_PAUSE)
-    print(
-        f"{run}: the controller has ended; removed {removed} containers and networks",
-        flush=True,
-    )
+    text = f"{run}: the controller has ended; removed {removed} containers and networks"
+    print(text, flush=True)
 
 
 def _remove_run(run: str) -> int:

@@ -42,7 +42,8 @@ def abandoned_runs(client: docker.DockerClient) -> set[str]:
     A shaper ends when its lease expires, so a run without a controller becomes abandoned eventually.
     """
     label = {"label": RUN}
-    alive, made = set(), []
+    alive = set()
+    made = []
     for container in client.api.containers(all=True, filters=label):
         made.append((container, float(container["Created"])))
         if container["State"] in ("running", "paused", "restarting"):
@@ -79,9 +80,11 @@ def remove_from(
     count = 0
     deadline = time.monotonic() + _PATIENCE
     quiet = False
+    label = {"label": f"{RUN}={run}"}
     while True:
-        remaining, problems = 0, []
-        for list_ids, remove in _phases(client, {"label": f"{RUN}={run}"}, networks):
+        remaining = 0
+        problems: list[str] = []
+        for list_ids, remove in _phases(client, label, networks=networks):
             ids = list_ids()
             remaining += len(ids)
             problems += _remove_all(ids, remove)
@@ -92,6 +95,7 @@ def remove_from(
                 raise HostError(f"{text}: see 'docker ps -a' and the engine's log")
             time.sleep(0.1)
         if not remaining:
+            # Twice without anything left: a request that was under way at the first time has taken effect since.
             if quiet or not settle:
                 return count
             time.sleep(_SETTLE)
@@ -99,27 +103,33 @@ def remove_from(
 
 
 def _phases(
-    client: docker.DockerClient, label: dict[str, str], networks: bool
+    client: docker.DockerClient, label: dict[str, str], *, networks: bool
 ) -> list[tuple[Callable[[], list[str]], Callable[[str], Any]]]:
-    """Return functions for listing and removing labelled objects, in the required order."""
+    """Return functions for listing and removing labelled objects, in the required order.
+
+    The engine refuses to remove networks and volumes in use by a container.
+    """
     api = client.api
 
     def list_containers() -> list[str]:
-        return [str(one["Id"]) for one in api.containers(all=True, filters=label)]
+        containers = api.containers(all=True, filters=label)
+        return [str(container["Id"]) for container in containers]
 
     def list_networks() -> list[str]:
-        labelled = api.networks(filters=label)
+        local: list[str] = []
+        of_swarm: list[str] = []
+        for network in api.networks(filters=label):
+            kind = of_swarm if network["Scope"] == "swarm" else local
+            kind.append(str(network["Id"]))
         # Only a swarm's managers can remove its networks, after the last container has left.
-        swarm = (
-            any(one["Scope"] == "swarm" for one in labelled)
-            and networks
-            and _is_manager(client)
-        )
-        return [str(one["Id"]) for one in labelled if swarm or one["Scope"] != "swarm"]
+        if of_swarm and networks and _is_manager(client):
+            return local + of_swarm
+        return local
 
     def list_volumes() -> list[str]:
         # Volumes disappear with their container, unless the container was removed by other means.
-        return [str(one["Name"]) for one in api.volumes(filters=label)["Volumes"] or []]
+        volumes = api.volumes(filters=label)["Volumes"] or []
+        return [str(volume["Name"]) for volume in volumes]
 
     return [
         (list_containers, partial(api.remove_container, force=True, v=True)),

@@ -38,7 +38,10 @@ class RunState:
     """Measured delays between hosts: (source host, destination host, seconds)."""
 
     def token_of(self, name: str) -> str:
-        """Return the token of a device's or the shaper's control API; containers do not know each other's."""
+        """Return the token of the control API of a device or of the shaper.
+
+        A container knows only its own token, so a program cannot control other devices.
+        """
         return derived(self.token, "control", name)
 
 
@@ -62,24 +65,21 @@ def write_targets(state: RunState, urls: Mapping[str, str]) -> None:
 
     The format is that of ``file_sd_configs``; JSON is valid YAML.
     """
-    _write_private(
-        state_folder() / f"{state.run}.targets.yml",
-        [
-            {
-                "targets": [urlsplit(url).netloc],
-                "labels": {
-                    "run": state.run,
-                    "device": name,
-                    "__metrics_path__": f"{urlsplit(url).path}/metrics",
-                    "__param_token": state.token_of(name),
-                },
-            }
-            for name, url in urls.items()
-        ],
-    )
+    targets = []
+    for name, url in urls.items():
+        parts = urlsplit(url)
+        labels = {
+            "run": state.run,
+            "device": name,
+            "__metrics_path__": f"{parts.path}/metrics",
+            "__param_token": state.token_of(name),
+        }
+        targets.append({"targets": [parts.netloc], "labels": labels})
+    _write_private(state_folder() / f"{state.run}.targets.yml", targets)
 
 
 def _write_private(target: Path, content: object) -> None:
+    # Created with its final permissions: the content has the run's tokens.
     draft = target.with_suffix(f".{os.getpid()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -97,10 +97,9 @@ def read(run: str) -> RunState:
     except FileNotFoundError:
         known = ", ".join(runs()) or "none"
         raise InputError(f"unknown run '{run}' (runs: {known})") from None
-    engine = document.get("engine")
-    return RunState(
-        **{**document, "engine": None if engine is None else EngineAddress(**engine)}
-    )
+    if document.get("engine") is not None:
+        document["engine"] = EngineAddress(**document["engine"])
+    return RunState(**document)
 
 
 def hosts_of(run: str) -> dict[str, list[str]]:

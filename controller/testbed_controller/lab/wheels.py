@@ -52,9 +52,10 @@ _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 @dataclass(frozen=True)
 class Target:
-    """Platform properties of an image that determine its Python packages.
+    """The platform of an image, which determines the Python packages.
 
-    >>> Target("aarch64", "2.13.0+cpu").environment["platform_machine"] 'aarch64'
+    >>> Target("aarch64", "2.13.0+cpu").environment["platform_machine"]
+    'aarch64'
     """
 
     machine: str
@@ -82,11 +83,10 @@ class Target:
     @property
     def platforms(self) -> list[str]:
         """The platform tags of compatible wheels, the closest one first."""
-        names = [
-            f"manylinux_2_{minor}_{self.machine}" for minor in range(_GLIBC, 4, -1)
-        ]
-        legacy = [f"manylinux{year}_{self.machine}" for year in ("2014", "2010", "1")]
-        return [*names, *legacy, f"linux_{self.machine}"]
+        names = [f"manylinux_2_{minor}" for minor in range(_GLIBC, 4, -1)]
+        # Names from before PEP 600, under which many wheels are still published.
+        names += ["manylinux2014", "manylinux2010", "manylinux1", "linux"]
+        return [f"{name}_{self.machine}" for name in names]
 
     def supported_tags(self) -> set[tags.Tag]:
         """Return the tags of all compatible wheels."""
@@ -99,14 +99,13 @@ class Target:
 
     def is_this_machine(self) -> bool:
         """Return whether wheels that pip builds or selects for this process fit the image."""
-        library, _, minor = platform.libc_ver()[1].partition(".")
-        old_enough = (
-            platform.libc_ver()[0] == "glibc"
-            and library == "2"
-            and int(minor or _GLIBC + 1) <= _GLIBC
-        )
+        library, version = platform.libc_ver()
+        major, _, minor = version.partition(".")
+        # A program may use an older glibc than the one of its system, never a newer one.
+        is_old_enough = library == "glibc" and major == "2"
+        is_old_enough = is_old_enough and int(minor or _GLIBC + 1) <= _GLIBC
         same_python = platform.python_version_tuple()[:2] == tuple(PYTHON.split("."))
-        return old_enough and same_python and host_machine() == self.machine
+        return is_old_enough and same_python and host_machine() == self.machine
 
 
 def host_machine() -> str:
@@ -115,7 +114,11 @@ def host_machine() -> str:
 
 
 def machine_name(architecture: str) -> str:
-    """Return Linux's name of a processor architecture."""
+    """Return Linux's name of a processor architecture.
+
+    >>> machine_name("amd64"), machine_name("aarch64")
+    ('x86_64', 'aarch64')
+    """
     return _MACHINES.get(architecture.lower(), architecture)
 
 
@@ -143,23 +146,15 @@ def torch_builds() -> tuple[str, ...]:
 def fetch_cpu_torch(target: Target, say: Say) -> bool:
     """Fetch the CPU build of torch for an image; return whether a package index provides the build."""
     folder = _wheel_folder()
-    if (
-        _find_wheel(
-            folder, Requirement(f"torch=={target.torch}"), target.supported_tags()
-        )
-        is not None
-    ):
+    wanted = Requirement(f"torch=={target.torch}")
+    if _find_wheel(folder, wanted, target.supported_tags()) is not None:
         return True
     say(
         f"fetching torch {target.torch} for the images; TESTBED_TORCH=cuda takes the CUDA build"
     )
-    command = [
-        "sh",
-        str(RECIPES / "cpu-torch"),
-        target.torch,
-        *_pip_command(folder, target),
-        "--no-deps",
-    ]
+    script = str(RECIPES / "cpu-torch")
+    pip = _pip_command(folder, target)
+    command = ["sh", script, target.torch, *pip, "--no-deps"]
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -204,20 +199,21 @@ def requirements(kind: str, target: Target) -> dict[str, str]:
         environment = target.environment
         packages[name] = f"=={distribution.version}"
         if name == "torch":
-            # "==2.13.0" would also accept 2.13.0+cpu.
-            packages[name] = (
-                f"==={target.torch}" if "+" not in target.torch else f"=={target.torch}"
-            )
+            packages[name] = _pin_torch(target.torch)
             if target.torch.endswith("+cpu"):
                 # The CUDA packages of other builds are marked as needed on Linux.
                 environment["platform_system"] = ""
+        lines = distribution.requires or ()
         for extra in ("", *requirement.extras):
             if (name, extra) not in expanded:
                 expanded.add((name, extra))
-                waiting += _filter_requirements(
-                    distribution.requires or (), {**environment, "extra": extra}
-                )
+                waiting += _filter_requirements(lines, {**environment, "extra": extra})
     return dict(sorted(packages.items()))
+
+
+def _pin_torch(version: str) -> str:
+    # "==2.13.0" would also accept 2.13.0+cpu.
+    return f"=={version}" if "+" in version else f"==={version}"
 
 
 def _filter_requirements(
@@ -252,8 +248,12 @@ def _is_installed(package: str) -> bool:
 
 def read_list(path: Path) -> list[str]:
     """Return the names in a file with one name per line, without comments."""
-    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
-    return [line for line in lines if line]
+    names = []
+    for line in path.read_text().splitlines():
+        name = line.partition("#")[0].strip()
+        if name:
+            names.append(name)
+    return names
 
 
 # Wheels
@@ -265,11 +265,8 @@ def fetch_wheels(packages: Mapping[str, str], target: Target) -> list[Path]:
     Raises `HostError` if pip fails.
     """
     wanted = {**packages, "pip": f"=={pip_version()}"}
-    return complete_wheels(
-        _wheel_folder(),
-        [Requirement(name + text) for name, text in wanted.items()],
-        target,
-    )
+    roots = [Requirement(name + specifier) for name, specifier in wanted.items()]
+    return complete_wheels(_wheel_folder(), roots, target)
 
 
 def complete_wheels(
@@ -280,18 +277,21 @@ def complete_wheels(
     pip evaluates markers for the host, so dependencies specific to the image are resolved here, from the metadata of
     the wheels. Raises `HostError` if pip fails.
     """
-    pinned = {canonicalize_name(each.name): each for each in roots}
+    pinned = {canonicalize_name(root.name): root for root in roots}
     tried: set[str] = set()
+    # Each pass reads the requirements of the wheels that the pass before has fetched.
     while True:
         wheels, missing = _walk_wheels(folder, pinned, target)
         if not missing:
             return sorted(wheels.values())
-        if lost := tried.intersection(missing):
+        lost = tried.intersection(missing)
+        if lost:
             raise HostError(
                 f"pip made no wheel of {', '.join(sorted(lost))}: remove {folder} and try again"
             )
         tried.update(missing)
-        if complaint := pip_wheels(folder, target, "--no-deps", *sorted(missing)):
+        complaint = pip_wheels(folder, target, "--no-deps", *sorted(missing))
+        if complaint:
             raise HostError(f"pip cannot fetch the wheels for the images: {complaint}")
 
 
@@ -306,35 +306,31 @@ def fetch_program_wheels(
     present = requirements("device", target)
     roots = _parse_requirements(packages)
     arguments = [*packages, f"pip=={pip_version()}"]
-    if all(canonicalize_name(each.name) != "torch" for each in roots):
+    if "torch" not in [canonicalize_name(root.name) for root in roots]:
         if target.torch.endswith("+cpu"):
             fetch_cpu_torch(target, say)
         constraints = folder / "constraints.txt"
         constraints.write_text(f"torch{present['torch']}\n")
-        arguments += [
-            "--constraint",
-            str(constraints),
-            "--find-links",
-            str(_wheel_folder()),
-        ]
-    if complaint := pip_wheels(folder, target, *arguments):
+        arguments += ["--constraint", str(constraints)]
+        arguments += ["--find-links", str(_wheel_folder())]
+    complaint = pip_wheels(folder, target, *arguments)
+    if complaint:
         raise HostError(
             f"pip cannot fetch {', '.join(packages)}: {complaint}; check the names of the packages"
         )
     if not target.is_this_machine():
         complete_wheels(folder, roots, target)
-    return [
-        path for path in sorted(folder.glob("*.whl")) if not _is_present(path, present)
-    ]
+    wheels = sorted(folder.glob("*.whl"))
+    return [path for path in wheels if not _is_present(path, present)]
 
 
 def _parse_requirements(packages: Iterable[str]) -> list[Requirement]:
-    """Return the packages that have a name; paths and addresses, which pip takes too, have none."""
-    found = []
+    """Return the packages that have a name; paths and addresses, which pip accepts too, have none."""
+    named = []
     for text in packages:
         with suppress(InvalidRequirement):
-            found.append(Requirement(text))
-    return found
+            named.append(Requirement(text))
+    return named
 
 
 def _is_present(path: Path, present: Mapping[str, str]) -> bool:
@@ -346,7 +342,7 @@ def _is_present(path: Path, present: Mapping[str, str]) -> bool:
 def _walk_wheels(
     folder: Path, pinned: Mapping[NormalizedName, Requirement], target: Target
 ) -> tuple[dict[str, Path], set[str]]:
-    """Return the wheels found, by package, and the requirements that no wheel in the folder meets."""
+    """Return the wheels in a folder by package, and the requirements without a wheel."""
     supported = target.supported_tags()
     wheels: dict[str, Path] = {}
     missing: set[str] = set()
@@ -365,22 +361,20 @@ def _walk_wheels(
         for extra in extras:
             if (name, extra) not in expanded:
                 expanded.add((name, extra))
-                waiting += _filter_requirements(
-                    _wheel_requirements(path), {**target.environment, "extra": extra}
-                )
+                environment = {**target.environment, "extra": extra}
+                lines = _wheel_requirements(path)
+                waiting += _filter_requirements(lines, environment)
     return wheels, missing
 
 
 def _wheel_requirements(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
-        # At the top: setuptools carries the metadata of other packages further down.
-        name = next(
-            each
-            for each in archive.namelist()
-            if re.fullmatch(r"[^/]+\.dist-info/METADATA", each)
-        )
-        folder = zipfile.Path(archive, name.removesuffix("METADATA"))
-        return metadata.PathDistribution(folder).requires or []
+        for name in archive.namelist():
+            # At the top: setuptools carries the metadata of other packages further down.
+            if re.fullmatch(r"[^/]+\.dist-info/METADATA", name):
+                folder = zipfile.Path(archive, name.removesuffix("METADATA"))
+                return metadata.PathDistribution(folder).requires or []
+    raise HostError(f"{path} has no metadata: remove the file and try again")
 
 
 def _find_wheel(
@@ -394,11 +388,10 @@ def _find_wheel(
             name, version, _, wheel_tags = parse_wheel_filename(path.name)
         except InvalidWheelFilename:
             continue
-        if (
-            name == wanted
-            and requirement.specifier.contains(version, prereleases=True)
-            and supported & wheel_tags
-        ):
+        if name != wanted or not supported & wheel_tags:
+            continue
+        # A pinned version may be a pre-release.
+        if requirement.specifier.contains(version, prereleases=True):
             wheels[version] = path
     return wheels[max(wheels)] if wheels else None
 
@@ -447,36 +440,29 @@ def pip_wheels(folder: Path, target: Target, *arguments: str) -> str:
         capture_output=True,
         text=True,
     )
-    return _explain(done.stderr, folder) if done.returncode else ""
+    return _explain_pip_failure(done.stderr, folder) if done.returncode else ""
 
 
 def _pip_command(folder: Path, target: Target) -> list[str]:
     pip = [sys.executable, "-m", "pip", "--quiet"]
     if target.is_this_machine():
         return [*pip, "wheel", "--wheel-dir", str(folder)]
-    command = [
-        *pip,
-        "download",
-        "--only-binary",
-        ":all:",
-        "--python-version",
-        PYTHON,
-        "--dest",
-        str(folder),
-    ]
+    # `pip wheel` has no option for another platform, and pip downloads for one only what needs no build.
+    command = [*pip, "download", "--only-binary", ":all:"]
+    command += ["--python-version", PYTHON, "--dest", str(folder)]
     for name in target.platforms:
         command += ["--platform", name]
     return command
 
 
-def _explain(errors: str, folder: Path) -> str:
+def _explain_pip_failure(errors: str, folder: Path) -> str:
     """Return the cause of a pip failure in one line."""
-    if full := describe_full_disk(errors, folder):
+    full = describe_full_disk(errors, folder)
+    if full:
         return full
-    complaint = next(
-        (line for line in errors.splitlines() if line.startswith("ERROR")),
-        errors[-200:].strip(),
-    )
+    lines = [line for line in errors.splitlines() if line.startswith("ERROR")]
+    # The first error is the cause; later ones follow from it.
+    complaint = lines[0] if lines else errors[-200:].strip()
     if "from versions: none" in complaint and "after connection broken" in errors:
         return "no package index can be reached: check the network and pip's proxy and indexes ('pip config list')"
     return f"{complaint}; check pip's configuration"

@@ -50,7 +50,7 @@ def test_limits_that_the_kernel_ignores_are_among_the_facts_of_an_engine() -> No
 def test_images_are_complete_without_those_that_they_stand_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tags = images.names()
+    tags = images.image_tags()
     present = {tags.device, tags.shaper}
     for module in (diagnosis, images):
         monkeypatch.setattr(module, "image_exists", lambda _, tag: tag in present)

@@ -27,13 +27,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_tags_name_the_content_alone(checkout: Path) -> None:
-    first = images.names()
+    first = images.image_tags()
     (checkout / "testbed" / "__pycache__").mkdir(exist_ok=True)
     (checkout / "testbed" / "__pycache__" / "device.cpython-311.pyc").write_bytes(b"x")
     (checkout / "testbed_controller" / "lab.py").write_text(
         "# the controller is in no image"
     )
-    assert images.names() == first
+    assert images.image_tags() == first
     assert all(
         re.fullmatch(r"testbed/[a-z]+:[0-9a-f]{16}", tag)
         for tag in first.by_kind.values()
@@ -64,20 +64,20 @@ def changed(before: images.ImageTags, after: images.ImageTags) -> set[str]:
 def test_an_edit_renames_what_it_goes_into_and_what_stands_on_it(
     checkout: Path, file: str, kinds: set[str]
 ) -> None:
-    before = images.names()
+    before = images.image_tags()
     path = checkout / file
     path.write_text(path.read_text() + "\nnew\n")
-    assert changed(before, images.names()) == kinds
+    assert changed(before, images.image_tags()) == kinds
 
 
 def test_a_file_that_moves_changes_the_tag_though_its_bytes_do_not(
     checkout: Path,
 ) -> None:
-    before = images.names()
+    before = images.image_tags()
     (checkout / "testbed_agent" / "control.py").rename(
         checkout / "testbed_agent" / "steering.py"
     )
-    assert changed(before, images.names()) == {"device"}
+    assert changed(before, images.image_tags()) == {"device"}
 
 
 def test_the_hash_keeps_names_and_contents_apart() -> None:

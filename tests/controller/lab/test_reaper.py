@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed_controller.lab.paths import abandoned, state_folder
+from testbed_controller.lab.paths import orphaned_runs, state_folder
 from testbed_controller.lab.reaper import Reaper
 
 
@@ -23,14 +23,14 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_state_folder_that_is_not_there_holds_nothing_and_is_not_made(
     tmp_path: Path,
 ) -> None:
-    assert abandoned() == []
+    assert orphaned_runs() == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_is_owned_until_its_reaper_is_dismissed() -> None:
     reaper = Reaper("x-1")
     assert [path.name for path in state_folder().glob("x-1.*")] == ["x-1.owned"]
-    assert abandoned() == []
+    assert orphaned_runs() == []
     reaper.dismiss()
     assert list(state_folder().glob("x-1.*")) == []
 
@@ -52,15 +52,15 @@ def test_a_run_is_abandoned_when_controller_and_reaper_are_killed(
     assert controller.stdout is not None
     reaper = int(controller.stdout.readline())
     try:
-        assert abandoned() == []
+        assert orphaned_runs() == []
         if both:
             os.kill(reaper, signal.SIGKILL)
         controller.kill()
         controller.wait()
         until = time.monotonic() + 5.0
-        while both and not abandoned() and time.monotonic() < until:
+        while both and not orphaned_runs() and time.monotonic() < until:
             time.sleep(0.01)  # a process that was killed takes a moment to be gone
-        assert abandoned() == (["x-1"] if both else [])
+        assert orphaned_runs() == (["x-1"] if both else [])
     finally:
         if not both:
             os.kill(reaper, signal.SIGKILL)

@@ -104,10 +104,10 @@ def test_the_image_of_a_cpu_build_has_one_name_whichever_build_the_host_has(
         install(tmp_path / name, packages)
         with monkeypatch.context() as patch:
             patch.syspath_prepend(str(tmp_path / name))
-            tags.append(images.names(target))
+            tags.append(images.image_tags(target))
     assert tags[0] == tags[1]
-    assert images.names(Target("x86_64", "2.13.0")).device != tags[0].device
-    assert images.names(Target("x86_64", "2.13.0")).shaper == tags[0].shaper
+    assert images.image_tags(Target("x86_64", "2.13.0")).device != tags[0].device
+    assert images.image_tags(Target("x86_64", "2.13.0")).shaper == tags[0].shaper
 
 
 def test_markers_are_those_of_the_image_and_not_of_the_host(only_torch: Path) -> None:
@@ -271,15 +271,15 @@ def test_a_run_uses_the_images_of_the_build_that_the_engine_has(
         images=SimpleNamespace(get=get), info=lambda: {"Architecture": "x86_64"}
     )
     cpu, cuda = (
-        images.names(Target("x86_64", torch)) for torch in ("2.13.0+cpu", "2.13.0")
+        images.image_tags(Target("x86_64", torch)) for torch in ("2.13.0+cpu", "2.13.0")
     )
-    assert images.present_names(client) == cpu  # type: ignore[arg-type]
+    assert images.present_tags(client) == cpu  # type: ignore[arg-type]
     present.add(cuda.device_runtime)
-    assert images.present_names(client) == cuda  # type: ignore[arg-type]
+    assert images.present_tags(client) == cuda  # type: ignore[arg-type]
     present.update([cpu.device_runtime])
-    assert images.present_names(client) == cpu  # type: ignore[arg-type]
+    assert images.present_tags(client) == cpu  # type: ignore[arg-type]
     present.update([cuda.device])
-    assert images.present_names(client) == cuda  # type: ignore[arg-type]
+    assert images.present_tags(client) == cuda  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -331,9 +331,9 @@ def test_a_full_disk_is_named_as_the_cause(
     monkeypatch.setattr(
         wheels.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096)
     )
-    assert wheels._explain("E: gpg failed to initialize trustdb", tmp_path).startswith(
-        "the disk of"
-    )
+    assert wheels._explain_pip_failure(
+        "E: gpg failed to initialize trustdb", tmp_path
+    ).startswith("the disk of")
 
 
 def test_packages_of_a_program_share_the_torch_of_the_image(
