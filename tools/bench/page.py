@@ -23,7 +23,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with one row per figure and one column per run, in Markdown."""
     heads = [f"{run['backend']}, kernel {run['kernel']}, {run['date']}" for run in runs]
     lines = [
-        f"| what | bounds | {' | '.join(heads)} |",
+        f"| property | bounds | {' | '.join(heads)} |",
         "|---|---" + "|---" * len(runs) + "|",
     ]
     found = [{figure["name"]: figure for figure in run["figures"]} for run in runs]
