@@ -647,7 +647,7 @@ def test_nothing_stands_still_when_a_device_is_killed_and_comes_back():
         (
             {"workload": {"model": {"name": "resnet18"}}},
             ("model", "name"),
-            "of resnet18 is no convolution, pooling or",
+            "of resnet18 must be a convolution, a pool or",
         ),
         (
             {"method": {"slot": "1us"}},

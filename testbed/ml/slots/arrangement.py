@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 from testbed.common.errors import InputError
 from testbed.ml.models.slices import NONE, Channels
 
 Allocation = Literal["vertical", "hybrid", "horizontal"]
-"""Groups of one layer each, as equation (1) has them, or one group of all layers."""
+"""Groups of one layer each, groups by equation (1), or one group of all layers."""
 Holders = Mapping[str, Channels]
-"""The neurons of one layer, by device."""
+"""Device -> its neurons of one layer."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,20 @@ class NeuronAssignment:
     """
 
     groups: tuple[range, ...]
-    """Adjacent layers, from the input layer, layer 0, on."""
+    """Adjacent layers, beginning with layer 0, the input layer."""
     sizes: tuple[int, ...]
     """Neurons of each layer."""
     layers: tuple[Holders, ...]
     """All layers of a group have the same devices, in the same order."""
     version: int = 0
-    """Neurons may move while a run goes on: each change makes the next version."""
+    """Number of changes: neurons may move during a run."""
 
     def group(self, device: str) -> int | None:
         """Return the group of a device; None for a device without neurons."""
-        return next(
-            (
-                index
-                for index in range(len(self.groups))
-                if device in self.members(index)
-            ),
-            None,
-        )
+        for index in range(len(self.groups)):
+            if device in self.members(index):
+                return index
+        return None
 
     def members(self, group: int) -> tuple[str, ...]:
         """Return the devices of a group."""
@@ -56,9 +52,8 @@ class NeuronAssignment:
     @cached_property
     def devices(self) -> tuple[str, ...]:
         """All members, group after group."""
-        return tuple(
-            name for group in range(len(self.groups)) for name in self.members(group)
-        )
+        members = map(self.members, range(len(self.groups)))
+        return tuple(chain.from_iterable(members))
 
     def of(self, device: str, layer: int) -> Channels:
         """Return a device's neurons of a layer; empty for layers of other groups."""
@@ -77,20 +72,17 @@ class NeuronAssignment:
         within the output layer.
         """
         layers = range(1, len(self.sizes))
-        return (
-            [(layer - 1, layer) for layer in layers]
-            + [(layer, layer - 1) for layer in layers[1:]]
-            + [(self.output, self.output)]
-        )
+        forward = [(layer - 1, layer) for layer in layers]
+        backward = [(layer, layer - 1) for layer in layers[1:]]
+        return [*forward, *backward, (self.output, self.output)]
 
     def senders(self, receiver: str) -> tuple[str, ...]:
-        """Return the other devices casting to a device."""
-        sending = {
-            source for source, target in self.passes if receiver in self.layers[target]
-        }
-        senders = {name for layer in sending for name in self.layers[layer]} - {
-            receiver
-        }
+        """Return the other devices casting to a device, in the order of `devices`."""
+        senders: set[str] = set()
+        for source, target in self.passes:
+            if receiver in self.layers[target]:
+                senders.update(self.layers[source])
+        senders.discard(receiver)
         return tuple(name for name in self.devices if name in senders)
 
     def largest_message(self, device: str, values: Sequence[int]) -> int:
@@ -99,12 +91,15 @@ class NeuronAssignment:
         The values are its own outputs of a layer, or losses for all of the previous layer. ``values`` has, for each
         layer, the number of values per neuron and sample.
         """
-        held = [layer for layer, holders in enumerate(self.layers) if device in holders]
-        outputs = [len(self.of(device, layer)) * values[layer] for layer in held]
-        return max(
-            outputs
-            + [self.sizes[layer - 1] * values[layer - 1] for layer in held if layer > 1]
-        )
+        lengths = []
+        for layer, holders in enumerate(self.layers):
+            if device not in holders:
+                continue
+            lengths.append(len(holders[device]) * values[layer])
+            if layer > 1:
+                # Each device has a part of the losses of every neuron of the previous layer.
+                lengths.append(self.sizes[layer - 1] * values[layer - 1])
+        return max(lengths)
 
 
 def partition(
@@ -116,6 +111,12 @@ def partition(
 
     A number as ``allocation`` is the paper's M_layers, the maximum number of layers per group. Raises `InputError` for
     fewer devices than groups or fewer neurons than devices.
+
+    >>> assignment = partition([10, 8, 8, 10], ["a", "b", "c", "d"])
+    >>> assignment.groups
+    (range(0, 2), range(2, 4))
+    >>> assignment.layers[2]
+    {'c': range(0, 4), 'd': range(4, 8)}
     """
     groups = layer_groups(len(neurons), len(devices), allocation)
     if len(groups) > len(devices):
@@ -124,20 +125,23 @@ def partition(
     layers: list[Holders] = []
     first = 0
     for group, count in zip(groups, devices_of(groups, len(devices)), strict=True):
-        members, first = devices[first : first + count], first + count
-        for layer in group:
-            size = neurons[layer]
-            if size < count:
-                text = f"layer {layer} has {size} neurons for {count} devices: use fewer devices"
-                raise InputError(text, ("method", "allocation"))
-            ends = [size * place // count for place in range(count + 1)]
-            layers.append(
-                {
-                    name: range(*each)
-                    for name, each in zip(members, pairwise(ends), strict=True)
-                }
-            )
+        members = devices[first : first + count]
+        first += count
+        layers += [_split_layer(layer, neurons[layer], members) for layer in group]
     return NeuronAssignment(tuple(groups), tuple(neurons), tuple(layers))
+
+
+def _split_layer(layer: int, size: int, members: Sequence[str]) -> Holders:
+    """Return the neurons of a layer in nearly equal ranges, one per member."""
+    count = len(members)
+    if size < count:
+        text = (
+            f"layer {layer} has {size} neurons for {count} devices: use fewer devices"
+        )
+        raise InputError(text, ("method", "allocation"))
+    ends = [size * place // count for place in range(count + 1)]
+    ranges = [range(start, end) for start, end in pairwise(ends)]
+    return dict(zip(members, ranges, strict=True))
 
 
 def layer_groups(
@@ -148,20 +152,30 @@ def layer_groups(
     Equation (1) gives every group two devices if possible, and at most as many groups as layers; if the number of
     layers does not divide, the last groups, at the output, have one layer more. With a given maximum, groups are filled
     from the output backwards, and the first group takes the rest.
+
+    >>> layer_groups(6, 6, "hybrid")
+    [range(0, 2), range(2, 4), range(4, 6)]
+    >>> layer_groups(6, 6, 4)
+    [range(0, 2), range(2, 6)]
     """
     if isinstance(allocation, int):
         ends = range(layers, 0, -allocation)
         return [range(max(0, end - allocation), end) for end in reversed(ends)]
-    count = {
-        "vertical": min(layers, devices),
-        "hybrid": min(layers, max(1, devices // 2)),
-        "horizontal": 1,
-    }[allocation]
+    if allocation == "vertical":
+        count = min(layers, devices)
+    elif allocation == "hybrid":
+        count = min(layers, max(1, devices // 2))
+    else:
+        count = 1
     size, left = divmod(layers, count)
-    starts = [0]
+    groups = []
+    start = 0
     for group in range(count):
-        starts.append(starts[-1] + size + (group >= count - left))
-    return [range(start, stop) for start, stop in pairwise(starts)]
+        is_longer = group >= count - left
+        stop = start + size + is_longer
+        groups.append(range(start, stop))
+        start = stop
+    return groups
 
 
 def devices_of(groups: Sequence[range], devices: int) -> list[int]:
@@ -169,15 +183,21 @@ def devices_of(groups: Sequence[range], devices: int) -> list[int]:
 
     Rounding follows line 6 if the result uses all devices; otherwise the remaining devices go to the groups with the
     largest deficit, starting at the input.
+
+    >>> devices_of([range(0, 2), range(2, 6)], 6)
+    [2, 4]
     """
-    layers = sum(len(group) for group in groups)
+    layers = sum(map(len, groups))
     wanted = [devices * len(group) / layers for group in groups]
     counts = [max(1, int(share)) for share in wanted]
+
+    def deficit(group: int) -> float:
+        return wanted[group] - counts[group]
+
+    # `max` and `min` return the first of equal groups, the one nearest to the input.
     while sum(counts) < devices:
-        counts[
-            max(range(len(groups)), key=lambda group: wanted[group] - counts[group])
-        ] += 1
+        counts[max(range(len(groups)), key=deficit)] += 1
     while sum(counts) > devices:
-        shared = [group for group in range(len(groups)) if counts[group] > 1]
-        counts[max(shared, key=lambda group: counts[group] - wanted[group])] -= 1
+        reducible = [group for group, count in enumerate(counts) if count > 1]
+        counts[min(reducible, key=deficit)] -= 1
     return counts

@@ -24,7 +24,7 @@ class Values(Typed, key=("batch", "layer", "sender")):
     batch: int
     layer: int
     tensor: torch.Tensor | None = None
-    """(samples, values); None if the sender has nothing for this batch."""
+    """(samples, values); None if the sender has no values for this batch."""
     note: dict[str, Any] | None = None
     """The method's annotation, as JSON."""
 
@@ -59,7 +59,7 @@ class Transmit(Protocol):
         """Cast before an instant, in seconds; return after the last attempt."""
 
     def on_arrival(self, message: Values) -> None:
-        """Handle each arrival of another device's cast."""
+        """Handle an arrival of another device's cast, repetitions too."""
 
 
 class Repeated:
@@ -77,7 +77,7 @@ class Repeated:
             await self._mailbox.cast(receivers, message)
 
     def on_arrival(self, message: Values) -> None:
-        """Answer nothing."""
+        """Do nothing: the sender expects no acknowledgement."""
 
 
 class Acknowledged:
@@ -100,8 +100,9 @@ class Acknowledged:
     ) -> None:
         """Cast at least once."""
         device = self._mailbox.device
-        what = (message.kind, message.batch, message.layer)
-        missing = self._missing[what] = set(receivers)
+        cast = (message.kind, message.batch, message.layer)
+        # `_on_acknowledgement` removes names from this set while the loop waits.
+        missing = self._missing[cast] = set(receivers)
         while missing:
             began = device.now()
             await self._mailbox.cast(sorted(missing), message)
@@ -109,17 +110,19 @@ class Acknowledged:
             if device.now() + round_trip >= until:
                 break
             await self._await_answers(missing)
-        del self._missing[what]
+        del self._missing[cast]
 
     async def _await_answers(self, missing: set[str]) -> None:
         """Wait for all acknowledgements, at most as long as they normally take."""
-        if missing:
-            self._complete = asyncio.get_running_loop().create_future()
-            try:
-                async with asyncio.timeout(self._wait):
-                    await self._complete
-            except TimeoutError:
-                pass
+        # They may all have come while the cast was leaving.
+        if not missing:
+            return
+        self._complete = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._wait):
+                await self._complete
+        except TimeoutError:
+            pass
 
     def on_arrival(self, message: Values) -> None:
         """Acknowledge every arrival again, because earlier acknowledgements may be lost."""
@@ -129,7 +132,8 @@ class Acknowledged:
     def _on_acknowledgement(self, answer: CastAck) -> None:
         missing = self._missing.get((answer.what, answer.batch, answer.layer))
         if missing is None:
-            return  # of a cast that is over: its slot had no time left
+            # The cast has ended, since its slot had no time left.
+            return
         missing.discard(answer.sender)
         if not missing and self._complete is not None and not self._complete.done():
             self._complete.set_result(None)
@@ -175,7 +179,7 @@ class CastExchange:
         """``arrangement`` returns the current arrangement.
 
         ``under_way`` is the maximum number of batches between the first layer's forward and its backward. ``values``
-        maps layers to the values of each neuron per sample.
+        has, for each layer, the values of a neuron per sample.
         """
         self.until = math.inf
         """End of the current slot in seconds, after which nothing is cast."""
@@ -190,32 +194,31 @@ class CastExchange:
         """Received messages by kind, batch and layer, then by sender."""
         self._oldest = {Outputs: 0, Losses: 0}
         """The oldest batch whose messages still count."""
-        mailbox.on(Outputs, self._take_part)
-        mailbox.on(Losses, self._take_part)
+        mailbox.on(Outputs, self._store_part)
+        mailbox.on(Losses, self._store_part)
         self.tally = {"forward": Tally(), "backward": Tally(), "sharing": Tally()}
-        """How many parts came from other devices in time, by what they were for."""
+        """Parts of other devices, by their purpose."""
 
-    def _take_part(self, message: Values) -> None:
+    def _store_part(self, message: Values) -> None:
         kind, batch, sender = type(message), message.batch, message.sender
         key = kind, batch, message.layer
-        came = self._arrived.get(key)
-        if came is not None and sender in came:
-            message = _fill_gaps(came[sender], message)
+        parts = self._arrived.get(key, {})
+        if sender in parts:
+            message = _fill_gaps(parts[sender], message)
         if sender != self._name and not message.missing:
             self._transmit.on_arrival(message)
         if batch >= self._oldest[kind]:
-            if came is None:
-                came = self._arrived[key] = {}
-            came[sender] = message
+            parts[sender] = message
+            self._arrived[key] = parts
 
     def _discard_before(self, kind: type[Values], batch: int) -> None:
         """Drop unused casts of earlier batches, including future arrivals."""
-        if batch > self._oldest[kind]:
-            self._oldest[kind] = batch
-            for old in [
-                key for key in self._arrived if key[0] is kind and key[1] < batch
-            ]:
-                del self._arrived[old]
+        if batch <= self._oldest[kind]:
+            return
+        self._oldest[kind] = batch
+        for key in list(self._arrived):
+            if key[0] is kind and key[1] < batch:
+                del self._arrived[key]
 
     async def cast(self, layer: int, message: Sent) -> None:
         """Transmit to all devices with a layer receiving from this device; the local part is free."""
@@ -223,7 +226,7 @@ class CastExchange:
             message = self._notes.annotate(message)
         receivers = self._arrangement().holders(layer)
         if self._name in receivers:
-            self._take_part(message)
+            self._store_part(message)
         others = [name for name in receivers if name != self._name]
         if others:
             await self._transmit(others, message, self.until)
@@ -231,21 +234,12 @@ class CastExchange:
     def take_outputs(self, layer: int, batch: int, samples: int) -> Arrived:
         """Remove and return the received outputs of a layer."""
         arrangement = self._arrangement()
-        parts = self._received_parts(
-            Outputs,
-            batch,
-            layer,
-            "sharing" if layer == arrangement.output else "forward",
-        )
+        purpose = "sharing" if layer == arrangement.output else "forward"
+        parts = self._received_parts(Outputs, batch, layer, purpose)
+        # Layers of a device take outputs of different batches: those under way may still be asked for.
         self._discard_before(Outputs, batch - self._under_way - 1)
-        return Arrived(
-            layer,
-            batch,
-            samples,
-            arrangement.sizes[layer],
-            parts,
-            values=self._values[layer],
-        )
+        size, values = arrangement.sizes[layer], self._values[layer]
+        return Arrived(layer, batch, samples, size, parts, values=values)
 
     def take_losses(self, layer: int, batch: int, samples: int) -> Arrived:
         """Remove and return the received losses of a layer's own neurons, sent by the next layer.
@@ -263,25 +257,22 @@ class CastExchange:
         kind: type[Values],
         batch: int,
         layer: int,
-        passing: str,
+        purpose: str,
         own: Channels | None = None,
     ) -> tuple[SenderPart, ...]:
         """Return the parts sent by a layer's holders; for losses, only the part for the ``own`` values."""
-        came, tally = self._arrived.pop((kind, batch, layer), {}), self.tally[passing]
+        arrived = self._arrived.pop((kind, batch, layer), {})
+        tally = self.tally[purpose]
         parts: list[SenderPart] = []
+        # Added to the tally at once: single additions would round differently.
         share: float = 0
         for sender, neurons in self._arrangement().layers[layer].items():
-            message = came.get(sender)
+            message = arrived.get(sender)
             if sender != self._name:
                 tally.due += 1
-                if (
-                    message is not None
-                ):  # also one that does not count for the method was received
-                    share += (
-                        present_share(message.missing.get("tensor"))
-                        if message.missing
-                        else 1
-                    )
+                # A message that the method ignores was received all the same.
+                if message is not None:
+                    share += present_share(message.missing.get("tensor"))
             parts.append(self._received_part(message, neurons, sender, own))
         tally.came += share
         return tuple(parts)
@@ -298,10 +289,10 @@ class CastExchange:
             return SenderPart(sender, held, None)
         tensor, missing = message.tensor, message.missing.get("tensor")
         if own is not None and tensor is not None:
-            tensor, missing = (
-                pick(tensor, 1, own),
-                None if missing is None else pick(missing, 1, own),
-            )
+            tensor = pick(tensor, 1, own)
+            if missing is not None:
+                missing = pick(missing, 1, own)
+        # The own values may all have arrived though others of the message are missing.
         if missing is not None and not missing.any():
             missing = None
         return SenderPart(sender, neurons, tensor, message.note, missing)
@@ -309,14 +300,14 @@ class CastExchange:
 
 def _fill_gaps(first: Values, again: Values) -> Values:
     """Merge a repeated message with an earlier incomplete copy."""
-    if (
-        first is again
-        or not first.missing
-        or first.tensor is None
-        or again.tensor is None
-    ):
+    if first is again or not first.missing:
+        return first
+    if first.tensor is None or again.tensor is None:
         return first
     gaps = first.missing["tensor"]
-    left = gaps & again.missing["tensor"] if again.missing else torch.zeros_like(gaps)
     tensor = torch.where(gaps, again.tensor, first.tensor)
-    return replace(first, tensor=tensor, missing={"tensor": left} if left.any() else {})
+    remaining = torch.zeros_like(gaps)
+    if again.missing:
+        remaining = gaps & again.missing["tensor"]
+    missing = {"tensor": remaining} if remaining.any() else {}
+    return replace(first, tensor=tensor, missing=missing)

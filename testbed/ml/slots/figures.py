@@ -20,46 +20,53 @@ GOOD = 0.8
 
 
 def _last_evaluation(field: str, record: RunView) -> float | None:
-    """Return a field of the last evaluation; a gathered accuracy may be replaced by ``one`` device's."""
+    """Return a field of the last evaluation.
+
+    Only gathered evaluations have a field ``one``, the accuracy by the coordinator's own results. Without gathering,
+    ``accuracy`` has that meaning.
+    """
     evaluations = record.of("evaluate")
     fields: Mapping[str, Any] = evaluations[-1].fields if evaluations else {}
+    is_gathered = "one" in fields
     if field == "gathered":
-        return fields["accuracy"] if "one" in fields else None
-    value: float | None = fields.get(
-        field, fields.get("accuracy") if field == "one" else None
-    )
+        return fields["accuracy"] if is_gathered else None
+    if field == "one" and not is_gathered:
+        field = "accuracy"
+    value: float | None = fields.get(field)
     return value
 
 
 def _passed_counts(passing: str, record: RunView) -> float | None:
     """Sum each device's last count: counts include tests and continue until a restart."""
-    last = {
-        event.device: event.fields
-        for event in record.of("passed")
-        if event.fields["to"] == passing
-    }
+    last: dict[str, Mapping[str, Any]] = {}
+    for event in record.of("passed"):
+        if event.fields["to"] == passing:
+            last[event.device] = event.fields
     due = sum(fields["due"] for fields in last.values())
-    return sum(fields["came"] for fields in last.values()) / due if due else None
+    arrived = sum(fields["came"] for fields in last.values())
+    return arrived / due if due else None
 
 
 def _test_intervals(record: RunView) -> list[Interval]:
     """A test begins with its event and ends with an evaluation, while no training is under way."""
     begins = [event.time for event in record.of("tests")]
     ends = [event.time for event in record.of("evaluate")]
-    return list(
-        zip(begins, [*ends, *[float("inf")] * (len(begins) - len(ends))], strict=False)
-    )
+    # A run that failed during tests has no evaluation at its end.
+    missing = [float("inf")] * (len(begins) - len(ends))
+    return list(zip(begins, ends + missing, strict=False))
 
 
 def _training_casts(record: RunView) -> list[int]:
-    """Return the number of receivers of each cast."""
-    spans, counts = _test_intervals(record), list[int]()
+    """Return the number of receivers of each cast in training."""
+    tests = _test_intervals(record)
+    counts: list[int] = []
+    # Arrays, since a long run has millions of casts.
     for _, (times, peers) in record.of("cast").columns("time", "peers"):
-        at = np.fromiter(times, float)
-        training = np.ones(len(at), bool)
-        for begin, end in spans:
-            training &= (at < begin) | (end <= at)
-        counts += compress(map(len, peers), training.tolist())
+        instants = np.fromiter(times, float)
+        is_training = np.ones(len(instants), bool)
+        for begin, end in tests:
+            is_training &= (instants < begin) | (end <= instants)
+        counts += compress(map(len, peers), is_training.tolist())
     return counts
 
 
@@ -71,39 +78,30 @@ def details_of(record: RunView) -> SlotDetails:
 
 def _last_backward(record: RunView) -> float:
     """Return the start of the last backward; 0 without one."""
-    begun = record.of("begin").columns("time", "span")
-    return max(
-        (
-            time
-            for _, row in begun
-            for time, span in zip(*row, strict=False)
-            if span == "backward"
-        ),
-        default=0.0,
-    )
+    last = 0.0
+    for _, (times, spans) in record.of("begin").columns("time", "span"):
+        for time, span in zip(times, spans, strict=False):
+            if span == "backward":
+                last = max(last, time)
+    return last
 
 
 def _count_timeslots(record: RunView) -> float | None:
     """Count the slots by the clock, in seconds, tolerating rounding to the previous slot."""
     last, details = record.cached(_last_backward), details_of(record)
-    return (last - (details.begin or 0.0) + 1e-6) // details.slot + 1 if last else None
+    if not last:
+        return None
+    return (last - (details.begin or 0.0) + 1e-6) // details.slot + 1
 
 
 def _time_to_good(record: RunView) -> float | None:
     """Return the training seconds until the target, without tests, as if the pipeline had never drained."""
     details = details_of(record)
-    reached = (
-        event.fields["step"]
-        for event in record.of("evaluate")
-        if event.fields["accuracy"] >= GOOD
-    )
-    step = next(reached, None)
-    return (
-        None
-        if step is None
-        else timetable_of(details).slot_count(step * details.micro_batches)
-        * details.slot
-    )
+    for event in record.of("evaluate"):
+        if event.fields["accuracy"] >= GOOD:
+            batches = event.fields["step"] * details.micro_batches
+            return timetable_of(details).slot_count(batches) * details.slot
+    return None
 
 
 def _count_casts(record: RunView) -> int:
@@ -115,14 +113,17 @@ def _count_transmissions(record: RunView) -> int:
     return sum(record.cached(_training_casts))
 
 
-def _success_rate(count: Callable[[RunView], int], record: RunView) -> float | None:
+def _training_rate(count: Callable[[RunView], int], record: RunView) -> float | None:
+    """Divide a count by the seconds of training, without those of tests, and by the devices."""
     last = record.cached(_last_backward)
-    seconds = (
-        last
-        - (details_of(record).begin or 0.0)
-        - sum(end - begin for begin, end in _test_intervals(record) if end < last)
-    )
-    return count(record) / seconds / len(record.plan.devices) if seconds > 0 else None
+    tests = 0.0
+    for begin, end in _test_intervals(record):
+        if end < last:
+            tests += end - begin
+    seconds = last - (details_of(record).begin or 0.0) - tests
+    if seconds <= 0:
+        return None
+    return count(record) / seconds / len(record.plan.devices)
 
 
 DECLARED = MetricsSpec(
@@ -156,7 +157,7 @@ DECLARED = MetricsSpec(
             "casts_rate",
             "number",
             "broadcasts per second and device in training",
-            partial(_success_rate, _count_casts),
+            partial(_training_rate, _count_casts),
         ),
         Metric(
             "transmissions_rate",
@@ -165,7 +166,7 @@ DECLARED = MetricsSpec(
                 "transmissions per second and device in training, counted for each "
                 "receiver"
             ),
-            partial(_success_rate, _count_transmissions),
+            partial(_training_rate, _count_transmissions),
         ),
         Metric(
             "timeslots",

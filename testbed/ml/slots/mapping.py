@@ -13,12 +13,12 @@ from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.network.link import Pair
 
 Matrix = tuple[tuple[float, ...], ...]
-"""By sender, then by receiver; nothing on the diagonal."""
+"""By sender, then by receiver; zeros on the diagonal."""
 Order = tuple[int, ...]
 """For each super neuron, the index of its device."""
 
 MOST_EXHAUSTIVE = 9
-"""Devices; ten have 3.6 million orders."""
+"""The most devices of an exhaustive search; ten devices have 3.6 million orders."""
 CLIMBS = 300
 """Random orders from which `climbed_order` climbs.
 
@@ -27,45 +27,76 @@ In the worst of 800 random topologies of 4 to 7 devices one climb in 13 led to t
 
 
 def count_transmissions(arrangement: NeuronAssignment) -> tuple[tuple[int, ...], ...]:
-    """Return the number of transmissions per batch from each super neuron (row) to each other (column)."""
-    counted: Counter[Pair] = Counter()
+    """Return the number of transmissions per batch from each super neuron (row) to each other (column).
+
+    >>> from testbed.ml.slots.arrangement import partition
+    >>> count_transmissions(partition([4, 4, 2], ["a", "b"], "horizontal"))
+    ((0, 4), (4, 0))
+    """
+    transmissions: Counter[Pair] = Counter()
     for source, target in arrangement.passes:
-        counted.update(
-            itertools.product(arrangement.holders(source), arrangement.holders(target))
-        )
+        senders, receivers = arrangement.holders(source), arrangement.holders(target)
+        transmissions.update(itertools.product(senders, receivers))
     names = arrangement.devices
-    return tuple(tuple(counted[a, b] if a != b else 0 for b in names) for a in names)
+    rows = []
+    for sender in names:
+        # A device needs no transmission to itself.
+        rows.append(
+            tuple(
+                0 if sender == receiver else transmissions[sender, receiver]
+                for receiver in names
+            )
+        )
+    return tuple(rows)
 
 
 def connectivity(arrangement: NeuronAssignment) -> Matrix:
-    """Return the super-neuron topology: transmissions relative to the busiest pair, from 0 to 1."""
-    counted = count_transmissions(arrangement)
-    most = max((value for row in counted for value in row), default=0) or 1
-    return tuple(tuple(value / most for value in row) for row in counted)
+    """Return Algorithm 2's super-neuron topology: transmissions relative to the busiest pair, from 0 to 1."""
+    counts = count_transmissions(arrangement)
+    # A single device transmits nothing, and its matrix is all zeros.
+    busiest = max(map(max, counts), default=0) or 1
+    return tuple(tuple(count / busiest for count in row) for row in counts)
 
 
 def reception_matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matrix:
     """Return the reception ratios of all pairs (source, destination) in the order of the names; 0 without a link."""
-    return tuple(
-        tuple(0.0 if a == b else ratios.get((a, b), 0.0) for b in names) for a in names
-    )
+    rows = []
+    for sender in names:
+        rows.append(
+            tuple(
+                0.0 if sender == receiver else ratios.get((sender, receiver), 0.0)
+                for receiver in names
+            )
+        )
+    return tuple(rows)
 
 
 def score_order(wanted: Matrix, ratios: Matrix, order: Order) -> float:
-    """Return the sum of the Hadamard product of super-neuron connectivity and device reception ratios."""
+    """Return the sum of the Hadamard product of super-neuron connectivity and device reception ratios.
+
+    >>> chain = ((0.0, 1.0), (0.0, 0.0))
+    >>> ratios = ((0.0, 0.9), (0.6, 0.0))
+    >>> score_order(chain, ratios, (0, 1)), score_order(chain, ratios, (1, 0))
+    (0.9, 0.6)
+    """
     return _make_scorer(wanted, ratios)(order)
 
 
 def _make_scorer(wanted: Matrix, ratios: Matrix) -> Callable[[Order], float]:
-    edges = [
-        (a, b, weight)
-        for a, row in enumerate(wanted)
-        for b, weight in enumerate(row)
-        if weight
-    ]
-    return lambda order: sum(
-        weight * ratios[order[a]][order[b]] for a, b, weight in edges
-    )
+    # Most pairs of super neurons exchange nothing; leaving these out makes the thousands of scores cheap.
+    edges = []
+    for source, row in enumerate(wanted):
+        for target, weight in enumerate(row):
+            if weight:
+                edges.append((source, target, weight))
+
+    def score(order: Order) -> float:
+        return sum(
+            weight * ratios[order[source]][order[target]]
+            for source, target, weight in edges
+        )
+
+    return score
 
 
 def generation_count(devices: int) -> int:
@@ -78,55 +109,68 @@ def genetic_order(
 ) -> Order:
     """Return the result of Algorithm 2 after ``count`` generations, by default the paper's.
 
-    A generation compares the best order so far with a random one and with a rotation of it by one place. As printed, an
-    order equal to the best one replaces it. If all links are alike, no order is better than another, and the devices
-    keep theirs.
+    A generation compares the best order so far with a random one and with a rotation of the best one by one place. As
+    printed, an order equal to the best one replaces it. If all links are alike, no order is better than another, and
+    the devices keep their order.
     """
     best: Order = tuple(range(len(wanted)))
-    if len({ratios[a][b] for a in best for b in best if a != b}) < 2:
+    if _are_alike(ratios):
         return best
     draws = random.Random(derive(seed, "mapping"))
-    value = _make_scorer(wanted, ratios)
-    reached = value(best)
+    score = _make_scorer(wanted, ratios)
+    best_score = score(best)
     for _ in range(generation_count(len(wanted)) if count is None else count):
-        shuffled, turned = tuple(draws.sample(best, len(best))), (*best[1:], *best[:1])
-        values = value(shuffled), value(turned)
-        if values[0] >= max(values[1], reached):
-            best, reached = shuffled, values[0]
-        elif values[1] >= reached:
-            best, reached = turned, values[1]
+        shuffled = tuple(draws.sample(best, len(best)))
+        rotated = (*best[1:], *best[:1])
+        shuffled_score, rotated_score = score(shuffled), score(rotated)
+        # Lines 13 to 16: of equal orders the random one wins, then the rotated one.
+        if shuffled_score >= max(rotated_score, best_score):
+            best, best_score = shuffled, shuffled_score
+        elif rotated_score >= best_score:
+            best, best_score = rotated, rotated_score
     return best
 
 
+def _are_alike(ratios: Matrix) -> bool:
+    """Return whether all links have the same reception ratio."""
+    links = itertools.permutations(range(len(ratios)), 2)
+    return len({ratios[sender][receiver] for sender, receiver in links}) < 2
+
+
 def climbed_order(wanted: Matrix, ratios: Matrix, seed: int) -> Order:
-    """Return the best order that exchanges of two devices find, from Algorithm 2's order and from random ones."""
-    value = _make_scorer(wanted, ratios)
+    """Return the best order that exchanges of two devices reach from Algorithm 2's order and from random ones."""
+    score = _make_scorer(wanted, ratios)
     first = genetic_order(wanted, ratios, seed)
     draws = random.Random(derive(seed, "mapping", "climbing"))
-    starts = [first, *(tuple(draws.sample(first, len(first))) for _ in range(CLIMBS))]
-    return max(
-        (_climb_order(start, value) for start in starts),
-        key=lambda order: round(value(order), 12),
-    )
+    starts = [first]
+    for _ in range(CLIMBS):
+        starts.append(tuple(draws.sample(first, len(first))))
+    summits = [_climb_order(start, score) for start in starts]
+    # Sums of equal terms in another order differ in the last bits; such orders are equal, and the first one wins.
+    return max(summits, key=lambda order: round(score(order), 12))
 
 
-def _climb_order(order: Order, value: Callable[[Order], float]) -> Order:
+def _climb_order(order: Order, score: Callable[[Order], float]) -> Order:
     """Exchange pairs of devices while an order improves by more than rounding."""
-    reached, improves = value(order), True
+    reached = score(order)
+    improves = True
     while improves:
         improves = False
-        for a, b in itertools.combinations(range(len(order)), 2):
+        for one, other in itertools.combinations(range(len(order)), 2):
             swapped = list(order)
-            swapped[a], swapped[b] = order[b], order[a]
-            if (score := value(tuple(swapped))) > reached + 1e-12:
-                order, reached, improves = tuple(swapped), score, True
+            swapped[one], swapped[other] = order[other], order[one]
+            swapped_score = score(tuple(swapped))
+            if swapped_score > reached + 1e-12:
+                order, reached, improves = tuple(swapped), swapped_score, True
     return order
 
 
 def random_order(devices: int, seed: int, draw: int = 1) -> Order:
     """Return a uniformly random order: the paper's Random. Each ``draw``, from 1 on, gives another order."""
     draws = random.Random(derive(seed, "mapping", "random"))
-    return [tuple(draws.sample(range(devices), devices)) for _ in range(draw)][-1]
+    for _ in range(draw):
+        order = tuple(draws.sample(range(devices), devices))
+    return order
 
 
 def best_order(wanted: Matrix, ratios: Matrix) -> Order:
@@ -134,13 +178,13 @@ def best_order(wanted: Matrix, ratios: Matrix) -> Order:
 
     Raises ValueError for more than nine devices.
     """
-    if len(wanted) > MOST_EXHAUSTIVE:
+    count = len(wanted)
+    if count > MOST_EXHAUSTIVE:
         raise ValueError(
-            f"{len(wanted)} devices have too many permutations for an exhaustive search: at most {MOST_EXHAUSTIVE}"
+            f"{count} devices have too many permutations for an exhaustive search: use {MOST_EXHAUSTIVE} at most"
         )
-    return max(
-        itertools.permutations(range(len(wanted))), key=_make_scorer(wanted, ratios)
-    )
+    orders = itertools.permutations(range(count))
+    return max(orders, key=_make_scorer(wanted, ratios))
 
 
 def choose_coordinator(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:
@@ -148,20 +192,25 @@ def choose_coordinator(names: Sequence[str], ratios: Mapping[Pair, float]) -> st
 
     A link of reception ratio p takes 1/p transmissions on average; distances are those of the cheapest paths away from
     the device (Floyd and Warshall). A pair missing in ``ratios``, or with ratio 0, has no link.
+
+    >>> choose_coordinator("abc", {("a", "b"): 0.5, ("b", "a"): 0.5, ("b", "c"): 0.9, ("c", "b"): 0.9})
+    'b'
     """
-    distances = {
-        (a, b): 0.0
-        if a == b
-        else 1 / ratios[a, b]
-        if ratios.get((a, b), 0) > 0
-        else math.inf
-        for a in names
-        for b in names
-    }
-    for middle, a, b in itertools.product(names, repeat=3):
-        distances[a, b] = min(
-            distances[a, b], distances[a, middle] + distances[middle, b]
-        )
-    return min(
-        names, key=lambda name: math.fsum(distances[name, other] for other in names)
-    )
+    distances: dict[Pair, float] = {}
+    for pair in itertools.product(names, names):
+        ratio = ratios.get(pair, 0.0)
+        if pair[0] == pair[1]:
+            distances[pair] = 0.0
+        elif ratio > 0:
+            distances[pair] = 1 / ratio
+        else:
+            distances[pair] = math.inf
+    # `product` varies the first place slowest, as Floyd and Warshall need: all pairs by one middle, then the next.
+    for middle, start, end in itertools.product(names, repeat=3):
+        detour = distances[start, middle] + distances[middle, end]
+        distances[start, end] = min(distances[start, end], detour)
+
+    def total_distance(name: str) -> float:
+        return math.fsum(distances[name, other] for other in names)
+
+    return min(names, key=total_distance)

@@ -26,7 +26,7 @@ Learn = Callable[[LayerShard, torch.Tensor | None], Work | None]
 """From a layer and the gradient of its outputs to the work of a backward, as `MissingDataPolicy.learn` returns it."""
 
 MOST_KEPT = 1 << 24
-"""Bytes of outputs in tests that are kept, about, since they may be wanted again."""
+"""Approximate limit, in bytes, of the outputs in tests that are kept for equal inputs."""
 
 
 class Neurons:
@@ -41,13 +41,13 @@ class Neurons:
         self._problem = problem
         self._layers = layers_of(problem)
         self._forwarded: dict[tuple[int, int], torch.Tensor | None] = {}
-        """Layers and batches that wait for their losses, with the outputs of the layer before that are to get none."""
+        """By layer and batch that wait for their losses: mask of the inputs without a gradient, or None."""
         self._known_costs: dict[tuple[int, int, int], LayerCosts] = {}
         """By layer, number of own neurons, and samples."""
         self._inferred: dict[Hashable, torch.Tensor] = {}
-        """Outputs in tests, by what their inputs are made of, while the weights are the same."""
+        """Outputs in tests by layer and inputs, until the weights change."""
         self._room = torch.empty(0)
-        """Memory for the inputs of tests: as large as these are, new one each time would leave gaps in the heap."""
+        """Memory for the inputs of tests, reused because large allocations for each test would fragment the heap."""
         self.shards: dict[int, LayerShard] = {}
 
     async def forward(
@@ -61,14 +61,11 @@ class Neurons:
 
         ``unheard`` marks missing inputs, (samples or 1, values), whose gradient is zero.
         """
+        # Training follows, which changes the weights.
         self._inferred.clear()
-        shard, cost = (
-            self.shards[layer],
-            self._layer_costs(layer, inputs.shape[0]).forward,
-        )
-        outputs = await self._device.compute(
-            partial(shard.forward, batch, inputs), cost, Span("forward", batch)
-        )
+        work = partial(self.shards[layer].forward, batch, inputs)
+        cost = self._layer_costs(layer, inputs.shape[0]).forward
+        outputs = await self._device.compute(work, cost, Span("forward", batch))
         self._forwarded[layer, batch] = unheard
         return outputs
 
@@ -80,22 +77,22 @@ class Neurons:
         Calls with the same ``alike`` other than None have equal outputs, which are computed once.
         """
 
-        def work() -> torch.Tensor:
-            outputs = self._inferred.get((layer, alike))
-            if outputs is None:
-                outputs = shard.infer(entering.joined_values(self._room))
-                if (
-                    alike is not None
-                    and (len(self._inferred) + 1) * outputs.nbytes <= MOST_KEPT
-                ):
-                    self._inferred[layer, alike] = outputs
-            return outputs
-
-        shard, cost = (
-            self.shards[layer],
-            self._layer_costs(layer, entering.samples).forward,
-        )
+        work = partial(self._infer_once, layer, entering, alike)
+        # The device of the model computes every time; only the host saves work.
+        cost = self._layer_costs(layer, entering.samples).forward
         return await self._device.compute(work, cost, Span("evaluate", batch))
+
+    def _infer_once(
+        self, layer: int, entering: Arrived, alike: Hashable
+    ) -> torch.Tensor:
+        known = self._inferred.get((layer, alike))
+        if known is not None:
+            return known
+        outputs = self.shards[layer].infer(entering.joined_values(self._room))
+        fits = (len(self._inferred) + 1) * outputs.nbytes <= MOST_KEPT
+        if alike is not None and fits:
+            self._inferred[layer, alike] = outputs
+        return outputs
 
     async def backward(
         self,
@@ -105,35 +102,36 @@ class Neurons:
         gradient: torch.Tensor | None,
         learn: Learn,
     ) -> torch.Tensor | None:
-        """Learn from the gradient of the own outputs; return the inputs' gradient, or None if nothing is to be cast.
+        """Learn from the gradient of the own outputs; return the inputs' gradient, or None without one to cast.
 
-        Gradients are (samples, values).
-
-        Without a gradient, any other learning is charged as an update.
+        Gradients are (samples, values). Without a gradient, any other learning is charged as an update.
         """
         self._inferred.clear()
         if (layer, batch) not in self._forwarded:
+            # The forward was lost, or the neurons have changed since.
             gradient = None
-        before = None
+        input_gradient = None
         work = learn(self.shards[layer], gradient)
         if work is not None:
             costs = self._layer_costs(layer, samples)
             cost = costs.update if gradient is None else costs.backward + costs.update
-            before = await self._device.compute(work, cost, Span("backward", batch))
+            span = Span("backward", batch)
+            input_gradient = await self._device.compute(work, cost, span)
         unheard = self._forwarded.pop((layer, batch), None)
-        if before is not None and unheard is not None:
-            before.masked_fill_(unheard, 0.0)
+        if input_gradient is not None and unheard is not None:
+            input_gradient.masked_fill_(unheard, 0.0)
         self.shards[layer].forget(batch)
-        return before
+        return input_gradient
 
     def forget_before(self, layer: int, batch: int) -> None:
         """Drop the forwards of batches before this one, whose losses will not arrive."""
-        for old in [old for at, old in self._forwarded if at == layer and old < batch]:
-            del self._forwarded[layer, old]
-            self.shards[layer].forget(old)
+        for key in list(self._forwarded):
+            if key[0] == layer and key[1] < batch:
+                del self._forwarded[key]
+                self.shards[layer].forget(key[1])
 
     def give(self, layer: int, neurons: Channels) -> dict[str, torch.Tensor]:
-        """Remove some or all neurons of a layer and return their state. Batches under way are dropped there."""
+        """Remove some or all neurons of a layer and return their state. The layer's batches under way are dropped."""
         self._drop_computations(layer)
         shard = self.shards[layer]
         if len(neurons) < len(shard.part.rows):
@@ -141,7 +139,7 @@ class Neurons:
         return self.shards.pop(layer).state()
 
     def take(self, layer: int, neurons: Channels, state: State | None = None) -> None:
-        """Add neurons of a layer with their state; None: with initial weights."""
+        """Add neurons of a layer with their state; None gives them initial weights."""
         self._drop_computations(layer)
         whole = self._layers[layer - 1]
         part = slice_of(whole, neurons)

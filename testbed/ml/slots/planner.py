@@ -116,17 +116,17 @@ class SlotDetails(Details):
 def timetable_of(details: SlotDetails) -> Timetable:
     """Return the timetable of a plan's layers and batches."""
     groups = [range(first, stop) for first, stop in details.groups]
-    return _timetable_for(groups, details.pipelined, details.micro_batches)
+    return _timetable_for(
+        groups, pipelined=details.pipelined, micro_batches=details.micro_batches
+    )
 
 
 def _timetable_for(
-    groups: Sequence[range], pipelined: bool, micro_batches: int
+    groups: Sequence[range], *, pipelined: bool, micro_batches: int
 ) -> Timetable:
-    return (
-        fill_and_drain(groups, micro_batches)
-        if micro_batches > 1
-        else make_timetable(groups, pipelined)
-    )
+    if micro_batches > 1:
+        return fill_and_drain(groups, micro_batches)
+    return make_timetable(groups, pipelined=pipelined)
 
 
 def neurons_of(problem: Problem[SlotOptions]) -> tuple[int, ...]:
@@ -144,20 +144,21 @@ def layers_of(problem: Problem[SlotOptions]) -> tuple[GraphLayer, ...]:
     layers: list[GraphLayer] = []
     for index, layer in enumerate(graph.layers):
         follows = layer.sources == (index - 1,)
-        if layers and follows and layer.by_channel and not layer.parameters:
+        is_pool = layer.by_channel and not layer.parameters
+        if layers and follows and is_pool:
+            # A pool stays with its filters, so that devices cast the smaller maps.
             layers[-1] = layers[-1].with_pool(layer)
-        elif (
-            follows
-            and layer.splits
-            and not any(isinstance(each, Dropout) for each in layer.sequence)
-        ):
+        elif follows and layer.splits and not _has_dropout(layer):
             layers.append(layer)
         else:
-            text = f"'{layer.name}' of {graph.name} is no convolution, pooling or dense layer behind the one before, "
-            raise InputError(
-                text + "or drops values at random: use mlp or cnn", ("model", "name")
-            )
+            text = f"'{layer.name}' of {graph.name} must be a convolution, a pool or a dense layer that follows the "
+            text += "previous layer, without dropout: use mlp or cnn"
+            raise InputError(text, ("model", "name"))
     return tuple(layers)
+
+
+def _has_dropout(layer: GraphLayer) -> bool:
+    return any(isinstance(module, Dropout) for module in layer.sequence)
 
 
 def neuron_values(problem: Problem[SlotOptions]) -> tuple[int, ...]:
@@ -199,30 +200,49 @@ def plan(
 
     ``informs``: whether the coordinator sends the arrangement to the others before the first slot.
     """
-    neurons, names = neurons_of(problem), [device.name for device in problem.devices]
+    options, batch_size = problem.options, problem.workload.batch_size
+    neurons = neurons_of(problem)
+    names = [device.name for device in problem.devices]
     ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
-    order, reached = _map_neurons(
+    order, score = _map_neurons(
         problem, divide(neurons, names), mapping.reception_matrix(names, ratios)
     )
     held = divide(neurons, [names[index] for index in order])
-    _check_links(held, ratios, acknowledged=problem.options.recovery == "ack")
+    _check_links(held, ratios, acknowledged=options.recovery == "ack")
     _check_micro_batches(problem, held, micro_batches)
-    table = _timetable_for(held.groups, problem.options.pipelined, micro_batches)
-    slot = _slot_seconds(
-        problem, held, math.ceil(problem.workload.batch_size / micro_batches)
+    table = _timetable_for(
+        held.groups, pipelined=options.pipelined, micro_batches=micro_batches
     )
+    slot = _slot_seconds(problem, held, math.ceil(batch_size / micro_batches))
+    test_seconds = sum(_needed_seconds(problem, held, test_batch(problem)))
     times = [
-        _computation_seconds(problem, held, layer, problem.workload.batch_size)
+        _computation_seconds(problem, held, layer, batch_size)
         for layer in range(len(neurons))
     ]
-    lead, coordinator = (
-        held.holders(held.output)[0],
-        mapping.choose_coordinator(names, ratios),
-    )
-    weights = BYTES_PER_VALUE * sum(unit.parameters for unit in problem.model.units)
-    handed_out = [(lead, weights)] if problem.workload.model.weights is not None else []
-    handed_out += (
-        [(coordinator, BYTES_OF_RANGE * sum(map(len, held.layers)))] if informs else []
+    # The lead records losses and scores, so that it needs the results; the coordinator is the paper's.
+    lead = held.holders(held.output)[0]
+    coordinator = mapping.choose_coordinator(names, ratios)
+    begin = 0.0
+    if problem.workload.model.weights is not None:
+        parameters = sum(unit.parameters for unit in problem.model.units)
+        begin += _distribution_seconds(problem, lead, BYTES_PER_VALUE * parameters)
+    if informs:
+        ranges = sum(map(len, held.layers))
+        begin += _distribution_seconds(problem, coordinator, BYTES_OF_RANGE * ranges)
+    details = SlotDetails(
+        groups=tuple((group.start, group.stop) for group in held.groups),
+        devices=held.devices,
+        coordinator=coordinator,
+        score=score,
+        reception=fmean(ratios.values()) if ratios else 1.0,
+        pipelined=options.pipelined,
+        micro_batches=micro_batches,
+        slot=slot,
+        test_slot=max(slot, test_seconds),
+        forward=tuple(forward for forward, _ in times),
+        backward=tuple(backward for _, backward in times),
+        begin=begin or None,
+        answered=tuple(_answering_time(problem, name) for name in held.devices),
     )
     return Plan(
         method=method,
@@ -232,33 +252,18 @@ def plan(
         ),
         step_time=table.period * slot,
         steps=_step_count(problem, table, slot),
-        details=SlotDetails(
-            groups=tuple((group.start, group.stop) for group in held.groups),
-            devices=held.devices,
-            coordinator=coordinator,
-            score=reached,
-            reception=fmean(ratios.values()) if ratios else 1.0,
-            pipelined=problem.options.pipelined,
-            micro_batches=micro_batches,
-            slot=slot,
-            test_slot=max(
-                slot, sum(_needed_seconds(problem, held, test_batch(problem)))
-            ),
-            forward=tuple(forward for forward, _ in times),
-            backward=tuple(backward for _, backward in times),
-            begin=sum(_handed_out(problem, *each) for each in handed_out) or None,
-            answered=tuple(_answering_time(problem, name) for name in held.devices),
-        ),
+        details=details,
     )
 
 
 def _check_micro_batches(
     problem: Problem[SlotOptions], held: NeuronAssignment, count: int
 ) -> None:
+    size = problem.workload.batch_size
     text = None
     if count > 1 and any(len(group) > 1 for group in held.groups):
         text = "is GPipe, which divides layer by layer: use allocation: vertical and a device for each layer"
-    elif count > (size := problem.workload.batch_size):
+    elif count > size:
         text = f"cuts a batch of {size} samples into more parts than it has: take {size} at most"
     if text is not None:
         raise InputError(text, ("method", "micro_batches"))
@@ -267,39 +272,41 @@ def _check_micro_batches(
 def _map_neurons(
     problem: Problem[SlotOptions], held: NeuronAssignment, ratios: mapping.Matrix
 ) -> tuple[mapping.Order, float]:
-    wanted, count = mapping.connectivity(held), len(problem.devices)
-    if problem.options.mapping == "upper" and count > mapping.MOST_EXHAUSTIVE:
-        most = mapping.MOST_EXHAUSTIVE
-        text = f"{count} devices are too many for an exhaustive search: use genetic, or at most {most}"
-        raise InputError(text, ("method", "mapping"))
-    if problem.options.mapping == "upper":
-        order = mapping.best_order(wanted, ratios)
-    elif problem.options.mapping == "random":
-        order = mapping.random_order(count, problem.seed, problem.options.draw)
-    elif problem.options.mapping == "climbing":
-        order = mapping.climbed_order(wanted, ratios, problem.seed)
-    else:
-        order = mapping.genetic_order(wanted, ratios, problem.seed)
+    """Return the order of devices by the option `mapping`, with its score."""
+    options, seed, count = problem.options, problem.seed, len(problem.devices)
+    wanted = mapping.connectivity(held)
+    match options.mapping:
+        case "upper":
+            most = mapping.MOST_EXHAUSTIVE
+            if count > most:
+                text = f"{count} devices are too many for an exhaustive search: use genetic, or at most {most}"
+                raise InputError(text, ("method", "mapping"))
+            order = mapping.best_order(wanted, ratios)
+        case "random":
+            order = mapping.random_order(count, seed, options.draw)
+        case "climbing":
+            order = mapping.climbed_order(wanted, ratios, seed)
+        case _:
+            order = mapping.genetic_order(wanted, ratios, seed)
     return order, mapping.score_order(wanted, ratios, order)
 
 
 def _check_links(
-    held: NeuronAssignment, ratios: Mapping[Pair, float], acknowledged: bool
+    held: NeuronAssignment, ratios: Mapping[Pair, float], *, acknowledged: bool
 ) -> None:
     """Raise `InputError` for missing links between communicating super neurons, or for their acknowledgements."""
-    for b in held.devices:
-        for a in held.senders(b):
-            if acknowledged and ratios.get((b, a), 0) <= 0:
-                text = f"ack needs a return path, but {a} receives nothing from {b}: use r-tx, or add a link"
-                raise InputError(text, ("method", "recovery"))
-            if (a, b) not in ratios:
-                text = f"no link leads from {a} to {b}, which must communicate: use the topology mesh"
+    for receiver in held.devices:
+        for sender in held.senders(receiver):
+            if acknowledged and ratios.get((receiver, sender), 0) <= 0:
+                text = f"ack needs a return path, but {sender} receives nothing from {receiver}: use r-tx, or add a "
+                raise InputError(text + "link", ("method", "recovery"))
+            if (sender, receiver) not in ratios:
+                text = f"no link leads from {sender} to {receiver}, which must communicate: use the topology mesh"
                 raise InputError(text, ("network", "topology"))
-            if ratios[a, b] <= 0:
-                text = f"{b} receives no cast of {a}, but needs them: place the devices closer, or "
-                raise InputError(
-                    text + "lower the message_loss of that link", ("network",)
-                )
+            if ratios[sender, receiver] <= 0:
+                text = f"{receiver} receives no cast of {sender}, but needs them: place the devices closer, or "
+                text += "lower the message_loss of that link"
+                raise InputError(text, ("network",))
 
 
 def test_batch(problem: Problem[SlotOptions]) -> int:
@@ -330,6 +337,7 @@ def _step_count(
     time = problem.options.time
     if time is None:
         return None
+    # A time that is a multiple of the slot must not lose a slot by rounding.
     steps = table.step_count(math.floor(time / slot + 1e-9))
     if steps < 1:
         least = formats.seconds(table.slot_count(table.micro) * slot)
@@ -340,7 +348,9 @@ def _step_count(
     return steps
 
 
-def _handed_out(problem: Problem[SlotOptions], sender: str, size: int) -> float:
+def _distribution_seconds(
+    problem: Problem[SlotOptions], sender: str, size: int
+) -> float:
     """Return the seconds to distribute a number of bytes from one device to all others, such as initial weights.
 
     The result is twice the time of sequential transfers to all others, plus some round trips. Raises `InputError` for a
@@ -352,26 +362,22 @@ def _handed_out(problem: Problem[SlotOptions], sender: str, size: int) -> float:
         text = f"no link leads from {sender}, which sends the initial state, to {unlinked[0]}: use the topology mesh"
         raise InputError(text, ("network", "topology"))
     rate, delay = _cast_rate(problem, sender)
-    return (
-        2 * (0.0 if rate is None else 8 * size * len(others) / rate)
-        + 4 * delay
-        + problem.options.margin
-    )
+    transfers = 0.0 if rate is None else 8 * size * len(others) / rate
+    return 2 * transfers + 4 * delay + problem.options.margin
 
 
 def _needed_seconds(
     problem: Problem[SlotOptions], held: NeuronAssignment, samples: int
 ) -> tuple[float, float]:
     """Return the longest computation and the longest transmission of any device for this many samples, in seconds."""
-    return (
-        max(
-            max(_computation_seconds(problem, held, layer, samples))
-            for layer in range(len(held.sizes))
-        ),
-        max(
-            _longest_transmission(problem, held, name, samples) for name in held.devices
-        ),
-    )
+    computations = [
+        max(_computation_seconds(problem, held, layer, samples))
+        for layer in range(len(held.sizes))
+    ]
+    transmissions = [
+        _longest_transmission(problem, held, name, samples) for name in held.devices
+    ]
+    return max(computations), max(transmissions)
 
 
 def _computation_seconds(
@@ -397,35 +403,39 @@ def _longest_transmission(
 
     With ``ack`` the time includes one acknowledgement.
     """
+    options = problem.options
     rate, delay = _cast_rate(problem, name)
-    values, options = (
-        held.largest_message(name, neuron_values(problem)) * samples,
-        problem.options,
-    )
-    size = cast.size_around(BYTES_PER_VALUE * values) * (
-        options.transmissions if options.recovery == "r-tx" else 1
-    )
+    values = held.largest_message(name, neuron_values(problem)) * samples
+    size = cast.size_around(BYTES_PER_VALUE * values)
+    if options.recovery == "r-tx":
+        size *= options.transmissions
     answered = _answering_time(problem, name) if options.recovery == "ack" else 0.0
-    return delay + answered + (0.0 if rate is None else 8 * size / rate)
+    sending = 0.0 if rate is None else 8 * size / rate
+    return delay + answered + sending
 
 
 def _answering_time(problem: Problem[SlotOptions], name: str) -> float:
     """Return the seconds from the end of a cast until all receivers have acknowledged one after the other."""
-    _, there = _cast_rate(problem, name)
-    others = [device.name for device in problem.devices if device.name != name]
-    back = [_cast_rate(problem, other) for other in others]
-    casting = sum(
-        8 * cast.size_around(0) / rate for rate, _ in back if rate is not None
-    )
-    return there + casting + max((delay for _, delay in back), default=0.0) + ANSWER
+    _, delay = _cast_rate(problem, name)
+    answering = 0.0
+    longest_return = 0.0
+    for device in problem.devices:
+        if device.name == name:
+            continue
+        rate, return_delay = _cast_rate(problem, device.name)
+        # Receivers acknowledge one after the other, since they share the channel.
+        if rate is not None:
+            answering += 8 * cast.size_around(0) / rate
+        longest_return = max(longest_return, return_delay)
+    return delay + answering + longest_return + ANSWER
 
 
 def _cast_rate(problem: Problem[SlotOptions], name: str) -> tuple[float | None, float]:
     """Return the bit/s of a device's casts, None without a limit, and the seconds until all have received one."""
     links = [link for pair, link in problem.links.items() if pair[0] == name]
-    return broadcast_rate(links), max(
-        (link.delay + 4 * link.jitter for link in links), default=0.0
-    )
+    # Nearly all packets arrive within four standard deviations of the delay.
+    delays = [link.delay + 4 * link.jitter for link in links]
+    return broadcast_rate(links), max(delays, default=0.0)
 
 
 def _parameter_count(layer: GraphLayer, neurons: Channels) -> int:
@@ -438,20 +448,22 @@ def _make_placement(
     problem: Problem[SlotOptions], table: Timetable, held: NeuronAssignment, name: str
 ) -> Piece:
     layers, samples = layers_of(problem), problem.workload.batch_size
-    group = next(
-        index for index in range(len(held.groups)) if name in held.members(index)
-    )
+    group = held.group(name)
+    assert group is not None
     members, own = held.members(group), held.groups[group]
-    parameters, values, cost = 0, 0, Cost()
+    parameters = values = 0
+    cost = Cost()
     for layer in learning_layers(own):
         whole, neurons = layers[layer - 1], held.of(name, layer)
         weights = _parameter_count(whole, neurons)
-        kept = table.staleness(layer)  # of one batch, however it is cut
+        # Counted in whole batches: micro-batches together keep as much.
+        batches = table.staleness(layer)
         parameters += weights
         cost += layer_costs(whole, neurons, samples, problem).forward
         # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.
-        made = len(neurons) * math.prod(whole.summed[1:])
-        values += weights * (2 + kept) + samples * kept * (whole.inputs + made)
+        outputs = len(neurons) * math.prod(whole.summed[1:])
+        values += weights * (2 + batches)
+        values += samples * batches * (whole.inputs + outputs)
     memory = float(BYTES_PER_VALUE * values)
     costs.check_memory(problem.device(name), memory)
     return Piece(

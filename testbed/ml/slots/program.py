@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -63,13 +63,15 @@ class Arranging(Protocol):
         """The current arrangement, which includes this device."""
 
     async def wait_for_group(self, until: float) -> int | None:
-        """Return the own group once the device has neurons; None if the device has none before an instant, or never
-        will.
+        """Return the own group once the device has neurons.
+
+        Return None if the device has no neurons at the instant ``until``, or will have none any more.
         """
 
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
-        """Act at the start of a slot or, without an action, at the end of a segment; return whether the
-        group changed.
+        """Act at the start of a slot, or without an action at the end of a segment.
+
+        Return whether the group changed.
         """
 
 
@@ -104,7 +106,9 @@ def transmit_of(mailbox: Mailbox, job: SlotJob) -> Transmit:
     options = job.problem.options
     if options.recovery == "ack":
         return Acknowledged(mailbox, answering_time(mailbox, job.plan.details))
-    return Repeated(mailbox, options.transmissions if options.recovery == "r-tx" else 1)
+    if options.recovery == "r-tx":
+        return Repeated(mailbox, options.transmissions)
+    return Repeated(mailbox)
 
 
 def gradient_of_cross_entropy(
@@ -114,6 +118,10 @@ def gradient_of_cross_entropy(
 
     ``logarithms`` is `torch.log_softmax` of the results. The gradient is bitwise equal to autograd's, in a third of the
     time.
+
+    >>> logarithms = torch.log_softmax(torch.zeros(1, 2), dim=1)
+    >>> gradient_of_cross_entropy(logarithms, torch.tensor([0]), 1.0)
+    tensor([[-0.5000,  0.5000]])
     """
     added = torch.zeros_like(logarithms).scatter_(1, labels[:, None], -weight)
     gradient: torch.Tensor = torch.ops.aten._log_softmax_backward_data(
@@ -137,9 +145,10 @@ class SlotProgram:
     ) -> None:
         assert job.dataset is not None
         problem, details = job.problem, job.plan.details
+        table = timetable_of(details)
         self._mailbox = mailbox
         self._device = mailbox.device
-        self._table = table = timetable_of(details)
+        self._table = table
         self._leads = job.plan.lead == mailbox.device.name
         self._training = MicroBatches(
             Training(job.dataset, problem.workload, problem.seed), table.micro
@@ -172,9 +181,9 @@ class SlotProgram:
             notes,
         )
         self._losses: list[float] = []
-        """Losses of the micro-batches of the present step."""
+        """Losses of the micro-batches of the current step."""
         self._evaluated = 0
-        """Steps that were trained before the last evaluation."""
+        """Steps trained before the last evaluation."""
         self._gathering: Gathering | None = None
         if problem.options.test_results == "gathered":
             scores = TestRuns(
@@ -189,19 +198,22 @@ class SlotProgram:
         Raises `MissedTestsError` on the coordinator if it was off until the end of the last slot.
         """
         *_, last = self._segments()
-        while (group := await self._arranging.wait_for_group(last.end)) is not None:
-            if await self._work_slots(group):
-                break
+        is_over = False
+        group = await self._arranging.wait_for_group(last.end)
+        while group is not None and not is_over:
+            is_over = await self._work_slots(group)
+            if not is_over:
+                group = await self._arranging.wait_for_group(last.end)
+        until = last.end + PATIENCE * last.slot
         if self._gathering is not None:
-            await self._gathering.wait_until_sent(last.end + PATIENCE * last.slot)
+            await self._gathering.wait_until_sent(until)
             await asyncio.gather(*self._evaluations)
         if self._job.problem.options.final_weights and group is not None:
-            until = last.end + PATIENCE * last.slot
             await weights.send_final_weights(
                 self._mailbox, self._job, self._neurons, self._arranging.now, until
             )
         if self._leads and self._evaluated < last.trained:
-            text = f"the evaluation after step {last.trained} is lost: {self._device.name}, which leads, was off or "
+            text = f"the evaluation after step {last.trained} is lost: the coordinator {self._device.name} was off or "
             text += f"had no neurons when the last timeslot ended at {last.end:.1f} s: "
             text += "train more, or end the fault earlier"
             raise MissedTestsError(text)
@@ -224,113 +236,99 @@ class SlotProgram:
         return True
 
     async def _train_segment(self, action: LayerAction, number: int) -> None:
-        _, layer, batch = action
+        layer, batch = action.layer, action.batch
         if action.kind == "backward":
             await self._backward_layer(layer, batch, number)
             return
-
-        async def outputs() -> torch.Tensor | None:
-            arrived = self._exchange.take_outputs(
-                layer - 1, number, self._training.samples(batch)
-            )
-            unheard = (
-                arrived.missing_mask() if layer > 1 and self._on_missing.masks else None
-            )
-            inputs = self._on_missing.inputs(arrived)
-            return (
-                None
-                if inputs is None
-                else await self._neurons.forward(layer, batch, inputs, unheard)
-            )
-
-        await self._forward_layer(
-            layer, number, partial(self._training.images, batch), outputs
-        )
         if layer:
-            # Of older ones the losses did not come, and their slots are past.
-            self._neurons.forget_before(
-                layer, batch - self._table.staleness(layer) * self._table.micro + 1
-            )
+            values = await self._train_outputs(layer, batch, number)
+            # The losses of older batches have not arrived, and their slots have passed.
+            delay = self._table.staleness(layer) * self._table.micro
+            self._neurons.forget_before(layer, batch - delay + 1)
+        else:
+            values = self._training.images(batch, self._own_neurons(0))
+        await self._cast_outputs(layer, number, values)
+
+    async def _train_outputs(
+        self, layer: int, batch: int, number: int
+    ) -> torch.Tensor | None:
+        samples = self._training.samples(batch)
+        arrived = self._exchange.take_outputs(layer - 1, number, samples)
+        unheard = None
+        if layer > 1 and self._on_missing.masks:
+            unheard = arrived.missing_mask()
+        inputs = self._on_missing.inputs(arrived)
+        if inputs is None:
+            return None
+        return await self._neurons.forward(layer, batch, inputs, unheard)
 
     async def _test_segment(self, segment: SlotSegment, action: LayerAction) -> None:
-        layer, batch, number = (
-            action.layer,
-            action.batch,
-            segment.batch_number(action.batch),
-        )
-        last = layer == self._arranging.now.output
-        if last:
-            # The results of the batch before were shared in a slot that is over.
+        layer, batch = action.layer, action.batch
+        number = segment.batch_number(batch)
+        is_output = layer == self._arranging.now.output
+        if is_output:
+            # The slot in which the previous batch's results were shared is over.
             self._score_tests(segment, batch)
+        if layer:
+            values = await self._test_outputs(layer, batch, number)
+        else:
+            values = self._tests.images(batch, self._own_neurons(0))
+        await self._cast_outputs(layer, number, values)
+        if is_output and values is not None and self._gathering is not None:
+            self._gathering.keep_outputs(batch, self._own_neurons(layer), values)
 
-        async def outputs() -> torch.Tensor | None:
-            arrived = self._exchange.take_outputs(
-                layer - 1, number, self._tests.samples(batch)
-            )
-            entering = self._on_missing.test_values(arrived)
-            if entering is None:
-                return None
-            # What arrives of the input layer are the samples themselves, in each run the same.
-            alike = (
-                arrived.arrival_pattern if layer == 1 and entering is arrived else None
-            )
-            return await self._neurons.infer(
-                layer,
-                batch,
-                entering,
-                alike and (self._tests.index_in_run(batch), alike),
-            )
-
-        values = await self._forward_layer(
-            layer, number, partial(self._tests.images, batch), outputs
-        )
-        if last and values is not None and self._gathering is not None:
-            self._gathering.keep_outputs(
-                batch, self._arranging.now.of(self._device.name, layer), values
-            )
-
-    async def _forward_layer(
-        self,
-        layer: int,
-        number: int,
-        images: Callable[[Channels], torch.Tensor],
-        outputs: Callable[[], Awaitable[torch.Tensor | None]],
+    async def _test_outputs(
+        self, layer: int, batch: int, number: int
     ) -> torch.Tensor | None:
-        """Cast the own values of the samples for the input layer, otherwise the outputs of the own neurons.
+        samples = self._tests.samples(batch)
+        arrived = self._exchange.take_outputs(layer - 1, number, samples)
+        entering = self._on_missing.test_values(arrived)
+        if entering is None:
+            return None
+        alike = None
+        # The input layer casts the samples themselves, in each run the same: equal gaps give equal outputs.
+        pattern = arrived.arrival_pattern if layer == 1 else None
+        if pattern and entering is arrived:
+            alike = (self._tests.index_in_run(batch), pattern)
+        return await self._neurons.infer(layer, batch, entering, alike)
 
-        Returns the values, (samples, own values).
+    def _own_neurons(self, layer: int) -> Channels:
+        return self._arranging.now.of(self._device.name, layer)
+
+    async def _cast_outputs(
+        self, layer: int, number: int, values: torch.Tensor | None
+    ) -> None:
+        """Cast own values of the samples or outputs of own neurons, (samples, own values), to the next layer.
+
+        The output layer shares its results within itself.
         """
-        held = self._arranging.now
-        values = await outputs() if layer else images(held.of(self._device.name, 0))
-        if values is not None or self._on_missing.announces:
-            await self._exchange.cast(
-                min(layer + 1, held.output),
-                Outputs(number, layer, values, sender=self._device.name),
-            )
-        return values
+        if values is None and not self._on_missing.announces:
+            return
+        receiver = min(layer + 1, self._arranging.now.output)
+        message = Outputs(number, layer, values, sender=self._device.name)
+        await self._exchange.cast(receiver, message)
 
     async def _backward_layer(self, layer: int, batch: int, number: int) -> None:
         """Learn, and cast the own neurons' contribution to the losses of the previous layer."""
         samples = self._training.samples(batch)
         if layer == self._arranging.now.output:
-            usable = await self._of_results(layer, batch, number)
+            usable = await self._result_gradient(layer, batch, number)
         else:
-            usable = await self._on_missing.usable_losses(
-                self._exchange.take_losses(layer, number, samples)
-            )
+            arrived = self._exchange.take_losses(layer, number, samples)
+            usable = await self._on_missing.usable_losses(arrived)
 
         def learn(shard: LayerShard, gradient: torch.Tensor | None) -> Work | None:
             return self._on_missing.learn(shard, layer, batch, gradient, usable)
 
-        before = await self._neurons.backward(
+        losses = await self._neurons.backward(
             layer, batch, samples, usable.values, learn
         )
-        if layer > 1 and (before is not None or self._on_missing.announces):
-            await self._exchange.cast(
-                layer - 1, Losses(number, layer, before, sender=self._device.name)
-            )
+        # The input layer learns nothing and needs no losses.
+        if layer > 1 and (losses is not None or self._on_missing.announces):
+            message = Losses(number, layer, losses, sender=self._device.name)
+            await self._exchange.cast(layer - 1, message)
 
-    async def _of_results(self, layer: int, batch: int, number: int) -> Usable:
+    async def _result_gradient(self, layer: int, batch: int, number: int) -> Usable:
         """Return the gradient of a batch's cross-entropy by the own outputs, if the results are usable."""
         arrived = self._exchange.take_outputs(
             layer, number, self._training.samples(batch)
@@ -338,51 +336,43 @@ class SlotProgram:
         usable = await self._on_missing.usable_results(arrived)
         if usable.values is None and not self._leads:
             return usable
-        logarithms = torch.log_softmax(
-            arrived.joined_values() if usable.values is None else usable.values, dim=1
-        )
+        values, whole = usable.values, self._training.whole
+        results = arrived.joined_values() if values is None else values
+        logarithms = torch.log_softmax(results, dim=1)
         labels = self._training.labels(batch)
         if self._leads:
-            loss = (
-                functional.nll_loss(logarithms, labels, reduction="sum")
-                / self._training.whole
-            )
-            self._note_loss(batch, float(loss), exact=usable.values is not None)
-        if usable.values is None:
+            loss = functional.nll_loss(logarithms, labels, reduction="sum") / whole
+            self._note_loss(batch, float(loss), is_exact=values is not None)
+        if values is None:
             return usable
-        gradient = gradient_of_cross_entropy(
-            logarithms, labels, 1 / self._training.whole
-        )
-        return usable._replace(
-            values=pick(gradient, 1, self._arranging.now.of(self._device.name, layer))
-        )
+        gradient = gradient_of_cross_entropy(logarithms, labels, 1 / whole)
+        return usable._replace(values=pick(gradient, 1, self._own_neurons(layer)))
 
-    def _note_loss(self, batch: int, loss: float, exact: bool) -> None:
+    def _note_loss(self, batch: int, loss: float, *, is_exact: bool) -> None:
         """Record the loss of a step after its last micro-batch, on the coordinator.
 
         The loss is this device's view: missing results count as zeros, even if they are excluded from learning.
         """
         self._losses.append(loss)
-        if (batch + 1) % self._training.parts:
+        step, part = divmod(batch, self._training.parts)
+        if part + 1 < self._training.parts:
             return
-        step, loss, self._losses = batch // self._training.parts, sum(self._losses), []
-        self._device.record("step", step=step, loss=loss, samples=self._training.whole)
-        if exact:
-            self._on_missing.observe_loss(step, loss)
+        total = sum(self._losses)
+        self._losses = []
+        self._device.record("step", step=step, loss=total, samples=self._training.whole)
+        if is_exact:
+            self._on_missing.observe_loss(step, total)
 
     def _score_tests(self, segment: SlotSegment, before: int) -> None:
         """Score the test batches before this one by the results received here, as in `_note_loss`."""
-        for test in (
-            self._tests.unscored_batches(before)
-            if self._leads or self._gathering is not None
-            else ()
-        ):
-            output = self._arranging.now.output
-            arrived = self._exchange.take_outputs(
-                output, segment.batch_number(test), self._tests.samples(test)
-            )
-            there = self._on_missing.test_values(arrived)
-            results = arrived.zeros() if there is None else there.joined_values()
+        if not self._leads and self._gathering is None:
+            return
+        output = self._arranging.now.output
+        for test in self._tests.unscored_batches(before):
+            number, samples = segment.batch_number(test), self._tests.samples(test)
+            arrived = self._exchange.take_outputs(output, number, samples)
+            usable = self._on_missing.test_values(arrived)
+            results = arrived.zeros() if usable is None else usable.joined_values()
             self._tests.score(test, results)
             if self._gathering is not None:
                 self._gathering.send_results(segment.trained, test, results)
@@ -400,27 +390,31 @@ class SlotProgram:
     def _evaluate_tests(self, segment: SlotSegment) -> None:
         """Score the last test batches on the coordinator and, if results are gathered, on its peers."""
         now, gathering = self._arranging.now, self._gathering
-        if not (
-            self._leads
-            or (gathering is not None and self._device.name in now.holders(now.output))
-        ):
+        is_peer = gathering is not None and self._device.name in now.holders(now.output)
+        if not self._leads and not is_peer:
             return
         self._score_tests(segment, len(self._tests))
-        one = self._tests.finish()
+        scores = self._tests.finish()
         if not self._leads:
             return
         self._evaluated = segment.trained
         if gathering is None:
-            self._device.record("evaluate", step=segment.trained, **one)
+            self._device.record("evaluate", step=segment.trained, **scores)
             return
+        # A task: the next training segment begins while results are still arriving.
+        gather = self._gather(segment, gathering, now.holders(now.output), scores)
+        self._evaluations.append(self._mailbox.start(gather))
 
-        async def gather() -> None:
-            until = segment.end + PATIENCE * segment.slot
-            scores = await gathering.collect_scores(
-                segment.trained, now.holders(now.output), until
-            )
-            self._device.record(
-                "evaluate", step=segment.trained, one=one["accuracy"], **scores
-            )
-
-        self._evaluations.append(self._mailbox.start(gather()))
+    async def _gather(
+        self,
+        segment: SlotSegment,
+        gathering: Gathering,
+        devices: Sequence[str],
+        own: Mapping[str, Any],
+    ) -> None:
+        """Record the scores of gathered results beside the accuracy by this device's ``own`` received results."""
+        until = segment.end + PATIENCE * segment.slot
+        scores = await gathering.collect_scores(segment.trained, devices, until)
+        self._device.record(
+            "evaluate", step=segment.trained, one=own["accuracy"], **scores
+        )

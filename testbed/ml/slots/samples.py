@@ -6,7 +6,7 @@ Test results can be gathered reliably: devices of the output layer send their ou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
@@ -22,7 +22,7 @@ from testbed.ml.layers.feed import Requests, Score, Training
 from testbed.ml.models.slices import Channels, pick
 
 PATIENCE = 10
-"""Slots of tests after their end in which the device that leads waits for results: a device that is off sends none."""
+"""Slots of tests after their end in which the coordinator waits for results: a device that is off sends none."""
 
 
 class MicroBatches:
@@ -32,7 +32,7 @@ class MicroBatches:
         self.parts = parts
         self.steps = training.steps
         self.whole = training.samples
-        """Samples of a batch."""
+        """Samples of a whole batch."""
         self._training = training
         self._cuts = cut_batch(training.samples, parts)
 
@@ -43,16 +43,17 @@ class MicroBatches:
 
     def images(self, number: int, own: Channels) -> torch.Tensor:
         """Return the selected values of its samples, (samples, own values)."""
-        step, cut = number // self.parts, self._cuts[number % self.parts]
+        step, part = divmod(number, self.parts)
+        cut = self._cuts[part]
         if isinstance(own, range):
+            # A range of values is read without copying the others.
             return self._training.images(step, slice(own.start, own.stop))[cut]
         return pick(self._training.images(step)[cut].flatten(1), 1, own)
 
     def labels(self, number: int) -> torch.Tensor:
         """Return the labels of its samples, (samples,)."""
-        return self._training.labels(number // self.parts)[
-            self._cuts[number % self.parts]
-        ]
+        step, part = divmod(number, self.parts)
+        return self._training.labels(step)[self._cuts[part]]
 
 
 class TestRuns:
@@ -63,9 +64,9 @@ class TestRuns:
         self._scores = [Score() for _ in range(runs)]
         self._scored = 0
         self._images: dict[int, torch.Tensor] = {}
-        """What was read, by the place of its batch in a run: each run reads the same."""
+        """Values of the samples by the batch's index in its run: all runs read the same samples."""
         self._own: Channels | None = None
-        """Which of the values that is."""
+        """The values selected in `_images`."""
 
     def __len__(self) -> int:
         return len(self._scores) * len(self._requests)
@@ -78,12 +79,11 @@ class TestRuns:
         """Return the selected values of a test batch's samples, (samples, own values)."""
         if self._own != own:
             self._own, self._images = own, {}
-        place = self.index_in_run(test)
-        if place not in self._images:
-            self._images[place] = pick(
-                self._requests.images(place).flatten(1), 1, own
-            ).contiguous()
-        return self._images[place]
+        index = self.index_in_run(test)
+        if index not in self._images:
+            samples = self._requests.images(index).flatten(1)
+            self._images[index] = pick(samples, 1, own).contiguous()
+        return self._images[index]
 
     def samples(self, test: int) -> int:
         """Return the number of samples of a test batch."""
@@ -106,7 +106,8 @@ class TestRuns:
         """Return mean accuracy and loss over the runs, standard deviation and each run's accuracy, and reset."""
         accuracies = [run.accuracy or 0.0 for run in self._scores]
         loss = fmean(run.loss or 0.0 for run in self._scores)
-        self._scores, self._scored = [Score() for _ in self._scores], 0
+        self._scores = [Score() for _ in accuracies]
+        self._scored = 0
         return {
             "accuracy": fmean(accuracies),
             "loss": loss,
@@ -123,9 +124,9 @@ class Tested(Typed, kind="tested", key=("step", "test", "sender")):
     """Steps that were trained before."""
     test: int
     results: torch.Tensor
-    """Outputs of its own neurons, (samples, classes), and zeros for the others'."""
+    """Outputs of the sender's neurons, (samples, classes), with zeros for all other neurons."""
     right: torch.Tensor
-    """Which samples, (samples,), are right by the results that it heard itself."""
+    """Mask, (samples,), of the samples classified correctly from the results that the sender received."""
 
 
 class Gathering:
@@ -139,7 +140,7 @@ class Gathering:
         self._computed: dict[int, tuple[Channels, torch.Tensor]] = {}
         """By test batch: the own neurons and their outputs."""
         self._own: dict[int, Tested] = {}
-        """On the device that leads: what it would send to itself."""
+        """The coordinator's own messages by test batch, which need no transmission."""
         self._sent: list[asyncio.Future[None]] = []
 
     def keep_outputs(self, test: int, own: Channels, outputs: torch.Tensor) -> None:
@@ -147,7 +148,7 @@ class Gathering:
         self._computed[test] = own, outputs
 
     def send_results(self, step: int, test: int, results: torch.Tensor) -> None:
-        """Send the outputs of a test batch, now that its results, (samples, classes), were received here."""
+        """Send the outputs of a test batch after its results, (samples, classes), were received here."""
         right = results.argmax(dim=1) == torch.from_numpy(self._scores.labels(test))
         computed = torch.zeros_like(results)
         if test in self._computed:
@@ -174,20 +175,26 @@ class Gathering:
         The field ``any`` is the fraction of samples classified correctly by at least one device from its received
         results. Results missing at an instant, in seconds, count as zeros.
         """
-        right = []
-        for test, own in sorted(self._own.items()):
-            others = [
-                await self._mailbox.take(Tested, (step, test, name), deadline=until)
-                for name in devices
-                if name != self._lead
-            ]
-            there: Sequence[Tested] = [
-                own,
-                *(each for each in others if each is not None),
-            ]
-            self._scores.score(
-                test, torch.stack([each.results for each in there]).sum(dim=0)
-            )
-            right += torch.stack([each.right for each in there]).any(dim=0).tolist()
+        right: list[bool] = []
+        for test in sorted(self._own):
+            received = await self._received(step, test, devices, until)
+            results = torch.stack([message.results for message in received])
+            # Each device adds its own neurons to zeros.
+            self._scores.score(test, results.sum(dim=0))
+            masks = torch.stack([message.right for message in received])
+            right += masks.any(dim=0).tolist()
         self._own.clear()
         return {**self._scores.finish(), "any": fmean(right)}
+
+    async def _received(
+        self, step: int, test: int, devices: Collection[str], until: float
+    ) -> list[Tested]:
+        received = [self._own[test]]
+        for name in devices:
+            if name == self._lead:
+                continue
+            key = (step, test, name)
+            message = await self._mailbox.take(Tested, key, deadline=until)
+            if message is not None:
+                received.append(message)
+        return received

@@ -10,6 +10,7 @@ import math
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from testbed.device import Device
@@ -30,6 +31,14 @@ class LayerAction(NamedTuple):
         return f"{Action(self.kind, self.batch)}.{self.layer}"
 
 
+class _FirstAction(NamedTuple):
+    """The work of a layer on batch 0, and its slot."""
+
+    kind: Literal["forward", "backward"]
+    layer: int
+    slot: int
+
+
 @dataclass(frozen=True)
 class Timetable:
     """The slots of each layer's work on each batch."""
@@ -42,13 +51,19 @@ class Timetable:
     backward: tuple[int | None, ...]
     """The same for the backward; None for the input layer, which has no weights."""
     micro: int = 1
-    """Micro-batches of each batch, one a slot. What is counted in batches below are these."""
+    """Micro-batches of each batch, one a slot. The methods below count these as batches."""
 
     def slot_count(self, batches: int) -> int:
-        """Return the number of slots from the first forward to the last backward of one or more batches."""
-        ends = [slot for slot in self.backward if slot is not None]
+        """Return the number of slots from the first forward to the last backward of one or more batches.
+
+        >>> make_timetable([range(0, 2), range(2, 4), range(4, 6)]).slot_count(2)
+        15
+        """
+        backwards = [slot for slot in self.backward if slot is not None]
+        # Tests have no backward: their last slot forwards through the last layer.
+        last = max(backwards, default=len(self.forward) - 1)
         whole, more = divmod(batches - 1, self.micro)
-        return max(ends, default=len(self.forward) - 1) + 1 + self.period * whole + more
+        return last + 1 + self.period * whole + more
 
     def step_count(self, slots: int) -> int:
         """Return the number of complete batches, with all micro-batches, finished within a number of slots."""
@@ -57,34 +72,28 @@ class Timetable:
     def action(self, group: int, slot: int) -> LayerAction | None:
         """Return the action of a group's device in a slot; None for a stall."""
         for kind, layer, first in self._group_rhythms[group][slot % self.period]:
+            # Before its first batch a group stalls in this slot of the period.
             if slot >= first:
                 batch, part = divmod(slot - first, self.period)
                 return LayerAction(kind, layer, batch * self.micro + part)
         return None
 
     @cached_property
-    def _group_rhythms(
-        self,
-    ) -> tuple[
-        tuple[tuple[tuple[Literal["forward", "backward"], int, int], ...], ...], ...
-    ]:
-        """By group and slot of a period: the possible actions, with the layer and the slot of batch 0."""
-        rhythms = []
-        for group in self.groups:
-            rhythm: list[list[tuple[Literal["forward", "backward"], int, int]]] = [
-                [] for _ in range(self.period)
-            ]
-            for layer in group:
-                for part in range(self.micro):
-                    rhythm[(self.forward[layer] + part) % self.period].append(
-                        ("forward", layer, self.forward[layer])
-                    )
-                    if (first := self.backward[layer]) is not None:
-                        rhythm[(first + part) % self.period].append(
-                            ("backward", layer, first)
-                        )
-            rhythms.append(tuple(map(tuple, rhythm)))
-        return tuple(rhythms)
+    def _group_rhythms(self) -> tuple[tuple[tuple[_FirstAction, ...], ...], ...]:
+        """By group and slot of a period: the possible actions. Computed once, since every slot of a run asks."""
+        return tuple(map(self._group_rhythm, self.groups))
+
+    def _group_rhythm(self, group: range) -> tuple[tuple[_FirstAction, ...], ...]:
+        rhythm: list[list[_FirstAction]] = [[] for _ in range(self.period)]
+        for layer in group:
+            firsts = [_FirstAction("forward", layer, self.forward[layer])]
+            backward = self.backward[layer]
+            if backward is not None:
+                firsts.append(_FirstAction("backward", layer, backward))
+            for part in range(self.micro):
+                for first in firsts:
+                    rhythm[(first.slot + part) % self.period].append(first)
+        return tuple(map(tuple, rhythm))
 
     def actions(self, group: int, batches: int) -> Iterator[LayerAction | None]:
         """Yield the actions of a group's device slot by slot, until all groups have finished that number of batches."""
@@ -98,11 +107,9 @@ class Timetable:
         Equation (3): P - w + 1 for group w of P, counted from 1. The input layer has 0.
         """
         backward = self.backward[layer]
-        return (
-            0
-            if backward is None
-            else (backward - self.forward[layer]) // self.period + 1
-        )
+        if backward is None:
+            return 0
+        return (backward - self.forward[layer]) // self.period + 1
 
 
 def make_timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
@@ -111,26 +118,31 @@ def make_timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable
     Every layer is forwarded in the slot after the previous layer. A group goes backward once the next group is done or,
     for groups of unequal length, in the first later slots without a forward of its own. If not ``pipelined``, a batch
     begins after the previous one is complete (the paper's Model).
+
+    >>> print(draw_timetable(make_timetable([range(0, 2), range(2, 3)]), batches=2))
+    layers 0-1  F0.0 F0.1 .    F1.0 F1.1 B0.1 .    .    B1.1
+    layers 2-2  .    .    F0.2 B0.2 .    F1.2 B1.2 .    .
     """
     layers = groups[-1].stop
-    period = (
-        max(len(group) + len(learning_layers(group)) for group in groups)
-        if pipelined
-        else naive_slots(layers, 1)
-    )
+    busiest = max(len(group) + len(learning_layers(group)) for group in groups)
+    period = busiest if pipelined else naive_slots(layers, 1)
     backward: list[int | None] = [None] * layers
     free = layers
     for group in reversed(groups):
         backwards = learning_layers(group)
         forwarding = {layer % period for layer in group}
-        while forwarding & {
-            (free + offset) % period for offset in range(len(backwards))
-        }:
+        # With groups of unequal length, the next slots may belong to forwards of later batches.
+        while forwarding & _slots_of_period(free, len(backwards), period):
             free += 1
         for layer in reversed(backwards):
             backward[layer] = free
             free += 1
     return Timetable(tuple(groups), period, tuple(range(layers)), tuple(backward))
+
+
+def _slots_of_period(first: int, count: int, period: int) -> set[int]:
+    """Return the places within a period of a number of consecutive slots."""
+    return {(first + offset) % period for offset in range(count)}
 
 
 @dataclass(frozen=True)
@@ -146,9 +158,9 @@ class SlotSegment:
     batches: range
     """Steps, or test batches from 0 on."""
     first: int
-    """Number of its first batch among all that are fed, those of tests included."""
+    """Number of its first batch among all batches of training and tests."""
     trained: int
-    """Steps that are done at its end."""
+    """Completed training steps at its end."""
 
     @property
     def end(self) -> float:
@@ -161,7 +173,9 @@ class SlotSegment:
 
     def next_start(self, now: float) -> float:
         """Return the start of the slot after the current one, in seconds."""
-        return self.start_of(math.floor((now - self.start) / self.slot + 1e-9) + 1)
+        # A device wakes exactly at the start of a slot; without the margin, rounding could put it in the slot before.
+        current = math.floor((now - self.start) / self.slot + 1e-9)
+        return self.start_of(current + 1)
 
     def batch_number(self, batch: int) -> int:
         """Return the number of one of its batches among all batches."""
@@ -189,17 +203,20 @@ def make_segments(
     The pipeline drains before tests and fills again after them. Slots are in seconds, as is the instant ``first`` of
     the first slot.
     """
-    start, number, testing = first, 0, _forward_only(table)
-    for begin in range(0, steps, every or steps):
-        end = min(begin + (every or steps), steps)
-        trained = range(begin * table.micro, end * table.micro)
-        for is_test, length, rhythm, batches in (
-            (False, slot, table, trained),
-            (True, test_slot, testing, range(tests)),
-        ):
-            segment = SlotSegment(is_test, start, length, rhythm, batches, number, end)
-            yield segment
-            start, number = segment.end, number + len(batches)
+    testing = _forward_only(table)
+    start, number = first, 0
+    interval = every or steps
+    for begin in range(0, steps, interval):
+        trained = min(begin + interval, steps)
+        batches = range(begin * table.micro, trained * table.micro)
+        training = SlotSegment(False, start, slot, table, batches, number, trained)
+        yield training
+        start, number = training.end, number + len(batches)
+        testing_segment = SlotSegment(
+            True, start, test_slot, testing, range(tests), number, trained
+        )
+        yield testing_segment
+        start, number = testing_segment.end, number + tests
 
 
 async def work_slots(
@@ -214,6 +231,7 @@ async def work_slots(
             continue
         for slot, action in segment.scheduled_work(group):
             await device.sleep(max(0.0, segment.start_of(slot) - device.now()))
+            # A device that slept too long leaves the slot out: the others no longer wait for its cast.
             if device.now() < segment.start_of(slot + 1):
                 yield segment, action
         await device.sleep(max(0.0, segment.end - device.now()))
@@ -226,14 +244,21 @@ def _forward_only(table: Timetable) -> Timetable:
 
 
 def fill_and_drain(groups: Sequence[range], micro: int) -> Timetable:
-    """Return GPipe's timetable of groups of one layer each: all forwards of a batch's micro-batches, then all
-    backwards.
+    """Return GPipe's timetable of groups of one layer each.
+
+    All micro-batches of a batch go forward, then all go backward.
+
+    >>> fill_and_drain([range(0, 1), range(1, 2), range(2, 3)], micro=2).backward
+    (None, 5, 4)
     """
     layers = groups[-1].stop
     turn = layers - 1 + micro
-    backward = (None, *(turn + layers - 1 - layer for layer in range(1, layers)))
+    backward: list[int | None] = [None]
+    for layer in range(1, layers):
+        backward.append(turn + layers - 1 - layer)
+    period = 2 * layers + 2 * micro - 3
     return Timetable(
-        tuple(groups), 2 * layers + 2 * micro - 3, tuple(range(layers)), backward, micro
+        tuple(groups), period, tuple(range(layers)), tuple(backward), micro
     )
 
 
@@ -243,21 +268,21 @@ def learning_layers(group: range) -> range:
 
 
 def naive_slots(layers: int, batches: int) -> int:
-    """Return the slots of one device, and of any division without a pipeline: one batch after the other."""
+    """Return the slots of one device, and of any division without a pipeline: one batch after the other.
+
+    A batch passes all layers forward and all but the input layer backward.
+    """
     return (2 * layers - 1) * batches
 
 
 def draw_timetable(timetable: Timetable, batches: int = 3, widest: int = 24) -> str:
-    """Draw the first slots, one line per group: ``F0.2`` is batch 0 forward through layer 2, ``B0.2`` back, ``.`` a
-    stall.
+    """Draw the first slots, one line per group.
+
+    ``F0.2`` is batch 0 forward through layer 2, ``B0.2`` the same batch backward, and ``.`` a stall.
     """
     lines = []
     for group, layers in enumerate(timetable.groups):
-        cells = [str(action or ".") for action in timetable.actions(group, batches)][
-            :widest
-        ]
-        lines.append(
-            f"layers {layers.start}-{layers.stop - 1}  "
-            + " ".join(f"{cell:<4}" for cell in cells).rstrip()
-        )
+        actions = islice(timetable.actions(group, batches), widest)
+        cells = " ".join(f"{action or '.'!s:<4}" for action in actions)
+        lines.append(f"layers {layers.start}-{layers.stop - 1}  {cells.rstrip()}")
     return "\n".join(lines)

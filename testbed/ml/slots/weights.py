@@ -7,7 +7,7 @@ weights reserves time before its first slot.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
 from testbed.ml.layers.shard import State, weights_of
 from testbed.ml.method import Job
+from testbed.ml.models.graph import GraphLayer
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import SlotDetails, SlotOptions, layers_of
@@ -24,10 +25,10 @@ from testbed.ml.slots.planner import SlotDetails, SlotOptions, layers_of
 
 @dataclass(frozen=True)
 class Needs(Typed):
-    """To the device with the data all others need before the first slot: the sender has started without them."""
+    """Request to the device with the data that all others need before the first slot."""
 
     started: float
-    """Seconds on its clock."""
+    """Start of the sender, in seconds on its clock."""
 
 
 class NeedsWeights(Needs, kind="needs_weights"):
@@ -46,7 +47,7 @@ class FinalWeights(Typed, kind="final_weights", key=("sender",)):
     """To the coordinator: a device's weights after the last slot."""
 
     neurons: dict[str, list[int]]
-    """By layer, from 1 on."""
+    """Layer, from 1 on, -> the sender's neurons."""
     state: State
 
 
@@ -59,18 +60,19 @@ async def request_data(
     holder: str,
     need: type[Needs],
     answer: type[K],
-    have: Callable[[], K],
+    make_answer: Callable[[], K],
 ) -> K:
-    """Return the data of one device, which sends them to all others on request."""
+    """Return the data of one device, the ``holder``, which sends them to all others on request."""
     if mailbox.device.name != holder:
         mailbox.post(holder, need(mailbox.device.now()))
         return await mailbox.take(answer)
-    own = have()
+    own = make_answer()
 
-    def give(message: Needs) -> None:
+    def send_answer(message: Needs) -> None:
         mailbox.post(message.sender, own)
 
-    mailbox.on(need, give)
+    # The handler stays, since a device that restarts asks again.
+    mailbox.on(need, send_answer)
     return own
 
 
@@ -80,12 +82,12 @@ async def receive_initial_weights(
     """Return the initial weights of the whole network; None if they are drawn from the seed."""
     if job.problem.workload.model.weights is None:
         return None
+
+    def make_answer() -> GivenWeights:
+        return GivenWeights(dict(job.weights or {}))
+
     given = await request_data(
-        mailbox,
-        job.plan.lead,
-        NeedsWeights,
-        GivenWeights,
-        lambda: GivenWeights(dict(job.weights or {})),
+        mailbox, job.plan.lead, NeedsWeights, GivenWeights, make_answer
     )
     return given.state
 
@@ -102,35 +104,39 @@ async def send_final_weights(
     Devices that are off contribute their initial weights.
     """
     device, lead = mailbox.device, job.plan.lead
-    rows = {
-        str(layer): list(shard.part.rows) for layer, shard in neurons.shards.items()
-    }
-    own = {
-        name: tensor
-        for shard in neurons.shards.values()
-        for name, tensor in weights_of(shard.state()).items()
-    }
+    own = _own_weights(neurons)
     if device.name != lead:
-        await asyncio.wait(
-            [mailbox.post(lead, FinalWeights(rows, own))],
-            timeout=max(0.0, until - device.now()),
-        )
+        timeout = max(0.0, until - device.now())
+        await asyncio.wait([mailbox.post(lead, own)], timeout=timeout)
         return
     problem = job.problem
     whole = problem.model.build(0, len(problem.model.units), problem.seed).state_dict()
-    others = [name for name in held.devices if name != lead]
-    received = [
-        await mailbox.take(FinalWeights, name, deadline=until) for name in others
-    ]
-    for part in (
-        FinalWeights(rows, own),
-        *(each for each in received if each is not None),
-    ):
-        for layer, indices in part.neurons.items():
-            prefixes = tuple(
-                f"{name}." for name in layers_of(problem)[int(layer) - 1].names
-            )
-            for name, tensor in part.state.items():
-                if name.startswith(prefixes):
-                    whole[name][torch.tensor(indices)] = tensor
+    received = [own]
+    for name in held.devices:
+        if name == lead:
+            continue
+        message = await mailbox.take(FinalWeights, name, deadline=until)
+        if message is not None:
+            received.append(message)
+    for message in received:
+        _insert_weights(whole, message, layers_of(problem))
     device.expose(lambda: whole)
+
+
+def _own_weights(neurons: Neurons) -> FinalWeights:
+    rows, state = {}, {}
+    for layer, shard in neurons.shards.items():
+        rows[str(layer)] = list(shard.part.rows)
+        state.update(weights_of(shard.state()))
+    return FinalWeights(rows, state)
+
+
+def _insert_weights(
+    whole: dict[str, torch.Tensor], part: FinalWeights, layers: Sequence[GraphLayer]
+) -> None:
+    """Write a device's rows into the weights of the whole network."""
+    for layer, indices in part.neurons.items():
+        prefixes = tuple(f"{name}." for name in layers[int(layer) - 1].names)
+        for name, tensor in part.state.items():
+            if name.startswith(prefixes):
+                whole[name][torch.tensor(indices)] = tensor

@@ -167,7 +167,7 @@ def test_timeslots_train_it(tmp_path: Path, method: str, network: str) -> None:
 
 
 def test_the_layer_that_stops_a_method_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"'layer1\.0' of .* is no convolution"):
+    with pytest.raises(Exception, match=r"'layer1\.0' of .* must be a convolution"):
         prepared(tmp_path, "ResNet", TRAIN, "edgepipe", NETWORKS.read_text())
 
 

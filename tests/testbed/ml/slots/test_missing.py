@@ -47,7 +47,7 @@ def test_losses_add_up_and_count_only_if_all_are_there():
     assert usable.learns == "new"
     lacking = arrived((range(2), torch.ones(2, 3)), (range(2, 5), None))
     assert asyncio.run(TreatedAsNull().usable_losses(lacking)) == (None, "nothing")
-    with pytest.raises(ValueError, match="nothing of layer 1 has arrived for batch 7"):
+    with pytest.raises(ValueError, match="no part of layer 1 has arrived for batch 7"):
         arrived((range(5), None)).summed_losses()
 
 

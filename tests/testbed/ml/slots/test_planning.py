@@ -283,7 +283,7 @@ def test_scores_are_the_sum_of_the_hadamard_product():
 
 def test_too_many_devices_for_all_orders():
     wanted = connectivity(partition(EVALUATED, 10))
-    with pytest.raises(ValueError, match="at most 9"):
+    with pytest.raises(ValueError, match="use 9 at most"):
         best_order(wanted, wanted)
 
 

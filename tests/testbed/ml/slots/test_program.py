@@ -40,7 +40,7 @@ def test_a_lead_that_comes_back_when_all_slots_are_over_ends_the_run_and_says_wh
     outcome = run(two(name, faults=[kill]))
     assert outcome.status == "failed"
     assert (
-        "the evaluation after step 8 is lost: source, which leads, was off or had no neurons"
+        "the evaluation after step 8 is lost: the coordinator source was off or had no neurons"
         in outcome.error
     )
     assert max(event.time for event in outcome.events) < 10
