@@ -284,7 +284,7 @@ def emulate(
     >>> result.figures["accuracy"]  # doctest: +SKIP
     0.9
     """
-    from testbed_controller.hosts.lab import struck
+    from testbed_controller.hosts.lab import add_host_faults
     from testbed_controller.hosts.placement import read_lab
 
     where = read_lab(None if lab is None else Path(lab), tuple(hosts), place)
@@ -295,7 +295,9 @@ def emulate(
         keep=keep,
         where=where,
     )
-    strike = (lambda trial: struck([trial], where)[0]) if where.faults else None
+    strike = (
+        (lambda trial: add_host_faults([trial], where)[0]) if where.faults else None
+    )
     return _run_one(scenario, "emulate", out, options, strike)
 
 

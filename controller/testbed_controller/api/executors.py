@@ -127,9 +127,9 @@ class OneRunPerHost:
         self, runs: Mapping[int, PlannedRun], console: Console, done: Done
     ) -> None:
         """See `Executor.execute`. Raises the errors of `reach_all` and `manager`."""
-        from testbed_controller.hosts.contexts import manager, reach_all
+        from testbed_controller.hosts.contexts import find_manager, reach_all
 
-        managing = manager(reach_all(self.hosts)).name  # makes the networks of all
+        managing = find_manager(reach_all(self.hosts)).name  # makes the networks of all
         free = get_context("spawn").Manager().Queue()
         for host in self.hosts:
             free.put(host)

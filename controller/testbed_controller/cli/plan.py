@@ -214,17 +214,17 @@ def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
 def _describe_hosts(
     prepared: Sequence[Prepared], where: LabPart
 ) -> list[list[dict[str, Any]]]:
-    """Return, for each plan, the result of `testbed_controller.hosts.placement.described`."""
+    """Return, for each plan, the result of `testbed_controller.hosts.placement.describe_placement`."""
     from testbed_controller.hosts.contexts import reach_all
-    from testbed_controller.hosts.lab import capacities, placed_on
-    from testbed_controller.hosts.placement import described
+    from testbed_controller.hosts.lab import capacities, place_devices
+    from testbed_controller.hosts.placement import describe_placement
 
     hosts = capacities(reach_all(where.hosts))
     descriptions = []
     for each in prepared:
         run = each.experiment
-        placed = placed_on(hosts, run, where.place, where.placement)
-        descriptions.append(described(placed, run.devices, run.links, hosts))
+        placed = place_devices(hosts, run, where.place, where.placement)
+        descriptions.append(describe_placement(placed, run.devices, run.links, hosts))
     return descriptions
 
 

@@ -227,9 +227,9 @@ class RunRequest:
             return planned[:1]
         _fix_kernels(planned, self.runtime)
         if self.where.faults and self.runtime == "emulate":
-            from testbed_controller.hosts.lab import struck
+            from testbed_controller.hosts.lab import add_host_faults
 
-            return struck(planned, self.where)
+            return add_host_faults(planned, self.where)
         return planned
 
     def _run_folders(self, planned: Sequence[Trial]) -> list[Path]:

@@ -51,9 +51,8 @@ async def _connect(engine: EngineAddress) -> _Ends:
     parts = urlsplit(engine.url)
     if parts.scheme == "unix":
         return await asyncio.open_unix_connection(parts.path)
-    return await asyncio.open_connection(
-        parts.hostname, parts.port, ssl=_make_tls_context(engine)
-    )
+    context = _make_tls_context(engine)
+    return await asyncio.open_connection(parts.hostname, parts.port, ssl=context)
 
 
 def _make_tls_context(engine: EngineAddress) -> ssl.SSLContext | None:
@@ -74,7 +73,7 @@ class Channel(MeasuredClock):
     """A connection to the containers of a host, and a measured clock; ended by `close`."""
 
     def __init__(self, host: Host, keeper: str) -> None:
-        """``keeper`` is the name of the running keeper container. Raises HostError if it does not respond."""
+        """Connect to the running container named ``keeper``; raises HostError if the keeper does not respond."""
         super().__init__()
         self._heard = time.monotonic()
         self._over = threading.Event()
@@ -86,9 +85,9 @@ class Channel(MeasuredClock):
         ).start()
         try:
             started = host.client.api.exec_create(keeper, RELAY, stdin=True)["Id"]
-            asyncio.run_coroutine_threadsafe(
-                self._start_relay(host.reached, started), self._loop
-            ).result()
+            # Not by docker-py, whose hijacked connections block and have no asyncio streams.
+            starting = self._start_relay(host.reached, started)
+            asyncio.run_coroutine_threadsafe(starting, self._loop).result()
         except (APIError, OSError, EOFError) as error:
             raise HostError(f"{host.name}: cannot reach the keeper: {error}") from error
         deadline = time.monotonic() + 4 * LOST_SECONDS
@@ -107,21 +106,22 @@ class Channel(MeasuredClock):
             raise ConnectionError(answer.decode(errors="replace").splitlines()[0])
         self._streams = Streams(self._writer.write, self._note_times)
         arriving = asyncio.StreamReader(limit=1 << 30)
-        works = (
-            self._streams.handle_frames(arriving),
-            self._read_output(reader, arriving),
-            self._exchange_times(),
-        )
-        self._works = [asyncio.ensure_future(work) for work in works]
+        # Stored, since event loops hold only weak references to tasks.
+        self._works = [
+            asyncio.ensure_future(self._streams.handle_frames(arriving)),
+            asyncio.ensure_future(self._read_output(reader, arriving)),
+            asyncio.ensure_future(self._exchange_times()),
+        ]
 
     # Connections to containers
 
     def url(self, _name: str, inspection: Mapping[str, Any]) -> str:
-        """Return the URL of an inspected container's control port; empty if it is not running."""
+        """Return the URL of an inspected container's control port; empty for a stopped container."""
         pid = int(inspection["State"]["Pid"])
         if not pid or self._over.is_set():
             return ""
         with self._lock:
+            # A port for each process: a restarted container gets another one, as its clients expect.
             if pid not in self._ports:
                 listening = asyncio.run_coroutine_threadsafe(
                     self._listen_for(pid), self._loop
@@ -149,9 +149,8 @@ class Channel(MeasuredClock):
         while not len(self.clock):
             await asyncio.sleep(0.004)
         while not self._over.is_set():
-            await asyncio.sleep(
-                0.004 if len(self.clock) < FIRST_EXCHANGES else EXCHANGE_SECONDS
-            )
+            is_starting = len(self.clock) < FIRST_EXCHANGES
+            await asyncio.sleep(0.004 if is_starting else EXCHANGE_SECONDS)
             self._send_time()
 
     def _send_time(self) -> None:
@@ -164,15 +163,15 @@ class Channel(MeasuredClock):
 
     def rate(self, count: int) -> float:
         """Measure the rate to the host in bit/s, with ``count`` bytes that the relay discards."""
-        return asyncio.run_coroutine_threadsafe(
-            self._measure_rate(count), self._loop
-        ).result()
+        measuring = self._measure_rate(count)
+        return asyncio.run_coroutine_threadsafe(measuring, self._loop).result()
 
     async def _measure_rate(self, count: int) -> float:
         began = time.monotonic()
         for _ in range(count // PIECE):
             self._streams.send(DATA, 0, bytes(PIECE))
             await self._writer.drain()
+        # Frames arrive in order, so the answer to this one means that all data has arrived.
         asked = time.monotonic()
         self._send_time()
         while self.clock.last.sent < asked and self.silent < 4 * LOST_SECONDS:

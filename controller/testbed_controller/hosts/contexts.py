@@ -60,7 +60,8 @@ def reach(name: str) -> Host:
     Raises InputError for an unknown context, and HostError if the engine does not respond.
     """
     engine = find_context(name)
-    url, where = engine.url, SOCKET
+    url = engine.url
+    where = SOCKET
     if urlsplit(url).scheme == "unix":
         where = urlsplit(url).path
     elif engine.is_ssh:
@@ -76,6 +77,7 @@ def reach(name: str) -> Host:
             f"{name}: no engine responds at {url} ({error}): try 'docker --context {name} info'"
         ) from None
     swarm = info["Swarm"]
+    peers = swarm.get("RemoteManagers") or ()
     return Host(
         name=name,
         client=client,
@@ -86,9 +88,7 @@ def reach(name: str) -> Host:
         address=str(swarm.get("NodeAddr", "")),
         manages=bool(swarm.get("ControlAvailable", False)),
         swarm=str((swarm.get("Cluster") or {}).get("ID", "")),
-        managers=tuple(
-            sorted(peer["Addr"] for peer in swarm.get("RemoteManagers") or ())
-        ),
+        managers=tuple(sorted(peer["Addr"] for peer in peers)),
         cores=int(info["NCPU"]),
         memory=int(info["MemTotal"]),
         version=str(info["ServerVersion"]),
@@ -105,39 +105,45 @@ def reach_all(names: Sequence[str]) -> dict[str, Host]:
         hosts = dict(zip(names, pool.map(reach, names), strict=True))
     engines: dict[str, str] = {}
     for name, host in hosts.items():
-        if (other := engines.setdefault(host.engine, name)) != name:
+        other = engines.setdefault(host.engine, name)
+        if other != name:
             raise InputError(
                 f"--hosts: the contexts {other} and {name} lead to the same engine: remove one of them"
             )
     return hosts
 
 
-def manager(hosts: Mapping[str, Host]) -> Host:
+def find_manager(hosts: Mapping[str, Host]) -> Host:
     """Return a host that manages the swarm; raises HostError if the hosts are not in one swarm."""
-    outside = [name for name, host in hosts.items() if not host.address]
-    if outside:
-        raise HostError(
-            f"{', '.join(outside)} is not in a swarm: run 'docker --context HOST swarm init' on one "
-            "host and 'swarm join' on the others"
-        )
     for host in hosts.values():
-        if int(host.version.split(".")[0]) < OLDEST:
-            raise HostError(
-                f"{host.name} has Docker {host.version}, older than {OLDEST}: install a later one there"
-            )
+        _check_member(host)
     managers = [host for host in hosts.values() if host.manages]
     if not managers:
         known = ", ".join(next(iter(hosts.values())).managers)
         raise HostError(
             f"no manager of the swarm among {', '.join(hosts)}: add the context of one of {known}"
         )
+    first = managers[0]
     for host in hosts.values():
-        if host.managers != managers[0].managers:
+        # Workers do not know the ID of their swarm, but its managers.
+        if host.managers != first.managers:
             raise HostError(
-                f"{managers[0].name} and {host.name} are in two swarms: 'docker --context {host.name} swarm leave', "
-                f"then join it to that of {managers[0].name}"
+                f"{first.name} and {host.name} are in two swarms: run 'docker --context {host.name} swarm leave', "
+                f"then join {host.name} to the swarm of {first.name}"
             )
-    return managers[0]
+    return first
+
+
+def _check_member(host: Host) -> None:
+    if not host.address:
+        raise HostError(
+            f"{host.name} is not in a swarm: run 'docker --context HOST swarm init' on one host and "
+            "'swarm join' on the others"
+        )
+    if int(host.version.split(".")[0]) < OLDEST:
+        raise HostError(
+            f"{host.name} has Docker {host.version}: install version {OLDEST} or later there"
+        )
 
 
 def _forward_socket(name: str, url: str) -> Path:
@@ -152,29 +158,15 @@ def _forward_socket(name: str, url: str) -> Path:
             f"{name}: {url} needs ssh, which is not installed here: apt-get install openssh-client"
         )
     folder = Path(tempfile.mkdtemp(prefix="testbed-ssh-"))
-    path, parts = folder / "engine", urlsplit(url)
-    port = ["-p", str(parts.port)] if parts.port else []
-    user = f"{parts.username}@" if parts.username else ""
-    settings = (
-        "BatchMode=yes",
-        "ExitOnForwardFailure=yes",
-        "ServerAliveInterval=2",
-        "ConnectTimeout=6",
-    )
-    options = [f"-o{setting}" for setting in settings]
-    target = [*port, f"{user}{parts.hostname}"]
-    command = [
-        "ssh",
-        "-T",
-        *options,
-        "-L",
-        f"{path}:{parts.path or SOCKET}",
-        *target,
-        "cat",
-    ]
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    path = folder / "engine"
+    target = _ssh_target(url)
+    forward = f"{path}:{urlsplit(url).path or SOCKET}"
     process = subprocess.Popen(
-        command, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True
+        ["ssh", "-T", *_SSH_OPTIONS, "-L", forward, *target, "cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # protects from the terminal's Ctrl-C
     )
 
     def close() -> None:
@@ -185,13 +177,30 @@ def _forward_socket(name: str, url: str) -> Path:
     atexit.register(close)
     deadline = time.monotonic() + ANSWER_SECONDS
     while not path.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
+        has_ended = process.poll() is not None
+        if has_ended or time.monotonic() > deadline:
             assert process.stderr is not None
             reason = "no response"
-            if process.poll() is not None:
+            if has_ended:
                 reason = process.stderr.read().decode(errors="replace").strip()
             raise HostError(
                 f"{name}: ssh cannot reach {url} ({reason}): try '{' '.join(['ssh', *target])}'"
             )
         time.sleep(0.05)
     return path
+
+
+_SSH_OPTIONS = (
+    "-oBatchMode=yes",  # a question for a password would wait for ever
+    "-oExitOnForwardFailure=yes",
+    "-oServerAliveInterval=2",
+    "-oConnectTimeout=6",
+)
+
+
+def _ssh_target(url: str) -> list[str]:
+    """Return the arguments of ssh for the host of a URL, such as ``ssh://user@node1:2222``."""
+    parts = urlsplit(url)
+    port = ["-p", str(parts.port)] if parts.port else []
+    user = f"{parts.username}@" if parts.username else ""
+    return [*port, f"{user}{parts.hostname}"]

@@ -33,7 +33,7 @@ from testbed.network.checks import SHAPER
 from testbed.network.link import Link, Pair
 from testbed.scenario.schema import Trial
 from testbed_controller.hosts.channel import LOST_SECONDS, Channel
-from testbed_controller.hosts.contexts import Host, manager, reach, reach_all
+from testbed_controller.hosts.contexts import Host, find_manager, reach, reach_all
 from testbed_controller.hosts.placement import Capacity, LabPart, place
 from testbed_controller.hosts.provision import (
     KEEPER,
@@ -43,7 +43,7 @@ from testbed_controller.hosts.provision import (
     make_overlay,
 )
 from testbed_controller.hosts.removal import remove_everywhere
-from testbed_controller.hosts.shaper import NothingPasses, Shapers
+from testbed_controller.hosts.shaper import PathBlocked, Shapers
 from testbed_controller.lab import runstate
 from testbed_controller.lab.clients import Agent
 from testbed_controller.lab.containers import DeviceContainer, container_name
@@ -91,7 +91,8 @@ class HostsLab(RunLab):
         keeper = container_name(state.run, KEEPER)
         try:
             for name, host in hosts.items():
-                channel = self._channels[name] = Channel(host, keeper)
+                channel = Channel(host, keeper)
+                self._channels[name] = channel
                 self.parts[name] = Lab(
                     host.client,
                     state,
@@ -124,60 +125,49 @@ class HostsLab(RunLab):
         in one swarm.
         """
         say = progress or (lambda _text: None)
-        check_devices(trial.experiment)
+        experiment = trial.experiment
+        check_devices(experiment)
         reached = reach_all(hosts)
-        managing = manager(reached)
-        placed = placed_on(capacities(reached), trial.experiment, given, placement)
-        # A remote chosen engine may be reachable only by ssh, which plain clients do not support.
-        engine = chosen_engine()
-        here = (
-            ensure_engine(say, engine)
-            if engine.is_local
-            else next(iter(reached.values())).client
-        )
-        images = ensure_images(here, say)
+        manager = find_manager(reached)
+        placed = place_devices(capacities(reached), experiment, given, placement)
+        builder = _building_engine(reached, say)
+        images = ensure_images(builder, say)
         devices = device_images(
-            here, trial.scenario.workload, trial.experiment, images, say
+            builder, trial.scenario.workload, experiment, images, say
         )
-        copy_images(here, reached.values(), [images.shaper, *devices.values()], say)
-        there = {
-            name: [device for device, host in placed.items() if host == name]
-            for name in reached
-        }
-        state = new_state(trial, None, results, keep=keep, hosts=there)
+        tags = [images.shaper, *devices.values()]
+        copy_images(builder, reached.values(), tags, say)
+        by_host: dict[str, list[str]] = {name: [] for name in reached}
+        for device, host in placed.items():
+            by_host[host].append(device)
+        state = new_state(trial, None, results, keep=keep, hosts=by_host)
         reaper = Reaper(state.run, "testbed_controller.hosts.removal")
-        with (
-            reaper.guarding(
-                partial(remove_everywhere, state.run, reached.values()), keep=keep
-            ),
-            ExitStack() as made,
-        ):
+        remove = partial(remove_everywhere, state.run, reached.values())
+        with reaper.guarding(remove, keep=keep), ExitStack() as made:
             runstate.write(state)
             say("creating the network")
+            within = trial.scenario.network.subnet
             subnet = make_overlay(
-                managing,
-                reached.values(),
-                state.run,
-                trial.scenario.network.subnet,
-                len(placed),
+                manager, reached.values(), state.run, within, len(placed)
             )
+            # Keepers before devices: the controller reaches a host's containers only through its keeper.
             with ThreadPoolExecutor(len(reached)) as pool:
-                list(
-                    pool.map(
-                        lambda host: make_keeper(host, state, images.shaper),
-                        reached.values(),
-                    )
-                )
+                start = partial(make_keeper, state=state, image=images.shaper)
+                list(pool.map(start, reached.values()))
             lab = cls(state, trial, reached, subnet)
             made.callback(lab._close_channels)
             say(f"starting {len(placed)} devices, and a shaper on each host")
-            lab._run_on_all(
-                lambda part: part.populate(
-                    devices, images.shaper, links, lambda _text: None
-                )
+            populate = partial(
+                Lab.populate,
+                images=devices,
+                shaper_image=images.shaper,
+                links=links,
+                say=lambda _text: None,
             )
+            lab._run_on_all(populate)
             say("measuring the paths between the hosts")
             lab._subtract_path_delays()
+            # The channels stay open: only an error before closes them.
             made.pop_all()
         if not keep:
             lab._reaper = reaper
@@ -192,12 +182,8 @@ class HostsLab(RunLab):
         """Open an existing lab, from any process; raises the errors of `Lab.open`."""
         state = runstate.read(run_id)
         reached = reach_all([*state.hosts])
-        lab = cls(
-            state,
-            trial_of(state),
-            reached,
-            _overlay_subnet(manager(reached).client, run_id),
-        )
+        subnet = _overlay_subnet(find_manager(reached).client, run_id)
+        lab = cls(state, trial_of(state), reached, subnet)
         lab.refresh()
         return lab
 
@@ -205,22 +191,22 @@ class HostsLab(RunLab):
 
     @property
     def broadcast(self) -> str | None:
-        """The broadcast address of the data network; None on several hosts, between which broadcasts do not work."""
-        return (
-            str(self.subnet.broadcast_address)
-            if sum(map(bool, self._state.hosts.values())) == 1
-            else None
-        )
+        """The broadcast address of the data network; None for devices on several hosts."""
+        with_devices = [devices for devices in self._state.hosts.values() if devices]
+        # A VXLAN does not carry broadcasts between hosts.
+        if len(with_devices) > 1:
+            return None
+        return str(self.subnet.broadcast_address)
 
     @property
     def devices(self) -> MutableMapping[str, DeviceContainer]:
         """The devices of all hosts, in the order of the scenario."""
         containers = ChainMap(*(part.devices for part in self.parts.values()))
-        return {
-            device.name: containers[device.name]
-            for device in self.experiment.devices
-            if device.name in containers
-        }
+        devices = {}
+        for device in self.experiment.devices:
+            if device.name in containers:
+                devices[device.name] = containers[device.name]
+        return devices
 
     @cached_property
     def shaper(self) -> Shapers:
@@ -242,16 +228,16 @@ class HostsLab(RunLab):
 
     def facts(self) -> dict[str, Any]:
         """Return the properties for a run's manifest: those of the first host, and of each host by name."""
-        host_facts = dict(
-            zip(self.parts, self._run_on_all(lambda part: part.facts()), strict=True)
-        )
+        part_facts = self._run_on_all(lambda part: part.facts())
+        host_facts = dict(zip(self.parts, part_facts, strict=True))
         for name, channel in self._channels.items():
             host_facts[name] |= {
                 "devices": self._state.hosts[name],
                 "node": self._hosts[name].node,
+                "clock": channel.clock.facts(),
             }
-            host_facts[name] |= {"clock": channel.clock.facts()}
-        return {**next(iter(host_facts.values())), "hosts": host_facts}
+        first = next(iter(host_facts.values()))
+        return {**first, "hosts": host_facts}
 
     def container_logs(self) -> dict[str, Iterator[bytes]]:
         """Return the output of each container; the shaper of a host is ``shaper.HOST``."""
@@ -281,9 +267,9 @@ class HostsLab(RunLab):
 
     def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
         """Shape the links of a started device and wait until its agent is healthy."""
-        self._part(name).admit(
-            name, None if links is None else self.shaper.imposed(links)
-        )
+        if links is not None:
+            links = self.shaper.imposed(links)
+        self._part(name).admit(name, links)
 
     def pause(self, name: str) -> None:
         """Freeze all processes of the device."""
@@ -294,18 +280,23 @@ class HostsLab(RunLab):
         self._part(name).resume(name)
 
     def ending(self, name: str, patience: float = 0.0) -> Ending | None:
-        """Return the cause of a container's end, or None if it is running; for the shapers, the first ended one."""
-        if name != SHAPER:
-            host = next(
-                host for host, devices in self._state.hosts.items() if name in devices
-            )
-            return (
-                Ending(self.silence(host))
-                if host in self.lost
-                else self.parts[host].ending(name, patience)
-            )
+        """Return the cause of a container's end; None for a running one.
+
+        For the name of the shaper, the end of the first of the hosts' shapers that has ended.
+        """
+        if name == SHAPER:
+            return self._shaper_ending()
+        host = self._host_of(name)
+        if host in self.lost:
+            return Ending(self.silence(host))
+        return self.parts[host].ending(name, patience)
+
+    def _shaper_ending(self) -> Ending | None:
         for host, part in self.parts.items():
-            if host not in self.lost and (ending := part.ending(name)) is not None:
+            if host in self.lost:
+                continue
+            ending = part.ending(SHAPER)
+            if ending is not None:
                 return replace(ending, text=f"of {host} {ending.text}")
         return None
 
@@ -313,12 +304,14 @@ class HostsLab(RunLab):
         """Remove the run from all hosts; see `Lab.down`. Lost hosts are cleaned up in the background."""
         for part in self.parts.values():
             part.over.set()
+        # A host that answers again by now is cleaned up with the others.
         lost = {
             name for name in self.lost if self._channels[name].silent > LOST_SECONDS
         }
         self._close_channels()
+        hosts = self._hosts.values()
         return self._take_down(
-            partial(remove_everywhere, self.run_id, self._hosts.values(), lost=lost)
+            partial(remove_everywhere, self.run_id, hosts, lost=lost)
         )
 
     # Internals
@@ -330,37 +323,34 @@ class HostsLab(RunLab):
             try:
                 ways = self.shaper.measure_path_delays()
                 break
-            except NothingPasses as error:
+            except PathBlocked as error:
                 # The overlay network carries packets only after the hosts have learned about the containers.
                 if time.monotonic() <= deadline:
                     continue
-                explain = (
-                    _explain_small_mtu if error.small else self._explain_blocked_path
-                )
-                raise HostError(explain(*error.ends)) from None
+                if error.passes_small:
+                    raise HostError(_explain_small_mtu(*error.ends)) from None
+                raise HostError(self._explain_blocked_path(*error.ends)) from None
         self._state = replace(self._state, ways=ways)
         runstate.write(self._state)
+        # The cached client was made with the former state, without the delays of the paths.
         del self.shaper
-        self.shaper.set(
-            {
-                pair: link
-                for pair, link in self.experiment.links.items()
-                if self.shaper.crosses(pair)
-            }
-        )
+        crossing = {}
+        for pair, link in self.experiment.links.items():
+            if self.shaper.crosses(pair):
+                crossing[pair] = link
+        self.shaper.set(crossing)
 
     def _explain_blocked_path(self, source: str, destination: str) -> str:
         """Return an error message with the ports to open between two hosts."""
-        network = manager(self._hosts).client.api.inspect_network(
-            network_name(self.run_id, "data"), verbose=True
-        )
+        api = find_manager(self._hosts).client.api
+        name = network_name(self.run_id, "data")
+        network = api.inspect_network(name, verbose=True)
         peers = {str(peer["IP"]) for peer in network.get("Peers") or ()}
         ends = [self._hosts[source], self._hosts[destination]]
-        ports = (
-            "UDP 4789"
-            if all(end.address in peers for end in ends)
-            else "TCP and UDP 7946, and UDP 4789"
-        )
+        # Port 7946 announces containers, 4789 carries their packets (VXLAN): peers have found each other already.
+        ports = "TCP and UDP 7946, and UDP 4789"
+        if all(end.address in peers for end in ends):
+            ports = "UDP 4789"
         names = " and ".join(f"{end.name} ({end.address})" for end in ends)
         return (
             f"the overlay network carries nothing from {source} to {destination}: open {ports} between {names}; if "
@@ -372,11 +362,15 @@ class HostsLab(RunLab):
             channel.close()
 
     def _part(self, device: str) -> Lab:
-        for name, devices in self._state.hosts.items():
-            if device in devices and name in self.lost:
-                raise HostError(f"{device} {self.silence(name)}")
+        host = self._host_of(device)
+        if host in self.lost:
+            raise HostError(f"{device} {self.silence(host)}")
+        return self.parts[host]
+
+    def _host_of(self, device: str) -> str:
+        for host, devices in self._state.hosts.items():
             if device in devices:
-                return self.parts[name]
+                return host
         known = ", ".join(spec.name for spec in self.experiment.devices)
         raise InputError(f"unknown device '{device}'; {self.run_id} has {known}")
 
@@ -397,12 +391,19 @@ class HostsLab(RunLab):
             except HostError as error:
                 raise HostError(f"on {host}: {error}") from error
 
+        present = [name for name in self.parts if name not in self.lost]
         with ThreadPoolExecutor(len(self.parts)) as pool:
-            return list(
-                pool.map(
-                    attempt, [name for name in self.parts if name not in self.lost]
-                )
-            )
+            return list(pool.map(attempt, present))
+
+
+def _building_engine(reached: Mapping[str, Host], say: Progress) -> docker.DockerClient:
+    """Return the engine that builds the images: this machine's, or the first host's."""
+    # A remote chosen engine may be reachable only by ssh, which plain clients do not support.
+    engine = chosen_engine()
+    if engine.is_local:
+        return ensure_engine(say, engine)
+    first = next(iter(reached.values()))
+    return first.client
 
 
 def _overlay_subnet(client: docker.DockerClient, run_id: str) -> IPv4Network:
@@ -427,26 +428,26 @@ def capacities(hosts: Mapping[str, Host]) -> dict[str, Capacity]:
     return {name: Capacity(host.cores, host.memory) for name, host in hosts.items()}
 
 
-def placed_on(
+def place_devices(
     hosts: Mapping[str, Capacity],
     experiment: Experiment,
     given: Mapping[str, str],
     placement: str,
 ) -> dict[str, str]:
-    """Return the host of each device; the devices of a radio cell share a host, since their packets queue together."""
+    """Return the host of each device; the devices of a radio cell share a host, whose gate queues their packets."""
     cells = [cell.devices for cell in experiment.cells]
     return place(experiment.devices, experiment.links, hosts, given, cells, placement)
 
 
-def struck(original: Sequence[Trial], where: LabPart) -> list[Trial]:
-    """Return trials extended by host faults; raises the errors of `LabPart.struck` and `place`."""
+def add_host_faults(original: Sequence[Trial], where: LabPart) -> list[Trial]:
+    """Return trials extended by host faults; raises the errors of `LabPart.add_faults` and `place`."""
     host_capacities = capacities(reach_all(where.hosts))
     trials = []
     for trial in original:
-        placed = placed_on(
+        placed = place_devices(
             host_capacities, trial.experiment, where.place, where.placement
         )
-        trials.append(where.struck(trial, placed))
+        trials.append(where.add_faults(trial, placed))
     return trials
 
 
@@ -474,7 +475,10 @@ class _Changes:
                 target=self._follow, args=(host, part), name="changes", daemon=True
             ).start()
         threading.Thread(target=self._watch_hosts, name="hosts", daemon=True).start()
-        while (change := self._queue.get()) is not None:
+        while True:
+            change = self._queue.get()
+            if change is None:
+                return
             if isinstance(change, Exception):
                 raise change
             yield change
@@ -496,18 +500,15 @@ class _Changes:
                 if silent > LOST_SECONDS:
                     longest[host] = silent
                     if host not in self._lab.lost:
-                        self._lab.lost.add(host)
-                        _LOG.info(
-                            "the host %s is lost: silent for %.1f s", host, silent
-                        )
-                        self._update(
-                            host,
-                            lambda container: replace(
-                                container, state="lost", control_url=""
-                            ),
-                        )
+                        self._lose(host, silent)
                 elif host in self._lab.lost:
                     self._readmit(host, longest[host])
+
+    def _lose(self, host: str, silent: float) -> None:
+        # First: the engine's own events of these containers must not contradict the loss.
+        self._lab.lost.add(host)
+        _LOG.info("the host %s is lost: silent for %.1f s", host, silent)
+        self._update(host, partial(replace, state="lost", control_url=""))
 
     def _update(
         self, host: str, change: Callable[[DeviceContainer], DeviceContainer]
@@ -551,7 +552,9 @@ def create_lab(trial: Trial, where: LabPart, **options: Any) -> AnyLab:
 
 def open_lab(run_id: str) -> AnyLab:
     """Open an existing lab on one engine or several; raises the errors of `Lab.open`."""
-    return HostsLab.open(run_id) if runstate.hosts_of(run_id) else Lab.open(run_id)
+    if runstate.hosts_of(run_id):
+        return HostsLab.open(run_id)
+    return Lab.open(run_id)
 
 
 def engine_of(run_id: str, device: str) -> docker.DockerClient:
@@ -562,8 +565,9 @@ def engine_of(run_id: str, device: str) -> docker.DockerClient:
     hosts = runstate.hosts_of(run_id)
     if not hosts:
         return connect_to_run(run_id)
-    at = next(
-        (host for host, devices in hosts.items() if device in devices),
-        next(iter(hosts)),
-    )
-    return reach(at).client
+    # A name without a device, such as the shaper's, leads to the first host.
+    chosen = next(iter(hosts))
+    for host, devices in hosts.items():
+        if device in devices:
+            chosen = host
+    return reach(chosen).client

@@ -100,24 +100,20 @@ def place(
     Raises InputError for unknown names, a placement that breaks a rule of `Placement`, and insufficient memory.
     """
     names = [device.name for device in devices]
-    for name, host in given.items():
-        if name not in names:
-            raise InputError(
-                f"place: unknown device '{name}'; the devices are {', '.join(names)}"
-            )
+    _check_given(names, hosts, given)
+    choose = PLACEMENTS.find(placement, ("placement",))
+    chosen = choose(devices, links, hosts, given, together)
+    # A placement may come from a package, so its result is checked.
+    for name in names:
+        host = chosen.get(name)
         if host not in hosts:
             raise InputError(
-                f"place: unknown host '{host}' of {name}; the hosts are {', '.join(hosts)}"
+                f"the placement '{placement}' puts '{name}' on {host!r}; the hosts are {', '.join(hosts)}",
+                ("placement",),
             )
-    chosen = PLACEMENTS.find(placement, ("placement",))(
-        devices, links, hosts, given, together
-    )
-    for name in names:
-        if chosen.get(name) not in hosts or chosen[name] != given.get(
-            name, chosen[name]
-        ):
+        if host != given.get(name, host):
             raise InputError(
-                f"the placement '{placement}' puts '{name}' on {chosen.get(name)!r}",
+                f"the placement '{placement}' puts '{name}' on {host!r} instead of {given[name]!r}",
                 ("placement",),
             )
     for group in together:
@@ -127,6 +123,20 @@ def place(
             )
     _check_memory(chosen, {device.name: device for device in devices}, hosts)
     return {name: chosen[name] for name in names}
+
+
+def _check_given(
+    names: Sequence[str], hosts: Mapping[str, Capacity], given: Mapping[str, str]
+) -> None:
+    for name, host in given.items():
+        if name not in names:
+            raise InputError(
+                f"place: unknown device '{name}'; the devices are {', '.join(names)}"
+            )
+        if host not in hosts:
+            raise InputError(
+                f"place: unknown host '{host}' of {name}; the hosts are {', '.join(hosts)}"
+            )
 
 
 def by_load(
@@ -141,21 +151,25 @@ def by_load(
     Ties are broken by the rate of links within the host. Devices placed by the user come first, then the fastest; the
     devices of a group count as one.
     """
-    names = [device.name for device in devices]
     specs = {device.name: device for device in devices}
-    groups = {name: tuple(group) for group in together for name in group}
+    groups: dict[str, tuple[str, ...]] = {}
+    for members in together:
+        groups |= dict.fromkeys(members, tuple(members))
     placed: dict[str, str] = {}
-    for name in sorted(
-        names,
-        key=lambda name: (name not in given, -specs[name].speed, names.index(name)),
-    ):
+    # `sorted` is stable: equally fast devices keep the order of the scenario.
+    order = sorted(specs, key=lambda name: (name not in given, -specs[name].speed))
+    for name in order:
         if name in placed:
             continue
         group = groups.get(name, (name,))
-        choice = given.get(name) or min(
-            hosts, key=lambda host: _cost(group, host, placed, specs, links, hosts)
-        )
-        placed |= {member: given.get(member, choice) for member in group}
+        choice = given.get(name)
+        if choice is None:
+            costs = {
+                host: _cost(group, host, placed, specs, links, hosts) for host in hosts
+            }
+            choice = min(hosts, key=costs.__getitem__)
+        for member in group:
+            placed[member] = given.get(member, choice)
     return placed
 
 
@@ -176,6 +190,7 @@ def _cost(
         touches_group = (a in group) != (b in group)
         if touches_group and after.get(a, host) != after.get(b, host):
             leaving += link.rate or MAX_RATE
+    # Rounded, so that hardly different loads leave the choice to the links.
     return lacking, round(load.cores / hosts[host].cores, 2), leaving
 
 
@@ -188,13 +203,9 @@ def loads(
     by_host = {}
     for host, capacity in hosts.items():
         here = tuple(name for name, where in placed.items() if where == host)
-        cores = (
-            sum(specs[name].speed * specs[name].processors for name in here)
-            / capacity.speed
-        )
-        by_host[host] = Load(
-            here, cores, sum(device_memory(specs[name]) for name in here)
-        )
+        speed = sum(specs[name].speed * specs[name].processors for name in here)
+        memory = sum(device_memory(specs[name]) for name in here)
+        by_host[host] = Load(here, speed / capacity.speed, memory)
     return by_host
 
 
@@ -212,7 +223,7 @@ def _check_memory(
             )
 
 
-def described(
+def describe_placement(
     placed: Mapping[str, str],
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
@@ -220,18 +231,21 @@ def described(
 ) -> list[dict[str, Any]]:
     """Return the devices, busy cores, memory in bytes, and outgoing links of each host."""
     by_host = loads(placed, {device.name: device for device in devices}, hosts)
-    return [
-        {
-            "host": host,
-            "devices": list(load.devices),
-            "busy": load.cores,
-            "cores": hosts[host].cores,
-            "memory": load.memory,
-            "of": hosts[host].memory,
-            "leaving": sum(placed[a] == host != placed[b] for a, b in links),
-        }
-        for host, load in by_host.items()
-    ]
+    rows = []
+    for host, load in by_host.items():
+        leaving = [pair for pair in links if placed[pair[0]] == host != placed[pair[1]]]
+        rows.append(
+            {
+                "host": host,
+                "devices": list(load.devices),
+                "busy": load.cores,
+                "cores": hosts[host].cores,
+                "memory": load.memory,
+                "of": hosts[host].memory,
+                "leaving": len(leaving),
+            }
+        )
+    return rows
 
 
 class HostFaultPart(ConfigModel):
@@ -259,40 +273,35 @@ class HostFaultPart(ConfigModel):
 
     @model_validator(mode="after")
     def _one_action(self) -> Self:
-        if sum(getattr(self, name) is not None for name in ACTIONS) != 1:
+        if len(self._set_actions()) != 1:
             raise ValueError(
                 "a host fault must have exactly one of " + ", ".join(ACTIONS)
             )
         return self
 
-    def of_devices(self, placed: Mapping[str, str]) -> list[FaultPart]:
+    def _set_actions(self) -> list[str]:
+        return [name for name in ACTIONS if getattr(self, name) is not None]
+
+    def to_device_faults(self, placed: Mapping[str, str]) -> list[FaultPart]:
         """Return the corresponding faults of the devices ``placed`` on the hosts.
 
         Raises InputError for a host without devices, and for faults that are invalid in a scenario.
         """
-        action = next(name for name in ACTIONS if getattr(self, name) is not None)
-        named = getattr(self, action)
-        groups = []
-        for wanted in _as_tuple(named):
-            groups.append([name for name, host in placed.items() if host == wanted])
-        for host, devices in zip(_as_tuple(named), groups, strict=True):
-            if not devices:
-                raise InputError(
-                    f"{action}: no device is on '{host}': {', '.join(sorted({*placed.values()}))}"
-                )
+        [action] = self._set_actions()
+        hosts = _as_tuple(getattr(self, action))
+        groups = [_devices_on(host, placed, action) for host in hosts]
         moment = self.model_dump(
             mode="json", by_alias=True, exclude_none=True, exclude={*ACTIONS}
         )
         if action == "partition_hosts":
             return [parse(FaultPart, {"partition": groups, **moment})]
-        # All devices of a host fail together with the first.
-        others = {**moment, "after": 0} if "after" in moment else moment
-        return [
-            parse(
-                FaultPart, {ACTIONS[action]: device, **(others if number else moment)}
-            )
-            for number, device in enumerate(groups[0])
-        ]
+        faults = []
+        for device in groups[0]:
+            faults.append(parse(FaultPart, {ACTIONS[action]: device, **moment}))
+            # All devices of a host fail together with the first.
+            if "after" in moment:
+                moment["after"] = 0
+        return faults
 
 
 class LabPart(ConfigModel):
@@ -317,31 +326,29 @@ class LabPart(ConfigModel):
             )
         return self
 
-    def struck(self, trial: Trial, placed: Mapping[str, str]) -> Trial:
+    def add_faults(self, trial: Trial, placed: Mapping[str, str]) -> Trial:
         """Return a trial extended by the host faults, as faults of the devices ``placed`` on the hosts.
 
-        Therefore they are checked, recorded and reverted like all others. Raises InputError as
-        `HostFaultPart.of_devices`.
+        Host faults are therefore checked, recorded and reverted like all others. Raises InputError as
+        `HostFaultPart.to_device_faults` does.
         """
-        faults, places = [*trial.scenario.faults], dict[Key, str]()
+        faults = [*trial.scenario.faults]
+        # Errors about these faults name the lab file, not a line of the scenario.
+        places: dict[Key, str] = {}
         for number, fault in enumerate(self.faults):
+            location = f"--lab: faults.{number}"
             try:
-                device_faults = fault.of_devices(placed)
+                device_faults = fault.to_device_faults(placed)
             except InputError as error:
-                raise InputError(f"--lab: faults.{number}: {error}") from None
-            places |= {
-                ("faults", len(faults) + index): f"--lab: faults.{number}"
-                for index in range(len(device_faults))
-            }
-            faults += device_faults
+                raise InputError(f"{location}: {error}") from None
+            for device_fault in device_faults:
+                places["faults", len(faults)] = location
+                faults.append(device_fault)
         source = trial.scenario.source.override(places)
-        scenario = trial.scenario.model_copy(
-            update={"faults": tuple(faults)}
-        ).with_source(source)
+        extended = trial.scenario.model_copy(update={"faults": tuple(faults)})
+        experiment = replace(trial.experiment, faults=tuple(faults))
         return replace(
-            trial,
-            scenario=scenario,
-            experiment=replace(trial.experiment, faults=tuple(faults)),
+            trial, scenario=extended.with_source(source), experiment=experiment
         )
 
 
@@ -364,3 +371,13 @@ def read_lab(
 
 def _as_tuple(named: str | tuple[str, ...]) -> tuple[str, ...]:
     return (named,) if isinstance(named, str) else named
+
+
+def _devices_on(wanted: str, placed: Mapping[str, str], action: str) -> list[str]:
+    devices = [name for name, host in placed.items() if host == wanted]
+    if not devices:
+        known = ", ".join(sorted({*placed.values()}))
+        raise InputError(
+            f"{action}: no device is on '{wanted}'; hosts with devices: {known}"
+        )
+    return devices

@@ -70,26 +70,25 @@ def _copy_to_host(
     size = sum(int(source.images.get(tag).attrs["Size"]) for tag in lacking)
     say(f"{host.name}: copying {', '.join(lacking)} ({format_size(size)} at most)")
     try:
-        # One archive for all images transfers shared layers only once.
+        # One archive for all images transfers shared layers only once; docker-py saves single images.
         url = f"{source.api.base_url}/v{source.api.api_version}/images/get"
-        with source.api.get(
-            url, params={"names": lacking}, stream=True, timeout=600
-        ) as response:
+        names = {"names": lacking}
+        with source.api.get(url, params=names, stream=True, timeout=600) as response:
             response.raise_for_status()
             archive = _report_progress(response.iter_content(1 << 20), host.name, say)
             host.client.images.load(archive)  # type: ignore[arg-type]
     except (APIError, DockerException, requests.RequestException) as error:
         reason = str(getattr(error, "explanation", error))
-        room = f": free some space with 'docker --context {host.name} system prune', or use a larger disk"
-        full = "no space left" in reason
-        raise HostError(
-            f"{host.name}: the engine refused the images ({reason}){room if full else ''}"
-        ) from error
+        text = f"{host.name}: the engine refused the images ({reason})"
+        if "no space left" in reason:
+            text += f": free some space with 'docker --context {host.name} system prune', or use a larger disk"
+        raise HostError(text) from error
 
 
 def _report_progress(pieces: Iterable[bytes], host: str, say: Say) -> Iterator[bytes]:
     """Yield pieces and report their total size."""
-    total = reported = 0
+    total = 0
+    reported = 0
     for piece in pieces:
         total += len(piece)
         if total - reported >= _SAID:
@@ -109,46 +108,40 @@ def make_overlay(
     routed = host_routes(within)
     host_subnets = {host.name: subnets(host.client) for host in hosts}
     taken = [*routed, *chain.from_iterable(host_subnets.values())]
-    free = free_subnets(within, 2 * devices + 4, taken)
-    pools = (
-        IPAMPool(subnet=str(subnet), iprange=str([*subnet.subnets()][1]))
-        for subnet in free
-    )
     complaint = describe_obstacles(within, routed, host_subnets)
     settings = {"driver": "overlay", "internal": True, "attachable": True}
-    make_network(
-        manager.client,
-        run,
-        "data",
-        pools,
-        f"{manager.name}: the overlay network",
-        complaint,
-        **settings,
-    )
+    pools = _halved_pools(free_subnets(within, 2 * devices + 4, taken))
+    title = f"{manager.name}: the overlay network"
+    make_network(manager.client, run, "data", pools, title, complaint, **settings)
     return subnet_of(manager.client, run, "data")
+
+
+def _halved_pools(subnets: Iterable[IPv4Network]) -> Iterator[IPAMPool]:
+    """Yield each subnet as a pool in which the engines choose addresses from the second half only."""
+    for subnet in subnets:
+        _, second_half = subnet.subnets()
+        yield IPAMPool(subnet=str(subnet), iprange=str(second_half))
 
 
 def make_keeper(host: Host, state: RunState, image: str) -> str:
     """Create and start a run's keeper on a host; return the name of its container."""
     lease = {} if state.lease is None else {LEASE: f"{LEASE_SECONDS:g}"}
-    settings = {
-        **container_settings(
-            state,
-            image,
-            {ROLE: KEEPER},
-            lease,
-            auto_remove=True,
-            # For entering the containers' network namespaces, and for real-time scheduling.
-            cap_add=["SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"],
-            log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": "1m"}),
-            mem_limit=_MEMORY,
-            mounts=[Mount(ENGINE, host.socket, type="bind")],
-            network_mode="none",
-            pid_mode="host",
-            pids_limit=256,
-            tmpfs={"/tmp": "size=16m", "/run": "size=1m,mode=755"},
-        ),
-        "command": ["python3", "-m", "testbed_controller.hosts.inside.keeper"],
-    }
+    settings = container_settings(
+        state,
+        image,
+        {ROLE: KEEPER},
+        lease,
+        auto_remove=True,
+        # For entering the containers' network namespaces, and for real-time scheduling.
+        cap_add=["SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"],
+        log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": "1m"}),
+        mem_limit=_MEMORY,
+        mounts=[Mount(ENGINE, host.socket, type="bind")],
+        network_mode="none",
+        pid_mode="host",
+        pids_limit=256,
+        tmpfs={"/tmp": "size=16m", "/run": "size=1m,mode=755"},
+    )
+    settings["command"] = ["python3", "-m", "testbed_controller.hosts.inside.keeper"]
     make_container(host.client, state.run, KEEPER, settings)
     return container_name(state.run, KEEPER)

@@ -61,15 +61,17 @@ def remove_everywhere(
 
 
 def remove(run: str, client: docker.DockerClient | None, *, settle: bool = True) -> int:
-    """Remove a run from wherever it is; ``client`` is the engine of those that are on one."""
+    """Remove a run from one engine or from several hosts; ``client`` is the engine of a run on one."""
     hosts = runstate.hosts_of(run)
     if hosts:
         return remove_everywhere(run, hosts, settle=settle)
     return remove_run(client or connect_to_run(run), run, settle=settle)
 
 
-if __name__ == "__main__":
+def _remove_known(run: str) -> int:
     # A run removed by another process has no state file any more.
-    reaper.main(
-        sys.argv[1], lambda run: remove(run, None) if run in runstate.runs() else 0
-    )
+    return remove(run, None) if run in runstate.runs() else 0
+
+
+if __name__ == "__main__":
+    reaper.main(sys.argv[1], _remove_known)

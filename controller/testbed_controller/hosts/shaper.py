@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
+from operator import methodcaller
 from typing import Any, TypeVar
 
 from testbed.common.errors import HostError, InputError
@@ -34,93 +36,100 @@ _LEAST = 5e-5
 """Unknown part of a round trip, in seconds."""
 
 
-def combined(
+def combine_halves(
     asked: Mapping[Pair, Link],
     halves: Mapping[str, Iterable[Mapping[str, Any]]],
     host: Mapping[str, str],
     offsets: Mapping[str, float],
 ) -> tuple[list[LinkMeasurement], dict[Way, tuple[float, float]]]:
-    """Combine the measurements of hosts for links between them; also return the result of `_between`.
+    """Combine the measurements of links between hosts; also return the result of `_clock_differences`.
 
     ``halves`` are the results of `testbed_controller.shaping.probes.measure_half` by host, ``host`` is the host of each
     device, and ``offsets`` are the offsets of the hosts' clocks from ours in seconds.
     """
-    reports = {
-        (name, each["source"], each["destination"]): each
-        for name, half in halves.items()
-        for each in half
-    }
+    sent_by: dict[Pair, Mapping[str, Any]] = {}
+    received_by: dict[Pair, Mapping[str, Any]] = {}
+    for name, half in halves.items():
+        for report in half:
+            pair = (report["source"], report["destination"])
+            if host[pair[0]] == name:
+                sent_by[pair] = report
+            if host[pair[1]] == name:
+                received_by[pair] = report
     raw: dict[Pair, list[float]] = {}
-    for source, destination in asked:
-        gate = reports[host[source], source, destination]["gate"]
-        raw[source, destination] = [
-            each - gate
-            for each in reports[host[destination], source, destination]["delays"]
-        ]
-    moved = _between(
-        {
-            pair: (link, statistics.median(raw[pair]))
-            for pair, link in asked.items()
-            if raw[pair]
-        },
-        host,
-    )
+    for pair in asked:
+        gate = sent_by[pair]["gate"]
+        raw[pair] = [delay - gate for delay in received_by[pair]["delays"]]
+    medians = {}
+    for pair, link in asked.items():
+        if raw[pair]:
+            medians[pair] = (link, statistics.median(raw[pair]))
+    differences = _clock_differences(medians, host)
     measured = []
-    for (source, destination), link in asked.items():
-        way, here = (
-            (host[source], host[destination]),
-            reports[host[destination], source, destination],
+    for pair, link in asked.items():
+        source_host, destination_host = (host[name] for name in pair)
+        by_contexts = offsets[destination_host] - offsets[source_host]
+        difference, _ = differences.get(
+            (source_host, destination_host), (by_contexts, 0.0)
         )
-        difference, _ = moved.get(way, (offsets[way[1]] - offsets[way[0]], 0.0))
-        there = reports[way[0], source, destination]
-        delays = [each - difference for each in raw[source, destination]]
-        sent = there["sent"]
-        delay = statistics.median(delays) if delays else None
-        slowest, lost = replace(link, rate=here["asked"]), sent - len(delays)
+        delays = [delay - difference for delay in raw[pair]]
         measured.append(
-            LinkMeasurement(
-                source,
-                destination,
-                requested=link,
-                limit=slowest.rate,
-                rate=here["rate"],
-                delay=delay,
-                loss=lost / sent if sent else None,
-                packets=sent,
-                problem=tolerance.describe_deviations(
-                    slowest, here["rate"], delay, sent, lost, there["gate"]
-                ),
-            )
+            _make_measurement(pair, link, delays, sent_by[pair], received_by[pair])
         )
-    return measured, moved
+    return measured, differences
 
 
-def _between(
+def _make_measurement(
+    pair: Pair,
+    link: Link,
+    delays: Sequence[float],
+    sent_by: Mapping[str, Any],
+    received_by: Mapping[str, Any],
+) -> LinkMeasurement:
+    """Return the measurement of a link from the reports of the sender's and the receiver's host."""
+    sent = sent_by["sent"]
+    lost = sent - len(delays)
+    delay = statistics.median(delays) if delays else None
+    rate = received_by["rate"]
+    slowest = replace(link, rate=received_by["asked"])
+    problem = tolerance.describe_deviations(
+        slowest, rate, delay, sent, lost, sent_by["gate"]
+    )
+    return LinkMeasurement(
+        *pair,
+        requested=link,
+        limit=slowest.rate,
+        rate=rate,
+        delay=delay,
+        loss=lost / sent if sent else None,
+        packets=sent,
+        problem=problem,
+    )
+
+
+def _clock_differences(
     raw: Mapping[Pair, tuple[Link, float]], host: Mapping[str, str]
 ) -> dict[Way, tuple[float, float]]:
     """Return the clock difference between two hosts, and the round trip beyond the requested delays, in seconds.
 
     A delay above the request in one direction and below in the other results from the clocks. Packets of the data
-    network reveal it more accurately than the connections of the docker contexts. Only pairs of hosts with packets in
-    both directions are included.
+    network reveal the difference more accurately than the connections of the docker contexts. Only pairs of hosts with
+    packets in both directions are included.
     """
-    beyond: dict[Way, list[float]] = {}
-    for pair, (link, delay) in raw.items():
-        beyond.setdefault((host[pair[0]], host[pair[1]]), []).append(
-            delay - median_delay(link)
-        )
-    excess = {way: statistics.median(found) for way, found in beyond.items()}
-    pairs = [way for way in excess if way[::-1] in excess]
-    return {
-        (a, b): (
-            (excess[a, b] - excess[b, a]) / 2,
-            max(0.0, excess[a, b] + excess[b, a]),
-        )
-        for a, b in pairs
-    }
+    beyond: dict[Way, list[float]] = defaultdict(list)
+    for (source, destination), (link, delay) in raw.items():
+        beyond[host[source], host[destination]].append(delay - median_delay(link))
+    excess = {way: statistics.median(delays) for way, delays in beyond.items()}
+    differences = {}
+    for (a, b), there in excess.items():
+        back = excess.get((b, a))
+        if back is not None:
+            # As in NTP: the clocks add to one direction what they take from the other.
+            differences[a, b] = ((there - back) / 2, max(0.0, there + back))
+    return differences
 
 
-def samples(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pair]:
+def sample_links(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pair]:
     """Return the most informative link for each path between hosts: fast, and with little random delay."""
     best: dict[Way, tuple[tuple[float, float, float], Pair]] = {}
     for pair, link in links.items():
@@ -135,13 +144,13 @@ def path_delays(
     measured: Iterable[LinkMeasurement], host: Mapping[str, str]
 ) -> dict[Way, float]:
     """Return the delay of each path in seconds beyond the request, given measurements of unmodified links."""
-    return {
-        (host[each.source], host[each.destination]): max(
-            0.0, each.delay - median_delay(each.requested)
-        )
-        for each in measured
-        if each.delay is not None
-    }
+    delays = {}
+    for measurement in measured:
+        if measurement.delay is not None:
+            way = (host[measurement.source], host[measurement.destination])
+            excess = measurement.delay - median_delay(measurement.requested)
+            delays[way] = max(0.0, excess)
+    return delays
 
 
 def imposed_links(
@@ -161,21 +170,21 @@ def imposed_links(
                 f"{way[0]} to {way[1]} has {path_delay * 1e3:.2f} ms: put both on one host with --place, or give "
                 "the link a longer delay"
             )
-        imposed[pair] = (
-            replace(link, delay=max(0.0, link.delay - path_delay))
-            if path_delay
-            else link
-        )
+        imposed[pair] = link
+        if path_delay:
+            imposed[pair] = replace(link, delay=max(0.0, link.delay - path_delay))
     return imposed
 
 
-class NothingPasses(HostError):  # noqa: N818 - a state of the way
-    """Packets of the data network do not pass from one host to another, or only ``small`` ones."""
+class PathBlocked(HostError):  # noqa: N818 - a state of the path
+    """The data network carries no packets from one host to another, or no full frames (``passes_small``)."""
 
-    def __init__(self, source: str, destination: str, small: bool = False) -> None:
+    def __init__(
+        self, source: str, destination: str, *, passes_small: bool = False
+    ) -> None:
         super().__init__(f"no packets pass from {source} to {destination}")
-        self.ends = source, destination
-        self.small = small
+        self.ends = (source, destination)
+        self.passes_small = passes_small
 
 
 class Shapers:
@@ -192,9 +201,9 @@ class Shapers:
         """``links`` are the links of the scenario; ``lost`` hosts are skipped."""
         self._lost = lost
         self._parts = parts
-        self._host = {
-            name: host for host, names in state.hosts.items() for name in names
-        }
+        self._host: dict[str, str] = {}
+        for host, names in state.hosts.items():
+            self._host |= dict.fromkeys(names, host)
         self._ways = {(a, b): delay for a, b, delay in state.ways}
         self._channels = channels
         self._asked = dict(links)
@@ -210,44 +219,47 @@ class Shapers:
     def measure_path_delays(self) -> list[tuple[str, str, float]]:
         """Measure the delays of the paths between hosts, while links are emulated as requested.
 
-        Raises `NothingPasses` if no packets or no full frames arrive over a path.
+        Raises `PathBlocked` if no packets or no full frames arrive over a path.
         """
-        measurements = self._probe_between_hosts(samples(self._asked, self._host))
-        limited, rates = [], []
-        for each in measurements:
-            if each.delay is None:
-                if expected_loss(each.requested) < 1:
-                    raise NothingPasses(
-                        self._host[each.source], self._host[each.destination]
-                    )
-            elif each.requested.rate:
-                limited.append(each)
-                rates.append(each.rate)
-        # Only one link of each kind has a rate measurement.
-        if limited and not any(rates):
-            raise NothingPasses(
-                self._host[limited[0].source],
-                self._host[limited[0].destination],
-                small=True,
+        measurements = self._probe_between_hosts(sample_links(self._asked, self._host))
+        limited: list[Way] = []
+        rates = []
+        for measurement in measurements:
+            way = (
+                self._host[measurement.source],
+                self._host[measurement.destination],
             )
-        return [
-            (*way, delay)
-            for way, delay in path_delays(measurements, self._host).items()
-        ]
+            if measurement.delay is None:
+                if expected_loss(measurement.requested) < 1:
+                    raise PathBlocked(*way)
+            elif measurement.requested.rate:
+                limited.append(way)
+                rates.append(measurement.rate)
+        # Only one link of each kind has a rate measurement, which needs full frames.
+        if limited and not any(rates):
+            raise PathBlocked(*limited[0], passes_small=True)
+        delays = path_delays(measurements, self._host)
+        return [(*way, delay) for way, delay in delays.items()]
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links while running; other links are unaffected."""
         imposed = self.imposed(links)
         self._asked |= links
-        self._call_all(
-            lambda host, shaper: shaper.set(
-                {p: link for p, link in imposed.items() if self._is_at(p, host)}
-            )
-        )
+
+        def set_part(host: str, shaper: Shaper) -> None:
+            own = {}
+            for pair, link in imposed.items():
+                # Both ends: the sender's host shapes the rate, the receiver's the delay and loss.
+                if self._is_at(pair, host):
+                    own[pair] = link
+            shaper.set(own)
+
+        self._call_all(set_part)
 
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
         """Measure links between the devices themselves."""
-        wanted, across = list(pairs), []
+        wanted = list(pairs)
+        across = []
         within: dict[str, list[Pair]] = defaultdict(list)
         for pair in wanted:
             if self.crosses(pair):
@@ -257,7 +269,9 @@ class Shapers:
         measured = self._probe_between_hosts(across) if across else []
         for host, own in within.items():
             measured += self._parts[host].probe(own)
-        by_pair = {(each.source, each.destination): each for each in measured}
+        by_pair = {}
+        for measurement in measured:
+            by_pair[measurement.source, measurement.destination] = measurement
         return [by_pair[pair] for pair in wanted]
 
     def _probe_between_hosts(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
@@ -267,45 +281,43 @@ class Shapers:
         for _ in range(_ATTEMPTS):
             if not again:
                 break
-            for each in self._measure_once(again):
-                latest[each.source, each.destination] = each
+            for measurement in self._measure_once(again):
+                latest[measurement.source, measurement.destination] = measurement
             again = [pair for pair in again if latest[pair].problem]
         return [latest[pair] for pair in pairs]
 
     def _measure_once(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
         asked = {pair: self._asked[pair] for pair in pairs}
-        run, ends = secrets.token_hex(8), {name for pair in pairs for name in pair}
-        hosts = {
-            host: self._parts[host]
-            for host in dict.fromkeys(self._host[name] for name in sorted(ends))
-        }
-        with ThreadPoolExecutor(len(hosts)) as pool:
-            opened = pool.map(
-                lambda shaper: shaper.open_ends(run, pairs), hosts.values()
-            )
-            ports = {name: port for found in opened for name, port in found.items()}
+        run = secrets.token_hex(8)
+        shapers = {}
+        for name in sorted(set(chain.from_iterable(pairs))):
+            host = self._host[name]
+            shapers[host] = self._parts[host]
+        with ThreadPoolExecutor(len(shapers)) as pool:
+            ports: dict[str, int] = {}
+            open_ends = methodcaller("open_ends", run, pairs)
+            for opened in pool.map(open_ends, shapers.values()):
+                ports |= opened
+            # An instant ahead, by which every host has received its request.
             begin = time.monotonic() + _AHEAD
-            offsets = {
-                host: self._channels[host].clock.offset.there(begin) - begin
-                for host in hosts
-            }
-            halves = pool.map(
-                lambda host: hosts[host].probe_half(
-                    run, pairs, ports, begin + offsets[host]
-                ),
-                hosts,
-            )
-            found, moved = combined(
-                asked, dict(zip(hosts, halves, strict=True)), self._host, offsets
-            )
-        self._align_clocks(begin, offsets, moved)
-        return found
+            offsets = {}
+            for host in shapers:
+                offsets[host] = self._channels[host].clock.offset.there(begin) - begin
+
+            def measure_at(host: str) -> list[dict[str, Any]]:
+                there = begin + offsets[host]
+                return shapers[host].probe_half(run, pairs, ports, there)
+
+            halves = dict(zip(shapers, pool.map(measure_at, shapers), strict=True))
+        measurements, differences = combine_halves(asked, halves, self._host, offsets)
+        self._align_clocks(begin, offsets, differences)
+        return measurements
 
     def _align_clocks(
         self,
         at: float,
         offsets: Mapping[str, float],
-        moved: Mapping[tuple[str, str], tuple[float, float]],
+        differences: Mapping[Way, tuple[float, float]],
     ) -> None:
         """Set the clocks from packets between hosts, which are more accurate than the contexts' connections.
 
@@ -313,16 +325,17 @@ class Shapers:
         """
         first = next(iter(offsets))
         for host in offsets:
-            if (first, host) in moved:
-                difference, round_trip = moved[first, host]
-                # The paths' own delays, now part of the requested ones, may also be asymmetric.
-                round_trip += self._ways.get((first, host), 0.0) + self._ways.get(
-                    (host, first), 0.0
-                )
-                self._channels[host].clock.pin(
-                    at, offsets[first] + difference, round_trip + _LEAST
-                )
-                self._channels[first].clock.pin(at, offsets[first], round_trip + _LEAST)
+            if (first, host) not in differences:
+                continue
+            difference, round_trip = differences[first, host]
+            # The paths' own delays, now part of the requested ones, may also be asymmetric.
+            there = self._ways.get((first, host), 0.0)
+            back = self._ways.get((host, first), 0.0)
+            round_trip += there + back
+            uncertain = round_trip + _LEAST
+            offset = offsets[first] + difference
+            self._channels[host].clock.pin(at, offset, uncertain)
+            self._channels[first].clock.pin(at, offsets[first], uncertain)
 
     def renew(self) -> None:
         """Renew the lease of the containers."""
@@ -330,17 +343,18 @@ class Shapers:
 
     def show(self) -> dict[str, Any]:
         """Return the result of `Shaper.show` for all devices and links."""
-        shown = self._call_all(lambda _host, shaper: shaper.show())
-        links = {
-            (link["source"], link["destination"]): link
-            for each in shown
-            for link in each["links"]
-        }
+        backends = set()
+        devices: dict[str, Any] = {}
+        links = {}
+        for shown in self._call_all(lambda _host, shaper: shaper.show()):
+            backends.add(shown["backend"])
+            devices |= shown["devices"]
+            # The shapers of both ends report a link between hosts.
+            for link in shown["links"]:
+                links[link["source"], link["destination"]] = link
         return {
-            "backend": ", ".join(sorted({each["backend"] for each in shown})),
-            "devices": {
-                name: value for each in shown for name, value in each["devices"].items()
-            },
+            "backend": ", ".join(sorted(backends)),
+            "devices": devices,
             "links": [*links.values()],
         }
 
@@ -360,35 +374,36 @@ class Shapers:
         for name, host in self._host.items():
             hosts.setdefault(host, []).append(name)
         reports = self._call_all(lambda _host, shaper: shaper.statistics(reset=reset))
+        clocks = {}
+        for host, channel in self._channels.items():
+            clocks[host] = channel.clock.offset.uncertainty
         return {
             **merge_statistics(reports),
-            "processor_seconds": sum(each["processor_seconds"] for each in reports),
+            "processor_seconds": sum(report["processor_seconds"] for report in reports),
             "hosts": hosts,
             "ways": [[*way, delay] for way, delay in self._ways.items()],
-            "clocks": {
-                host: channel.clock.offset.uncertainty
-                for host, channel in self._channels.items()
-            },
+            "clocks": clocks,
         }
 
     def _is_at(self, pair: Pair, host: str) -> bool:
         return host in (self._host[pair[0]], self._host[pair[1]])
 
     def _call_all(self, act: Callable[[str, Shaper], T]) -> list[T]:
-        there = [
-            (host, shaper)
-            for host, shaper in self._parts.items()
-            if host not in self._lost
-        ]
+        present = [host for host in self._parts if host not in self._lost]
+        shapers = [self._parts[host] for host in present]
         with ThreadPoolExecutor(len(self._parts)) as pool:
-            return list(pool.map(lambda each: act(*each), there))
+            return list(pool.map(act, present, shapers))
 
 
-def merge_statistics(statistics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the statistics of several shapers: the largest number, and the first text, of each key."""
+def merge_statistics(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the statistics of several shapers: the largest number, and the first text, of each key.
+
+    >>> merge_statistics([{"host_load": 0.5, "backend": "netem"}, {"host_load": 0.9, "backend": "netem"}])
+    {'host_load': 0.9, 'backend': 'netem'}
+    """
     result: dict[str, Any] = {}
-    for each in statistics:
-        for name, value in each.items():
+    for report in reports:
+        for name, value in report.items():
             known = result.get(name)
             if isinstance(value, dict):
                 result[name] = merge_statistics([known or {}, value])

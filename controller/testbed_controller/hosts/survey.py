@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from testbed.common.errors import TestbedError
 from testbed_controller.hosts.channel import Channel
-from testbed_controller.hosts.contexts import Host, manager, reach
+from testbed_controller.hosts.contexts import Host, find_manager, reach
 from testbed_controller.hosts.provision import make_keeper
 from testbed_controller.lab.diagnosis import HostCheck
 from testbed_controller.lab.engineaddress import context_names
@@ -51,33 +51,29 @@ def survey(wanted: Sequence[str]) -> list[HostReport]:
     asked = list(wanted) or context_names()
     with ThreadPoolExecutor(len(asked)) as pool:
         reached = list(pool.map(_try_reach, asked))
-        engines: dict[str, str] = {}
-        doubled = {
-            each.name: other
-            for each in reached
-            if isinstance(each, Host)
-            and (other := engines.setdefault(each.engine, each.name)) != each.name
-        }
-        return list(
-            pool.map(
-                lambda each: _make_report(each, doubled),
-                zip(asked, reached, strict=True),
-            )
-        )
+        first_by_engine: dict[str, str] = {}
+        duplicate_of = dict.fromkeys(asked, "")
+        for host in reached:
+            if isinstance(host, Host):
+                first = first_by_engine.setdefault(host.engine, host.name)
+                if first != host.name:
+                    duplicate_of[host.name] = first
+        duplicates = [duplicate_of[name] for name in asked]
+        return list(pool.map(_make_report, asked, reached, duplicates))
 
 
 def check_hosts(wanted: Sequence[str]) -> Iterator[HostCheck]:
     """Yield a check for each of these docker contexts."""
     for report in survey(wanted):
-        name, lacking = (
-            f"host {report.context}",
-            [each for each in report.missing if not each.endswith(BRINGS)],
-        )
-        detail = (
-            "; ".join(lacking)
-            or f"Docker {report.engine}, {report.cores} cores, {report.address or report.node}"
-        )
-        yield HostCheck(name, "missing" if lacking else "ok", detail, needed=True)
+        name = f"host {report.context}"
+        # The first run copies missing images.
+        lacking = [text for text in report.missing if not text.endswith(BRINGS)]
+        if lacking:
+            yield HostCheck(name, "missing", "; ".join(lacking), needed=True)
+        else:
+            place = report.address or report.node
+            detail = f"Docker {report.engine}, {report.cores} cores, {place}"
+            yield HostCheck(name, "ok", detail, needed=True)
 
 
 def _try_reach(name: str) -> Host | str:
@@ -87,29 +83,28 @@ def _try_reach(name: str) -> Host | str:
         return str(error)
 
 
-def _make_report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> HostReport:
-    name, host = asked
+def _make_report(name: str, host: Host | str, duplicate_of: str) -> HostReport:
     if isinstance(host, str):
         return HostReport(name, missing=(host,))
     tags = present_tags(host.client)
-    there = tuple(
-        kind for kind in _KINDS if image_exists(host.client, tags.by_kind[kind])
-    )
-    missing = (
-        [f"the same engine as {doubled[name]}: remove one of them"]
-        if name in doubled
-        else []
-    )
+    present = []
+    missing = []
+    if duplicate_of:
+        missing.append(f"the same engine as {duplicate_of}: remove one of them")
     try:
-        manager({name: host})
+        find_manager({name: host})
     except TestbedError as error:
+        # A worker alone has no manager beside it, which is no fault of the host.
         if not host.address:
             missing.append(str(error))
-    missing += [
-        f"the image of the {kind}, {BRINGS}" for kind in _KINDS if kind not in there
-    ]
+    for kind in _KINDS:
+        if image_exists(host.client, tags.by_kind[kind]):
+            present.append(kind)
+        else:
+            missing.append(f"the image of the {kind}, {BRINGS}")
     facts: dict[str, float] = {}
-    if "shaper" in there:
+    # The keeper, which measures, runs in the shaper's image.
+    if "shaper" in present:
         try:
             facts = _measure_host(host, tags.shaper)
         except TestbedError as error:
@@ -122,7 +117,7 @@ def _make_report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> Host
         memory=host.memory,
         engine=host.version,
         manager=host.manages,
-        images=there,
+        images=tuple(present),
         offset=facts.get("offset"),
         uncertainty=facts.get("uncertainty"),
         round_trip=facts.get("round_trip"),

@@ -14,7 +14,7 @@ import pytest
 
 from testbed.common.errors import HostError, InputError
 from testbed_controller.hosts import contexts
-from testbed_controller.hosts.contexts import Host, manager, reach, reach_all
+from testbed_controller.hosts.contexts import Host, find_manager, reach, reach_all
 from testbed_controller.lab.engineaddress import EngineAddress
 from tests.helpers.dockercontexts import context
 
@@ -128,15 +128,16 @@ def test_two_contexts_of_one_engine_are_refused(
 
 def test_hosts_have_to_be_of_one_swarm_with_a_manager_among_them() -> None:
     a, b = host("a"), host("b", address="10.0.0.2")
-    assert manager({"b": b, "a": a}) is a
+    assert find_manager({"b": b, "a": a}) is a
     with pytest.raises(HostError, match=r"b is not in a swarm: .*swarm init"):
-        manager({"a": a, "b": replace(b, address="")})
+        find_manager({"a": a, "b": replace(b, address="")})
     with pytest.raises(
         HostError,
         match=r"no manager of the swarm among b: add the context of one of 10.0.0.1:2377",
     ):
-        manager({"b": b})
+        find_manager({"b": b})
     with pytest.raises(
-        HostError, match=r"a and b are in two swarms: 'docker --context b swarm leave'"
+        HostError,
+        match=r"a and b are in two swarms: run 'docker --context b swarm leave'",
     ):
-        manager({"a": a, "b": replace(b, managers=("10.0.0.9:2377",))})
+        find_manager({"a": a, "b": replace(b, managers=("10.0.0.9:2377",))})

@@ -107,7 +107,7 @@ def lab(folder: Path, text: str) -> Path:
 
 def struck(folder: Path, text: str) -> list[dict[str, object]]:
     trial = trials(load(ROOT / "scenarios/quickstart.yaml"))[0]
-    changed = read_lab(lab(folder, f"hosts: [a, b]\nfaults:\n{text}")).struck(
+    changed = read_lab(lab(folder, f"hosts: [a, b]\nfaults:\n{text}")).add_faults(
         trial, PLACED
     )
     assert changed.experiment.faults == changed.scenario.faults
@@ -181,7 +181,7 @@ def test_what_is_wrong_in_the_file_is_said_with_its_name(
     [
         (
             "{kill_host: c, at: 1s}",
-            r"--lab: faults\.0: kill_host: no device is on 'c': a, b",
+            r"--lab: faults\.0: kill_host: no device is on 'c'; hosts with devices: a, b",
         ),
         ("{kill_host: b}", "'at', 'when' and 'after'"),
         ("{kill_host: b, at: 9000s}", r"--lab: faults\.0: .*time_limit"),

@@ -6,7 +6,12 @@ import pytest
 
 from testbed.common.errors import InputError
 from testbed.network.link import Link
-from testbed_controller.hosts.shaper import Shapers, combined, imposed_links, samples
+from testbed_controller.hosts.shaper import (
+    Shapers,
+    combine_halves,
+    imposed_links,
+    sample_links,
+)
 from testbed_controller.lab.runstate import RunState
 
 
@@ -48,7 +53,7 @@ def measured(there: list[float], back: list[float]):
         "b": [half(0, "p", "r", there, 49.8e6), half(30, "r", "p", [])],
     }
     asked = {("p", "r"): LINK, ("r", "p"): LINK}
-    return combined(asked, halves, HOST, {"a": 0.0, "b": 10.003})
+    return combine_halves(asked, halves, HOST, {"a": 0.0, "b": 10.003})
 
 
 def test_a_difference_of_clocks_is_not_a_delay() -> None:
@@ -70,7 +75,7 @@ def test_the_time_at_the_gate_of_the_sender_is_not_a_delay() -> None:
         "a": [half(30, "p", "r", [], gate=0.02)],
         "b": [half(0, "p", "r", [0.0252] * 30)],
     }
-    [found], _ = combined({("p", "r"): LINK}, halves, HOST, {"a": 0.0, "b": 0.0})
+    [found], _ = combine_halves({("p", "r"): LINK}, halves, HOST, {"a": 0.0, "b": 0.0})
     assert found.delay == pytest.approx(0.0052)
 
 
@@ -118,4 +123,4 @@ def test_each_way_is_measured_by_its_steadiest_and_fastest_link() -> None:
         ("r", "q"): Link(rate=1e6),
         ("p", "q"): Link(),
     }
-    assert sorted(samples(links, HOST)) == [("q", "r"), ("r", "q")]
+    assert sorted(sample_links(links, HOST)) == [("q", "r"), ("r", "q")]

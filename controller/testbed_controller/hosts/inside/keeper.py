@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -56,53 +57,39 @@ def remove(run: str, path: str = ENGINE) -> int:
     """Try once to remove a run's parts from the engine, except keepers; return the number of remaining parts."""
     engine = Engine(path)
     filters = quote(json.dumps({"label": [f"{RUN}={run}"]}))
-    found = engine.ask("GET", f"/containers/json?all=1&filters={filters}")
-    ways = [
-        f"/containers/{each['Id']}?force=1&v=1"
-        for each in found
-        if each["Labels"].get(ROLE) != "keeper"
-    ]
+    objects = []
+    for container in engine.ask("GET", f"/containers/json?all=1&filters={filters}"):
+        if container["Labels"].get(ROLE) != "keeper":
+            objects.append(f"/containers/{container['Id']}?force=1&v=1")
+    # Only a swarm's managers can remove its networks.
     manages = engine.ask("GET", "/info")["Swarm"].get("ControlAvailable", False)
-    networks = engine.ask("GET", f"/networks?filters={filters}")
-    ways += [
-        f"/networks/{each['Id']}"
-        for each in networks
-        if each["Scope"] == "local" or manages
-    ]
+    for network in engine.ask("GET", f"/networks?filters={filters}"):
+        if network["Scope"] == "local" or manages:
+            objects.append(f"/networks/{network['Id']}")
     volumes = engine.ask("GET", f"/volumes?filters={filters}")["Volumes"] or []
-    ways += [f"/volumes/{each['Name']}" for each in volumes]
+    objects += [f"/volumes/{volume['Name']}" for volume in volumes]
+    # All at once: a network in use is refused now and removed by the next try.
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        list(pool.map(lambda way: _delete_object(path, way), ways))
-    return len(ways)
+        list(pool.map(partial(_delete_object, path), objects))
+    return len(objects)
 
 
-def _delete_object(path: str, way: str) -> None:
+def _delete_object(path: str, url: str) -> None:
+    # A connection of its own: HTTPConnection serves one thread.
     try:
-        Engine(path).ask("DELETE", way)
+        Engine(path).ask("DELETE", url)
     except (OSError, http.client.HTTPException) as error:
-        print(f"{way}: {error}", flush=True)
+        print(f"{url}: {error}", flush=True)
 
 
 def main() -> int:
     """Wait while the lease is renewed; then remove the run."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    lease, run = (
-        float(os.environ.get("TESTBED_LEASE") or "inf"),
-        os.environ["TESTBED_RUN"],
-    )
-    alive = Path(ALIVE)
-    alive.touch()
-    left, seen = lease, 0
-    while left > 0:
-        time.sleep(
-            _TICK
-        )  # not the wall clock: a suspended host has not lost its controller
-        now = alive.stat().st_mtime_ns
-        left, seen = (lease if now != seen else left - _TICK), now
-    print(
-        f"{run}: the controller was silent for {lease:g} s: removing the run from this host",
-        flush=True,
-    )
+    lease = float(os.environ.get("TESTBED_LEASE") or "inf")
+    run = os.environ["TESTBED_RUN"]
+    _wait_for_silence(lease)
+    text = f"{run}: the controller was silent for {lease:g} s: removing the run from this host"
+    print(text, flush=True)
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         try:
@@ -112,6 +99,20 @@ def main() -> int:
             print(error, flush=True)
         time.sleep(_TICK)
     return 1
+
+
+def _wait_for_silence(seconds: float) -> None:
+    """Return when the relay has not touched its file for a number of seconds."""
+    alive = Path(ALIVE)
+    alive.touch()
+    left = seconds
+    last_touch = 0
+    while left > 0:
+        # Ticks instead of the clock: after a suspension of the host, the controller has not been silent.
+        time.sleep(_TICK)
+        touch = alive.stat().st_mtime_ns
+        left = seconds if touch != last_touch else left - _TICK
+        last_touch = touch
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ CONNECT_SECONDS = 5.0
 async def _connect(
     target: dict[str, Any],
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    address = ("127.0.0.1", target["port"])
+    connect = partial(socket.create_connection, address, timeout=CONNECT_SECONDS)
+
     def enter() -> socket.socket:
         namespace = Namespace.of_process(target["pid"])
         try:
-            return namespace.run(
-                lambda: socket.create_connection(
-                    ("127.0.0.1", target["port"]), timeout=CONNECT_SECONDS
-                )
-            )
+            # The socket stays in the namespace in which it was made.
+            return namespace.run(connect)
         finally:
             namespace.close()
 

@@ -74,7 +74,8 @@ class Streams:
     ) -> None:
         """Connect a reader and a writer to a target at the other end, until either side closes."""
         self._last += 1
-        number, self._connections[self._last] = self._last, _Connection()
+        number = self._last
+        self._connections[number] = _Connection()
         self.send(OPEN, number, json.dumps(target).encode())
         await self._forward(number, reader, writer)
 
@@ -87,10 +88,10 @@ class Streams:
         if kind == CLOCK:
             self._on_clock(content)
         elif kind == OPEN:
+            # Before the connection exists: data for it may follow at once.
             self._connections[number] = _Connection()
-            task = asyncio.get_running_loop().create_task(
-                self._connect_target(number, json.loads(content))
-            )
+            connecting = self._connect_target(number, json.loads(content))
+            task = asyncio.get_running_loop().create_task(connecting)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif connection is None:
@@ -121,19 +122,16 @@ class Streams:
     ) -> None:
         """Forward data in both directions until either side closes."""
         connection = self._connections[number]
-        ways = [
-            asyncio.ensure_future(way)
-            for way in (
-                self._forward_out(number, reader),
-                self._forward_in(number, writer),
-            )
-        ]
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        if not ways[1].done() and not connection.arrived.empty():
+        outgoing = asyncio.ensure_future(self._forward_out(number, reader))
+        incoming = asyncio.ensure_future(self._forward_in(number, writer))
+        both = (outgoing, incoming)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not incoming.done() and not connection.arrived.empty():
+            # The local side has closed its half; what has arrived for it is still delivered.
             connection.arrived.put_nowait(b"")
-            await ways[1]
-        for way in ways:
-            way.cancel()
+            await incoming
+        for direction in both:
+            direction.cancel()
         self._connections.pop(number, None)
         self.send(END, number, b"")
         writer.close()
@@ -141,7 +139,10 @@ class Streams:
     async def _forward_out(self, number: int, reader: asyncio.StreamReader) -> None:
         connection = self._connections[number]
         with suppress(OSError):
-            while piece := await reader.read(PIECE):
+            while True:
+                piece = await reader.read(PIECE)
+                if not piece:
+                    return
                 while connection.room <= 0:
                     connection.more_room.clear()
                     await connection.more_room.wait()
@@ -151,7 +152,11 @@ class Streams:
     async def _forward_in(self, number: int, writer: asyncio.StreamWriter) -> None:
         arrived = self._connections[number].arrived
         with suppress(OSError):
-            while piece := await arrived.get():
+            while True:
+                piece = await arrived.get()
+                if not piece:
+                    return
                 writer.write(piece)
                 await writer.drain()
+                # After draining, so that the other end never sends more than the target takes.
                 self.send(TAKEN, number, len(piece).to_bytes(4, "big"))
