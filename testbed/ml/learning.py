@@ -69,7 +69,7 @@ class Learning(Workload):
         self, scenario: Scenario, method: core.Method | None
     ) -> Iterator[Diagnostic]:
         """Yield problems of numerics, model, data and folders."""
-        return preparation.problems(scenario, method)
+        return preparation.find_problems(scenario, method)
 
     def problem(
         self, given: core.Problem, scenario: Scenario, method: core.Method
@@ -107,7 +107,7 @@ class Learning(Workload):
 
     def total(self, scenario: Scenario) -> int | None:
         """Return the number of steps or requests; None if the number depends on the data files or on the split."""
-        return preparation.total(scenario)
+        return preparation.planned_total(scenario)
 
     def facts(self, problem: core.Problem) -> Mapping[str, Any]:
         """Return the facts of the model and the data."""
@@ -210,11 +210,11 @@ class Learning(Workload):
 
     def sample_counts(self, prepared: Prepared) -> Mapping[str, Mapping[int, int]]:
         """Return the number of training samples by device and class."""
-        return preparation.owned(prepared)
+        return preparation.samples_by_class(prepared)
 
     def export_outcome(self, prepared: Prepared, outcome: Outcome) -> Outcome:
         """Return an outcome whose weights have the names of the user's own network, if there is one."""
-        return preparation.exported(prepared, outcome)
+        return preparation.export_weights(prepared, outcome)
 
     def library_versions(self) -> dict[str, Any] | None:
         """Return processor, instruction set and torch version."""
@@ -262,7 +262,7 @@ class LearningInputs(Inputs):
         own = (
             None
             if self._dataset is None
-            else preparation.share(self._prepared, self._dataset, device)
+            else preparation.samples_of(self._prepared, self._dataset, device)
         )
         job = _make_job(
             device,
@@ -282,7 +282,7 @@ class LearningInputs(Inputs):
         own = (
             None
             if self._dataset is None
-            else preparation.share(self._prepared, self._dataset, device)
+            else preparation.samples_of(self._prepared, self._dataset, device)
         )
         return None if own is None else pack(own)
 

@@ -62,10 +62,14 @@ class Problem(core.Problem[ProblemOptions]):
     def training(self) -> TrainingConfig:
         """How the model is trained."""
         workload = self.workload
-        given = workload.model.weights is not None and not self.frozen_placed
-        travels = given or workload.training.exchange == "all"
+        # Frozen weights of the seed are drawn on every device; those of a file have to be sent, unless they are placed.
+        are_sent = workload.model.weights is not None and not self.frozen_placed
         return TrainingConfig(
-            workload.training, self.codes, workload.steps, self.model.classes, travels
+            workload.training,
+            self.codes,
+            workload.steps,
+            self.model.classes,
+            are_sent or workload.training.exchange == "all",
         )
 
 
@@ -75,9 +79,10 @@ class Job(core.Job[ProblemOptions, PlanDetails]):
 
     problem: Problem[ProblemOptions]
     dataset: Dataset | None = field(kw_only=True)
-    """The training samples that this device owns, and on the plan's lead the test samples; None on a device without
-    any. Where the workload does not split its data, all samples are the lead's; or each device's, if the method has
-    them everywhere."""
+    """The training samples of this device, and on the plan's coordinator the test samples; None without samples.
+
+    If the workload does not split its data, the coordinator has all samples, or every device, if the method supports
+    ``all_samples``."""
     given: Mapping[str, torch.Tensor] | None = None
     """The result of `weights`; set by runtimes."""
     on_weights: Callable[[], None] = lambda: None
@@ -99,7 +104,7 @@ class Method(core.Method[MethodOptions, MethodDetails]):
 
     tasks: ClassVar[tuple[str, ...]] = ("train",)
     refuses: ClassVar[Mapping[str, str]] = {}
-    """Keys of ``workload.training`` that it does not follow, such as ``ema`` or ``clip.norm``, with the reason."""
+    """Unsupported keys of ``workload.training``, such as ``ema`` or ``clip.norm``, with the reason."""
 
     @abstractmethod
     def plan(self, problem: Problem[MethodOptions]) -> Plan[MethodDetails]:
@@ -120,7 +125,7 @@ class Method(core.Method[MethodOptions, MethodDetails]):
     def data_owners(self, problem: Problem[MethodOptions]) -> tuple[str, ...]:
         """Return the devices sharing training samples by ``workload.data.split``; pure.
 
-        The default is None: the coordinator has all samples, and a split is rejected.
+        By default no device does: the coordinator has all samples, and a split is rejected.
         """
         return ()
 
@@ -139,7 +144,7 @@ class Method(core.Method[MethodOptions, MethodDetails]):
         return ()
 
     def alternatives(self, problem: Problem[MethodOptions]) -> tuple[Alternative, ...]:
-        """Return the alternatives shown by `testbed plan`; pure. None if a method has a single variant."""
+        """Return the alternatives shown by `testbed plan`; pure. Empty if a method has a single variant."""
         return ()
 
     def advice(

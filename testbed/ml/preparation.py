@@ -21,7 +21,7 @@ from testbed.ml.data import catalog as data
 from testbed.ml.data.batches import Indices, steps_per_epoch
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.data.split import class_counts, is_class
-from testbed.ml.data.split import split as shared
+from testbed.ml.data.split import split as split_samples
 from testbed.ml.method import Method, Problem
 from testbed.ml.models import catalog as models
 from testbed.ml.models import weights
@@ -59,8 +59,9 @@ def part_of(scenario: Scenario) -> LearningPart:
 def data_folder(scenario: Scenario) -> Path:
     """Return the folder of the data files: the scenario's, or the target of `testbed data fetch`."""
     part = part_of(scenario).data
-    if (named := part.file or part.path or part.folder) is not None:
-        return scenario.source.folder / named
+    for named in (part.file, part.path, part.folder):
+        if named:
+            return scenario.source.folder / named
     return data.data_place(part.name)
 
 
@@ -72,42 +73,47 @@ def weights_file(scenario: Scenario) -> Path | None:
 
 def pretraining_of(prepared: Prepared) -> Prepared | None:
     """Return the run producing the initial weights; None unless they come from a scenario."""
-    return (
-        prepared.division.pretraining
-        if isinstance(prepared.division, Division)
-        else None
-    )
+    if not isinstance(prepared.division, Division):
+        return None
+    return prepared.division.pretraining
 
 
 def shares_of(prepared: Prepared) -> Mapping[str, Indices]:
     """Return the indices of the training samples of each device with data; empty if all are at the coordinator."""
-    return prepared.division.shares if isinstance(prepared.division, Division) else {}
+    if not isinstance(prepared.division, Division):
+        return {}
+    return prepared.division.shares
 
 
-def share(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | None:
+def samples_of(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | None:
     """Return the samples of a device: its own training samples, and test samples on the coordinator.
 
     A method may place all samples on all devices. None for a device without samples.
     """
     assert isinstance(prepared.method, Method)
-    shares, lead = shares_of(prepared), device == prepared.plan.lead
+    shares = shares_of(prepared)
+    is_coordinator = device == prepared.plan.lead
     if "all_samples" in prepared.method.supports and device in prepared.plan.devices:
         return dataset
     if not shares:
-        return dataset if lead else None
+        return dataset if is_coordinator else None
     own = shares.get(device)
-    if own is None and not lead:
-        return None
-    part = dataset.part(np.empty(0, np.int64) if own is None else own, lead)
+    if own is None:
+        if not is_coordinator:
+            return None
+        return dataset.part(np.empty(0, np.int64), is_coordinator)
+    part = dataset.part(own, is_coordinator)
     split = part_of(prepared.scenario).data.split
-    if own is None or not isinstance(split, SplitPart) or split.noise is None:
+    if not isinstance(split, SplitPart) or split.noise is None:
         return part
+    # The variance grows from device to device: the i-th of n has the i/n-th part of the noise.
     place = 1 + list(shares).index(device)
+    variance = split.noise * place / len(shares)
     seed = derive(prepared.problem.seed, "noise", device)
-    return part.noisy((split.noise * place / len(shares)) ** 0.5, seed)
+    return part.noisy(variance**0.5, seed)
 
 
-def owned(prepared: Prepared) -> dict[str, dict[int, int]]:
+def samples_by_class(prepared: Prepared) -> dict[str, dict[int, int]]:
     """Return the number of training samples by device and class; empty if all are at the coordinator.
 
     Labels other than classes count as class 0. Raises `InputError` for unreadable data.
@@ -115,12 +121,11 @@ def owned(prepared: Prepared) -> dict[str, dict[int, int]]:
     shares = shares_of(prepared)
     if not shares:
         return {}
-    labels = data.train_labels(
-        part_of(prepared.scenario).data, data_folder(prepared.scenario)
-    )
-    return class_counts(
-        labels if is_class(labels) else np.zeros(len(labels), np.int64), shares
-    )
+    scenario = prepared.scenario
+    labels = data.train_labels(part_of(scenario).data, data_folder(scenario))
+    if not is_class(labels):
+        labels = np.zeros(len(labels), np.int64)
+    return class_counts(labels, shares)
 
 
 def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
@@ -129,14 +134,14 @@ def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
     file = weights_file(prepared.scenario)
     if file is not None:
         return weights.facts(file, prepared.problem.model)
-    text, drawn = (
-        "random, drawn from the seed",
-        prepared.problem.workload.initialisation,
-    )
-    return text if drawn is None else f"{text} as of {drawn}"
+    text = "random, drawn from the seed"
+    initialisation = prepared.problem.workload.initialisation
+    if initialisation is None:
+        return text
+    return f"{text} as of {initialisation}"
 
 
-def exported(prepared: Prepared, outcome: Outcome) -> Outcome:
+def export_weights(prepared: Prepared, outcome: Outcome) -> Outcome:
     """Return an outcome whose weights have the names of the user's own network, if there is one."""
     problem = prepared.problem
     assert isinstance(problem, Problem)
@@ -144,10 +149,10 @@ def exported(prepared: Prepared, outcome: Outcome) -> Outcome:
         return outcome
     parts = {}
     for device, part in outcome.parts.items():
-        held = arrays.unpack(bytearray(part))
-        parts[device] = arrays.pack(
-            {weights.plain_name(name): tensor for name, tensor in held.items()}
-        )
+        tensors = {}
+        for name, tensor in arrays.unpack(bytearray(part)).items():
+            tensors[weights.plain_name(name)] = tensor
+        parts[device] = arrays.pack(tensors)
     whole = None
     if outcome.weights is not None:
         whole = arrays.pack(
@@ -158,56 +163,54 @@ def exported(prepared: Prepared, outcome: Outcome) -> Outcome:
 
 def load_data(prepared: Prepared) -> Dataset:
     """Return the samples of an experiment; raises `InputError` if a batch exceeds the data set."""
-    scenario, workload = prepared.scenario, part_of(prepared.scenario)
+    scenario = prepared.scenario
+    workload = part_of(scenario)
     assert isinstance(prepared.problem, Problem)
-    dataset = data.load(
-        workload.data, data_folder(scenario), blank=workload.numerics == "none"
-    )
-    if wrong := list(batch_problems(workload, len(dataset.train_labels))):
-        # Of data in files nobody has counted the samples before.
+    is_timing_only = workload.numerics == "none"
+    dataset = data.load(workload.data, data_folder(scenario), blank=is_timing_only)
+    samples = len(dataset.train_labels)
+    # Samples in files are counted for the first time here.
+    wrong = list(batch_problems(workload, samples))
+    if wrong:
         raise scenario.source.error(wrong)
-    if workload.data.augment is not None and workload.numerics != "none":
+    if workload.data.augment is not None and not is_timing_only:
         from testbed.ml.data.augment import drawing
 
-        drawn = (
-            workload,
-            prepared.problem.seed,
-            dataset.shape,
-            len(dataset.train_labels),
-        )
+        seed = prepared.problem.seed
         try:
-            dataset = replace(dataset, drawing=drawing(*drawn))
+            augmentation = drawing(workload, seed, dataset.shape, samples)
         except InputError as error:
-            raise scenario.source.error(
-                [Diagnostic(("workload", *error.key), error.text)]
-            ) from None
+            raise scenario.source.error([_locate_error(error)]) from None
+        dataset = replace(dataset, drawing=augmentation)
     return dataset if prepared.problem.model.integers else dataset.floats()
 
 
 def _numerics_problems(workload: LearningPart, method: Method) -> Iterator[Diagnostic]:
     key: Key = ("workload", "numerics")
     if workload.numerics == "none" and "timing_only" not in method.supports:
-        can = ", ".join(
-            each.name for each in _learning_methods() if "timing_only" in each.supports
-        )
-        text = f"the method '{method.name}' does not support timing-only runs: use full, or one of {can}"
+        others = _methods_supporting("timing_only")
+        text = f"the method '{method.name}' does not support timing-only runs: use full, or one of {others}"
         yield Diagnostic(key, text)
     if workload.numerics == "stacked" and "stacked" not in method.supports:
-        can = ", ".join(
-            each.name for each in _learning_methods() if "stacked" in each.supports
-        )
-        yield Diagnostic(key, f"'stacked' is for methods such as {can}: use full")
+        others = _methods_supporting("stacked")
+        yield Diagnostic(key, f"'stacked' is for methods such as {others}: use full")
 
 
-def _learning_methods() -> list[Method]:
-    return [each for each in methods.METHODS.values() if isinstance(each, Method)]
+def _methods_supporting(capability: core.Capability) -> str:
+    """Return the names of the methods for training and inference with a capability."""
+    names = []
+    for method in methods.METHODS.values():
+        if isinstance(method, Method) and capability in method.supports:
+            names.append(method.name)
+    return ", ".join(names)
 
 
 def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
     key: Key = ("workload", "model")
     try:
         if part.file is not None or models.code_of(part.name) is not None:
-            return  # it is made, or refused, with the problem
+            # The user's own model is checked when the problem is built.
+            return
     except InputError as error:
         yield _locate_error(error)
         return
@@ -231,70 +234,75 @@ def _locate_error(error: InputError) -> Diagnostic:
 
 
 def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    name = part_of(scenario).data.name
+    workload = part_of(scenario)
+    part = workload.data
+    name = part.name
     key: Key = ("workload", "data")
     try:
-        kind = data.describe_part(part_of(scenario).data, data_folder(scenario))
+        kind = data.describe_part(part, data_folder(scenario))
     except InputError as error:
         yield _locate_error(error)
         return
-    if not kind.classes and part_of(scenario).task == "train":
+    if not kind.classes and workload.task == "train":
         yield Diagnostic(
             (*key, "name"),
             f"{name} has no labels for training: use the task infer, or data such as digits",
         )
-    path = part_of(scenario).data.path
-    if data.is_own(part_of(scenario).data):
-        try:
-            labels = data.train_labels(part_of(scenario).data, data_folder(scenario))
-            yield from batch_problems(part_of(scenario), len(labels))
-            if (
-                labels.ndim == 1
-                and labels.dtype.kind == "f"
-                and part_of(scenario).training.loss.plain
-            ):
-                text = "the labels are numbers, but cross-entropy needs classes: use a loss such as mse"
-                yield Diagnostic(("workload", "training", "loss"), text)
-        except InputError as error:
-            yield _locate_error(error)
+    if data.is_own(part):
+        yield from _own_data_problems(scenario)
         return
-    there = data.known_samples(part_of(scenario).data)
-    if there is not None:
-        yield from batch_problems(part_of(scenario), there)
-    if kind.from_path and path is None:
+    samples = data.known_samples(part)
+    if samples is not None:
+        yield from batch_problems(workload, samples)
+    names_file = part.path is not None or part.file is not None
+    if kind.from_path and part.path is None:
         yield Diagnostic(
             key, f"{name} is your own image: give its file with `path`, or use photos"
         )
-    elif not kind.from_path and (
-        path is not None or part_of(scenario).data.file is not None
-    ):
+    elif not kind.from_path and names_file:
         yield Diagnostic(
             (*key, "path"),
             f"{name} is not read from a single file: use the data set image, or remove `path`",
         )
 
 
-def batch_problems(workload: LearningPart, there: int) -> Iterator[Diagnostic]:
+def _own_data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
+    """Yield problems of the user's own samples, whose labels are read."""
+    workload = part_of(scenario)
+    try:
+        labels = data.train_labels(workload.data, data_folder(scenario))
+    except InputError as error:
+        yield _locate_error(error)
+        return
+    yield from batch_problems(workload, len(labels))
+    are_numbers = labels.ndim == 1 and labels.dtype.kind == "f"
+    if are_numbers and workload.training.loss.plain:
+        text = "the labels are numbers, but cross-entropy needs classes: use a loss such as mse"
+        yield Diagnostic(("workload", "training", "loss"), text)
+
+
+def batch_problems(workload: LearningPart, samples: int) -> Iterator[Diagnostic]:
     """Yield the problem of a batch larger than all training samples, if the coordinator has them."""
     size = workload.batch_size
-    if workload.task == "train" and workload.data.split == "lead" and size > there:
-        text = f"a batch of {size} is more than the {there} training samples: use at most {there}"
+    if workload.task == "train" and workload.data.split == "lead" and size > samples:
+        text = f"a batch of {size} is more than the {samples} training samples: use at most {samples}"
         yield Diagnostic(("workload", "batch_size"), text)
 
 
 def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     """Check the data files. `build_problem` omits this check: devices receive their data and lack the folder."""
     part = part_of(scenario).data
-    with suppress(
-        InputError
-    ):  # `_data_problems` reports unknown names and broken packages
+    # `_data_problems` reports unknown names and broken packages.
+    with suppress(InputError):
         if data.is_own(part):
             return
         for key, text in data.problems(part, data_folder(scenario)):
             yield Diagnostic(("workload", "data", *key), text)
 
 
-def problems(scenario: Scenario, method: core.Method | None) -> Iterator[Diagnostic]:
+def find_problems(
+    scenario: Scenario, method: core.Method | None
+) -> Iterator[Diagnostic]:
     """Yield problems of numerics, model, data and folders."""
     workload = part_of(scenario)
     if isinstance(method, Method):
@@ -316,15 +324,15 @@ def divide(
     _check_training(method, problem)
     _check_precision(method, problem)
     shares = _divide_samples(scenario, method, problem)
-    problem = replace(
-        problem, samples={name: len(share) for name, share in shares.items()}
-    )
+    samples = {name: len(share) for name, share in shares.items()}
+    problem = replace(problem, samples=samples)
     _check_last_batch(method, problem)
     _check_normalisation(method, problem)
     try:
-        return problem, Division(shares, _pretraining(scenario, problem.model))
+        pretraining = _pretraining(scenario, problem.model)
     except InputError as error:
         raise InputError(error.text, ("model", "weights")) from None
+    return problem, Division(shares, pretraining)
 
 
 def codes_of(scenario: Scenario, options: core.Options) -> dict[str, Code]:
@@ -337,7 +345,7 @@ def described_data(scenario: Scenario) -> data.DataSource:
     return data.describe_part(part_of(scenario).data, data_folder(scenario))
 
 
-def total(scenario: Scenario) -> int | None:
+def planned_total(scenario: Scenario) -> int | None:
     """Return the number of steps or requests; None if the number depends on the data files or on the split."""
     workload = part_of(scenario)
     if workload.task != "train" or workload.steps is not None:
@@ -347,38 +355,39 @@ def total(scenario: Scenario) -> int | None:
     samples = data.known_samples(workload.data)
     if samples is None or workload.epochs is None:
         return None
-    return workload.epochs * steps_per_epoch(
-        samples, workload.batch_size, workload.drop_last
-    )
+    per_epoch = steps_per_epoch(samples, workload.batch_size, workload.drop_last)
+    return workload.epochs * per_epoch
 
 
 def _check_training(method: Method, problem: Problem) -> None:
-    if (
-        problem.workload.model.weights is not None
-        and "initial_weights" not in method.supports
-    ):
+    has_weights = problem.workload.model.weights is not None
+    if has_weights and "initial_weights" not in method.supports:
         text = f"'{method.name}' does not support initial weights: remove the key"
         raise InputError(text, ("model", "weights"))
     if problem.workload.task != "train":
         return
     problem.training.check()
-    part = problem.workload.training
-    if part.judged and "early_stopping" not in method.supports:
-        text = f"'{method.name}' does not support early stopping: remove 'until', 'patience' and 'best'"
-        raise InputError(text, ("training",))
-    if part.judged and getattr(problem.options, "evaluate_every", None) is None:
-        text = "'until', 'patience' and 'best' require periodic evaluations: set evaluate_every"
-        raise InputError(text, ("method",))
-    if part.judged and isinstance(
-        getattr(problem.options, "evaluate_every", None), float
-    ):
-        text = "'until', 'patience' and 'best' require evaluations at steps or rounds: set evaluate_every to an integer"
-        raise InputError(text, ("method", "evaluate_every"))
-    given = part.given()
+    if problem.workload.training.judged:
+        _check_early_stopping(method, problem)
+    given = problem.workload.training.given()
     for key, reason in method.refuses.items():
         if key in given:
             text = f"'{method.name}' does not support this ({reason}): remove the key, or use another method"
             raise InputError(text, ("training", *key.split(".")))
+
+
+def _check_early_stopping(method: Method, problem: Problem) -> None:
+    if "early_stopping" not in method.supports:
+        text = f"'{method.name}' does not support early stopping: remove 'until', 'patience' and 'best'"
+        raise InputError(text, ("training",))
+    # The option of some methods.
+    interval = getattr(problem.options, "evaluate_every", None)
+    if interval is None:
+        text = "'until', 'patience' and 'best' require periodic evaluations: set evaluate_every"
+        raise InputError(text, ("method",))
+    if isinstance(interval, float):
+        text = "'until', 'patience' and 'best' require evaluations at steps or rounds: set evaluate_every to an integer"
+        raise InputError(text, ("method", "evaluate_every"))
 
 
 def check_tied(method: Method, problem: Problem, plan: Plan) -> None:
@@ -390,7 +399,8 @@ def check_tied(method: Method, problem: Problem, plan: Plan) -> None:
     for tied in problem.model.tied:
         for piece in plan.pieces:
             held = sum(piece.first <= unit < piece.last for unit in tied.units)
-            if held and (held < len(tied.units) or piece.part is not None):
+            is_separated = held < len(tied.units) or piece.part is not None
+            if held and is_separated:
                 raise InputError(
                     f"the network uses one weight as {tied.title}, and '{method.name}' gives {piece.device} a part of "
                     "that: take pipeline, gpipe or model-parallelism, which add up its gradients, or untie it",
@@ -411,9 +421,11 @@ def _check_precision(method: Method, problem: Problem) -> None:
 
 
 def _check_normalisation(method: Method, problem: Problem) -> None:
+    if problem.workload.task != "train":
+        return
     samples = min([method.samples_at_once(problem), *problem.samples.values()])
     for unit in problem.model.units:
-        if problem.workload.task == "train" and samples < unit.least_samples:
+        if samples < unit.least_samples:
             raise InputError(
                 f"{unit.name} normalises over samples alone, and {samples} at once has no variance: "
                 "use larger batches, or fewer micro-batches of each",
@@ -423,19 +435,22 @@ def _check_normalisation(method: Method, problem: Problem) -> None:
 
 def _check_last_batch(method: Method, problem: Problem) -> None:
     """Raise `InputError` for an incomplete last batch if the method or the model does not support its size."""
-    workload, key = problem.workload, ("drop_last",)
+    workload = problem.workload
+    key: Key = ("drop_last",)
     if workload.drop_last or workload.task != "train":
         return
     if "smaller_batches" not in method.supports:
-        raise InputError(
-            f"'{method.name}' requires batches of equal size: remove the key", key
-        )
+        text = f"'{method.name}' requires batches of equal size: remove the key"
+        raise InputError(text, key)
+    counts = list(problem.samples.values())
     known = data.known_samples(workload.data)
-    counts = [*problem.samples.values()] or ([known] if known else [])
+    if not counts and known:
+        counts = [known]
     parts = workload.batch_size // method.samples_at_once(problem)
     needed = max(unit.least_samples for unit in problem.model.units)
     for count in counts:
         last = count % workload.batch_size
+        # The last batch is cut into as many micro-batches as it has samples, at most.
         if last and last // min(parts, last) < needed:
             text = f"the last batch of {count} samples has {last}, too few to normalise: use another batch_size"
             raise InputError(text, key)
@@ -451,15 +466,12 @@ def model_code(scenario: Scenario) -> Code | None:
 
 def training_codes(scenario: Scenario) -> dict[str, Code]:
     """Return the texts of files named by the training, by title. Raises `InputError`."""
-    named = [
-        (("training", key, "file"), part)
-        for key, part in part_of(scenario).training.parts()
-    ]
-    return {
-        part.title: _read_code(scenario, part, key)
-        for key, part in named
-        if part.file is not None
-    }
+    texts = {}
+    for key, part in part_of(scenario).training.parts():
+        if part.file is not None:
+            place = ("training", key, "file")
+            texts[part.title] = _read_code(scenario, part, place)
+    return texts
 
 
 def _option_codes(scenario: Scenario, options: BaseModel) -> dict[str, Code]:
@@ -483,28 +495,29 @@ def _divide_samples(
 
     Labels are read for split data only. `build_problem` omits this step: devices receive their samples.
     """
-    part, key = problem.workload.data, ("data", "split")
+    part = problem.workload.data
+    key: Key = ("data", "split")
     owners = method.data_owners(problem)
     if part.split == "lead":
         if owners:
             text = f"the devices of '{method.name}' train on their own samples: use iid, or keys such as dirichlet"
             raise InputError(text, key)
         return {}
-    if not owners or problem.workload.task == "infer":
-        reason = (
-            "an inference does not train"
-            if owners
-            else f"'{method.name}' keeps all samples on its coordinator"
+    reason = None
+    if not owners:
+        reason = f"'{method.name}' keeps all samples on its coordinator"
+    elif problem.workload.task == "infer":
+        reason = "an inference does not train"
+    if reason is not None:
+        text = (
+            f"distributes training samples among devices, but {reason}: remove the key"
         )
-        raise InputError(
-            f"distributes training samples among devices, but {reason}: remove the key",
-            key,
-        )
-    labels = data.train_labels(part, data_folder(scenario))
-    groups = data.train_groups(part, data_folder(scenario))
-    return shared(
-        labels, problem.model.classes, owners, part.split, problem.seed, groups
-    )
+        raise InputError(text, key)
+    folder = data_folder(scenario)
+    labels = data.train_labels(part, folder)
+    groups = data.train_groups(part, folder)
+    classes = problem.model.classes
+    return split_samples(labels, classes, owners, part.split, problem.seed, groups)
 
 
 def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
@@ -526,20 +539,21 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
         )
     if not isinstance(first.workload, LearningPart) or first.workload.task != "train":
         raise InputError(f"{file}: does not train: name a scenario whose task is train")
-    if first.workload.model.weights is not None and weights.is_scenario(
-        Path(first.workload.model.weights)
-    ):
+    origin = first.workload.model.weights
+    if origin is not None and weights.is_scenario(Path(origin)):
         raise InputError(
             f"{file}: takes its own initial weights from a scenario: name one with another origin"
         )
     run = prepare(runs[0])
     assert isinstance(run.problem, Problem)
     other = run.problem.model
+    if other.name != model.name:
+        raise InputError(
+            f"{file}: trains {other.name}, not {model.name}: name a scenario with the same model"
+        )
     if other != model:
         raise InputError(
             f"{file}: trains another {model.name}: give both scenarios the same model, with the same options, and "
             "samples of the same shape"
-            if other.name == model.name
-            else f"{file}: trains {other.name}, not {model.name}: name a scenario with the same model"
         )
     return run

@@ -24,7 +24,11 @@ HOW = (
     "f32, f16, bf16, int8 with one scale for each tensor, or int8-channel with one for each output channel of a weight "
     "and each sample of an activation"
 )
-_SCALE, _INDEX, _SHAPE, _OWN = "~scale", "~index", "~shape", "~own"
+# Suffixes of encoded parts: names of tensors have no "~".
+_SCALE = "~scale"
+_INDEX = "~index"
+_SHAPE = "~shape"
+_OWN = "~own"
 KEY: Key = ("method", "transfer")
 _NO_CODES: Mapping[str, Code] = {}
 
@@ -120,18 +124,21 @@ class _Int8:
     share = 0.25
 
     def pack(self, tensor: torch.Tensor) -> Parts:
-        scale = tensor.new_zeros(1)
-        if tensor.numel():
-            channels = len(tensor) if self.channels and tensor.ndim > 1 else 1
-            scale = tensor.reshape(channels, -1).abs().amax(1) / 127
-            if channels > 1:
-                scale = scale.reshape(-1, *[1] * (tensor.ndim - 1))
-        values = (
-            (tensor / torch.where(scale > 0, scale, torch.ones_like(scale)))
-            .round()
-            .clamp(-127, 127)
-        )
+        scale = self._scale_of(tensor)
+        # A channel of zeros has the scale 0, by which nothing can be divided.
+        divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
+        values = (tensor / divisor).round().clamp(-127, 127)
         return {"": values.to(torch.int8), _SCALE: scale}
+
+    def _scale_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the scale by which the largest value becomes 127, in a shape that broadcasts over the tensor."""
+        if not tensor.numel():
+            return tensor.new_zeros(1)
+        channels = len(tensor) if self.channels and tensor.ndim > 1 else 1
+        scale = tensor.reshape(channels, -1).abs().amax(1) / 127
+        if channels > 1:
+            scale = scale.reshape(-1, *[1] * (tensor.ndim - 1))
+        return scale
 
     def unpack(self, parts: Parts) -> torch.Tensor:
         return parts[""].float() * parts[_SCALE]
@@ -143,58 +150,61 @@ class _Largest:
 
     @property
     def share(self) -> float:
-        return 2 * self.part  # a value and where it belongs
+        # A value and its index, each of four bytes.
+        return 2 * self.part
 
     def pack(self, tensor: torch.Tensor) -> Parts:
         flat = tensor.reshape(-1)
-        index = torch.topk(
-            flat.abs(), math.ceil(self.part * len(flat)), sorted=False
-        ).indices
-        return {
-            "": flat[index],
-            _INDEX: index.int(),
-            _SHAPE: torch.tensor(tensor.shape, dtype=torch.int64),
-        }
+        count = math.ceil(self.part * len(flat))
+        index = torch.topk(flat.abs(), count, sorted=False).indices
+        shape = torch.tensor(tensor.shape, dtype=torch.int64)
+        return {"": flat[index], _INDEX: index.int(), _SHAPE: shape}
 
     def unpack(self, parts: Parts) -> torch.Tensor:
         shape = tuple(parts[_SHAPE].tolist())
-        flat = parts[""].new_zeros(math.prod(shape))
-        return flat.index_put((parts[_INDEX].long(),), parts[""]).reshape(shape)
+        values = parts[""]
+        index = parts[_INDEX].long()
+        flat = values.new_zeros(math.prod(shape))
+        return flat.index_put((index,), values).reshape(shape)
 
 
 @dataclass(frozen=True)
 class _Own:
-    made: Any
+    encoder: Any
     """An object of a user's class, with `pack` and `unpack`."""
     share: float
 
     def pack(self, tensor: torch.Tensor) -> Parts:
-        packed = self.made.pack(tensor)
+        packed = self.encoder.pack(tensor)
         parts = packed if isinstance(packed, Mapping) else {"": packed}
         return {_OWN + name: part for name, part in parts.items()}
 
     def unpack(self, parts: Parts) -> torch.Tensor:
-        given = {name.removeprefix(_OWN): part for name, part in parts.items()}
-        tensor: torch.Tensor = self.made.unpack(
-            given[""] if list(given) == [""] else given
-        )
+        packed: Any = {name.removeprefix(_OWN): part for name, part in parts.items()}
+        # A class that packs a tensor into one tensor unpacks one tensor.
+        if list(packed) == [""]:
+            packed = packed[""]
+        tensor: torch.Tensor = self.encoder.unpack(packed)
         return tensor
 
 
-def codec(
+def make_codec(
     how: Way | LargestPart, codes: Mapping[str, Code] = _NO_CODES
 ) -> Codec | None:
     """Return the codec of an encoding; None for plain float32.
 
     ``codes`` has the text of files by `NamedPart.title`. Raises `InputError` for a file without such a class.
+
+    >>> int8 = make_codec("int8")
+    >>> int8.unpack(int8.pack(torch.tensor([0.0, 127.0, -127.0])))
+    tensor([   0.,  127., -127.])
     """
     if isinstance(how, LargestPart):
         return _Largest(how.top_k)
     if isinstance(how, OwnPart):
-        return _Own(
-            make(usercode.function(codes[how.title], KEY), how, KEY, **how.options()),
-            how.share,
-        )
+        definition = usercode.function(codes[how.title], KEY)
+        encoder = make(definition, how, KEY, **how.options())
+        return _Own(encoder, how.share)
     casts: dict[str, Codec] = {
         "f16": _Cast("float16"),
         "bf16": _Cast("bfloat16"),
@@ -204,62 +214,71 @@ def codec(
     return casts.get(how)
 
 
-def share(how: Way | LargestPart) -> float:
-    """Return the approximate encoded bytes per byte of float32."""
+def encoded_share(how: Way | LargestPart) -> float:
+    """Return the approximate encoded bytes per byte of float32.
+
+    >>> encoded_share("f16"), encoded_share(LargestPart(top_k="1%"))
+    (0.5, 0.02)
+    """
     if isinstance(how, OwnPart):
         return how.share
-    encoding = codec(how)
-    return 1.0 if encoding is None else encoding.share
+    codec = make_codec(how)
+    return 1.0 if codec is None else codec.share
 
 
 @dataclass(frozen=True)
 class TensorCodec:
     """Encodes the tensors of a message by a codec; a `testbed.messaging.mailbox.MessageCodec`."""
 
-    by: Codec
+    codec: Codec
 
     def pack(self, message: Message) -> Message:
         """Return the encoded message."""
-        return packed(message, self.by)
+        return encode_message(message, self.codec)
 
     def unpack(self, message: Message) -> Message:
         """Return the decoded message."""
-        return unpacked(message, self.by)
+        return decode_message(message, self.codec)
 
 
-def codecs(
+def make_codecs(
     codes: Mapping[str, Code], **kinds: Way | LargestPart
 ) -> dict[str, TensorCodec]:
     """Return the codecs of messages by kind, omitting unencoded kinds."""
-    by_kind = {kind: codec(how, codes) for kind, how in kinds.items()}
-    return {
-        kind: TensorCodec(each) for kind, each in by_kind.items() if each is not None
-    }
+    message_codecs = {}
+    for kind, how in kinds.items():
+        codec = make_codec(how, codes)
+        if codec is not None:
+            message_codecs[kind] = TensorCodec(codec)
+    return message_codecs
 
 
-def packed(message: Message, by: Codec) -> Message:
+def encode_message(message: Message, codec: Codec) -> Message:
     """Return a message with encoded tensors of float32; other values are unchanged."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in message.tensors.items():
-        parts = by.pack(tensor) if tensor.dtype == torch.float32 else {"": tensor}
-        tensors |= {name + ending: part for ending, part in parts.items()}
+        # Labels and counters are integers, which a rounded value would falsify.
+        if tensor.dtype != torch.float32:
+            tensors[name] = tensor
+            continue
+        for suffix, part in codec.pack(tensor).items():
+            tensors[name + suffix] = part
     return Message(
         message.kind, message.fields, tensors, message.sender, message.padding
     )
 
 
-def unpacked(message: Message, by: Codec) -> Message:
+def decode_message(message: Message, codec: Codec) -> Message:
     """Return a message with decoded tensors."""
-    whole: dict[str, dict[str, torch.Tensor]] = {}
+    parts_of: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in message.tensors.items():
-        name, stroke, ending = key.partition("~")
-        whole.setdefault(name, {})[stroke + ending] = tensor
-    tensors = {
-        name: by.unpack(parts)
-        if "" not in parts or len(parts) > 1 or parts[""].is_floating_point()
-        else parts[""]
-        for name, parts in whole.items()
-    }
+        name, tilde, suffix = key.partition("~")
+        parts_of.setdefault(name, {})[tilde + suffix] = tensor
+    tensors = {}
+    for name, parts in parts_of.items():
+        # A single part of integers was not encoded.
+        is_plain = list(parts) == [""] and not parts[""].is_floating_point()
+        tensors[name] = parts[""] if is_plain else codec.unpack(parts)
     return Message(
         message.kind, message.fields, tensors, message.sender, message.padding
     )

@@ -17,7 +17,7 @@ from testbed.ml.data import load
 from testbed.ml.layers.shard import State
 from testbed.ml.models.weights import read as weights_of
 from testbed.ml.pipeline.checkpointing import Collector
-from testbed.ml.preparation import exported, weights_file
+from testbed.ml.preparation import export_weights, weights_file
 from testbed.network.link import Link
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -228,6 +228,6 @@ def test_the_parts_of_a_users_own_network_have_its_names() -> None:
             problem, model=replace(problem.model, builder=problem.model.build)
         )
     )
-    left = exported(cast(Prepared, own), recorded.outcome(parts={"a": part}))
+    left = export_weights(cast(Prepared, own), recorded.outcome(parts={"a": part}))
     assert [*arrays.unpack(bytearray(left.parts["a"]))] == ["head.weight"]
     assert left.weights_file is None

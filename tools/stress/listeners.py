@@ -26,7 +26,7 @@ from testbed.deployment import deployments
 from testbed.faults.parts import ActionPart
 from testbed.ml.data import load
 from testbed.ml.data.dataset import pack
-from testbed.ml.preparation import part_of, share
+from testbed.ml.preparation import part_of, samples_of
 from testbed.network.link import Cell, Link, Pair
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -131,7 +131,7 @@ def _emptied(peer: str) -> Inbox:
 
 def _controls() -> list[Request]:
     """Return requests to a device's control API, but those that deploy and start."""
-    dataset = share(prepared(), load(part_of(prepared().scenario).data), "source")
+    dataset = samples_of(prepared(), load(part_of(prepared().scenario).data), "source")
     assert dataset is not None
     return [
         Request("PUT", "/data", BEARER, pack(dataset)),

@@ -13,7 +13,7 @@ from testbed.ml.lazy import torch
 from testbed.ml.models.chain import Model, Tied
 from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.optimizers import AVERAGE, is_weight
-from testbed.ml.transfer import codec
+from testbed.ml.transfer import make_codec
 
 State = Mapping[str, "torch.Tensor"]
 """Weights and buffers as `Model.build` names them, and the optimizer's state by ``kind:name``, such as momentum."""
@@ -300,7 +300,7 @@ class Shard:
 
     def _narrow_weights(self) -> None:
         """Quantise matrices and kernels to 8 bits with a scale for each output channel, if the device does."""
-        by = codec("int8-channel") if self._precision == "int8" else None
+        by = make_codec("int8-channel") if self._precision == "int8" else None
         for weight in self._module.parameters():
             if by is not None and weight.ndim > 1:
                 weight.data = by.unpack(by.pack(weight.detach()))

@@ -44,48 +44,49 @@ class Exchange(Method[ExchangeOptions]):
 
     def plan(self, problem: Problem[ExchangeOptions]) -> Plan:
         """Name the participating devices. Raises `InputError` for missing links."""
-        options = problem.options
         source = problem.devices[0].name
-        if options.cast:
-            if options.peer is not None:
-                raise InputError(
-                    "a cast goes to all neighbours; remove the peer", ("method", "peer")
-                )
-            if not _linked_neighbours(problem, source):
-                raise InputError(
-                    f"'{source}' has no links, so no device receives its casts",
-                    ("network",),
-                )
-            ends = [source, *_linked_neighbours(problem, source)]
+        if problem.options.cast:
+            receivers = self._cast_receivers(problem, source)
         else:
-            if options.everyone:
-                raise InputError(
-                    "requires casts: add cast: true", ("method", "everyone")
-                )
-            peer = self._peer_name(problem)
-            if (source, peer) not in problem.links or (
-                peer,
-                source,
-            ) not in problem.links:
-                raise InputError(
-                    f"no link between '{source}' and '{peer}'", ("method", "peer")
-                )
-            ends = [source, peer]
+            receivers = [self._linked_peer(problem, source)]
         # A message and its encoded form: see `testbed.hardware.largest_message`.
-        parts = tuple(
-            Piece(device=name, first=0, last=0, memory=2 * options.payload)
-            for name in ends
-        )
-        return Plan(method=self.name, lead=source, pieces=parts)
+        memory = 2 * problem.options.payload
+        pieces = [
+            Piece(device=name, first=0, last=0, memory=memory)
+            for name in (source, *receivers)
+        ]
+        return Plan(method=self.name, lead=source, pieces=tuple(pieces))
+
+    def _cast_receivers(
+        self, problem: Problem[ExchangeOptions], source: str
+    ) -> list[str]:
+        if problem.options.peer is not None:
+            text = "a cast goes to all neighbours; remove the peer"
+            raise InputError(text, ("method", "peer"))
+        neighbours = _linked_neighbours(problem, source)
+        if not neighbours:
+            text = f"'{source}' has no links, so no device receives its casts"
+            raise InputError(text, ("network",))
+        return neighbours
+
+    def _linked_peer(self, problem: Problem[ExchangeOptions], source: str) -> str:
+        if problem.options.everyone:
+            raise InputError("requires casts: add cast: true", ("method", "everyone"))
+        peer = self._peer_name(problem)
+        if not _has_both_links(problem, source, peer):
+            text = f"no link between '{source}' and '{peer}'"
+            raise InputError(text, ("method", "peer"))
+        return peer
 
     async def program(self, device: Device, job: Job[ExchangeOptions]) -> None:
         """Send or cast on the coordinator, cast on the others if all devices do, and receive messages everywhere."""
         options = job.problem.options
-        if options.cast and (options.everyone or device.name == job.plan.lead):
+        is_coordinator = device.name == job.plan.lead
+        if options.cast and (options.everyone or is_coordinator):
             await self._cast_messages(device, job)
-        elif device.name == job.plan.lead:
+        elif is_coordinator:
             await self._send_messages(device, job)
-        if device.name != job.plan.lead:
+        if not is_coordinator:
             while True:
                 await device.receive()
 
@@ -105,9 +106,9 @@ class Exchange(Method[ExchangeOptions]):
                 device.record("request", request=request, latency=device.now() - began)
         if device.name == job.plan.lead:
             links = job.problem.links.values()
-            await device.sleep(
-                LISTENING_SECONDS + max(link.delay + 4 * link.jitter for link in links)
-            )
+            # Four standard deviations: hardly any packet of a link with jitter takes longer.
+            longest = max(link.delay + 4 * link.jitter for link in links)
+            await device.sleep(LISTENING_SECONDS + longest)
 
     def _peer_name(self, problem: Problem[ExchangeOptions]) -> str:
         names = [device.name for device in problem.devices]
@@ -123,11 +124,12 @@ class Exchange(Method[ExchangeOptions]):
 
 
 def _linked_neighbours(problem: Problem, name: str) -> list[str]:
-    return [
-        device.name
-        for device in problem.devices
-        if (name, device.name) in problem.links and (device.name, name) in problem.links
-    ]
+    names = [device.name for device in problem.devices]
+    return [other for other in names if _has_both_links(problem, name, other)]
+
+
+def _has_both_links(problem: Problem, one: str, other: str) -> bool:
+    return (one, other) in problem.links and (other, one) in problem.links
 
 
 def _message_sizes(job: Job[ExchangeOptions]) -> list[tuple[int, Message]]:

@@ -39,11 +39,9 @@ class PipeDreamPartitioner(Partitioner[PipeDreamOptions]):
 
     def cut(self, pipeline: AsynchronousPipeline) -> Cuts:
         """Return the cuts the options ask for; raises `InputError` for cuts that do not fit."""
-        return (
-            pipeline.even()
-            if self.problem.options.partition == "even"
-            else super().cut(pipeline)
-        )
+        if self.problem.options.partition == "even":
+            return pipeline.even()
+        return super().cut(pipeline)
 
 
 class PipeDream(AsynchronousMethod[PipeDreamOptions]):
@@ -83,8 +81,9 @@ class TakeOverPartitioner(Partitioner[ResPipeOptions]):
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return the pipeline over these devices, equal ones or, as FTPipeHD's adapts, by their capacities."""
-        given = self.problem.options.partition == "capacities"
-        return as_given(self.problem, names) if given else super().pipeline(names)
+        if self.problem.options.partition == "capacities":
+            return as_given(self.problem, names)
+        return super().pipeline(names)
 
     def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
         """Return the partition over the remaining devices."""
@@ -100,6 +99,9 @@ def take_over(old: StagePartition, lost: Collection[str]) -> StagePartition:
 
     The last stage's replica is at the coordinator. A pipeline cannot end at its first device, so the last stage's units
     go to the stage before, which fetches them from the coordinator. Raises ValueError if no device is left.
+
+    >>> take_over(StagePartition(("a", "b", "c"), (0, 2, 4, 6)), {"b"})
+    StagePartition(devices=('a', 'c'), cuts=(0, 2, 6))
     """
     left = tuple(device for device in old.devices if device not in lost)
     if not left:

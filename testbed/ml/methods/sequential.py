@@ -48,9 +48,8 @@ class InferenceChain(Chain):
         link = self.links.get((self.devices[-1].name, self.devices[0].name))
         if link is None:
             return 0.0, 0.0
-        return link.transmission_time(
-            size_around(self.batch_size * self.units[-1].output_bytes)
-        ), link.delay
+        size = size_around(self.batch_size * self.units[-1].output_bytes)
+        return link.transmission_time(size), link.delay
 
 
 class SequentialDetails(Details):
@@ -87,10 +86,8 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         """
         options = problem.options
         chain, cuts = _choose_cuts(problem, all_devices(problem))
-        latency, bottleneck = (
-            chain.latency(cuts) + sum(chain.way_back),
-            chain.bottleneck(cuts),
-        )
+        latency = chain.latency(cuts) + sum(chain.way_back)
+        bottleneck = chain.bottleneck(cuts)
         return Plan(
             method=self.name,
             lead=problem.devices[0].name,
@@ -113,24 +110,27 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         """Send requests from the first device; run a stage on every device."""
         from testbed.ml.pipeline.program import run_inference
 
-        def stages(there: Collection[str]) -> tuple[Piece, ...]:
-            return stage_pieces(
-                *_choose_cuts(job.problem, devices_among(job.problem, there))
-            )
+        def assign_stages(present: Collection[str]) -> tuple[Piece, ...]:
+            devices = devices_among(job.problem, present)
+            chain, cuts = _choose_cuts(job.problem, devices)
+            return stage_pieces(chain, cuts)
 
-        await run_inference(device, job, stages, job.problem.options.in_flight)
+        await run_inference(device, job, assign_stages, job.problem.options.in_flight)
 
 
 def _choose_cuts(
     problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]
 ) -> tuple[InferenceChain, Cuts]:
-    shares, size = problem.options.shares, problem.workload.batch_size
+    options = problem.options
     chain = InferenceChain(
-        problem.model, tuple(devices), problem.links, size, shares=shares
+        problem.model,
+        tuple(devices),
+        problem.links,
+        problem.workload.batch_size,
+        shares=options.shares,
     )
-    cut = {
-        "even": chain.even,
-        "latency": chain.least_latency,
-        "bottleneck": chain.least_bottleneck,
-    }
-    return chain, cut[problem.options.partition]()
+    if options.partition == "even":
+        return chain, chain.even()
+    if options.partition == "latency":
+        return chain, chain.least_latency()
+    return chain, chain.least_bottleneck()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from pydantic import Field
 
@@ -13,8 +14,8 @@ from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Answers, Requests, Score, Training, loss_fields
 from testbed.ml.layers.shape_shard import ShapeShard
-from testbed.ml.layers.shape_shard import shard as make
-from testbed.ml.layers.shard import Shard, result_of
+from testbed.ml.layers.shape_shard import shard as make_shard
+from testbed.ml.layers.shard import Shard, State, result_of
 from testbed.ml.lazy import torch
 from testbed.ml.method import Job, Method, Options, Problem, StepsOrTime
 from testbed.ml.training.stopping import Stopping
@@ -64,14 +65,12 @@ class Single(Method[SingleOptions]):
         device = problem.device(chosen)
         memory = costs.whole_memory(problem, device)
         costs.check_memory(device, memory)
+        units = len(problem.model.units)
+        whole = Piece(device=chosen, first=0, last=units, memory=memory)
         return Plan(
             method=self.name,
             lead=chosen,
-            pieces=(
-                Piece(
-                    device=chosen, first=0, last=len(problem.model.units), memory=memory
-                ),
-            ),
+            pieces=(whole,),
             step_time=costs.whole_seconds(problem, device),
         )
 
@@ -81,11 +80,15 @@ class Single(Method[SingleOptions]):
             return
         assert job.dataset is not None
         problem = job.problem
-        shard = make(problem, 0, len(problem.model.units), device.name)
+        shard = make_shard(problem, 0, len(problem.model.units), device.name)
         if job.weights is not None:
             shard.load(job.weights)
         stopping = Stopping(problem.training)
-        device.expose(lambda: stopping.result(result_of(shard.state())))
+
+        def result() -> State:
+            return stopping.result(result_of(shard.state()))
+
+        device.expose(result)
         if problem.workload.task == "train":
             await _train_model(device, problem, job.dataset, shard, stopping)
         else:
@@ -93,9 +96,9 @@ class Single(Method[SingleOptions]):
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of the one device; the others have none."""
-        return frozenset(
-            {"forward", "backward", "update", "evaluate"} if device == plan.lead else ()
-        )
+        if device != plan.lead:
+            return frozenset()
+        return frozenset({"forward", "backward", "update", "evaluate"})
 
 
 async def _train_model(
@@ -105,53 +108,61 @@ async def _train_model(
     shard: Shard | ShapeShard,
     stopping: Stopping,
 ) -> None:
-    units = problem.model.units
     training = Training(dataset, problem.workload, problem.seed)
     training.record_left_out(device)
     requests = Requests(dataset, problem.workload.batch_size)
     due = IntervalTrigger(problem.options.evaluate_every, device.now())
     for step in range(training.steps):
         images, labels = training.batch(step)
-        samples = len(labels)
-        forward = partial(
-            shard.forward_loss,
-            (step, 0),
-            images,
-            labels,
-            problem.training.weight(labels),
-        )
-        backward = partial(shard.backward, (step, 0))
-        loss = await device.compute(
-            forward, costs.forward(units, samples), Span("forward", step)
-        )
-        await device.compute(
-            backward, costs.backward(units, samples), Span("backward", step)
-        )
-        update = partial(shard.update, step)
-        await device.compute(
-            update, costs.update(units, problem.training), Span("update", step)
-        )
-        device.record(
-            "step",
-            step=step,
-            samples=samples,
-            **loss_fields(loss, problem.workload.numerics != "none"),
-        )
+        loss = await _train_step(device, problem, shard, step, images, labels)
+        fields = loss_fields(loss, problem.workload.numerics != "none")
+        device.record("step", step=step, samples=len(labels), **fields)
         done = step + 1
         if done == training.steps or due(done, device.now()):
-            score = Score(problem.training)
-            for index in range(len(requests)):
-                score.add(
-                    await _answer_request(
-                        device, problem, shard, requests, index, "evaluate"
-                    ),
-                    requests.labels(index),
-                )
-            device.record("evaluate", step=done, **score.fields())
+            fields = await _evaluate(device, problem, shard, requests)
+            device.record("evaluate", step=done, **fields)
             due.made(device.now())
-            stopping.judge(done, score.fields(), lambda: result_of(shard.state()))
+            stopping.judge(done, fields, lambda: result_of(shard.state()))
             if stopping.reason:
                 break
+
+
+async def _train_step(
+    device: Device,
+    problem: Problem,
+    shard: Shard | ShapeShard,
+    step: int,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+) -> float:
+    """Take a step with one batch; return the batch's loss."""
+    units = problem.model.units
+    samples = len(labels)
+    # A batch is one micro-batch.
+    key = (step, 0)
+    weight = problem.training.weight(labels)
+    forward = partial(shard.forward_loss, key, images, labels, weight)
+    cost = costs.forward(units, samples)
+    loss = await device.compute(forward, cost, Span("forward", step))
+    backward = partial(shard.backward, key)
+    cost = costs.backward(units, samples)
+    await device.compute(backward, cost, Span("backward", step))
+    update = partial(shard.update, step)
+    cost = costs.update(units, problem.training)
+    await device.compute(update, cost, Span("update", step))
+    return loss
+
+
+async def _evaluate(
+    device: Device, problem: Problem, shard: Shard | ShapeShard, requests: Requests
+) -> dict[str, Any]:
+    """Return the score of the test samples, as fields of an event."""
+    score = Score(problem.training)
+    for index in range(len(requests)):
+        images = requests.images(index)
+        outputs = await _infer(device, problem, shard, images, Span("evaluate", index))
+        score.add(outputs, requests.labels(index))
+    return score.fields()
 
 
 async def _answer_requests(
@@ -161,22 +172,19 @@ async def _answer_requests(
     answers = Answers(device, problem, requests)
     for index in range(len(requests)):
         asked = device.now()
-        output = await _answer_request(
-            device, problem, shard, requests, index, "forward"
-        )
+        images = requests.images(index)
+        outputs = await _infer(device, problem, shard, images, Span("forward", index))
         device.record("request", request=index, latency=device.now() - asked)
-        answers.add(index, output)
+        answers.add(index, outputs)
     answers.finish()
 
 
-async def _answer_request(
+async def _infer(
     device: Device,
     problem: Problem,
     shard: Shard | ShapeShard,
-    requests: Requests,
-    index: int,
-    span: str,
+    images: torch.Tensor,
+    span: Span,
 ) -> torch.Tensor:
-    images = requests.images(index)
     cost = costs.forward(problem.model.units, len(images))
-    return await device.compute(lambda: shard.infer(images), cost, Span(span, index))
+    return await device.compute(lambda: shard.infer(images), cost, span)

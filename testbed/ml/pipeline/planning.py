@@ -24,7 +24,7 @@ from testbed.ml.partition.asynchronous import (
 )
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.schedule import SCHEDULES
-from testbed.ml.transfer import CrossingPart, share
+from testbed.ml.transfer import CrossingPart, encoded_share
 from testbed.network.link import Pair
 from testbed.plan import Details, Piece, Plan
 
@@ -59,7 +59,9 @@ class StagesOptions(Options):
     @property
     def shares(self) -> tuple[float, float]:
         """Transmitted bytes for each byte of activations and of their gradients."""
-        return share(self.transfer.activations), share(self.transfer.gradients)
+        return encoded_share(self.transfer.activations), encoded_share(
+            self.transfer.gradients
+        )
 
 
 class SynchronousOptions(StagesOptions):

@@ -51,7 +51,7 @@ from testbed.ml.pipeline.stage import Stage, StagePosition, UpdatePolicy
 from testbed.ml.pipeline.training import AsynchronousTrainer, SynchronousTrainer
 from testbed.ml.pipeline.updates import AsynchronousUpdates, SynchronousUpdates
 from testbed.ml.schedule import Schedule
-from testbed.ml.transfer import codecs
+from testbed.ml.transfer import make_codecs
 from testbed.plan import Piece
 
 PlanStages = Callable[[Collection[str]], Sequence[Piece]]
@@ -148,7 +148,7 @@ def _mailbox(
     device: Device, job: Job[StagesOptions], kinds: Iterable[type[Typed]]
 ) -> Mailbox:
     how = job.problem.options.transfer
-    encodings = codecs(
+    encodings = make_codecs(
         job.problem.codes, activation=how.activations, gradient=how.gradients
     )
     return Mailbox(device, job.problem.links, kinds, codecs=encodings)

@@ -22,7 +22,7 @@ from testbed.ml.layers import costs
 from testbed.ml.models.chain import Model, Unit, backward_of, forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.training.config import TrainingConfig
-from testbed.ml.transfer import AS_IT_IS, RoundsPart, share
+from testbed.ml.transfer import AS_IT_IS, RoundsPart, encoded_share
 from testbed.network.link import Link
 from testbed.wire.message import size_around
 
@@ -106,9 +106,11 @@ class PairProfile:
         rest = self.server[split:]
         volume = self.volumes[split - 1]
         # Equation (9) has the activations alone; here their labels travel with them.
-        per_sample = volume * share(self.transfer.activations) + BYTES_PER_LABEL
+        per_sample = volume * encoded_share(self.transfer.activations) + BYTES_PER_LABEL
         activation = size_around(samples * per_sample)
-        gradient = size_around(samples * volume * share(self.transfer.gradients))
+        gradient = size_around(
+            samples * volume * encoded_share(self.transfer.gradients)
+        )
         return {
             "forward": _forward_seconds(own, samples),  # (5)
             "server forward": _forward_seconds(rest, samples),  # (6)
@@ -151,8 +153,8 @@ class PairProfile:
     def exchange_time(self, split: int) -> float:
         """Return the seconds in which the device's layers travel to the server and, averaged, back."""
         state = sum(self.states[:split])
-        up = transfer_time(self.up, state * share(self.transfer.updates))
-        down = transfer_time(self.down, state * share(self.transfer.weights))
+        up = transfer_time(self.up, state * encoded_share(self.transfer.updates))
+        down = transfer_time(self.down, state * encoded_share(self.transfer.weights))
         return up + down
 
 

@@ -40,7 +40,7 @@ from testbed.ml.rounds.server import (
     mean,
     no_extra,
 )
-from testbed.ml.transfer import TensorCodec, codec, codecs
+from testbed.ml.transfer import TensorCodec, make_codec, make_codecs
 from testbed.plan import Plan
 
 
@@ -157,7 +157,7 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
 def _message_codecs(job: Job[O, RoundDetails]) -> dict[str, TensorCodec]:
     """Return the codecs of messages between devices and server."""
     encoding = transfer_of(job.problem.options)
-    return codecs(
+    return make_codecs(
         job.problem.codes,
         activation=encoding.activations,
         gradient=encoding.gradients,
@@ -185,7 +185,7 @@ def local_training(
     has_numbers = job.shared is None
     layers = Layers(device, problem, 0, portion.split, numbers=has_numbers)
     sent = hooks.sent
-    update_codec = codec(transfer_of(problem.options).updates, problem.codes)
+    update_codec = make_codec(transfer_of(problem.options).updates, problem.codes)
     if update_codec is not None:
         sent = Changes(sent, update_codec)
     return LocalTraining(

@@ -13,7 +13,7 @@ from pydantic import Field
 from testbed.common.quantities import Duration, Fraction
 from testbed.common.usercode import Code
 from testbed.ml.method import Options, StepsOrTime
-from testbed.ml.transfer import AS_IT_IS, HOW, RoundsPart, TensorCodec, Way, codecs
+from testbed.ml.transfer import AS_IT_IS, HOW, RoundsPart, TensorCodec, Way, make_codecs
 
 
 class RoundOptions(Options):
@@ -59,7 +59,7 @@ class PeerOptions(RoundOptions):
 
     def codecs(self, codes: Mapping[str, Code]) -> dict[str, TensorCodec]:
         """Return the codecs of the messages; ``codes`` as in `Problem.codes`."""
-        return codecs(codes, weights=self.transfer)
+        return make_codecs(codes, weights=self.transfer)
 
 
 def transfer_of(options: RoundOptions) -> RoundsPart:

@@ -26,7 +26,7 @@ from testbed.ml.rounds.estimate import (
     shortest_epoch,
 )
 from testbed.ml.rounds.options import Length, RoundOptions, SplitPoints, transfer_of
-from testbed.ml.transfer import share
+from testbed.ml.transfer import encoded_share
 from testbed.network.link import Link
 from testbed.plan import Details, Piece, Plan
 
@@ -422,9 +422,9 @@ def round_messages(
     for name, portion in plan.details.portions.items():
         units = model.units[: portion.split]
         state = costs.weight_bytes(units, problem.training)
-        yield server, name, state * share(encoding.weights)
-        yield name, server, state * share(encoding.updates)
+        yield server, name, state * encoded_share(encoding.weights)
+        yield name, server, state * encoded_share(encoding.updates)
         if portion.split < len(model.units):
             samples = mini_batch(problem.workload.batch_size, portion.parallel)
             activations = samples * model.cut_bytes(portion.split)
-            yield name, server, activations * share(encoding.activations)
+            yield name, server, activations * encoded_share(encoding.activations)

@@ -9,7 +9,13 @@ import torch
 
 from testbed.common.errors import InputError
 from testbed.ml.data import load as load_data
-from testbed.ml.transfer import LargestPart, codec, packed, share, unpacked
+from testbed.ml.transfer import (
+    LargestPart,
+    decode_message,
+    encode_message,
+    encoded_share,
+    make_codec,
+)
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -28,13 +34,13 @@ def test_what_travels_is_as_small_as_said_and_has_the_shape_again(how, device):
         "n": torch.tensor([3], device=device),
         "e": torch.zeros(0, 3),
     }
-    by = codec(how)
-    sent = packed(Message("m", {"step": 1}, tensors), by)
+    by = make_codec(how)
+    sent = encode_message(Message("m", {"step": 1}, tensors), by)
     size = sum(
         tensor.nbytes for name, tensor in sent.tensors.items() if name.startswith("a")
     )
-    assert size == pytest.approx(share(how) * 30 * 400 * 4, rel=0.05)
-    found = unpacked(sent, by)
+    assert size == pytest.approx(encoded_share(how) * 30 * 400 * 4, rel=0.05)
+    found = decode_message(sent, by)
     assert found.fields == {"step": 1}
     for name, tensor in tensors.items():
         assert (found.tensors[name].shape, found.tensors[name].dtype) == (
@@ -42,7 +48,7 @@ def test_what_travels_is_as_small_as_said_and_has_the_shape_again(how, device):
             tensor.dtype,
         )
     if device == "cpu":
-        again = unpacked(packed(found, by), by)
+        again = decode_message(encode_message(found, by), by)
         assert all(
             torch.equal(again.tensors[name], found.tensors[name]) for name in tensors
         )
@@ -53,7 +59,7 @@ def test_what_travels_is_as_small_as_said_and_has_the_shape_again(how, device):
     [("f16", 2e-3), ("bf16", 2e-2), ("int8", 0.02), ("int8-channel", 0.02)],
 )
 def test_values_are_near(how, most):
-    tensor, by = torch.randn(1000).clamp(-3, 3), codec(how)
+    tensor, by = torch.randn(1000).clamp(-3, 3), make_codec(how)
     assert float((by.unpack(by.pack(tensor)) - tensor).abs().max()) <= most
     assert torch.equal(by.unpack(by.pack(torch.zeros(4))), torch.zeros(4))
 
@@ -61,14 +67,15 @@ def test_values_are_near(how, most):
 def test_a_channel_of_small_values_keeps_them():
     tensor = torch.stack([torch.full((5,), 1000.0), torch.linspace(0, 0.01, 5)])
     whole, by_channel = (
-        by.unpack(by.pack(tensor)) for by in (codec("int8"), codec("int8-channel"))
+        by.unpack(by.pack(tensor))
+        for by in (make_codec("int8"), make_codec("int8-channel"))
     )
     assert whole[1].abs().max() == 0
     assert torch.allclose(by_channel[1], tensor[1], atol=1e-4)
 
 
 def test_the_largest_values_are_exact_and_others_zero():
-    by = codec(LargestPart(top_k="50%"))
+    by = make_codec(LargestPart(top_k="50%"))
     assert by.unpack(by.pack(torch.tensor([[1.0, -4.0], [0.5, 2.0]]))).tolist() == [
         [0.0, -4.0],
         [0.0, 2.0],
@@ -150,7 +157,7 @@ def test_what_top_k_leaves_out_comes_later():
     from testbed.ml.rounds.client import Changes, send_weights
 
     changes, start = (
-        Changes(send_weights, codec(LargestPart(top_k="50%"))),
+        Changes(send_weights, make_codec(LargestPart(top_k="50%"))),
         {"w": torch.zeros(2)},
     )
     first = changes(start, {"w": torch.tensor([3.0, 2.0])})

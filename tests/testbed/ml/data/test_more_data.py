@@ -15,7 +15,7 @@ from testbed.common.errors import InputError
 from testbed.ml.data import large, load
 from testbed.ml.data.augment import Drawing, drawing
 from testbed.ml.data.dataset import Dataset, Images, pack, unpack
-from testbed.ml.preparation import load_data, owned, share, shares_of
+from testbed.ml.preparation import load_data, samples_by_class, samples_of, shares_of
 from testbed.ml.workload import AugmentPart, DataPart, LearningPart
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
@@ -167,13 +167,15 @@ def test_features_shift_from_device_to_device() -> None:
         method={"name": "federated"},
     )
     prepared = prepare(trials(written)[0])
-    assert sum(sum(each.values()) for each in owned(prepared).values()) == 400
+    assert (
+        sum(sum(each.values()) for each in samples_by_class(prepared).values()) == 400
+    )
     dataset = load_data(prepared)
     clean = {
         name: dataset.train_images[share] for name, share in shares_of(prepared).items()
     }
     found = [
-        float((share(prepared, dataset, name).train_images - each).std() ** 2)
+        float((samples_of(prepared, dataset, name).train_images - each).std() ** 2)
         for name, each in clean.items()
     ]
     assert found == pytest.approx(

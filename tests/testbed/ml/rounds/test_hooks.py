@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from testbed.ml.data import load as load_data
-from testbed.ml.preparation import share as share_of
+from testbed.ml.preparation import samples_of
 from testbed.ml.rounds.client import train_whole
 from testbed.ml.rounds.method import Hooks
 from testbed.ml.rounds.server import Trained
@@ -108,7 +108,7 @@ def test_the_proximal_term_is_the_gradient_of_half_the_squared_distance() -> Non
         model = problem.model.build(0, len(problem.model.units), problem.seed)
         start = [each.detach().clone() for each in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        own = share_of(prepared, data, name)
+        own = samples_of(prepared, data, name)
         assert own is not None
         share = LocalDataset(own, 16, 1, problem.seed)
         for step in range(2):
@@ -181,7 +181,7 @@ def test_scaffold_computes_what_its_paper_says() -> None:
     for number in range(3):
         ends, changes = [], []
         for name in names:
-            samples = share_of(prepared, data, name)
+            samples = samples_of(prepared, data, name)
             assert samples is not None
             share = LocalDataset(samples, 16, 1, problem.seed)
             for weight, begin in zip(model.parameters(), x, strict=True):

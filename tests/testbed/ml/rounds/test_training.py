@@ -5,7 +5,7 @@ import torch
 
 from testbed.ml.data.batches import batch
 from testbed.ml.models import create
-from testbed.ml.preparation import share as share_of
+from testbed.ml.preparation import samples_of
 from tests.helpers.collaborating import (
     SHAPE,
     Plain,
@@ -27,7 +27,7 @@ def pieces(
     spec, device: int, step: int, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images and labels of a device's iteration."""
-    share = share_of(prepared(spec), data(spec.workload.data), f"device{device + 1}")
+    share = samples_of(prepared(spec), data(spec.workload.data), f"device{device + 1}")
     assert share is not None
     chosen = batch(len(share.train_labels), size, spec.seed, step)
     return torch.from_numpy(share.train_images[chosen]), torch.from_numpy(
