@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from testbed.common.errors import InputError
+from testbed.common.errors import InputError, nearest
 from testbed.common.quantities import ByteRate, Duration
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
@@ -100,6 +100,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             refuse_draft(
                 problem, "use the method 'sequential' with 'recovery: restart'"
             )
+        check_spares(problem, problem.options.spares)
         pieces, details = self.divide(
             problem, first_devices(problem, problem.options.spares)
         )
@@ -309,14 +310,7 @@ class PipedRing(Sequential):
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
     ) -> tuple[tuple[Piece, ...], StagesDetails]:
         """Return the windows of all rounds as pieces, and the predicted times."""
-        unknown = _ring_options(problem).disk.keys() - {
-            device.name for device in problem.devices
-        }
-        if unknown:
-            raise InputError(
-                f"unknown device '{min(unknown)}': name devices of the scenario",
-                ("workload", "method", "disk"),
-            )
+        check_known(problem, _ring_options(problem).disk, "disk")
         ring = self._ring(problem, names)
         windows = self._windows(problem, ring)
         pieces = window_pieces(problem, windows.layers())
@@ -368,6 +362,30 @@ def refuse_draft(problem: GenerateProblem[Any], remedy: str) -> None:
         )
 
 
+def check_known(
+    problem: GenerateProblem[Any], names: Collection[str], key: str
+) -> None:
+    """Raise `InputError` for a name in an option of a method that no device has."""
+    known = [device.name for device in problem.devices]
+    for name in names:
+        if name not in known:
+            raise InputError(
+                f"unknown device '{name}': {nearest(name, known)}",
+                ("workload", "method", key),
+            )
+
+
+def check_spares(problem: GenerateProblem[Any], spares: Collection[str]) -> None:
+    """Raise `InputError` for an unknown spare, and where the source is a spare."""
+    check_known(problem, spares, "spares")
+    source = problem.devices[0].name
+    if source in spares:
+        raise InputError(
+            f"{source}, the first device, is the source of requests and holds layers: name other devices",
+            ("workload", "method", "spares"),
+        )
+
+
 def check_memory(device: DeviceSpec, memory: float) -> None:
     """Raise `InputError` for a device without the memory for its part of the layers."""
     if memory > device.memory:
@@ -386,7 +404,7 @@ class ShardsOptions(Options):
         description="star: parts are added up on the source; ring: in pieces round a ring of all devices; exchange: "
         "every device sends its part to every other one, as distributed-llama does from version 0.7 on",
     )
-    shares: tuple[float, ...] | None = Field(
+    shares: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(
         None,
         description="how much of a layer each device holds; default: in proportion to its rate for decoding",
     )
@@ -443,6 +461,11 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
             raise InputError(
                 "sums travel in f32: leave 'transport' out, or use 'reduce: exchange' or 'dataflow: gather'",
                 ("workload", "method", "transport"),
+            )
+        if options.shares is not None and len(options.shares) != number:
+            raise InputError(
+                f"{len(options.shares)} shares for {number} devices: give one for each device",
+                ("workload", "method", "shares"),
             )
         model, architecture = problem.model, problem.model.architecture
         source = problem.devices[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from testbed.common.errors import InputError
@@ -98,6 +98,13 @@ class Seeded:
         return torch.randn(shape, generator=generator) * deviation
 
 
+def _broken_file(path: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{path}: no weights can be read ({error}): copy or download the file again",
+        ("workload", "model", "weights"),
+    )
+
+
 class Checkpoint:
     """Weights of a safetensors file, or of a folder of them with an index, in Hugging Face's Llama layout."""
 
@@ -131,7 +138,11 @@ class Checkpoint:
     def _open(self, name: str) -> Iterator[Any]:
         """Open the file with a weight."""
         file = self._path / self._index[name] if name in self._index else self._path
-        with safe_open(file, framework="pt") as checkpoint:
+        try:
+            opened = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise _broken_file(file, error) from None
+        with opened as checkpoint:
             if name not in checkpoint.keys():  # noqa: SIM118 - a safetensors file is no mapping
                 raise InputError(
                     f"{file}: has no weight {name}: name a file in the Llama layout",
@@ -172,7 +183,10 @@ class Gguf:
                 ("workload", "model", "weights"),
             )
         self._dequantise = gguf.quants.dequantize
-        self._reader = gguf.GGUFReader(path)
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except ValueError as error:
+            raise _broken_file(path, error) from None
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def number(self, key: str) -> float | None:

@@ -203,7 +203,7 @@ class GeneratePart(WorkloadPart):
     @model_validator(mode="after")
     def _known(self) -> GeneratePart:
         if not isinstance(self.prompts, PromptsPart) and not self.prompts:
-            raise ValueError("names no prompt: give at least one text")
+            raise ValueError("has no prompt: give at least one text in 'prompts'")
         if self.numerics == "none" and self.model.weights is not None:
             raise ValueError(
                 "has weights and 'numerics: none', which computes nothing: leave one of them out"
@@ -579,12 +579,25 @@ def _prompts(
             ]
         except OSError as error:
             raise InputError(
-                f"{file}: {error.strerror or error}", ("workload", "prompts", "file")
+                f"{file}: {error.strerror or error}: name a text file with a prompt on each line",
+                ("workload", "prompts", "file"),
             ) from None
     else:
         texts = prompts
     tokens = tokens_of(weights)
-    return [tokens.encode(text) for text in texts], tokens.end
+    encoded = [tokens.encode(text) for text in texts]
+    for number, prompt in enumerate(encoded, start=1):
+        if not prompt:
+            raise InputError(
+                f"prompt {number} is empty: give a text of at least one token",
+                ("workload", "prompts"),
+            )
+    if not encoded:
+        raise InputError(
+            "the file has no prompt: write one on each line",
+            ("workload", "prompts", "file"),
+        )
+    return encoded, tokens.end
 
 
 def tokens_of(weights: Path | None) -> Tokens:

@@ -301,9 +301,12 @@ class Agent:
         seconds: float | None = ANSWER_SECONDS,
         **options: Any,
     ) -> requests.Response:
+        # urllib3 applies the time-out of connecting to each part of a body as well, and a busy host may take longer
+        # than that to receive a part of the weights of a language model.
+        connect = ANSWER_SECONDS if options.get("data") else CONNECT_SECONDS
         try:
             response = self._client.request(
-                method, path, timeout=(CONNECT_SECONDS, seconds), **options
+                method, path, timeout=(connect, seconds), **options
             )
         except requests.Timeout as error:
             raise AgentGone(

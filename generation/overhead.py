@@ -1,0 +1,111 @@
+"""Compare tokens a second of a model in four containers with those of torch in one process without the testbed.
+
+    python generation/overhead.py SmolLM2-135M-Instruct.Q4_1.gguf
+
+Links have no limits and devices are not paced, so what is lost is lost to messages and processes. A stage computes on
+one thread, and with one request in flight only one stage computes at a time: the first ratio is to torch on one
+thread. With four requests in flight all processors of the host are used. docs/generation.md says where the file is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+import testbed
+from testbed_generation.network import Cache, LayerShard, embed, score
+from testbed_generation.tokens import open_tokens
+from testbed_generation.weights import (
+    EMBEDDING,
+    NORM,
+    OUTPUT,
+    Gguf,
+    open_weights,
+    read_layer,
+)
+
+PROMPT = "<|im_start|>user\nTell me about the sea.<|im_end|>\n<|im_start|>assistant\n"
+DEVICES = 4
+
+
+def torch_rate(file: Path, tokens: int, threads: int) -> float:
+    """Return the tokens a second after the first one of a plain loop in this process."""
+    torch.set_num_threads(threads)
+    source = open_weights(file)
+    assert isinstance(source, Gguf)
+    architecture = source.architecture
+    embedding = source.read(EMBEDDING)
+    norm = source.read(NORM)
+    output = embedding if architecture.tied else source.read(OUTPUT)
+    layers = []
+    for number in range(architecture.layers):
+        weights = read_layer(source, architecture, number)
+        layers.append(LayerShard(architecture, weights))
+    caches = [Cache() for _ in layers]
+    following = open_tokens(file).encode(PROMPT)
+    times = []
+    with torch.inference_mode():
+        for _ in range(tokens):
+            values = embed(torch.tensor(following), embedding)
+            for layer, cache in zip(layers, caches, strict=True):
+                values = layer.forward(values, cache)
+            logits = score(values[-1:], norm, output, architecture.epsilon)
+            following = [int(logits[0].argmax())]
+            times.append(time.perf_counter())
+    return (tokens - 1) / (times[-1] - times[0])
+
+
+def testbed_rates(file: Path, tokens: int, requests: int) -> tuple[float, float]:
+    """Return the tokens a second of a request, median after its first token, and of all requests together."""
+    scenario = testbed.build(
+        name="overhead",
+        workload={
+            "task": "generate",
+            "model": {"weights": str(file.resolve()), "context": 512},
+            "prompts": [PROMPT] * requests,
+            "tokens": tokens,
+            "concurrency": requests,
+            "method": {"name": "sequential", "partition": "even"},
+        },
+        # A slowdown of 1 lets computations take what they take; the speed is used by plans alone.
+        devices={
+            "device": {
+                "count": DEVICES,
+                "speed": "10gflops",
+                "slowdown": 1,
+                "memory": "3GiB",
+            }
+        },
+        network={"topology": "mesh", "link": {"delay": "0ms"}},
+    )
+    metrics = testbed.emulate(scenario, accept_links=True).run.metrics
+    return metrics["request_token_rate"], metrics["token_rate"]
+
+
+def main() -> None:
+    """Print rates and ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="weights in the GGUF format")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each text")
+    options = parser.parse_args()
+    file, tokens = options.file, options.tokens
+    threads = torch.get_num_threads()
+    alone = torch_rate(file, tokens, 1)
+    print(f"torch, one thread: {alone:.1f} tokens/s")
+    parallel = torch_rate(file, tokens, threads)
+    print(f"torch, {threads} threads: {parallel:.1f} tokens/s")
+    single, _ = testbed_rates(file, tokens, 1)
+    print(f"{DEVICES} containers, one request: {single:.1f} tokens/s")
+    _, total = testbed_rates(file, tokens, DEVICES)
+    print(f"{DEVICES} containers, {DEVICES} requests: {total:.1f} tokens/s")
+    print(f"ratio, one request to torch on one thread: {single / alone:.2f}")
+    print(
+        f"ratio, {DEVICES} requests to torch on {threads} threads: {total / parallel:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
