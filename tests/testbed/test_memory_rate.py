@@ -16,7 +16,12 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
-from testbed_controller.profiling.layers import LayerTime, measure, measure_whole, rates
+from testbed_controller.profiling.layers import (
+    LayerTime,
+    fit_rates,
+    measure_layers,
+    measure_whole,
+)
 
 WORK = {
     "model": {"name": "vgg5"},
@@ -200,13 +205,13 @@ def test_an_inference_takes_what_is_planned(options: dict, device: dict) -> None
 def test_rates_of_a_machine_come_out_of_its_layers() -> None:
     device = DeviceSpec("one", 5e9, 1.0, memory_rate=3e8)
     work = [Cost(1e9, 1e6), Cost(2e8, 5e7), Cost(0.0, 1e8)]
-    assert rates(
+    assert fit_rates(
         [LayerTime("unit", "layer", cost, device.seconds(cost)) for cost in work]
     ) == pytest.approx((5e9, 3e8))
     with pytest.raises(ValueError, match="no speed fits"):
-        rates([LayerTime("unit", "layer", Cost(accessed=1e9), 1.0)])
+        fit_rates([LayerTime("unit", "layer", Cost(accessed=1e9), 1.0)])
     model = create("mlp", {"hidden": [8]}, (1, 8, 8), 10)
     assert measure_whole(model, batch_size=4) > 0
-    found = measure(model, batch_size=4)
+    found = measure_layers(model, batch_size=4)
     assert [each.layer for each in found] == ["Flatten", "Linear", "ReLU", "Linear"]
     assert all(each.seconds > 0 for each in found)

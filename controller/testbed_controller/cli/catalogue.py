@@ -275,11 +275,11 @@ def _measure_layers(
 ) -> MeasuredLayers:
     """Measure a model on this machine and predict the same times, from a profile or from fitted rates."""
     from testbed.scenario.devices import device_with_profile
-    from testbed_controller.profiling.layers import measure, measure_whole
+    from testbed_controller.profiling.layers import measure_layers, measure_whole
 
     # The file is read first: a mistake in it is reported before the measurement, which takes a while.
     device = None if profile is None else device_with_profile(profile)
-    times = measure(model, batch_size)
+    times = measure_layers(model, batch_size)
     whole = measure_whole(model, batch_size)
     device = device or _fitted_device(times)
     predicted = [device.seconds(each.cost) for each in times]
@@ -333,10 +333,10 @@ def _round_to_three(value: float) -> float:
 
 def _fitted_device(times: Sequence[LayerTime]) -> DeviceSpec:
     from testbed.hardware import DeviceSpec
-    from testbed_controller.profiling.layers import rates
+    from testbed_controller.profiling.layers import fit_rates
 
     try:
-        speed, memory_rate = rates(times)
+        speed, memory_rate = fit_rates(times)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     return DeviceSpec("this machine", speed, 0.0, memory_rate=memory_rate)

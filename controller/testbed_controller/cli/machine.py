@@ -217,9 +217,9 @@ def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> N
         return
     try:
         if serve:
-            board.serve()
+            board.serve_peer()
             return
-        text = board.profile(peer)
+        text = board.measure_profile(peer)
         if out is None:
             click.echo(text, nl=False)
         else:

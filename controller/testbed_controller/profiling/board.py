@@ -36,7 +36,10 @@ _LEAST = 1e-9
 
 
 class Measured(NamedTuple):
-    """A layer in training: forward and backward of a batch, the backward with two forwards' FLOPs and one's bytes."""
+    """A layer in training: forward and backward of a batch.
+
+    The backward pass counts twice the FLOPs and once the bytes of the forward pass.
+    """
 
     kind: str
     name: str
@@ -46,7 +49,7 @@ class Measured(NamedTuple):
     weights: float
     """Bytes of weights, read twice, and of their gradients."""
     seconds: float
-    """Seconds of the processor."""
+    """Processor time in seconds."""
 
 
 @contextlib.contextmanager
@@ -60,110 +63,118 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def seconds(module: nn.Module, inputs: torch.Tensor) -> float:
+def training_seconds(module: nn.Module, inputs: torch.Tensor) -> float:
     """Return the processor time of forward and backward in seconds: the minimum of several runs, since noise only adds.
 
-    ``inputs`` are (samples, ...), of the shape that the module takes.
+    ``inputs`` have the shape (samples, ...) of the module's input.
     """
-    forwards, backwards = [], []
+    forwards = []
+    backwards = []
     for _ in range(REPETITIONS):
-        entering = inputs.detach().requires_grad_()
-        begun = time.thread_time()
-        outputs = module(entering)
-        forwards.append(time.thread_time() - begun)
+        # A new leaf each time, so that the backward pass computes the gradient of the inputs too, as inside a network.
+        leaf = inputs.detach().requires_grad_()
+        start = time.thread_time()
+        outputs = module(leaf)
+        forwards.append(time.thread_time() - start)
         gradient = torch.ones_like(outputs)
-        begun = time.thread_time()
+        start = time.thread_time()
         outputs.backward(gradient)
-        backwards.append(time.thread_time() - begun)
+        backwards.append(time.thread_time() - start)
     return min(forwards) + min(backwards)
 
 
-def fitted(
-    work: Sequence[tuple[float, ...]], relative: bool = False
+def fit_rates(
+    work: Sequence[tuple[float, ...]], *, relative: bool = False
 ) -> tuple[float | None, ...]:
     """Return the rates that best predict layer times; each row has amounts of work, then seconds.
 
     The time of a layer is the sum of its amounts divided by their rates, fitted by least squares of the absolute or
     ``relative`` errors. A rate of None takes no time. All subsets of amounts are tried, so that no rate is negative.
+
+    >>> [round(rate) for rate in fit_rates([(2e9, 1e9, 3.0), (4e9, 1e9, 5.0)])]
+    [1000000000, 1000000000]
     """
     table = torch.tensor(work, dtype=torch.float64)
-    table = table / table[:, -1:] if relative else table
-    amounts, wanted = table[:, :-1], table[:, -1]
+    if relative:
+        table = table / table[:, -1:]
+    amounts = table[:, :-1]
+    wanted = table[:, -1]
+    # FLOPs and bytes differ by orders of magnitude: scaled columns keep the least squares well conditioned.
     scale = amounts.amax(0)
     used = [place for place, largest in enumerate(scale.tolist()) if largest > 0]
-    rounding = 1e-12 * float((wanted**2).sum())  # a rate more must say more than that
-    best: tuple[float, tuple[float | None, ...]] = (math.inf, (None,) * len(scale))
-    for count in range(1, len(used) + 1):
-        for columns in map(list, itertools.combinations(used, count)):
-            scaled = amounts[:, columns] / scale[columns]
-            times = torch.linalg.lstsq(scaled, wanted, driver="gelsd").solution
-            error = float(((scaled @ times - wanted) ** 2).sum())
-            if bool((times > 0).all()) and error < best[0] - rounding:
-                solution = dict(
-                    zip(columns, (scale[columns] / times).tolist(), strict=True)
-                )
-                best = (
-                    error,
-                    tuple(solution.get(place) for place in range(len(scale))),
-                )
-    return best[1]
+    # An additional rate must reduce the error by more than rounding.
+    rounding = 1e-12 * float((wanted**2).sum())
+    best_error = math.inf
+    best: tuple[float | None, ...] = (None,) * len(scale)
+    for columns in _subsets(used):
+        scaled = amounts[:, columns] / scale[columns]
+        times = torch.linalg.lstsq(scaled, wanted, driver="gelsd").solution
+        error = float(((scaled @ times - wanted) ** 2).sum())
+        if bool((times > 0).all()) and error < best_error - rounding:
+            rates = (scale[columns] / times).tolist()
+            by_place = dict(zip(columns, rates, strict=True))
+            best_error = error
+            best = tuple(by_place.get(place) for place in range(len(scale)))
+    return best
 
 
-def layers() -> Iterator[tuple[str, str, nn.Module, tuple[int, ...], float]]:
+def _subsets(places: Sequence[int]) -> Iterator[list[int]]:
+    for count in range(1, len(places) + 1):
+        for subset in itertools.combinations(places, count):
+            yield list(subset)
+
+
+def sample_layers() -> Iterator[tuple[str, str, nn.Module, tuple[int, ...], float]]:
     """Yield layers of small networks: kind, name, module, input shape, and forward FLOPs of one sample."""
     for entering, leaving, side, kernel, groups in _CONVOLUTIONS:
         convolution = nn.Conv2d(
             entering, leaving, kernel, padding=kernel // 2, groups=groups
         )
         flops = 2.0 * kernel**2 * entering // groups * leaving * side * side
-        kind = (
-            "depthwise" if groups > 1 else "pointwise" if kernel == 1 else "convolution"
-        )
-        yield (
-            kind,
-            f"{entering}-{leaving} {side}x{side}",
-            convolution,
-            (entering, side, side),
-            flops,
-        )
-    for entering, leaving in (
-        (784, 128),
-        (1024, 128),
-        (256, 256),
-        (96, 96),
-        (2048, 512),
-    ):
-        yield (
-            "linear",
-            f"{entering}-{leaving}",
-            nn.Linear(entering, leaving),
-            (entering,),
-            2.0 * entering * leaving,
-        )
+        kind = "convolution"
+        if groups > 1:
+            kind = "depthwise"
+        elif kernel == 1:
+            kind = "pointwise"
+        name = f"{entering}-{leaving} {side}x{side}"
+        yield kind, name, convolution, (entering, side, side), flops
+    for entering, leaving in _LINEAR:
+        linear = nn.Linear(entering, leaving)
+        flops = 2.0 * entering * leaving
+        yield "linear", f"{entering}-{leaving}", linear, (entering,), flops
     for kind, make in _WITHOUT_FLOPS:
-        for channels, side in ((32, 32), (16, 28), (64, 16), (160, 6)):
-            yield (
-                kind,
-                f"{channels} {side}x{side}",
-                make(channels),
-                (channels, side, side),
-                0.0,
-            )
+        for channels, side in _MAPS:
+            name = f"{channels} {side}x{side}"
+            yield kind, name, make(channels), (channels, side, side), 0.0
 
 
 _CONVOLUTIONS = (
-    *(
-        (3, 32, 32, 3, 1),
-        (16, 16, 28, 3, 1),
-        (32, 64, 16, 3, 1),
-        (32, 32, 14, 3, 1),
-        (64, 64, 8, 3, 1),
-    ),
-    *((96, 96, 8, 3, 1), (192, 192, 4, 3, 1), (384, 384, 2, 3, 1), (384, 384, 4, 3, 1)),
-    *((24, 96, 24, 1, 1), (96, 24, 24, 1, 1), (48, 160, 12, 1, 1), (320, 80, 6, 1, 1)),
-    *((72, 72, 20, 3, 72), (160, 160, 10, 3, 160), (448, 448, 5, 3, 448)),
+    # Images of few channels, as in the first layers.
+    (3, 32, 32, 3, 1),
+    (16, 16, 28, 3, 1),
+    (32, 64, 16, 3, 1),
+    (32, 32, 14, 3, 1),
+    (64, 64, 8, 3, 1),
+    # Many channels on small images, as in the last layers.
+    (96, 96, 8, 3, 1),
+    (192, 192, 4, 3, 1),
+    (384, 384, 2, 3, 1),
+    (384, 384, 4, 3, 1),
+    # Pointwise.
+    (24, 96, 24, 1, 1),
+    (96, 24, 24, 1, 1),
+    (48, 160, 12, 1, 1),
+    (320, 80, 6, 1, 1),
+    # Depthwise.
+    (72, 72, 20, 3, 72),
+    (160, 160, 10, 3, 160),
+    (448, 448, 5, 3, 448),
 )
 """Input and output channels, image side, kernel side, and groups."""
+_LINEAR = ((784, 128), (1024, 128), (256, 256), (96, 96), (2048, 512))
+"""Inputs and outputs."""
+_MAPS = ((32, 32), (16, 28), (64, 16), (160, 6))
+"""Channels and image side."""
 _WITHOUT_FLOPS: tuple[tuple[str, Callable[[int], nn.Module]], ...] = (
     ("normalisation", nn.BatchNorm2d),
     ("activation", lambda channels: nn.ReLU()),
@@ -175,50 +186,47 @@ def update_seconds(values: int) -> float:
     """Return the processor time of a step of SGD: two FLOPs for each value."""
     weights = nn.Parameter(torch.zeros(values))
     weights.grad = torch.zeros(values)
-    optimizer, taken = torch.optim.SGD([weights], lr=0.1), []
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    durations = []
     for _ in range(REPETITIONS):
-        begun = time.thread_time()
+        start = time.thread_time()
         optimizer.step()
-        taken.append(time.thread_time() - begun)
-    return min(taken)
+        durations.append(time.thread_time() - start)
+    return min(durations)
 
 
-def measure() -> list[Measured]:
+def measure_layers() -> list[Measured]:
     """Measure the training of each layer on random values with one thread, without the overhead of an empty call."""
     with one_thread():
-        idle = seconds(nn.Identity(), torch.randn(1))
+        overhead = training_seconds(nn.Identity(), torch.randn(1))
         measurements = []
-        for kind, name, module, shape, flops in layers():
+        for kind, name, module, shape, flops in sample_layers():
             inputs = torch.randn(BATCH, *shape)
             values = inputs.numel() + module(inputs).numel()
-            matrices = sum(
-                each.numel() for each in module.parameters() if each.ndim > 1
+            matrices = 0
+            for parameter in module.parameters():
+                if parameter.ndim > 1:
+                    matrices += parameter.numel()
+            duration = max(_LEAST, training_seconds(module, inputs) - overhead)
+            measurement = Measured(
+                kind,
+                name,
+                flops=3 * flops * BATCH,
+                accessed=2.0 * _BYTES * values,
+                weights=3.0 * _BYTES * matrices,
+                seconds=duration,
             )
-            amounts = (
-                3 * flops * BATCH,
-                2.0 * _BYTES * values,
-                3.0 * _BYTES * matrices,
-            )
-            measurements.append(
-                Measured(
-                    kind, name, *amounts, max(_LEAST, seconds(module, inputs) - idle)
-                )
-            )
+            measurements.append(measurement)
         for values in (1 << 16, 1 << 20):
+            duration = update_seconds(values)
+            name = f"SGD {values}"
             measurements.append(
-                Measured(
-                    "other",
-                    f"SGD {values}",
-                    2.0 * values,
-                    0.0,
-                    0.0,
-                    update_seconds(values),
-                )
+                Measured("other", name, 2.0 * values, 0.0, 0.0, duration)
             )
     return measurements
 
 
-def memory() -> int:
+def available_memory() -> int:
     """Return the available memory in bytes: the container's limit, if any."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in (
@@ -232,8 +240,8 @@ def memory() -> int:
     return min(sizes)
 
 
-def serve(port: int = PORT) -> None:
-    """Be the peer of one measurement: answer each byte of the first, then say when all of the rest has come."""
+def serve_peer(port: int = PORT) -> None:
+    """Serve one measurement of a link: echo each ping of a byte, then acknowledge the arrival of `SENT` bytes."""
     with socket.create_server(("", port)) as server:
         connection, _ = server.accept()
         with connection:
@@ -245,28 +253,30 @@ def serve(port: int = PORT) -> None:
             connection.sendall(b".")
 
 
-def link(peer: str, port: int = PORT) -> tuple[float, float]:
+def measure_link(peer: str, port: int = PORT) -> tuple[float, float]:
     """Return rate (bit/s of payload) and one-way delay (half the shortest round trip, in seconds) to a serving peer."""
     with socket.create_connection((peer, port), timeout=60) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        answers = []
+        round_trips = []
         for _ in range(PINGS):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             connection.sendall(b".")
             connection.recv(1)
-            answers.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
+            round_trips.append(time.perf_counter() - start)
+        round_trip = min(round_trips)
+        start = time.perf_counter()
         connection.sendall(bytes(SENT))
         connection.recv(1)
-        return 8 * SENT / (time.perf_counter() - begun - min(answers)), min(answers) / 2
+        # The acknowledgement took a round trip beyond the transmission.
+        duration = time.perf_counter() - start - round_trip
+        return 8 * SENT / duration, round_trip / 2
 
 
-def profile(peer: str | None = None) -> str:
+def measure_profile(peer: str | None = None) -> str:
     """Return the profile of this machine as YAML. Raises ValueError for a machine busy with other work."""
-    measurements = measure()
-    speed, memory_rate = fitted(
-        [(each.flops, each.accessed, each.seconds) for each in measurements]
-    )
+    measurements = measure_layers()
+    rows = [(layer.flops, layer.accessed, layer.seconds) for layer in measurements]
+    speed, memory_rate = fit_rates(rows)
     if speed is None:
         raise ValueError(
             "layer times do not grow with the work: stop other programs and try again"
@@ -275,57 +285,57 @@ def profile(peer: str | None = None) -> str:
     lines = [
         f"# {json.dumps(about)[1:-1]}; processor time of one thread, forward and backward of {BATCH} samples.",
         f"speed: {speed / 1e9:.4g}gflops",
-        *([] if memory_rate is None else [f"memory_rate: {memory_rate / 1e9:.4g}GB/s"]),
-        f"memory: {memory() >> 20}MiB",
-        "processors: 1",
     ]
+    if memory_rate is not None:
+        lines.append(f"memory_rate: {memory_rate / 1e9:.4g}GB/s")
+    lines.append(f"memory: {available_memory() >> 20}MiB")
+    lines.append("processors: 1")
     if peer is not None:
-        rate, delay = link(peer)
+        rate, delay = measure_link(peer)
         written = f"{{rate: {rate / 1e6:.4g}mbit, delay: {delay * 1e3:.4g}ms}}"
         lines.append(f"# The link to {peer}, for the scenario's network: {written}")
-    lines.append(
-        "# By kind of layer, with what was measured, and what these rates make of it."
-    )
+    lines.append("# By kind of layer: measured time, and the time by these rates.")
     lines.append("kinds:")
-    for kind, alike in itertools.groupby(measurements, lambda each: each.kind):
-        lines += _of_kind(kind, list(alike))
+    for kind, group in itertools.groupby(measurements, _kind_of):
+        lines += _render_kind(kind, list(group))
     return "\n".join(lines) + "\n"
 
 
-def _of_kind(kind: str, measured: Sequence[Measured]) -> Iterator[str]:
-    rates = fitted([each[2:] for each in measured], relative=True)
-    units = (
-        ("speed", 1e9, "gflops"),
-        ("memory_rate", 1e9, "GB/s"),
-        ("weight_rate", 1e9, "GB/s"),
-    )
-    keys = (
-        f"{key}: {rate / size:.4g}{unit}"
-        for (key, size, unit), rate in zip(units, rates, strict=True)
-        if rate
-    )
+def _kind_of(layer: Measured) -> str:
+    return layer.kind
+
+
+def _render_kind(kind: str, layers: Sequence[Measured]) -> Iterator[str]:
+    # Relative errors: small layers count as much as large ones.
+    rates = fit_rates([layer[2:] for layer in layers], relative=True)
+    units = {"speed": "gflops", "memory_rate": "GB/s", "weight_rate": "GB/s"}
+    keys = []
+    for (key, unit), rate in zip(units.items(), rates, strict=True):
+        if rate:
+            keys.append(f"{key}: {rate / 1e9:.4g}{unit}")
     yield f"  {kind}: {{{', '.join(keys)}}}"
-    for each in measured:
-        charged = sum(
-            amount / rate for amount, rate in zip(each[2:5], rates, strict=True) if rate
-        )
-        yield f"    # {each.name:16} {each.seconds * 1e3:8.3f} ms {charged * 1e3:8.3f} ms"
+    for layer in layers:
+        charged = 0.0
+        for amount, rate in zip(layer[2:5], rates, strict=True):
+            if rate:
+                charged += amount / rate
+        yield f"    # {layer.name:16} {layer.seconds * 1e3:8.3f} ms {charged * 1e3:8.3f} ms"
 
 
 def main() -> None:
     """Print the profile of this machine, or serve another machine as its peer."""
     parser = argparse.ArgumentParser(prog="profile", description=main.__doc__)
     parser.add_argument(
-        "--peer", help="measure the link to this machine too, where --serve runs"
+        "--peer", help="also measure the link to this machine, which runs --serve"
     )
     parser.add_argument(
-        "--serve", action="store_true", help="be the peer of one measurement"
+        "--serve", action="store_true", help="serve the measurement of one link"
     )
     given = parser.parse_args()
     if given.serve:
-        serve()
+        serve_peer()
     else:
-        sys.stdout.write(profile(given.peer))
+        sys.stdout.write(measure_profile(given.peer))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ class LayerTime:
     cost: Cost
     """Charged amount of work."""
     seconds: float
-    """Seconds of the processor."""
+    """Processor time in seconds."""
 
 
-def measure(model: Model, batch_size: int) -> list[LayerTime]:
+def measure_layers(model: Model, batch_size: int) -> list[LayerTime]:
     """Measure the training of each layer on random values, with one thread of this machine."""
     measurements = []
     with board.one_thread():
@@ -32,18 +32,13 @@ def measure(model: Model, batch_size: int) -> list[LayerTime]:
             shape = unit.input
             for layer in unit.layers:
                 module = layer.build(shape, torch.Generator().manual_seed(0))
-                cost = forward_of(layer.cost(shape), batch_size) + backward_of(
-                    layer.cost(shape), batch_size
-                )
+                layer_cost = layer.cost(shape)
+                cost = forward_of(layer_cost, batch_size)
+                cost += backward_of(layer_cost, batch_size)
                 inputs = torch.randn(batch_size, *shape)
-                measurements.append(
-                    LayerTime(
-                        unit.name,
-                        type(layer).__name__,
-                        cost,
-                        board.seconds(module, inputs),
-                    )
-                )
+                seconds = board.training_seconds(module, inputs)
+                name = type(layer).__name__
+                measurements.append(LayerTime(unit.name, name, cost, seconds))
                 shape = layer.output(shape)
     return measurements
 
@@ -52,16 +47,19 @@ def measure_whole(model: Model, batch_size: int) -> float:
     """Return the processor time of forward and backward through all layers, with one thread of this machine."""
     with board.one_thread():
         module = model.build(0, len(model.units), seed=0)
-        return board.seconds(module, torch.randn(batch_size, *model.input))
+        inputs = torch.randn(batch_size, *model.input)
+        return board.training_seconds(module, inputs)
 
 
-def rates(times: Sequence[LayerTime]) -> tuple[float, float | None]:
+def fit_rates(times: Sequence[LayerTime]) -> tuple[float, float | None]:
     """Return speed (FLOP/s) and memory rate (bytes/s) that best fit the layers. Raises ValueError without a fit."""
-    speed, memory_rate = board.fitted(
-        [(*each.cost.of()[:2], each.seconds) for each in times]
-    )
+    rows = []
+    for layer in times:
+        flops, accessed, *_ = layer.cost.of()
+        rows.append((flops, accessed, layer.seconds))
+    speed, memory_rate = board.fit_rates(rows)
     if speed is None:
         raise ValueError(
-            "no speed fits these layers: take a larger batch, or another model"
+            "no speed fits these layers: use a larger batch, or another model"
         )
     return speed, memory_rate

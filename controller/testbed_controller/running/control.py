@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from testbed.common.errors import InputError, TestbedError
@@ -73,20 +74,21 @@ def answer(
         answer({"strike": {"kill": "worker1"}}, containers)
     """
     if "show" in request:
-        actions = {
-            handle: f"{action.name} {action.target}"
-            for handle, action in _active_actions(containers).items()
-        }
+        actions = {}
+        for handle, action in _active_actions(containers).items():
+            actions[handle] = f"{action.name} {action.target}"
         return {"in_force": actions, "devices": dict(containers.states())}
     if "set" in request:
-        links = LinkFigures.parse_request(request["set"], containers.experiment.links)
-        record(links, apply_step(links, containers))
+        step_links = LinkSettings.parse_request(
+            request["set"], containers.experiment.links
+        )
+        record(step_links, apply_step(step_links, containers))
         state = containers.shown
-        return {
-            "links": links_to_json({pair: state.link(pair) for pair in links.pairs})
-        }
+        links = {pair: state.link(pair) for pair in step_links.pairs}
+        return {"links": links_to_json(links)}
     if "undo" in request:
-        handle, active = request["undo"], _active_actions(containers)
+        handle = request["undo"]
+        active = _active_actions(containers)
         if handle not in active:
             raise InputError(
                 f"no active fault '{handle}'; active: {', '.join(active) or 'none'}"
@@ -103,6 +105,7 @@ def answer(
 def _active_actions(containers: DockerFaultTarget) -> dict[str, FaultAction[Any]]:
     """Return the revertible actions by handle."""
     actions = dict(containers.shown.in_force)
+    # Devices that are down or paused are looked up, not remembered: whatever did that, a restart undoes it.
     for device, state in containers.states().items():
         if state in _CAUSES:
             action = _CAUSES[state](device)
@@ -128,9 +131,8 @@ def _parse_strike(request: Request, containers: DockerFaultTarget) -> FaultOpera
             raise InputError(
                 f"unknown device '{name}'; {containers.run_id} has {', '.join(devices)}"
             )
-    for _, text in action.problems(
-        FaultContext(run.devices, run.links, radio=run.radio)
-    ):
+    context = FaultContext(run.devices, run.links, radio=run.radio)
+    for _, text in action.problems(context):
         raise InputError(text)
     if isinstance(action, StateAction):
         return FaultOperation(action, _state_handle(action))
@@ -147,29 +149,23 @@ def _summarise(
 ) -> str:
     action = step.action
     if action.switches:
-        nothing = (
-            ""
-            if changed.devices
-            else f" is {containers.states()[action.target]}, nothing to do"
-        )
-        return f"{action.name}: {action.target}{nothing}"
-    links = (
-        [f"{len(changed.links)} directed links changed"]
-        if changed.links or not changed.speeds
-        else []
-    )
-    speeds = [
-        f"{name} computes at {factor:.4g} times its own speed"
-        for name, factor in changed.speeds.items()
-    ]
-    text = ", ".join(links + speeds)
+        if changed.devices:
+            return f"{action.name}: {action.target}"
+        state = containers.states()[action.target]
+        return f"{action.name}: {action.target} is {state}, nothing to do"
+    texts = []
+    if changed.links or not changed.speeds:
+        texts.append(f"{len(changed.links)} directed links changed")
+    for name, factor in changed.speeds.items():
+        texts.append(f"{name} computes at {factor:.4g} times its own speed")
+    text = ", ".join(texts)
     if action.undoes or step.phase == "undo":
         return text
     return f"{step.handle}: {text}; undo with: testbed fault undo {step.handle}"
 
 
 @dataclass(frozen=True)
-class LinkFigures:
+class LinkSettings:
     """New link properties in place of the scenario's; active faults still apply on top."""
 
     pairs: Sequence[Pair]
@@ -179,7 +175,9 @@ class LinkFigures:
     switches: bool = False
 
     @staticmethod
-    def parse_request(request: Mapping[str, Any], links: Iterable[Pair]) -> LinkFigures:
+    def parse_request(
+        request: Mapping[str, Any], links: Iterable[Pair]
+    ) -> LinkSettings:
         """Parse the ``set`` value of a request about some of these links; raises `InputError`."""
         part = parse(LinkPart, request["part"])
         if part.preset is not None and part.preset not in PRESETS:
@@ -189,46 +187,45 @@ class LinkFigures:
         pairs = []
         for ends in request["pairs"]:
             pairs += choose_links(links, *ends)
-        direct = {
-            key: value
-            for key, value in request["direct"].items()
-            if key in ("rate", "up")
-        }
-        return LinkFigures(pairs, part, direct)
+        # Other fields of a link are keys of the part; the socket must not set them unchecked.
+        direct = {}
+        for key in ("rate", "up"):
+            if key in request["direct"]:
+                direct[key] = request["direct"][key]
+        return LinkSettings(pairs, part, direct)
 
     def apply(self, now: SystemState) -> SystemState:
         """Return the state after the change; raises InputError for an invalid link."""
-        return now.with_links(
-            {pair: self._compute_link(pair, now) for pair in self.pairs}
-        )
+        links = {pair: self._compute_link(pair, now) for pair in self.pairs}
+        return now.with_links(links)
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return no events: the events of the changed links suffice."""
         return []
 
     def _compute_link(self, pair: Pair, now: SystemState) -> Link:
-        wanted = replace(
-            overlay(now.own_link(pair), self.part, now.is_from_first(pair)),
-            **self.direct,
-        )
-        if problems := checks.problems(wanted):
-            raise InputError(
-                "; ".join(
-                    f"{pair[0]} -> {pair[1]}: {problem.text}" for problem in problems
-                )
-            )
+        overlaid = overlay(now.own_link(pair), self.part, now.is_from_first(pair))
+        wanted = replace(overlaid, **self.direct)
+        problems = []
+        for problem in checks.problems(wanted):
+            problems.append(f"{pair[0]} -> {pair[1]}: {problem.text}")
+        if problems:
+            raise InputError("; ".join(problems))
         return wanted
 
 
 def choose_links(
     links: Iterable[Pair], source: str | None, destination: str | None
 ) -> list[Pair]:
-    """Return the links between two ends, where None matches any device; raises InputError if none matches."""
-    chosen = [
-        pair
-        for pair in links
-        if source in (None, pair[0]) and destination in (None, pair[1])
-    ]
+    """Return the links between two ends, where None matches any device; raises InputError if no link matches.
+
+    >>> choose_links([("a", "b"), ("b", "a"), ("b", "c")], "b", None)
+    [('b', 'a'), ('b', 'c')]
+    """
+    chosen = []
+    for pair in links:
+        if source in (None, pair[0]) and destination in (None, pair[1]):
+            chosen.append(pair)
     if not chosen:
         names: set[str] = set()
         for pair in links:
@@ -267,31 +264,33 @@ def flap(
     Yields, after each change, the number of interruptions so far and the maximum lateness of a change in seconds.
     ``seconds`` is the total duration; None repeats without end unless the action has a count.
     """
-    request, handle = {"flap": dict(part)}, new_handle(Flap.name)
+    request = {"flap": dict(part)}
+    handle = new_handle(Flap.name)
     action = parse(ActionPart, request).action
     assert isinstance(action, Flap)
+    duration = math.inf if seconds is None else seconds
     start = time.monotonic()
-    interruptions, lateness, down = 0, 0.0, False
+    interruptions = 0
+    lateness = 0.0
+    may_be_down = False
     try:
-        for phase, when in action.turns(0.0, math.inf if seconds is None else seconds):
+        for phase, when in action.turns(0.0, duration):
             time.sleep(max(0.0, start + when - time.monotonic()))
-            down = phase == "strike" or down
-            ask(
-                {"strike": request, "handle": handle}
-                if phase == "strike"
-                else {"undo": handle}
-            )
-            down = phase == "strike"
-            interruptions, lateness = (
-                interruptions + down,
-                max(lateness, time.monotonic() - start - when),
-            )
+            if phase == "strike":
+                # Before the request: after an interruption in between, the links may be down.
+                may_be_down = True
+                ask({"strike": request, "handle": handle})
+                interruptions += 1
+            else:
+                ask({"undo": handle})
+                may_be_down = False
+            lateness = max(lateness, time.monotonic() - start - when)
             yield interruptions, lateness
     except InputError:  # the run refused the action, so no link is down
-        down = False
+        may_be_down = False
         raise
     finally:
-        if down:
+        if may_be_down:
             ask({"undo": handle})
 
 
@@ -308,9 +307,9 @@ def serve_requests(run_id: str, respond: Callable[[Request], Answer]) -> Iterato
             response: Answer
             try:
                 request = json.loads(self.rfile.readline(LONGEST))
-                if not hmac.compare_digest(
-                    str(request.pop("token", "")).encode(), token.encode()
-                ):
+                sent = str(request.pop("token", "")).encode()
+                # In constant time, which reveals nothing about the token.
+                if not hmac.compare_digest(sent, token.encode()):
                     raise InputError("the token of the run is missing or wrong")
                 response = respond(request)
             except TestbedError as error:
@@ -320,18 +319,18 @@ def serve_requests(run_id: str, respond: Callable[[Request], Answer]) -> Iterato
             with contextlib.suppress(OSError):  # the client has disconnected
                 self.wfile.write(json.dumps(response).encode() + b"\n")
 
-    place = runstate.path_of(run_id).with_suffix(".sock")
-    place.unlink(missing_ok=True)  # left by a killed run on this lab
+    socket_file = runstate.path_of(run_id).with_suffix(".sock")
+    socket_file.unlink(missing_ok=True)  # left by a killed run on this lab
     with _short_path(run_id) as path:
         server = socketserver.ThreadingUnixStreamServer(path, Handler)
+    # A request that hangs must not keep the run from ending.
     server.daemon_threads = True
-    threading.Thread(
-        target=server.serve_forever, args=(0.1,), name="control", daemon=True
-    ).start()
+    serve = partial(server.serve_forever, poll_interval=0.1)
+    threading.Thread(target=serve, name="control", daemon=True).start()
     try:
         yield
     finally:
-        place.unlink(missing_ok=True)
+        socket_file.unlink(missing_ok=True)
         server.shutdown()
         server.server_close()
 
@@ -367,5 +366,6 @@ def _send_request(run_id: str, request: Request) -> Answer:
     except (OSError, ValueError):
         raise TestbedError(f"{run_id} did not answer: the run has ended") from None
     if "error" in response:
-        raise (InputError if response["input"] else TestbedError)(response["error"])
+        kind = InputError if response["input"] else TestbedError
+        raise kind(response["error"])
     return response

@@ -48,6 +48,7 @@ def emulate(
     where = where or LabPart()
     check_name(links)
     began = time.monotonic()
+    # The capacity is that of this host alone.
     if not accept_links and standing is None and not where.hosts:
         capability.check(prepared.experiment, links)
 
@@ -55,38 +56,37 @@ def emulate(
         _LOG.info("%s", text)
         on_stage(text)
 
+    def create() -> AnyLab:
+        lab = create_lab(
+            prepared.trial,
+            where,
+            links=links,
+            progress=stage,
+            results=results,
+            keep=keep,
+        )
+        if not keep:
+            stack.callback(_remove_lab, lab, stage)
+        return lab
+
+    # Entered first and left last: the log has the removal, and the containers exist while their logs are saved.
     with ExitStack() as stack:
         if results is not None:
             stack.enter_context(controller_log(results))
-        if standing is None:
-            lab = create_lab(
-                prepared.trial,
-                where,
-                links=links,
-                progress=stage,
-                results=results,
-                keep=keep,
-            )
-            if not keep:
-                stack.callback(_remove_lab, lab, stage)
-        else:
-            lab = standing
+        lab = create() if standing is None else standing
         if results is not None:
             lab.note_results(results)
             stack.callback(save_container_logs, lab, results)
         stage("measuring the links")
-        measured = verify_links(
-            lab.shaper.probe, list(prepared.experiment.links), accept_links
-        )
+        pairs = list(prepared.experiment.links)
+        measured = verify_links(lab.shaper.probe, pairs, accept=accept_links)
         stage("deploying the programs")
         # Query the facts before the run: its results must not be lost if the engine does not respond afterwards.
-        facts, before = lab.facts(), lab.shaper.statistics(reset=True)
+        facts = lab.facts()
+        before = lab.shaper.statistics(reset=True)
         outcome = Execution(lab, prepared, data, weights, on_event).run(stage)
-        _LOG.info(
-            "the run is %s%s",
-            outcome.status,
-            f": {outcome.error}" if outcome.error else "",
-        )
+        error = f": {outcome.error}" if outcome.error else ""
+        _LOG.info("the run is %s%s", outcome.status, error)
         outcome.links = measured
         _note_host(outcome, lab, facts, before)
         if keep or standing is not None:

@@ -36,9 +36,10 @@ from testbed_controller.running.machines import DockerFaultTarget, changes_of, e
 
 _LOG = logging.getLogger(__name__)
 
-START_SECONDS, START_SECONDS_EACH = 0.2, 0.01
-"""Time from the first start request to the common origin, plus a share for each device, in seconds: by then every agent
-has received its request, even on a busy host."""
+START_SECONDS = 0.2
+"""Time from the first start request to the common origin, in seconds: by then every agent has received its request."""
+START_SECONDS_EACH = 0.01
+"""Additional time for each device, in seconds."""
 GATHER_SECONDS = 2.0
 """Time for the last events of the devices after the end of the coordinator's program, in seconds."""
 DEATH_SECONDS = 3.0
@@ -48,6 +49,8 @@ UNGATHERED_SECONDS = 60.0
 WORKERS = 16
 """Maximum number of concurrent faults and boots: a restart takes a while and must not delay others."""
 T = TypeVar("T")
+End = tuple[Status, str | None]
+"""The status of an ended run, and the error if any."""
 
 
 def _unique_processors(
@@ -61,13 +64,17 @@ def _unique_processors(
     return kinds
 
 
-End = tuple[Status, str | None]
-
-
 class KeyedExecutor:
     """An executor for jobs with keys: equal keys run in order, others concurrently.
 
-    A waiting job occupies a worker of the pool; the job it waits for has already begun, so no deadlock can occur.
+    A waiting job occupies a worker of the pool; the job before has already begun, so no deadlock can occur.
+
+    >>> with ThreadPoolExecutor() as pool:
+    ...     executor = KeyedExecutor(pool)
+    ...     executor.submit("worker1", lambda: print("kill"))
+    ...     executor.submit("worker1", lambda: print("restart"))
+    kill
+    restart
     """
 
     def __init__(self, pool: Executor) -> None:
@@ -114,9 +121,8 @@ class Execution:
         self._script = FaultScript(prepared.scenario.faults)
         self._trace = TraceScript(prepared.experiment.changes)
         self._containers = DockerFaultTarget(lab, self._admit)
-        self._speeds = {
-            device.name: device.speed for device in prepared.experiment.devices
-        }
+        devices = prepared.experiment.devices
+        self._speeds = {device.name: device.speed for device in devices}
         self._origin = 0.0
         """Start of the workload on this machine's monotonic clock; `Agent` converts it to the clock of a device's
         host."""
@@ -134,15 +140,7 @@ class Execution:
         """Deploy the programs, start them, apply faults, and follow the run until the coordinator finishes."""
         # One thread for trace changes keeps the order of two values for the same link.
         with self._pool as pool, ThreadPoolExecutor(1, "trace") as replayer:
-            done = pool.map(
-                lambda name: self._unless_down(name, lambda: self._deploy(name)),
-                self._lab.devices,
-            )
-            deployed = {
-                name: after
-                for name, after in zip(self._lab.devices, done, strict=True)
-                if after is not None
-            }
+            deployed = self._deploy_all()
             on_stage("running")
             self._lab.shaper.host_load(reset=True)
             controller = time.process_time()
@@ -150,17 +148,8 @@ class Execution:
             # The run begins with the first values of a trace.
             first = self._trace.due(0.0)
             self._record_result(first, 0.0, 0.0, apply_step(first, self._containers))
-            self._origin = (
-                time.monotonic() + START_SECONDS + START_SECONDS_EACH * len(deployed)
-            )
-            list(
-                pool.map(
-                    lambda item: self._unless_down(
-                        item[0], lambda: self._start_program(*item)
-                    ),
-                    deployed.items(),
-                )
-            )
+            self._start_all(deployed)
+            # Only now: a device that the engine reports as running must have its program already.
             changes = self._lab.changes(self._note_return)
             threading.Thread(
                 target=self._follow_containers,
@@ -186,15 +175,18 @@ class Execution:
         }
         with suppress(HostError):  # the end of the shaper may have ended the run
             fidelity |= self._lab.shaper.host_load()
-        computed = self._prepared.problem.workload.is_computed
+        is_computed = self._prepared.problem.workload.is_computed
         weights = None
         lost: list[str] = []
         parts: dict[str, bytes] = {}
-        if computed and status == "finished":
+        # Before the programs are stopped, which expose the weights.
+        if is_computed and status == "finished":
             weights, lost = self._final_weights(WORK_SECONDS)
-        elif computed and status in UNGATHERED:
+        elif is_computed and status in UNGATHERED:
             weights, _ = self._final_weights(UNGATHERED_SECONDS)
             parts = self._gather_parts()
+        if lost:
+            fidelity["lost"] = lost
         self._stop_all()
         return Outcome(
             runtime="emulate",
@@ -204,13 +196,36 @@ class Execution:
             weights_file=weights,
             parts=parts,
             host={"computing": _unique_processors(self._computing.values())},
-            fidelity={**fidelity, "lost": lost} if lost else fidelity,
+            fidelity=fidelity,
         )
 
     # Programs
 
+    def _deploy_all(self) -> dict[str, int]:
+        """Deploy all programs; return the number of events before the run by device, without devices that are down."""
+
+        def deploy(name: str) -> int | None:
+            return self._unless_down(name, partial(self._deploy, name))
+
+        deployed = {}
+        counts = self._pool.map(deploy, self._lab.devices)
+        for name, count in zip(self._lab.devices, counts, strict=True):
+            if count is not None:
+                deployed[name] = count
+        return deployed
+
+    def _start_all(self, deployed: Mapping[str, int]) -> None:
+        """Start all programs at a common origin in the near future."""
+        ahead = START_SECONDS + START_SECONDS_EACH * len(deployed)
+        self._origin = time.monotonic() + ahead
+
+        def start(name: str) -> None:
+            self._unless_down(name, partial(self._start_program, name, deployed[name]))
+
+        list(self._pool.map(start, deployed))
+
     def _unless_down(self, name: str, act: Callable[[], T]) -> T | None:
-        """Return the result of a function on a device, or None if the device is down.
+        """Return the result of a function on a device; None for a device that is down.
 
         Raises `TestbedError` if the device is the coordinator or has run out of memory. Other losses are left to the
         method.
@@ -235,10 +250,13 @@ class Execution:
         answer = agent.deploy(self._deployments.of(name))
         after = int(answer["events"])
         self._computing[name] = answer.get("computing")
+        # After the deployment, which has the scenario's links: changes since then must not be lost.
         self._containers.inform(name)
-        if (data := self._inputs.data(name)) is not None:
+        data = self._inputs.data(name)
+        if data is not None:
             agent.put_data(data)
-        if (weights := self._inputs.weights(name)) is not None:
+        weights = self._inputs.weights(name)
+        if weights is not None:
             agent.put_shard(weights)
         _LOG.info("deployed %s", name)
         return after
@@ -253,11 +271,12 @@ class Execution:
             name=f"events-{name}",
             daemon=True,
         )
-        self._reports[name] = pid, listener
+        self._reports[name] = (pid, listener)
         listener.start()
 
     def _admit(self, name: str) -> None:
         """Shape the links of a started device and start its program, unless the program is already running."""
+        # A lock for each device: a restart by a fault and the engine's report about this start come from two threads.
         with self._admission[name]:
             device = self._lab.devices[name]
             if device.state == "running" and not self._is_reporting(device):
@@ -265,9 +284,11 @@ class Execution:
                 self._start_program(name, self._deploy(name))
 
     def _is_reporting(self, device: DeviceContainer) -> bool:
-        return (
-            device.name in self._reports and self._reports[device.name][0] == device.pid
-        )
+        if device.name not in self._reports:
+            return False
+        # A restarted device has another process, whose program reports nothing yet.
+        pid, _ = self._reports[device.name]
+        return pid == device.pid
 
     def _follow_device(self, name: str, pid: int, seen: int) -> None:
         """Forward a device's events from number ``seen`` on, until the program ends or the device restarts."""
@@ -278,15 +299,12 @@ class Execution:
                     seen += 1
                     self._news.put(event)
                 return
-            except TestbedError as error:  # killed, paused or removed: a device's state, not an error of the run
+            except TestbedError as error:
+                # Killed, paused or removed: a device's state, not an error of the run.
                 if str(error) != problem:
                     problem = str(error)
-                    _LOG.info(
-                        "the events of %s are interrupted after %d: %s",
-                        name,
-                        seen,
-                        problem,
-                    )
+                    text = "the events of %s are interrupted after %d: %s"
+                    _LOG.info(text, name, seen, problem)
             self._over.wait(0.1)
 
     def _follow_containers(self, containers: Iterable[DeviceContainer]) -> None:
@@ -296,8 +314,8 @@ class Execution:
                 self._news.put(partial(self._react_to_container, container))
         except Exception as error:  # noqa: BLE001 - without the engine, the run cannot be observed
             _LOG.info("the containers can no longer be followed", exc_info=True)
-            lost: End = "failed", str(error)
-            self._news.put(lambda: lost)
+            end: End = ("failed", str(error))
+            self._news.put(lambda: end)
 
     def _note_return(self, seconds: float) -> None:
         """Record an interruption of the engine's events in seconds."""
@@ -321,26 +339,15 @@ class Execution:
         return time.monotonic() - self._origin
 
     def _log_message(self, text: str) -> None:
-        self._news.put(
-            Event(
-                max(0.0, self._now()) if self._origin else 0.0,
-                TESTBED,
-                "log",
-                {"text": text},
-            )
-        )
+        # The time of the run begins with the common start of the programs.
+        now = max(0.0, self._now()) if self._origin else 0.0
+        self._news.put(Event(now, TESTBED, "log", {"text": text}))
 
     def _follow(self, strikers: KeyedExecutor, replayer: KeyedExecutor) -> End:
         """Process events, deadlines and faults in order; return the end of the run."""
         limit = self._prepared.scenario.time_limit
         while True:
-            deadline = limit
-            for scheduled in (
-                self._script.next_deadline(),
-                self._trace.next_deadline(),
-            ):
-                if scheduled is not None:
-                    deadline = min(deadline, scheduled)
+            deadline = self._next_deadline(limit)
             operations: list[FaultOperation] = []
             with suppress(queue.Empty):
                 news = self._news.get(timeout=max(0.0, deadline - self._now()))
@@ -349,36 +356,47 @@ class Execution:
                         news.time, news.device, news.event, news.fields
                     )
                     self._log(news)
-                if end := self._end_of(news) if isinstance(news, Event) else news():
+                    end = self._end_of(news)
+                else:
+                    end = news()
+                if end is not None:
                     return end
             for operation in operations + self._script.due(self._now()):
-                strikers.submit(
-                    operation.action.target, partial(self._apply_step, operation)
-                )
-            if changes := self._trace.due(self._now()):
+                apply = partial(self._apply_step, operation)
+                strikers.submit(operation.action.target, apply)
+            changes = self._trace.due(self._now())
+            if changes:
                 replayer.submit("trace", partial(self._apply_step, changes))
             if self._now() >= limit:
-                return (
-                    "timed out",
-                    f"not finished after {limit:g} s{self._describe_missing()}",
-                )
+                text = f"not finished after {limit:g} s{self._describe_missing()}"
+                return "timed out", text
+
+    def _next_deadline(self, limit: float) -> float:
+        """Return the instant of the next fault or trace change, at most the time limit."""
+        deadline = limit
+        for scheduled in (self._script.next_deadline(), self._trace.next_deadline()):
+            if scheduled is not None:
+                deadline = min(deadline, scheduled)
+        return deadline
 
     def _react_to_container(self, container: DeviceContainer) -> None:
         """React to a container whose state differs from the desired one."""
         _LOG.info("the container of %s is %s", container.name, container.state)
+        # In the pool: both ask the engine or wait for a device, and the loop must go on with events and faults.
         if container.state in ("exited", "dead", "gone", "lost"):
             self._pool.submit(self._explain_end, container.name)
-        elif (
-            container.state == "running"
-            and container.name != SHAPER
-            and not self._is_reporting(container)
-        ):
+        elif self._needs_admission(container):
             self._pool.submit(self._admit_unasked, container.name)
+
+    def _needs_admission(self, container: DeviceContainer) -> bool:
+        is_device = container.name != SHAPER
+        is_running = container.state == "running"
+        return is_device and is_running and not self._is_reporting(container)
 
     def _explain_end(self, name: str) -> None:
         try:
             ending = self._lab.ending(name)
-        except Exception as error:  # noqa: BLE001 - the engine may be stopping too, and the end of the container is certain
+        except Exception as error:  # noqa: BLE001 - the engine may stop too; the end of the container is certain
             ending = Ending(f"ended; the container engine gives no reason: {error}")
         if ending is not None:  # otherwise the container was restarted in the meantime
             self._news.put(partial(self._note_end, name, ending))
@@ -394,34 +412,25 @@ class Execution:
     def _note_end(self, name: str, ending: Ending) -> End | None:
         """Record the end of a container, or return the end of the run."""
         if name == SHAPER:
-            return (
-                "failed",
-                f"the shaper, which emulates the links, {ending.text}{self._away}",
-            )
+            text = f"the shaper, which emulates the links, {ending.text}{self._away}"
+            return "failed", text
         if ending.starved:
             return "failed", f"{name} {ending.text}"
         if name == self._lead and self._lab.devices[name].state == "lost":
             return "failed", f"{name}, which coordinates the run, {ending.text}"
+        # A requested end has its own event already, that of the fault or the command.
         if not ending.asked:
-            self._log(
-                Event(
-                    max(0.0, self._now()),
-                    TESTBED,
-                    "log",
-                    {"text": f"{name} {ending.text}"},
-                )
-            )
+            fields = {"text": f"{name} {ending.text}"}
+            self._log(Event(max(0.0, self._now()), TESTBED, "log", fields))
         return None
 
     def _describe_missing(self) -> str:
         """Name the missing devices, as a suffix of a message."""
         down: list[str] = []
         with suppress(HostError):
-            down = [
-                name
-                for name, state in self._containers.states().items()
-                if state != "up"
-            ]
+            for name, state in self._containers.states().items():
+                if state != "up":
+                    down.append(name)
         if self._lead in down:
             return f"; {without_lead(self._lead)}"
         return f"; down: {', '.join(down)}" if down else ""
@@ -429,18 +438,13 @@ class Execution:
     def _end_of(self, event: Event) -> End | None:
         if event.event != "state":
             return None
-        _LOG.info(
-            "%s at %.3f s: %s",
-            event.device,
-            event.time,
-            ", ".join(map(str, event.fields.values())),
-        )
-        if event.fields["state"] == "failed":
-            return (
-                "failed",
-                f"{event.device}: {event.fields.get('error', 'its program failed')}",
-            )
-        if event.fields["state"] == "finished" and event.device == self._lead:
+        state = event.fields["state"]
+        values = ", ".join(map(str, event.fields.values()))
+        _LOG.info("%s at %.3f s: %s", event.device, event.time, values)
+        if state == "failed":
+            error = event.fields.get("error", "its program failed")
+            return "failed", f"{event.device}: {error}"
+        if state == "finished" and event.device == self._lead:
             return "finished", None
         return None
 
@@ -450,7 +454,9 @@ class Execution:
 
     def _apply_step(self, step: RecordedStep) -> None:
         """Apply a fault or trace changes, and queue the result for the loop."""
-        start, changed, error = self._now(), StateDiff(), None
+        start = self._now()
+        changed = StateDiff()
+        error = None
         try:
             changed = apply_step(step, self._containers)
         except Exception as failure:  # noqa: BLE001 - passed to the loop, which decides about the run
@@ -471,21 +477,19 @@ class Execution:
         """Record the result of a fault or a trace change; an error ends the run, whose results would be meaningless."""
         if error is not None:
             return "failed", f"{step} failed: {error}"
-        own: dict[str, Any] = {}
+        began_field: dict[str, Any] = {}
         if isinstance(step, FaultOperation):
             _LOG.info("%s, applied from %.3f to %.3f s", step, began, actual)
             self._script.done(step, actual)
-            own = {"began": began} if step.action.waits else {}
+            if step.action.waits:
+                began_field = {"began": began}
         for event, fields in events_of(step, changed, self._speeds):
-            self._log(
-                Event(
-                    actual, TESTBED, event, fields | (own if event == "fault" else {})
-                )
-            )
-        # A user who kills the coordinator may restart it; after a scenario's fault, nothing will.
-        if changed.devices.get(self._lead) == "down" and not self._script.may_start(
-            self._lead
-        ):
+            if event == "fault":
+                fields = fields | began_field
+            self._log(Event(actual, TESTBED, event, fields))
+        # A user who kills the coordinator may restart the device; after a scenario's fault, nothing will.
+        is_down = changed.devices.get(self._lead) == "down"
+        if is_down and not self._script.may_start(self._lead):
             return "failed", without_lead(self._lead)
         return None
 
@@ -501,9 +505,8 @@ class Execution:
         for handle, action in state.in_force.items():
             for event, fields in FaultOperation(action, handle).events():
                 self._log(Event(0.0, TESTBED, event, fields))
-        for event, fields in changes_of(
-            state.diff_since(self._containers.untouched), self._speeds
-        ):
+        changed = state.diff_since(self._containers.untouched)
+        for event, fields in changes_of(changed, self._speeds):
             self._log(Event(0.0, TESTBED, event, fields))
 
     # The end
@@ -526,13 +529,13 @@ class Execution:
                 return self._lab.agent(name).weights(UNGATHERED_SECONDS, part=True)
             return None
 
+        parts = {}
         with ThreadPoolExecutor(WORKERS, "weights") as pool:
-            answers = dict(
-                zip(self._lab.devices, pool.map(ask, self._lab.devices), strict=True)
-            )
-        return {
-            name: weights for name, weights in answers.items() if weights is not None
-        }
+            answers = pool.map(ask, self._lab.devices)
+            for name, weights in zip(self._lab.devices, answers, strict=True):
+                if weights is not None:
+                    parts[name] = weights
+        return parts
 
     def _stop_all(self) -> None:
         """Stop all running programs and collect their last events."""

@@ -42,9 +42,8 @@ def statistics_since(
         sent[name] = max(0, count - before.get("sent", {}).get(name, 0))
     difference = {**after, "queues": queues, "sent": sent}
     if "processor_seconds" in after:
-        difference["processor_seconds"] = after["processor_seconds"] - before.get(
-            "processor_seconds", 0.0
-        )
+        earlier_seconds = before.get("processor_seconds", 0.0)
+        difference["processor_seconds"] = after["processor_seconds"] - earlier_seconds
     return difference
 
 
@@ -72,10 +71,11 @@ class LinksError(HostError):
 def verify_links(
     probe: Callable[[Sequence[Pair]], list[LinkMeasurement]],
     pairs: Sequence[Pair],
+    *,
     accept: bool,
     patience: float = 20.0,
 ) -> list[LinkMeasurement]:
-    """Measure links; raise `LinksError` if one stays outside the tolerance and ``accept`` is False.
+    """Measure links; unless ``accept``, raise `LinksError` if one stays outside the tolerance.
 
     Links outside their tolerance are measured again for ``patience`` seconds, since shared hosts are often slow for a
     few seconds only.
@@ -85,26 +85,27 @@ def verify_links(
     monitor.start()
     refused_before = neighbours_refused()
     try:
-        latest = {
-            (measurement.source, measurement.destination): measurement
-            for measurement in probe(pairs)
-        }
-        while (
-            not accept
-            and (failed := _pairs_outside(latest.values()))
-            and time.monotonic() < until
-        ):
+        latest = _measure_by_pair(probe, pairs)
+        failed = _pairs_outside(latest.values())
+        while failed and not accept and time.monotonic() < until:
             time.sleep(_PAUSE)
-            latest |= {
-                (measurement.source, measurement.destination): measurement
-                for measurement in probe(failed)
-            }
+            latest |= _measure_by_pair(probe, failed)
+            failed = _pairs_outside(latest.values())
     finally:
         host = monitor.stop()
-    if not accept and _pairs_outside(latest.values()):
+    if failed and not accept:
         host["neighbours_refused"] = neighbours_refused() - refused_before
         raise LinksError(list(latest.values()), host)
     return list(latest.values())
+
+
+def _measure_by_pair(
+    probe: Callable[[Sequence[Pair]], list[LinkMeasurement]], pairs: Sequence[Pair]
+) -> dict[Pair, LinkMeasurement]:
+    measurements = {}
+    for measurement in probe(pairs):
+        measurements[measurement.source, measurement.destination] = measurement
+    return measurements
 
 
 def _pairs_outside(measurements: Iterable[LinkMeasurement]) -> list[Pair]:
@@ -138,12 +139,12 @@ def _find_causes(
     measurements: Sequence[LinkMeasurement], host: Mapping[str, float]
 ) -> list[str]:
     """Return the causes of failed measurements, each with a remedy."""
-    from testbed.trace.verdict import (
-        STOLEN_SHARE,
-    )  # late: a program that monitors a host needs no numpy
+    # Imported here: a program that only monitors a host needs no numpy.
+    from testbed.trace.verdict import STOLEN_SHARE
 
     causes = []
-    stolen, load = host.get("host_stolen", 0.0), host.get("host_load")
+    stolen = host.get("host_stolen", 0.0)
+    load = host.get("host_load")
     if host.get("neighbours_refused"):
         causes.append(
             "the kernel's neighbour table overflowed, so other programs lose packets too: raise "
@@ -157,24 +158,21 @@ def _find_causes(
         causes.append(
             f"the processors of this host were {load:.0%} busy: use a less loaded host"
         )
-    if worst := _beyond_the_host(measurements):
+    worst = _beyond_the_host(measurements)
+    if worst is not None:
         assert worst.rate
-        asked, carried = (
-            format_rate(worst.expected.rate or 0),
-            format_rate(nearest_rate(worst.rate)),
-        )
+        asked = format_rate(worst.expected.rate or 0)
+        carried = format_rate(nearest_rate(worst.rate))
         causes.append(
             f"the rate of {worst.source} -> {worst.destination}, {asked}, exceeds the measured capacity of "
             f"this host: use at most {carried}"
         )
     if causes:
         return causes
-    idle = (
-        ""
-        if load is None
-        else f"the processors of this host were {load:.0%} busy, so load is not the cause; "
-    )
-    return [f"{idle}'testbed up' and 'testbed link measure' measure single links"]
+    text = "'testbed up' and 'testbed link measure' measure single links"
+    if load is not None:
+        text = f"the processors of this host were {load:.0%} busy, so load is not the cause; {text}"
+    return [text]
 
 
 def _beyond_the_host(measurements: Sequence[LinkMeasurement]) -> LinkMeasurement | None:
@@ -186,11 +184,11 @@ def _beyond_the_host(measurements: Sequence[LinkMeasurement]) -> LinkMeasurement
         # A rate up to the highest reached one cannot exceed this host's capacity.
         if _is_slow(link) and (link.expected.rate or 0) > highest:
             candidates.append(link)
-    return min(
-        candidates,
-        key=lambda link: (link.rate or 0) / (link.expected.rate or 1),
-        default=None,
-    )
+    return min(candidates, key=_carried_share, default=None)
+
+
+def _carried_share(link: LinkMeasurement) -> float:
+    return (link.rate or 0) / (link.expected.rate or 1)
 
 
 def _is_slow(link: LinkMeasurement) -> bool:

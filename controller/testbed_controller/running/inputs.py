@@ -27,7 +27,7 @@ class InitialWeights:
         self._last: tuple[Path, Model, Weights] | None = None
 
     def weights_for(self, prepared: Prepared) -> Weights | None:
-        """Return initial weights with the keys of `Model.build`, or None if the seed determines them.
+        """Return initial weights with the keys of `Model.build`; None for weights drawn from the seed.
 
         Weights from a scenario are trained in simulation, so they are equal on every host.
         """
@@ -38,29 +38,29 @@ class InitialWeights:
 
         if not isinstance(prepared.problem, Problem):
             return None  # other kinds of work read their weights in `Workload.load`
-        file, model = weights_file(prepared.scenario), prepared.problem.model
+        file = weights_file(prepared.scenario)
+        model = prepared.problem.model
         assert file is not None
+        # Runs of a sweep often share their weights, whose training takes long.
         if self._last is None or self._last[:2] != (file, model):
             from testbed.ml.models.weights import read
 
             first = pretraining_of(prepared)
-            self._last = (
-                file,
-                model,
-                read(file, model) if first is None else self._train(first, file),
-            )
+            weights = read(file, model) if first is None else self._train(first, file)
+            self._last = (file, model, weights)
         return self._last[2]
 
     def _train(self, first: Prepared, file: Path) -> Weights:
         from testbed.simulation import simulate
 
         scenario = first.scenario
+        # The scenario may itself begin with weights from another one.
         begun = InitialWeights(self._console).weights_for(first)
-        with LiveProgress(
-            self._console, scenario.name, count_batches(scenario, first.plan), "steps"
-        ) as live:
+        steps = count_batches(scenario, first.plan)
+        with LiveProgress(self._console, scenario.name, steps, "steps") as live:
             live.stage("training the initial weights")
-            outcome = simulate(first, first.workload.load(first), live.event, begun)
+            data = first.workload.load(first)
+            outcome = simulate(first, data, live.event, begun)
         if outcome.status != "finished" or outcome.weights is None:
             raise TestbedError(
                 f"{file}, which trains the initial weights, {outcome.status}: {outcome.error}"

@@ -41,13 +41,13 @@ class LiveProgress:
         self._loss: float | None = None
         self._accuracy: float | None = None
         self._next_report = 0.1
-        columns = (
+        self._bar = Progress(
             TextColumn(f"[bold]{title}[/]"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-        )
-        self._bar = Progress(
-            *columns, TextColumn(unit), TimeElapsedColumn(), expand=True
+            TextColumn(unit),
+            TimeElapsedColumn(),
+            expand=True,
         )
         self._task = self._bar.add_task("", total=total)
         self._live = Live(
@@ -79,9 +79,14 @@ class LiveProgress:
                 self._advance(event)
             elif event.event == "evaluate":
                 self._accuracy = event.fields.get("accuracy")
-            elif (message := _describe_event(event)) is not None:
-                text, style = message
-                self._console.print(Text(f"{event.time:8.2f} s  {text}", style=style))
+            else:
+                self._print_event(event)
+
+    def _print_event(self, event: Event) -> None:
+        message = _describe_event(event)
+        if message is not None:
+            text, style = message
+            self._console.print(Text(f"{event.time:8.2f} s  {text}", style=style))
 
     def _advance(self, event: Event) -> None:
         # A restored checkpoint repeats steps: the bar shows the furthest step, the speed counts all of them.
@@ -90,24 +95,21 @@ class LiveProgress:
         self._loss = event.fields.get("loss", self._loss)
         self._ends.append(event.time)
         self._bar.update(self._task, completed=self._done)
-        if (
-            self._total
-            and not self._console.is_terminal
-            and self._done / self._total >= self._next_report
-        ):
-            self._next_report = self._done / self._total + 0.1
-            self._console.print(
-                Text(
-                    f"{event.time:8.2f} s  {self._done}/{self._total} {self._unit}  {self._format_metrics()}"
-                )
-            )
+        if not self._total or self._console.is_terminal:
+            return
+        # In a file or a pipe, a line for each tenth of the run takes the place of the bar.
+        share = self._done / self._total
+        if share >= self._next_report:
+            self._next_report = share + 0.1
+            progress = f"{self._done}/{self._total} {self._unit}"
+            line = f"{event.time:8.2f} s  {progress}  {self._format_metrics()}"
+            self._console.print(Text(line))
 
     def _format_metrics(self) -> str:
         parts = []
         if len(self._ends) > 1 and self._ends[-1] > self._ends[0]:
-            parts.append(
-                f"{(len(self._ends) - 1) / (self._ends[-1] - self._ends[0]):.1f} {self._unit}/s"
-            )
+            speed = (len(self._ends) - 1) / (self._ends[-1] - self._ends[0])
+            parts.append(f"{speed:.1f} {self._unit}/s")
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4g}")
         if self._accuracy is not None:
@@ -121,24 +123,22 @@ class LiveProgress:
 
 
 def _describe_event(event: Event) -> tuple[str, str] | None:
-    """Return the text and style of a displayed event, or None."""
-    fields, bad = event.fields, "bold red"
+    """Return the text and style of a displayed event; None for other events."""
+    fields = event.fields
+    bad = "bold red"
     match event.event:
         case "failed":
             return f"request {fields.get('request')} failed: {fields.get('error')}", bad
         case "fault":
             verb = "undone" if fields.get("phase") == "undo" else "strikes"
-            return (
-                f"fault {verb}: {fields.get('action')} {fields.get('target') or ''}",
-                bad,
-            )
+            target = fields.get("target") or ""
+            return f"fault {verb}: {fields.get('action')} {target}", bad
         case "recovery":
+            text = f"recovery {fields.get('phase')} at step {fields.get('step')}"
             missing = ", ".join(fields.get("missing", ()))
-            silent = f": {missing} silent" if missing else ""
-            return (
-                f"recovery {fields.get('phase')} at step {fields.get('step')}{silent}",
-                "yellow",
-            )
+            if missing:
+                text += f": {missing} silent"
+            return text, "yellow"
         case "state" if fields.get("state") == "failed":
             return f"{event.device} failed", bad
         case "log":

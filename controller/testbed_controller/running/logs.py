@@ -58,19 +58,18 @@ def controller_log(results: Path) -> Iterator[None]:
 
 def save_container_logs(lab: AnyLab, results: Path) -> None:
     """Write the end of each container's log into a run's results folder; unreadable logs are skipped."""
-
     folder = results / FOLDER
     folder.mkdir(exist_ok=True)
 
-    def save(source: tuple[str, Iterable[bytes]]) -> None:
-        name, pieces = source
+    def save(name: str, pieces: Iterable[bytes]) -> None:
         try:
             (folder / f"{name}.log").write_bytes(_last_bytes(pieces))
         except (TestbedError, APIError, requests.RequestException, HTTPError, OSError):
             _LOG.info("cannot save the log of %s", name, exc_info=True)
 
+    logs = lab.container_logs()
     with ThreadPoolExecutor(WORKERS, "logs") as pool:
-        list(pool.map(save, lab.container_logs().items()))
+        list(pool.map(save, logs.keys(), logs.values()))
 
 
 def _last_bytes(pieces: Iterable[bytes]) -> bytes:
@@ -82,4 +81,7 @@ def _last_bytes(pieces: Iterable[bytes]) -> bytes:
         if len(kept) > LARGEST_LOG:
             del kept[:-LARGEST_LOG]
             cut = True
-    return bytes(kept[kept.find(b"\n") + 1 :] if cut else kept)
+    if cut:
+        # The first line may be incomplete.
+        del kept[: kept.find(b"\n") + 1]
+    return bytes(kept)

@@ -85,10 +85,8 @@ class DockerFaultTarget:
 
     def states(self) -> dict[str, DeviceState]:
         """Return the state of every device from the engine."""
-        return {
-            name: _STATES.get(state, "down")
-            for name, state in self._lab.states().items()
-        }
+        states = self._lab.states()
+        return {name: _STATES.get(state, "down") for name, state in states.items()}
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -103,6 +101,7 @@ class DockerFaultTarget:
         A change refused by the shaper is not stored. A device deployed in the meantime reads the stored state.
         """
         before = self.shown
+        # The shaper first, which may refuse.
         if changed.links:
             self._lab.shaper.set(changed.links)
         # Replace the file in one step: another process may be reading it.
@@ -131,15 +130,10 @@ class DockerFaultTarget:
         Raises `TestbedError` if the program continues.
         """
         with suppress(AgentGone):
-            if (agent := self._agent(device)) is not None:
+            agent = self._agent(device)
+            if agent is not None:
                 agent.leave()
-                end = time.monotonic() + RETIRE_SECONDS
-                while agent.health()["state"] == "running":
-                    if time.monotonic() > end:
-                        raise TestbedError(
-                            f"{device} did not finish its graceful shutdown within {RETIRE_SECONDS:g} s"
-                        )
-                    time.sleep(RETIRE_INTERVAL)
+                _wait_for_program(agent, device)
         self.kill(device)
 
     def pause(self, device: str) -> None:
@@ -179,19 +173,21 @@ class DockerFaultTarget:
         """
         changes: dict[str, _LinkChanges] = defaultdict(_LinkChanges)
         for source, destination in pairs:
-            outward, inward = (source, destination), (destination, source)
-            if (
-                before is None
-                or now(outward).message_loss != before(outward).message_loss
-            ):
-                changes[destination].message_loss[source] = now(outward).message_loss
-            if inward in self.experiment.links:
-                round_trip = slowness(now(outward), now(inward))
-                if before is None or _round_down(round_trip) != _round_down(
-                    slowness(before(outward), before(inward))
-                ):
-                    changes[source].slowness[destination] = round_trip
-                    changes[destination].slowness[source] = round_trip
+            outward = (source, destination)
+            inward = (destination, source)
+            message_loss = now(outward).message_loss
+            if before is None or message_loss != before(outward).message_loss:
+                changes[destination].message_loss[source] = message_loss
+            # A connection needs both directions, and its time-outs follow from the sum of both.
+            if inward not in self.experiment.links:
+                continue
+            round_trip = slowness(now(outward), now(inward))
+            known = None
+            if before is not None:
+                known = _round_down(slowness(before(outward), before(inward)))
+            if known != _round_down(round_trip):
+                changes[source].slowness[destination] = round_trip
+                changes[destination].slowness[source] = round_trip
         for name, change in changes.items():
             if receivers is None or name in receivers:
                 self._send_change(name, change)
@@ -206,16 +202,28 @@ class DockerFaultTarget:
     def _send_speeds(self, factors: Mapping[str, float]) -> None:
         for name, factor in factors.items():
             with suppress(AgentGone):
-                if (agent := self._agent(name)) is not None:
+                agent = self._agent(name)
+                if agent is not None:
                     agent.set_speed(factor)
 
     def _agent(self, name: str) -> Agent | None:
-        """Return the agent of a running device, or None; other devices are informed after their start."""
+        """Return the agent of a running device; None for other devices, which are informed after their start."""
+        # The known state may be older than a restart from another terminal.
         if self._lab.devices[name].state != "running":
             self._lab.refresh()
         if self._lab.devices[name].state != "running":
             return None
         return self._lab.agent(name)
+
+
+def _wait_for_program(agent: Agent, device: str) -> None:
+    end = time.monotonic() + RETIRE_SECONDS
+    while agent.health()["state"] == "running":
+        if time.monotonic() > end:
+            raise TestbedError(
+                f"{device} did not finish its graceful shutdown within {RETIRE_SECONDS:g} s"
+            )
+        time.sleep(RETIRE_INTERVAL)
 
 
 def _round_down(seconds: float) -> int:
@@ -239,14 +247,14 @@ def _to_json(now: SystemState) -> dict[str, Any]:
 
 def _from_json(document: Mapping[str, Any], untouched: SystemState) -> SystemState:
     """Return the state stored by `_to_json`."""
+    in_force = {}
+    for handle, part in document["in_force"].items():
+        in_force[handle] = ActionPart.model_validate(part).action
     return replace(
         untouched,
         set_links=links_from_json(document["links"]),
         set_speeds=document["speeds"],
-        in_force={
-            handle: ActionPart.model_validate(part).action
-            for handle, part in document["in_force"].items()
-        },
+        in_force=in_force,
     )
 
 
@@ -264,9 +272,10 @@ def changes_of(
 
     ``speeds`` are those of the scenario, in FLOP/s.
     """
-    links = [("link", link_fields(*pair, link)) for pair, link in changed.links.items()]
-    factors = [
-        ("speed", {"target": name, "factor": factor, "speed": factor * speeds[name]})
-        for name, factor in changed.speeds.items()
-    ]
-    return [*links, *factors]
+    events: list[tuple[str, dict[str, Any]]] = []
+    for pair, link in changed.links.items():
+        events.append(("link", link_fields(*pair, link)))
+    for name, factor in changed.speeds.items():
+        speed = factor * speeds[name]
+        events.append(("speed", {"target": name, "factor": factor, "speed": speed}))
+    return events

@@ -42,12 +42,13 @@ def written(folder: Path, profile: str) -> Path:
 
 
 def test_a_board_counts_as_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "seconds", lambda module, inputs: 1.0)
+    monkeypatch.setattr(board, "training_seconds", lambda module, inputs: 1.0)
     monkeypatch.setattr(board, "update_seconds", lambda values: 1.0)
     layers = {
-        (kind, name): (module, shape) for kind, name, module, shape, _ in board.layers()
+        (kind, name): (module, shape)
+        for kind, name, module, shape, _ in board.sample_layers()
     }
-    *measured, _, update = board.measure()
+    *measured, _, update = board.measure_layers()
     for each in measured:
         module, shape = layers[each.kind, each.name]
         layer = ours(module)
@@ -92,7 +93,7 @@ def test_its_file_is_a_profile_that_devices_need_no_more(
         ),
     ]
     monkeypatch.setattr(
-        board, "measure", lambda: [board.Measured(*row) for row in rows]
+        board, "measure_layers", lambda: [board.Measured(*row) for row in rows]
     )
     done = CliRunner().invoke(
         profile, ["--out", str(tmp_path / "pi.yaml")], catch_exceptions=False
@@ -106,7 +107,7 @@ def test_its_file_is_a_profile_that_devices_need_no_more(
     assert device.kinds["convolution"] == Rates(pytest.approx(2e9))
     assert device.kinds["linear"] == Rates(pytest.approx(4e9), None, pytest.approx(1e9))
     assert device.seconds(Cost(12e9, 1e9, 4e9, "linear")) == pytest.approx(7.0)
-    assert device.memory == board.memory() >> 20 << 20
+    assert device.memory == board.available_memory() >> 20 << 20
     (tmp_path / "pi.yaml").unlink()
     sent = Scenario.model_validate(
         trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -157,10 +158,10 @@ def test_a_link_between_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "SENT", 1 << 16)
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    threading.Thread(target=board.serve, args=(port,), daemon=True).start()
+    threading.Thread(target=board.serve_peer, args=(port,), daemon=True).start()
     for _ in range(200):
         try:
-            rate, delay = board.link("127.0.0.1", port)
+            rate, delay = board.measure_link("127.0.0.1", port)
             break
         except ConnectionRefusedError:
             time.sleep(0.1)

@@ -62,7 +62,7 @@ def verify(
     probe: Probe, *, accept: bool = False, patience: float = 0.0
 ) -> list[LinkMeasurement]:
     every = [(each.source, each.destination) for each in probe.found[0]]
-    return verify_links(probe, every, accept, patience)
+    return verify_links(probe, every, accept=accept, patience=patience)
 
 
 def test_links_within_tolerance_or_accepted_pass_at_once() -> None:
@@ -168,7 +168,7 @@ def test_the_table_shows_what_is_wrong_first() -> None:
     with console.capture() as captured:
         console.print(draw(measurements_table([*FINE, SLOW]), 140))
     lines = [line.strip() for line in captured.get().splitlines() if line.strip()]
-    assert lines[0].split() == ["Link", "Requested", "Measured", "What", "is", "wrong"]
+    assert lines[0].split() == ["Link", "Requested", "Measured", "Problem"]
     assert lines[2].startswith("a → c")
     assert "5 gbit, 1 ms" in lines[2]
     assert "2.31 gbit" in lines[2]
