@@ -420,6 +420,12 @@ class Generate(Workload):
             problem, plan, weights=weights, on_weights=on_weights, pieces=data or ()
         )
 
+    def library_versions(self) -> dict[str, Any] | None:
+        """Return the processor and the kernels that texts depend on; None without torch."""
+        from testbed.ml import kernels
+
+        return kernels.computing()
+
     def simulation_context(self, problem: Problem) -> AbstractContextManager[None]:
         """Keep torch on one thread."""
         assert isinstance(problem, GenerateProblem)

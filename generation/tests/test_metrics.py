@@ -7,8 +7,10 @@ import runpy
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import testbed
+from testbed_controller.cli.main import testbed as commands
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,6 +39,18 @@ def test_tokens_over_time_begin_at_the_first_arrival(metrics: dict) -> None:
     (request,) = metrics["generation_list"]
     assert metrics["token_list"][0] == {"time": request["arrival"], "tokens": 0}
     assert metrics["token_list"][-1]["tokens"] == 80
+
+
+@pytest.mark.parametrize("numerics", ["full", "none"])
+def test_two_runs_are_compared(tmp_path: Path, numerics: str) -> None:
+    changes = {"workload.numerics": numerics, "workload.tokens": 4, "faults": []}
+    scenario = testbed.load("generation/kill", {**changes, "expect": {}})
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        testbed.simulate(scenario, folder)
+    arguments = ["compare", *map(str, folders)]
+    done = CliRunner().invoke(commands, arguments, catch_exceptions=False)
+    assert "ttft" in done.output.lower()
 
 
 def test_plots_are_drawn_from_summaries_of_sweeps(tmp_path: Path) -> None:

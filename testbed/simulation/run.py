@@ -96,12 +96,13 @@ def simulate(
             parts = _exposed_parts(world) if computed and status in UNGATHERED else {}
     finally:
         world.close()
+    versions = work.library_versions()
     return Outcome(
         runtime="simulate",
         status=status,
         events=world.events,
         error=error,
-        host={"computing": [work.library_versions()]},
+        host={"computing": [] if versions is None else [versions]},
         weights_file=final,
         parts=parts,
         wall_seconds=time.perf_counter() - began,

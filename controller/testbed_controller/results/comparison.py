@@ -311,8 +311,8 @@ def _check_congestion_control(compared: _Compared) -> Iterator[str]:
 def _check_processors(compared: _Compared) -> Iterator[str]:
     processors = set()
     for run in compared.runs:
-        # Runs without torch record no instruction set.
-        if run.manifest.get("host", {}).get("computing"):
+        # Runs without torch record no instruction set, or none as null.
+        if any(run.manifest.get("host", {}).get("computing", ())):
             processors.add(_describe_processors(run))
     if len(processors) > 1:
         names = " | ".join(sorted(processors))
