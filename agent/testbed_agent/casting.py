@@ -133,7 +133,9 @@ class Caster:
         or the deployment has no broadcast address.
         """
         if self._broadcast is None:
-            raise ValueError("the deployment names no broadcast address")
+            raise ValueError(
+                "the deployment has no broadcast address: broadcasts need all devices on one host"
+            )
         count = -(-len(whole) // CAST_CHUNK)
         if count > _MOST_CHUNKS:
             raise ValueError(

@@ -224,8 +224,7 @@ class RealDevice:
 
         Raises ValueError if no link exists and `TestbedError` if the message exceeds the memory of either device.
         """
-        if peer not in self._peers:
-            raise ValueError(f"no link from {self.name} to {peer}")
+        self._require_link(peer)
         called = self._time.now()
         encoding_began = time.monotonic()
         body = encode(message, self.name, self._incarnation, next(self._sequence))
@@ -254,8 +253,7 @@ class RealDevice:
     async def cast(self, peers: Collection[str], message: Message) -> None:
         """Broadcast a message once; return after the last datagram has left. Raises ValueError if a link is missing."""
         for peer in peers:
-            if peer not in self._peers:
-                raise ValueError(f"no link from {self.name} to {peer}")
+            self._require_link(peer)
         body = self._form.encode(message, peers)
         number = next(self._cast_number)
         for peer in peers:
@@ -281,6 +279,13 @@ class RealDevice:
             duration=left - start,
             number=number,
         )
+
+    def _require_link(self, peer: str) -> None:
+        if peer not in self._peers:
+            known = ", ".join(self._peers) or "none"
+            raise ValueError(
+                f"no link from {self.name} to {peer}; links lead to: {known}"
+            )
 
     async def receive(self) -> Message:
         """Return the next message, in the order of arrival."""

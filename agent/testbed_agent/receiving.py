@@ -281,7 +281,9 @@ class _Connection:
         while True:
             while b"\r\n\r\n" not in received:
                 if len(received) > LARGEST_HEAD:
-                    raise Refused(431, "the head of the request is too long")
+                    raise Refused(
+                        431, f"the request's head exceeds {LARGEST_HEAD} bytes"
+                    )
                 yield 1
                 piece = self._link.recv(_PIECE)
                 if not piece:

@@ -102,6 +102,7 @@ class Channel(MeasuredClock):
         reader, self._writer = await _connect(engine)
         self._writer.write(_START.format(started).encode())
         answer = await reader.readuntil(b"\r\n\r\n")
+        # 101 Switching Protocols: from here on, the connection carries the input and output of the relay.
         if not answer.startswith(b"HTTP/1.1 101"):
             raise ConnectionError(answer.decode(errors="replace").splitlines()[0])
         self._streams = Streams(self._writer.write, self._note_times)
@@ -189,6 +190,7 @@ class Channel(MeasuredClock):
                 if number == _OUTPUT:
                     arriving.feed_data(content)
                 else:
+                    # Errors of the relay, such as a traceback.
                     print(content.decode(errors="replace"), end="", flush=True)
         self._over.set()
         arriving.feed_eof()

@@ -67,8 +67,10 @@ def reach(name: str) -> Host:
     elif engine.is_ssh:
         engine = replace(engine, url=f"unix://{_forward_socket(name, url)}")
     elif not engine.certificates and not engine.is_local:
-        text = "is unprotected on the network: add certificates to the context, or use ssh://"
-        raise InputError(f"{name}: {url} {text}")
+        # Whoever reaches an engine is root on its host, and messages to the engine have the run's tokens.
+        raise InputError(
+            f"{name}: {url} is unprotected on the network: add certificates to the context, or use ssh://"
+        )
     try:
         client = connect_to(engine, ANSWER_SECONDS)
         info = client.info()

@@ -489,6 +489,7 @@ class _Changes:
                 if host not in self._lab.lost:
                     self._queue.put(container)
         except Exception as error:  # noqa: BLE001 - raised by the iteration
+            # The engine of a lost host does not respond either, which is no further news.
             if host not in self._lab.lost:
                 self._queue.put(error)
 

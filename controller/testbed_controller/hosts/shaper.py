@@ -47,17 +47,10 @@ def combine_halves(
     ``halves`` are the results of `testbed_controller.shaping.probes.measure_half` by host, ``host`` is the host of each
     device, and ``offsets`` are the offsets of the hosts' clocks from ours in seconds.
     """
-    sent_by: dict[Pair, Mapping[str, Any]] = {}
-    received_by: dict[Pair, Mapping[str, Any]] = {}
-    for name, half in halves.items():
-        for report in half:
-            pair = (report["source"], report["destination"])
-            if host[pair[0]] == name:
-                sent_by[pair] = report
-            if host[pair[1]] == name:
-                received_by[pair] = report
+    sent_by, received_by = _reports_by_end(halves, host)
     raw: dict[Pair, list[float]] = {}
     for pair in asked:
+        # Only the sender's host knows the time at the gate, and only the receiver's host the arrivals.
         gate = sent_by[pair]["gate"]
         raw[pair] = [delay - gate for delay in received_by[pair]["delays"]]
     medians = {}
@@ -77,6 +70,22 @@ def combine_halves(
             _make_measurement(pair, link, delays, sent_by[pair], received_by[pair])
         )
     return measured, differences
+
+
+def _reports_by_end(
+    halves: Mapping[str, Iterable[Mapping[str, Any]]], host: Mapping[str, str]
+) -> tuple[dict[Pair, Mapping[str, Any]], dict[Pair, Mapping[str, Any]]]:
+    """Return the reports of the senders' hosts and of the receivers' hosts, by link."""
+    sent_by: dict[Pair, Mapping[str, Any]] = {}
+    received_by: dict[Pair, Mapping[str, Any]] = {}
+    for name, half in halves.items():
+        for report in half:
+            source, destination = report["source"], report["destination"]
+            if host[source] == name:
+                sent_by[source, destination] = report
+            if host[destination] == name:
+                received_by[source, destination] = report
+    return sent_by, received_by
 
 
 def _make_measurement(

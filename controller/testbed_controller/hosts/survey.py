@@ -18,7 +18,9 @@ from testbed_controller.lab.runstate import RunState, new_id
 
 _KINDS = ("device", "shaper")
 _RATE_BYTES = 32 << 20
-BRINGS = "which the first run brings"
+"""Amount of data for the measurement of a rate, in bytes."""
+BRINGS = "which the first run copies"
+"""End of the texts about missing images, which prevent no run."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def _make_report(name: str, host: Host | str, duplicate_of: str) -> HostReport:
 
 def _measure_host(host: Host, image: str) -> dict[str, float]:
     """Return clock, round trip and rate over a context's connection, using a temporary keeper."""
+    # With a lease, the keeper removes itself if this process is killed.
     state = RunState(new_id("hosts"), "", lease=1.0)
     try:
         channel = Channel(host, make_keeper(host, state, image))

@@ -174,6 +174,7 @@ def device_settings(
     environment = {
         "TESTBED_DEVICE": spec.name,
         "TESTBED_TOKEN": state.token_of(spec.name),
+        # Numeric libraries would otherwise start a thread for each processor of the host.
         "OMP_NUM_THREADS": "1",
     }
     # The device's disk: a volume survives a restart of the container, and its label leads the removal to it.
@@ -196,6 +197,7 @@ def device_settings(
         nano_cpus=None if spec.cpus is None else int(spec.cpus * 1e9),
         sysctls=_SYSCTLS,
         device_requests=gpus,
+        # Devices reach no name server, so programs find each other's names in /etc/hosts.
         extra_hosts=dict(addresses),
         # On one host, the shaper creates the network: the engine's own takes most of a container's start time.
         network_mode=network_name(state.run, "data") if state.hosts else "none",

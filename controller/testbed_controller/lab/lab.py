@@ -110,8 +110,8 @@ class RunLab:
         for key, is_equal in equal.items():
             if not is_equal:
                 raise InputError(
-                    f"{key}: differs from the lab {self.run_id}: "
-                    "change only the workload, or run 'testbed down' and 'testbed up' again"
+                    f"{key}: differs from the lab {self.run_id}, whose workload alone can change: "
+                    "use the lab's own values, or run 'testbed down' and 'testbed up' again"
                 )
 
     def note_results(self, results: Path) -> None:
@@ -315,7 +315,7 @@ class Lab(RunLab):
         url = self._device(name).control_url
         if not url:
             raise TestbedError(
-                f"{name} is {self.devices[name].state}: its agent does not run"
+                f"{name} is {self.devices[name].state}: its agent runs after 'testbed fault restart {name}'"
             )
         agent = self._agents.get(name)
         if agent is None or agent.url != url:

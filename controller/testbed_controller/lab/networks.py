@@ -156,6 +156,7 @@ def make_network(
     complaints = [complaint]
     for pool in pools:
         ipam = None if pool is None else IPAMConfig(pool_configs=[pool])
+        # Older engines allow several networks of one name, so a repeated request would create a second one.
         try:
             client.api.create_network(
                 name, ipam=ipam, labels={RUN: run}, check_duplicate=True, **settings

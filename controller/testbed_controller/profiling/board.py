@@ -208,6 +208,8 @@ def measure_layers() -> list[Measured]:
                 if parameter.ndim > 1:
                     matrices += parameter.numel()
             duration = max(_LEAST, training_seconds(module, inputs) - overhead)
+            # Forward and backward: FLOPs once and twice, activations once and once, weights read twice and their
+            # gradients written once.
             measurement = Measured(
                 kind,
                 name,
@@ -233,10 +235,9 @@ def available_memory() -> int:
         "/sys/fs/cgroup/memory.max",
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
     ):
-        try:
+        # The first file is that of cgroups version 2, which writes "max" without a limit, the second that of version 1.
+        with contextlib.suppress(OSError, ValueError):
             sizes.append(int(Path(path).read_text()))
-        except (OSError, ValueError):
-            continue
     return min(sizes)
 
 

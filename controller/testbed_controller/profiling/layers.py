@@ -36,6 +36,7 @@ def measure_layers(model: Model, batch_size: int) -> list[LayerTime]:
                 cost = forward_of(layer_cost, batch_size)
                 cost += backward_of(layer_cost, batch_size)
                 inputs = torch.randn(batch_size, *shape)
+                # Alone, a layer finds its weights in the caches; a whole network takes longer (docs/fidelity.md).
                 seconds = board.training_seconds(module, inputs)
                 name = type(layer).__name__
                 measurements.append(LayerTime(unit.name, name, cost, seconds))

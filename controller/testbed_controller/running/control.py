@@ -364,7 +364,7 @@ def _send_request(run_id: str, request: Request) -> Answer:
             stream.flush()
             response: Answer = json.loads(stream.readline())
     except (OSError, ValueError):
-        raise TestbedError(f"{run_id} did not answer: the run has ended") from None
+        raise TestbedError(f"the run {run_id} does not respond: it has ended") from None
     if "error" in response:
         kind = InputError if response["input"] else TestbedError
         raise kind(response["error"])

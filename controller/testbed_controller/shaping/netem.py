@@ -115,6 +115,7 @@ def ifbs_of(plan: InterfacePlan) -> set[str]:
 
 def build(plan: InterfacePlan) -> list[str]:
     """Return the ``tc -batch`` lines leading arriving packets through netem by source; the IFBs must exist."""
+    # The kernel queues only leaving packets: arriving ones are redirected to an IFB, which they leave again.
     lines = [f"qdisc add dev {plan.interface} ingress", *_TREE.root(plan.downlink)]
     for line in _redirected_lines(plan).values():
         lines += _add_source(plan, line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from testbed.network.impairments import longest_delay
@@ -134,11 +134,7 @@ def plan_interface(
             )
     outgoing = [link for (source, _), link in links.items() if source == device]
     if broadcast and outgoing:
-        # As on a radio, one transmission for all receivers uses the rate of the slowest.
-        slowest = min(outgoing, key=lambda link: class_rate(link.rate))
-        if broadcast in gated:
-            slowest = replace(slowest, rate=None)
-        senders.insert(0, _make_sender(BROADCAST_CLASS, broadcast, slowest, uplink))
+        senders.insert(0, _make_broadcast_sender(broadcast, outgoing, gated, uplink))
     return InterfacePlan(
         interface,
         _make_access(uplink, outgoing),
@@ -186,6 +182,23 @@ def _make_sender(
     return SenderClass(number, address, rate, limit)
 
 
+def _make_broadcast_sender(
+    broadcast: str,
+    outgoing: Sequence[Link],
+    gated: Collection[str],
+    uplink: float | None,
+) -> SenderClass:
+    # As on a radio, one transmission for all receivers uses the rate of the slowest.
+    slowest = min(outgoing, key=_class_rate_of)
+    if broadcast in gated:
+        slowest = replace(slowest, rate=None)
+    return _make_sender(BROADCAST_CLASS, broadcast, slowest, uplink)
+
+
+def _class_rate_of(link: Link) -> int:
+    return class_rate(link.rate)
+
+
 def class_rate(rate: float | None) -> int:
     """Return the rate of an HTB class in bit/s; a link without a rate needs a class as well."""
     return CEILING if rate is None else round(rate)
@@ -223,6 +236,9 @@ def queue_limit(link: Link) -> int:
 
     The bandwidth-delay product of a round trip plus a margin; at least 300, because a socket with the kernel's default
     buffer holds that many small packets before it blocks.
+
+    >>> queue_limit(Link(rate=100e6, delay=0.01)), queue_limit(Link(rate=1e6))
+    (578, 300)
     """
     if link.limit is not None:
         return link.limit

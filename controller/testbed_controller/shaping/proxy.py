@@ -58,6 +58,7 @@ async def _forward(
         except Exception:  # noqa: BLE001 - the device is unreachable, whatever the reason
             writer.write(_NOBODY)
             return
+        # One connection to the device for all requests of this client, until the client names another device.
         connected.setblocking(False)
         answers, requests = await asyncio.open_connection(sock=connected)
         # Both ways at once: a device may answer, or stream events, while a body is still on its way.

@@ -148,6 +148,7 @@ class Registry:
                 interface = self._plug_device(
                     port, namespace, endpoint.address, network
                 )
+            # The number of a process may be reused, a descriptor means this process for good.
             process = os.pidfd_open(endpoint.pid)
             # The namespace is kept: only an error before closes it.
             stack.pop_all()

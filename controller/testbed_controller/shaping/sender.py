@@ -49,21 +49,24 @@ def _tree_of(plan: InterfacePlan) -> Tree:
     return Tree(plan.interface, 1)
 
 
-def _add_filter(device: str, one: SenderClass) -> str:
-    match = f"u32 match ip dst {one.address}/32 flowid 1:{one.number:x}"
-    return f"filter add dev {device} parent 1: protocol ip prio 1 handle 800::{one.number:x} {match}"
+def _add_filter(device: str, sender: SenderClass) -> str:
+    match = f"u32 match ip dst {sender.address}/32 flowid 1:{sender.number:x}"
+    # A handle of our own choice (800 is the root hash table of u32), by which the filter can be removed later.
+    return f"filter add dev {device} parent 1: protocol ip prio 1 handle 800::{sender.number:x} {match}"
 
 
-def _add_class(device: str, one: SenderClass) -> list[str]:
+def _add_class(device: str, sender: SenderClass) -> list[str]:
+    number = f"{sender.number:x}"
+    # The filter last, so that no packet enters a class without its own queue.
     return [
-        Tree(device, 1).leaf("add", one.number, one.rate),
-        f"qdisc add dev {device} parent 1:{one.number:x} handle {one.number:x}: pfifo limit {one.limit}",
-        _add_filter(device, one),
+        Tree(device, 1).leaf("add", sender.number, sender.rate),
+        f"qdisc add dev {device} parent 1:{number} handle {number}: pfifo limit {sender.limit}",
+        _add_filter(device, sender),
     ]
 
 
-def _remove_filter(device: str, one: SenderClass) -> str:
-    return f"filter del dev {device} parent 1: protocol ip prio 1 handle 800::{one.number:x} u32"
+def _remove_filter(device: str, sender: SenderClass) -> str:
+    return f"filter del dev {device} parent 1: protocol ip prio 1 handle 800::{sender.number:x} u32"
 
 
 def _change_class(device: str, old: SenderClass, new: SenderClass) -> list[str]:

@@ -69,6 +69,7 @@ class Shaping:
         self._links: dict[Pair, Link] = {}
         self._cells: tuple[Cell, ...] = ()
         self._monitor = HostMonitor()
+        # Each change waits for processes of tc and iptables; more at once would only compete for the processors.
         self._pool = ThreadPoolExecutor(
             max_workers=max(2, os.cpu_count() or 2), thread_name_prefix="shape"
         )
@@ -196,7 +197,8 @@ class Shaping:
         """Return a connection to a port on a device's loopback; raises OSError or `HostError`."""
         attached = self.registry.devices.get(name)
         if attached is None:
-            raise HostError(f"'{name}' is not running")
+            running = ", ".join(sorted(self.registry.devices)) or "none"
+            raise HostError(f"'{name}' is not running; running devices: {running}")
         # Released meanwhile, the device's own handle would be closed during the connection.
         namespace = attached.namespace.duplicate()
         try:
@@ -248,7 +250,9 @@ class Shaping:
                 if pair not in self._links:
                     raise InputError(f"no link from {pair[0]} to {pair[1]}")
             for name in names - self.registry.devices.keys():
-                raise InputError(f"'{name}' is not running: cannot measure its links")
+                raise InputError(
+                    f"'{name}' is not running: start the device to measure its links"
+                )
             links = {pair: self._links[pair] for pair in pairs}
             media = self._media(pairs)
             with contextlib.ExitStack() as stack:

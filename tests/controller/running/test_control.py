@@ -155,7 +155,7 @@ def test_once_the_run_is_over_a_lab_that_stands_is_changed_directly(
     with control.serve_requests(RUN, made.respond):
         ask = control.reach(RUN)
         ask({"strike": {"kill": "b"}})
-    with pytest.raises(TestbedError, match="run-1 did not answer"):
+    with pytest.raises(TestbedError, match="run run-1 does not respond"):
         ask({"strike": {"restart": "b"}})
     assert control.strike(RUN, {"restart": "b"}) == "restart: b"
     assert lab.done == ["kill b", "start b"]
