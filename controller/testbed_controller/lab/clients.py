@@ -25,6 +25,9 @@ ANSWER_SECONDS = 30.0
 WORK_SECONDS = 600.0
 """Time-out of requests for which the agent imports torch or reads a data set, on a busy host."""
 
+LARGE_BODY = 1 << 20
+"""Bytes of a body from which on it is sent for as long as its answer may take."""
+
 
 class Client:
     """An HTTP client of one container with the run's token, with a session for each thread."""
@@ -301,9 +304,11 @@ class Agent:
         seconds: float | None = ANSWER_SECONDS,
         **options: Any,
     ) -> requests.Response:
-        # urllib3 applies the time-out of connecting to each part of a body as well, and a busy host may take longer
-        # than that to receive a part of the weights of a language model.
-        connect = ANSWER_SECONDS if options.get("data") else CONNECT_SECONDS
+        # The time-out of connecting also bounds how long the whole body is sent, and weights of a language model take
+        # longer than that to a device on a busy or remote host.
+        connect: float | None = CONNECT_SECONDS
+        if len(options.get("data") or b"") > LARGE_BODY:
+            connect = seconds
         try:
             response = self._client.request(
                 method, path, timeout=(connect, seconds), **options
