@@ -12,8 +12,8 @@ OWNER: ContextVar[Hashable] = ContextVar("owner", default=None)
 """Owner of the running code, inherited by its tasks and timers."""
 
 
-class Stillness(Exception):  # noqa: N818 - the end of a simulation, wanted or not
-    """Nothing is scheduled any more, so nothing can ever happen again."""
+class EmptySchedule(Exception):  # noqa: N818 - the end of a simulation, as in SimPy
+    """Raised when the event queue is empty: all programs wait for each other (deadlock)."""
 
 
 class TimeLimit(Exception):  # noqa: N818
@@ -65,9 +65,18 @@ class Timer(Callback):
 
 
 class Calendar:
-    """Run all ready callbacks, then advance the clock to the next scheduled one.
+    """The event queue of a simulation: runs all ready callbacks, then advances the clock to the next scheduled one.
 
-    ``failed`` has each callback that raised, and what it raised.
+    ``failed`` is called with each callback that raised, and its exception.
+
+    >>> calendar, happened = Calendar(limit=10.0, failed=print), []
+    >>> calendar.at(2.5, happened.append, "an event")
+    >>> calendar.run()
+    Traceback (most recent call last):
+    ...
+    testbed.simulation.calendar.EmptySchedule
+    >>> calendar.now, happened
+    (2.5, ['an event'])
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class Calendar:
         self._failed = failed
         self._ready: deque[Callback] = deque()
         self._due: list[tuple[float, int, Callable[[Any], object], Any]] = []
+        # A heap is not stable: a running number keeps equal instants in the order of the calls.
         self._ties: int = 0
         self._frozen: dict[Hashable, list[Callback]] = {}
 
@@ -128,16 +138,13 @@ class Calendar:
         self._due.clear()
 
     def run(self) -> None:
-        """Run until stopped. Raises Stillness for an empty calendar (deadlock), or TimeLimit."""
-        due, frozen, following, pop = (
-            self._due,
-            self._frozen,
-            self._ready.popleft,
-            heapq.heappop,
-        )
+        """Run until stopped. Raises EmptySchedule for an empty calendar (deadlock), or TimeLimit."""
+        # Local names, since a simulation spends most of its own time in this loop.
+        due, frozen = self._due, self._frozen
+        next_ready, pop = self._ready.popleft, heapq.heappop
         while True:
             while self._ready:
-                handle = following()
+                handle = next_ready()
                 callback, context = handle.callback, handle.context
                 if callback is None:
                     continue
@@ -153,7 +160,7 @@ class Calendar:
             if self.stopping:
                 return
             if not due:
-                raise Stillness
+                raise EmptySchedule
             if due[0][0] > self.limit:
                 raise TimeLimit
             self.now, _, action, argument = pop(due)

@@ -1,6 +1,6 @@
-"""The way from one device to another: a queue at the sender's link, the link, and acknowledgements back.
+"""The connection from one device to another: a queue at the sender's link, the link, and acknowledgements back.
 
-A message begins to leave when the one before it has left, unless `WINDOW` bytes are unacknowledged by then.
+A message starts to leave when the previous one has left, unless `WINDOW` bytes are unacknowledged by then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from testbed.hardware import largest_message
 from testbed.network.broadcast import is_received, received_part
 from testbed.network.link import Link
 from testbed.simulation.calendar import Calendar
-from testbed.simulation.crossing import PACKET, Crossing, crossing, has_chance, passes
+from testbed.simulation.crossing import (
+    PACKET,
+    Crossing,
+    has_chance,
+    is_passable,
+    make_crossing,
+)
 from testbed.simulation.host import Guest, Host
 from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Window
 from testbed.trace.log import Form
@@ -38,6 +44,9 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
     """Return the time of TCP's next retransmission at or after ``now``, for data lost since ``since``.
 
     The time-out doubles, and the connection is given up after `STALL_SECONDS`: a healed link is not found at once.
+
+    >>> next_attempt(since=0.0, now=1.0, round_trip=0.05)
+    1.75
     """
     timeout = RETRANSMISSION_TIMEOUT + round_trip
     attempt = since + timeout
@@ -47,10 +56,8 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
     if attempt >= now and attempt - since < STALL_SECONDS:
         return attempt
     reconnect = since + STALL_SECONDS
-    return (
-        reconnect
-        + max(0, math.ceil((now - reconnect) / CONNECT_SECONDS)) * CONNECT_SECONDS
-    )
+    attempts = max(0, math.ceil((now - reconnect) / CONNECT_SECONDS))
+    return reconnect + attempts * CONNECT_SECONDS
 
 
 class Parcel:
@@ -114,12 +121,13 @@ class Cast:
 
 
 class Channel:
-    """Everything under way from one host to another.
+    """All messages in transit from one host to another.
 
-    A transmission starts when the link is free and the window has room. It lasts as long as the rate says and is there
-    a delay after its end; the acknowledgement takes the delay of the way back. Both ways keep the order. What chance
-    adds to that is drawn as a transmission starts: see `testbed.simulation.crossing`. What has left the sender when a
-    link goes down or slows down still arrives; what has not, waits, and is tried again when TCP would.
+    A transmission starts when the link is free and the window has room. Its duration follows from the rate, and the
+    message arrives one delay after its end; the acknowledgement takes the delay of the return link. Both directions
+    keep the order. Random loss and delay are drawn at the start of a transmission (`testbed.simulation.crossing`).
+    Bytes that have left the sender when a link goes down or slows down still arrive; all others wait, and are sent
+    again at TCP's next attempt.
     """
 
     def __init__(
@@ -135,12 +143,11 @@ class Channel:
         """When the last acknowledgement scheduled so far arrives."""
         self._unacknowledged = 0
         """Unacknowledged bytes of the current program at the source."""
-        self._waiting: list[
-            Parcel
-        ] = []  # no deque, of which each takes 0.7 kB, also where nothing waits
+        # A list, since an empty deque takes 0.7 kB, and a mesh has a million channels.
+        self._waiting: list[Parcel] = []
         """Messages still to arrive in the order of the calls; those in transit come first."""
         self._blocked_since: float | None = None
-        """Since when something waits for the channel to open."""
+        """Instant since which a message waits for the channel to open."""
         self._chance = False
         """Whether either direction has random behaviour."""
         self._answered = True
@@ -180,38 +187,34 @@ class Channel:
         self._changes += 1
         self.crossing = None
         if has_chance(link):
-            self.crossing = crossing(
-                link,
-                f"{self._seed} {self.source.name} {self.target.name} {self._changes}",
-            )
-        self._chance = back._chance = (
-            self.crossing is not None or back.crossing is not None
-        )
-        back._answered = passes(link)
+            # A new sequence for each change: how much was drawn before must not matter.
+            ends = f"{self.source.name} {self.target.name}"
+            seed = f"{self._seed} {ends} {self._changes}"
+            self.crossing = make_crossing(link, seed)
+        is_random = self.crossing is not None or back.crossing is not None
+        self._chance = is_random
+        back._chance = is_random
+        back._answered = is_passable(link)
 
     def _is_passable(self) -> bool:
         return self._is_reachable() and not self.source.paused
 
     def _is_reachable(self) -> bool:
-        return passes(self.link) and self.target.device is not None
+        return is_passable(self.link) and self.target.device is not None
 
     def waits(self, device: Guest) -> bool:
         """Return whether a message of this device is unacknowledged."""
-        parcels = (
-            *self._waiting,
-            *self._at_door,
-            *(parcel for _, parcel in self._unanswered),
-        )
-        return any(
-            parcel.sender is device and not parcel.future.done() for parcel in parcels
-        )
+        unanswered = [parcel for _, parcel in self._unanswered]
+        for parcel in (*self._waiting, *self._at_door, *unanswered):
+            if parcel.sender is device and not parcel.future.done():
+                return True
+        return False
 
     def arrives(self) -> bool:
         """Return whether a message has arrived in part."""
-        now = self._calendar.now
+        now, delay = self._calendar.now, self.link.delay
         return any(
-            parcel.due >= 0 and parcel.start + self.link.delay <= now
-            for parcel in self._waiting
+            parcel.due >= 0 and parcel.start + delay <= now for parcel in self._waiting
         )
 
     def enqueue(self, parcel: Parcel) -> None:
@@ -226,6 +229,7 @@ class Channel:
             self._blocked_since = parcel.called
 
     def _launch_parcel(self, parcel: Parcel) -> None:
+        # Comparisons instead of max(), which takes most of the time here.
         start = self._free_at
         if start < self._calendar.now:
             start = self._calendar.now
@@ -241,6 +245,7 @@ class Channel:
         parcel.start = start
         parcel.end = self._free_at = end
         due = end + (self.link.delay + lag)
+        # TCP delivers in order: a message waits for earlier ones that were delayed by chance.
         if due < self._last_due:
             due = self._last_due
         self._last_due = parcel.due = due
@@ -259,6 +264,7 @@ class Channel:
     def _mark_for_relaunch(self, parcel: Parcel) -> None:
         """Mark a launched message for another launch."""
         parcel.due = -1.0
+        # Bytes of an earlier boot do not count against the window of the present program.
         if parcel.sender is self.source.device:
             self._unacknowledged -= parcel.bytes
 
@@ -284,18 +290,19 @@ class Channel:
 
     def arrive(self, parcel: Parcel) -> None:
         """Deliver a message at its arrival time."""
+        # An interrupted message arrives at another time or never; its entry in the calendar is void.
         if parcel.due != self._calendar.now:
-            return  # it was interrupted, and will arrive at another time or never
+            return
         parcel.due = -1.0
         del self._waiting[0]
         self._blocked_since = None
         if self.target.paused:
             self._at_door.append(parcel)
-            self.target.held.append((self._take_in, parcel))
+            self.target.held.append((self._deliver_held, parcel))
         else:
             self._deliver_parcel(parcel)
 
-    def _take_in(self, parcel: Parcel) -> None:
+    def _deliver_held(self, parcel: Parcel) -> None:
         self._at_door.remove(parcel)
         self._deliver_parcel(parcel)
 
@@ -304,8 +311,9 @@ class Channel:
         now, device = self._calendar.now, self.target.device
         assert device is not None
         start = parcel.begun + self.link.delay
+        # Reordered packets skip the delay.
         if start > now:
-            start = now  # its packets skipped the delay
+            start = now
         if self._answered:
             self._send_answer(parcel, now + (self.back.link.delay + parcel.answer))
         else:
@@ -324,8 +332,9 @@ class Channel:
         if source.paused:
             source.held.append((_on_acknowledgement, parcel))
             return
+        # The sender was switched off meanwhile.
         if parcel.sender is not source.device:
-            return  # it was switched off meanwhile
+            return
         self._unacknowledged -= parcel.bytes
         if self._full and self._open:
             self._launch_waiting()
@@ -345,15 +354,13 @@ class Channel:
             queued,
             0.0,
         )
-        parcel.sender.add(
-            SEND, row
-        )  # last, since a fault that waits for this event strikes within the call
+        # Last, since a fault that waits for this event strikes within the call.
+        parcel.sender.add(SEND, row)
 
     def withdraw(self, parcel: Parcel) -> None:
         """Remove a message that has not left completely; later ones move up."""
-        if parcel not in self._waiting or (
-            parcel.due >= 0 and parcel.end <= self._calendar.now
-        ):
+        has_left = parcel.due >= 0 and parcel.end <= self._calendar.now
+        if has_left or parcel not in self._waiting:
             return
         self._interrupt_sending()
         self._waiting.remove(parcel)
@@ -374,11 +381,9 @@ class Channel:
             self._forget_connection()
         self._open = self._is_passable()
         if not self._open:
-            if (
-                self._blocked_since is None
-                and not self._is_reachable()
-                and any(each.due < 0 for each in self._waiting)
-            ):
+            # A pause of the sender blocks nothing: its own clock stands still.
+            is_blocked = self._blocked_since is not None or self._is_reachable()
+            if not is_blocked and any(parcel.due < 0 for parcel in self._waiting):
                 self._blocked_since = now
             return
         self._relaunch_parcels(now if was_open else self._reopens_at(now))
@@ -407,13 +412,13 @@ class Channel:
         self._refused = True
         self._window = None
         arrived = [*(parcel for _, parcel in self._unanswered), *self._at_door]
+        in_transit = [parcel for parcel in self._waiting if parcel.due >= 0]
         self._unanswered.clear()
         self._at_door.clear()
-        for parcel in (*arrived, *(each for each in self._waiting if each.due >= 0)):
+        for parcel in (*arrived, *in_transit):
             self._mark_for_relaunch(parcel)
-        self._waiting = [
-            parcel for parcel in (*arrived, *self._waiting) if not parcel.future.done()
-        ]
+        pending = (*arrived, *self._waiting)
+        self._waiting = [parcel for parcel in pending if not parcel.future.done()]
         for parcel in self._waiting:
             parcel.remaining = wire_bytes(parcel.bytes)
 
@@ -424,8 +429,10 @@ class Channel:
         if since is None or since == now:
             return now
         if refused:
-            return since + math.ceil((now - since) / REFUSED_SECONDS) * REFUSED_SECONDS
+            attempts = math.ceil((now - since) / REFUSED_SECONDS)
+            return since + attempts * REFUSED_SECONDS
         attempt = next_attempt(since, now, self.round_trip)
+        # Over a new connection, messages are sent again from their first byte.
         if attempt - since >= STALL_SECONDS:
             for parcel in self._waiting:
                 if parcel.due < 0:
@@ -447,17 +454,19 @@ class Channel:
     def abandon(self) -> None:
         """Discard unsent messages of a stopped sender. Bytes that have left still arrive."""
         self._interrupt_sending()
-        self._open = self._is_passable()  # the sender may have been paused
+        # A paused sender that is killed is paused no more.
+        self._open = self._is_passable()
         self._waiting = [parcel for parcel in self._waiting if parcel.due >= 0]
         self._blocked_since = None
         self._free_at = self._calendar.now
         self._unacknowledged = 0
 
-    def carries(self, cast: Cast) -> float | None:
+    def cast_delay(self, cast: Cast) -> float | None:
         """Return the delay in seconds of a broadcast that has just left; None if lost."""
         delay = self.link.delay
         if self.crossing is not None:
             pieces = range(chunks(cast.bytes))
+            # A sum, not any(): all datagrams are drawn, whatever became of the first ones.
             if sum(self.crossing.lost() for _ in pieces):
                 return None
             delay = max(self.crossing.delay() for _ in pieces)
@@ -471,38 +480,29 @@ class Channel:
         device, link = self.target.device, self.link
         if device is None:
             return
-        draw = (
-            self._seed,
-            self.source.name,
-            self.target.name,
-            cast.number,
-            link.message_loss,
+        ends = (self.source.name, self.target.name)
+        is_heard = partial(
+            is_received, self._seed, *ends, cast.number, link.message_loss
         )
-        message: Message | None = cast.message
-        if link.frame is not None:
-            message = received_part(
-                cast.message, cast.header, link.frame, partial(is_received, *draw)
-            )
-        elif not is_received(*draw):
+        message = received_part(cast.message, cast.header, link.frame, is_heard)
+        if message is None:
             return
-        if message is not None:
-            # A copy for each, of which the values are copied as soon as one of them is changed.
-            copied = {
-                name: tensor._lazy_clone() for name, tensor in message.tensors.items()
-            }
-            # Not `replace`, which takes longer than all else here.
-            own = Message(
-                message.kind,
-                message.fields,
-                copied,
-                message.sender,
-                message.padding,
-                message.missing,
-            )
-            start = cast.start + delay
-            device.deliver(
-                own, cast.bytes, start, self._calendar.now - start, cast.number
-            )
+        # A copy for each receiver, whose values are copied when one of the copies is changed.
+        copied = {
+            name: tensor._lazy_clone() for name, tensor in message.tensors.items()
+        }
+        # Not `replace`, which takes longer than all else here.
+        own = Message(
+            message.kind,
+            message.fields,
+            copied,
+            message.sender,
+            message.padding,
+            message.missing,
+        )
+        start = cast.start + delay
+        now = self._calendar.now
+        device.deliver(own, cast.bytes, start, now - start, cast.number)
 
 
 def _always_heard() -> bool:

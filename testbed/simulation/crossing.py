@@ -39,6 +39,7 @@ class Crossing:
 
     def lost(self) -> bool:
         """Draw the fate of the next packet."""
+        # Both are drawn for each packet, so that a change of one does not shift the draws of the other.
         gone = self._lost is not None and self._lost()
         return (self._corrupted is not None and self._corrupted()) or gone
 
@@ -56,27 +57,26 @@ class Crossing:
     ) -> tuple[float, float, float]:
         """Draw the transmission of a message of ``wire`` bytes, with ``spacing`` seconds per full packet.
 
-        Returns the bytes sent in all; the least seconds that they take to leave, 0 where the rate alone decides; and by
-        how much the message arrives later than its last byte's departure and the link's delay say: negative where that
-        byte skips the delay. ``unheard`` draws whether an acknowledgement is lost.
+        Returns the bytes sent in all; the minimum seconds until they have left, 0 if the rate alone decides; and the
+        lateness of the arrival relative to the last byte's departure plus the link's delay, negative if that byte skips
+        the delay. ``unheard`` draws whether an acknowledgement is lost.
         """
         packets = math.ceil(wire / PACKET)
         if self._lost is None and self._corrupted is None:
             return wire, 0.0, self._latest_arrival(packets, spacing)
+        # Packets of equal size: which of them is the smaller last one makes no difference to speak of.
         size = wire / packets
         course = Transmission(
             window, packets, spacing * size / PACKET, round_trip, self.lost, unheard
         )
         course.run()
-        late = course.over - course.busy
-        return (
-            course.sent * size,
-            course.busy,
-            late + self._latest_arrival(course.last, spacing),
-        )
+        lateness = course.over - course.busy
+        lateness += self._latest_arrival(course.last, spacing)
+        return course.sent * size, course.busy, lateness
 
     def answer(self, round_trip: float) -> float:
-        """Draw by how much an answer, one packet of a connection's other direction, is later than the link's delay."""
+        """Draw the lateness, relative to the link's delay, of an answer of one packet in a connection's other
+        direction."""
         lag, timeout = 0.0, RETRANSMISSION_TIMEOUT
         for _ in range(_ATTEMPTS):
             if not self.lost():
@@ -86,16 +86,15 @@ class Crossing:
         return lag + self._latest_arrival(1, 0.0)
 
     def _latest_arrival(self, packets: int, spacing: float) -> float:
-        """Return when the last of the packets arrives, from when the last one would with the link's delay."""
+        """Return the arrival of the latest packet, relative to the arrival of the final one with the link's delay."""
         if self._delays is None:
             return 0.0
         drawn = min(packets, _LATEST)
-        return (
-            max(
-                self._delays() - (drawn - 1 - index) * spacing for index in range(drawn)
-            )
-            - self._delay
-        )
+        latest = -math.inf
+        for behind in range(drawn - 1, -1, -1):
+            # A packet sent earlier by some spacings may still be the last to arrive.
+            latest = max(latest, self._delays() - behind * spacing)
+        return latest - self._delay
 
 
 def has_chance(link: Link) -> bool:
@@ -103,15 +102,18 @@ def has_chance(link: Link) -> bool:
     return bool(link.loss or link.jitter or link.bursts or link.corrupt or link.reorder)
 
 
-def passes(link: Link) -> bool:
-    """Return whether anything ever gets across."""
-    return link.up and not (has_chance(link) and impairments.expected_loss(link) >= 1)
+def loses_everything(link: Link) -> bool:
+    """Return whether every packet is lost by chance."""
+    return has_chance(link) and impairments.expected_loss(link) >= 1
 
 
-def crossing(link: Link, seed: str) -> Crossing | None:
+def is_passable(link: Link) -> bool:
+    """Return whether any packet arrives."""
+    return link.up and not loses_everything(link)
+
+
+def make_crossing(link: Link, seed: str) -> Crossing | None:
     """Return the random processes of a link; None for a deterministic link."""
-    return (
-        Crossing(link, seed)
-        if has_chance(link) and impairments.expected_loss(link) < 1
-        else None
-    )
+    if not has_chance(link) or loses_everything(link):
+        return None
+    return Crossing(link, seed)

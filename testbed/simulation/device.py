@@ -206,33 +206,34 @@ class SimulatedDevice:
         size = header + values + message.padding
         for channel in channels:
             check_message(size, self.host.spec, channel.target.spec)
-        seconds = transmission_time(
-            cast_wire_bytes(size), self._world.cast_rate(self.name)
-        )
+        on_wire = cast_wire_bytes(size)
+        seconds = transmission_time(on_wire, self._world.cast_rate(self.name))
         called = self._calendar.now
         start, end = occupy(self._world.cast_media(self.name), called, seconds)
-        ready, self._cast_until = max(called, self._cast_until), end
+        # The wait behind the device's own casts is not part of this one's duration.
+        ready = max(called, self._cast_until)
+        self._cast_until = end
         number = self._casts
         self._casts += 1
-        first = (
-            seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / cast_wire_bytes(size)
-            if seconds
-            else 0.0
-        )
+        # The broadcast begins to arrive with its first datagram.
+        first = 0.0
+        if seconds:
+            first = seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / on_wire
         cast = Cast(sent, header, size, number, start + first)
         self._calendar.at(end, self._propagate_cast, (channels, cast))
         await self.sleep(end - called)
-        taken = (message.kind, size, ready, end - ready, number)
-        self.add(CAST, (self._calendar.now, self.name, sorted(peers), *taken))
+        values_of_event = (message.kind, size, ready, end - ready, number)
+        self.add(CAST, (self._calendar.now, self.name, sorted(peers), *values_of_event))
 
     def _propagate_cast(self, leaving: tuple[list[Channel], Cast]) -> None:
         """Propagate a broadcast, unless its sender died before the end of the transmission."""
         if not self.alive:
             return
         channels, cast = leaving
+        # One entry of the calendar for all receivers at the same delay, mostly one in all.
         arriving: dict[float, list[Channel]] = {}
         for channel in channels:
-            delay = channel.carries(cast)
+            delay = channel.cast_delay(cast)
             if delay is not None:
                 arriving.setdefault(delay, []).append(channel)
         for delay, together in arriving.items():
@@ -288,12 +289,11 @@ class SimulatedDevice:
         except asyncio.CancelledError:
             if receiver in self._receivers:
                 self._receivers.remove(receiver)
-            elif not receiver.cancelled() and not self._hand_to_waiter(
-                receiver.result()
-            ):
-                self._inbox.appendleft(
-                    receiver.result()
-                )  # it came in the very instant of the cancellation
+            elif not receiver.cancelled():
+                # A message that came at the very instant of the cancellation must not be lost.
+                message = receiver.result()
+                if not self._hand_to_waiter(message):
+                    self._inbox.appendleft(message)
             raise
 
     def receives(self, peer: str) -> bool:
@@ -351,18 +351,15 @@ class SimulatedDevice:
                 continue
             work.remaining = self._charged(work.cost)[0] / self.host.factor
             self._under_way.append(work)
-            self._go_on(work)
+            self._continue_work(work)
 
-    def _go_on(self, work: _ChargedWork) -> None:
+    def _continue_work(self, work: _ChargedWork) -> None:
         if self.host.paused:
             return
         if self.host.cores is not None:
-            work.share = SharedTransfer(
-                work.remaining,
-                1.0,
-                ((self.host.cores, 1.0),),
-                partial(self._finish_work, work),
-            )
+            finish = partial(self._finish_work, work)
+            uses = ((self.host.cores, 1.0),)
+            work.share = SharedTransfer(work.remaining, 1.0, uses, finish)
             self._world.sharing.begin(work.share)
             return
         work.ends = self._calendar.now + work.remaining
@@ -370,9 +367,11 @@ class SimulatedDevice:
 
     def _halt_work(self, work: _ChargedWork) -> None:
         if work.share is not None:
-            work.remaining, work.share = self._world.sharing.stop(work.share), None
+            work.remaining = self._world.sharing.stop(work.share)
+            work.share = None
         elif work.ends >= 0:
-            work.remaining, work.ends = work.ends - self._calendar.now, -1.0
+            work.remaining = work.ends - self._calendar.now
+            work.ends = -1.0
 
     def pause(self) -> None:
         """Stop the processors and hold back the program."""
@@ -384,19 +383,16 @@ class SimulatedDevice:
         """Resume processors and program."""
         self._calendar.thaw(self)
         for work in self._under_way:
-            self._go_on(work)
+            self._continue_work(work)
 
     def change_speed(self, factor: float) -> None:
         """Rescale the remaining work to ``factor`` times the previous speed."""
         for work in self._under_way:
-            if (
-                self.host.paused
-                or work.share is not None
-                or work.ends > self._calendar.now
-            ):  # it is not over
+            is_unfinished = work.share is not None or work.ends > self._calendar.now
+            if self.host.paused or is_unfinished:
                 self._halt_work(work)
                 work.remaining /= factor
-                self._go_on(work)
+                self._continue_work(work)
 
     def kill(self) -> None:
         """Stop the program; its remaining code has no effect."""
@@ -413,10 +409,9 @@ class SimulatedDevice:
         self._finish_work(work)
 
     def _finish_work(self, work: _ChargedWork) -> None:
-        work.ends, work.share = (
-            -1.0,
-            None,
-        )  # a pause of no length leaves two entries in the loop for this instant
+        # Reset, since a pause of no length leaves two entries in the calendar for this instant.
+        work.ends = -1.0
+        work.share = None
         self._under_way.remove(work)
         keys, values = work.span.row()
         now, flops = self._calendar.now, self._charged(work.cost)[1]
@@ -432,19 +427,17 @@ class SimulatedDevice:
 
     def waits_for(self) -> str:
         """Describe the awaited event for a deadlock report."""
-        reasons = [
-            f"{name} to acknowledge"
-            for name, channel in self._channels.items()
-            if channel.waits(self)
-        ]
+        if not self.running:
+            return "has finished"
+        reasons = []
+        for name, channel in self._channels.items():
+            if channel.waits(self):
+                reasons.append(f"{name} to acknowledge")
         reasons += [f"its processor ({work.span.name})" for work in self._under_way]
         if any(not receiver.done() for receiver in self._receivers):
             reasons.append("a message")
-        if not self.running:
-            return "has finished"
-        return "waits for " + (
-            " and ".join(reasons) or "an event unknown to the testbed"
-        )
+        awaited = " and ".join(reasons) or "an event unknown to the testbed"
+        return f"waits for {awaited}"
 
     def _stop_program(self) -> NoReturn:
         raise asyncio.CancelledError(f"{self.name} was killed")

@@ -20,8 +20,9 @@ class TraceExecution:
         self._apply_changes(None)
 
     def _apply_changes(self, _nothing: None) -> None:
+        # One by one: on this clock each is exactly on time, and each has its own events.
         for change in self._script.due(self._world.calendar.now).changes:
-            _record_and_carry_out(Changes([change]), self._world)
+            _record_and_apply(Changes([change]), self._world)
         deadline = self._script.next_deadline()
         if deadline is not None:
             self._world.calendar.at(deadline, self._apply_changes, None)
@@ -53,20 +54,23 @@ class FaultExecution:
     def _observe_event(self, event: Event) -> None:
         if event.device not in self._watched:
             return
-        for operation in self._script.observe(
+        operations = self._script.observe(
             event.time, event.device, event.event, event.fields
-        ):
+        )
+        for operation in operations:
+            # Applying an operation records events, which come back here.
             self._watched = self._script.watched
             self._apply_operation(operation)
 
     def _apply_operation(self, operation: FaultOperation) -> None:
-        _record_and_carry_out(operation, self._world)
+        _record_and_apply(operation, self._world)
         self._script.done(operation, self._world.calendar.now)
         self._world.end_without_lead(self._script.may_start)
         self._schedule_next()
 
 
-def _record_and_carry_out(step: RecordedStep, world: World) -> None:
+def _record_and_apply(step: RecordedStep, world: World) -> None:
+    # The event of the fault comes before those of its consequences at the same instant.
     for event, fields in step.events():
         world.record(event, **fields)
     apply_step(step, world)

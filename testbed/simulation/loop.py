@@ -1,9 +1,9 @@
 """An asyncio event loop on a virtual clock: waiting costs nothing, and equal instants keep their order.
 
-async-solipsism offers the like, but counts time in whole microseconds (a 1 kB message lasts 8.7 µs at 1 gbit),
+The package async-solipsism is similar, but counts time in whole microseconds (a 1 kB message lasts 8.7 µs at 1 gbit),
 leaves the order of equal instants to a heap that is not stable, and cannot hold back the callbacks of one paused
-device. Only the scheduling is written here; tasks, futures, locks, queues and time-outs are asyncio's own. Of asyncio
-it uses what is documented for those who write event loops, so it works with any version.
+device. This module contains only the scheduling; tasks, futures, locks, queues and time-outs are asyncio's own. The
+module uses the interface that asyncio documents for event loops, so it works with any version.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 class VirtualLoop(asyncio.AbstractEventLoop):
     """An asyncio event loop on the virtual clock of a calendar.
 
-    There is one thread and no input or output: methods of `asyncio.AbstractEventLoop` that are about those raise
-    NotImplementedError.
+    There is one thread and no input or output: the methods of `asyncio.AbstractEventLoop` for threads, sockets and
+    files raise NotImplementedError.
+
+    >>> loop = VirtualLoop()
+    >>> loop.run_until_complete(asyncio.sleep(3600))
+    >>> loop.time()
+    3600.0
     """
 
     def __init__(self, limit: float = float("inf")) -> None:
         self.calendar = Calendar(limit, self._report_failure)
-        # What asyncio calls these, without a call in between.
+        # The calendar's own methods under asyncio's names: a method in between would double the calls.
         self.call_soon = self.call_soon_threadsafe = self.calendar.soon  # type: ignore[assignment]  # one thread
         self.call_at = self.calendar.timer  # type: ignore[assignment]
         self._running = self._closed = False
@@ -87,7 +92,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # Running
 
     def run_forever(self) -> None:
-        """Run until `stop` is called; raise Stillness or TimeLimit where nothing is left to run."""
+        """Run until `stop` is called; raise EmptySchedule or TimeLimit where nothing is left to run."""
         if self._closed:
             raise RuntimeError("the loop is closed")
         if asyncio._get_running_loop() is not None:
@@ -122,7 +127,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.run_forever()
         except BaseException:
             if made and awaited.done() and not awaited.cancelled():
-                awaited.exception()  # which is raised here already
+                # Retrieved, so that asyncio does not log it as never retrieved: it is raised here.
+                awaited.exception()
             raise
         finally:
             awaited.remove_done_callback(self._stop_after)
@@ -131,10 +137,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return awaited.result()
 
     def _stop_after(self, done: asyncio.Future[Any]) -> None:
-        if done.cancelled() or not isinstance(
-            done.exception(), SystemExit | KeyboardInterrupt
-        ):
-            self.stop()  # which those have done already, on their way out of `run_forever`
+        error = None if done.cancelled() else done.exception()
+        # These two have left `run_forever` already.
+        if not isinstance(error, SystemExit | KeyboardInterrupt):
+            self.stop()
 
     def stop(self) -> None:
         """Return from `run_forever` once nothing is ready."""

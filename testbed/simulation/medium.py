@@ -8,16 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Medium:
-    """A radio channel, or one device's own transmitter: whoever asks first transmits first, nobody interrupts.
+    """A radio channel, or one device's own transmitter: first come, first served, without interruption.
 
-    A cell's devices share one of these for whatever they send to each other; a device in no cell has one of its own
-    for its casts.
+    All broadcasts of a cell's devices share one medium; a device without a cell has its own.
     """
 
     reserved: Callable[[float, float], None] | None = None
     """Callback for each reservation, since other traffic has to wait."""
     free_at: float = 0.0
-    """When the last transmission reserved so far ends."""
+    """End of the last reservation so far."""
 
 
 def occupy(
@@ -25,7 +24,11 @@ def occupy(
 ) -> tuple[float, float]:
     """Reserve the next time span in which all media are free; return its start and end.
 
-    To be called at the very instant at which the sender is ready: reservations are served in the order of calls.
+    Call the function at the instant at which the sender is ready, since reservations are served in the order of calls.
+
+    >>> channel = Medium()
+    >>> occupy([channel], now=0.0, seconds=2.0), occupy([channel], now=1.0, seconds=2.0)
+    ((0.0, 2.0), (2.0, 4.0))
     """
     start = max([now, *(medium.free_at for medium in media)])
     for medium in media:

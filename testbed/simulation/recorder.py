@@ -28,9 +28,9 @@ class Recorder:
 
     def observe(self, watch: Watch | None, names: Collection[str] = ()) -> None:
         """Call ``watch`` with each event of the given names after logging; the observer may inject faults at once."""
-        self._watches = (
-            self._on_event if watch is None else [*self._on_event, (watch, names)]
-        )
+        self._watches = list(self._on_event)
+        if watch is not None:
+            self._watches.append((watch, names))
         self._all = any(seen is None for _, seen in self._watches)
         self._seen = frozenset[str]().union(*(seen or () for _, seen in self._watches))
 
@@ -38,9 +38,10 @@ class Recorder:
         """Record an event by its form."""
         self._append(form, row)
         if self._all or form[0] in self._seen:
-            self._show_event(
-                Event(row[0], row[1], form[0], dict(zip(form[1], row[2:], strict=True)))
-            )
+            time, device, *values = row
+            name, keys = form
+            fields = dict(zip(keys, values, strict=True))
+            self._show_event(Event(time, device, name, fields))
 
     def write(self, event: Event) -> None:
         """Append an event."""

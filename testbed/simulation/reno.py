@@ -62,9 +62,8 @@ class Window:
     def restart(self) -> None:
         """Shrink to the least after a time-out, and grow fast up to half of the former size."""
         self.halve()
-        self.size = (
-            _LEAST_WINDOW  # the packet that was repeated is acknowledged by then
-        )
+        # Not one: the repeated packet is acknowledged by then.
+        self.size = _LEAST_WINDOW
 
 
 class Transmission:
@@ -127,12 +126,11 @@ class Transmission:
         """New packets sent before a recovery began; their loss does not halve the window again."""
         self._attempts = 0
         self._most_attempts = packets + _ATTEMPTS
-        # What is beyond that waits in the sender's own socket.
+        # TCP small queues: packets beyond these wait in the sender's own socket.
         self._most = packets
         if spacing:
-            self._most = int(
-                round_trip / spacing + _QUEUED_PACKETS + _QUEUED_SECONDS / spacing
-            )
+            on_the_way = round_trip / spacing
+            self._most = int(on_the_way + _QUEUED_PACKETS + _QUEUED_SECONDS / spacing)
 
     def run(self) -> None:
         """Send until everything has arrived."""
@@ -141,9 +139,10 @@ class Transmission:
         self.over = max(self._now - self._round_trip, self.busy)
 
     def _send_round(self) -> None:
-        window = (
-            self._budget if self._recovering else min(self._window.size, self._most)
-        )
+        window = self._budget
+        if not self._recovering:
+            window = min(self._window.size, self._most)
+        # Lost packets go first, as in Linux.
         repeated = min(self._missing, window)
         count = min(self._left, window - repeated)
         self._missing -= repeated
@@ -153,7 +152,8 @@ class Transmission:
         lost = sum(fates)
         self.sent += count
         self.last = count
-        gone = self._now + count * self._spacing  # when the last of them has left
+        # The instant at which the last packet of the round has left.
+        gone = self._now + count * self._spacing
         more = self._left > 0 or self._missing > 0
         if not self._left and not self.busy:
             self.busy = gone
@@ -169,11 +169,10 @@ class Transmission:
         count, lost = len(fates), sum(fates)
         arrived = count - lost
         first = fates.index(True) if lost else count
-        # Lost are the last ones only, so the receiver sees no gap and acknowledges every other packet.
+        # If only the last ones are lost, the receiver sees no gap and acknowledges every other packet.
         in_order = first == arrived
-        heard = self._is_heard(
-            arrived // 2 if in_order and not self._recovering else arrived
-        )
+        answers = arrived // 2 if in_order and not self._recovering else arrived
+        heard = self._is_heard(answers)
         ends = not self._left and not self._missing
         self._missing += lost
         if not heard or (lost and in_order and ends):
@@ -187,6 +186,7 @@ class Transmission:
 
     def _is_heard(self, answers: int) -> bool:
         """Draw whether any of so many acknowledgements arrives."""
+        # The loss of four in a row is too rare to matter, and each draw takes time.
         return answers >= 4 or not all(self._unheard() for _ in range(answers))
 
     def _continue_sending(self, fates: list[bool], repeated: int) -> None:
@@ -203,11 +203,12 @@ class Transmission:
         budget = self._window.size
         if behind < _SHOWN:
             timer = self._round_trip / 8 + _TICK
-            self._now += (
-                min(timer, self._round_trip + self._spacing) if self._left else timer
-            )
+            if self._left:
+                # Acknowledgements of new packets reveal the loss before the timer.
+                timer = min(timer, self._round_trip + self._spacing)
+            self._now += timer
         if self._left:
-            # Those acknowledged before the loss showed let as many new ones leave, of the others one for every two.
+            # Each acknowledgement before the loss shows lets one new packet leave; later, one for every two.
             budget = first + min(behind, _SHOWN - 1) + max(1, (behind - 1) // 2)
         self._start_recovery(budget)
         self._same_recovery = first + _SHOWN - 1
@@ -222,9 +223,9 @@ class Transmission:
     def _draw_failure(self) -> bool:
         """Draw the loss of a packet or of its acknowledgement."""
         self._attempts += 1
-        return self._attempts <= self._most_attempts and (
-            self._lost() or self._unheard()
-        )
+        if self._attempts > self._most_attempts:
+            return False
+        return self._lost() or self._unheard()
 
     def _start_recovery(self, budget: int) -> None:
         """Send so many packets in the next round while lost ones are missing."""
@@ -289,6 +290,7 @@ class Transmission:
     def _probe_timer(self, outstanding: int) -> float:
         """Return the seconds until TCP probes after the last acknowledgement, with so many packets unacknowledged."""
         timeout = self._round_trip + RETRANSMISSION_TIMEOUT
-        return (
-            timeout if outstanding == 1 else min(2 * self._round_trip + _TICK, timeout)
-        )
+        # The receiver may delay the acknowledgement of a single packet, so Linux waits longer (RFC 8985, 7.2).
+        if outstanding == 1:
+            return timeout
+        return min(2 * self._round_trip + _TICK, timeout)

@@ -12,7 +12,7 @@ from testbed.common.memory import keep_freed_memory
 from testbed.common.usercode import describe_error
 from testbed.experiment import Experiment
 from testbed.faults.script import FaultScript, TraceScript
-from testbed.simulation.calendar import Stillness, TimeLimit
+from testbed.simulation.calendar import EmptySchedule, TimeLimit
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.faults import FaultExecution, TraceExecution
 from testbed.simulation.host import Guest
@@ -35,21 +35,18 @@ def simulate(
 ) -> Outcome:
     """Run the method's programs with real computation and charged time; return the outcome.
 
-    ``data`` is what the kind of work has loaded (`testbed.workload.Workload.load`).
+    ``data`` is the result of `testbed.workload.Workload.load`.
 
-    Ends when the program of the plan's lead returns, fails when any program raises or when all wait for each
-    other, is interrupted by Ctrl-C, and times out at the scenario's ``time_limit`` (virtual seconds).
-    ``on_event`` sees events as they happen, all or those of some ``names``; ``on_lines`` has all as lines of a file,
-    many at a time. Two calls with equal arguments give equal events.
+    The run ends when the program of the plan's lead returns. The run fails when any program raises or all programs wait
+    for each other, is interrupted by Ctrl-C, and times out at the scenario's ``time_limit`` (virtual seconds).
+    ``on_event`` receives events as they happen, all or those of some ``names``; ``on_lines`` receives all events as
+    lines of a file, many at a time. Two calls with equal arguments give equal events.
     """
-    if (why := prepared.scenario.workload.why_not_simulated) is not None:
-        raise InputError(why)
-    experiment, method, problem, plan = (
-        prepared.experiment,
-        prepared.method,
-        prepared.problem,
-        prepared.plan,
-    )
+    why_not = prepared.scenario.workload.why_not_simulated
+    if why_not is not None:
+        raise InputError(why_not)
+    experiment, plan = prepared.experiment, prepared.plan
+    method, problem = prepared.method, prepared.problem
     work = prepared.workload
     work.begin(problem.workload)
     inputs = work.inputs(prepared, data, weights)
@@ -57,13 +54,16 @@ def simulate(
     shared = method.simulation_state(problem)
 
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
-        posed, own_plan = method.facts(problem, plan, device.name)
-        return method.program(
-            device,
-            inputs.job(
-                device.name, posed, own_plan, lambda: device.record("weights"), shared
-            ),
+        # The same facts as in a container, so that no program reads more on this clock.
+        own_problem, own_plan = method.facts(problem, plan, device.name)
+        job = inputs.job(
+            device.name,
+            own_problem,
+            own_plan,
+            lambda: device.record("weights"),
+            shared,
         )
+        return method.program(device, job)
 
     recorder = Recorder(on_event, names)
     if on_lines is not None:
@@ -84,16 +84,19 @@ def simulate(
     began = time.perf_counter()
     try:
         with work.simulation_context(problem):
-            given = inputs.begins_with_weights
             status, error = ended(
-                *_run_world(world, experiment), world.events, weights_given=given
+                *_run_world(world, experiment),
+                world.events,
+                weights_given=inputs.begins_with_weights,
             )
-            computed = problem.workload.is_computed
-            final = (
-                _exposed_weights(world.hosts[plan.lead].device) if computed else None
-            )
-            final = final and inputs.complete(final)
-            parts = _exposed_parts(world) if computed and status in UNGATHERED else {}
+            final = None
+            parts: dict[str, bytes] = {}
+            if problem.workload.is_computed:
+                final = _exposed_weights(world.hosts[plan.lead].device)
+                if final is not None:
+                    final = inputs.complete(final)
+                if status in UNGATHERED:
+                    parts = _exposed_parts(world)
     finally:
         world.close()
     versions = work.library_versions()
@@ -112,6 +115,7 @@ def simulate(
 def _run_world(world: World, experiment: Experiment) -> tuple[Status, str | None]:
     """Run a world with faults and trace; return its end status and the error message."""
     try:
+        # Before the devices: changes at 0 s are the state in which they start.
         TraceExecution(world, TraceScript(experiment.changes)).start()
         faults = FaultExecution(world, FaultScript(experiment.faults))
         world.start()
@@ -123,32 +127,30 @@ def _run_world(world: World, experiment: Experiment) -> tuple[Status, str | None
         return "failed", str(gone)
     except KeyboardInterrupt:
         return "interrupted", "stopped by the user"
-    except Stillness:
-        return "failed", world.why_ended() or "deadlock: " + world.why_still()
+    except EmptySchedule:
+        reason = world.describe_missing_lead()
+        return "failed", reason or f"deadlock: {world.describe_waits()}"
     except TimeLimit:
-        return (
-            "timed out",
-            f"not over after {experiment.time_limit:g} s; " + world.why_still(),
-        )
+        limit = f"not over after {experiment.time_limit:g} s"
+        return "timed out", f"{limit}; {world.describe_waits()}"
     return "finished", None
 
 
-def _exposed_weights(device: Guest | None, part: bool = False) -> bytes | None:
+def _exposed_weights(device: Guest | None, *, part: bool = False) -> bytes | None:
     """Return the weights exposed by a device as safetensors; None if unavailable."""
-    weights = (
-        device.exposed[part]()
-        if device is not None and part in device.exposed
-        else None
-    )
+    if device is None or part not in device.exposed:
+        return None
+    weights = device.exposed[part]()
     return arrays.pack(weights) if weights else None
 
 
 def _exposed_parts(world: World) -> dict[str, bytes]:
-    parts = {
-        name: _exposed_weights(host.device, part=True)
-        for name, host in world.hosts.items()
-    }
-    return {name: weights for name, weights in parts.items() if weights is not None}
+    parts = {}
+    for name, host in world.hosts.items():
+        weights = _exposed_weights(host.device, part=True)
+        if weights is not None:
+            parts[name] = weights
+    return parts
 
 
 def _error_message(error: BaseException | None) -> str:

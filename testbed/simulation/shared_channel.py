@@ -41,40 +41,45 @@ class SharedChannel(Channel):
         self._lag = 0.0
 
     def _launch_parcel(self, parcel: Parcel) -> None:
+        # The next message starts when the present one has left: see `_finish_leaving`.
         if self._present is not None:
-            return  # its turn comes when that one has left
+            return
         self._present = parcel
         self._unacknowledged += parcel.bytes
         start = max(self._free_at, self._calendar.now)
         if parcel.begun < 0:
             parcel.begun = start
+        # The end is unknown, since it depends on transmissions that begin meanwhile.
         parcel.start, parcel.end, parcel.due = start, inf, inf
         self._calendar.at(start, self._start_leaving, (parcel, start))
 
     def _launch_waiting(self) -> None:
         self._full = False
-        following = next((each for each in self._waiting if each.due < 0), None)
-        if following is not None and self._present is None:
-            self._full = self._unacknowledged >= WINDOW
-            if not self._full:
-                self._launch_parcel(following)
+        if self._present is not None:
+            return
+        for parcel in self._waiting:
+            if parcel.due < 0:
+                self._full = self._unacknowledged >= WINDOW
+                if not self._full:
+                    self._launch_parcel(parcel)
+                return
 
     def _start_leaving(self, leaving: tuple[Parcel, float]) -> None:
         parcel, start = leaving
-        if (
-            parcel is not self._present
-            or self._flow is not None
-            or parcel.start != start
-        ):
-            return  # it was interrupted before it began
+        # An entry of the calendar cannot be cancelled: it is void if the message was interrupted before its start.
+        is_present = parcel is self._present and self._flow is None
+        if not is_present or parcel.start != start:
+            return
         wire, least, self._lag = parcel.remaining, 0.0, 0.0
         if self._chance:
             wire, least, self._lag, parcel.answer = self._draw_crossing(wire)
         cap = inf if self.link.rate is None else self.link.rate
         uses = [(shared, 1.0) for shared in self._shareds]
         if self._cell is not None:
+            # A bit of a slow link occupies the radio channel for longer than a bit at the channel's rate.
             uses.append((self._cell, max(1.0, self._cell.rate / cap)))
         if least:
+            # TCP's window, not the link, sets the pace.
             cap = min(cap, wire * 8 / least)
         self._flow = SharedTransfer(wire * 8, cap, uses, self._finish_leaving)
         self._sharing.begin(self._flow)

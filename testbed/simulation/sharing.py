@@ -79,6 +79,7 @@ class Sharing:
 
     def reserve(self, shared: Shared, start: float, end: float) -> None:
         """Give casts all of a rate between two instants; times of several casts may not overlap."""
+        # A cast at infinite rate takes no time and keeps nobody waiting.
         if end > start:
             self._calendar.at(start, self._apply_reservation, (shared, end))
             self._calendar.at(end, self.touch, shared)
@@ -103,6 +104,7 @@ class Sharing:
     def _settle_rates(self, _nothing: None) -> None:
         now, flows = self._calendar.now, self._affected_transfers()
         for flow, rate in max_min_fair_rates(flows, now).items():
+            # Recomputing an unchanged transmission would round its end differently.
             if rate == flow.rate and flow.ends >= 0:
                 continue
             flow.bits = max(0.0, flow.bits - flow.rate * (now - flow.since))
@@ -115,20 +117,25 @@ class Sharing:
         """Return all transmissions connected to the touched rates, directly or indirectly."""
         shareds = list(self._touched)
         self._touched.clear()
+        # Dictionaries as sets, since the order of a set changes from run to run, and with it the rounding of rates.
         seen = dict.fromkeys(shareds)
         flows: dict[SharedTransfer, None] = {}
+        # The list grows as the search meets further rates.
         for shared in shareds:
             for flow in shared.flows:
-                if flow not in flows:
-                    flows[flow] = None
-                    new = [other for other, _ in flow.uses if other not in seen]
-                    seen.update(dict.fromkeys(new))
-                    shareds.extend(new)
+                if flow in flows:
+                    continue
+                flows[flow] = None
+                for other, _ in flow.uses:
+                    if other not in seen:
+                        seen[other] = None
+                        shareds.append(other)
         return list(flows)
 
     def _end_flow(self, flow: SharedTransfer) -> None:
+        # Void if the rate has changed meanwhile, or the transmission was stopped.
         if flow.ends != self._calendar.now:
-            return  # its rate has changed meanwhile, or it was stopped
+            return
         self._remove_flow(flow)
         flow.ended()
 
@@ -136,25 +143,32 @@ class Sharing:
 def max_min_fair_rates(
     flows: Sequence[SharedTransfer], now: float
 ) -> dict[SharedTransfer, float]:
-    """Return the bit/s of each transmission, fair in the sense of max and min, by progressive filling.
+    """Return the max-min fair rate of each transmission in bit/s, by progressive filling.
 
-    Three steps repeat until every transmission has a rate. Raise all others together until a link or something shared
-    is full. Fix the rate of the transmissions that this stops. Subtract their part from everything that they share.
+    Three steps repeat until every transmission has a rate. Raise all others together until a link or a shared rate is
+    full. Fix the rate of the transmissions limited by it. Subtract their part from everything that they share.
     See Bertsekas and Gallager, Data Networks, 2nd edition, section 6.5.2.
+
+    >>> uplink = Shared(10e6)
+    >>> slow = SharedTransfer(8e6, 2e6, [(uplink, 1.0)], ended=lambda: None)
+    >>> fast = SharedTransfer(8e6, 50e6, [(uplink, 1.0)], ended=lambda: None)
+    >>> list(max_min_fair_rates([slow, fast], now=0.0).values())
+    [2000000.0, 8000000.0]
     """
-    left = {
-        shared: 0.0 if now < shared.reserved_until else shared.rate
-        for flow in flows
-        for shared, _ in flow.uses
-    }
+    left: dict[Shared, float] = {}
+    for flow in flows:
+        for shared, _ in flow.uses:
+            left[shared] = 0.0 if now < shared.reserved_until else shared.rate
     rates: dict[SharedTransfer, float] = {}
     rising = dict.fromkeys(flows)
     while rising:
         level, full = _raise_rates(rising, left)
-        for flow in [flow for flow in rising if flow.is_stopped(level, full)]:
+        stopped = [flow for flow in rising if flow.is_stopped(level, full)]
+        for flow in stopped:
             rates[flow] = level
             del rising[flow]
             for shared, share in flow.uses:
+                # Rounding must not leave a negative rate for the others.
                 left[shared] = max(0.0, left[shared] - level * share)
     return rates
 
@@ -172,8 +186,8 @@ def _raise_rates(
     slowest = min(flow.cap for flow in rising)
     if slowest <= level:
         return slowest, set()
-    return level, {
-        shared
-        for shared, weight in weights.items()
-        if left[shared] * _NEARLY <= level * weight
-    }
+    full = set()
+    for shared, weight in weights.items():
+        if left[shared] * _NEARLY <= level * weight:
+            full.add(shared)
+    return level, full

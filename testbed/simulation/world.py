@@ -15,7 +15,7 @@ from testbed.hardware import DeviceSpec, Machine
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Cell, Link, Pair
 from testbed.network.radio import Radio
-from testbed.simulation.calendar import OWNER, Stillness, TimeLimit
+from testbed.simulation.calendar import OWNER, EmptySchedule, TimeLimit
 from testbed.simulation.channel import Channel
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.host import Guest, Host
@@ -57,7 +57,8 @@ class _Cell:
 class World:
     """Hosts, the channels between them, and the event log.
 
-    It takes an experiment's parts one by one, so that a test or a benchmark can make a world without a scenario.
+    The parts of an experiment are separate arguments, so that a test or a benchmark can make a world without a
+    scenario.
     """
 
     def __init__(
@@ -98,16 +99,13 @@ class World:
             for name in machine.devices:
                 self.hosts[name].cores = cores
         self._cells = [_Cell(cell, self.sharing) for cell in cells]
-        self._uplinks = {
-            name: Shared(host.spec.uplink)
-            for name, host in self.hosts.items()
-            if host.spec.uplink
-        }
-        self._downlinks = {
-            name: Shared(host.spec.downlink)
-            for name, host in self.hosts.items()
-            if host.spec.downlink
-        }
+        self._uplinks: dict[str, Shared] = {}
+        self._downlinks: dict[str, Shared] = {}
+        for name, host in self.hosts.items():
+            if host.spec.uplink:
+                self._uplinks[name] = Shared(host.spec.uplink)
+            if host.spec.downlink:
+                self._downlinks[name] = Shared(host.spec.downlink)
         self._cast_media: dict[str, list[Medium]] = {}
         self._cast_rates: dict[str, float | None] = {}
         self._end: asyncio.Future[None] = self.loop.create_future()
@@ -122,53 +120,52 @@ class World:
         known = self._channels.get((source, target))
         if known is not None:
             return known
-        pairs = ((source, target), (target, source))
-        for pair in pairs:
+        # Made on first use: most pairs of a large mesh never exchange a message.
+        for pair in ((source, target), (target, source)):
             if pair not in self.shown.links:
                 raise ValueError(f"there is no link from {pair[0]} to {pair[1]}")
-        there, back = (self._make_channel(pair) for pair in pairs)
+        there = self._make_channel(source, target)
+        back = self._make_channel(target, source)
         Channel.connect(there, back)
-        self._channels[source, target], self._channels[target, source] = there, back
+        self._channels[source, target] = there
+        self._channels[target, source] = back
         return there
 
-    def _make_channel(self, pair: Pair) -> Channel:
-        source, target = pair
-        between = (
-            self.calendar,
-            self.hosts[source],
-            self.hosts[target],
-            self.shown.link(pair),
-            self._seed,
-        )
+    def _make_channel(self, source: str, target: str) -> Channel:
+        pair = (source, target)
+        ends = (self.hosts[source], self.hosts[target])
+        link = self.shown.link(pair)
         limits = (self._uplinks.get(source), self._downlinks.get(target))
         shareds = [shared for shared in limits if shared is not None]
-        cell = next(
-            (each.shared for each in self._cells if each.cell.carries(pair)), None
-        )
+        cell = None
+        for candidate in self._cells:
+            if candidate.cell.carries(pair):
+                cell = candidate.shared
+                break
         if not shareds and cell is None:
-            return Channel(*between)
-        return SharedChannel(*between, self.sharing, shareds, cell)
+            return Channel(self.calendar, *ends, link, self._seed)
+        return SharedChannel(
+            self.calendar, *ends, link, self._seed, self.sharing, shareds, cell
+        )
+
+    def _cells_of(self, name: str) -> list[_Cell]:
+        return [each for each in self._cells if name in each.cell.devices]
 
     def cast_media(self, name: str) -> list[Medium]:
         """Return the media occupied by a device's broadcast: its cells' channels, or its own transmitter."""
         if name not in self._cast_media:
-            self._cast_media[name] = [
-                each.medium for each in self._cells if name in each.cell.devices
-            ] or [Medium()]
+            media = [each.medium for each in self._cells_of(name)]
+            self._cast_media[name] = media or [Medium()]
         return self._cast_media[name]
 
     def cast_rate(self, name: str) -> float | None:
         """Return the bit/s at which a device casts, right now."""
         if name not in self._cast_rates:
-            links = [
-                self.shown.link(pair) for pair in self.shown.links if pair[0] == name
-            ]
-            cells = [
-                each.cell.rate for each in self._cells if name in each.cell.devices
-            ]
-            self._cast_rates[name] = broadcast_rate(
-                links, self.hosts[name].spec.uplink, *cells
-            )
+            pairs = [pair for pair in self.shown.links if pair[0] == name]
+            links = [self.shown.link(pair) for pair in pairs]
+            cell_rates = [each.cell.rate for each in self._cells_of(name)]
+            uplink = self.hosts[name].spec.uplink
+            self._cast_rates[name] = broadcast_rate(links, uplink, *cell_rates)
         return self._cast_rates[name]
 
     def start(self) -> None:
@@ -178,9 +175,9 @@ class World:
             self._boot_device((host, host.boots))
 
     def run(self) -> None:
-        """Run until the lead's program returns; raise one of these otherwise.
+        """Run until the lead's program returns.
 
-        `ProgramError`, `LeadGoneError`, `Stillness` or `TimeLimit`.
+        Raises `ProgramError`, `LeadGoneError`, `EmptySchedule` or `TimeLimit` if the run ends otherwise.
         """
         with rare_collection():
             self.loop.run_until_complete(self._end)
@@ -194,13 +191,14 @@ class World:
                 if device.running:
                     device.write("state", {"state": "stopped"})
                 device.kill()
+        # Cancelled tasks run their `finally` blocks, but no time passes for them.
         self.calendar.limit = self.calendar.now
-        with suppress(Stillness, TimeLimit):
+        with suppress(EmptySchedule, TimeLimit):
             while True:
-                # A Ctrl-C that ended a task beside a program comes out again of whoever waited for that task.
+                # A Ctrl-C that ended a task beside a program is raised again in each task that waited for that task.
                 with suppress(KeyboardInterrupt):
                     self.loop.run_forever()
-        with suppress(Stillness, TimeLimit):
+        with suppress(EmptySchedule, TimeLimit):
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
         self.events.close()
@@ -214,11 +212,11 @@ class World:
         device, host.device = host.device, None
         if device is not None:
             device.kill()
-        for source, target in list(self._channels):
+        for (source, target), channel in list(self._channels.items()):
             if source == name:
-                self._channels[source, target].abandon()
+                channel.abandon()
             elif target == name:
-                self._channels[source, target].refresh()
+                channel.refresh()
 
     def restart(self, name: str) -> None:
         """Switch on a device; its program starts from scratch after `BOOT_SECONDS`. No effect on a running device."""
@@ -226,9 +224,8 @@ class World:
         if host.device is None and host.booting is None:
             host.boots += 1
             host.booting = host.boots
-            self.calendar.at(
-                self.calendar.now + BOOT_SECONDS, self._boot_device, (host, host.boots)
-            )
+            booted = self.calendar.now + BOOT_SECONDS
+            self.calendar.at(booted, self._boot_device, (host, host.boots))
 
     def retire(self, name: str) -> None:
         """Ask a device to leave; the device stops when its program returns. No effect on a stopped device."""
@@ -254,9 +251,8 @@ class World:
         if not host.paused:
             return
         host.paused = False
-        while (
-            host.held and not host.paused
-        ):  # what arrives may make a fault pause it again, or kill it
+        # An arrival may trigger a fault that pauses the host again, or kills it.
+        while host.held and not host.paused:
             action, argument = host.held.popleft()
             action(argument)
         if host.device is not None and not host.paused:
@@ -273,7 +269,7 @@ class World:
         return {name: host.state() for name, host in self.hosts.items()}
 
     def lock(self) -> AbstractContextManager[None]:
-        """Do nothing: nobody else changes anything meanwhile."""
+        """Return a context without effect, since a simulation has a single thread."""
         return nullcontext()
 
     def show(self, now: SystemState, changed: StateDiff) -> None:
@@ -291,7 +287,7 @@ class World:
             if host.device is not None:
                 host.device.change_speed(factor / before)
 
-    def why_ended(self) -> str | None:
+    def describe_missing_lead(self) -> str | None:
         """Describe the end of the run if the lead is off, because all others wait for the lead."""
         if self.hosts[self._lead].state() != "down":
             return None
@@ -299,28 +295,23 @@ class World:
 
     def end_without_lead(self, may_start: Callable[[str], bool]) -> None:
         """End the run if the lead is off and ``may_start`` knows no operation that restarts the device."""
-        why = self.why_ended()
-        if why and not may_start(self._lead) and not self._end.done():
-            self._end.set_exception(LeadGoneError(why))
+        reason = self.describe_missing_lead()
+        if reason and not may_start(self._lead) and not self._end.done():
+            self._end.set_exception(LeadGoneError(reason))
 
-    def why_still(self) -> str:
+    def describe_waits(self) -> str:
         """Describe the awaited event of each device."""
         conditions = [f"{host.name} {host.condition()}" for host in self.hosts.values()]
-        rest = (
-            f"; and {len(conditions) - DEVICES_NAMED} more"
-            if len(conditions) > DEVICES_NAMED
-            else ""
-        )
-        return (
-            f"at {self.calendar.now:.6g} s "
-            + "; ".join(conditions[:DEVICES_NAMED])
-            + rest
-        )
+        texts = conditions[:DEVICES_NAMED]
+        if len(conditions) > DEVICES_NAMED:
+            texts.append(f"and {len(conditions) - DEVICES_NAMED} more")
+        return f"at {self.calendar.now:.6g} s {'; '.join(texts)}"
 
     def _boot_device(self, boot: tuple[Host, int]) -> None:
         host, number = boot
+        # The host was switched off again meanwhile.
         if host.booting != number:
-            return  # it was switched off again meanwhile
+            return
         if host.paused:
             host.held.append((self._boot_device, boot))
             return
@@ -348,17 +339,16 @@ class World:
         device.tasks.pop(task, None)
         if not device.alive:
             return
-        error = (
-            asyncio.CancelledError("it cancelled itself")
-            if task.cancelled()
-            else task.exception()
-        )
+        # `exception` of a cancelled task raises instead of returning the cancellation.
+        cancelled = asyncio.CancelledError("it cancelled itself")
+        error = cancelled if task.cancelled() else task.exception()
         if error is not None:
             self._fail_run(device, error)
             return
         if device.name == self._lead and not self._end.done():
             self._end.set_result(None)
         device.record("state", state="finished")
+        # A fault that waits for this event may have killed the device.
         if device.leaving and device.alive and device.name != self._lead:
             self.kill(device.name)
 
@@ -394,9 +384,9 @@ def drop_finished() -> None:
 class _OwnedTask(asyncio.Task[Any]):
     """A task with the device whose code started the task.
 
-    Its hash is made of its number on that device and no address: `asyncio.TaskGroup` and `asyncio.wait` keep tasks in
-    sets, whose order is thus the same in each run. The device's own number keeps those of thousands of devices apart
-    in the set that asyncio has of all tasks.
+    The hash is the task's number on its device, not an address: `asyncio.TaskGroup` and `asyncio.wait` keep tasks in
+    sets, whose order is therefore the same in each run. The device's own number avoids collisions between thousands of
+    devices in asyncio's set of all tasks.
     """
 
     def __init__(

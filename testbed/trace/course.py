@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.trace.host import added
+from testbed.trace.host import added_time
 from testbed.trace.metrics_spec import Metric, Row
 from testbed.trace.verdict import verdict
 
@@ -22,7 +22,7 @@ FIGURES = (
             "share of the undisturbed steps or requests that the host added to "
             "their critical paths"
         ),
-        lambda record: record.cached(added).share,
+        lambda record: record.cached(added_time).share,
     ),
     Metric(
         "trusted",

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from testbed.common.lazy import np
+from testbed.common.lazy import np, npt
 from testbed.experiment import Experiment
 from testbed.network.link import Link, Pair
 from testbed.trace.events import Event
@@ -53,10 +53,13 @@ class _Pieces:
     """Activities that a device may have waited for, ordered by end time, in seconds of the run."""
 
     def __init__(self) -> None:
-        self.ends, self.starts, self.late = array("d"), array("d"), array("d")
-        """``starts``: when each could begin, or a message was sent."""
+        # Arrays, not a list of objects: a long run has millions of activities.
+        self.ends = array("d")
+        self.starts = array("d")
+        """Time when each activity could begin, or when the message was sent."""
+        self.late = array("d")
         self.senders: list[str | None] = []
-        """Where a message came from."""
+        """Sender of each message; None for a computation."""
 
     def add(
         self, end: float, start: float, late: float, sender: str | None = None
@@ -68,11 +71,14 @@ class _Pieces:
 
     def sort(self) -> None:
         order = np.argsort(self.ends, kind="stable")
-        self.senders = [self.senders[place] for place in order]
-        self.ends, self.starts, self.late = (
-            array("d", np.frombuffer(each)[order].tobytes())
-            for each in (self.ends, self.starts, self.late)
-        )
+        self.senders = [self.senders[index] for index in order]
+        self.ends = _reordered(self.ends, order)
+        self.starts = _reordered(self.starts, order)
+        self.late = _reordered(self.late, order)
+
+
+def _reordered(column: array[float], order: npt.NDArray[np.int64]) -> array[float]:
+    return array("d", np.frombuffer(column)[order].tobytes())
 
 
 class CriticalPaths:
@@ -111,28 +117,25 @@ class CriticalPaths:
             message,
             size,
         ) in log.of("compute", "receive").rows(*fields):
+            end = start + duration
             if event == "compute":
-                pieces[device].add(
-                    start + duration,
-                    start,
-                    late if late is not None else deficit or 0.0,
-                )
+                if late is None:
+                    # Logs of older versions have the deficit alone.
+                    late = deficit or 0.0
+                pieces[device].add(end, start, late)
                 continue
-            arrived = start + duration
-            known = sent.get((peer, device, message))
-            departure = None if known is None else known.take(arrived)
+            departures = sent.get((peer, device, message))
+            departure = None if departures is None else departures.take(end)
             if departure is None:
                 continue
-            took = (
-                None
-                if departure.broadcast
-                else links.time((peer, device), size or 0, departure.called)
-            )
-            if took is None:
+            needed = None
+            if not departure.broadcast:
+                needed = links.time((peer, device), size or 0, departure.called)
+            if needed is None:
                 beyond = departure.late + packet_lateness
             else:
-                beyond = max(0.0, arrived - departure.called - departure.queued - took)
-            pieces[device].add(arrived, departure.called, beyond, peer)
+                beyond = max(0.0, end - departure.called - departure.queued - needed)
+            pieces[device].add(end, departure.called, beyond, peer)
         self._pieces = pieces
         for own in pieces.values():
             own.sort()
@@ -154,12 +157,9 @@ class CriticalPaths:
     ) -> PathTime:
         total = PathTime()
         for own, index in self._walk_path(device, window):
-            taken = seconds(own, index)
-            total += (
-                PathTime(taken)
-                if own.senders[index] is None
-                else PathTime(messaging=taken)
-            )
+            is_computation = own.senders[index] is None
+            spent = seconds(own, index)
+            total += PathTime(spent) if is_computation else PathTime(messaging=spent)
         return total
 
     def _walk_path(
@@ -186,36 +186,33 @@ class _LinksInForce:
     """The links over time: the scenario's, as changed by faults and traces."""
 
     def __init__(self, log: EventLog, experiment: Experiment) -> None:
-        limited = {
-            each.name
-            for each in experiment.devices
-            if each.uplink is not None or each.downlink is not None
-        }
-        shared = {name for cell in experiment.cells for name in cell.devices}
-        self._crowded = limited | shared
+        self._crowded: set[str] = set()
+        """Devices whose messages share a rate with others, so that the duration of one says nothing."""
+        for spec in experiment.devices:
+            if spec.uplink is not None or spec.downlink is not None:
+                self._crowded.add(spec.name)
+        for cell in experiment.cells:
+            self._crowded |= set(cell.devices)
         self._begun: dict[Pair, list[float]] = {}
+        """Times of the changes of each link."""
         self._links: dict[Pair, list[Link]] = {
             pair: [link] for pair, link in experiment.links.items()
         }
         for event in log.of("link"):
             pair = (event.fields["source"], event.fields["destination"])
-            figures = {
-                key: event.fields[key] for key in ("rate", "delay", "loss", "up")
-            }
-            others = any(event.fields.get(key) for key in _BLURRED)
-            # Of what else there is to such a link it matters only that there is something.
-            link = replace(Link(**figures), duplicate=1.0 if others else 0.0)
+            common = {key: event.fields[key] for key in ("rate", "delay", "loss", "up")}
+            is_blurred = any(event.fields.get(key) for key in _BLURRED)
+            # Any blurred property stands for all: only their presence matters here.
+            link = replace(Link(**common), duplicate=1.0 if is_blurred else 0.0)
             self._links.setdefault(pair, [Link()]).append(link)
             self._begun.setdefault(pair, []).append(event.time)
 
     def time(self, pair: Pair, content: float, instant: float) -> float | None:
         """Return the seconds for a message on an unshared deterministic link; None for other links."""
         link = self._unshared_link(pair, instant)
-        return (
-            None
-            if link is None
-            else link.delay + link.transmission_time(wire_bytes(content))
-        )
+        if link is None:
+            return None
+        return link.delay + link.transmission_time(wire_bytes(content))
 
     def transmission(self, pair: Pair, content: float, instant: float) -> float | None:
         """Return the seconds that a message occupies an unshared deterministic link."""
@@ -227,15 +224,12 @@ class _LinksInForce:
         if pair not in self._links or self._crowded & set(pair):
             return None
         link = self._links[pair][bisect_right(self._begun.get(pair, []), instant)]
-        return (
-            None
-            if not link.up or any(getattr(link, name) for name in _BLURRED)
-            else link
-        )
+        is_blurred = any(getattr(link, name) for name in _BLURRED)
+        return link if link.up and not is_blurred else None
 
 
 _BLURRED = ("jitter", "loss", "bursts", "duplicate", "reorder", "corrupt")
-"""Figures of a link with which the time of one message says nothing."""
+"""Random properties of a link, with which the time of one message says nothing."""
 
 
 class _Departure(NamedTuple):
@@ -248,7 +242,7 @@ class _Departure(NamedTuple):
     acknowledged: float = math.inf
     """Time when the sender received the acknowledgement; infinite for a broadcast."""
     broadcast: float | bool = False
-    """Sent at the rate of the slowest of several links."""
+    """Whether the message was sent at the rate of the slowest of several links."""
 
 
 class _Departures:
@@ -267,16 +261,16 @@ class _Departures:
     def take(self, instant: float) -> _Departure | None:
         """Return the message that arrives at a time; times never decrease.
 
-        Messages arrive in their order, before they are acknowledged. One that a restarted receiver gets again, or a
-        cast, of which others may be lost, is the last to have left by then.
+        Messages arrive in their order, before their acknowledgement. A message that a restarted receiver gets again, or
+        a broadcast after lost ones, is the last one that has left by that time.
         """
         called, _, _, begun, acknowledged, broadcast = self._columns
         index = bisect_right(begun, instant) - 1
-        arrived = index < 0 or (
-            self._next > index and acknowledged[index] < instant - _SAME
-        )
-        if index + 1 < len(begun) and arrived and called[index + 1] <= instant:
-            index += 1  # a busy host read its sender's clock after it had left
+        is_over = self._next > index and acknowledged[index] < instant - _SAME
+        may_be_next = index + 1 < len(begun) and (index < 0 or is_over)
+        # A busy host may have read the sender's clock after the message had left.
+        if may_be_next and called[index + 1] <= instant:
+            index += 1
         if index < 0:
             return None
         while self._next < index and acknowledged[self._next] < instant - _SAME:
@@ -298,13 +292,15 @@ class _Outlet:
     def ready(self, called: float) -> float:
         """Return when a message could leave."""
         could = max(called, self._free)
-        unacknowledged = sum(
-            size for instant, size in self._unacknowledged if instant > could
-        )
+        unacknowledged = 0.0
+        for instant, size in self._unacknowledged:
+            if instant > could:
+                unacknowledged += size
         while unacknowledged >= WINDOW:
             instant, size = self._unacknowledged.popleft()
             if instant > could:
-                could, unacknowledged = instant, unacknowledged - size
+                could = instant
+                unacknowledged -= size
         return could
 
     def occupy(self, until: float, acknowledged: float, size: float) -> None:
@@ -356,14 +352,14 @@ def _index_departures(
                 departures[device, receiver, message].add(departure)
             continue
         pair, content = (device, peer), size or 0
-        could, acknowledged = outlets[pair].ready(called), called + duration
+        outlet = outlets[pair]
+        could = outlet.ready(called)
+        acknowledged = called + duration
         late = max(0.0, begun - could)
-        departures[(*pair, message)].add(
-            _Departure(called, could - called, late, begun, acknowledged)
-        )
-        # Where the link does not say how long it is busy, the acknowledgement does.
+        departure = _Departure(called, could - called, late, begun, acknowledged)
+        departures[(*pair, message)].add(departure)
         busy = links.transmission(pair, content, called)
-        outlets[pair].occupy(
-            acknowledged if busy is None else could + late + busy, acknowledged, content
-        )
+        # A shared or random link is busy until the acknowledgement at the latest.
+        until = acknowledged if busy is None else could + late + busy
+        outlet.occupy(until, acknowledged, content)
     return departures

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -52,54 +53,57 @@ OF_DEVICES: dict[str, MetricKind] = {
 def devices(record: RunView) -> dict[str, dict[str, Any]]:
     """Return one row per device of the experiment, by name.
 
-    ``<activity>`` in seconds and ``<activity>_share`` of the duration, traffic, ``flops``, ``busy`` and ``deficit`` of
-    the host; ``deficit_share`` and ``waited_share`` of the steady phase; bytes of ``weights`` and most ``activations``
-    where the method says.
+    A row has ``<activity>`` in seconds and ``<activity>_share`` of the duration; traffic, ``flops``, ``busy`` and
+    ``deficit`` of the host; ``deficit_share`` and ``waited_share`` of the steady phase; and, if the method records
+    them, bytes of ``weights`` and the maximum of ``activations``.
     """
     table = {}
-    done, late = _work_by_device(record.log), deficits(record.log, record.phase)
+    work = _work_by_device(record.log)
+    late = deficits(record.log, record.phase)
     waiting = waited(record.log, record.phase)
-    spent = _activity_by_device(record)
+    activity = _activity_by_device(record)
     for spec in record.experiment.devices:
         row: dict[str, Any] = {"profile": spec.profile, "speed": spec.speed}
-        if held := record.plan.of(spec.name):
-            row["units"] = [end for piece in held for end in (piece.first, piece.last)]
-        row |= spent[spec.name]
-        row |= done.get(spec.name, dict.fromkeys(_COUNTED, 0))
-        if (
-            energy := spec.joules(record.end - row["down"], row["compute"])
-        ) is not None:
+        pieces = record.plan.of(spec.name)
+        if pieces:
+            ends = chain.from_iterable((piece.first, piece.last) for piece in pieces)
+            row["units"] = list(ends)
+        row |= activity[spec.name]
+        row |= work.get(spec.name, dict.fromkeys(_COUNTED, 0))
+        energy = spec.joules(record.end - row["down"], row["compute"])
+        if energy is not None:
             row["energy"] = energy
-        # A processor that is late is so beside others that are not.
-        row["deficit_share"] = _share_of(
-            late.get(spec.name, 0.0) / spec.processors, record.phase
-        )
+        # The mean over processors: one that is late delays a device no more than its part.
+        deficit = late.get(spec.name, 0.0) / spec.processors
+        row["deficit_share"] = _share_of(deficit, record.phase)
         row["waited_share"] = _share_of(waiting.get(spec.name, 0.0), record.phase)
         table[spec.name] = row
     return table
 
 
 def _activity_by_device(record: RunView) -> dict[str, dict[str, float]]:
-    """Return by device the seconds and the shares of each of `_SPENT`."""
+    """Return the seconds and the shares of each activity (`_SPENT`), by device."""
     activity: dict[str, dict[str, float]] = {}
-    some: dict[str, list[Intervals]] = {}
+    group: dict[str, list[Intervals]] = {}
     bars = 0
-    for number, spec in enumerate(record.experiment.devices, 1):
-        some[spec.name] = [record.spans(spec.name, kind) for kind in KINDS]
-        bars += sum(map(len, some[spec.name]))
-        if bars >= _TOGETHER or number == len(record.experiment.devices):
-            activity |= _activity_of(some, record.end)
-            some, bars = {}, 0
+    for spec in record.experiment.devices:
+        group[spec.name] = [record.spans(spec.name, kind) for kind in KINDS]
+        bars += sum(map(len, group[spec.name]))
+        if bars >= _TOGETHER:
+            activity |= _activity_of_group(group, record.end)
+            group, bars = {}, 0
+    if group:
+        activity |= _activity_of_group(group, record.end)
     return activity
 
 
-def _activity_of(
+def _activity_of_group(
     charted: Mapping[str, Sequence[Intervals]], end: float
 ) -> dict[str, dict[str, float]]:
-    """Return the same of some devices, of which the stretches of each of `KINDS` are given.
+    """Return the same for a group of devices, given the intervals of each of `KINDS`.
 
-    They lie one behind the other on one axis, which counts the instants at which something begins or ends: thousands of
-    devices take a few operations on all of their stretches, in place of as many on a few stretches of each.
+    The devices lie one behind the other on one axis, which counts the instants at which an interval begins or ends.
+    Thousands of devices then take a few array operations in all, instead of a few for each.
     """
     kinds = list(zip(*charted.values(), strict=True))
     stretches = [np.concatenate(each).clip(0.0, end) for each in kinds]
@@ -117,28 +121,27 @@ def _activity_of(
         return np.bincount(owners[:, 0], lengths, len(charted)).astype(float).tolist()  # type: ignore[no-any-return]
 
     whole = on_axis(np.array([(0.0, end)]), devices)
-    compute, send, receive, down = (
-        union(on_axis(times, np.repeat(devices, list(map(len, own)), axis=0)))
-        for times, own in zip(stretches, kinds, strict=True)
-    )
-    # What a dead device was said to do (a send that was retried meanwhile, say) is not activity.
-    compute, send, receive = (subtract(part, down) for part in (compute, send, receive))
+    unions = []
+    for times, own in zip(stretches, kinds, strict=True):
+        owners = np.repeat(devices, list(map(len, own)), axis=0)
+        unions.append(union(on_axis(times, owners)))
+    *active, down = unions
+    # A message that was retried while its sender was down is not activity of the sender.
+    compute, send, receive = (subtract(part, down) for part in active)
     communicate = subtract(np.concatenate((send, receive)), compute)
     idle = subtract(whole, np.concatenate((compute, send, receive, down)))
-    spent = zip(
-        *map(seconds, (compute, send, receive, communicate, down, idle)), strict=True
-    )
-    return {
-        name: _with_shares(dict(zip(_SPENT, each, strict=True)), end)
-        for name, each in zip(charted, spent, strict=True)
-    }
+    columns = map(seconds, (compute, send, receive, communicate, down, idle))
+    rows = {}
+    for name, *values in zip(charted, *columns, strict=True):
+        rows[name] = _with_shares(dict(zip(_SPENT, values, strict=True)), end)
+    return rows
 
 
 def _with_shares(seconds: dict[str, float], end: float) -> dict[str, float]:
-    return seconds | {
-        f"{name}_share": value / end if end > 0 else 0.0
-        for name, value in seconds.items()
-    }
+    row = dict(seconds)
+    for name, value in seconds.items():
+        row[f"{name}_share"] = value / end if end > 0 else 0.0
+    return row
 
 
 def _work_by_device(log: EventLog) -> dict[str, dict[str, Any]]:
@@ -146,31 +149,32 @@ def _work_by_device(log: EventLog) -> dict[str, dict[str, Any]]:
     work: defaultdict[str, dict[str, Any]] = defaultdict(
         lambda: dict.fromkeys(_COUNTED, 0)
     )
-    for event, (devices, sizes) in log.of("send", "cast", "receive").columns(
-        "device", "bytes"
-    ):
+    messages = log.of("send", "cast", "receive")
+    for event, (devices, sizes) in messages.columns("device", "bytes"):
         way = "received" if event == "receive" else "sent"
-        for (device, size), number in Counter(
-            zip(devices, sizes, strict=False)
-        ).items():
+        # Equal messages are counted first: a run has millions of messages of few sizes.
+        alike = Counter(zip(devices, sizes, strict=False))
+        for (device, size), number in alike.items():
             work[device][f"messages_{way}"] += number
             work[device][f"bytes_{way}"] += number * (size or 0)
-    for device, flops, busy, late, deficit in log.of("compute").rows(
+    computations = log.of("compute")
+    for device, flops, busy, late, deficit in computations.rows(
         "device", "flops", "busy", "late", "deficit"
     ):
         own = work[device]
         own["flops"] += flops or 0.0
         own["busy"] += busy or 0.0
         own["deficit"] += lateness(late, deficit)
-    for device, weights, activations in log.of("memory").rows(
-        "device", "weights", "activations"
-    ):
+    memory = log.of("memory")
+    for device, weights, activations in memory.rows("device", "weights", "activations"):
+        # Each event reports a new maximum, so the last one holds.
         work[device] |= {"weights": weights, "activations": activations}
     return work
 
 
 def _share_of(seconds: float, phase: Intervals) -> float:
-    return seconds / total(phase) if total(phase) > 0 else 0.0
+    whole = total(phase)
+    return seconds / whole if whole > 0 else 0.0
 
 
 def _mean_of(key: str, record: RunView) -> float | None:
@@ -182,6 +186,7 @@ def _mean_of(key: str, record: RunView) -> float | None:
 def _total_energy(record: RunView) -> float | None:
     rows = record.cached(devices).values()
     energies = [row["energy"] for row in rows if "energy" in row]
+    # A sum without some devices would look like a saving.
     return sum(energies) if len(energies) == len(rows) else None
 
 

@@ -25,7 +25,7 @@ class Strike:
     """Time when the method resumed afterwards."""
 
     @property
-    def mends(self) -> bool:
+    def is_repair(self) -> bool:
         """Whether the action is a repair."""
         return repair_action(self.action, self.target) is not None
 
@@ -33,10 +33,8 @@ class Strike:
     def end(self) -> float | None:
         """Time when the disturbance ended: fault undone and, if detected by the method, recovered from. None
         if never."""
-        known = [
-            moment for moment in (self.undone, self.recovered) if moment is not None
-        ]
-        return max(known) if known else None
+        instants = (self.undone, self.recovered)
+        return max((each for each in instants if each is not None), default=None)
 
     def window(self, run_end: float) -> tuple[float, float]:
         """Return the time span disturbed by the fault."""
@@ -77,17 +75,15 @@ def _device_names(value: Any) -> tuple[str, ...]:
 
 
 def _is_undone_by(event: Event, action: str, target: str) -> bool:
+    own_action = str(event.fields.get("action"))
+    own_target = str(event.fields.get("target"))
     if event.fields.get("phase") == "undo":
-        return (
-            event.fields.get("action") == action
-            and str(event.fields.get("target")) == target
-        )
-    mends = repair_action(
-        str(event.fields.get("action")), str(event.fields.get("target"))
-    )
-    return (
-        mends is not None and action in ACTIONS and mends.mends(ACTIONS[action], target)
-    )
+        return (own_action, own_target) == (action, target)
+    repair = repair_action(own_action, own_target)
+    # An unknown action comes from a package that this installation lacks.
+    if repair is None or action not in ACTIONS:
+        return False
+    return repair.mends(ACTIONS[action], target)
 
 
 def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
@@ -96,28 +92,17 @@ def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
     for index, event in enumerate(faults):
         if event.fields.get("phase") == "undo":
             continue
-        action, target = (
-            str(event.fields.get("action")),
-            str(event.fields.get("target")),
-        )
-        undone = next(
-            (
-                later.time
-                for later in faults[index + 1 :]
-                if _is_undone_by(later, action, target)
-            ),
-            None,
-        )
+        action = str(event.fields.get("action"))
+        target = str(event.fields.get("target"))
+        undone = None
+        for later in faults[index + 1 :]:
+            if _is_undone_by(later, action, target):
+                undone = later.time
+                break
+        # A fault by hand has no intended time and is never late.
         struck = float(event.fields.get("began", event.time))
-        strikes.append(
-            Strike(
-                action,
-                target,
-                float(event.fields.get("intended", struck)),
-                struck,
-                undone,
-            )
-        )
+        intended = float(event.fields.get("intended", struck))
+        strikes.append(Strike(action, target, intended, struck, undone))
     return strikes
 
 
@@ -125,15 +110,18 @@ def _find_cause(
     strikes: Collection[Strike], detected: float, since: float, missing: Collection[str]
 ) -> Strike | None:
     """Return the most likely fault behind a detection: one on a missing device, else the first since ``since``."""
-    known = [
-        strike for strike in strikes if not strike.mends and strike.struck <= detected
-    ]
-    # A fault whose effect the method has already outlived explains nothing new, unless it lasts.
-    recent = [strike for strike in known if strike.struck >= since]
-    lasting = [
-        strike for strike in known if strike.undone is None or strike.undone > detected
-    ]
-    on_missing = [strike for strike in (*recent, *lasting) if strike.target in missing]
+    recent = []
+    on_missing = []
+    for strike in strikes:
+        if strike.is_repair or strike.struck > detected:
+            continue
+        # A fault that the method has already recovered from explains nothing new, unless it lasts.
+        is_recent = strike.struck >= since
+        lasts = strike.undone is None or strike.undone > detected
+        if is_recent:
+            recent.append(strike)
+        if strike.target in missing and (is_recent or lasts):
+            on_missing.append(strike)
     if on_missing:
         return max(on_missing, key=lambda strike: strike.struck)
     return min(recent, key=lambda strike: strike.struck) if recent else None
@@ -147,20 +135,17 @@ def _find_causes(
     missing: Collection[str],
 ) -> tuple[Strike, ...]:
     """Return all faults behind a recovery between ``since`` and ``until``."""
-    return tuple(
-        strike
-        for strike in strikes
-        if cause is not None
-        and (
-            strike == cause
-            or (
-                strike.target in missing
-                and since <= strike.struck <= until
-                # In containers, faults of one instant strike one after another.
-                and (strike.action == cause.action or strike.intended == cause.intended)
-            )
-        )
-    )
+    if cause is None:
+        return ()
+    causes = []
+    for strike in strikes:
+        # By intended times: in containers, faults of one instant strike one after another.
+        is_alike = strike.action == cause.action or strike.intended == cause.intended
+        is_meanwhile = since <= strike.struck <= until
+        is_further = strike.target in missing and is_meanwhile and is_alike
+        if strike == cause or is_further:
+            causes.append(strike)
+    return tuple(causes)
 
 
 def recoveries(events: Sequence[Event]) -> list[Recovery]:
@@ -172,8 +157,9 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
     phases: dict[str, Event] = {}
     since = float("-inf")
 
-    def recovery(first: Event, last: Event | None) -> Recovery:
+    def make_recovery(first: Event, last: Event | None) -> Recovery:
         cause = _find_cause(strikes, first.time, since, missing)
+        until = last.time if last else math.inf
         return Recovery(
             detected=first.time,
             struck=cause.struck if cause else None,
@@ -181,42 +167,42 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
             step=(last or first).fields.get("step"),
             missing=missing,
             phases=phases,
-            causes=_find_causes(
-                strikes, cause, since, last.time if last else math.inf, missing
-            ),
+            causes=_find_causes(strikes, cause, since, until, missing),
         )
 
     for event in EventLog.made_of(events).of("recovery"):
         phase = str(event.fields.get("phase"))
-        missing = tuple(
-            dict.fromkeys((*missing, *_device_names(event.fields.get("missing"))))
-        )
+        names = _device_names(event.fields.get("missing"))
+        missing = tuple(dict.fromkeys((*missing, *names)))
         if phase == "detected":
+            # A second detection before the resumption belongs to the same recovery.
             detected = detected or event
             phases = {}
         elif phase == "resumed":
-            detected_faults.append(recovery(detected or event, event))
-            detected, missing, phases, since = None, (), {}, event.time
+            detected_faults.append(make_recovery(detected or event, event))
+            detected = None
+            missing = ()
+            phases = {}
+            since = event.time
         elif detected is not None:
             phases[phase] = event
         elif detected_faults:
-            detected_faults[-1] = replace(
-                detected_faults[-1], phases={**detected_faults[-1].phases, phase: event}
-            )
+            # Some methods report phases after the resumption, such as the last weight that was moved.
+            last = detected_faults[-1]
+            detected_faults[-1] = replace(last, phases={**last.phases, phase: event})
     if detected is not None:
-        detected_faults.append(recovery(detected, None))
+        detected_faults.append(make_recovery(detected, None))
     return detected_faults
 
 
 def strikes(events: Sequence[Event]) -> list[Strike]:
     """Return all injected faults in order, with the times of their reversal and of the method's recovery."""
-    outlived = recoveries(events)
+    recovered: dict[Strike, float | None] = {}
+    for recovery in recoveries(events):
+        for strike in recovery.causes:
+            # The first recovery counts.
+            recovered.setdefault(strike, recovery.resumed)
     return [
-        replace(
-            strike,
-            recovered=next(
-                (item.resumed for item in outlived if strike in item.causes), None
-            ),
-        )
+        replace(strike, recovered=recovered.get(strike))
         for strike in _bare_strikes(events)
     ]

@@ -1,17 +1,20 @@
 """The events of a run, written by both runtimes and by methods, and the basis of all metrics.
 
 One event is one line of ``events.jsonl``: ``time`` (seconds since the workload started, one clock for the whole run),
-``device`` (or "testbed" for what the testbed itself did), ``event`` and further fields. `EVENTS` lists those that mean
-something in every run; a method declares its own.
+``device`` (or "testbed" for actions of the testbed itself), ``event`` and further fields. `EVENTS` lists the events
+with a meaning in every run; a method defines its own.
 
-``start`` is a ``time``; all durations are seconds. For compute, ``busy`` is what the host really needed, ``deficit``
-by how much that exceeded the charged time (0 when the pacing could hide it), ``late`` by how much the host made the
-work late in all: the deficit, and what it began or woke up too late. For host, ``waited`` is how long threads of the
-device, but for the one that computes, were ready and had no processor, in the last ``interval``. For send, ``queued``
-is the wait behind earlier messages to that peer, ``duration`` runs from the call to the acknowledgement; for receive,
-from the first to the last byte. A cast's ``start`` is when the device's casts before it had left; ``duration`` holds
-the wait for a shared channel. ``number`` counts a device's casts since it booted; ``cast`` is that of the one
-received. Boxes are in shares of the network's input, from its upper left corner.
+``start`` is a ``time``; all durations are seconds.
+
+- compute: ``busy`` is the time that the host needed, ``deficit`` its excess over the charged time (0 if pacing hides
+  it), ``late`` the total lateness caused by the host: the deficit, and late starts and wake-ups.
+- host: ``waited`` is the time for which threads of the device, except the computing one, were ready without a
+  processor, within the last ``interval``.
+- send: ``queued`` is the wait behind earlier messages to the peer, ``duration`` the time from the call to the
+  acknowledgement. receive: ``duration`` is the time from the first to the last byte.
+- cast: ``start`` is the time when the device's earlier casts had left; ``duration`` includes the wait for a shared
+  channel. ``number`` counts a device's casts since its boot; ``cast`` of a reception is that number.
+- objects: boxes are in shares of the network's input, from its upper left corner.
 """
 
 from __future__ import annotations
@@ -169,13 +172,18 @@ EVENTS = (
 
 def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:
     """Return the fields of a ``link`` event: the common properties, and others that differ from their defaults."""
-    plain = {"rate": link.rate, "delay": link.delay, "loss": link.loss, "up": link.up}
-    others = {
-        name: value
-        for name, value in link.to_json().items()
-        if value != getattr(Link, name)
+    fields: dict[str, Any] = {
+        "source": source,
+        "destination": destination,
+        "rate": link.rate,
+        "delay": link.delay,
+        "loss": link.loss,
+        "up": link.up,
     }
-    return {"source": source, "destination": destination, **plain, **others}
+    for name, value in link.to_json().items():
+        if value != getattr(Link, name):
+            fields[name] = value
+    return fields
 
 
 DIGITS = 9
@@ -185,7 +193,11 @@ LEADING = ("time", "device", "event")
 
 
 def finite(value: Any) -> Any:
-    """Return a value with non-finite numbers replaced by None, because JSON has no representation for them."""
+    """Return a value with non-finite numbers replaced by None, because JSON has no representation for them.
+
+    >>> finite({"loss": math.nan, "steps": (1, 2)})
+    {'loss': None, 'steps': [1, 2]}
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -205,6 +217,7 @@ class _LineEncoder(json.JSONEncoder):
     """JSON encoder that writes null for non-finite numbers, so that every line is valid."""
 
     def encode(self, o: Any) -> str:
+        # A search for non-finite numbers in each event would take longer than the encoding.
         try:
             return super().encode(o)
         except ValueError:
@@ -216,10 +229,13 @@ LINES = _LineEncoder(check_circular=False, allow_nan=False)
 _NONE: Mapping[str, Any] = {}
 
 
-class Event(
-    NamedTuple
-):  # of which a long run has millions: made faster than a dataclass
-    """One line of the run's log."""
+# A named tuple, which is created faster than a dataclass: a long run has millions.
+class Event(NamedTuple):
+    """One line of the run's log.
+
+    >>> Event(1.5, "worker1", "step", {"step": 3, "loss": 0.25}).to_json()
+    '{"time": 1.5, "device": "worker1", "event": "step", "step": 3, "loss": 0.25}'
+    """
 
     time: float
     device: str

@@ -29,8 +29,9 @@ _Work = tuple[str, str | None, int | None, int | None]
 """Device, span, batch and micro-batch of a computation."""
 
 
-class Bar(NamedTuple):  # of which a long run has millions: made faster than a dataclass
-    """One stretch of time of one device, in seconds of the run."""
+# A named tuple, which is created faster than a dataclass: a long run has millions.
+class Bar(NamedTuple):
+    """One activity of one device, in seconds of the run."""
 
     device: str
     kind: BarKind
@@ -48,15 +49,12 @@ class Bar(NamedTuple):  # of which a long run has millions: made faster than a d
 
 
 def run_end(events: Sequence[Event], lead: str) -> float:
-    """Return when the workload was over: the lead's program ended, else the last thing recorded."""
+    """Return the end of the workload: the end of the lead's program, or else the time of the last event."""
     log = EventLog.made_of(events)
     for event in log.of("state"):
-        # A lead that a fault struck down starts again: only the last word counts.
-        if (
-            event.device == lead
-            and event.time > 0
-            and event.fields.get("state") == "finished"
-        ):
+        # Other states of the lead do not count: after a fault, its program starts again.
+        is_finished = event.fields.get("state") == "finished"
+        if is_finished and event.device == lead and event.time > 0:
             return event.time
     return log.latest
 
@@ -64,27 +62,21 @@ def run_end(events: Sequence[Event], lead: str) -> float:
 def outages(events: Sequence[Event], end: float) -> list[Bar]:
     """Return the outages by device; a killed device is down until its program runs again."""
     bars = []
-    came: defaultdict[str, list[float]] = defaultdict(list)
-    for device, time, state in (
-        EventLog.made_of(events).of("state").rows("device", "time", "state")
-    ):
+    starts: defaultdict[str, list[float]] = defaultdict(list)
+    states = EventLog.made_of(events).of("state")
+    for device, time, state in states.rows("device", "time", "state"):
         if state == "started":
-            came[device].append(time)
+            starts[device].append(time)
     for strike in strikes(events):
         if strike.action not in ("kill", "pause"):
             continue
-        # "Undone" is when the restart was ordered; booting and loading the model take their time after that.
-        back = [time for time in came[strike.target] if time > strike.struck]
-        returned = min(back) if back and strike.action == "kill" else strike.undone
-        bars.append(
-            Bar(
-                strike.target,
-                "down",
-                strike.struck,
-                end if returned is None else returned,
-                strike.action,
-            )
-        )
+        returned = strike.undone
+        later = [time for time in starts[strike.target] if time > strike.struck]
+        if later and strike.action == "kill":
+            # `undone` is the order to restart; booting and loading the model take time after that.
+            returned = min(later)
+        until = end if returned is None else returned
+        bars.append(Bar(strike.target, "down", strike.struck, until, strike.action))
     return bars
 
 
@@ -93,30 +85,28 @@ def bars(
 ) -> Iterator[Bar]:
     """Yield all bars, or those that overlap given intervals; ``end`` closes unfinished ones.
 
-    They come in no order that holds throughout, those of some thousand events after those of the thousands before.
+    The bars are in no particular order within a few thousand events.
     """
     log = EventLog.made_of(events)
     fields = ("device", "span", "message", "peer", "peers", "batch", "micro", "bytes")
     for name, starts, stops, columns in _charted_columns(log, *fields):
         kind = _KINDS[name]
-        rows: Iterable[tuple[Any, ...]] = zip(
-            starts.tolist(), stops.tolist(), *columns, strict=False
-        )
+        times = (starts.tolist(), stops.tolist())
+        rows: Iterable[tuple[Any, ...]] = zip(*times, *columns, strict=False)
         if near is not None:
-            chosen = np.logical_or.reduce(
-                [(starts < to) & (since < stops) for since, to in near]
-            )
+            # Selected as arrays: a report draws a few steps of a run of millions of events.
+            inside = [(starts < to) & (since < stops) for since, to in near]
+            chosen = np.logical_or.reduce(inside)
             rows = compress(rows, chosen) if chosen.any() else ()
         for start, stop, device, span, message, peer, peers, batch, micro, size in rows:
             if kind == "compute":
                 yield Bar(device, kind, start, stop, span or "", None, batch, micro)
-            else:
-                other = (
-                    ", ".join(map(str, peers or ())) if name == "cast" else str(peer)
-                )
-                yield Bar(
-                    device, kind, start, stop, message or "", other, size=int(size or 0)
-                )
+                continue
+            other = str(peer)
+            if name == "cast":
+                other = ", ".join(map(str, peers or ()))
+            content = int(size or 0)
+            yield Bar(device, kind, start, stop, message or "", other, size=content)
     for bar in _unrecorded_bars(log, end):
         if near is None or overlaps((bar.start, bar.end), near):
             yield bar
@@ -132,7 +122,8 @@ def _charted_columns(
         start, duration, queued, *others = columns
         starts = np.fromiter(start, float)
         stops = starts + np.fromiter(duration, float, len(starts))
-        if name == "send":  # waiting behind earlier messages is not sending
+        # Waiting behind earlier messages is not sending.
+        if name == "send":
             waited = np.fromiter((each or 0.0 for each in queued), float, len(starts))
             starts = np.minimum(starts + waited, stops)
         yield name, starts, stops, others
@@ -142,36 +133,38 @@ def _unrecorded_bars(log: EventLog, end: float) -> Iterator[Bar]:
     """Yield bars without a recorded end: outages and interrupted work."""
     down = outages(log, end)
     yield from down
-    if waiting := _begun_more_often_than_done(log):
-        for name, time, *rest in log.of("begin", "compute").rows(
-            "event", "time", "device", "span", "batch", "micro"
-        ):
-            if (times := waiting.get(tuple(rest))) is None:
-                continue
-            if name == "begin":
-                times.append(time)
-            elif times:  # of several alike the last: what an earlier one began was lost in a restart
-                times.pop()
-        yield from _interrupted_bars(
-            [(work, time) for work, times in waiting.items() for time in times],
-            log,
-            down,
-            end,
-        )
+    unfinished = _begun_more_often_than_done(log)
+    if not unfinished:
+        return
+    fields = ("event", "time", "device", "span", "batch", "micro")
+    for name, time, *work in log.of("begin", "compute").rows(*fields):
+        times = unfinished.get(tuple(work))
+        if times is None:
+            continue
+        if name == "begin":
+            times.append(time)
+        elif times:
+            # The last of several equal ones has ended: an earlier one was lost in a restart.
+            times.pop()
+    lost = []
+    for key, times in unfinished.items():
+        lost += [(key, time) for time in times]
+    yield from _interrupted_bars(lost, log, down, end)
 
 
 def _begun_more_often_than_done(log: EventLog) -> dict[_Work, list[float]]:
     """Return candidates for interrupted work by counting, to keep only unfinished work in memory."""
+    if not log.of("begin"):
+        return {}
     left: dict[_Work, int] = {}
-    if log.of("begin"):
-        for name, columns in log.of("begin", "compute").columns(
-            "device", "span", "batch", "micro"
-        ):
-            one = 1 if name == "begin" else -1
-            for work in zip(*columns, strict=False):
-                if more := left.pop(work, 0) + one:
-                    left[work] = more
-    return {work: [] for work, more in left.items() if more > 0}
+    fields = ("device", "span", "batch", "micro")
+    for name, columns in log.of("begin", "compute").columns(*fields):
+        change = 1 if name == "begin" else -1
+        for work in zip(*columns, strict=False):
+            balance = left.pop(work, 0) + change
+            if balance:
+                left[work] = balance
+    return {work: [] for work, balance in left.items() if balance > 0}
 
 
 def _interrupted_bars(
@@ -179,27 +172,25 @@ def _interrupted_bars(
 ) -> Iterator[Bar]:
     """Yield unfinished work, until the device died or its processor started other work."""
     done: dict[str, list[Interval]] = {work[0]: [] for work, _ in lost}
-    for device, start, duration in log.of("compute").rows(
-        "device", "start", "duration"
-    ):
+    begun: defaultdict[str, list[float]] = defaultdict(list)
+    for work, time in lost:
+        begun[work[0]].append(time)
+    computations = log.of("compute")
+    for device, start, duration in computations.rows("device", "start", "duration"):
         if device in done:
             done[device].append((start, start + duration))
     for (device, span, batch, micro), time in lost:
         own = intervals(sorted(done[device]))
         starts, ends = own[:, 0], np.sort(own[:, 1])
+        # As many processors as ever computed at once; the first start that needs this one shows that it was free.
         processors = int(lanes(own).max(initial=-1)) + 1
-        later = np.sort(
-            [
-                *starts[starts > time],
-                *(at for work, at in lost if work[0] == device and at > time),
-            ]
-        )
-        running = np.searchsorted(starts, later, "right") - np.searchsorted(
-            ends, later, "right"
-        )
+        lost_later = [start for start in begun[device] if start > time]
+        later = np.sort([*starts[starts > time], *lost_later])
+        started = np.searchsorted(starts, later, "right")
+        running = started - np.searchsorted(ends, later, "right")
         needed = later[running >= processors]
-        died = (bar.start for bar in down if bar.device == device and bar.start >= time)
-        stop = min(float(needed[0]) if len(needed) else end, min(died, default=end))
+        died = [bar.start for bar in down if bar.device == device and bar.start >= time]
+        stop = min(*(needed[:1].tolist() or [end]), *(died or [end]))
         yield Bar(
             device,
             "compute",
@@ -216,9 +207,9 @@ def _interrupted_bars(
 def spans(
     events: Sequence[Event], end: float
 ) -> dict[str, dict[BarKind, dict[str, Intervals]]]:
-    """Return the stretches of all bars by device, kind and label, each in the order of their starts.
+    """Return the intervals of all bars by device, kind and label, each in the order of their starts.
 
-    As `bars` has them, of columns instead of one by one: a long run has millions.
+    The intervals are those of `bars`, computed by columns instead of one by one: a long run has millions.
     """
     log = EventLog.made_of(events)
     numbers: defaultdict[tuple[str, BarKind, str], int] = defaultdict(count().__next__)
@@ -226,13 +217,9 @@ def spans(
     for name, begin, stop, (device, span, message) in _charted_columns(
         log, "device", "span", "message"
     ):
-        called = (each or "" for each in (span if name == "compute" else message))
-        indices.extend(
-            map(
-                numbers.__getitem__,
-                zip(device, repeat(_KINDS[name]), called, strict=False),
-            )
-        )
+        labels = (each or "" for each in (span if name == "compute" else message))
+        keys = zip(device, repeat(_KINDS[name]), labels, strict=False)
+        indices.extend(map(numbers.__getitem__, keys))
         began.frombytes(begin.tobytes())
         ended.frombytes(stop.tobytes())
     for bar in _unrecorded_bars(log, end):
@@ -241,7 +228,8 @@ def spans(
         ended.append(bar.end)
     order = np.lexsort((np.asarray(ended), np.asarray(began), np.asarray(indices)))
     counts = np.bincount(indices, minlength=len(numbers)).tolist()
-    del indices  # of ten million bars all these columns are large
+    # Each of these columns has 80 MB for ten million bars, so they are freed as early as possible.
+    del indices
     both = np.empty((len(order), 2))
     both[:, 0] = np.asarray(began)[order]
     del began
@@ -250,7 +238,7 @@ def spans(
     stretches: dict[str, dict[BarKind, dict[str, Intervals]]] = {}
     first = 0
     for (device, kind, label), length in zip(numbers, counts, strict=True):
-        labels = stretches.setdefault(device, {}).setdefault(kind, {})
-        labels[label] = both[first : first + length]
+        by_label = stretches.setdefault(device, {}).setdefault(kind, {})
+        by_label[label] = both[first : first + length]
         first += length
     return stretches

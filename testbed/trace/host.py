@@ -27,27 +27,24 @@ class HostTime:
     @property
     def share(self) -> float:
         """Share of their time."""
-        return (
-            (self.computing + self.messaging) / self.seconds
-            if self.seconds > 0
-            else 0.0
-        )
+        if self.seconds <= 0:
+            return 0.0
+        return (self.computing + self.messaging) / self.seconds
 
 
-def added(record: RunView) -> HostTime:
+def added_time(record: RunView) -> HostTime:
     """Return the time added by the host to undisturbed steps, or to requests."""
     windows = [(step.device, step.window) for step in record.steady]
     windows += [(record.plan.lead, window) for window in record.served]
     seconds = sum(end - start for _, (start, end) in windows)
-    if (
-        record.outcome.runtime == "simulate"
-    ):  # paths through a million events, and no host on any
+    # The virtual clock has no host, so the search for paths through a million events would find nothing.
+    if record.outcome.runtime == "simulate":
         return HostTime(seconds, 0.0, 0.0)
     packets = record.outcome.fidelity.get("lateness", {}).get("mean", 0.0)
     paths = CriticalPaths(record.log, record.experiment, packets)
-    lateness = sum(
-        (paths.lateness(device, window) for device, window in windows), PathTime()
-    )
+    lateness = PathTime()
+    for device, window in windows:
+        lateness += paths.lateness(device, window)
     return HostTime(seconds, lateness.computing, lateness.messaging)
 
 
@@ -59,17 +56,15 @@ def processor_time(record: RunView) -> dict[str, float] | None:
     """
     shaper = record.outcome.fidelity.get("processor_seconds")
     controller = record.outcome.fidelity.get("controller_seconds")
-    took = [
-        pair
-        for pair in record.log.of("host").rows("processor", "computing")
-        if None not in pair
-    ]
-    if shaper is None or controller is None or not took:
+    rows = record.log.of("host").rows("processor", "computing")
+    # Events of older results lack the fields.
+    measured = [row for row in rows if None not in row]
+    if shaper is None or controller is None or not measured:
         return None
-    processor, computing = (float(sum(column)) for column in zip(*took, strict=True))
+    processor, computing = map(sum, zip(*measured, strict=True))
     return {
-        "computing": computing,
-        "agents": processor - computing,
+        "computing": float(computing),
+        "agents": float(processor) - float(computing),
         "shaper": shaper,
         "controller": controller,
     }
@@ -131,16 +126,16 @@ def waited(log: EventLog, phase: Intervals) -> dict[str, float]:
     """Return the seconds that each device's threads waited for a processor in a phase, spread evenly over each
     interval."""
     waits: dict[str, float] = defaultdict(float)
-    for device, time, waited, span in log.of("host").rows(
-        "device", "time", "waited", "interval"
-    ):
-        if span > 0:
-            near = phase[
-                np.searchsorted(phase[:, 1], time - span) : np.searchsorted(
-                    phase[:, 0], time, "right"
-                )
-            ]
-            waits[device] += waited * total(clip(near, time - span, time)) / span
+    rows = log.of("host").rows("device", "time", "waited", "interval")
+    for device, time, seconds, interval in rows:
+        if interval <= 0:
+            continue
+        start = time - interval
+        # Only the intervals of the phase around this event: a phase may have a million.
+        first = np.searchsorted(phase[:, 1], start)
+        last = np.searchsorted(phase[:, 0], time, "right")
+        covered = total(clip(phase[first:last], start, time))
+        waits[device] += seconds * covered / interval
     return waits
 
 
@@ -152,10 +147,12 @@ def deficits(log: EventLog, phase: Intervals) -> dict[str, float]:
     deficit_by_device: dict[str, float] = defaultdict(float)
     times: list[float] = []
     lates: list[tuple[str, float]] = []
-    for device, time, late, deficit in log.of("compute").rows(
+    computations = log.of("compute")
+    for device, time, late, deficit in computations.rows(
         "device", "time", "late", "deficit"
     ):
-        if (seconds := lateness(late, deficit)) != 0.0:
+        seconds = lateness(late, deficit)
+        if seconds != 0.0:
             times.append(time)
             lates.append((device, seconds))
     for device, seconds in compress(lates, within(phase, np.array(times))):

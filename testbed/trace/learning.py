@@ -21,26 +21,25 @@ def _is_lost(loss: float | None) -> bool:
 
 def _has_diverged(record: RunView) -> bool | None:
     """Return True where the last training loss or test loss is not a finite number, None elsewhere."""
-    last = [
-        _last_evaluation(record).get("loss"),
-        record.steps[-1].loss if record.steps else None,
-    ]
-    return True if any(map(_is_lost, last)) else None
+    test_loss = _last_evaluation(record).get("loss")
+    training_loss = record.steps[-1].loss if record.steps else None
+    # None instead of False: the metric is absent from runs that learn as they should.
+    return True if _is_lost(test_loss) or _is_lost(training_loss) else None
 
 
 def _describe_divergence(record: RunView) -> str | None:
     """Return device and time of the first non-finite numbers in a diverged run."""
     if not _has_diverged(record):
         return None
+    # The server's own check comes first: it names the device that sent the numbers.
     lost = list(record.of("diverged").rows("time", "target", "step"))
-    reported = record.events.of("step", "evaluate").rows(
-        "time", "device", "step", "loss"
-    )
-    lost += [
-        (time, device, step) for time, device, step, loss in reported if _is_lost(loss)
-    ]
-    _, device, step = min(lost, key=lambda each: each[0])
-    return f"{device}, {'round' if record.of('round') else 'step'} {step}"
+    reports = record.events.of("step", "evaluate")
+    for time, device, step, loss in reports.rows("time", "device", "step", "loss"):
+        if _is_lost(loss):
+            lost.append((time, device, step))
+    _, device, step = min(lost, key=lambda row: row[0])
+    unit = "round" if record.of("round") else "step"
+    return f"{device}, {unit} {step}"
 
 
 FIGURES = (
@@ -96,9 +95,8 @@ FIGURES = (
 
 
 def _describe_metrics(metrics: Metrics) -> str:
-    return ", ".join(
-        f"{name} {formats.number(value)}" for name, value in metrics["metrics"].items()
-    )
+    values = metrics["metrics"].items()
+    return ", ".join(f"{name} {formats.number(value)}" for name, value in values)
 
 
 ROWS = (

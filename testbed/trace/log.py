@@ -59,7 +59,7 @@ class _Store:
         self._devices: set[str] = set()
         """Devices of the events in chunks."""
         self._last: tuple[int, _Chunk] | None = None
-        """So many of the recent events as a chunk."""
+        """The recent events as a chunk, and their number when the chunk was made."""
         self._file: Any = None
         self._size = 0
         self.decode = lru_cache(_DECODED)(self._decode_columns)
@@ -103,21 +103,19 @@ class _Store:
         """Return the recent events as a chunk."""
         if self._last is None or self._last[0] != len(self._recent):
             grouped: dict[Form, tuple[list[int], list[Row]]] = {}
-            known: dict[
-                int, tuple[list[int], list[Row]]
-            ] = {}  # by identity: to hash a form takes longer than all else
-            for place, (form, row) in enumerate(
-                zip(self._forms, self._recent, strict=True)
-            ):
-                found = known.get(id(form))
-                if found is None:
-                    found = known[id(form)] = grouped.setdefault(form, ([], []))
-                found[0].append(place)
-                found[1].append(row)
-            parts: Any = {
-                form: (len(rows), [places, *zip(*rows, strict=True)])
-                for form, (places, rows) in grouped.items()
-            }
+            # By identity: hashing a form would take longer than everything else here.
+            known: dict[int, tuple[list[int], list[Row]]] = {}
+            events = zip(self._forms, self._recent, strict=True)
+            for place, (form, row) in enumerate(events):
+                group = known.get(id(form))
+                if group is None:
+                    group = grouped.setdefault(form, ([], []))
+                    known[id(form)] = group
+                group[0].append(place)
+                group[1].append(row)
+            parts: Any = {}
+            for form, (places, rows) in grouped.items():
+                parts[form] = (len(rows), [places, *zip(*rows, strict=True)])
             times = [row[0] for row in self._recent]
             self._last = len(times), _Chunk(min(times), max(times), parts)
         return self._last[1]
@@ -128,22 +126,18 @@ class _Store:
         for chunk in self.all():
             parts: dict[Form, tuple[int, Columns | tuple[int, int]]] = {}
             for form, (count, content) in chunk.parts.items():
-                packed = (
-                    self._read_columns(*content)
-                    if isinstance(content, tuple)
-                    else [*map(_pack_column, content)]
-                )
-                times = [round(time, DIGITS) for time in _unpack_column(*packed[1])]
-                # All other columns stay packed as they are.
-                parts[form] = (
-                    count,
-                    store._write_columns([packed[0], _pack_column(times), *packed[2:]]),
-                )
-            store.chunks.append(
-                _Chunk(
-                    round(chunk.earliest, DIGITS), round(chunk.latest, DIGITS), parts
-                )
-            )
+                if isinstance(content, tuple):
+                    packed = self._read_columns(*content)
+                else:
+                    packed = list(map(_pack_column, content))
+                # All columns except the times stay packed as they are.
+                places, times, *others = packed
+                rounded = [round(time, DIGITS) for time in _unpack_column(*times)]
+                columns = [places, _pack_column(rounded), *others]
+                parts[form] = (count, store._write_columns(columns))
+            earliest = round(chunk.earliest, DIGITS)
+            latest = round(chunk.latest, DIGITS)
+            store.chunks.append(_Chunk(earliest, latest, parts))
         store._devices = self.devices()
         return store
 
@@ -164,9 +158,8 @@ class _Store:
 def _pack_column(column: Sequence[Any]) -> _Packed:
     """Compress a column quickly; stronger compression would dominate the run time."""
     kinds = set(map(type, column))
-    if (
-        not kinds <= _PLAIN
-    ):  # lists, numbers of numpy's: as a line of the events' file would have them
+    # Lists and numpy's numbers become plain values, as in a line of the events' file.
+    if not kinds <= _PLAIN:
         return "list", json.loads(json.dumps(column))
     if (
         len(kinds) == 1
@@ -207,13 +200,15 @@ class EventLog(Sequence[Event]):
         self.add((name, tuple(fields)), (time, device, *fields.values()))
 
     def follow(self, write: Callable[[str], None]) -> None:
-        """Pass the lines of all events to ``write``, many at a time; the last ones follow at `close`.
+        """Pass the lines of all events to ``write``, `CHUNK` events at a time; the last ones follow at `close`.
 
-        It is called once for `CHUNK` events, and may raise what it likes.
+        Exceptions of ``write`` are raised by the call that adds an event.
         """
-        self._store.complete = lambda chunk: write(
-            "".join(self._of_chunk(chunk, _make_lines))
-        )
+
+        def write_chunk(chunk: _Chunk) -> None:
+            write("".join(self._of_chunk(chunk, _make_lines)))
+
+        self._store.complete = write_chunk
 
     def close(self) -> None:
         """Pass the latest lines to followers; no more events may follow."""
@@ -248,13 +243,12 @@ class EventLog(Sequence[Event]):
     def _make_view(
         self, names: frozenset[str] | None, after: float, until: float
     ) -> EventLog:
+        # Without __init__, which would make a store.
         view = EventLog.__new__(EventLog)
-        view._store, view._names, view._after, view._until = (
-            self._store,
-            names,
-            after,
-            until,
-        )
+        view._store = self._store
+        view._names = names
+        view._after = after
+        view._until = until
         return view
 
     @property
@@ -280,17 +274,15 @@ class EventLog(Sequence[Event]):
             if self._is_outside(chunk):
                 continue
             for (name, keys), (_, content) in chunk.parts.items():
-                if self._names is None or name in self._names:
-                    columns = self._unpack_columns(content)
-                    if not self._is_inside(chunk):
-                        chosen = [
-                            self._after < time <= self._until for time in columns[1]
-                        ]
-                        columns = [list(compress(column, chosen)) for column in columns]
-                    named = dict(
-                        zip(("time", "device", *keys), columns[1:], strict=True)
-                    )
-                    yield name, [named.get(field, repeat(None)) for field in fields]
+                if self._names is not None and name not in self._names:
+                    continue
+                _, *columns = self._unpack_columns(content)
+                if not self._is_inside(chunk):
+                    times = columns[0]
+                    chosen = [self._after < time <= self._until for time in times]
+                    columns = [list(compress(column, chosen)) for column in columns]
+                named = dict(zip(("time", "device", *keys), columns, strict=True))
+                yield name, [named.get(field, repeat(None)) for field in fields]
 
     def _is_outside(self, chunk: _Chunk) -> bool:
         """Return whether a chunk has no event in the log's time span."""
@@ -313,18 +305,14 @@ class EventLog(Sequence[Event]):
     def _of_chunk(self, chunk: _Chunk, items: Items[Item]) -> Iterable[Item]:
         if self._is_outside(chunk):
             return ()
-        items_at = []
+        groups: list[Iterable[tuple[int, float, Item]]] = []
         for form, (_, content) in chunk.parts.items():
             if self._names is None or form[0] in self._names:
                 columns = self._unpack_columns(content)
-                items_at.append(
-                    zip(columns[0], columns[1], items(form, columns), strict=False)
-                )
-        ordered = (
-            items_at[0]
-            if len(items_at) == 1
-            else sorted(chain.from_iterable(items_at), key=itemgetter(0))
-        )
+                places, times = columns[0], columns[1]
+                groups.append(zip(places, times, items(form, columns), strict=False))
+        # Events of one form are in order already.
+        ordered = groups[0] if len(groups) == 1 else _merge_by_place(groups)
         if self._is_inside(chunk):
             return (item for _, _, item in ordered)
         return (item for _, time, item in ordered if self._after < time <= self._until)
@@ -339,12 +327,11 @@ class EventLog(Sequence[Event]):
         if self._is_outside(chunk):
             return 0
         if self._is_inside(chunk):
-            parts = chunk.parts.items()
-            return sum(
-                count
-                for (name, _), (count, _) in parts
-                if self._names is None or name in self._names
-            )
+            total = 0
+            for (name, _), (count, _) in chunk.parts.items():
+                if self._names is None or name in self._names:
+                    total += count
+            return total
         return sum(1 for _ in self._of_chunk(chunk, lambda _, columns: columns[1]))
 
     @overload
@@ -355,19 +342,19 @@ class EventLog(Sequence[Event]):
         """Return one event or a slice. Each access searches the log, so iteration is better for many events."""
         if isinstance(index, slice):
             return list(self)[index]
+        # A range checks the index and resolves negative ones.
         number = range(len(self))[index]
         for chunk in self._store.all():
-            if number < (inside := self._count_events(chunk)):
+            count = self._count_events(chunk)
+            if number < count:
                 return list(self._of_chunk(chunk, _make_events))[number]
-            number -= inside
+            number -= count
         raise IndexError(index)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            list(self) == list(other)
-            if isinstance(other, EventLog | list)
-            else NotImplemented
-        )
+        if not isinstance(other, EventLog | list):
+            return NotImplemented
+        return list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -376,9 +363,8 @@ class EventLog(Sequence[Event]):
         times = np.fromiter((time for (time,) in self.rows("time")), float)
         if bool((times[1:] >= times[:-1]).all()):
             return self
-        return EventLog(
-            self._pick_items(np.argsort(times, kind="stable"), _make_events)
-        )
+        order = np.argsort(times, kind="stable")
+        return EventLog(self._pick_items(order, _make_events))
 
     def sorted_by(
         self, key: Callable[[tuple[Any, ...]], float], *fields: str
@@ -397,22 +383,31 @@ class EventLog(Sequence[Event]):
         ends = np.cumsum([self._count_events(chunk) for chunk in chunks])
         chosen = np.searchsorted(ends, places, side="right")
 
+        # In an almost sorted log, neighbours come from the same few chunks.
         @lru_cache(_DECODED)
-        def made_of(number: int) -> list[Item]:
+        def convert_chunk(number: int) -> list[Item]:
             return list(self._of_chunk(chunks[number], items))
 
         for number, place in zip(chosen, places, strict=True):
-            made = made_of(number)
-            yield made[place - ends[number]]  # counted from the chunk's end
+            # A negative index: `ends` counts the events up to the end of the chunk.
+            yield convert_chunk(number)[place - ends[number]]
+
+
+def _merge_by_place(
+    groups: Iterable[Iterable[tuple[int, float, Item]]],
+) -> list[tuple[int, float, Item]]:
+    return sorted(chain.from_iterable(groups), key=itemgetter(0))
 
 
 def _row_items(
     fields: Sequence[str],
 ) -> Callable[[Form, Columns], Iterator[tuple[Any, ...]]]:
     def rows(form: Form, columns: Columns) -> Iterator[tuple[Any, ...]]:
-        named = dict(zip(("time", "device", *form[1]), columns[1:], strict=True)) | {
-            "event": repeat(form[0])
-        }
+        name, keys = form
+        named: dict[str, Iterable[Any]] = dict(
+            zip(("time", "device", *keys), columns[1:], strict=True)
+        )
+        named["event"] = repeat(name)
         return zip(*(named.get(field, repeat(None)) for field in fields), strict=False)
 
     return rows
@@ -429,7 +424,7 @@ def _make_events(form: Form, columns: Columns) -> Iterator[Event]:
 
 
 def _make_lines(form: Form, columns: Columns) -> Iterator[str]:
-    """Return events as the lines of a file, made a column after the other: one by one takes several times as long."""
+    """Return events as the lines of a file, encoded by columns: one by one would take several times as long."""
     name, keys = form
     _, times, devices, *values = columns
     texts = [
@@ -437,13 +432,11 @@ def _make_lines(form: Form, columns: Columns) -> Iterator[str]:
         _json_texts(devices),
         repeat(LINES.encode(name)),
     ]
-    template = ", ".join(
-        LINES.encode(key).replace("%", "%%") + ": %s" for key in (*LEADING, *keys)
-    )
-    return map(
-        f"{{{template}}}\n".__mod__,
-        zip(*texts, *map(_json_texts, values), strict=False),
-    )
+    # A field's name is the method's choice and may contain a per cent sign.
+    names = [LINES.encode(key).replace("%", "%%") for key in (*LEADING, *keys)]
+    template = ", ".join(f"{name}: %s" for name in names)
+    rows = zip(*texts, *map(_json_texts, values), strict=False)
+    return map(f"{{{template}}}\n".__mod__, rows)
 
 
 def _json_texts(column: Sequence[Any]) -> Iterable[str]:

@@ -1,7 +1,7 @@
 """Definitions of metrics, and of the rows, tables and charts that display them.
 
-The figures that every run may have are declared in this room, those of one method in its own folder. ``expect``,
-``compare``, ``metrics.json``, the terminal, the report and the documentation all read these declarations.
+The metrics of all runs are defined in this package, those of a method beside its program. ``expect``, ``compare``,
+``metrics.json``, the terminal, the report and the documentation all read these definitions.
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ class Column:
     """Whether narrow layouts omit the column."""
 
     def of(self, item: Item) -> Any:
-        """Return the value of the column for an item."""
+        """Return the value of the column for an item.
+
+        >>> Column("From", "moment", "start").of({"start": 2.5})
+        2.5
+        """
         return item.get(self.value) if isinstance(self.value, str) else self.value(item)
 
 
@@ -90,12 +94,10 @@ class Table:
     columns: tuple[Column, ...]
 
     def listed(self, metrics: Metrics) -> Sequence[Item]:
-        """Return the items of a run, a row each."""
-        return (
-            metrics.get(self.items, ())
-            if isinstance(self.items, str)
-            else self.items(metrics)
-        )
+        """Return the items of a run, one for each row."""
+        if isinstance(self.items, str):
+            return metrics.get(self.items, ())  # type: ignore[no-any-return]
+        return self.items(metrics)
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,10 @@ class MetricsSpec:
         """Return both definitions combined, these first; at most one may define ``recovery``."""
         if NOTHING in (self, other):
             return other if self == NOTHING else self
+        lists = {**(self.lists or {}), **(other.lists or {})}
         return MetricsSpec(
             self.figures + other.figures,
-            {**(self.lists or {}), **(other.lists or {})} or None,
+            lists or None,
             other.recovery or self.recovery,
             self.events + other.events,
             self.rows + other.rows,
@@ -150,12 +153,16 @@ NOTHING = MetricsSpec()
 
 
 def events_of(declared: MetricsSpec) -> dict[str, tuple[str, ...]]:
-    """Return the event names that a fault can wait for, each with its matchable keys."""
-    return {
-        each.name: each.keys
-        for each in (*EVENTS, *declared.events)
-        if each.keys is not None
-    }
+    """Return the event names that a fault can wait for, each with its matchable keys.
+
+    >>> events_of(NOTHING)["compute"]
+    ('batch', 'micro')
+    """
+    keys = {}
+    for kind in (*EVENTS, *declared.events):
+        if kind.keys is not None:
+            keys[kind.name] = kind.keys
+    return keys
 
 
 def by_name(figures: Iterable[Metric]) -> dict[str, Metric]:

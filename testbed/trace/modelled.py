@@ -19,21 +19,22 @@ MOST_JITTER = 0.3
 def left_out(experiment: Experiment) -> list[str]:
     """Return a text for each link property that the virtual clock does not model."""
     # By identity: a mesh of a thousand devices has a million links, but few values.
-    links = [*{id(link): link for link in experiment.links.values()}.values()]
-    actions = [fault.action for fault in experiment.faults]
-    changes: list[LinkPart] = [
-        action.value for action in actions if isinstance(action, Degrade)
-    ]
-    changes += [change.link for change in experiment.changes if change.link is not None]
+    links = list({id(link): link for link in experiment.links.values()}.values())
+    changes: list[LinkPart] = []
+    for fault in experiment.faults:
+        if isinstance(fault.action, Degrade):
+            changes.append(fault.action.value)
+    for change in experiment.changes:
+        if change.link is not None:
+            changes.append(change.link)
     parts: list[Link | LinkPart] = [*links, *changes]
     texts = []
     if any(part.limit is not None for part in parts):
         texts.append("queue limits")
     if any(part.duplicate for part in parts):
         texts.append("packets that arrive twice")
-    if any(map(_loses_much, links)) or any(
-        (part.loss or 0.0) > MOST_LOSS for part in changes
-    ):
+    changed_losses = [change.loss or 0.0 for change in changes]
+    if any(map(_loses_much, links)) or max(changed_losses, default=0.0) > MOST_LOSS:
         texts.append(
             f"TCP where more than {MOST_LOSS:.0%} of the packets are lost, "
             f"or any on links of less than {LEAST_DELAY * 1e3:g} ms"
@@ -47,6 +48,5 @@ def left_out(experiment: Experiment) -> list[str]:
 
 def _loses_much(link: Link) -> bool:
     most = MOST_LOSS if link.delay >= LEAST_DELAY else 0.0
-    return (
-        round(expected_loss(link), 9) > most
-    )  # 5 % is computed as 5.000000000000004 %
+    # Rounded, since a loss of 5 % is computed as 5.000000000000004 %.
+    return round(expected_loss(link), 9) > most

@@ -28,11 +28,10 @@ def ended(
     status: Status, error: str | None, events: Iterable[Event], *, weights_given: bool
 ) -> tuple[Status, str | None]:
     """Return end status and error of a run; unused initial weights are an error."""
-    if (
-        status != "finished"
-        or not weights_given
-        or any(event.event == "weights" for event in events)
-    ):
+    if status != "finished" or not weights_given:
+        return status, error
+    # Without this check, a program of the user's that ignores the weights would train from the seed unnoticed.
+    if any(event.event == "weights" for event in events):
         return status, error
     return "failed", (
         "the run has initial weights, but the method's program never read them: read job.weights on the plan's "
@@ -62,11 +61,9 @@ class LinkMeasurement:
     @property
     def expected(self) -> Link:
         """The link with its effective rate, which may be limited by access or cell."""
-        return (
-            self.requested
-            if self.limit is None
-            else replace(self.requested, rate=self.limit)
-        )
+        if self.limit is None:
+            return self.requested
+        return replace(self.requested, rate=self.limit)
 
     def to_json(self) -> dict[str, Any]:
         """Return the measurement as plain values."""
@@ -75,18 +72,15 @@ class LinkMeasurement:
     def figures(self) -> dict[str, Any] | None:
         """Return the measured properties as plain values; None without a measurement."""
         measured = {"rate": self.rate, "delay": self.delay, "loss": self.loss}
-        return (
-            None
-            if set(measured.values()) == {None}
-            else {**measured, "packets": self.packets}
-        )
+        if set(measured.values()) == {None}:
+            return None
+        return {**measured, "packets": self.packets}
 
     @staticmethod
     def from_json(written: Mapping[str, Any]) -> LinkMeasurement:
         """Parse the output of `to_json`. Raises TypeError for an unknown field."""
-        return LinkMeasurement(
-            **{**written, "requested": Link.from_json(written["requested"])}
-        )
+        requested = Link.from_json(written["requested"])
+        return LinkMeasurement(**{**written, "requested": requested})
 
 
 @dataclass
@@ -112,8 +106,7 @@ class Outcome:
     @cached_property
     def weights(self) -> dict[str, Any] | None:
         """Return the weights as arrays; `weights_file` can be stored without an array library."""
-        return (
-            None
-            if self.weights_file is None
-            else arrays.unpack(bytearray(self.weights_file))
-        )
+        if self.weights_file is None:
+            return None
+        # A copy that is writable, since arrays share memory with their bytes.
+        return arrays.unpack(bytearray(self.weights_file))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from itertools import compress
 from statistics import fmean, median
 
@@ -10,7 +11,7 @@ from testbed.common.lazy import np
 from testbed.network.link import Pair
 from testbed.trace.intervals import lanes, subtract, total, union, within
 from testbed.trace.metrics_spec import Metric, Metrics, Row
-from testbed.trace.record import RunView, Step, after
+from testbed.trace.record import RunView, Step, steps_after
 from testbed.wire.framing import wire_bytes
 
 
@@ -27,69 +28,75 @@ def _step_seconds(record: RunView) -> list[float]:
     return [step.seconds for step in record.steady]
 
 
-def _rate_before(record: RunView) -> float | None:
+def _median_seconds(steps: Sequence[Step]) -> float | None:
+    return median(step.seconds for step in steps) if steps else None
+
+
+def _step_time_before(record: RunView) -> float | None:
     struck = [item.struck for item in record.recoveries if item.struck is not None]
-    seconds = [
-        step.seconds
-        for step in record.steps
-        if step.steady and struck and step.time <= min(struck)
-    ]
-    return median(seconds) if seconds else None
+    if not struck:
+        return None
+    first = min(struck)
+    steps = [step for step in record.steps if step.steady and step.time <= first]
+    return _median_seconds(steps)
 
 
-def _rate_after(record: RunView) -> float | None:
-    seconds = [step.seconds for step in after(record.steps, record.last_change)]
-    return median(seconds) if seconds else None
+def _step_time_after(record: RunView) -> float | None:
+    return _median_seconds(steps_after(record.steps, record.last_change))
 
 
-def _rate_during(record: RunView) -> float | None:
+def _step_time_during(record: RunView) -> float | None:
     spans = union(interval for _, interval in record.disturbances)
-    seconds = [
-        step.seconds
-        for step in record.steps
-        if step.usual
-        and any(start <= step.window[0] and step.time <= end for start, end in spans)
-    ]
-    return median(seconds) if seconds else None
+    steps = []
+    for step in record.steps:
+        begin, end = step.window
+        is_inside = ((spans[:, 0] <= begin) & (end <= spans[:, 1])).any()
+        if step.usual and is_inside:
+            steps.append(step)
+    return _median_seconds(steps)
 
 
 def busiest_share(record: RunView) -> float | None:
-    """Return the highest utilisation of any processor or link since the last change.
-
-    Of the time of `after`'s steps; None without any.
-    """
-    windows = union(step.window for step in after(record.steps, record.last_change))
+    """Return the highest utilisation of any processor or link during the steps after the last change; None without
+    such steps."""
+    steps = steps_after(record.steps, record.last_change)
+    windows = union(step.window for step in steps)
     seconds = total(windows)
     if seconds <= 0:
         return None
     busy = []
     for spec in record.experiment.devices:
         computing = record.spans(spec.name, "compute")
-        row = lanes(computing)
-        rows = [
-            union(computing[row == number]) for number in range(row.max(initial=-1) + 1)
-        ]
-        busy.append(
-            sum(total(row) - total(subtract(row, windows)) for row in rows)
-            / spec.processors
-        )
-    carried: dict[Pair, float] = {}
+        processors = lanes(computing)
+        own = 0.0
+        for number in range(processors.max(initial=-1) + 1):
+            work = union(computing[processors == number])
+            own += total(work) - total(subtract(work, windows))
+        busy.append(own / spec.processors)
+    carried: defaultdict[Pair, float] = defaultdict(float)
     sent = record.of("send")
-    counted = within(
-        windows, np.fromiter((time for (time,) in sent.rows("time")), float)
-    )
-    for device, peer, size in compress(sent.rows("device", "peer", "bytes"), counted):
+    times = np.fromiter((time for (time,) in sent.rows("time")), float)
+    rows = sent.rows("device", "peer", "bytes")
+    for device, peer, size in compress(rows, within(windows, times)):
         link = record.experiment.links.get((device, peer))
         if link is not None:
-            carried[device, peer] = carried.get(
-                (device, peer), 0.0
-            ) + link.transmission_time(wire_bytes(size))
+            carried[device, peer] += link.transmission_time(wire_bytes(size))
+    # A message that was acknowledged within the windows may have left before them.
     return min(1.0, max([*busy, *carried.values()], default=0.0) / seconds)
 
 
 def _of_steps(compute: Callable[[RunView], float]) -> Callable[[RunView], float | None]:
     """Wrap a metric to return None without steps."""
     return lambda record: compute(record) if record.steps else None
+
+
+def _samples_per_second(record: RunView) -> float:
+    return _count_samples(record) / record.end if record.end > 0 else 0.0
+
+
+def _samples_left_out(record: RunView) -> int | None:
+    events = record.of("left_out")
+    return events[-1].fields["samples"] if events else None
 
 
 FIGURES = (
@@ -116,20 +123,14 @@ FIGURES = (
         "samples_per_second",
         "number",
         "training samples divided by the duration",
-        _of_steps(
-            lambda record: (
-                _count_samples(record) / record.end if record.end > 0 else 0.0
-            )
-        ),
+        _of_steps(_samples_per_second),
         compared=True,
     ),
     Metric(
         "left_out",
         "number",
         ("training samples left out of each epoch because they do not fill a batch"),
-        lambda record: (
-            found[-1].fields["samples"] if (found := record.of("left_out")) else None
-        ),
+        _samples_left_out,
     ),
     Metric(
         "step_time",
@@ -172,7 +173,7 @@ FIGURES = (
         "step_time_before",
         "seconds",
         "median of the undisturbed steps before the first detected fault",
-        _rate_before,
+        _step_time_before,
         compared=True,
     ),
     Metric(
@@ -182,14 +183,14 @@ FIGURES = (
             "median of the undisturbed steps after the last recovery or pause; of "
             "all steps without any"
         ),
-        _rate_after,
+        _step_time_after,
         compared=True,
     ),
     Metric(
         "step_time_disturbed",
         "seconds",
         "median of the steps during disturbances, such as a long fault",
-        _rate_during,
+        _step_time_during,
         compared=True,
     ),
     Metric(
@@ -211,16 +212,12 @@ def _steps_note(metrics: Metrics) -> str:
 
 
 def _time_note(metrics: Metrics) -> str:
-    note = (
-        "median of {steady_steps} undisturbed steps"
-        if metrics["steady_steps"]
-        else "median, no step was undisturbed"
-    )
-    return note + (
-        "; predicted {predicted_step_time}"
-        if metrics.get("predicted_step_time")
-        else ""
-    )
+    note = "median, no step was undisturbed"
+    if metrics["steady_steps"]:
+        note = "median of {steady_steps} undisturbed steps"
+    if metrics.get("predicted_step_time"):
+        note += "; predicted {predicted_step_time}"
+    return note
 
 
 ROWS = (

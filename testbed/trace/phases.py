@@ -34,11 +34,9 @@ class _Phase:
             return usual
         # A device that is out takes its samples along; a single step of another size is but the end of an epoch.
         size, number = Counter(step.samples for step in self.whole).most_common(1)[0]
-        return (
-            [step.seconds for step in self.whole if step.samples == size]
-            if number > 1
-            else []
-        )
+        if number == 1:
+            return []
+        return [step.seconds for step in self.whole if step.samples == size]
 
     def to_json(self) -> dict[str, Any]:
         steps = self._comparable_durations()
@@ -61,14 +59,11 @@ def phases(record: RunView) -> list[dict[str, Any]]:
     contains it entirely. First steps of devices are excluded, and steps of an unusual number of samples count only in
     phases without others, such as rounds without a device. ``step_time`` and ``latency`` are medians.
     """
-    cuts = sorted(
-        {
-            0.0,
-            record.end,
-            *(moment for _, (a, b) in record.disturbances for moment in (a, b)),
-        }
-    )
-    cuts = [cut for cut in cuts if 0.0 <= cut <= record.end]
+    instants = {0.0, record.end}
+    for _, window in record.disturbances:
+        instants.update(window)
+    cuts = sorted(instant for instant in instants if 0.0 <= instant <= record.end)
+    # One piece only: nothing disturbed the run.
     if len(cuts) <= 2:
         return []
     names = _disturbance_names(record, cuts)
@@ -77,10 +72,12 @@ def phases(record: RunView) -> list[dict[str, Any]]:
         phase = phases_by_name.setdefault(name, _Phase(name, start))
         phase.seconds += end - start
     for step in record.steps:
-        if step.comparable and (piece := _piece_index(step.window, cuts)) is not None:
+        piece = _piece_index(step.window, cuts)
+        if step.comparable and piece is not None:
             phases_by_name[names[piece]].whole.append(step)
     for window in record.served:
-        if (piece := _piece_index(window, cuts)) is not None:
+        piece = _piece_index(window, cuts)
+        if piece is not None:
             phases_by_name[names[piece]].latencies.append(window[1] - window[0])
     return [phase.to_json() for phase in phases_by_name.values()]
 
@@ -107,9 +104,9 @@ def _disturbance_names(record: RunView, cuts: Sequence[float]) -> list[str]:
 def _piece_index(window: Interval, cuts: Sequence[float]) -> int | None:
     """Return the index of the piece that contains a window; None for a window across a cut."""
     piece = bisect_right(cuts, window[0]) - 1
-    return (
-        piece if 0 <= piece < len(cuts) - 1 and window[1] <= cuts[piece + 1] else None
-    )
+    if not 0 <= piece < len(cuts) - 1:
+        return None
+    return piece if window[1] <= cuts[piece + 1] else None
 
 
 def _timed_phases(metrics: Metrics) -> list[dict[str, Any]]:
@@ -120,9 +117,9 @@ def _timed_phases(metrics: Metrics) -> list[dict[str, Any]]:
 
 def _phase_name(phase: Mapping[str, Any]) -> str:
     names = phase["name"].split(" + ")
-    return " + ".join(
-        names if len(names) <= MOST_NAMED else [*names[:2], f"{len(names) - 2} more"]
-    )
+    if len(names) > MOST_NAMED:
+        names = [*names[:2], f"{len(names) - 2} more"]
+    return " + ".join(names)
 
 
 TABLE = Table(

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
+from operator import and_
 from typing import Any, TypeVar
 
 from testbed.common.lazy import np
@@ -32,7 +34,8 @@ Tell = Callable[[Recovery, "RunView"], dict[str, Any]]
 """Function that extends an entry of ``recovery_list`` from the phases of ``recovery`` events."""
 
 
-@dataclass(frozen=True, slots=True)  # of which a long run has a million
+# With slots, since a long run has a million.
+@dataclass(frozen=True, slots=True)
 class Step:
     """A training step as reported by one device."""
 
@@ -69,11 +72,12 @@ class Standstill:
 
 def pauses(events: Sequence[Event], kinds: Collection[EventType]) -> list[Standstill]:
     """Return the pauses reported by a method's events, in the order of their ends."""
-    stood = EventLog.made_of(events).of(*(kind.name for kind in kinds if kind.pause))
-    return [
-        Standstill(event.event, event.time - event.fields["seconds"], event.time)
-        for event in stood
-    ]
+    names = [kind.name for kind in kinds if kind.pause]
+    standstills = []
+    for event in EventLog.made_of(events).of(*names):
+        start = event.time - event.fields["seconds"]
+        standstills.append(Standstill(event.event, start, event.time))
+    return standstills
 
 
 class RunView:
@@ -154,20 +158,17 @@ class RunView:
     @cached_property
     def disturbances(self) -> list[tuple[str, Interval]]:
         """Time spans of disturbances: faults except repairs, recoveries, pauses."""
-        faults = [
-            (f"{each.action} {each.target}", each.window(self.end))
-            for each in self.strikes
-            if not each.mends
-        ]
-        recovering = [
-            (
-                "recovery",
-                (each.detected, self.end if each.resumed is None else each.resumed),
-            )
-            for each in self.recoveries
-        ]
-        standing = [(pause.name, (pause.start, pause.end)) for pause in self.pauses]
-        return [*faults, *standing, *recovering]
+        named: list[tuple[str, Interval]] = []
+        for strike in self.strikes:
+            if not strike.is_repair:
+                name = f"{strike.action} {strike.target}"
+                named.append((name, strike.window(self.end)))
+        for pause in self.pauses:
+            named.append((pause.name, (pause.start, pause.end)))
+        for recovery in self.recoveries:
+            until = self.end if recovery.resumed is None else recovery.resumed
+            named.append(("recovery", (recovery.detected, until)))
+        return named
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -215,22 +216,15 @@ class RunView:
             met.add(name)
         # Training stands still during an evaluation, so its step is longer than the others.
         evaluated = [event.time for event in self.of("evaluate")]
-        alone = [
+        undivided = [
             bisect_right(evaluated, start) == bisect_right(evaluated, end)
             for start, end in windows
         ]
-        # Where most steps have an evaluation in them, those without one are the exception and all are compared.
-        candidates = [
-            is_alone
-            for is_alone, *both in zip(alone, later, whole, strict=True)
-            if all(both)
-        ]
+        # If most steps contain an evaluation, those without one are the exception, and all are compared.
+        candidates = list(compress(undivided, map(and_, later, whole)))
         if 2 * sum(candidates) < len(candidates):
             return later
-        return [
-            is_later and is_alone
-            for is_later, is_alone in zip(later, alone, strict=True)
-        ]
+        return list(map(and_, later, undivided))
 
     @cached_property
     def steady(self) -> list[Step]:
@@ -240,10 +234,8 @@ class RunView:
     @cached_property
     def served(self) -> list[Interval]:
         """When each request was under way."""
-        return [
-            (time - latency, time)
-            for time, latency in self.of("request").rows("time", "latency")
-        ]
+        rows = self.of("request").rows("time", "latency")
+        return [(time - latency, time) for time, latency in rows]
 
     @cached_property
     def phase(self) -> Intervals:
@@ -253,10 +245,11 @@ class RunView:
         return stretches if len(stretches) else intervals([(0.0, self.end)])
 
 
-def after(steps: Sequence[Step], moment: float) -> list[Step]:
+def steps_after(steps: Sequence[Step], moment: float) -> list[Step]:
     """Return the undisturbed steps started after a time; all except the first for a permanent fault."""
-    rows = [step for step in steps if step.window[0] >= moment]
-    return [step for step in rows if step.steady] or rows[1:]
+    later = [step for step in steps if step.window[0] >= moment]
+    # The first step after a change still fills the pipeline.
+    return [step for step in later if step.steady] or later[1:]
 
 
 def _step_windows(ends: Iterable[tuple[str, float]]) -> list[Interval]:

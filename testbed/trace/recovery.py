@@ -25,7 +25,7 @@ FIGURES = (
         "faults",
         "number",
         "number of injected faults, repairs excluded",
-        lambda record: sum(not strike.mends for strike in record.strikes),
+        lambda record: sum(not strike.is_repair for strike in record.strikes),
     ),
     Metric(
         "recoveries",
@@ -80,23 +80,27 @@ FIGURES = (
 
 def faults(record: RunView) -> list[dict[str, Any]]:
     """Return ``fault_list``: every injected fault."""
-    return [
-        {**asdict(each), "late": each.struck - each.intended, "mends": each.mends}
-        for each in record.strikes
-    ]
+    rows = []
+    for strike in record.strikes:
+        late = strike.struck - strike.intended
+        rows.append({**asdict(strike), "late": late, "mends": strike.is_repair})
+    return rows
 
 
 def recovery_list(record: RunView) -> list[dict[str, Any]]:
     """Return every detected fault, with the method's own report of the recovery.
 
-    ``deficit`` is by how many seconds the host made one device's computations late meanwhile, on the mean of its
-    processors, the worst device's.
+    ``deficit`` is the lateness of computations in seconds caused by the host during the recovery: the mean over the
+    processors of the worst device.
     """
     details = record.tell_recovery
-    return [
-        _recovery_item(item, record) | (details(item, record) if details else {})
-        for item in record.recoveries
-    ]
+    rows = []
+    for item in record.recoveries:
+        row = _recovery_item(item, record)
+        if details is not None:
+            row |= details(item, record)
+        rows.append(row)
+    return rows
 
 
 def _recovery_item(item: Recovery, record: RunView) -> dict[str, Any]:
@@ -104,6 +108,9 @@ def _recovery_item(item: Recovery, record: RunView) -> dict[str, Any]:
     until = begun if item.resumed is None else item.resumed
     late = deficits(record.log.within(begun, until), intervals([(begun, until)]))
     processors = {spec.name: spec.processors for spec in record.experiment.devices}
+    deficit = 0.0
+    for name, seconds in late.items():
+        deficit = max(deficit, seconds / processors.get(name, 1))
     return {
         "struck": item.struck,
         "detected": item.detected,
@@ -111,18 +118,15 @@ def _recovery_item(item: Recovery, record: RunView) -> dict[str, Any]:
         "seconds": item.duration,
         "step": item.step,
         "missing": list(item.missing),
-        "deficit": max(
-            (seconds / processors.get(name, 1) for name, seconds in late.items()),
-            default=0.0,
-        ),
+        "deficit": deficit,
     }
 
 
 def _recovery_note(metrics: Metrics) -> str:
     note = "from the strike until work went on"
-    return (
-        f"the longest of {{recoveries}}, {note}" if metrics["recoveries"] > 1 else note
-    )
+    if metrics["recoveries"] > 1:
+        note = f"the longest of {{recoveries}}, {note}"
+    return note
 
 
 ROWS = (Row("Recovery", "{recovery_time}", _recovery_note),)

@@ -66,10 +66,8 @@ def _packaged_metrics() -> Mapping[str, Metric]:
     for point in plugins.installed(GROUP).values():
         try:
             for figure in plugins.load(point, (), _as_metrics):
-                metrics.setdefault(
-                    figure.name,
-                    replace(figure, compute=partial(_compute_safely, figure)),
-                )
+                safe = replace(figure, compute=partial(_compute_safely, figure))
+                metrics.setdefault(figure.name, safe)
         except InputError as error:
             _LOG.warning("%s", error)
     return metrics
@@ -108,9 +106,17 @@ def tables_of(declared: MetricsSpec) -> tuple[Table, ...]:
 
 
 def metric_kind(name: str, figures: Mapping[str, Metric]) -> MetricKind:
-    """Return the kind of a metric of a run, device or layer. Raises KeyError for an unknown name."""
-    one = re.fullmatch(r"(\w+)s\.[^.<]+(\.\w+)?", name)
-    declared = f"{one[1]}s.<{one[1]}>{one[2] or ''}" if one else name
-    if one and one[1] == "device" and declared not in figures:
-        return OF_DEVICES[(one[2] or "").removeprefix(".")]
+    """Return the kind of a metric of a run, device or layer. Raises KeyError for an unknown name.
+
+    >>> metric_kind("devices.worker1.bytes_sent", COMMON), metric_kind("step_time", COMMON)
+    ('bytes', 'seconds')
+    """
+    member = re.fullmatch(r"(\w+)s\.[^.<]+(\.\w+)?", name)
+    if member is None:
+        return figures[name].kind
+    group, last = member[1], member[2] or ""
+    # layers.2.dropped is a value of the metric layers.<layer>.dropped.
+    declared = f"{group}s.<{group}>{last}"
+    if group == "device" and declared not in figures:
+        return OF_DEVICES[last.removeprefix(".")]
     return figures[declared].kind

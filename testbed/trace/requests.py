@@ -22,21 +22,21 @@ from testbed.wire.framing import wire_bytes
 
 
 def _answered_requests(record: RunView) -> tuple[list[float], list[float], int]:
-    """Return when requests were answered and their latencies, in seconds, and how many were given up.
+    """Return the times of answers and their latencies, in seconds, and the number of failed requests.
 
-    What counts is what became of each in the end: a lead that starts over after its own death asks all again. Programs
-    of the user's may ask on several devices; each counts its own requests.
+    The final result of each request counts: a lead that starts again after its own death asks all of them again. User
+    programs may ask on several devices; each counts its own requests.
     """
     ends = record.events.of("request", "failed")
-    last = {
-        (device, request): place
-        for place, (device, request) in enumerate(ends.rows("device", "request"))
-    }
-    counts = bytearray(len(ends))
-    for place in last.values():
-        counts[place] = 1
+    last = {}
+    for index, (device, request) in enumerate(ends.rows("device", "request")):
+        last[device, request] = index
+    is_final = bytearray(len(ends))
+    for index in last.values():
+        is_final[index] = 1
     times, latencies, failed = [], [], 0
-    for event, time, latency in compress(ends.rows("event", "time", "latency"), counts):
+    rows = ends.rows("event", "time", "latency")
+    for event, time, latency in compress(rows, is_final):
         if event == "request":
             times.append(time)
             latencies.append(float(latency))
@@ -51,19 +51,17 @@ def _request_latencies(record: RunView) -> list[float]:
 
 def _request_windows(record: RunView) -> list[Interval]:
     times, latencies, _ = record.cached(_answered_requests)
-    return [
-        (time - latency, time) for time, latency in zip(times, latencies, strict=True)
-    ]
+    pairs = zip(times, latencies, strict=True)
+    return [(time - latency, time) for time, latency in pairs]
 
 
 def _whole_window(record: RunView) -> Interval | None:
     """Return the time from the first request to the last answer; None where nothing was answered."""
     windows = record.cached(_request_windows)
-    return (
-        (min(begin for begin, _ in windows), max(end for _, end in windows))
-        if windows
-        else None
-    )
+    if not windows:
+        return None
+    first = min(begin for begin, _ in windows)
+    return (first, max(end for _, end in windows))
 
 
 def _of_latencies(
@@ -86,14 +84,14 @@ def _per_second(record: RunView) -> float | None:
 
 
 def _count_objects(record: RunView) -> int | None:
-    seen = {
-        (event.fields["request"], event.fields["sample"]): event
-        for event in record.of("objects")
-    }
-    counts = [len(event.fields["boxes"]) for event in seen.values()]
+    counts = {}
+    for event in record.of("objects"):
+        # A request that is asked again counts once.
+        sample = (event.fields["request"], event.fields["sample"])
+        counts[sample] = len(event.fields["boxes"])
     if not counts or not record.cached(_request_latencies):
         return None
-    return sum(counts)
+    return sum(counts.values())
 
 
 def _count_failed(record: RunView) -> int | None:
@@ -112,36 +110,33 @@ def _path_times(record: RunView) -> list[PathTime]:
 def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -> float:
     """Return the busy seconds of the busiest processor or link for the work of a window.
 
-    A link, and a device's access to the network, carries bytes / rate, at the rates of the scenario; what arrived
-    within the window counts. Channels that several devices share are left out.
+    A link, and a device's access to the network, is busy for bytes / rate, at the rates of the scenario; messages that
+    arrived within the window count. Channels shared by several devices are left out.
     """
     computing: dict[str, array[float]] = defaultdict(lambda: array("d"))
     carried: dict[tuple[str, ...], float] = defaultdict(float)
-    access = {
-        spec.name: (spec.uplink or inf, spec.downlink or inf)
-        for spec in experiment.devices
-    }
+    uplinks = {spec.name: spec.uplink or inf for spec in experiment.devices}
+    downlinks = {spec.name: spec.downlink or inf for spec in experiment.devices}
     log = EventLog.made_of(events)
-    for device, start, duration in log.of("compute").rows(
-        "device", "start", "duration"
-    ):
+    computations = log.of("compute")
+    for device, start, duration in computations.rows("device", "start", "duration"):
         computing[device].extend((start, start + duration))
-    for device, peer, content, cast in (
-        log.of("receive").within(*window).rows("device", "peer", "bytes", "cast")
-    ):
-        if not cast:
-            size, link = 8 * wire_bytes(content), experiment.links.get((peer, device))
-            carried["link", peer, device] += (
-                link.transmission_time(wire_bytes(content)) if link is not None else 0.0
-            )
-            carried["up", peer] += size / access[peer][0]
-            carried["down", device] += size / access[device][1]
-    processors = (
-        length(clip(np.frombuffer(computing[spec.name]).reshape(-1, 2), *window))
-        / spec.processors
-        for spec in experiment.devices
-    )
-    return max([0.0, *processors, *carried.values()])
+    arrivals = log.of("receive").within(*window)
+    for device, peer, content, cast in arrivals.rows("device", "peer", "bytes", "cast"):
+        # Other devices share the channel of a broadcast.
+        if cast:
+            continue
+        size = wire_bytes(content)
+        link = experiment.links.get((peer, device))
+        if link is not None:
+            carried["link", peer, device] += link.transmission_time(size)
+        carried["up", peer] += 8 * size / uplinks[peer]
+        carried["down", device] += 8 * size / downlinks[device]
+    busy = [0.0, *carried.values()]
+    for spec in experiment.devices:
+        work = np.frombuffer(computing[spec.name]).reshape(-1, 2)
+        busy.append(length(clip(work, *window)) / spec.processors)
+    return max(busy)
 
 
 def _over_predicted(record: RunView) -> float | None:
@@ -159,11 +154,8 @@ def _over_bound(record: RunView) -> float | None:
 
 def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[RunView], float | None]:
     def figure(record: RunView) -> float | None:
-        return (
-            fmean(map(part, record.cached(_path_times)))
-            if record.cached(_path_times)
-            else None
-        )
+        times = record.cached(_path_times)
+        return fmean(map(part, times)) if times else None
 
     return figure
 
@@ -249,10 +241,11 @@ FIGURES = (
 
 def _has_model(metrics: Metrics) -> bool:
     """Return whether some device holds units of a model."""
-    # The first unit of each piece and the one after its last: those of a program are the same.
-    return "requests" in metrics and any(
-        len(set(row.get("units", ()))) > 1 for row in metrics["devices"].values()
-    )
+    if "requests" not in metrics:
+        return False
+    # The first unit of each piece and the one after its last: those of a program are equal.
+    rows = metrics["devices"].values()
+    return any(len(set(row.get("units", ()))) > 1 for row in rows)
 
 
 def _describe_weights(metrics: Metrics) -> str:
@@ -262,17 +255,16 @@ def _describe_weights(metrics: Metrics) -> str:
 def _weights_note(metrics: Metrics) -> str:
     if metrics["weights"] is None:
         return "drawn from the seed: the answers are meaningless"
-    return (
-        "read from this file"
-        if metrics["status"] == "finished"
-        else "given to begin with; the run did not finish"
-    )
+    if metrics["status"] == "finished":
+        return "read from this file"
+    return "given to begin with; the run did not finish"
 
 
 def _requests_note(metrics: Metrics) -> str:
-    return "{requests_per_second} a second" + (
-        ", {requests_failed} failed" if metrics["requests_failed"] else ""
-    )
+    note = "{requests_per_second} a second"
+    if metrics["requests_failed"]:
+        note += ", {requests_failed} failed"
+    return note
 
 
 ROWS = (

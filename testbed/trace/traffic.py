@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import compress, repeat
@@ -21,33 +22,23 @@ def _sum_of_links(key: str, record: RunView) -> int:
 
 
 def _reception_ratio(record: RunView) -> float | None:
-    meant = sum(
-        sum(map(len, peers)) for _, (peers,) in record.of("cast").columns("peers")
-    )
+    meant = sum(len(peers) for (peers,) in record.of("cast").rows("peers"))
     heard = sum(record.cached(_count_heard).values())
     return heard / meant if meant else None
 
 
 def _count_heard(record: RunView) -> Counter[Pair]:
-    """Return how many casts each directed pair of devices carried."""
+    """Return the number of received casts by directed pair of devices."""
     heard: Counter[Pair] = Counter()
-    for _, (peers, own, casts) in record.of("receive").columns(
-        "peer", "device", "cast"
-    ):
-        heard.update(
-            compress(
-                zip(peers, own, strict=False), (cast is not None for cast in casts)
-            )
-        )
+    received = record.of("receive")
+    for _, (peers, own, casts) in received.columns("peer", "device", "cast"):
+        is_cast = (cast is not None for cast in casts)
+        heard.update(compress(zip(peers, own, strict=False), is_cast))
     return heard
 
 
 def _cast_time(record: RunView) -> float | None:
-    durations = [
-        duration
-        for _, (durations,) in record.of("cast").columns("duration")
-        for duration in durations
-    ]
+    durations = [duration for (duration,) in record.of("cast").rows("duration")]
     return median(durations) if durations else None
 
 
@@ -112,7 +103,7 @@ class LinkUse:
     """Bytes with all headers."""
     casts: int = 0
 
-    def add(self, number: int, content: int, is_cast: bool) -> None:
+    def add(self, number: int, content: int, *, is_cast: bool) -> None:
         """Count a number of equal messages of so many bytes."""
         framed = cast_wire_bytes(content) if is_cast else wire_bytes(content)
         self.messages += number
@@ -129,18 +120,15 @@ def _link_uses(record: RunView) -> dict[Pair, LinkUse]:
     for event, (own, peer, peers, sizes) in sent.columns(
         "device", "peer", "peers", "bytes"
     ):
-        meant = (
-            zip(peer, strict=False)
-            if event == "send"
-            else (tuple(each or ()) for each in peers)
-        )
-        alike.update(
-            zip(repeat(event), own, meant, (size or 0 for size in sizes), strict=False)
-        )
+        receivers_of: Iterable[tuple[str, ...]] = zip(peer, strict=False)
+        if event == "cast":
+            receivers_of = (tuple(names or ()) for names in peers)
+        contents = (size or 0 for size in sizes)
+        alike.update(zip(repeat(event), own, receivers_of, contents, strict=False))
     uses: defaultdict[Pair, LinkUse] = defaultdict(LinkUse)
     for (event, device, receivers, content), number in alike.items():
         for receiver in receivers:
-            uses[device, receiver].add(number, content, event == "cast")
+            uses[device, receiver].add(number, content, is_cast=event == "cast")
     return uses
 
 
@@ -149,14 +137,14 @@ def links(record: RunView) -> list[dict[str, Any]]:
     uses, heard = _link_uses(record), record.cached(_count_heard)
     known, bounded = record.experiment.links, record.experiment.bounded_links()
     measured = {(item.source, item.destination): item for item in record.outcome.links}
-    asked = cache(
-        lambda link: link and asdict(link)
-    )  # of thousands of links most are asked the same of
+    # Cached, since most of a thousand links have the same properties.
+    as_dict = cache(lambda link: link and asdict(link))
     rows = []
     for pair in dict.fromkeys([*known, *uses]):
         if pair not in uses and pair not in measured:
             continue
-        use, measurement = uses.get(pair, LinkUse()), measured.get(pair)
+        use = uses.get(pair, LinkUse())
+        measurement = measured.get(pair)
         requested = measurement.requested if measurement else known.get(pair)
         rows.append(
             {
@@ -166,7 +154,7 @@ def links(record: RunView) -> list[dict[str, Any]]:
                 "bytes": use.bytes,
                 "casts": use.casts,
                 "casts_heard": heard[pair],
-                "requested": asked(requested),
+                "requested": as_dict(requested),
                 "rate_at_best": bounded[pair].rate if pair in bounded else None,
                 "measured": measurement.figures() if measurement else None,
                 "problem": measurement.problem if measurement else None,

@@ -1,22 +1,22 @@
-"""Whether the timings of a run can be trusted, and why not.
+"""The verdict: whether the timings of a run can be trusted, with reasons.
 
-A run on containers is trusted when every check holds. A simulation measures nothing: its figures are a prediction
-from the scenario's own figures, and only the checks on the run's course apply to it.
+A run on containers is trusted if every check holds. A simulation measures nothing: its metrics are a prediction from
+the values of the scenario, and only the checks of the run's course apply.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from typing import Any
 
 from testbed.experiment import Experiment
 from testbed.faults.link_actions import Flap
 from testbed.trace.disturbances import Strike
-from testbed.trace.host import HostTime, added
+from testbed.trace.events import Event
+from testbed.trace.host import HostTime, added_time
 from testbed.trace.log import EventLog
 from testbed.trace.modelled import left_out
 from testbed.trace.outcome import Outcome
@@ -69,10 +69,10 @@ class Check:
 def verdict(record: RunView) -> dict[str, Any]:
     """Return ``kind`` (trusted, not trusted or prediction), ``trusted``, ``summary``, ``reasons`` and ``checks``.
 
-    Of ``outcome.fidelity`` these figures are understood, each optional: ``host_load``, ``host_saturated`` and
-    ``host_stolen`` (shares of the run), ``queues`` (per device, packets dropped by kind) and ``lateness`` (of the delay
-    lines, in seconds: ``mean``, and by percentile ``p50``, ``p99``), and ``clocks`` (of several hosts, by how many
-    seconds each may be off), ``lost`` (what a run that finished does not have, in words), and ``unlimited`` (limits of
+    The checks read these optional entries of ``outcome.fidelity``: ``host_load``, ``host_saturated`` and
+    ``host_stolen`` (shares of the run), ``queues`` (packets dropped by kind, for each device), ``lateness`` (of the
+    delay lines, in seconds: ``mean``, and the percentiles ``p50`` and ``p99``), ``clocks`` (maximum offset in seconds
+    of each of several hosts), ``lost`` (texts about missing parts of a finished run), and ``unlimited`` (limits of
     devices that the kernel ignored).
     """
     outcome, experiment = record.outcome, record.experiment
@@ -83,11 +83,11 @@ def verdict(record: RunView) -> dict[str, Any]:
         *_check_faults(experiment, record.log, record.strikes),
         *_check_changes(record.log, experiment),
     ]
-    emulated = outcome.runtime == "emulate"
-    if emulated:
+    is_emulated = outcome.runtime == "emulate"
+    if is_emulated:
         checks += [
             _check_links(outcome, experiment),
-            _check_host(record.cached(added), outcome.fidelity),
+            _check_host(record.cached(added_time), outcome.fidelity),
             *_check_recoveries(record.cached(recovery_list)),
             *_check_stolen_time(outcome.fidelity),
             *_check_queues(outcome.fidelity),
@@ -96,29 +96,27 @@ def verdict(record: RunView) -> dict[str, Any]:
             *_check_limits(outcome.fidelity),
         ]
     else:
-        checks += _left_out(experiment)
-    reasons = [check.detail for check in checks if check.ok is False]
-    notes = "".join(
-        f"; {check.detail}"
-        for check in checks
-        if check.ok is None and check.name in ("model", "rounds")
-    )
+        checks += _check_model(experiment)
+    reasons = []
+    notes = []
+    for check in checks:
+        if check.ok is False:
+            reasons.append(check.detail)
+        elif check.ok is None and check.name in ("model", "rounds"):
+            notes.append(check.detail)
     if reasons:
-        kind, summary = "not trusted", "; ".join(reasons)
-    elif emulated:
-        kind, summary = (
-            "trusted",
-            f"links, pacing, faults and host were all as the scenario asks{notes}",
-        )
+        kind = "not trusted"
+        texts = reasons
+    elif is_emulated:
+        kind = "trusted"
+        texts = ["links, pacing, faults and host were all as the scenario asks", *notes]
     else:
-        kind, summary = (
-            "prediction",
-            f"simulated from the scenario's values, without measurements{notes}",
-        )
+        kind = "prediction"
+        texts = ["simulated from the scenario's values, without measurements", *notes]
     return {
         "kind": kind,
         "trusted": not reasons,
-        "summary": summary,
+        "summary": "; ".join(texts),
         "reasons": reasons,
         "checks": [asdict(check) for check in checks],
     }
@@ -130,18 +128,9 @@ def _check_clocks(fidelity: Mapping[str, Any]) -> list[Check]:
     if not clocks:
         return []
     worst = max(clocks, key=lambda host: clocks[host])
-    detail = (
-        f"the clocks of {len(clocks)} hosts are known to {clocks[worst] * 1e3:.2f} ms"
-    )
-    return [
-        _bounded_check(
-            "clocks",
-            clocks[worst],
-            CLOCKS,
-            f"{detail}, that of {worst} the least",
-            f"{CLOCKS * 1e3:g} ms",
-        )
-    ]
+    offset = clocks[worst]
+    detail = f"the clocks of {len(clocks)} hosts are known to {offset * 1e3:.2f} ms, that of {worst} the least"
+    return [_bounded_check("clocks", offset, CLOCKS, detail, f"{CLOCKS * 1e3:g} ms")]
 
 
 def _check_limits(fidelity: Mapping[str, Any]) -> list[Check]:
@@ -157,19 +146,17 @@ def _bounded_check(
     name: str, value: float, most: float, detail: str, limit: str
 ) -> Check:
     """Return a check of a value against a bound, which is named in the detail on failure."""
-    return Check(
-        name, value <= most, detail if value <= most else f"{detail} (at most {limit})"
-    )
+    if value <= most:
+        return Check(name, True, detail)
+    return Check(name, False, f"{detail} (at most {limit})")
 
 
-def _left_out(experiment: Experiment) -> list[Check]:
+def _check_model(experiment: Experiment) -> list[Check]:
     """Name the requested link properties not modelled by the simulation (see `testbed.trace.modelled`)."""
     unmodelled = left_out(experiment)
-    return (
-        [Check("model", None, f"not in the model: {' and '.join(unmodelled)}")]
-        if unmodelled
-        else []
-    )
+    if not unmodelled:
+        return []
+    return [Check("model", None, f"not in the model: {' and '.join(unmodelled)}")]
 
 
 def _check_course(outcome: Outcome) -> Check:
@@ -182,20 +169,20 @@ def _check_course(outcome: Outcome) -> Check:
 
 def _name_gaps(log: EventLog, wanted: str) -> list[str]:
     """Name steps (or requests) missing from the log before later ones."""
-    ended = [wanted, "failed"] if wanted == "request" else [wanted]
-    recorded = {
-        number
-        for name in ended
-        for (number,) in log.of(name).rows(wanted)
-        if isinstance(number, int)
-    }
+    # A request that was given up is not missing.
+    names = [wanted, "failed"] if wanted == "request" else [wanted]
+    recorded = set()
+    for (number,) in log.of(*names).rows(wanted):
+        if isinstance(number, int):
+            recorded.add(number)
     if not recorded or len(recorded) == max(recorded) - min(recorded) + 1:
         return []
     missing = sorted(set(range(min(recorded), max(recorded))) - recorded)
-    shown = ", ".join(map(str, missing[:NAMED])) + (
-        ", ..." if len(missing) > NAMED else ""
-    )
-    return [f"{len(missing)} {wanted}{'s' * (len(missing) > 1)} ({shown})"]
+    numbers = list(map(str, missing[:NAMED]))
+    if len(missing) > NAMED:
+        numbers.append("...")
+    plural = "s" if len(missing) > 1 else ""
+    return [f"{len(missing)} {wanted}{plural} ({', '.join(numbers)})"]
 
 
 def _check_record(record: RunView) -> Check:
@@ -210,21 +197,19 @@ def _check_record(record: RunView) -> Check:
     workload = experiment.workload
     wanted = workload.progress
     if not log.of(wanted):
-        hint = (
-            f': programs report their work by device.record("{wanted}", ...)'
-            if workload.needs_record
-            else ""
-        )
+        hint = ""
+        if workload.needs_record:
+            hint = f': programs report their work by device.record("{wanted}", ...)'
         return Check("events", False, f"no {wanted} was recorded{hint}")
-    if outcome.status == "finished" and (
-        lost := [*_name_gaps(log, wanted), *outcome.fidelity.get("lost", ())]
-    ):
-        return Check("events", False, f"the run finished without {' and '.join(lost)}")
+    if outcome.status == "finished":
+        lost = [*_name_gaps(log, wanted), *outcome.fidelity.get("lost", ())]
+        if lost:
+            text = f"the run finished without {' and '.join(lost)}"
+            return Check("events", False, text)
+    # A fault may lose a reception whose acknowledgement was sent.
     if not experiment.faults and not log.of("fault"):
-        sent, received = (
-            _count_pairs(log.of("send"), "device", "peer"),
-            _count_pairs(log.of("receive"), "peer", "device"),
-        )
+        sent = _count_pairs(log.of("send"), "device", "peer")
+        received = _count_pairs(log.of("receive"), "peer", "device")
         missing = sum((sent - received).values())
         if missing > max(1, LOST_EVENTS * sent.total()):
             return Check(
@@ -238,29 +223,27 @@ def _check_record(record: RunView) -> Check:
 def _missed_updates(record: RunView) -> list[Check]:
     """Check for rounds that ended without a device although no fault occurred; `round_deadline` requires this."""
     experiment, log = record.experiment, record.log
-    if (
-        not log.of("round")
-        or experiment.faults
-        or experiment.changes
-        or log.of("fault")
-    ):
+    is_disturbed = experiment.faults or experiment.changes or log.of("fault")
+    if is_disturbed or not log.of("round"):
         return []
     late = sum(len(event.fields["devices"]) for event in log.of("missed"))
     if not late:
         return []
-    given = getattr(experiment.workload.method, "round_deadline", None) is not None
-    remedy = "" if given else ": give a larger round_deadline or use a less loaded host"
-    detail = f"{late} update{'s' * (late > 1)} missed the deadline of their round though no fault struck{remedy}"
-    return [Check("rounds", None if given else False, detail)]
+    plural = "s" if late > 1 else ""
+    detail = f"{late} update{plural} missed the deadline of their round though no fault struck"
+    # A deadline in the scenario may be meant to cut slow devices off; the default one is not.
+    if getattr(experiment.workload.method, "round_deadline", None) is not None:
+        return [Check("rounds", None, detail)]
+    remedy = "give a larger round_deadline or use a less loaded host"
+    return [Check("rounds", False, f"{detail}: {remedy}")]
 
 
 def _count_pairs(log: EventLog, *ends: str) -> Counter[Any]:
-    """Return how many messages went between each two devices."""
-    return Counter(
-        chain.from_iterable(
-            zip(*columns, strict=False) for _, columns in log.columns(*ends)
-        )
-    )
+    """Return the number of messages between each two devices."""
+    pairs: Counter[Any] = Counter()
+    for _, columns in log.columns(*ends):
+        pairs.update(zip(*columns, strict=False))
+    return pairs
 
 
 def _check_faults(
@@ -271,73 +254,57 @@ def _check_faults(
         return []
     absent = wanted - Counter(strike.action for strike in struck)
     if absent:
-        return [
-            Check(
-                "faults", False, f"never struck: {', '.join(sorted(absent.elements()))}"
-            )
-        ]
+        names = ", ".join(sorted(absent.elements()))
+        return [Check("faults", False, f"never struck: {names}")]
     late = max((strike.struck - strike.intended for strike in struck), default=0.0)
     if late > FAULT_LATENESS:
         worst = max(struck, key=lambda strike: strike.struck - strike.intended)
-        return [
-            Check(
-                "faults",
-                False,
-                f"{worst.action} of {worst.target} struck {late:.2f} s late",
-            )
-        ]
+        text = f"{worst.action} of {worst.target} struck {late:.2f} s late"
+        return [Check("faults", False, text)]
     for event in log.of("fault"):
         fields = event.fields
         # A device that was killed takes its time to start.
-        if (
-            fields.get("phase") == "undo"
-            and fields.get("action") != "kill"
-            and "intended" in fields
-        ):
-            beyond = event.time - float(fields["intended"])
-            if beyond > FAULT_LATENESS:
-                what = f"{fields['action']} of {fields['target']}"
-                return [
-                    Check(
-                        "faults",
-                        False,
-                        f"{what} lasted {beyond:.2f} s longer than intended",
-                    )
-                ]
-    return [
-        Check(
-            "faults",
-            True,
-            f"{len(struck)} struck, the latest {late * 1e3:z.0f} ms late",
-        )
-    ]
+        if fields.get("phase") != "undo" or fields.get("action") == "kill":
+            continue
+        # A fault that was undone by hand has no intended end.
+        beyond = event.time - float(fields.get("intended", event.time))
+        if beyond > FAULT_LATENESS:
+            text = f"{fields['action']} of {fields['target']} lasted {beyond:.2f} s longer than intended"
+            return [Check("faults", False, text)]
+    text = f"{len(struck)} struck, the latest {late * 1e3:z.0f} ms late"
+    return [Check("faults", True, text)]
 
 
 def _check_changes(log: EventLog, experiment: Experiment) -> list[Check]:
-    """Judge how late changes of the trace and of flapping links took effect."""
-    checks = []
-    actions = [fault.action for fault in experiment.faults]
-    flaps = [action.value for action in actions if isinstance(action, Flap)]
-    shortest = min((min(flap.down, flap.up) for flap in flaps), default=math.inf)
-    for name, kind, bound in (
-        ("trace", "trace", CHANGE_LATENESS),
-        ("flaps", "fault", min(CHANGE_LATENESS, FLAP_LATENESS_SHARE * shortest)),
-    ):
-        late = [
-            event.time - float(event.fields["intended"])
-            for event in log.of(kind)
-            if (kind == "trace" or event.fields.get("action") == "flap")
-            # What is done by hand cannot be late.
-            and "intended" in event.fields
-        ]
-        if not late:
-            continue
-        beyond = sum(each > bound for each in late)
-        detail = f"{len(late)} changes by the {name}, the latest {max(late) * 1e3:.0f} ms late"
-        if beyond:
-            detail = f"{beyond} of {detail} (at most {bound * 1e3:.3g} ms)"
-        checks.append(Check(name, not beyond, detail))
-    return checks
+    """Check the lateness of link trace entries and of flapping links."""
+    shortest = math.inf
+    for fault in experiment.faults:
+        if isinstance(fault.action, Flap):
+            flap = fault.action.value
+            shortest = min(shortest, flap.down, flap.up)
+    flap_bound = min(CHANGE_LATENESS, FLAP_LATENESS_SHARE * shortest)
+    flaps = [event for event in log.of("fault") if event.fields.get("action") == "flap"]
+    return [
+        *_bound_changes("trace", log.of("trace"), CHANGE_LATENESS),
+        *_bound_changes("flaps", flaps, flap_bound),
+    ]
+
+
+def _bound_changes(name: str, events: Iterable[Event], bound: float) -> Iterator[Check]:
+    late = []
+    for event in events:
+        # A change by hand has no intended time and cannot be late.
+        if "intended" in event.fields:
+            late.append(event.time - float(event.fields["intended"]))
+    if not late:
+        return
+    beyond = sum(seconds > bound for seconds in late)
+    detail = (
+        f"{len(late)} changes by the {name}, the latest {max(late) * 1e3:.0f} ms late"
+    )
+    if beyond:
+        detail = f"{beyond} of {detail} (at most {bound * 1e3:.3g} ms)"
+    yield Check(name, not beyond, detail)
 
 
 def _check_links(outcome: Outcome, experiment: Experiment) -> Check:
@@ -357,22 +324,17 @@ def _check_links(outcome: Outcome, experiment: Experiment) -> Check:
 def _check_host(host_time: HostTime, fidelity: Mapping[str, Any]) -> Check:
     if host_time.seconds <= 0:
         return Check("host", None, "no step and no request was done")
-    computing, messaging = (
-        host_time.computing / host_time.seconds,
-        host_time.messaging / host_time.seconds,
-    )
+    share = host_time.share
+    computing = host_time.computing / host_time.seconds
+    messaging = host_time.messaging / host_time.seconds
     detail = (
-        f"the host added {host_time.share:.1%} to the time of steps or requests: {computing:.1%} by computing late, "
+        f"the host added {share:.1%} to the time of steps or requests: {computing:.1%} by computing late, "
         f"{messaging:.1%} by messages later than their links make them"
     )
-    check = _bounded_check(
-        "host", host_time.share, HOST_SHARE, detail, f"{HOST_SHARE:.0%}"
-    )
-    return (
-        check
-        if check.ok
-        else replace(check, detail=check.detail + _describe_load(fidelity))
-    )
+    check = _bounded_check("host", share, HOST_SHARE, detail, f"{HOST_SHARE:.0%}")
+    if check.ok:
+        return check
+    return replace(check, detail=check.detail + _describe_load(fidelity))
 
 
 def _describe_load(fidelity: Mapping[str, Any]) -> str:
@@ -389,16 +351,9 @@ def _check_recoveries(recovered: Sequence[Mapping[str, Any]]) -> list[Check]:
         return []
     worst = max(done, key=lambda item: float(item["deficit"] / item["seconds"]))
     part = worst["deficit"] / worst["seconds"]
+    most = RECOVERY_DEFICIT_SHARE
     detail = f"computing slower than asked made up {part:.1%} of a recovery"
-    return [
-        _bounded_check(
-            "recovery",
-            part,
-            RECOVERY_DEFICIT_SHARE,
-            detail,
-            f"{RECOVERY_DEFICIT_SHARE:.0%}",
-        )
-    ]
+    return [_bounded_check("recovery", part, most, detail, f"{most:.0%}")]
 
 
 def _check_stolen_time(fidelity: Mapping[str, Any]) -> list[Check]:
@@ -415,21 +370,18 @@ def _check_queues(fidelity: Mapping[str, Any]) -> list[Check]:
     queues = fidelity.get("queues")
     if queues is None:
         return []
-    lost = {
-        name: sum(n for kind, n in counts.items() if kind != "sender_drops")
-        for name, counts in queues.items()
-    }
-    link = sum(counts.get("sender_drops", 0) for counts in queues.values())
+    lost: dict[str, int] = {}
+    link = 0
+    for name, counts in queues.items():
+        # The queue before a link's rate belongs to the link: its drops are requested loss.
+        own_drops = counts.get("sender_drops", 0)
+        link += own_drops
+        lost[name] = sum(counts.values()) - own_drops
     total = sum(lost.values())
     if total > QUEUE_OVERFLOWS:
         worst = max(lost, key=lambda name: lost[name])
-        return [
-            Check(
-                "queues",
-                False,
-                f"the emulation dropped {total} packets for want of time, most at {worst}",
-            )
-        ]
+        text = f"dropped {total} packets because the host was too slow, most at {worst}"
+        return [Check("queues", False, f"the emulation {text}")]
     own = f"; {link} overflowed the queues of the links themselves" if link else ""
     return [Check("queues", True, f"the emulation dropped no packet of its own{own}")]
 
@@ -438,10 +390,8 @@ def _check_delays(fidelity: Mapping[str, Any], experiment: Experiment) -> list[C
     lateness = fidelity.get("lateness", {}).get("p99")
     if lateness is None:
         return []
-    shortest = min(
-        (link.delay for link in experiment.links.values() if link.delay > 0),
-        default=0.0,
-    )
+    delays = {link.delay for link in experiment.links.values()} - {0.0}
+    shortest = min(delays, default=0.0)
     limit = max(DELAY_LATENESS, DELAY_LATENESS_SHARE * shortest)
     detail = f"1% of the packets were delayed by {lateness * 1e3:.2f} ms more than asked, or later"
     return [_bounded_check("delays", lateness, limit, detail, f"{limit * 1e3:g} ms")]

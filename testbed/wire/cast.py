@@ -56,7 +56,8 @@ class CastForm:
         self.name = name
         self._names = sorted({name, *devices})
         self._places = {name: place for place, name in enumerate(self._names)}
-        self._bitmap = -(-len(self._names) // 8)
+        self._bitmap = math.ceil(len(self._names) / 8)
+        """Bytes of the audience."""
         self._header_sizes: dict[object, int] = {}
 
     def header_size(self, message: Message, peers: Collection[str], fields: int) -> int:
@@ -84,21 +85,19 @@ class CastForm:
         encoded = bytearray(self._places[self.name].to_bytes(2, "little"))
         encoded += audience.to_bytes(self._bitmap, "little")
         try:
-            fields = (
-                json.dumps(dict(message.fields), separators=(",", ":")).encode()
-                if message.fields
-                else b""
-            )
+            fields = b""
+            # An empty object would take two of the bytes that this encoding saves.
+            if message.fields:
+                text = json.dumps(dict(message.fields), separators=(",", ":"))
+                fields = text.encode()
             if len(fields) > HEADER_LIMIT:
                 raise WireError(
                     f"the fields of '{message.kind}' take {len(fields)} bytes; at most {HEADER_LIMIT} are allowed"
                 )
-            encoded += (
-                _encode_text(message.kind)
-                + _encode_length(len(fields))
-                + fields
-                + bytes([len(message.tensors)])
-            )
+            encoded += _encode_text(message.kind)
+            encoded += _encode_length(len(fields))
+            encoded += fields
+            encoded += bytes([len(message.tensors)])
             for name, tensor in message.tensors.items():
                 code = _TYPES.index(safetensors.type_of(name, tensor))
                 encoded += _encode_text(name) + bytes([code, len(tensor.shape)])
@@ -112,11 +111,10 @@ class CastForm:
 
     def encode(self, message: Message, peers: Collection[str]) -> bytes:
         """Return the bytes of a message for the named peers; raises WireError as `header` does."""
-        values = (
-            [tensor.data for tensor in arrays.to_raw(message.tensors)]
-            if message.tensors
-            else []
-        )
+        values = []
+        # Without tensors, no array library is imported.
+        if message.tensors:
+            values = [tensor.data for tensor in arrays.to_raw(message.tensors)]
         return b"".join([self.header(message, peers), *values, bytes(message.padding)])
 
     def decode(self, data: bytes | bytearray) -> tuple[Message, int] | None:
@@ -137,37 +135,32 @@ class CastForm:
 
     def _decode(self, reader: _Reader) -> tuple[Message, int] | None:
         sender = self._names[int.from_bytes(reader.take_bytes(2), "little")]
-        if (
-            not int.from_bytes(reader.take_bytes(self._bitmap), "little")
-            >> self._places[self.name]
-            & 1
-        ):
+        audience = int.from_bytes(reader.take_bytes(self._bitmap), "little")
+        if not audience >> self._places[self.name] & 1:
             return None
-        kind, text = reader.read_text(), reader.take_bytes(reader.read_length())
+        kind = reader.read_text()
+        text = reader.take_bytes(reader.read_length())
         fields = json.loads(text) if text else {}
         if not isinstance(fields, dict):
             raise WireError("the fields must be a JSON object")
         described = []
         for _ in range(reader.take_bytes(1)[0]):
-            name, (code, axes) = reader.read_text(), reader.take_bytes(2)
-            described.append(
-                (name, _TYPES[code], tuple(reader.read_length() for _ in range(axes)))
-            )
-        padding, header = reader.read_length(), reader.place
+            name = reader.read_text()
+            code, axes = reader.take_bytes(2)
+            shape = tuple(reader.read_length() for _ in range(axes))
+            described.append((name, _TYPES[code], shape))
+        padding = reader.read_length()
+        header = reader.place
         raw = []
         for name, dtype, shape in described:
-            # Copy the values, since they are not aligned inside the datagrams.
-            values = memoryview(
-                bytearray(
-                    reader.take_bytes(math.prod(shape) * safetensors.ITEM_SIZES[dtype])
-                )
-            )
-            raw.append(Raw(name, dtype, shape, values))
+            size = math.prod(shape) * safetensors.ITEM_SIZES[dtype]
+            # A copy, since values are not aligned inside the datagrams.
+            values = bytearray(reader.take_bytes(size))
+            raw.append(Raw(name, dtype, shape, memoryview(values)))
         if reader.left != padding:
             raise WireError("payload length does not match the header")
-        return Message(
-            kind, fields, arrays.from_raw(raw) if raw else {}, sender, padding
-        ), header
+        tensors = arrays.from_raw(raw) if raw else {}
+        return Message(kind, fields, tensors, sender, padding), header
 
 
 def with_gaps(
@@ -176,8 +169,7 @@ def with_gaps(
     """Return a broadcast without the given lost frames of ``frame`` bytes each, numbered from 0.
 
     A value is missing if any of its bytes is lost; `Message.missing` marks it and the value becomes zero. Returns None
-    if
-    a lost frame holds some of the ``header`` bytes, since nothing can be decoded then.
+    if a lost frame holds some of the ``header`` bytes, since nothing can be decoded then.
     """
     lost = sorted(lost)
     if lost and lost[0] * frame < header:
@@ -193,12 +185,13 @@ def with_gaps(
             # Offsets of the frame from the first value of this tensor; a value cut by a frame's edge is lost.
             first_byte = number * frame - start
             first = first_byte // size
-            last = -(-(first_byte + frame) // size)
+            last = math.ceil((first_byte + frame) / size)
+            # Negative offsets are in an earlier tensor, not at the end of this one.
             gaps[max(0, first) : max(0, last)] = True
         if gaps.any():
-            tensors[name], missing[name] = arrays.library_of(tensor).mask(
-                tensor, gaps.reshape(tuple(tensor.shape))
-            )
+            library = arrays.library_of(tensor)
+            shaped = gaps.reshape(tuple(tensor.shape))
+            tensors[name], missing[name] = library.mask(tensor, shaped)
     if not missing:
         return message
     return replace(message, tensors=tensors, missing=missing)

@@ -32,10 +32,8 @@ HTTP_HEADERS = 132
 def wire_bytes(content: float) -> float:
     """Return the bytes on the wire of a message with ``content`` bytes, sent over HTTP.
 
-    Example::
-
-        >>> wire_bytes(1000)
-        1198
+    >>> wire_bytes(1000)
+    1198
     """
     stream = content + HTTP_HEADERS
     segments = math.ceil(stream / SEGMENT)
@@ -43,10 +41,19 @@ def wire_bytes(content: float) -> float:
 
 
 def chunks(content: float) -> int:
-    """Return the number of datagrams for a broadcast of ``content`` bytes."""
+    """Return the number of datagrams for a broadcast of ``content`` bytes.
+
+    >>> chunks(3000)
+    3
+    """
+    # An empty broadcast is a datagram as well.
     return max(1, math.ceil(content / CAST_CHUNK))
 
 
 def cast_wire_bytes(content: float) -> float:
-    """Return the bytes on the wire of a broadcast with ``content`` bytes, including all datagram headers."""
+    """Return the bytes on the wire of a broadcast with ``content`` bytes, including all datagram headers.
+
+    >>> cast_wire_bytes(1000)
+    1062
+    """
     return content + chunks(content) * (CAST_HEADERS + ETHERNET_HEADER)

@@ -29,10 +29,9 @@ class Message:
     delivers the message and never taken from the program. ``padding`` is a number of bytes charged in addition to the
     content, for programs that study timing without tensors.
 
-    Example::
-
-        message = Message("gradient", {"batch": 3}, {"tensor": torch.zeros(8, 10)})
-        message["batch"]  # 3
+    >>> message = Message("loss", {"batch": 3, "loss": 0.25})
+    >>> message["batch"]
+    3
     """
 
     kind: str
@@ -96,6 +95,9 @@ def encode(
 
     The values of the tensors are copied, so the program may modify them afterwards. Raises WireError if the fields are
     not JSON or a tensor's type has no wire encoding.
+
+    >>> decode(encode(Message("hello", {"step": 1}), "worker1")).message.sender
+    'worker1'
     """
     header = {
         "kind": message.kind,
@@ -109,10 +111,9 @@ def encode(
     _check_header(len(text), message.kind)
     body: list[Buffer] = []
     if message.tensors:
+        offset = _PREFIX.size + len(text)
         try:
-            body = safetensors.write(
-                arrays.to_raw(message.tensors), offset=_PREFIX.size + len(text)
-            )
+            body = safetensors.write(arrays.to_raw(message.tensors), offset=offset)
         except TensorError as error:
             raise WireError(f"message '{message.kind}': {error}") from error
     prefix = _PREFIX.pack(MAGIC, VERSION, len(text), sum(len(piece) for piece in body))
@@ -124,6 +125,9 @@ def content_size(message: Message, sender: str) -> int:
 
     The result is exact if the incarnation and the sequence number have their usual number of digits. Raises WireError
     as `encode` does.
+
+    >>> content_size(Message("hello", {"step": 1}), "worker1")
+    130
     """
     return _content_size(message, sender, _read_back(message)[1])
 
@@ -134,7 +138,11 @@ def size(message: Message, sender: str) -> float:
 
 
 def size_around(tensor: float) -> float:
-    """Return the approximate bytes on the wire of a message with one tensor of ``tensor`` bytes, for planners."""
+    """Return the approximate bytes on the wire of a message with one tensor of ``tensor`` bytes, for planners.
+
+    >>> size_around(1e6)
+    1046058.0
+    """
     return wire_bytes(tensor + ENVELOPE)
 
 
@@ -145,9 +153,8 @@ def delivered(message: Message, sender: str) -> tuple[Message, int]:
     `encode` does.
     """
     fields, length = _read_back(message)
-    return _copy_for_receiver(message, fields, sender), _content_size(
-        message, sender, length
-    )
+    copy = _copy_for_receiver(message, fields, sender)
+    return copy, _content_size(message, sender, length)
 
 
 def as_cast(message: Message, sender: str) -> tuple[Message, int]:
@@ -197,12 +204,8 @@ def _read_back(message: Message) -> tuple[Mapping[str, Any], int]:
 @lru_cache(10_000)
 def _size_around(kind: str, sender: str, padding: int) -> int:
     """Return the size of a header without the fields."""
-    return (
-        _SIZE_WITHOUT_TEXTS
-        + _quoted_size(kind)
-        + _quoted_size(sender)
-        + len(str(padding))
-    )
+    texts = _quoted_size(kind) + _quoted_size(sender) + len(str(padding))
+    return _SIZE_WITHOUT_TEXTS + texts
 
 
 # Cached for names of kinds, devices and fields, of which a run has few.
@@ -213,6 +216,7 @@ def _quoted_size(text: str) -> int:
 
 def _flat_size(fields: Mapping[str, Any]) -> int:
     """Return the JSON size of an object without nested values, or 0 if only encoding can tell."""
+    # Most messages have a few numbers: adding up lengths is several times as fast as encoding them.
     length = 1
     for key, value in fields.items():
         kind = type(value)
@@ -264,22 +268,7 @@ def decode(data: Buffer) -> Envelope:
         header = json.loads(bytes(view[_PREFIX.size : end]))
     except (ValueError, RecursionError) as error:
         raise WireError("the header of the message is not JSON") from error
-    if (
-        not isinstance(header, dict)
-        or {key: type(value) for key, value in header.items()} != _HEADER_TYPES
-    ):
-        raise WireError(
-            "the header of the message has missing, unknown or mistyped keys"
-        )
-    if header["padding"] != len(view) - end - body_size:
-        raise WireError("the padding of the message does not match its header")
-    if (
-        not 0 <= header["incarnation"] < 1 << 63
-        or not 0 <= header["sequence"] < 1 << 63
-    ):
-        raise WireError(
-            "the incarnation or sequence number of the message is out of range"
-        )
+    _check_header_values(header, padding=len(view) - end - body_size)
     arrived = {}
     if body_size:
         try:
@@ -290,6 +279,22 @@ def decode(data: Buffer) -> Envelope:
         header["kind"], header["fields"], arrived, header["sender"], header["padding"]
     )
     return Envelope(message, header["incarnation"], header["sequence"])
+
+
+def _check_header_values(header: Any, padding: int) -> None:
+    is_object = isinstance(header, dict)
+    # Exact types: true is an instance of int.
+    if not is_object or {key: type(header[key]) for key in header} != _HEADER_TYPES:
+        raise WireError(
+            "the header of the message has missing, unknown or mistyped keys"
+        )
+    if header["padding"] != padding:
+        raise WireError("the padding of the message does not match its header")
+    for number in (header["incarnation"], header["sequence"]):
+        if not 0 <= number < 1 << 63:
+            raise WireError(
+                "the incarnation or sequence number of the message is out of range"
+            )
 
 
 _HEADER_TYPES = {

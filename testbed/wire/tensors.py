@@ -75,9 +75,10 @@ def write(
 
     The values start at a multiple of 64 bytes, counted from ``offset`` bytes before the body, so that a receiver of a
     prefix and the body in one buffer has aligned values. Raises TensorError for duplicate names or too many tensors.
-    Example::
 
-        body = b"".join(tensors.write(tensors.from_numpy({"weight": np.zeros((3, 4), np.float32)})))
+    >>> body = b"".join(write(from_numpy({"weight": np.ones((3, 4), np.float32)})))
+    >>> float(to_numpy(read(body)[0])["weight"].sum())
+    12.0
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -102,7 +103,7 @@ def write(
 
 def size(tensors: Mapping[str, Any], offset: int = 0) -> int:
     """Return the size of `write`'s result in bytes for tensors of any shapes; raises TensorError as `write` does."""
-    # Each entry has a trailing comma, and the last one replaces a brace.
+    # Each entry is counted with a comma after it, of which the last one has none.
     header = len("{}") - 1
     end = 0
     for name, tensor in tensors.items():
@@ -148,9 +149,8 @@ def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
     if not isinstance(header, dict):
         raise TensorError("the header of the tensors is not an object")
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
+    is_mapping = isinstance(metadata, dict)
+    if not is_mapping or any(type(value) is not str for value in metadata.values()):
         raise TensorError("the metadata of the tensors must map text to text")
     values = view[8 + length :]
     entries = [_parse_entry(name, entry, len(values)) for name, entry in header.items()]
@@ -181,20 +181,20 @@ def _parse_entry(
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise TensorError(f"tensor '{name}' has an unknown dtype")
-    if (
-        not _whole_numbers(offsets)
-        or len(offsets) != 2
-        or not offsets[0] <= offsets[1] <= available
-    ):
+    if not _whole_numbers(offsets) or len(offsets) != 2:
+        raise TensorError(f"tensor '{name}' lies outside the body")
+    first, end = offsets
+    if not first <= end <= available:
         raise TensorError(f"tensor '{name}' lies outside the body")
     if not _is_shape(shape):
         raise TensorError(f"tensor '{name}' has an invalid shape")
-    if math.prod(shape) * ITEM_SIZES[dtype] != offsets[1] - offsets[0]:
+    if math.prod(shape) * ITEM_SIZES[dtype] != end - first:
         raise TensorError(f"the size of tensor '{name}' does not match its shape")
-    return name, (dtype, tuple(shape)), offsets[0], offsets[1]
+    return name, (dtype, tuple(shape)), first, end
 
 
 def _is_shape(value: object) -> bool:
+    # numpy before version 2 has at most 32 axes.
     if not _whole_numbers(value) or len(value) > 32:
         return False
     # Zeros are skipped, so that an empty axis does not hide huge other ones.
@@ -213,9 +213,8 @@ def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
 
     Raises TensorError for a type without a wire encoding.
     """
-    dtypes = {
-        np.dtype(_numpy_name(dtype)): dtype for dtype in ITEM_SIZES if dtype != "BF16"
-    }
+    numpy_types = ITEM_SIZES.keys() - {"BF16"}
+    dtypes = {_numpy_type(dtype): dtype for dtype in numpy_types}
     result = []
     for name, array in arrays.items():
         if array.dtype not in dtypes:
@@ -236,11 +235,10 @@ def to_numpy(tensors: Sequence[Raw]) -> dict[str, npt.NDArray[Any]]:
     for raw in tensors:
         if raw.dtype == "BF16":
             raise TensorError(f"numpy has no type for tensor '{raw.name}' (bfloat16)")
-        result[raw.name] = np.frombuffer(
-            raw.data, dtype=_numpy_name(raw.dtype)
-        ).reshape(raw.shape)
+        flat = np.frombuffer(raw.data, dtype=_numpy_type(raw.dtype))
+        result[raw.name] = flat.reshape(raw.shape)
     return result
 
 
-def _numpy_name(dtype: str) -> np.dtype[Any]:
+def _numpy_type(dtype: str) -> np.dtype[Any]:
     return np.dtype(NAMES[dtype])

@@ -23,10 +23,10 @@ class Closing(World):
         try:
             super().run()
         finally:
-            self._waited = super().why_still()
+            self._waited = super().describe_waits()
             self.close()
 
-    def why_still(self) -> str:
+    def describe_waits(self) -> str:
         return self._waited
 
 

@@ -19,7 +19,7 @@ from testbed.plan import Plan
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
-from testbed.trace.host import HostTime, added, processor_time
+from testbed.trace.host import HostTime, added_time, processor_time
 from testbed.trace.record import RunView, Step
 from testbed_controller.lab.containers import DeviceContainer
 from testbed_controller.lab.engine import connect
@@ -232,7 +232,7 @@ def measure() -> Iterator[Measurement]:
             median(our_times(record.steps)),
             theirs.step,
             each.plan.step_time,
-            added(record),
+            added_time(record),
         )
         if taken := processor_time(record):
             yield from beside(schedule, taken, theirs.processor)

@@ -23,7 +23,7 @@ from typing import Any
 
 from testbed.common.quantities import format_rate
 from testbed.network.link import GilbertElliott, Link, Pair
-from testbed.simulation.crossing import PACKET, crossing
+from testbed.simulation.crossing import PACKET, make_crossing
 from testbed.simulation.reno import Window
 from testbed.wire.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS
 from testbed_agent.sending import UNSENT_BYTES
@@ -150,8 +150,8 @@ def simulated(link: Link, size: int, count: int) -> float:
     trip, took = 2 * link.delay, []
     for seed in range(10):
         there, back, window = (
-            crossing(link, f"{seed} there"),
-            crossing(link, f"{seed} back"),
+            make_crossing(link, f"{seed} there"),
+            make_crossing(link, f"{seed} back"),
             Window(),
         )
         for _ in range(count):

@@ -228,7 +228,7 @@ def _window_records(log: EventLog, end: float) -> list[dict[str, Any]]:
     for strike in strikes(log):
         # A fault has a duration, and its repair is a moment.
         start = stop = strike.struck
-        if not strike.mends:
+        if not strike.is_repair:
             start, stop = strike.window(end)
         label = f"{strike.action} {strike.target}"
         windows.append(Bar(TESTBED, "down", start, stop, label))

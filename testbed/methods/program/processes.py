@@ -33,13 +33,10 @@ class ProcessTree:
     def collect_orphans(self, program: int) -> None:
         """Reap exited orphans; the ``program`` itself is awaited elsewhere."""
         own = os.getpid()
+        awaited_elsewhere = {program, *self._earlier}
         for pid, (state, parent) in _visible_processes().items():
-            if (
-                state == "Z"
-                and parent == own
-                and pid != program
-                and pid not in self._earlier
-            ):
+            is_orphan = parent == own and pid not in awaited_elsewhere
+            if state == "Z" and is_orphan:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
 
@@ -49,11 +46,11 @@ class ProcessTree:
         Takes milliseconds, and `_END_SECONDS` at most.
         """
         deadline = time.monotonic() + _END_SECONDS
-        while left := [
-            pid
-            for pid, state in _own_descendants().items()
-            if not self._is_over(pid, state, program)
-        ]:
+        # Again and again, since a process may fork between the listing and its kill.
+        while True:
+            left = self._running_descendants(program)
+            if not left:
+                return
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -62,20 +59,28 @@ class ProcessTree:
                 return
             time.sleep(0.002)
 
-    def _is_over(self, pid: int, state: str, program: int) -> bool:
-        return pid in self._earlier or (pid == program and state == "Z")
+    def _running_descendants(self, program: int) -> list[int]:
+        running = []
+        for pid, state in _own_descendants().items():
+            # The program's own exit status is collected elsewhere, so it stays as a zombie.
+            is_over = pid == program and state == "Z"
+            if pid not in self._earlier and not is_over:
+                running.append(pid)
+        return running
 
 
 def _visible_processes() -> dict[int, tuple[str, int]]:
     """Return state and parent of every visible process by number."""
     processes = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                text = (entry / "stat").read_text(encoding="ascii", errors="replace")
-                # The name, in parentheses, may contain any character.
-                state, parent = text.rpartition(")")[2].split()[:2]
-                processes[int(entry.name)] = state, int(parent)
+        if not entry.name.isdecimal():
+            continue
+        # The file is gone if the process has ended meanwhile.
+        with contextlib.suppress(OSError):
+            text = (entry / "stat").read_text(encoding="ascii", errors="replace")
+            # The name, in parentheses, may contain any character.
+            state, parent = text.rpartition(")")[2].split()[:2]
+            processes[int(entry.name)] = state, int(parent)
     return processes
 
 

@@ -70,11 +70,9 @@ class ProgramPart(ConfigModel):
 
 def programs_of(workload: WorkloadPart, names: Sequence[str]) -> dict[str, ProgramPart]:
     """Return each device's program; none for other kinds of work."""
-    return (
-        by_device(workload.programs, names)
-        if isinstance(workload, ProgramsPart)
-        else {}
-    )
+    if not isinstance(workload, ProgramsPart):
+        return {}
+    return by_device(workload.programs, names)
 
 
 def by_device(
@@ -88,8 +86,13 @@ def by_device(
                 f"unknown device '{wanted}': choose one of {', '.join(names)}",
                 ("programs", wanted),
             )
-    programs = {name: written.get(name) or written.get(roles[name]) for name in names}
-    return {name: part for name, part in programs.items() if part is not None}
+    programs = {}
+    for name in names:
+        # A device's own entry overrides that of its group.
+        part = written.get(name) or written.get(roles[name])
+        if part is not None:
+            programs[name] = part
+    return programs
 
 
 class ProgramsPart(WorkloadPart):
@@ -128,14 +131,12 @@ class ProgramsPart(WorkloadPart):
     def _nothing_of_a_model(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        if value.get("model") == {
-            "name": "none"
-        }:  # results of version 1.0 have keys of training as well
+        # Results of version 1.0 have keys of training as well.
+        if value.get("model") == {"name": "none"}:
             value = {key: value[key] for key in value.keys() & cls.model_fields.keys()}
-        if given := [
-            key for key in ("epochs", "steps", "requests") if value.get(key) is not None
-        ]:
-            raise ValueError(f"programs end by themselves: remove '{given[0]}'")
+        for key in ("epochs", "steps", "requests"):
+            if value.get(key) is not None:
+                raise ValueError(f"programs end by themselves: remove '{key}'")
         if value.get("reproducible"):
             raise ValueError(
                 "the kernels of own programs are fixed by variables in their 'environment', not here"

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from testbed.device import Cost, Device, Span
-from testbed.simulation.calendar import Stillness
+from testbed.simulation.calendar import EmptySchedule
 from testbed.simulation.world import BOOT_SECONDS
 from testbed.wire.message import Message
 from tests.helpers.worlds import events, idle, on_wire, world
@@ -349,9 +349,9 @@ def test_deadlock_behind_a_dead_peer_is_found_and_named():
     run = world(
         {"lead": lead, "b": idle, "c": idle}, faults=[{"kill": "b", "at": "0.5s"}]
     )
-    with pytest.raises(Stillness):
+    with pytest.raises(EmptySchedule):
         run.run()
     assert (
-        run.why_still()
+        run.describe_waits()
         == "at 1 s lead waits for b to acknowledge; b is off; c waits for a message"
     )

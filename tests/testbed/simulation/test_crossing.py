@@ -6,7 +6,7 @@ import pytest
 
 from testbed.device import Device
 from testbed.network.link import GilbertElliott, Link
-from testbed.simulation.crossing import PACKET, Crossing, crossing
+from testbed.simulation.crossing import PACKET, Crossing, make_crossing
 from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Window
 from testbed.wire.message import Message
 from tests.helpers.worlds import events, idle, on_wire, world
@@ -40,12 +40,12 @@ def cross(way: Crossing, packets: int, spacing: float, round_trip: float) -> flo
 
 def test_link_without_chance_has_no_processes():
     assert (
-        crossing(
+        make_crossing(
             Link(rate=1e6, delay=1, duplicate=0.5, message_loss=0.5, limit=5), "seed"
         )
         is None
     )
-    assert crossing(Link(loss=1.0), "seed") is None
+    assert make_crossing(Link(loss=1.0), "seed") is None
 
 
 def test_jitter_of_lone_packets_is_the_link_s():

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from testbed.device import Cost, Device, Span
-from testbed.simulation.calendar import Stillness
+from testbed.simulation.calendar import EmptySchedule
 from testbed.simulation.world import ProgramError
 from testbed.wire.message import Message
 from tests.helpers.worlds import events, on_wire, world
@@ -139,9 +139,9 @@ def test_deadlock_is_named():
         await device.receive()
 
     run = world({"a": waits, "b": waits})
-    with pytest.raises(Stillness):
+    with pytest.raises(EmptySchedule):
         run.run()
-    assert "a waits for a message; b waits for a message" in run.why_still()
+    assert "a waits for a message; b waits for a message" in run.describe_waits()
 
 
 def test_program_error_keeps_its_cause():

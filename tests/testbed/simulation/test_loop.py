@@ -5,7 +5,7 @@ from contextvars import Context, copy_context
 
 import pytest
 
-from testbed.simulation.calendar import OWNER, Stillness, TimeLimit
+from testbed.simulation.calendar import OWNER, EmptySchedule, TimeLimit
 from testbed.simulation.loop import VirtualLoop
 
 
@@ -59,7 +59,7 @@ def test_timeouts_queues_and_groups(loop):
 
 
 def test_stillness_and_limit():
-    for limit, delay, end in ((10, None, Stillness), (10, 11, TimeLimit)):
+    for limit, delay, end in ((10, None, EmptySchedule), (10, 11, TimeLimit)):
         loop = VirtualLoop(limit)
         wait = asyncio.sleep(delay) if delay else loop.create_future()
         with pytest.raises(end):

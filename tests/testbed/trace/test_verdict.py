@@ -61,7 +61,7 @@ def test_a_simulation_is_a_prediction() -> None:
                     }
                 }
             },
-            "the emulation dropped 3 packets for want of time, most at a",
+            "the emulation dropped 3 packets because the host was too slow, most at a",
         ),
         (
             {"fidelity": {"lateness": {"p50": 0.0, "p99": 0.02}}},
