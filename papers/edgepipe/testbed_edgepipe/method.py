@@ -1,8 +1,8 @@
 """EdgePipe (Yoon et al., "EdgePipe: Tailoring Pipeline Parallelism With Deep Neural Networks for Volatile Wireless
 Edge Devices", IEEE Internet of Things Journal, 2022).
 
-Layers are numbered from 0, the input layer, whose neurons are the values of a sample; batches from 0. The paper counts
-both from 1. Of its baselines, `EdgePipeOptions.baselines`, one is missing: Naive is a scenario of one device.
+Layers and batches are numbered from 0, in the paper from 1. Layer 0 is the input layer, whose neurons are the values of
+a sample. `EdgePipeOptions.baselines` has the paper's baselines except Naive, which is a scenario of one device.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from testbed.trace.record import RunView
 from testbed_edgepipe.planner import INFORMING, EdgePipeOptions
 
 
-def _learned(record: RunView) -> float | None:
-    """Each piece updates its units once a batch, unless losses of the layer behind are missing."""
-    units = sum(piece.last - piece.first for piece in record.plan.pieces)
-    due = len(record.of("step")) * details_of(record).micro_batches * units
+def _update_rate(record: RunView) -> float | None:
+    """Return the fraction of updates made: each device updates each of its layers once a batch at best."""
+    layers = sum(piece.last - piece.first for piece in record.plan.pieces)
+    batches = len(record.of("step")) * details_of(record).micro_batches
+    due = batches * layers
     made = sum(event.fields["span"] == "backward" for event in record.of("compute"))
     return made / due if due else None
 
 
-def _informing(record: RunView) -> int | None:
-    sizes = [
-        event.fields["bytes"]
-        for event in record.of("send")
-        if event.fields["message"] in INFORMING
-    ]
-    return sum(sizes) or None
+def _informing_bytes(record: RunView) -> int | None:
+    total = 0
+    for event in record.of("send"):
+        if event.fields["message"] in INFORMING:
+            total += event.fields["bytes"]
+    return total or None
 
 
 FIGURES = (
@@ -41,22 +41,22 @@ FIGURES = (
         "learned",
         "share",
         "fraction of layer updates performed (all gradients received)",
-        _learned,
+        _update_rate,
         brief=True,
     ),
     Metric(
         "informing_bytes",
         "bytes",
         "bytes that the coordinator sends to announce the assignment of neurons",
-        _informing,
+        _informing_bytes,
     ),
 )
 
 
 class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
-    """Super neurons trained in fixed timeslots over casts that may be lost; missing values are treated as null.
+    """Super neurons trained in fixed timeslots over casts that may be lost; missing values count as zero.
 
-    A device that restarts goes on with the slot that it is, from its first weights.
+    A device that restarts continues in the current slot with its initial weights.
     """
 
     name = "edgepipe"
@@ -66,22 +66,19 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
     declared = replace(DECLARED, figures=(*FIGURES, *DECLARED.figures))
 
     def plan(self, problem: Problem[EdgePipeOptions]) -> Plan[SlotDetails]:
-        """Divide the layers, map the super neurons, time the slots. Raises `InputError` where that cannot be."""
-        given = problem.options.micro_batches
-        micro_batches = len(problem.devices) if given == "devices" else given
-        return plan(
-            self.name,
-            problem,
-            problem.options.divide,
-            micro_batches,
-            problem.options.informs,
-        )
+        """Divide the layers, map the super neurons and time the slots. Raises `InputError` for an impossible plan."""
+        options = problem.options
+        micro_batches = options.micro_batches
+        if micro_batches == "devices":
+            micro_batches = len(problem.devices)
+        return plan(self.name, problem, options.divide, micro_batches, options.informs)
 
     async def program(
         self, device: Device, job: Job[EdgePipeOptions, SlotDetails]
     ) -> None:
-        """Be a super neuron, slot by slot."""
+        """Work as a super neuron, slot by slot."""
         if device.name in job.plan.devices:
+            # Imported here, since only devices need torch.
             from testbed_edgepipe.program import run
 
             await run(device, job)

@@ -13,7 +13,7 @@ from testbed.ml.slots.planner import Divide, SlotDetails, SlotOptions, neurons_o
 from testbed.plan import Plan
 
 INFORMING = ("needs_arrangement", "arrangement")
-"""Messages before the first timeslot, see `EdgePipeOptions.informs`."""
+"""Kinds of the messages before the first timeslot, see `EdgePipeOptions.informs`."""
 Learns = Literal["what_arrived", "with_all_results", "with_all_transmissions"]
 
 
@@ -29,23 +29,22 @@ class EdgePipeOptions(SlotOptions):
     allocation: Allocation = "hybrid"
     """Groups of layers: one layer each, by equation (1), or all layers in one."""
     micro_batches: Annotated[int, Field(ge=1)] | Literal["devices"] = 1
-    """More than one: GPipe, for the vertical division; `devices`: as many as there are of these. All parts of a batch
-    go forward, then all back, one a slot."""
+    """Parts of a batch. More than one is GPipe, which needs the vertical division: all parts go forward, then all go
+    backward, one a slot. `devices` takes one part per device."""
     learns: Learns = "what_arrived"
     """When layers learn. `what_arrived`: a missing input counts as zero, and a layer computes gradients "only if it
-    receives all of the losses from its next layer" (Section V-B). `with_all_results`: the output layer learns only of a
-    batch whose results have all arrived, too. `with_all_transmissions`: each layer also only of a batch whose outputs
-    before it have all arrived."""
+    receives all of the losses from its next layer" (Section V-B). `with_all_results`: the output layer also needs all
+    results of the batch. `with_all_transmissions`: each layer also needs all outputs of the previous layer."""
     masks: bool = True
     """Whether an output that counted as zero gets no losses, as the gradient of a constant is zero. The paper does not
-    say; otherwise losses of outputs that nobody received let weights grow without bound."""
+    state this; otherwise losses of outputs that nobody received let weights grow without bound."""
     informs: bool = False
-    """Whether the device that coordinates sends each other what it is to hold before the first timeslot, as Algorithm 1
-    has it, and nobody begins before. Else each knows it by itself."""
+    """Whether the coordinator sends all other devices their neurons before the first timeslot, as in Algorithm 1.
+    Otherwise each device reads the plan."""
 
     @property
     def divide(self) -> Divide:
-        """How layers are divided."""
+        """The division of layers by `layers` or `allocation`."""
         return partial(partition, allocation=self.layers or self.allocation)
 
 

@@ -1,4 +1,4 @@
-"""EdgePipe's program, and its one rule (Section V-B): what has not arrived "is treated as null"."""
+"""EdgePipe's program, and its rule for missing values (Section V-B): a missing signal "is treated as null"."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from testbed_edgepipe.planner import INFORMING, EdgePipeOptions, Learns, arrange
 
 
 class NeedsArrangement(Needs, kind=INFORMING[0]):
-    """To the device that coordinates."""
+    """Request for the arrangement, to the coordinator."""
 
 
 @dataclass(frozen=True)
 class Arranged(Typed, kind=INFORMING[1]):
-    """From the device that coordinates: the task that each device receives in line 22 of Algorithm 1."""
+    """From the coordinator: the task that each device receives in line 22 of Algorithm 1."""
 
     layers: list[dict[str, list[int]]]
-    """By layer, each device's first neuron, and the one behind its last."""
+    """By layer: device -> first neuron and end of its range."""
 
 
 class TreatedAsNull:
-    """A missing part counts as zero in the forward pass; a hidden layer learns of the losses of all behind it.
+    """A missing part counts as zero in the forward pass; a layer learns if all losses of the next layer have arrived.
 
-    What counted as zero gets no losses, unless ``masks`` is false.
+    Outputs that counted as zero get no losses, unless ``masks`` is false.
     """
 
     announces = False
@@ -47,12 +47,12 @@ class TreatedAsNull:
         *,
         masks: bool = True,
     ) -> None:
-        """Update after each last of so many micro-batches, with the gradients of those that came."""
+        """An update follows the last of ``micro_batches``, with the gradients of those that arrived."""
         self.masks = masks
         self._learns = learns
         self._micro_batches = micro_batches
         self._incomplete: set[tuple[int, int]] = set()
-        """Layers and numbers of batches of which this device lacked inputs, where it then learns nothing of them."""
+        """Layers and batches with missing inputs on this device, if such batches are excluded from learning."""
 
     def inputs(self, arrived: Arrived) -> torch.Tensor:
         """Return the outputs of the layer before, (samples, values), with zeros for missing values."""
@@ -61,39 +61,32 @@ class TreatedAsNull:
         return arrived.joined_values()
 
     def test_values(self, arrived: Arrived) -> Arrived:
-        """Take zeros in tests, too."""
+        """Return the received values: missing ones count as zero in tests, too."""
         return arrived
 
     async def usable_results(self, arrived: Arrived) -> Usable:
-        """Use zeros for missing values if the output layer learns from such results."""
-        enough = arrived.complete or self._learns == "what_arrived"
-        return self._usable(
-            arrived.layer, arrived, arrived.joined_values() if enough else None
-        )
+        """Return the results, with zeros for missing values if the output layer may learn from such results."""
+        suffices = arrived.complete or self._learns == "what_arrived"
+        values = arrived.joined_values() if suffices else None
+        return self._usable(arrived.layer, arrived, values)
 
     async def usable_losses(self, arrived: Arrived) -> Usable:
-        """Return the gradient of the own outputs, if everyone's part of it has arrived."""
-        return self._usable(
-            arrived.layer - 1,
-            arrived,
-            arrived.summed_losses() if arrived.complete else None,
-        )
+        """Return the gradient of the own outputs if all parts have arrived."""
+        values = arrived.summed_losses() if arrived.complete else None
+        return self._usable(arrived.layer - 1, arrived, values)
 
     def _usable(
         self, layer: int, arrived: Arrived, values: torch.Tensor | None
     ) -> Usable:
-        """Leave out a batch of which inputs of the layer were missing; forget those before it, which are over."""
-        incomplete = (layer, arrived.batch) in self._incomplete
-        self._incomplete -= {
-            each
-            for each in self._incomplete
-            if each[0] == layer and each[1] <= arrived.batch
-        }
-        return (
-            Usable(None, "nothing")
-            if incomplete or values is None
-            else Usable(values, "new")
-        )
+        """Exclude a batch whose inputs of the layer were incomplete."""
+        is_incomplete = (layer, arrived.batch) in self._incomplete
+        # Earlier batches of the layer will not come back.
+        for key in list(self._incomplete):
+            if key[0] == layer and key[1] <= arrived.batch:
+                self._incomplete.discard(key)
+        if is_incomplete or values is None:
+            return Usable(None, "nothing")
+        return Usable(values, "new")
 
     def learn(
         self,
@@ -103,67 +96,67 @@ class TreatedAsNull:
         gradient: torch.Tensor | None,
         usable: Usable,
     ) -> Work | None:
-        """Update with each gradient, (samples, values), as it comes; without one no layer up to this one learns."""
-        last = (batch + 1) % self._micro_batches == 0
-        if gradient is None and not (last and shard.gradients()):
+        """Accumulate a gradient, (samples, values), and update after the last micro-batch.
+
+        Without a gradient nothing is cast, so that the previous layers do not learn from this batch either.
+        """
+        is_last = (batch + 1) % self._micro_batches == 0
+        # Gradients of earlier micro-batches still count if those of the last one are missing.
+        if gradient is None and not (is_last and shard.gradients()):
             return None
 
         def work() -> torch.Tensor | None:
-            before = (
-                None
-                if gradient is None
-                else backpropagate(shard, layer, batch, gradient)
-            )
-            if last:
+            input_gradient = None
+            if gradient is not None:
+                input_gradient = backpropagate(shard, layer, batch, gradient)
+            if is_last:
                 shard.update()
-            return before
+            return input_gradient
 
         return work
 
     def observe_loss(self, step: int, loss: float) -> None:
-        """Need no loss."""
+        """Do nothing: the rule depends on no loss."""
 
 
-async def informed(
+async def receive_arrangement(
     mailbox: Mailbox, job: Job[EdgePipeOptions, SlotDetails]
 ) -> NeuronAssignment:
-    """Return the placement: as planned on the coordinator, and as received from the coordinator elsewhere."""
+    """Return the planned arrangement; if `informs` is set, as received from the coordinator."""
     planned = arrangement(job.problem, job.plan)
     if not job.problem.options.informs:
         return planned
 
-    def task() -> Arranged:
-        return Arranged(
-            [
-                {name: [held[0], held[-1] + 1] for name, held in layer.items()}
-                for layer in planned.layers
-            ]
-        )
+    def make_answer() -> Arranged:
+        layers = []
+        for holders in planned.layers:
+            layers.append(
+                {name: [held[0], held[-1] + 1] for name, held in holders.items()}
+            )
+        return Arranged(layers)
 
     received = await request_data(
-        mailbox, job.plan.details.coordinator, NeedsArrangement, Arranged, task
+        mailbox,
+        job.plan.details.coordinator,
+        NeedsArrangement,
+        Arranged,
+        make_answer,
     )
-    layers = tuple(
-        {name: range(*ends) for name, ends in layer.items()}
-        for layer in received.layers
-    )
-    return replace(planned, layers=layers)
+    layers = []
+    for ranges in received.layers:
+        layers.append({name: range(*ends) for name, ends in ranges.items()})
+    return replace(planned, layers=tuple(layers))
 
 
 async def run(device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
-    """Train and test, slot by slot, from the slot that it is."""
-    async with Mailbox(
-        device, job.problem.links, (*KINDS, NeedsArrangement, Arranged)
-    ) as mailbox:
-        arranged = await informed(mailbox, job)
-        neurons = Neurons(
-            device, job.problem, await receive_initial_weights(mailbox, job)
-        )
+    """Train and test, beginning in the current slot."""
+    problem, options = job.problem, job.problem.options
+    kinds = (*KINDS, NeedsArrangement, Arranged)
+    async with Mailbox(device, problem.links, kinds) as mailbox:
+        arranged = await receive_arrangement(mailbox, job)
+        neurons = Neurons(device, problem, await receive_initial_weights(mailbox, job))
         held = FixedAssignment(arranged, neurons, device.name)
-        options = job.problem.options
-        null = TreatedAsNull(
-            options.learns, job.plan.details.micro_batches, masks=options.masks
-        )
-        await SlotProgram(
-            mailbox, job, neurons, held, null, transmit_of(mailbox, job)
-        ).run()
+        micro_batches = job.plan.details.micro_batches
+        policy = TreatedAsNull(options.learns, micro_batches, masks=options.masks)
+        transmit = transmit_of(mailbox, job)
+        await SlotProgram(mailbox, job, neurons, held, policy, transmit).run()

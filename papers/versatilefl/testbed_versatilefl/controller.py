@@ -1,8 +1,8 @@
 """A device's reaction to long-term volatility (Section V): judge the others, decide, hand over neurons.
 
-At the end of a window each device knows which share of every sender's casts it received, and says so with its own.
-When that has come round, the first member that was heard, the coordinator, decides for all, so that there is one
-arrangement. It and the neurons that move travel reliably.
+At the end of a window each device knows the fraction received of every sender's casts and adds this record to its own
+casts. After the records have reached all devices, the coordinator, which is the first member with received casts,
+decides for all devices. The arrangement and the neurons that move are sent reliably.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from testbed_versatilefl.records import ReceptionRecords, is_silent, mean_credib
 
 @dataclass(frozen=True)
 class Join(Typed, kind="join"):
-    """From a device that holds nothing: sent by one that has booted, cast by one that was no longer heard."""
+    """From a device without neurons: sent after a boot, cast if the others had not received its casts any more."""
 
     boot: bool = True
 
@@ -46,8 +46,9 @@ class Leave(Typed, kind="leave"):
 
 
 class ArrangementController:
-    """The hook `testbed.ml.slots.program.Arranging`: windows, members that come and go, and on the coordinator what
-    follows from them.
+    """The hook `testbed.ml.slots.program.Arranging`: windows, joining and leaving devices, and rearrangement.
+
+    Every device has one; only the coordinator's decides.
     """
 
     def __init__(
@@ -59,40 +60,36 @@ class ArrangementController:
         maintenance: Maintenance,
         window: int,
     ) -> None:
-        """Judge the others after each ``window`` of steps, where neurons are to be rearranged."""
+        """``window`` is the number of steps after which devices are judged."""
         problem, details = job.problem, job.plan.details
+        options = problem.options
         self._mailbox = mailbox
         self._device = mailbox.device
         self._records = records
         self._handover = handover
         self._maintenance = maintenance
         self._rules = DecisionRules(details.threshold, job.plan.lead, problem.seed)
-        self._others = [
-            device.name
-            for device in problem.devices
-            if device.name != mailbox.device.name
-        ]
-        self._steps, self._seconds = (
-            window,
-            window * timetable_of(details).period * details.slot,
-        )
-        self._rearranges, self._until = (
-            problem.options.rearrangement,
-            problem.options.naive_after,
-        )
+        names = [device.name for device in problem.devices]
+        self._others = [name for name in names if name != mailbox.device.name]
+        self._steps = window
+        self._seconds = window * timetable_of(details).period * details.slot
+        """Duration of a window."""
+        self._rearranges = options.rearrangement
+        self._until = options.naive_after
         self._reported = 0
-        """Windows of which the maintenance was recorded."""
+        """Windows with recorded counts of maintenance."""
         self._joining: dict[str, int] = {}
-        """Devices that have booted, and the version known when they said so."""
+        """Devices that asked to join, and the version known here at that time."""
         self._leaving: dict[str, None] = {}
+        """Leaving devices, in the order of their messages."""
         self._newcomers: set[str] = set()
-        """Who has joined since the last judgement."""
+        """Devices that have joined since the last judgement."""
         self._silent: Collection[str] = ()
-        """Devices that nobody heard any more at the end of the last window."""
+        """Devices without received casts at the end of the last window."""
         self._averages: dict[str, float] = {}
         """Credibility of each device in the last window."""
         mailbox.on(Join, self._on_join)
-        mailbox.on(Leave, lambda message: self._leaving.update({message.sender: None}))
+        mailbox.on(Leave, self._on_leave)
 
     @property
     def now(self) -> NeuronAssignment:
@@ -105,16 +102,20 @@ class ArrangementController:
         self._newcomers.add(message.sender)
         self._leaving.pop(message.sender, None)
 
+    def _on_leave(self, message: Leave) -> None:
+        self._leaving[message.sender] = None
+
     @property
     def _group(self) -> int | None:
         known = self._handover.known
         return None if known is None else known.group(self._device.name)
 
     async def wait_for_group(self, until: float) -> int | None:
-        """Return the own group as soon as there is one.
+        """Return the own group as soon as the device has one.
 
-        None: the device has left, and all that it had has arrived; or the last slot is over, and the others are gone.
-        A device that nobody heard any more, and so lost its neurons, casts now and then: it joins when that is heard.
+        Return None if the device has left and all its neurons have arrived elsewhere, or if the last slot is over. A
+        device that lost its neurons because its casts did not arrive repeats `Join` by cast, once a window: the cast
+        arrives when the device can be heard again.
         """
         device = self._device
         if self._handover.known is None:
@@ -126,10 +127,8 @@ class ArrangementController:
                 return None
             if device.now() >= until:
                 return None
-            if (
-                not await self._mailbox.changed(min(due, until) - device.now())
-                and device.now() >= due
-            ):
+            has_message = await self._mailbox.changed(min(due, until) - device.now())
+            if not has_message and device.now() >= due:
                 await self._mailbox.cast(self._others, Join())
                 due = device.now() + self._seconds
             self._handover.apply_messages()
@@ -145,79 +144,90 @@ class ArrangementController:
         self._stop_when_due(step)
         if not self._rearranges:
             return False
-        before, me = self._group, self._device.name
+        before = self._group
         self._handover.apply_messages()
-        self._forget_arrived()
+        self._forget_joined()
         self._announce_leaving()
         window = None if step is None else self._judge_devices(step)
-        if (
-            find_coordinator(self.now, {*self._silent, *self._leaving, *self._joining})
-            == me
-        ):
+        absent = {*self._silent, *self._leaving, *self._joining}
+        if find_coordinator(self.now, absent) == self._device.name:
             self._rearrange(window)
         return self._group != before
 
     def _stop_when_due(self, step: int | None) -> None:
-        """End all maintenance at the step from which the scenario asks for none."""
+        """End all maintenance at the step given by `naive_after`."""
         if step is not None and self._until is not None and step >= self._until:
-            self._rearranges, self._until = False, None
+            self._rearranges = False
+            self._until = None
             self._maintenance.stop_maintaining()
 
     def _announce_leaving(self) -> None:
-        """Tell the others once that this device leaves; the lead cannot."""
+        """Announce once that this device leaves. The lead scores the tests and cannot leave."""
         me = self._device.name
-        if self._device.leaving and me not in self._leaving and me != self._rules.lead:
+        if not self._device.leaving or me == self._rules.lead:
+            return
+        if me not in self._leaving:
             self._leaving[me] = None
             self._post_to_all(Leave())
 
     def _record_counts(self, segment: SlotSegment, step: int | None) -> None:
-        """Record the counts of each window, and those at the end of training."""
+        """Record the counts of maintenance of each window, and of the rest of training at its end."""
+        if segment.tests:
+            return
+        is_end = step is None
         window = (segment.batches.stop if step is None else step) // self._steps
-        if not segment.tests and (step is None or window > self._reported):
+        if is_end or window > self._reported:
             self._reported = window
-            self._maintenance.record_counts(
-                self._device, segment.trained if step is None else step
-            )
+            recorded = segment.trained if step is None else step
+            self._maintenance.record_counts(self._device, recorded)
 
     def _judge_devices(self, step: int) -> int | None:
-        """Close a window as it ends; return the last one when its records have come round."""
+        """Close a window at its end; return the last one once its records have reached all devices."""
         self._records.close_window(step, self.now)
         window = self._records.next_due_window(step)
-        if window is not None:
-            latest, table = self._records.receptions_of(window)
-            members = [name for name in self.now.devices if name not in self._newcomers]
-            self._silent = [name for name in members if is_silent(latest, name)]
-            me = self._device.name
-            if self._records.is_cut_off and me != self._rules.lead:
-                # To itself, all others are silent; to them it is.
-                self._silent = [me]
-            self._averages = {name: mean_credibility(table, name) for name in members}
-            self._newcomers.clear()
+        if window is None:
+            return None
+        latest, table = self._records.receptions_of(window)
+        # Receivers have no full window of a newcomer.
+        members = [name for name in self.now.devices if name not in self._newcomers]
+        self._silent = [name for name in members if is_silent(latest, name)]
+        me = self._device.name
+        if self._records.is_cut_off and me != self._rules.lead:
+            # A device without links finds all others silent, but it is the silent one for them.
+            self._silent = [me]
+        self._averages = {name: mean_credibility(table, name) for name in members}
+        self._newcomers.clear()
         return window
 
     def _rearrange(self, window: int | None) -> None:
         first = now = self.now
         for decision in self._pending_decisions(window):
-            changes = list_moves(now, decision.arrangement, decision.gone)
-            self._device.record(
-                "rearrangement",
-                cause=decision.cause,
-                devices=list(decision.devices),
-                version=decision.arrangement.version,
-                moved=sum(
-                    len(move.neurons) for move in changes if move.giver is not None
-                ),
-                anew=sum(len(move.neurons) for move in changes if move.giver is None),
-            )
+            self._record_decision(now, decision)
             now = decision.arrangement
-        if now.version != first.version:
-            layers = [
-                {name: list(held) for name, held in layer.items()}
-                for layer in now.layers
-            ]
-            self._post_to_all(Arrange(now.version, layers))
-            self._handover.apply(now)
-            self._forget_arrived()
+        if now.version == first.version:
+            return
+        layers = []
+        for holders in now.layers:
+            layers.append({name: list(held) for name, held in holders.items()})
+        self._post_to_all(Arrange(now.version, layers))
+        self._handover.apply(now)
+        self._forget_joined()
+
+    def _record_decision(self, before: NeuronAssignment, decision: Decision) -> None:
+        moved = anew = 0
+        for move in list_moves(before, decision.arrangement, decision.gone):
+            if move.giver is None:
+                anew += len(move.neurons)
+            else:
+                moved += len(move.neurons)
+        self._device.record(
+            "rearrangement",
+            cause=decision.cause,
+            devices=list(decision.devices),
+            version=decision.arrangement.version,
+            moved=moved,
+            anew=anew,
+        )
 
     def _pending_decisions(self, window: int | None) -> Iterator[Decision]:
         """Yield the changes due to joining and leaving devices, and to a window with complete records."""
@@ -235,12 +245,12 @@ class ArrangementController:
                 self._device.record("credibility", window=window, of=name, value=value)
             yield from after_window(now, self._silent, averages, rules)
 
-    def _forget_arrived(self) -> None:
-        """Forget who wanted to join before the present arrangement."""
+    def _forget_joined(self) -> None:
+        """Forget requests to join that an arrangement has answered since."""
         version = self.now.version
-        self._joining = {
-            name: known for name, known in self._joining.items() if known == version
-        }
+        for name, known in list(self._joining.items()):
+            if known != version:
+                del self._joining[name]
 
     def _post_to_all(self, message: Typed) -> None:
         for name in self._others:

@@ -42,14 +42,16 @@ _SHARES: dict[str, tuple[str, tuple[str, ...], str]] = {
         "share of layer updates made with new gradients",
     ),
 }
-"""By figure: which counts of ``maintenance`` events, over which."""
+"""Metric -> the count of ``maintenance`` events, the counts whose sum it is divided by, and its description."""
 
 
 def _share(name: str, events: Iterable[Event]) -> float | None:
     part, whole, _ = _SHARES[name]
-    counts = [event.fields for event in events]
-    total = sum(each.get(key, 0) for each in counts for key in whole)
-    return sum(each.get(part, 0) for each in counts) / total if total else None
+    counted = total = 0
+    for event in events:
+        counted += event.fields.get(part, 0)
+        total += sum(event.fields.get(key, 0) for key in whole)
+    return counted / total if total else None
 
 
 def _of_run(name: str, record: RunView) -> float | None:
@@ -57,117 +59,109 @@ def _of_run(name: str, record: RunView) -> float | None:
 
 
 def _reports(record: RunView, *keys: str) -> list[tuple[tuple[int, ...], list[Event]]]:
-    """Return the counts of all devices in groups of equal fields, in their order."""
-    found: dict[tuple[int, ...], list[Event]] = {}
+    """Return the counts of all devices in groups with equal fields, sorted by these."""
+    groups: dict[tuple[int, ...], list[Event]] = {}
     for event in record.of("maintenance"):
-        found.setdefault(tuple(event.fields[key] for key in keys), []).append(event)
-    return sorted(found.items())
+        group = tuple(event.fields[key] for key in keys)
+        groups.setdefault(group, []).append(event)
+    return sorted(groups.items())
 
 
 def _of_layers(name: str, record: RunView) -> dict[str, float]:
     """Return a share by layer, over the whole run."""
-    shares = {
-        str(layer): _share(name, events)
-        for (layer,), events in _reports(record, "layer")
-    }
-    return {layer: share for layer, share in shares.items() if share is not None}
+    shares = {}
+    for (layer,), events in _reports(record, "layer"):
+        share = _share(name, events)
+        if share is not None:
+            shares[str(layer)] = share
+    return shares
 
 
 def _over_time(name: str, record: RunView) -> list[dict[str, Any]]:
-    """Return a share by layer over time, of all devices that reported it in the same step."""
-    shares = [
-        (each[-1].time, layer, _share(name, each))
-        for (_, layer), each in _reports(record, "step", "layer")
-    ]
-    return [
-        {"time": at, "layer": f"layer {layer}", name: share}
-        for at, layer, share in shares
-        if share is not None
-    ]
+    """Return a share by layer over time, over all devices that reported in the same step."""
+    points = []
+    for (_, layer), events in _reports(record, "step", "layer"):
+        share = _share(name, events)
+        if share is not None:
+            time = events[-1].time
+            points.append({"time": time, "layer": f"layer {layer}", name: share})
+    return points
 
 
 def _neurons(record: RunView) -> list[dict[str, Any]]:
     """Return how many neurons each device holds, whenever that changes; one that has failed says nothing of it."""
-    changes = [
-        (event.time, event.device, event.fields["neurons"])
-        for event in record.of("arranged")
-    ]
-    failures = (
-        event
-        for event in record.of("rearrangement")
-        if event.fields["cause"] == "failure"
-    )
-    changes += [
-        (event.time, name, 0) for event in failures for name in event.fields["devices"]
-    ]
+    changes = []
+    for event in record.of("arranged"):
+        changes.append((event.time, event.device, event.fields["neurons"]))
+    for event in record.of("rearrangement"):
+        if event.fields["cause"] == "failure":
+            for name in event.fields["devices"]:
+                changes.append((event.time, name, 0))
+    # By time alone: a device that gets neurons and fails at once keeps this order.
+    changes.sort(key=itemgetter(0))
     return [
-        {"time": time, "device": name, "neurons": held}
-        for time, name, held in sorted(changes, key=itemgetter(0))
+        {"time": time, "device": name, "neurons": count}
+        for time, name, count in changes
     ]
 
 
 def _rearrangements(record: RunView) -> list[dict[str, Any]]:
-    return [
-        {
-            **event.fields,
-            "time": event.time,
-            "devices": ", ".join(event.fields["devices"]),
-        }
-        for event in record.of("rearrangement")
-    ]
+    rows = []
+    for event in record.of("rearrangement"):
+        devices = ", ".join(event.fields["devices"])
+        rows.append({**event.fields, "time": event.time, "devices": devices})
+    return rows
 
 
 def _credibility(record: RunView) -> list[dict[str, Any]]:
     """Return it device by device in their usual order, so that they have the same colours as elsewhere."""
     order = [spec.name for spec in record.experiment.devices]
-    return [
-        {
-            "time": event.time,
-            "device": event.fields["of"],
-            "credibility": event.fields["value"],
-        }
-        for event in sorted(
-            record.of("credibility"),
-            key=lambda event: (event.time, order.index(event.fields["of"])),
-        )
-    ]
+
+    def position(event: Event) -> tuple[float, int]:
+        return event.time, order.index(event.fields["of"])
+
+    points = []
+    for event in sorted(record.of("credibility"), key=position):
+        name, value = event.fields["of"], event.fields["value"]
+        points.append({"time": event.time, "device": name, "credibility": value})
+    return points
 
 
-def _changes(cause: str | None, record: RunView) -> int:
-    return sum(
-        cause in (None, event.fields["cause"]) for event in record.of("rearrangement")
-    )
+def _count_changes(cause: str | None, record: RunView) -> int:
+    causes = [event.fields["cause"] for event in record.of("rearrangement")]
+    return len(causes) if cause is None else causes.count(cause)
 
 
-def _anew(record: RunView) -> int:
+def _count_anew(record: RunView) -> int:
     return sum(event.fields["anew"] for event in record.of("rearrangement"))
 
 
-def _least_credible(record: RunView) -> float | None:
-    return min(
-        (event.fields["value"] for event in record.of("credibility")), default=None
-    )
+def _least_credibility(record: RunView) -> float | None:
+    values = [event.fields["value"] for event in record.of("credibility")]
+    return min(values, default=None)
 
 
-def _risen(record: RunView) -> float | None:
-    """Credibility moves neurons all the time: that does not count here."""
-    moved = [
-        event.time
-        for event in record.of("rearrangement")
-        if event.fields["cause"] != "credibility"
-    ]
-    found = record.of("evaluate")
-    before = [event for event in found if moved and event.time < moved[-1]]
-    return (
-        found[-1].fields["accuracy"] - before[-1].fields["accuracy"] if before else None
-    )
+def _accuracy_gain(record: RunView) -> float | None:
+    """Return the gain since the last failure, retirement or join; credibility moves neurons all the time."""
+    evaluations = record.of("evaluate")
+    last_change = None
+    for event in record.of("rearrangement"):
+        if event.fields["cause"] != "credibility":
+            last_change = event.time
+    if last_change is None:
+        return None
+    before = [event for event in evaluations if event.time < last_change]
+    if not before:
+        return None
+    gain: float = evaluations[-1].fields["accuracy"] - before[-1].fields["accuracy"]
+    return gain
 
 
-def _last(
+def _last_values(
     list_of: Callable[[RunView], list[dict[str, Any]]], name: str, record: RunView
 ) -> dict[str, float]:
     """Return the last entry of each device in a list."""
-    return {each["device"]: each[name] for each in list_of(record)}
+    return {entry["device"]: entry[name] for entry in list_of(record)}
 
 
 def _curve(title: str, note: str, value: str, by: str) -> TimeSeries:
@@ -200,38 +194,38 @@ DECLARED = MetricsSpec(
             "devices.<device>.neurons",
             "number",
             "neurons of one device at the end",
-            partial(_last, _neurons, "neurons"),
+            partial(_last_values, _neurons, "neurons"),
         ),
         Metric(
             "devices.<device>.credibility",
             "share",
             "credibility of one device at the end of its last window",
-            partial(_last, _credibility, "credibility"),
+            partial(_last_values, _credibility, "credibility"),
         ),
         Metric(
             "rearrangements",
             "number",
             "decisions to move neurons",
-            partial(_changes, None),
+            partial(_count_changes, None),
             compared=True,
         ),
         Metric(
             "failures_found",
             "number",
             "devices that no other device received for a window",
-            partial(_changes, "failure"),
+            partial(_count_changes, "failure"),
         ),
         Metric(
             "joins",
             "number",
             "devices that received neurons after a start or a return",
-            partial(_changes, "join"),
+            partial(_count_changes, "join"),
         ),
         Metric(
             "neurons_anew",
             "number",
             "neurons that restarted with initial weights",
-            _anew,
+            _count_anew,
         ),
         Metric(
             "accuracy_risen",
@@ -240,13 +234,13 @@ DECLARED = MetricsSpec(
                 "last accuracy minus the accuracy before the last failure, retirement "
                 "or join"
             ),
-            _risen,
+            _accuracy_gain,
         ),
         Metric(
             "least_credibility",
             "share",
             "minimum credibility of any device at the end of any window",
-            _least_credible,
+            _least_credibility,
         ),
     ),
     lists={

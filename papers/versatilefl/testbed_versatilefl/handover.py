@@ -1,4 +1,4 @@
-"""How one device carries out arrangements: neurons given to the devices that hold them now, and taken as they come."""
+"""Changes of arrangement on one device: neurons are sent to their new holders, and received ones are added."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Arrange(Typed, kind="arrange"):
 
 @dataclass(frozen=True)
 class Moved(Typed, kind="moved"):
-    """Neurons with their weights, for whoever holds them by that arrangement or a newer one."""
+    """Neurons with their weights, for their holder by that arrangement or a newer one."""
 
     version: int
     layer: int
@@ -36,8 +36,8 @@ class Moved(Typed, kind="moved"):
 class Handover:
     """The neurons of one device as arrangements change.
 
-    What a device holds is at every moment what its arrangement says: neurons that are still on their way have their
-    first weights until then, and keep them if they never come, since the device that had them is dead.
+    A device always holds the neurons of its arrangement. Neurons that are on their way have initial weights until they
+    arrive, and keep these if the previous holder has failed.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Handover:
         first: NeuronAssignment,
         changed: Callable[[int], None],
     ) -> None:
-        """``first``: the arrangement of the plan, not yet carried out; ``changed`` is called with a layer."""
+        """``first`` is the plan's arrangement, which is not applied; ``changed`` is called with a changed layer."""
         self.known: NeuronAssignment | None = None
-        """The newest arrangement; None: the device has booted, and waits for one."""
+        """The newest arrangement; None after a boot, until the first one arrives."""
         self.past: dict[int, NeuronAssignment] = {}
-        """Arrangements by version, for what is still under way."""
+        """Arrangements by version, for casts that were sent under an earlier one."""
         self._mailbox = mailbox
         self._device = mailbox.device
         self._neurons = neurons
@@ -65,79 +65,80 @@ class Handover:
 
     @property
     def now(self) -> NeuronAssignment:
-        """The newest arrangement. Raises ValueError where there is none."""
+        """The newest arrangement. Raises ValueError without one."""
         if self.known is None:
             raise ValueError(
-                f"{self._device.name} has no arrangement yet: nobody has sent one since it booted"
+                f"{self._device.name} has received no arrangement since it booted"
             )
         return self.known
 
     def apply_messages(self) -> None:
         """Apply the changes requested by messages since the last call."""
         if self._arranged:
-            newest = max(self._arranged, key=lambda each: each.version)
+            newest = max(self._arranged, key=lambda message: message.version)
             self._arranged.clear()
-            layers = tuple(
-                {name: as_channels(held) for name, held in layer.items()}
-                for layer in newest.layers
-            )
-            self.apply(replace(self._first, layers=layers, version=newest.version))
+            layers = []
+            for holders in newest.layers:
+                layers.append(
+                    {name: as_channels(held) for name, held in holders.items()}
+                )
+            version = newest.version
+            self.apply(replace(self._first, layers=tuple(layers), version=version))
         if self.known is not None:
             self._receive_until(self.known)
 
     def _receive_until(self, arrangement: NeuronAssignment) -> None:
-        """Take the neurons that were moved by this arrangement or an earlier one."""
-        moved = [each for each in self._moved if each.version <= arrangement.version]
-        self._moved[:] = [
-            each for each in self._moved if each.version > arrangement.version
-        ]
-        for each in moved:
-            self._receive(arrangement, each)
+        """Add the neurons that were moved by this arrangement or an earlier one."""
+        due: list[Moved] = []
+        later: list[Moved] = []
+        for moved in self._moved:
+            if moved.version <= arrangement.version:
+                due.append(moved)
+            else:
+                later.append(moved)
+        # In place: the mailbox appends to this list.
+        self._moved[:] = later
+        for moved in due:
+            self._receive(arrangement, moved)
 
     def apply(self, arrangement: NeuronAssignment) -> None:
-        """Give and take until the own neurons are those of an arrangement; one that is not newer changes nothing."""
-        me = self._device.name
+        """Release and add neurons until the own ones are those of an arrangement; older arrangements change nothing."""
         if self.known is not None and arrangement.version <= self.known.version:
             return
         self.known = self.past[arrangement.version] = arrangement
         for layer in range(1, len(arrangement.sizes)):
-            shard = self._neurons.shards.get(layer)
-            held, wanted = (
-                set(shard.part.rows if shard else ()),
-                set(arrangement.of(me, layer)),
-            )
-            away, more = as_channels(held - wanted), as_channels(wanted - held)
-            if away:
-                self._send(
-                    arrangement,
-                    Moved(
-                        arrangement.version,
-                        layer,
-                        list(away),
-                        self._neurons.give(layer, away),
-                    ),
-                )
-            if more:
-                self._neurons.take(layer, more)
-            if away or more:
-                self._changed(layer)
-        holds = {
-            str(layer): len(arrangement.of(me, layer))
-            for layer in range(len(arrangement.sizes))
-        }
+            self._apply_layer(arrangement, layer)
+        me = self._device.name
+        counts = {}
+        for layer in range(len(arrangement.sizes)):
+            counts[str(layer)] = len(arrangement.of(me, layer))
         self._device.record(
             "arranged",
             version=arrangement.version,
-            neurons=sum(holds.values()),
-            layers=holds,
+            neurons=sum(counts.values()),
+            layers=counts,
         )
 
+    def _apply_layer(self, arrangement: NeuronAssignment, layer: int) -> None:
+        shard = self._neurons.shards.get(layer)
+        held = set(shard.part.rows if shard else ())
+        wanted = set(arrangement.of(self._device.name, layer))
+        released, added = as_channels(held - wanted), as_channels(wanted - held)
+        if released:
+            state = self._neurons.give(layer, released)
+            moved = Moved(arrangement.version, layer, list(released), state)
+            self._send(arrangement, moved)
+        if added:
+            self._neurons.take(layer, added)
+        if released or added:
+            self._changed(layer)
+
     async def wait_until_sent(self) -> None:
-        """Wait until all that was given has arrived."""
+        """Wait until all neurons sent have arrived."""
         await asyncio.gather(*self._sends)
 
     def _send(self, arrangement: NeuronAssignment, moved: Moved) -> None:
-        """Send neurons to those who hold them by an arrangement."""
+        """Send neurons to their holders by an arrangement."""
         for owner, neurons in arrangement.layers[moved.layer].items():
             part = as_channels(set(moved.neurons) & set(neurons))
             if part and owner != self._device.name:
@@ -146,11 +147,11 @@ class Handover:
                 )
 
     def _receive(self, arrangement: NeuronAssignment, moved: Moved) -> None:
-        """Take the neurons that are one's own, and pass on those that are another's by now."""
-        own = as_channels(
-            set(moved.neurons) & set(arrangement.of(self._device.name, moved.layer))
-        )
+        """Add received neurons of this device, and pass on those that have moved to another one since."""
+        wanted = arrangement.of(self._device.name, moved.layer)
+        own = as_channels(set(moved.neurons) & set(wanted))
         if own:
+            # They have had initial weights since the arrangement was applied.
             self._neurons.give(moved.layer, own)
             self._neurons.take(moved.layer, own, _select_neurons(moved, own).state)
             self._changed(moved.layer)
@@ -159,8 +160,7 @@ class Handover:
 
 def _select_neurons(moved: Moved, neurons: Channels) -> Moved:
     """Return the weights of some neurons in a message."""
-    state = {
-        name: pick(tensor, 0, neurons, moved.neurons)
-        for name, tensor in moved.state.items()
-    }
+    state = {}
+    for name, tensor in moved.state.items():
+        state[name] = pick(tensor, 0, neurons, moved.neurons)
     return replace(moved, neurons=list(neurons), state=state)

@@ -1,4 +1,4 @@
-"""Section IV: substitution of missing values. Substitution, the forward criterion, and saved gradients."""
+"""Section IV: substitution of missing values, the forward criterion, and saved gradients."""
 
 from __future__ import annotations
 
@@ -26,87 +26,113 @@ FORWARD_STEP = 0.1
 MOST_REUSE = 10
 
 Rates = tuple[float, ...]
-"""Layer-to-layer success rates of one batch, from 0 to 1: into layer 1 first."""
+"""Layer-to-layer success rates of one batch, from 0 to 1, beginning with the rate into layer 1."""
 Confirm = Callable[[int, Arrived], Awaitable[bool]]
-"""From a layer, and what has arrived for the own neurons of it, to whether its other devices have everything, too."""
+"""Hook: return whether the other devices of a layer have received everything, too."""
 
 
 class DynamicUpdate:
-    """Section IV-C: thres_fw and gradReuse_bw become stricter, stage by stage, as the loss no longer improves."""
+    """Section IV-C: thres_fw and gradReuse_bw become stricter, stage by stage, when the loss no longer improves.
+
+    >>> from testbed_versatilefl.planner import VersatileOptions
+    >>> update = DynamicUpdate(VersatileOptions())
+    >>> update.thres_fw, update.grad_reuse_bw
+    (0.0, 10)
+    >>> update.stage = 3
+    >>> update.thres_fw, update.grad_reuse_bw
+    (0.3, 7)
+    """
 
     def __init__(self, options: VersatileOptions) -> None:
         self.stage = 0
-        """Counted by the device that leads, and sent along with casts."""
+        """Counted by the lead, which sees the losses, and sent to the others with its casts."""
         self.options = options
-        self._window, self._losses = 0, list[float]()
-        """The present window of `stage_window` steps, and the exact losses of its steps."""
+        self._window = 0
+        """The current window of `stage_window` steps."""
+        self._losses: list[float] = []
+        """Exact losses of the current window."""
         self._best = math.inf
         self._since: int | None = None
-        """Step after the window of the best loss, or after that with which the stage began if that is later."""
+        """End of the window with the best loss, or the step at which the stage began if that is later."""
 
     @property
     def thres_fw(self) -> float:
-        """As given, or 0, then 0.1 more in each stage, up to 0.5."""
+        """The option, or 0 in the first stage and 0.1 more in each further one, up to 0.5."""
         given = self.options.thres_fw
-        return (
-            min(MOST_FORWARD, round(self.stage * FORWARD_STEP, 9))
-            if given is None
-            else given
-        )
+        if given is not None:
+            return given
+        # Rounded, since 3 * 0.1 exceeds 0.3 by a bit and would refuse a rate of exactly 0.3.
+        return min(MOST_FORWARD, round(self.stage * FORWARD_STEP, 9))
 
     @property
     def grad_reuse_bw(self) -> int:
-        """As given, or 10, then 1 less in each stage, down to 0."""
+        """The option, or 10 in the first stage and 1 less in each further one, down to 0."""
         given = self.options.grad_reuse
-        return max(0, MOST_REUSE - self.stage) if given is None else given
+        if given is not None:
+            return given
+        return max(0, MOST_REUSE - self.stage)
 
     def observe_loss(self, step: int, loss: float) -> None:
-        """Take the exact loss of a step, in the order of steps; those of which results are missing are left out."""
-        window, last = divmod(step, self.options.stage_window)
+        """Add the exact loss of a step, in the order of steps; steps with missing results have no exact loss."""
+        window, position = divmod(step, self.options.stage_window)
         if window != self._window:
-            self._close()
+            # The last steps of the previous window had no exact loss.
+            self._close_window()
         self._window = window
         self._losses.append(loss)
-        if last + 1 == self.options.stage_window:
-            self._close()
+        if position + 1 == self.options.stage_window:
+            self._close_window()
 
-    def _close(self) -> None:
-        """Compare the mean loss of the present window, if any was seen, with the best before."""
+    def _close_window(self) -> None:
+        """Compare the mean loss of the current window, if it has losses, with the best one so far."""
         if not self._losses:
             return
-        loss, end = fmean(self._losses), (self._window + 1) * self.options.stage_window
+        loss = fmean(self._losses)
+        end = (self._window + 1) * self.options.stage_window
         self._losses.clear()
         if self._since is None or loss < self._best:
-            self._best, self._since = loss, end
+            self._best = loss
+            self._since = end
         elif end - self._since >= self.options.patience:
-            self.stage, self._since = self.stage + 1, end
+            self.stage += 1
+            self._since = end
 
 
 def is_valid(rates: Iterable[float], thres_fw: float) -> bool:
-    """Return whether a batch may go on: each rate is at least ``thres_fw``. The paper says larger, but accepts 0.5."""
+    """Return whether a batch meets the forward criterion: each rate is at least ``thres_fw``.
+
+    The paper writes "larger", but accepts a rate of 0.5 at its maximum threshold of 0.5.
+
+    >>> is_valid((1.0, 0.5), 0.5), is_valid((1.0, 0.4), 0.5)
+    (True, False)
+    """
     return all(rate >= thres_fw for rate in rates)
 
 
 def merge_rates(heard: Sequence[Rates], layers: int) -> Rates:
-    """Return the rates into this many layers, from those that the devices of the last of them have sent.
+    """Return the mean success rates into the first ``layers`` layers over the rates that devices have sent.
 
-    Each device knows only what it received itself; the rate of a layer is the mean over those that were heard, 0 where
-    nobody was.
+    Each device knows only its own receptions. Without any received rates, all are 0.
     """
+    if not heard:
+        return (0.0,) * layers
     return tuple(
-        sum(rates[layer] for rates in heard) / len(heard) if heard else 0.0
-        for layer in range(layers)
+        sum(rates[layer] for rates in heard) / len(heard) for layer in range(layers)
     )
 
 
-def _heard_rates(arrived: Arrived, layers: int) -> Rates:
-    notes = [part.note or {} for part in arrived.parts if part.tensor is not None]
-    return merge_rates([tuple(note["rates"]) for note in notes], layers)
+def _received_rates(arrived: Arrived, layers: int) -> Rates:
+    received = []
+    for part in arrived.parts:
+        if part.tensor is not None:
+            note = part.note or {}
+            received.append(tuple(note["rates"]))
+    return merge_rates(received, layers)
 
 
 @dataclass
 class SavedGradients:
-    """Section IV-B: the last new gradients of one layer, and how often they were used since."""
+    """Section IV-B: the last new gradients of one layer, and the number of their uses since."""
 
     gradients: State = field(default_factory=dict)
     used: int = 0
@@ -115,34 +141,33 @@ class SavedGradients:
 class Maintenance:
     """The hook `testbed.ml.slots.missing.MissingDataPolicy` of one device.
 
-    Of a batch that is lost on its way forward, nothing is learnt; where its losses are lost, saved gradients are used.
+    A batch that is lost in its forward pass has no effect. If its losses are lost, saved gradients replace new ones.
     """
 
     masks = False
 
     def __init__(self, update: DynamicUpdate, confirm: Confirm) -> None:
         self.announces = update.options.rearrangement
-        """By what is received of a device, the others judge it."""
+        """The others judge a device by its casts, so that it has to cast in every slot."""
         self.rates: dict[tuple[int, int], Rates] = {}
-        """By layer and number of a batch that was forwarded here: of its way up to that layer."""
+        """By layer and batch: the success rates of a forwarded batch up to that layer."""
         self._update = update
         self._confirm = confirm
         self._saved: defaultdict[int, SavedGradients] = defaultdict(SavedGradients)
         self._past: dict[tuple[int, str, Channels], torch.Tensor] = {}
-        """By layer, sender and its neurons: the mean over the samples of what last arrived whole, (values,)."""
+        """By layer, sender and its neurons: the last complete outputs, averaged over the samples, (values,)."""
         self._dropped: set[tuple[int, int]] = set()
-        """Layers and numbers of the batches that went no further here."""
+        """Layers and batches that did not meet the forward criterion here."""
         self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        """By layer, since the last `report`."""
+        """By layer, since the last `record_counts`."""
 
     def stop_maintaining(self) -> None:
-        """Go on as the baseline Naive."""
+        """Continue as the baseline Naive."""
         options = self._update.options
         baseline = options.baselines[options.naive]
         given = type(options).model_validate(baseline)
-        self._update.options = options.model_copy(
-            update={key: getattr(given, key) for key in baseline}
-        )
+        changed = {key: getattr(given, key) for key in baseline}
+        self._update.options = options.model_copy(update=changed)
 
     def forget_layer(self, layer: int) -> None:
         """Forget the saved values of a layer after its neurons have changed."""
@@ -155,29 +180,30 @@ class Maintenance:
         self._counts.clear()
 
     def inputs(self, arrived: Arrived) -> torch.Tensor | None:
-        """Return inputs, (samples, values), zeros for missing ones (equation 1), if the forward criterion is met."""
-        layer, rates = (
-            arrived.layer + 1,
-            (*_heard_rates(arrived, arrived.layer), arrived.rate),
-        )
+        """Return inputs, (samples, values), with zeros for missing ones (equation 1).
+
+        None if the forward criterion is not met.
+        """
+        layer = arrived.layer + 1
+        rates = (*_received_rates(arrived, arrived.layer), arrived.rate)
+        counts = self._counts[layer]
         for part in arrived.parts:
-            self._counts[layer]["due"] += len(part.neurons)
-            self._counts[layer]["missing"] += len(part.neurons) * (part.tensor is None)
+            is_missing = part.tensor is None
+            counts["due"] += len(part.neurons)
+            counts["missing"] += len(part.neurons) * is_missing
         if not self._accept_batch(layer, arrived, rates):
             return None
         self.rates[layer, arrived.batch] = rates
-        return self._substituted(arrived).joined_values()
+        return self._substitute(arrived).joined_values()
 
     def test_values(self, arrived: Arrived) -> Arrived | None:
         """Return the parts of the inputs, as in training; without substitution, None if any part is missing."""
-        return (
-            self._substituted(arrived)
-            if self._update.options.substitution or arrived.complete
-            else None
-        )
+        if self._update.options.substitution or arrived.complete:
+            return self._substitute(arrived)
+        return None
 
-    def _substituted(self, arrived: Arrived) -> Arrived:
-        """Put past outputs, if these are to be substitutes, in the place of missing ones, which else are zeros."""
+    def _substitute(self, arrived: Arrived) -> Arrived:
+        """Put past outputs in the place of missing ones if the option `past` is set; otherwise they remain zeros."""
         if not self._update.options.past:
             return arrived
         parts = []
@@ -187,65 +213,65 @@ class Maintenance:
                 self._past[key] = sent.mean(dim=0)
             elif key in self._past:
                 past = self._past[key].expand(arrived.samples, -1)
-                mixed = (
-                    past
-                    if sent is None or part.missing is None
-                    else past.where(part.missing, sent)
-                )
-                part = part._replace(tensor=mixed)
+                if sent is not None and part.missing is not None:
+                    past = past.where(part.missing, sent)
+                part = part._replace(tensor=past)
             parts.append(part)
         return replace(arrived, parts=tuple(parts))
 
     def _accept_batch(self, layer: int, arrived: Arrived, rates: Rates) -> bool:
-        """Return whether a batch goes on to be learnt from, and keep in mind where it does not."""
+        """Return whether a batch may be learned from, and remember a batch that may not."""
         key = (layer, arrived.batch)
         self._counts[layer]["batches"] += 1
         if key in self._dropped:
             return False
-        if is_valid(rates, self._update.thres_fw) and (
-            self._update.options.substitution or arrived.complete
-        ):
+        substitutes = self._update.options.substitution or arrived.complete
+        if substitutes and is_valid(rates, self._update.thres_fw):
             return True
         self._dropped.add(key)
         self._counts[layer]["dropped"] += 1
         return False
 
     async def usable_results(self, arrived: Arrived) -> Usable:
-        """Return all results; those of a batch of which some are missing give no exact loss."""
-        others = self._update.options.sharing != "layer" or await self._confirm(
-            arrived.layer, arrived
-        )
-        if not self._accept_batch(
-            arrived.layer, arrived, _heard_rates(arrived, arrived.layer)
-        ):
+        """Return all results; a batch with missing results has no exact loss, and saved gradients are used."""
+        others_complete = True
+        if self._update.options.sharing == "layer":
+            others_complete = await self._confirm(arrived.layer, arrived)
+        rates = _received_rates(arrived, arrived.layer)
+        if not self._accept_batch(arrived.layer, arrived, rates):
             return Usable(None, "nothing")
-        return (
-            Usable(arrived.joined_values(), "new")
-            if arrived.complete and others
-            else Usable(None, "saved")
-        )
+        if arrived.complete and others_complete:
+            return Usable(arrived.joined_values(), "new")
+        return Usable(None, "saved")
 
     async def usable_losses(self, arrived: Arrived) -> Usable:
-        """Return the sum of the losses that have arrived (equation 2); they are new gradients by the granularity."""
+        """Return the sum of the received losses (equation 2).
+
+        The option `backward` decides whether they are new gradients.
+        """
         layer, granularity = arrived.layer - 1, self._update.options.backward
-        others = granularity != "layer" or await self._confirm(layer, arrived)
-        here = sum(part.tensor is not None for part in arrived.parts)
-        enough = (
-            here > 0 if granularity == "link" else here == len(arrived.parts) and others
-        )
-        usable = here > 0 and (self._update.options.substitution or arrived.complete)
-        losses = arrived.summed_losses() if usable else None
+        others_complete = True
+        if granularity == "layer":
+            others_complete = await self._confirm(layer, arrived)
+        received = sum(part.tensor is not None for part in arrived.parts)
+        is_new = received == len(arrived.parts) and others_complete
+        if granularity == "link":
+            is_new = received > 0
+        losses = None
+        if received and (self._update.options.substitution or arrived.complete):
+            losses = arrived.summed_losses()
         if self._was_dropped(layer, arrived.batch):
+            # The losses still go on to earlier layers, which may have forwarded the batch.
             return Usable(losses, "nothing")
-        return Usable(losses, "new" if enough else "saved")
+        return Usable(losses, "new" if is_new else "saved")
 
     def _was_dropped(self, layer: int, batch: int) -> bool:
-        """Return whether a batch went no further than a layer, and forget earlier batches of the layer."""
-        dropped = (layer, batch) in self._dropped
-        self._dropped -= {
-            each for each in self._dropped if each[0] == layer and each[1] <= batch
-        }
-        return dropped
+        """Return whether a batch was dropped at a layer, and forget earlier batches of the layer."""
+        was_dropped = (layer, batch) in self._dropped
+        for key in list(self._dropped):
+            if key[0] == layer and key[1] <= batch:
+                self._dropped.discard(key)
+        return was_dropped
 
     def learn(
         self,
@@ -259,86 +285,88 @@ class Maintenance:
         if usable.learns == "nothing":
             return None
         saved, options = self._saved[layer], self._update.options
-        new = gradient is not None and usable.learns == "new"
-        reuses = (
-            not new
-            and options.reuse
-            and bool(saved.gradients)
-            and saved.used < self._update.grad_reuse_bw
-        )
-        self._counts[layer]["fresh" if new else "reused" if reuses else "idle"] += 1
+        is_new = gradient is not None and usable.learns == "new"
+        may_reuse = saved.used < self._update.grad_reuse_bw and bool(saved.gradients)
+        reuses = not is_new and options.reuse and may_reuse
+        kind = "reused" if reuses else "idle"
+        if is_new:
+            kind = "fresh"
+        self._counts[layer][kind] += 1
         if gradient is None and not reuses:
             return None
 
         def work() -> torch.Tensor | None:
-            before = None
-            if gradient is not None and (new or layer > 1):
-                before = backpropagate(shard, layer, batch, gradient)
-            if new:
-                saved.gradients, saved.used = shard.gradients(), 0
+            input_gradient = None
+            # The gradient of the inputs of layer 1 would go to the input layer, which learns nothing.
+            if gradient is not None and (is_new or layer > 1):
+                input_gradient = backpropagate(shard, layer, batch, gradient)
+            if is_new:
+                saved.gradients = shard.gradients()
+                saved.used = 0
             else:
+                # Losses were passed on, but these incomplete gradients do not count.
                 shard.drop_gradients()
             if reuses:
                 shard.add_gradients(saved.gradients)
                 saved.used += 1
-            if new or reuses:
+            if is_new or reuses:
                 shard.update()
-            return before
+            return input_gradient
 
         return work
 
     def observe_loss(self, step: int, loss: float) -> None:
-        """Take the loss of a step whose results are complete, on the device that leads."""
+        """Observe the loss of a step with complete results, on the lead."""
         self._update.observe_loss(step, loss)
 
 
 @dataclass(frozen=True)
 class Complete(Typed, kind="complete", key=("batch", "layer", "sender")):
-    """Cast to the others of a layer: everything of a batch has arrived here. Only for the granularity ``layer``."""
+    """Cast to the other devices of a layer: everything of a batch has arrived here. For the granularity ``layer``."""
 
     batch: int
     layer: int
 
 
 class Confirming:
-    """The hook `Confirm`: casts to the others of a layer that all is here, and waits a moment for theirs.
+    """The hook `Confirm`: cast `Complete` to the other devices of a layer, and wait shortly for theirs.
 
-    Those casts are lost as any; then the others count as incomplete.
+    These casts can be lost as well; then the others count as incomplete.
     """
 
     def __init__(
         self, mailbox: Mailbox, arrangement: Callable[[], NeuronAssignment], wait: float
     ) -> None:
-        """``arrangement`` returns the present one; ``wait`` is in seconds."""
+        """``arrangement`` returns the current one; ``wait`` is in seconds."""
         self._mailbox = mailbox
         self._arrangement = arrangement
         self._wait = wait
 
     async def __call__(self, layer: int, arrived: Arrived) -> bool:
-        """Return whether the others have everything, too; True where not even this device has."""
+        """Return whether the others have everything, too.
+
+        True if this device has not: then the answer does not matter.
+        """
         device = self._mailbox.device
-        others = [
-            name for name in self._arrangement().holders(layer) if name != device.name
-        ]
+        holders = self._arrangement().holders(layer)
+        others = [name for name in holders if name != device.name]
         if not arrived.complete or not others:
             return True
         await self._mailbox.cast(others, Complete(arrived.batch, layer))
         deadline = device.now() + self._wait
-        found = [
-            await self._mailbox.take(
-                Complete, (arrived.batch, layer, name), deadline=deadline
-            )
-            for name in others
-        ]
+        answers = []
+        for name in others:
+            key = (arrived.batch, layer, name)
+            answers.append(await self._mailbox.take(Complete, key, deadline=deadline))
         self._mailbox.discard_before(Complete, (arrived.batch,))
-        return None not in found
+        return None not in answers
 
 
 class Ideal:
-    """Casts as another `Transmit` does, but for the results that the output layer shares: none of these is lost."""
+    """Another `Transmit` for all casts but the shared results of the output layer, which are sent reliably."""
 
     def __init__(self, mailbox: Mailbox, transmit: Transmit, output: int) -> None:
-        """``output``: the number of the output layer."""
+        """``output`` is the number of the output layer."""
         self._mailbox = mailbox
         self._transmit = transmit
         self._output = output

@@ -16,11 +16,11 @@ from testbed_versatilefl.planner import VersatileDetails, VersatileOptions, plan
 class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
     """Learning that continues with the values that arrive, and moves neurons as devices and links fail.
 
-    Missing values are substituted, saved gradients are used again, and the neurons of a layer go to the devices of its
-    group in proportion to how well these are heard. A device that restarts joins again, and so does one that was not
-    heard, and lost its neurons, once it is heard again. Losses go to all neurons of the layer before (equation
-    2), also to those whose outputs had not arrived: to leave them out, as EdgePipe does, made no difference that could
-    be measured.
+    Missing values are substituted, saved gradients are used again, and the neurons of a layer are divided among the
+    devices of its group in proportion to their credibility. A device that restarts joins again, and so does a device
+    that lost its neurons because its casts did not arrive, once they arrive again. Losses go to all neurons of the
+    previous layer (equation 2), also to those whose outputs had not arrived: to leave them out, as EdgePipe does, made
+    no measurable difference.
     """
 
     name = "versatile"
@@ -31,7 +31,7 @@ class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
     declared = DECLARED
 
     def plan(self, problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
-        """Divide the layers, map the super neurons, time the slots. Raises `InputError` where that cannot be."""
+        """Divide the layers, map the super neurons and time the slots. Raises `InputError` for an impossible plan."""
         return plan(problem)
 
     def facts(
@@ -40,14 +40,15 @@ class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
         plan: Plan[VersatileDetails],
         device: str,
     ) -> tuple[Problem[VersatileOptions], Plan[VersatileDetails]]:
-        """Return all to each: whoever is heard first decides for all, by how well all hear each other."""
+        """Return the whole problem and plan: any device may become the coordinator, which needs all links."""
         return problem, plan
 
     async def program(
         self, device: Device, job: Job[VersatileOptions, VersatileDetails]
     ) -> None:
-        """Be a super neuron, slot by slot, whichever neurons it has."""
+        """Work slot by slot with the neurons that the device currently has."""
         if device.name in job.plan.devices:
+            # Imported here, since only devices need torch.
             from testbed_versatilefl.program import run
 
             await run(device, job)

@@ -46,13 +46,13 @@ class VersatileOptions(SlotOptions):
     }
     """The paper's Naive "does not have any maintenance scheme against failures". `naive` drops a batch with anything
     missing: "there is no perfect data delivery until the output layer in horizontal allocation at all, which means it
-    failed to converge" (Section VI-A). The others compute with zeros, and a layer learns where all its losses have
-    arrived, or drop such batches in training alone."""
+    failed to converge" (Section VI-A). With `naive-zeros` missing values count as zero, and a layer learns if all its
+    losses have arrived; `naive-blocked` also drops a batch with missing values, but only in training."""
     naive_after: int | None = Field(None, ge=1)
     """Steps after which nothing is maintained any more: "applying Naive to the VersatileFL-based trained or recovered
     model after each network variation outbreak" (Figure 11), as the baseline `naive`."""
     naive: Literal["naive", "naive-zeros", "naive-blocked"] = "naive"
-    """Which baseline that is."""
+    """The baseline of `naive_after`."""
     allocation: Literal["vertical", "hybrid", "horizontal", "random"] = "hybrid"
     """As EdgePipe's; random: all layers in one group, each neuron on any of the devices."""
     substitution: bool = True
@@ -98,7 +98,7 @@ class VersatileDetails(SlotDetails):
 
 
 def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
-    """Plan as for EdgePipe, scattered neurons as if they were Horizontal. Raises `InputError`."""
+    """Plan as EdgePipe does, with scattered neurons as if they were Horizontal. Raises `InputError`."""
     options = problem.options
     allocation: Allocation = (
         "horizontal" if options.allocation == "random" else options.allocation
@@ -114,11 +114,13 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
         text = f"{options.window} steps are too few: records take {grace} steps to reach every device"
         raise InputError(text, ("method", "window"))
     ratios = [1 - link.message_loss for link in problem.links.values()]
+    threshold = options.credibility
+    if threshold is None:
+        # The paper's C_thres, 0.7767, is the mean reception ratio of its network.
+        threshold = fmean(ratios or [1.0])
     details = VersatileDetails(
         **planned.details.model_dump(),
-        threshold=options.credibility
-        if options.credibility is not None
-        else fmean(ratios or [1.0]),
+        threshold=threshold,
         window=options.window,
         grace=grace,
         scattered=options.allocation == "random",
@@ -129,7 +131,7 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
 def arrangement(
     problem: Problem[VersatileOptions], details: VersatileDetails
 ) -> NeuronAssignment:
-    """Return the first placement of neurons."""
+    """Return the initial placement of neurons: EdgePipe's, or with `allocation: random` one drawn from the seed."""
     options, names = problem.options, details.devices
     sizes = planner.neurons_of(problem)
     if options.allocation != "random":
@@ -137,15 +139,13 @@ def arrangement(
     layers = []
     for layer, size in enumerate(sizes):
         draws = random.Random(derive(problem.seed, "scatter", layer))
-        holders = draws.choices(names, k=size)
-        # Whoever has none would never be heard.
-        holders[: len(names)] = names
-        draws.shuffle(holders)
-        layers.append(
-            {
-                name: as_channels(n for n, each in enumerate(holders) if each == name)
-                for name in names
-            }
-        )
+        owners = draws.choices(names, k=size)
+        # A device without neurons would never cast, and the others could not judge it.
+        owners[: len(names)] = names
+        draws.shuffle(owners)
+        neurons: dict[str, list[int]] = {name: [] for name in names}
+        for neuron, owner in enumerate(owners):
+            neurons[owner].append(neuron)
+        layers.append({name: as_channels(own) for name, own in neurons.items()})
     groups = tuple(range(first, stop) for first, stop in details.groups)
     return NeuronAssignment(groups, sizes, tuple(layers))

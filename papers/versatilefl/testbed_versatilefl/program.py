@@ -36,7 +36,7 @@ STARTED = "started"
 
 @dataclass(frozen=True)
 class VersatileNotes:
-    """The hook `testbed.ml.slots.casts.Notes`: a device adds its records of the others to its casts."""
+    """The hook `testbed.ml.slots.casts.Notes`: a device adds its records of other devices to its casts."""
 
     handover: Handover
     records: ReceptionRecords
@@ -45,54 +45,56 @@ class VersatileNotes:
 
     def annotate(self, message: Sent) -> Sent:
         """Return a message with its note."""
+        records = {}
+        for name, (window, record) in self.records.newest.items():
+            records[name] = [window, record]
         note: dict[str, Any] = {
             "version": self.handover.now.version,
             "stage": self.update.stage,
-            "records": {
-                name: [window, shares]
-                for name, (window, shares) in self.records.newest.items()
-            },
+            "records": records,
         }
         if isinstance(message, Outputs):
-            note["rates"] = self.maintenance.rates.pop(
-                (message.layer, message.batch), ()
-            )
+            key = (message.layer, message.batch)
+            note["rates"] = self.maintenance.rates.pop(key, ())
         return replace(message, note=note)
 
     def read_note(self, message: Values) -> Channels | None:
-        """Take the note of a message; None where it is of an arrangement that is not known here, or no more."""
+        """Process the note of a message; return None if its arrangement is unknown here."""
         note = message.note or {}
         self.records.note_cast(message.sender, received=True)
         self.records.merge_records(note["records"])
+        # Casts of a stage may arrive after those of the next one.
         self.update.stage = max(self.update.stage, note["stage"])
-        held = self.handover.past.get(note["version"])
-        return None if held is None else held.of(message.sender, message.layer)
+        sent_under = self.handover.past.get(note["version"])
+        if sent_under is None:
+            return None
+        return sent_under.of(message.sender, message.layer)
 
     def note_missing(self, sender: str) -> None:
-        """Note that a message of a device has not arrived in time."""
+        """Record that a message of a device has not arrived in time."""
         self.records.note_cast(sender, received=False)
 
 
 async def run(device: Device, job: VersatileJob) -> None:
-    """Train and test, slot by slot; a device that has booted waits until the others have given it neurons."""
+    """Train and test, slot by slot; a device that has restarted first waits for neurons of the others."""
     problem, details, options = job.problem, job.plan.details, job.problem.options
     assert job.dataset is not None
     first = arrangement(problem, details)
-    booted = device.saved(STARTED) is not None and options.rearrangement
+    has_restarted = device.saved(STARTED) is not None
     await device.save(STARTED, Message(STARTED))
     epoch = steps_per_epoch(len(job.dataset.train_labels), problem.workload.batch_size)
     window = details.window or max(epoch, details.grace + 1)
     async with Mailbox(device, problem.links, KINDS) as mailbox:
-        update, neurons = (
-            DynamicUpdate(options),
-            Neurons(device, problem, await receive_initial_weights(mailbox, job)),
-        )
+        update = DynamicUpdate(options)
+        neurons = Neurons(device, problem, await receive_initial_weights(mailbox, job))
+        # The arrangement is asked for during training, when `handover` exists.
         confirm = Confirming(
             mailbox, lambda: handover.now, answering_time(mailbox, details)
         )
         maintenance = Maintenance(update, confirm)
         handover = Handover(mailbox, neurons, first, maintenance.forget_layer)
-        if not booted:
+        # Without rearrangement nobody would send neurons: the device continues with initial weights.
+        if not (has_restarted and options.rearrangement):
             handover.apply(first)
         ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
         records = ReceptionRecords(

@@ -1,6 +1,7 @@
-"""How neurons are rearranged (Section V-B) in proportion to credibility, as devices leave and join. Pure.
+"""Rearrangement of neurons (Section V-B) in proportion to credibility, as devices leave and join.
 
-One arrangement follows from another. Neurons move within their layer only, so that no schedule changes.
+Each function computes an arrangement from another one. Neurons move within their layer only, so that no schedule
+changes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Cause = Literal["failure", "credibility", "retirement", "join"]
 
 
 class GroupLostError(TestbedError):
-    """Nobody is left who could hold the neurons of a group of layers."""
+    """Raised if the last device of a group of layers has gone."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Decision:
     arrangement: NeuronAssignment
     cause: Cause
     devices: tuple[str, ...]
-    """Those that failed, retired or joined, or that are no longer credible."""
+    """The devices that failed, retired or joined, or whose credibility is too low."""
     gone: frozenset[str] = frozenset()
-    """Those whose neurons begin with new weights."""
+    """The devices whose neurons begin with initial weights."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class DecisionRules:
     threshold: float
     """C_thres: the group of a device with less credibility is rearranged."""
     lead: str
-    """Scores the tests, and so it stays."""
+    """The device that scores the tests and therefore keeps its place."""
     seed: int
 
 
@@ -54,7 +55,7 @@ def after_window(
 ) -> Iterator[Decision]:
     """Yield the decisions of a window: silent devices leave, groups with a poor device are rearranged.
 
-    ``averages`` are the credibilities of devices; a group with one of which there is none stays. Raises
+    ``averages`` are the credibilities of devices; a group with a device without credibility stays. Raises
     `GroupLostError`.
     """
     for name in failed:
@@ -72,7 +73,7 @@ def after_window(
 def _poor_members(
     now: NeuronAssignment, group: int, averages: Mapping[str, float], threshold: float
 ) -> tuple[str, ...]:
-    """Return the devices of a group with less credibility than the threshold; none while one is unknown."""
+    """Return the devices of a group with less credibility than the threshold; none if one has no credibility."""
     members = now.members(group)
     if not all(name in averages for name in members):
         return ()
@@ -86,14 +87,10 @@ def without_device(
     group = now.group(device)
     after = remove_device(now, device, averages, seed)
     if group is not None and not after.members(group):
-        layers = now.groups[group]
-        which = (
-            f"layer {layers[0]}"
-            if len(layers) == 1
-            else f"layers {layers[0]} to {layers[-1]}"
-        )
+        first, last = now.groups[group][0], now.groups[group][-1]
+        layers = f"layer {first}" if first == last else f"layers {first} to {last}"
         raise GroupLostError(
-            f"group {group} ({which}) is left with no device: {device} was its last"
+            f"group {group} ({layers}) is left with no device: {device} was its last"
         )
     return after
 
@@ -104,32 +101,31 @@ def decide_join(
     averages: Mapping[str, float],
     rules: DecisionRules,
 ) -> Decision:
-    """Return the decision about a device without neurons that has booted or is heard again.
+    """Return the decision about a device without neurons that has booted or whose casts arrive again.
 
-    The lead takes its own place.
+    The lead returns to its own place.
     """
     if device == rules.lead:
-        return Decision(
-            replace(now, version=now.version + 1),
-            "join",
-            (device,),
-            frozenset({device}),
-        )
-    after = add_device(
-        remove_device(now, device, averages, rules.seed), device, rules.seed
-    )
+        after = replace(now, version=now.version + 1)
+    else:
+        # Whoever restarts before its failure was noticed still has a place, and loses it here.
+        others = remove_device(now, device, averages, rules.seed)
+        after = add_device(others, device, rules.seed)
     return Decision(after, "join", (device,), frozenset({device}))
 
 
 def find_coordinator(now: NeuronAssignment, absent: Collection[str]) -> str | None:
-    """Return the first member who is not known to be absent; who has the input layer alone hears nobody."""
-    hearing = (
-        name
-        for group, layers in enumerate(now.groups)
-        if layers[-1]
-        for name in now.members(group)
-    )
-    return next((name for name in hearing if name not in absent), None)
+    """Return the first member that is not known to be absent; None without one.
+
+    Devices of the input layer alone receive no casts, and so cannot decide.
+    """
+    for group, layers in enumerate(now.groups):
+        if layers[-1] == 0:
+            continue
+        for name in now.members(group):
+            if name not in absent:
+                return name
+    return None
 
 
 @dataclass(frozen=True)
@@ -139,32 +135,33 @@ class Move:
     layer: int
     neurons: Channels
     giver: str | None
-    """None: the device that held them is gone, and they begin with new weights."""
+    """None if their device is gone and they begin with initial weights."""
     taker: str
 
 
 def share_neurons(weights: Sequence[float], total: int) -> list[int]:
-    """Return ``neuronNum``: neurons shared in proportion to weights, those left over to the largest remainders.
+    """Return ``neuronNum``: neurons in proportion to weights, with the remaining ones for the largest remainders.
 
-    At least one each: a device that had nothing to send would never be heard again. Evenly where all weights are 0.
-    Raises ValueError where there are more devices than neurons.
+    Each device gets at least one: a device without neurons would never be heard again. Without any weight, the division
+    is even. Raises ValueError for more devices than neurons.
+
+    >>> share_neurons([0.15, 0.6], 10)
+    [2, 8]
     """
     if len(weights) > total:
         raise ValueError(f"{total} neurons are too few for {len(weights)} devices")
     summed = math.fsum(weights)
-    # Without the guard, 0.6 / 0.75 * 10 would be a hair below 8.
-    exact = [
-        total * weight / summed if summed else total / len(weights)
-        for weight in weights
-    ]
-    found = [max(1, math.floor(value + 1e-9)) for value in exact]
-    while sum(found) != total:
-        step = 1 if sum(found) < total else -1
-        movable = [index for index in range(len(found)) if found[index] + step > 0]
-        found[max(movable, key=lambda index: step * (exact[index] - found[index]))] += (
-            step
-        )
-    return found
+    exact = [total / len(weights)] * len(weights)
+    if summed:
+        exact = [total * weight / summed for weight in weights]
+    # Without the margin, 0.6 / 0.75 * 10 would be slightly less than 8.
+    counts = [max(1, math.floor(value + 1e-9)) for value in exact]
+    while sum(counts) != total:
+        step = 1 if sum(counts) < total else -1
+        movable = [index for index, count in enumerate(counts) if count + step > 0]
+        deficits = {index: step * (exact[index] - counts[index]) for index in movable}
+        counts[max(movable, key=deficits.__getitem__)] += step
+    return counts
 
 
 def rearrange_group(
@@ -186,7 +183,7 @@ def remove_device(
     if group is None:
         return now
     others = [name for name in now.members(group) if name != device]
-    # Of one that has just joined nothing is known: with no credibility it would part with all that it was given.
+    # A device that has just joined has no credibility yet; with 0 it would lose all neurons that it was given.
     known = [credibility[name] for name in others if name in credibility]
     usual = math.fsum(known) / len(known) if known else 1.0
     weights = {name: credibility.get(name, usual) for name in others}
@@ -194,55 +191,50 @@ def remove_device(
 
 
 def add_device(now: NeuronAssignment, device: str, seed: int) -> NeuronAssignment:
-    """Return the arrangement with another device, in the group with the fewest; of equals the first.
+    """Return the arrangement with another device, in the group with the fewest devices, the first one on ties.
 
-    It takes an even share of each layer, from the others in proportion to what they hold. A group with a layer that has
-    no neuron for one more is full; all are not, for a device that the plan has: somewhere is the place that it left.
-    Raises ValueError for a member, and where all are full.
+    The device takes an even share of each layer, from the others in proportion to their neurons. A group is full if one
+    of its layers has no neuron for another device; a device of the plan always finds the place that it left. Raises
+    ValueError for a member, and if all groups are full.
     """
     if now.group(device) is not None:
         raise ValueError(f"{device} is a member already")
     counts = [len(now.members(index)) for index in range(len(now.groups))]
-    room = [
-        index
-        for index, count in enumerate(counts)
-        if count < min(now.sizes[layer] for layer in now.groups[index])
-    ]
-    if not room:
+    available = []
+    for index, layers in enumerate(now.groups):
+        if counts[index] < min(now.sizes[layer] for layer in layers):
+            available.append(index)
+    if not available:
         raise ValueError(f"no group has a neuron for {device}")
-    group = min(room, key=lambda index: counts[index])
+    group = min(available, key=counts.__getitem__)
     weights = []
     for layer in now.groups[group]:
-        held = {
-            name: float(len(neurons)) for name, neurons in now.layers[layer].items()
-        }
-        weights.append({**held, device: now.sizes[layer] / max(1, len(held))})
+        holders = now.layers[layer]
+        counted = {name: float(len(neurons)) for name, neurons in holders.items()}
+        even_share = now.sizes[layer] / max(1, len(counted))
+        weights.append({**counted, device: even_share})
     return _next_assignment(now, group, weights, seed)
 
 
 def list_moves(
     before: NeuronAssignment, after: NeuronAssignment, gone: Collection[str] = ()
 ) -> list[Move]:
-    """Return the neurons to hand over; those without a holder, or of ``gone`` devices, begin with new weights."""
-    found = []
+    """Return the neurons to hand over; neurons without a holder, or of ``gone`` devices, begin with initial weights."""
+    moves = []
     for layer, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
-        held = {
-            neuron: name
-            for name, neurons in old.items()
-            if name not in gone
-            for neuron in neurons
-        }
+        givers: dict[int, str] = {}
+        for name, neurons in old.items():
+            if name not in gone:
+                givers.update(dict.fromkeys(neurons, name))
         for taker, neurons in new.items():
-            own = set(old.get(taker, ())) if taker not in gone else set()
             changing: dict[str | None, list[int]] = {}
             for neuron in neurons:
-                if neuron not in own:
-                    changing.setdefault(held.get(neuron), []).append(neuron)
-            found += [
-                Move(layer, as_channels(each), giver, taker)
-                for giver, each in changing.items()
-            ]
-    return found
+                giver = givers.get(neuron)
+                if giver != taker:
+                    changing.setdefault(giver, []).append(neuron)
+            for giver, moved in changing.items():
+                moves.append(Move(layer, as_channels(moved), giver, taker))
+    return moves
 
 
 def _next_assignment(
@@ -259,7 +251,7 @@ def _next_assignment(
 def _share_layer(
     holders: Holders, weights: Mapping[str, float], size: int, draws: random.Random
 ) -> dict[str, Channels]:
-    """Return a layer's neurons by device: those with too many give some by chance, those with too few take them."""
+    """Return a layer's neurons by device: devices with too many give random ones to devices with too few."""
     if not weights:
         return {}
     counts = dict(
@@ -269,13 +261,11 @@ def _share_layer(
     for name, count in counts.items():
         held = holders.get(name, ())
         kept[name] = draws.sample(held, min(count, len(held)))
-    free = sorted(
-        set(range(size)) - {neuron for neurons in kept.values() for neuron in neurons}
-    )
+    free = sorted(set(range(size)).difference(*kept.values()))
     draws.shuffle(free)
-    found = {}
+    assigned = {}
     for name, count in counts.items():
         lacking = count - len(kept[name])
-        found[name] = as_channels(kept[name] + free[:lacking])
+        assigned[name] = as_channels(kept[name] + free[:lacking])
         free = free[lacking:]
-    return found
+    return assigned

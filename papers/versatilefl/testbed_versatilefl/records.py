@@ -1,4 +1,4 @@
-"""Section V-A: which casts a device has received of late, and how credible that makes the others (equation 4)."""
+"""Section V-A: each device's records of received casts, and the credibility of the others (equation 4)."""
 
 from __future__ import annotations
 
@@ -13,103 +13,116 @@ from testbed.network.link import Pair
 ALPHA = 0.9
 """Weight of the last window; the paper's."""
 SERIES = 20
-"""Casts in a row that never arrive where a device has failed, or all of a window that has fewer.
+"""Casts in a row that are missing if a device has failed; all casts of a window that has fewer.
 
-The paper gives no number. Over a link that loses four of five, one of a hundred series is lost by chance.
+The paper gives no number. Over a link that loses four casts of five, one series in a hundred is missing by chance.
 """
 
 Ratios = Mapping[Pair, float]
-"""By sender and receiver, from 0 to 1; nothing of a device with itself, which is 1."""
+"""By sender and receiver, from 0 to 1; pairs of different devices only."""
 Record = dict[str, tuple[float, float]]
-"""By sender: the share received at the end of a window, and the credibility there."""
+"""By sender: the fraction received at the end of a window, and the credibility at that time."""
 
 
 def update_credibility(recent: float, before: float, alpha: float = ALPHA) -> float:
-    """Return C at the end of a window, in which the share ``recent`` of the transmissions was received."""
+    """Return C of equation (4) at the end of a window, in which the fraction ``recent`` of casts was received.
+
+    >>> round(update_credibility(0.0, 0.9), 2)
+    0.09
+    """
     return alpha * recent + (1 - alpha) * before
 
 
 def mean_credibility(table: Ratios, device: str) -> float:
-    """Return the credibility of a device, as a sender and as a receiver; 0 where there is no record of it."""
-    found = [
-        value for pair, value in table.items() if device in pair and pair[0] != pair[1]
-    ]
-    return fmean(found) if found else 0.0
+    """Return the credibility of a device, averaged as a sender and as a receiver; 0 without a record of the device.
+
+    >>> mean_credibility({("a", "b"): 0.1, ("b", "a"): 0.2, ("b", "c"): 0.9}, "a")
+    0.15000000000000002
+    """
+    values = []
+    for pair, value in table.items():
+        if device in pair and pair[0] != pair[1]:
+            values.append(value)
+    return fmean(values) if values else 0.0
 
 
 def is_silent(latest: Ratios, device: str) -> bool:
-    """Return whether nobody who keeps a record of a device received anything of it of late: it has failed.
+    """Return whether no receiver with a record of a device received its latest casts: the device has failed.
 
-    False where there is no such record.
+    False without such a record.
     """
-    found = [value for (sender, _), value in latest.items() if sender == device]
-    return bool(found) and not any(found)
+    received = [share for (sender, _), share in latest.items() if sender == device]
+    return bool(received) and not any(received)
 
 
 class ReceptionRecords:
-    """One device's records, window after window, and the newest of other devices, which come with their casts.
+    """One device's records, window after window, and the newest records of other devices, which their casts carry.
 
-    Slots go by the clock, and who has nothing to send says so: whatever is not there when it is due was lost. A window
-    ends with the last step of its ``steps``.
+    Slots go by the clock, and devices without values cast an empty message: a message that is missing in its slot was
+    lost. A window has ``steps`` steps.
     """
 
     def __init__(
         self, device: str, initial: Ratios, alpha: float, steps: int, grace: int
     ) -> None:
-        """``initial``: reception ratios of the plan; ``grace``: steps in which records travel."""
+        """``initial``: reception ratios of the plan; ``grace``: steps that records need to reach all devices."""
         self.newest: dict[str, tuple[int, Record]] = {}
-        """By receiver: the newest window of which its record is known, and that record."""
+        """By receiver: the newest window with a known record, and the record."""
         self._device = device
         self._credibility = dict(initial)
         self._alpha = alpha
         self._steps = steps
         self._grace = grace
         self._noted: defaultdict[str, list[bool]] = defaultdict(list)
-        """By sender, for each cast that was due in this window, whether it has arrived."""
+        """By sender, whether each cast due in this window has arrived."""
         self._lost = 0
-        """Casts in a row, whoever sent them."""
+        """Number of lost casts in a row, from any sender."""
         self._open: int | None = None
+        """The current window; None before the first step."""
         self._seen = -1
+        """The last window returned by `next_due_window`."""
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether nothing arrives of anyone: not the others have failed, or all at once."""
+        """Whether no cast of any device arrives: this device has lost its links, rather than all others failed."""
         return self._lost >= SERIES
 
-    def note_cast(self, sender: str, received: bool) -> None:
-        """Note whether a due cast has arrived; a device's own values do not count."""
+    def note_cast(self, sender: str, *, received: bool) -> None:
+        """Record whether a due cast has arrived; a device's own values do not count."""
         if sender != self._device:
             self._noted[sender].append(received)
             self._lost = 0 if received else self._lost + 1
 
     def merge_records(self, records: Mapping[str, Sequence[Any]]) -> None:
-        """Take records that came with a cast, as they are in JSON: window and shares by receiver."""
+        """Keep newer records than the known ones, as casts carry them in JSON: receiver -> window and record."""
         for receiver, (window, shares) in records.items():
-            if window > self.newest.get(receiver, (-1, {}))[0]:
-                self.newest[receiver] = (
-                    window,
-                    {name: tuple(pair) for name, pair in shares.items()},
-                )
+            known_window, _ = self.newest.get(receiver, (-1, {}))
+            if window > known_window:
+                record = {name: tuple(pair) for name, pair in shares.items()}
+                self.newest[receiver] = (window, record)
 
     def close_window(self, step: int, arrangement: NeuronAssignment) -> None:
-        """Close the window before that of a step, unless that is done."""
-        # Backward, a device works on earlier steps than forward.
-        before, self._open = self._open, max(step // self._steps, self._open or 0)
+        """Close the window before that of a step, if it is still open."""
+        before = self._open
+        # The backward of a step comes after the forward of later ones: a window never opens again.
+        self._open = max(step // self._steps, before or 0)
         if before is None or self._open == before:
             return
         record = {}
         for sender in arrangement.senders(self._device):
-            pair, noted = (sender, self._device), self._noted[sender]
-            value = update_credibility(
-                _share(noted), self._credibility.get(pair, 0.0), self._alpha
-            )
+            pair = (sender, self._device)
+            noted = self._noted[sender]
+            known = self._credibility.get(pair, 0.0)
+            value = update_credibility(_received_share(noted), known, self._alpha)
             self._credibility[pair] = value
-            record[sender] = (round(_share(noted[-SERIES:]), 4), round(value, 4))
+            latest = _received_share(noted[-SERIES:])
+            # Rounded, since every cast carries the records.
+            record[sender] = (round(latest, 4), round(value, 4))
         self._noted.clear()
         self.newest[self._device] = (self._open - 1, record)
 
     def next_due_window(self, step: int) -> int | None:
-        """Return the last window once, as soon as its records have come round."""
+        """Return the last window once, as soon as its records have reached all devices; otherwise None."""
         window, position = divmod(step, self._steps)
         if window - 1 <= self._seen or position < self._grace:
             return None
@@ -117,21 +130,21 @@ class ReceptionRecords:
         return self._seen
 
     def receptions_of(self, window: int) -> tuple[dict[Pair, float], dict[Pair, float]]:
-        """Return by sender and receiver the shares received at the end of a window, and the credibility there.
+        """Return the fractions received at the end of a window, and the credibilities, by sender and receiver.
 
-        Both as far as they are known.
+        Both contain the pairs that are known here.
         """
-        known = {
-            (sender, receiver): values
-            for receiver, (at, shares) in self.newest.items()
-            if at == window
-            for sender, values in shares.items()
-        }
-        return {pair: share for pair, (share, _) in known.items()}, {
-            pair: value for pair, (_, value) in known.items()
-        }
+        latest: dict[Pair, float] = {}
+        credibilities: dict[Pair, float] = {}
+        for receiver, (known_window, record) in self.newest.items():
+            if known_window != window:
+                continue
+            for sender, (share, credibility) in record.items():
+                latest[sender, receiver] = share
+                credibilities[sender, receiver] = credibility
+        return latest, credibilities
 
 
-def _share(noted: Sequence[bool]) -> float:
-    """Return the share received; 0 of a device of which nothing was due."""
+def _received_share(noted: Sequence[bool]) -> float:
+    """Return the fraction received; 0 if no cast was due."""
     return sum(noted) / len(noted) if noted else 0.0

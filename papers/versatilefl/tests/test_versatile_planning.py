@@ -77,7 +77,7 @@ def records_of(alpha, initial=()):
 
     def window(number, *casts):
         for sender, received in casts:
-            records.note_cast(sender, received)
+            records.note_cast(sender, received=received)
         records.close_window(number, arrangement)
         found = records.newest["e"]
         assert found[0] == number - 1
