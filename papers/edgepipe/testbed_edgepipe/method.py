@@ -20,7 +20,7 @@ from testbed_edgepipe.planner import INFORMING, EdgePipeOptions
 
 
 def _update_rate(record: RunView) -> float | None:
-    """Return the fraction of updates made: each device updates each of its layers once a batch at best."""
+    """Return the fraction of possible updates made: a device may update each layer once a batch."""
     layers = sum(piece.last - piece.first for piece in record.plan.pieces)
     batches = len(record.of("step")) * details_of(record).micro_batches
     due = batches * layers
@@ -54,7 +54,7 @@ FIGURES = (
 
 
 class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
-    """Super neurons trained in fixed timeslots over casts that may be lost; missing values count as zero.
+    """Super neurons trained in fixed timeslots over lossy casts; missing values count as zero.
 
     A device that restarts continues in the current slot with its initial weights.
     """

@@ -26,7 +26,7 @@ class NeedsArrangement(Needs, kind=INFORMING[0]):
 
 @dataclass(frozen=True)
 class Arranged(Typed, kind=INFORMING[1]):
-    """From the coordinator: the task that each device receives in line 22 of Algorithm 1."""
+    """From the coordinator: the task of each device, line 22 of Algorithm 1."""
 
     layers: list[dict[str, list[int]]]
     """By layer: device -> first neuron and end of its range."""
@@ -47,7 +47,7 @@ class TreatedAsNull:
         *,
         masks: bool = True,
     ) -> None:
-        """An update follows the last of ``micro_batches``, with the gradients of those that arrived."""
+        """An update follows the last of ``micro_batches``, with all gradients received."""
         self.masks = masks
         self._learns = learns
         self._micro_batches = micro_batches

@@ -33,14 +33,14 @@ from testbed_versatilefl.records import ReceptionRecords, is_silent, mean_credib
 
 @dataclass(frozen=True)
 class Join(Typed, kind="join"):
-    """From a device without neurons: sent after a boot, cast if the others had not received its casts any more."""
+    """Request for neurons: sent after a boot, cast by a device without neurons whose casts had been lost."""
 
     boot: bool = True
 
 
 @dataclass(frozen=True)
 class Leave(Typed, kind="leave"):
-    """From a leaving device that hands over its neurons."""
+    """Announcement of a leaving device, which hands over its neurons."""
 
     announced: bool = True
 
@@ -162,7 +162,7 @@ class ArrangementController:
             self._maintenance.stop_maintaining()
 
     def _announce_leaving(self) -> None:
-        """Announce once that this device leaves. The lead scores the tests and cannot leave."""
+        """Announce once the departure of this device. The lead scores the tests and cannot leave."""
         me = self._device.name
         if not self._device.leaving or me == self._rules.lead:
             return
@@ -171,7 +171,7 @@ class ArrangementController:
             self._post_to_all(Leave())
 
     def _record_counts(self, segment: SlotSegment, step: int | None) -> None:
-        """Record the counts of maintenance of each window, and of the rest of training at its end."""
+        """Record the counts of maintenance after each window and at the end of training."""
         if segment.tests:
             return
         is_end = step is None
@@ -182,7 +182,7 @@ class ArrangementController:
             self._maintenance.record_counts(self._device, recorded)
 
     def _judge_devices(self, step: int) -> int | None:
-        """Close a window at its end; return the last one once its records have reached all devices."""
+        """Close a window at its end; return the last window once its records have reached all devices."""
         self._records.close_window(step, self.now)
         window = self._records.next_due_window(step)
         if window is None:
@@ -209,6 +209,7 @@ class ArrangementController:
         layers = []
         for holders in now.layers:
             layers.append({name: list(held) for name, held in holders.items()})
+        # The others apply it when the message arrives; until then versions in casts tell whose neurons they hold.
         self._post_to_all(Arrange(now.version, layers))
         self._handover.apply(now)
         self._forget_joined()
@@ -246,7 +247,7 @@ class ArrangementController:
             yield from after_window(now, self._silent, averages, rules)
 
     def _forget_joined(self) -> None:
-        """Forget requests to join that an arrangement has answered since."""
+        """Forget requests to join once a newer arrangement has answered them."""
         version = self.now.version
         for name, known in list(self._joining.items()):
             if known != version:

@@ -78,7 +78,7 @@ def _of_layers(name: str, record: RunView) -> dict[str, float]:
 
 
 def _over_time(name: str, record: RunView) -> list[dict[str, Any]]:
-    """Return a share by layer over time, over all devices that reported in the same step."""
+    """Return a share by layer over time, added up over the devices reporting in the same step."""
     points = []
     for (_, layer), events in _reports(record, "step", "layer"):
         share = _share(name, events)
@@ -89,11 +89,12 @@ def _over_time(name: str, record: RunView) -> list[dict[str, Any]]:
 
 
 def _neurons(record: RunView) -> list[dict[str, Any]]:
-    """Return how many neurons each device holds, whenever that changes; one that has failed says nothing of it."""
+    """Return the number of neurons of each device at each change; a failed device has none."""
     changes = []
     for event in record.of("arranged"):
         changes.append((event.time, event.device, event.fields["neurons"]))
     for event in record.of("rearrangement"):
+        # A failed device cannot record its own change.
         if event.fields["cause"] == "failure":
             for name in event.fields["devices"]:
                 changes.append((event.time, name, 0))
@@ -114,7 +115,7 @@ def _rearrangements(record: RunView) -> list[dict[str, Any]]:
 
 
 def _credibility(record: RunView) -> list[dict[str, Any]]:
-    """Return it device by device in their usual order, so that they have the same colours as elsewhere."""
+    """Return credibilities in the order of the devices, which gives these their colours of other plots."""
     order = [spec.name for spec in record.experiment.devices]
 
     def position(event: Event) -> tuple[float, int]:

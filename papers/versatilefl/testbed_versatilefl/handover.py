@@ -25,7 +25,7 @@ class Arrange(Typed, kind="arrange"):
 
 @dataclass(frozen=True)
 class Moved(Typed, kind="moved"):
-    """Neurons with their weights, for their holder by that arrangement or a newer one."""
+    """Neurons with their weights, for the holder by the given version or a newer one."""
 
     version: int
     layer: int
@@ -88,7 +88,7 @@ class Handover:
             self._receive_until(self.known)
 
     def _receive_until(self, arrangement: NeuronAssignment) -> None:
-        """Add the neurons that were moved by this arrangement or an earlier one."""
+        """Add the neurons moved by this arrangement or an earlier one."""
         due: list[Moved] = []
         later: list[Moved] = []
         for moved in self._moved:
@@ -102,7 +102,7 @@ class Handover:
             self._receive(arrangement, moved)
 
     def apply(self, arrangement: NeuronAssignment) -> None:
-        """Release and add neurons until the own ones are those of an arrangement; older arrangements change nothing."""
+        """Release and add own neurons as an arrangement requires; older arrangements change nothing."""
         if self.known is not None and arrangement.version <= self.known.version:
             return
         self.known = self.past[arrangement.version] = arrangement
@@ -124,6 +124,7 @@ class Handover:
         held = set(shard.part.rows if shard else ())
         wanted = set(arrangement.of(self._device.name, layer))
         released, added = as_channels(held - wanted), as_channels(wanted - held)
+        # The new holder works with initial weights until these arrive.
         if released:
             state = self._neurons.give(layer, released)
             moved = Moved(arrangement.version, layer, list(released), state)
@@ -147,7 +148,7 @@ class Handover:
                 )
 
     def _receive(self, arrangement: NeuronAssignment, moved: Moved) -> None:
-        """Add received neurons of this device, and pass on those that have moved to another one since."""
+        """Add received neurons of this device, and pass on neurons of other devices."""
         wanted = arrangement.of(self._device.name, moved.layer)
         own = as_channels(set(moved.neurons) & set(wanted))
         if own:
@@ -155,6 +156,7 @@ class Handover:
             self._neurons.give(moved.layer, own)
             self._neurons.take(moved.layer, own, _select_neurons(moved, own).state)
             self._changed(moved.layer)
+        # Newer arrangements may have moved some neurons again while they were on their way.
         self._send(arrangement, moved)
 
 

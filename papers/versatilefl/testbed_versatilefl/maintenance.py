@@ -84,7 +84,7 @@ class DynamicUpdate:
             self._close_window()
 
     def _close_window(self) -> None:
-        """Compare the mean loss of the current window, if it has losses, with the best one so far."""
+        """Compare the mean loss of the current window with the best one so far, if the window has losses."""
         if not self._losses:
             return
         loss = fmean(self._losses)
@@ -110,7 +110,7 @@ def is_valid(rates: Iterable[float], thres_fw: float) -> bool:
 
 
 def merge_rates(heard: Sequence[Rates], layers: int) -> Rates:
-    """Return the mean success rates into the first ``layers`` layers over the rates that devices have sent.
+    """Return the mean success rates into the first ``layers`` layers over the rates sent by several devices.
 
     Each device knows only its own receptions. Without any received rates, all are 0.
     """
@@ -144,6 +144,7 @@ class Maintenance:
     A batch that is lost in its forward pass has no effect. If its losses are lost, saved gradients replace new ones.
     """
 
+    # Equation (2): losses go to all neurons of the previous layer.
     masks = False
 
     def __init__(self, update: DynamicUpdate, confirm: Confirm) -> None:
@@ -203,7 +204,7 @@ class Maintenance:
         return None
 
     def _substitute(self, arrived: Arrived) -> Arrived:
-        """Put past outputs in the place of missing ones if the option `past` is set; otherwise they remain zeros."""
+        """Replace missing outputs by past ones if the option `past` is set; otherwise they remain zeros."""
         if not self._update.options.past:
             return arrived
         parts = []
@@ -220,9 +221,10 @@ class Maintenance:
         return replace(arrived, parts=tuple(parts))
 
     def _accept_batch(self, layer: int, arrived: Arrived, rates: Rates) -> bool:
-        """Return whether a batch may be learned from, and remember a batch that may not."""
+        """Return whether layers may learn from a batch, and remember rejected batches."""
         key = (layer, arrived.batch)
         self._counts[layer]["batches"] += 1
+        # The output layer asks again when its results are due.
         if key in self._dropped:
             return False
         substitutes = self._update.options.substitution or arrived.complete
@@ -281,7 +283,7 @@ class Maintenance:
         gradient: torch.Tensor | None,
         usable: Usable,
     ) -> Work | None:
-        """Learn from new gradients, (samples, values), or saved ones while gradReuse_bw allows it; pass losses on."""
+        """Learn from new gradients, (samples, values), or from saved ones as often as gradReuse_bw allows."""
         if usable.learns == "nothing":
             return None
         saved, options = self._saved[layer], self._update.options
@@ -358,6 +360,7 @@ class Confirming:
         for name in others:
             key = (arrived.batch, layer, name)
             answers.append(await self._mailbox.take(Complete, key, deadline=deadline))
+        # Late answers of earlier batches would otherwise stay in the mailbox for the whole run.
         self._mailbox.discard_before(Complete, (arrived.batch,))
         return None not in answers
 
@@ -379,5 +382,6 @@ class Ideal:
         if not isinstance(message, Outputs) or message.layer != self._output:
             await self._transmit(receivers, message, until)
             return
+        # Posted messages are repeated until they arrive, whatever the radio loses.
         for receiver in receivers:
             self._mailbox.post(receiver, message)

@@ -14,7 +14,7 @@ from testbed_versatilefl.planner import VersatileDetails, VersatileOptions, plan
 
 
 class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
-    """Learning that continues with the values that arrive, and moves neurons as devices and links fail.
+    """Learning with incomplete values, and with neurons moving as devices and links fail.
 
     Missing values are substituted, saved gradients are used again, and the neurons of a layer are divided among the
     devices of its group in proportion to their credibility. A device that restarts joins again, and so does a device
@@ -46,7 +46,7 @@ class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
     async def program(
         self, device: Device, job: Job[VersatileOptions, VersatileDetails]
     ) -> None:
-        """Work slot by slot with the neurons that the device currently has."""
+        """Work slot by slot with the current neurons of the device."""
         if device.name in job.plan.devices:
             # Imported here, since only devices need torch.
             from testbed_versatilefl.program import run

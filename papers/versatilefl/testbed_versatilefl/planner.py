@@ -85,7 +85,7 @@ class VersatileOptions(SlotOptions):
 
 
 class VersatileDetails(SlotDetails):
-    """Details of a VersatileFL plan, beyond those of every method in timeslots."""
+    """Details of a VersatileFL plan, in addition to `SlotDetails`."""
 
     threshold: float
     """Credibility below which a device's group is rearranged."""
@@ -98,7 +98,7 @@ class VersatileDetails(SlotDetails):
 
 
 def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
-    """Plan as EdgePipe does, with scattered neurons as if they were Horizontal. Raises `InputError`."""
+    """Plan as EdgePipe does; scattered neurons are planned as Horizontal ones. Raises `InputError`."""
     options = problem.options
     allocation: Allocation = (
         "horizontal" if options.allocation == "random" else options.allocation
@@ -109,6 +109,7 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
         lambda sizes, names: partition(sizes, names, options.layers or allocation),
     )
     table = planner.timetable_of(planned.details)
+    # Casts carry records through all layers and back: one whole batch, and some for lost casts.
     grace = math.ceil(table.slot_count(1) / table.period) + MARGIN_STEPS
     if options.rearrangement and options.window is not None and options.window <= grace:
         text = f"{options.window} steps are too few: records take {grace} steps to reach every device"

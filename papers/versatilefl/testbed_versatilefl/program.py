@@ -36,7 +36,7 @@ STARTED = "started"
 
 @dataclass(frozen=True)
 class VersatileNotes:
-    """The hook `testbed.ml.slots.casts.Notes`: a device adds its records of other devices to its casts."""
+    """The hook `testbed.ml.slots.casts.Notes`: casts carry the sender's records of other devices."""
 
     handover: Handover
     records: ReceptionRecords
@@ -44,7 +44,7 @@ class VersatileNotes:
     update: DynamicUpdate
 
     def annotate(self, message: Sent) -> Sent:
-        """Return a message with its note."""
+        """Return a message with version, stage, records and, for outputs, success rates."""
         records = {}
         for name, (window, record) in self.records.newest.items():
             records[name] = [window, record]
@@ -59,7 +59,7 @@ class VersatileNotes:
         return replace(message, note=note)
 
     def read_note(self, message: Values) -> Channels | None:
-        """Process the note of a message; return None if its arrangement is unknown here."""
+        """Process the note of a message; return None if the sender's arrangement is unknown here."""
         note = message.note or {}
         self.records.note_cast(message.sender, received=True)
         self.records.merge_records(note["records"])
@@ -71,18 +71,19 @@ class VersatileNotes:
         return sent_under.of(message.sender, message.layer)
 
     def note_missing(self, sender: str) -> None:
-        """Record that a message of a device has not arrived in time."""
+        """Record a message missing in its slot."""
         self.records.note_cast(sender, received=False)
 
 
 async def run(device: Device, job: VersatileJob) -> None:
-    """Train and test, slot by slot; a device that has restarted first waits for neurons of the others."""
+    """Train and test, slot by slot; a restarted device first waits for neurons of the others."""
     problem, details, options = job.problem, job.plan.details, job.problem.options
     assert job.dataset is not None
     first = arrangement(problem, details)
     has_restarted = device.saved(STARTED) is not None
     await device.save(STARTED, Message(STARTED))
     epoch = steps_per_epoch(len(job.dataset.train_labels), problem.workload.batch_size)
+    # The paper's window is an epoch; small data have epochs shorter than the way of records.
     window = details.window or max(epoch, details.grace + 1)
     async with Mailbox(device, problem.links, KINDS) as mailbox:
         update = DynamicUpdate(options)

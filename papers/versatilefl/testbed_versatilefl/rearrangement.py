@@ -26,7 +26,7 @@ class GroupLostError(TestbedError):
 
 @dataclass(frozen=True)
 class Decision:
-    """A placement of neurons with its cause."""
+    """A placement of neurons and the cause of its change."""
 
     arrangement: NeuronAssignment
     cause: Cause
@@ -59,6 +59,7 @@ def after_window(
     `GroupLostError`.
     """
     for name in failed:
+        # Without the lead nobody would score the tests: the run fails with it.
         if name != rules.lead and now.group(name) is not None:
             now = without_device(now, name, averages, rules.seed)
             yield Decision(now, "failure", (name,), frozenset({name}))
@@ -101,7 +102,7 @@ def decide_join(
     averages: Mapping[str, float],
     rules: DecisionRules,
 ) -> Decision:
-    """Return the decision about a device without neurons that has booted or whose casts arrive again.
+    """Return the decision about a device without neurons, after a boot or when its casts arrive again.
 
     The lead returns to its own place.
     """
@@ -115,7 +116,7 @@ def decide_join(
 
 
 def find_coordinator(now: NeuronAssignment, absent: Collection[str]) -> str | None:
-    """Return the first member that is not known to be absent; None without one.
+    """Return the first member outside ``absent``; None without such a member.
 
     Devices of the input layer alone receive no casts, and so cannot decide.
     """
@@ -130,7 +131,7 @@ def find_coordinator(now: NeuronAssignment, absent: Collection[str]) -> str | No
 
 @dataclass(frozen=True)
 class Move:
-    """Channels of a layer that change hands."""
+    """Neurons of a layer with their old and new device."""
 
     layer: int
     neurons: Channels
@@ -175,7 +176,7 @@ def rearrange_group(
 def remove_device(
     now: NeuronAssignment, device: str, credibility: Mapping[str, float], seed: int
 ) -> NeuronAssignment:
-    """Return the arrangement without a device: the others of its group share all neurons by their credibility.
+    """Return the arrangement without a device: the rest of the group shares all neurons by credibility.
 
     A group without devices keeps none; its neurons wait for a device that joins.
     """
@@ -243,6 +244,7 @@ def _next_assignment(
     """Return the next arrangement, in which the layers of a group are shared in proportion to weights."""
     layers = list(now.layers)
     for layer, wanted in zip(now.groups[group], weights, strict=True):
+        # Another device may be the coordinator of the next change: draws depend on the version alone.
         draws = random.Random(derive(seed, "rearrangement", now.version + 1, layer))
         layers[layer] = _share_layer(layers[layer], wanted, now.sizes[layer], draws)
     return replace(now, layers=tuple(layers), version=now.version + 1)
@@ -261,6 +263,7 @@ def _share_layer(
     for name, count in counts.items():
         held = holders.get(name, ())
         kept[name] = draws.sample(held, min(count, len(held)))
+    # Sorted, since the order of a set is not defined.
     free = sorted(set(range(size)).difference(*kept.values()))
     draws.shuffle(free)
     assigned = {}

@@ -47,7 +47,7 @@ def mean_credibility(table: Ratios, device: str) -> float:
 
 
 def is_silent(latest: Ratios, device: str) -> bool:
-    """Return whether no receiver with a record of a device received its latest casts: the device has failed.
+    """Return whether a device has failed: no receiver with a record of the device received its latest casts.
 
     False without such a record.
     """
@@ -84,7 +84,7 @@ class ReceptionRecords:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether no cast of any device arrives: this device has lost its links, rather than all others failed."""
+        """Whether no cast of any device arrives: rather this device has lost its links than all others failed."""
         return self._lost >= SERIES
 
     def note_cast(self, sender: str, *, received: bool) -> None:
@@ -94,7 +94,7 @@ class ReceptionRecords:
             self._lost = 0 if received else self._lost + 1
 
     def merge_records(self, records: Mapping[str, Sequence[Any]]) -> None:
-        """Keep newer records than the known ones, as casts carry them in JSON: receiver -> window and record."""
+        """Keep records newer than the known ones. ``records`` has receiver -> window and record, as in JSON."""
         for receiver, (window, shares) in records.items():
             known_window, _ = self.newest.get(receiver, (-1, {}))
             if window > known_window:
@@ -102,7 +102,7 @@ class ReceptionRecords:
                 self.newest[receiver] = (window, record)
 
     def close_window(self, step: int, arrangement: NeuronAssignment) -> None:
-        """Close the window before that of a step, if it is still open."""
+        """Close the window before the current step's window, if still open."""
         before = self._open
         # The backward of a step comes after the forward of later ones: a window never opens again.
         self._open = max(step // self._steps, before or 0)
@@ -122,7 +122,7 @@ class ReceptionRecords:
         self.newest[self._device] = (self._open - 1, record)
 
     def next_due_window(self, step: int) -> int | None:
-        """Return the last window once, as soon as its records have reached all devices; otherwise None."""
+        """Return the last window once, as soon as all devices know the records; otherwise None."""
         window, position = divmod(step, self._steps)
         if window - 1 <= self._seen or position < self._grace:
             return None

@@ -38,6 +38,7 @@ def _last_evaluation(field: str, record: RunView) -> float | None:
 
 def _passed_counts(passing: str, record: RunView) -> float | None:
     """Sum each device's last count: counts include tests and continue until a restart."""
+    # Counts of a device are totals; a restart begins new ones.
     last: dict[str, Mapping[str, Any]] = {}
     for event in record.of("passed"):
         if event.fields["to"] == passing:
@@ -91,6 +92,7 @@ def _count_timeslots(record: RunView) -> float | None:
     last, details = record.cached(_last_backward), details_of(record)
     if not last:
         return None
+    # A backward may begin a rounding error before its slot.
     return (last - (details.begin or 0.0) + 1e-6) // details.slot + 1
 
 

@@ -214,6 +214,7 @@ def plan(
         held.groups, pipelined=options.pipelined, micro_batches=micro_batches
     )
     slot = _slot_seconds(problem, held, math.ceil(batch_size / micro_batches))
+    # Test batches may be larger than those of training and need longer slots.
     test_seconds = sum(_needed_seconds(problem, held, test_batch(problem)))
     times = [
         _computation_seconds(problem, held, layer, batch_size)

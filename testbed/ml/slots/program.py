@@ -84,6 +84,7 @@ class FixedAssignment:
         self.now = arrangement
         self._device = device
         for layer, holders in enumerate(arrangement.layers):
+            # The input layer has no weights.
             if layer and device in holders:
                 neurons.take(layer, holders[device])
 
@@ -186,6 +187,7 @@ class SlotProgram:
         """Steps trained before the last evaluation."""
         self._gathering: Gathering | None = None
         if problem.options.test_results == "gathered":
+            # Received and gathered results are scored apart.
             scores = TestRuns(
                 job.dataset, test_batch(problem), problem.options.test_runs
             )
@@ -197,6 +199,7 @@ class SlotProgram:
 
         Raises `MissedTestsError` on the coordinator if it was off until the end of the last slot.
         """
+        # The end of the last segment bounds every wait: nobody waits for a device without an end.
         *_, last = self._segments()
         is_over = False
         group = await self._arranging.wait_for_group(last.end)
@@ -224,6 +227,7 @@ class SlotProgram:
             async for segment, action in work:
                 if self._arranging.on_slot_start(segment, action):
                     return False
+                # Receivers use a cast in the next slot: later repetitions come too late.
                 self._exchange.until = segment.next_start(self._device.now())
                 if action is None:
                     self._end_segment(segment)

@@ -110,6 +110,7 @@ async def send_final_weights(
         await asyncio.wait([mailbox.post(lead, own)], timeout=timeout)
         return
     problem = job.problem
+    # Built from the seed, so that rows of devices without an answer keep their initial weights.
     whole = problem.model.build(0, len(problem.model.units), problem.seed).state_dict()
     received = [own]
     for name in held.devices:
