@@ -83,7 +83,7 @@ def computing() -> dict[str, Any] | None:
     if "torch" not in sys.modules:
         return None
     return {
-        "processor": _processor_name(),
+        "processor": processor_name(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
     }
@@ -98,7 +98,7 @@ def named(kinds: Sequence[Mapping[str, Any]]) -> str:
 
 
 @cache
-def _processor_name() -> str:
+def processor_name() -> str:
     """Return the processor name known to Linux, or the architecture if Linux names none, as on ARM."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

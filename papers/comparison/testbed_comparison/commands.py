@@ -48,6 +48,11 @@ PAGE = PAPERS.parent / "docs" / "papers.md"
     is_flag=True,
     help="Run nothing; write the tables from the kept results.",
 )
+@click.option(
+    "--containers",
+    is_flag=True,
+    help="Run one short figure of each system in containers and simulated instead, and compare both clocks.",
+)
 def papers(
     systems: tuple[str, ...],
     only: str,
@@ -55,6 +60,7 @@ def papers(
     again: bool,
     listing: bool,
     tables: bool,
+    containers: bool,
 ) -> None:
     """Compare the testbed's metrics with the figures of published papers.
 
@@ -68,8 +74,9 @@ def papers(
       testbed papers --list
       testbed papers stahl ftpipehd --jobs 2
       testbed papers edgepipe --only 'edgepipe-figure-9*'
+      testbed papers --containers
     """
-    from testbed_comparison.tables import fill, headline_page
+    from testbed_comparison.tables import all_papers_page, fill
 
     everything = {folder.name: folder for folder in folders()}
     unknown = sorted(set(systems) - everything.keys())
@@ -77,7 +84,9 @@ def papers(
         raise InputError(
             f"unknown system '{unknown[0]}'; available: {', '.join(everything)}"
         )
-    for name in systems or everything:
+    if containers:
+        _compare_clocks([everything[name] for name in systems or everything])
+    for name in () if containers else systems or everything:
         _compare(
             everything[name],
             only=only,
@@ -87,11 +96,9 @@ def papers(
             tables=tables,
         )
     if not listing:
-        found = {name: open_system(folder) for name, folder in everything.items()}
-        PAGE.write_text(
-            fill(PAGE.read_text(encoding="utf-8"), headline_page(found)),
-            encoding="utf-8",
-        )
+        compared = {name: open_system(folder) for name, folder in everything.items()}
+        page = fill(PAGE.read_text(encoding="utf-8"), all_papers_page(compared))
+        PAGE.write_text(page, encoding="utf-8")
 
 
 def folders() -> Iterable[Path]:
@@ -107,10 +114,11 @@ def folders() -> Iterable[Path]:
 def open_system(folder: Path) -> System:
     """Return the `System` of a folder."""
     from testbed_comparison import tables
+    from testbed_comparison.clocks import load_clocks
     from testbed_comparison.results import Results
     from testbed_comparison.rows import load
 
-    return tables.System(folder, load(folder), Results(folder))
+    return tables.System(folder, load(folder), Results(folder), load_clocks(folder))
 
 
 def _write_page(system: System) -> None:
@@ -124,10 +132,24 @@ def _write_page(system: System) -> None:
     )
 
 
+def _compare_clocks(folders: Iterable[Path]) -> None:
+    """Run the short figure of each system in containers and simulated."""
+    from testbed_comparison.clocks import measure_clocks
+
+    for folder in folders:
+        wanted = open_system(folder).figures.containers
+        if wanted is None:
+            raise InputError(f"{folder.name}: figures.yaml has no entry 'containers'")
+        clocks = measure_clocks(folder, wanted)
+        for metric in wanted.metrics:
+            click.echo(f"{folder.name}: {metric} {clocks.ratio(metric):.3f} times")
+        _write_page(open_system(folder))
+
+
 def _compare(
     folder: Path, *, only: str, jobs: int, again: bool, listing: bool, tables: bool
 ) -> None:
-    from testbed_comparison.results import run_command
+    from testbed_comparison.results import compose_command
 
     system = open_system(folder)
     figures, results = system.figures, system.results
@@ -139,7 +161,7 @@ def _compare(
     wanted = [name for name in sorted(names) if fnmatch(name, only)]
     for name in wanted if not tables else ():
         click.echo(
-            shlex.join(run_command(f"papers/{name}", figures.changes.get(name, {})))
+            shlex.join(compose_command(f"papers/{name}", figures.changes.get(name, {})))
         )
         if listing:
             continue

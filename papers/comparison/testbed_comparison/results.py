@@ -132,29 +132,45 @@ class Results:
         runs = RUNS / f"{name}-{digest}"
         if again:
             shutil.rmtree(runs, ignore_errors=True)
-        place = ["--resume" if runs.exists() else "--out", str(runs)]
-        program = [
-            sys.executable,
-            "-c",
-            "from testbed_controller.cli.main import main; main()",
-        ]
-        _, *arguments = run_command(str(self._file(name)), changes)
-        command = [*program, *arguments, *place, "--jobs", str(jobs), "--no-events"]
-        status = subprocess.run(command, check=False).returncode
-        if status not in (0, UNMET):
-            raise InputError(
-                f"{name}: 'testbed run' failed with exit status {status}; its output names the reason"
-            )
+        run_scenario(self._file(name), changes, runs, "simulate", "--jobs", str(jobs))
         wanted = [value for scenario, value in figures.values() if scenario == name]
         self.scenarios[name] = _record(testbed.open_results(runs), wanted) | {
-            "command": shlex.join(run_command(f"papers/{name}", changes)),
+            "command": shlex.join(compose_command(f"papers/{name}", changes)),
             "digest": digest,
         }
 
 
-def run_command(scenario: str, changes: Mapping[str, Any]) -> list[str]:
+def run_scenario(
+    file: Path,
+    changes: Mapping[str, Any],
+    runs: Path,
+    runtime: str,
+    *options: str,
+) -> None:
+    """Run a scenario in a process of its own, or resume its runs in a folder; raises `InputError` if that fails."""
+    program = [
+        sys.executable,
+        "-c",
+        "from testbed_controller.cli.main import main; main()",
+    ]
+    _, *arguments = compose_command(str(file), changes, runtime)
+    place = ["--resume" if runs.exists() else "--out", str(runs)]
+    command = [*program, *arguments, *place, *options, "--no-events"]
+    status = subprocess.run(command, check=False).returncode
+    if status not in (0, UNMET):
+        raise InputError(
+            f"{file.stem}: 'testbed run' failed with exit status {status}; its output names the reason"
+        )
+
+
+def compose_command(
+    scenario: str, changes: Mapping[str, Any], runtime: str = "simulate"
+) -> list[str]:
     """Return the command that runs a scenario with some keys changed."""
-    command = ["testbed", "run", scenario, "--runtime", "simulate"]
+    command = ["testbed", "run", scenario]
+    # Containers are the default, which the printed command leaves out.
+    if runtime != "emulate":
+        command += ["--runtime", runtime]
     for key, value in changes.items():
         command += [
             "--set",
@@ -210,7 +226,7 @@ def _values(results: Sequence[Result], value: Value) -> list[float | None]:
                 json.dumps(result.run.trial.point, sort_keys=True), []
             )
             # A place for each repetition: pairs of two points must come from the same one.
-            numbers.append(_metric(result, value.metric))
+            numbers.append(metric_of(result, value.metric))
     if value.least:
         return min(filter(_numbers, points.values()), key=_mean, default=[])
     if len(points) != 1:
@@ -247,7 +263,8 @@ def _swept(point: Mapping[str, Any], key: str) -> Any:
     return None
 
 
-def _metric(result: Result, name: str) -> float | None:
+def metric_of(result: Result, name: str) -> float | None:
+    """Return a metric of a run by its name as in `expect`, or ``plan.`` and a dotted key of the plan's details."""
     run = result.run
     tree: Any = (
         run.plan.details.model_dump(mode="json")

@@ -211,6 +211,18 @@ class Plot(_Part):
         return re.sub("[^a-z0-9]+", "-", self.title.lower()).strip("-") + ".svg"
 
 
+class Containers(_Part):
+    """A short figure that is run in containers too, to compare both clocks."""
+
+    figure: str
+    """The figure of the paper, and the part of it that is run."""
+    scenario: str
+    changes: dict[str, Any] = {}
+    """Dotted keys and values that make the scenario one short run."""
+    metrics: tuple[str, ...] = Field(min_length=1)
+    """Metrics whose ratio is shown."""
+
+
 class Figures(_Part):
     """All that is compared with one paper."""
 
@@ -222,6 +234,7 @@ class Figures(_Part):
     sensitivity: tuple[Sensitivity, ...] = ()
     plots: tuple[Plot, ...] = ()
     headlines: tuple[Headline, ...] = ()
+    containers: Containers | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Figures:

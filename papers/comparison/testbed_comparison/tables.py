@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from testbed_comparison.clocks import Clocks
 from testbed_comparison.results import Results
 from testbed_comparison.rows import Figures, Headline, Row
 from testbed_comparison.words import WORDS, Ours, Word, word_for
@@ -24,6 +25,7 @@ class System:
     folder: Path
     figures: Figures
     results: Results
+    clocks: Clocks | None = None
 
     def ours(self, row: Row) -> Ours | None:
         """Return our value of a row."""
@@ -52,9 +54,15 @@ def system_page(system: System, plots: Mapping[str, str]) -> str:
         _rows(system),
         *pictures,
         _sensitivity(system),
+        _clocks(system),
         _provenance(system),
     ]
     return "\n\n".join(block for block in blocks if block)
+
+
+def all_papers_page(systems: Mapping[str, System]) -> str:
+    """Return the headlines of all papers and the comparison of both clocks as Markdown."""
+    return f"{headline_page(systems)}\n\n{clocks_page(systems)}"
 
 
 def headline_page(systems: Mapping[str, System]) -> str:
@@ -69,6 +77,70 @@ def headline_page(systems: Mapping[str, System]) -> str:
             lines.append(f"| {link} | {' | '.join(_headline(system, headline))} |")
             link = ""
     return "\n".join(lines)
+
+
+def clocks_page(systems: Mapping[str, System]) -> str:
+    """Return the ratio of both clocks for the first metric of each paper as Markdown."""
+    lines = [
+        "One short figure of each paper was also run in containers (`testbed papers --containers`); a ratio of 1 means",
+        "that both clocks agree.",
+        "",
+        "| | figure | metric | containers | simulated | ratio | verdict |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for system in systems.values():
+        cells = next(_clock_rows(system), None)
+        if cells is not None:
+            line = [system.figures.paper, _figure_of(system), *cells]
+            lines.append(f"| {' | '.join(line)} |")
+    return "\n".join(lines)
+
+
+def _clocks(system: System) -> str:
+    """Return the comparison of both clocks, with its date and host."""
+    if system.figures.containers is None:
+        return ""
+    lines = [
+        "### In containers",
+        "",
+        f"{_figure_of(system)}, one run on each clock.",
+        "",
+    ]
+    lines += [
+        "| metric | containers | simulated | ratio | verdict |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [f"| {' | '.join(cells)} |" for cells in _clock_rows(system)]
+    clocks = system.clocks
+    if clocks is not None:
+        lines += [
+            "",
+            f"{clocks.date}, {clocks.processor}, revision {clocks.revision[:8]}:",
+            "",
+            f"    {clocks.command}",
+        ]
+    return "\n".join(lines)
+
+
+def _figure_of(system: System) -> str:
+    wanted = system.figures.containers
+    return NONE if wanted is None else wanted.figure
+
+
+def _clock_rows(system: System) -> Iterator[list[str]]:
+    """Yield metric, both values, their ratio and the verdict."""
+    wanted, clocks = system.figures.containers, system.clocks
+    for metric in wanted.metrics if wanted is not None else ():
+        if clocks is None or metric not in clocks.containers:
+            yield [metric, NONE, NONE, NONE, "not run"]
+            continue
+        yield [
+            metric,
+            _number(clocks.containers[metric]),
+            _number(clocks.simulated[metric]),
+            f"{clocks.ratio(metric):.3f}",
+            clocks.verdict,
+        ]
 
 
 def _headline(system: System, headline: Headline) -> Iterator[str]:

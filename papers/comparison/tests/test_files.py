@@ -9,11 +9,18 @@ import yaml
 
 from testbed import InputError
 from testbed.common.seeds import derive
+from testbed_comparison.clocks import Clocks, load_clocks
 from testbed_comparison.commands import PAGE, folders, open_system
 from testbed_comparison.plots import draw
 from testbed_comparison.results import Results
 from testbed_comparison.rows import load
-from testbed_comparison.tables import System, fill, headline_page, system_page
+from testbed_comparison.tables import (
+    System,
+    all_papers_page,
+    fill,
+    headline_page,
+    system_page,
+)
 
 FIGURES = {
     "paper": "Somebody (2020), a system",
@@ -187,7 +194,7 @@ def test_a_changed_scenario_is_stale_and_a_changed_expectation_is_not(folder):
 
 def test_the_pages_of_the_papers_are_those_of_their_results():
     systems = {folder.name: open_system(folder) for folder in folders()}
-    assert headline_page(systems) in PAGE.read_text(encoding="utf-8")
+    assert all_papers_page(systems) in PAGE.read_text(encoding="utf-8")
     for system in systems.values():
         plots = {plot.title: f"plots/{plot.file_name}" for plot in system.figures.plots}
         drawn = {
@@ -241,3 +248,33 @@ def test_a_value_has_to_name_one_point_of_a_sweep(folder, monkeypatch):
         InputError, match="2 points of the sweep match; name exactly one"
     ):
         Results(folder).run("one", load(folder), jobs=1, again=False)
+
+
+CONTAINERS = {
+    "figure": "Table 1: run time",
+    "scenario": "one",
+    "changes": {"sweep": {}},
+    "metrics": ["duration"],
+}
+
+
+def test_short_figure_is_listed_before_it_was_run_and_shows_both_clocks_after(folder):
+    write(folder, FIGURES | {"containers": CONTAINERS})
+    system = System(folder, load(folder), Results(folder))
+    assert "| duration | – | – | – | not run |" in system_page(system, {})
+    clocks = Clocks(
+        containers={"duration": 3.3},
+        simulated={"duration": 3.0},
+        verdict="trusted",
+        date="2026-11-27",
+        processor="some processor",
+        revision="0123456789",
+        command="testbed run papers/one",
+    )
+    (folder / "containers.json").write_text(json.dumps(vars(clocks)))
+    system = System(folder, load(folder), Results(folder), load_clocks(folder))
+    page = system_page(system, {})
+    assert "| duration | 3.3 | 3 | 1.100 | trusted |" in page
+    assert "2026-11-27, some processor, revision 01234567:" in page
+    line = "| Table 1: run time | duration | 3.3 | 3 | 1.100 | trusted |"
+    assert line in all_papers_page({"one": system})

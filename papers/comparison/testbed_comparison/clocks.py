@@ -1,0 +1,94 @@
+"""A short figure of each paper on both clocks: in containers and simulated, kept in ``containers.json``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import testbed
+from testbed import InputError
+from testbed.ml.kernels import processor_name
+from testbed_comparison.results import RUNS, compose_command, metric_of, run_scenario
+from testbed_comparison.rows import Containers
+
+FILE = "containers.json"
+WITHOUT_EXPECTATIONS: dict[str, Any] = {"expect": {}}
+"""A run that misses its own expectation still tells how far both clocks are apart."""
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """The values of one scenario on both clocks, with their provenance."""
+
+    containers: Mapping[str, float]
+    simulated: Mapping[str, float]
+    verdict: str
+    """Of the run in containers; ``not trusted`` where the host was too slow for its emulation."""
+    date: str
+    processor: str
+    revision: str
+    command: str
+
+    def ratio(self, metric: str) -> float:
+        """Return the value in containers divided by the simulated one."""
+        return self.containers[metric] / self.simulated[metric]
+
+
+def load_clocks(folder: Path) -> Clocks | None:
+    """Return the kept values of a system; None before they were measured."""
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    return Clocks(**json.loads(file.read_text(encoding="utf-8")))
+
+
+def measure_clocks(folder: Path, wanted: Containers) -> Clocks:
+    """Run the scenario in containers and simulated, and keep the values.
+
+    Raises `InputError` if a run fails or does not finish. A verdict of ``not trusted`` is kept and shown, since the
+    ratio then tells about the host.
+    """
+    results = {
+        runtime: _run_once(folder, wanted, runtime)
+        for runtime in ("simulate", "emulate")
+    }
+    emulated = results["emulate"].run
+    clocks = Clocks(
+        containers=_metrics(results["emulate"], wanted),
+        simulated=_metrics(results["simulate"], wanted),
+        verdict=emulated.metrics["verdict"]["kind"],
+        date=emulated.manifest["date"][:10],
+        processor=processor_name(),
+        revision=emulated.manifest["revision"],
+        command=shlex.join(
+            compose_command(f"papers/{wanted.scenario}", wanted.changes, "emulate")
+        ),
+    )
+    text = json.dumps(vars(clocks), indent=1, ensure_ascii=False)
+    (folder / FILE).write_text(text + "\n", encoding="utf-8")
+    return clocks
+
+
+def _run_once(folder: Path, wanted: Containers, runtime: str) -> testbed.Result:
+    runs = RUNS / f"{wanted.scenario}-{runtime}"
+    shutil.rmtree(runs, ignore_errors=True)
+    file = folder / "scenarios" / f"{wanted.scenario}.yaml"
+    run_scenario(file, {**wanted.changes, **WITHOUT_EXPECTATIONS}, runs, runtime)
+    (result,) = testbed.open_results(runs)
+    if result.run.outcome.status != "finished":
+        raise InputError(f"{runs}: the run did not finish; its report names the reason")
+    return result
+
+
+def _metrics(result: testbed.Result, wanted: Containers) -> dict[str, float]:
+    values: dict[str, Any] = {}
+    for name in wanted.metrics:
+        values[name] = metric_of(result, name)
+        if values[name] is None:
+            raise InputError(f"{result.path}: the run has no metric '{name}'")
+    return values
