@@ -133,7 +133,7 @@ def test_casts_for_others_and_foreign_datagrams_are_not_heard(pair):
     assert [arrival.envelope.message["number"] for arrival in arrivals] == [1]
 
 
-def test_no_device_is_heard_that_speaks_as_another(pair):
+def test_broadcast_under_another_name_is_dropped(pair):
     sender, arrivals, _ = pair
     sender.send(FORMS["c"].encode(Message("m", {"number": 0}), ["b"]), 1, 0)
     cast(sender, 1)
@@ -146,7 +146,7 @@ def test_no_device_is_heard_that_speaks_as_another(pair):
     assert [arrival.envelope.message["number"] for arrival in arrivals] == [1, 3]
 
 
-def test_what_is_too_large_or_has_no_address_is_refused(pair):
+def test_too_large_or_unaddressed_broadcast_is_refused(pair):
     sender, _, _ = pair
     with pytest.raises(ValueError, match="too large"):
         sender.send(bytes(0x10000 * CAST_CHUNK), 1, 0)

@@ -13,7 +13,7 @@ def disk(path, origin=12.5, **keys):
     return Disk(Settings("run", "source", "token", disk=str(path), **keys), origin)
 
 
-def test_a_later_start_reads_what_an_earlier_one_wrote(tmp_path):
+def test_later_start_reads_data_of_an_earlier_start(tmp_path):
     disk(tmp_path).save(
         "state", Message("state", {"step": 3}, {"w": torch.arange(4.0)})
     )
@@ -23,7 +23,7 @@ def test_a_later_start_reads_what_an_earlier_one_wrote(tmp_path):
     assert torch.equal(found.tensors["w"], torch.arange(4.0))
 
 
-def test_the_last_one_counts_and_a_torn_one_does_not(tmp_path):
+def test_partially_written_file_is_ignored(tmp_path):
     one = disk(tmp_path)
     one.save("state", Message("state", {"step": 1}))
     one.save("state", Message("state", {"step": 2}))
@@ -34,7 +34,7 @@ def test_the_last_one_counts_and_a_torn_one_does_not(tmp_path):
     assert found["step"] == 2
 
 
-def test_another_workload_finds_nothing_and_cleans_up(tmp_path):
+def test_other_workload_starts_with_an_empty_disk(tmp_path):
     disk(tmp_path).save("state", Message("state", {"step": 1}))
     other = disk(tmp_path, origin=99.0)
     assert other.saved("state") is None
@@ -43,7 +43,7 @@ def test_another_workload_finds_nothing_and_cleans_up(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_more_than_the_quota_is_seen_whoever_wrote_it(tmp_path):
+def test_usage_above_the_quota_is_detected_for_any_writer(tmp_path):
     held = disk(tmp_path, disk_limit=1 << 20)
     held.save("state", Message("state", {"step": 1}))
     held.check()

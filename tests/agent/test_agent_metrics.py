@@ -48,7 +48,7 @@ def learned() -> Totals:
     return totals
 
 
-def test_learning_is_told() -> None:
+def test_metrics_include_loss_and_accuracy() -> None:
     text = told(learned())
     for line in (
         "testbed_steps_total 3.0",
@@ -63,7 +63,7 @@ def test_learning_is_told() -> None:
     )
 
 
-def test_the_board_asks_for_what_there_is() -> None:
+def test_grafana_board_uses_existing_metrics() -> None:
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     asked = {
         name

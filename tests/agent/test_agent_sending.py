@@ -117,7 +117,7 @@ def test_many_messages_are_under_way_at_once(receiver: Receiver) -> None:
     assert [each.ended for each in found] == sorted(each.ended for each in found)
 
 
-def test_a_connection_waits_longer_at_once_and_shorter_from_its_next_answer(
+def test_time_out_grows_at_once_and_shrinks_with_the_next_response(
     receiver: Receiver,
 ) -> None:
     async def main() -> list[int]:
@@ -162,7 +162,7 @@ def test_a_link_that_breaks_loses_nothing_and_repeats_nothing(seed: int) -> None
         assert receiver.numbers == list(range(60))
 
 
-def test_what_was_refused_for_good_leaves_the_others_alone(receiver: Receiver) -> None:
+def test_rejected_message_does_not_affect_others(receiver: Receiver) -> None:
     async def main() -> list[Delivery | BaseException]:
         lane = Lane("b", receiver.address, TOKEN)
         bodies = [numbered(0), b"no message", numbered(2), numbered(3, 100_000)]
@@ -180,9 +180,7 @@ def test_what_was_refused_for_good_leaves_the_others_alone(receiver: Receiver) -
     assert receiver.numbers == [0, 2, 3]
 
 
-def test_a_message_withdrawn_half_sent_is_not_received_and_those_around_it_are() -> (
-    None
-):
+def test_partially_sent_message_can_be_withdrawn() -> None:
     async def main(server: socket.socket, receiver: Receiver) -> None:
         loop = asyncio.get_running_loop()
         lane = Lane("b", server.getsockname(), TOKEN)
@@ -257,7 +255,7 @@ def test_a_full_window_waits_for_acknowledgements() -> None:
 @pytest.mark.parametrize(
     ("pause", "status"), [(0.2, b"204"), (None, b"408")], ids=["slowly", "not at all"]
 )
-def test_a_message_that_comes_slowly_is_taken_in_and_one_that_stops_is_given_up(
+def test_slow_message_is_received_and_stalled_message_is_dropped(
     monkeypatch: pytest.MonkeyPatch, pause: float | None, status: bytes
 ) -> None:
     monkeypatch.setattr("testbed_agent.receiving.STALLED_AFTER", 0.9)
@@ -292,7 +290,7 @@ def test_the_inbox_knows_whose_message_is_there_in_part(receiver: Receiver) -> N
         wait_for(lambda: receiver.numbers == [0] and not receiver.inbox.arriving)
 
 
-def test_a_peer_out_of_reach_is_logged_once_however_often_it_is_tried(
+def test_unreachable_peer_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "testbed_agent.sending")

@@ -31,7 +31,7 @@ def test_lines_are_read_from_any_number() -> None:
         assert [int(line.split()[1]) for line in found] == list(range(after, 2000))
 
 
-def test_a_follower_gets_what_is_written_later() -> None:
+def test_follower_receives_later_lines() -> None:
     log = filled(10)
     found: list[bytes] = []
     reader = threading.Thread(target=lambda: found.extend(log.follow(5)))
@@ -45,13 +45,13 @@ def test_a_follower_gets_what_is_written_later() -> None:
     ] == list(range(5, 3000))
 
 
-def test_old_lines_take_a_fraction_of_their_length() -> None:
+def test_old_lines_are_compressed() -> None:
     log = filled(10_000)
     assert log._sealed_bytes + log._recent_bytes < 10_000 * 110 / 5
     assert log._recent_bytes <= 2 * BLOCK
 
 
-def test_a_reader_too_far_behind_is_told() -> None:
+def test_reader_too_far_behind_is_refused() -> None:
     log = filled(20_000, limit=20_000)
     with pytest.raises(Refused, match="event 0 was dropped"):
         log.follow(0)
@@ -73,7 +73,7 @@ def test_a_number_beyond_the_end_is_refused() -> None:
         filled(3).follow(4)
 
 
-def test_a_quiet_stream_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_stream_has_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("testbed_agent.events.HEARTBEAT", 0.01)
     stream = filled(1).follow(0)
     assert next(stream).startswith(b"event 0")

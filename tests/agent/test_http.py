@@ -54,7 +54,7 @@ def link() -> Iterator[socket.socket]:
     server.stop()
 
 
-def test_a_body_may_come_slowly(link: socket.socket) -> None:
+def test_slow_body_is_accepted(link: socket.socket) -> None:
     for _ in range(91):
         link.sendall(b"x")
     assert _answered(link).endswith(b'{"length":100}\n')

@@ -92,20 +92,20 @@ def test_a_slow_host_is_a_deficit(clock: Clock) -> None:
     assert second.deficit == 0
 
 
-def test_waking_late_does_not_add_up(clock: Clock) -> None:
+def test_small_delays_of_waking_do_not_accumulate(clock: Clock) -> None:
     clock.lateness = LEAD_SECONDS + 0.001
     measured = perform(Processors(), [(lambda: None, 0.01)] * 100)
     assert measured[-1].start == pytest.approx(100.99)
     assert all(how.duration == pytest.approx(0.011) for how in measured)
 
 
-def test_waking_a_little_late_does_not_show(clock: Clock) -> None:
+def test_small_delays_of_waking_are_not_recorded(clock: Clock) -> None:
     clock.lateness = LEAD_SECONDS / 2
     (how,) = perform(Processors(), [(lambda: None, 0.01)])
     assert how.duration == pytest.approx(0.01)
 
 
-def test_results_come_early_enough_to_prepare_what_follows(clock: Clock) -> None:
+def test_results_are_handed_over_ahead_of_time(clock: Clock) -> None:
     processors, over = Processors(), threading.Event()
     handed_over: list[float] = []
 
@@ -119,7 +119,7 @@ def test_results_come_early_enough_to_prepare_what_follows(clock: Clock) -> None
     assert handed_over == [pytest.approx(100.01 - LEAD_SECONDS), pytest.approx(100.01)]
 
 
-def test_work_is_charged_from_what_set_it_off(clock: Clock) -> None:
+def test_work_is_charged_from_the_event_that_caused_it(clock: Clock) -> None:
     processors, over = Processors(), threading.Event()
     began: list[float] = []
     measured: list[WorkTimes] = []
@@ -144,7 +144,7 @@ def test_work_is_charged_from_what_set_it_off(clock: Clock) -> None:
     assert measured[0].start == pytest.approx(99.998)
 
 
-def test_a_program_lives_at_the_latest_instant_it_heard_of(clock: Clock) -> None:
+def test_device_time_is_the_instant_of_the_latest_event(clock: Clock) -> None:
     time = DeviceTime(99.0)
     time.advance_to(98.0)
     assert time.latest == 99.0
@@ -153,7 +153,7 @@ def test_a_program_lives_at_the_latest_instant_it_heard_of(clock: Clock) -> None
     assert time.now() == 100.5
 
 
-def test_time_lost_in_a_pause_is_not_caught_up(clock: Clock) -> None:
+def test_time_lost_in_a_pause_is_not_compensated(clock: Clock) -> None:
 
     works: list[tuple[Any, float]] = [(lambda: None, 0.01)] * 3
     clock.lateness = 3.0
@@ -249,7 +249,7 @@ def test_slowdown_multiplies_what_the_host_needs(clock: Clock) -> None:
     assert measured[0].late == 0.0
 
 
-def test_beginning_too_late_shows(clock: Clock) -> None:
+def test_late_begin_of_a_task_is_recorded(clock: Clock) -> None:
     processors, over = Processors(), threading.Event()
     measured: list[WorkTimes] = []
 
@@ -265,7 +265,7 @@ def test_beginning_too_late_shows(clock: Clock) -> None:
 
 
 @pytest.mark.timed
-def test_as_many_works_as_there_are_processors_go_on_at_once() -> None:
+def test_each_processor_runs_one_task_at_a_time() -> None:
     processors, over = Processors(2), threading.Event()
     measured: list[WorkTimes] = []
 
@@ -311,7 +311,7 @@ def counted(folder: Path, **threads: object) -> None:
         )
 
 
-def test_what_came_since_the_last_time_is_added_up(
+def test_waiting_time_is_that_since_the_last_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pacing, "_TASKS", tmp_path)

@@ -68,7 +68,7 @@ def refusal(act: Any, *arguments: Any) -> tuple[int, str]:
     return refused.value.status, str(refused.value)
 
 
-def test_a_device_that_was_given_nothing_refuses_what_needs_it(made: Runner) -> None:
+def test_device_without_deployment_refuses_data_and_start(made: Runner) -> None:
     idle = "is accepted only between deployment and start; this device is idle"
     assert refusal(made.start, 0.0) == (409, f"a start {idle}")
     assert refusal(made.stop) == (409, "no program is running: this device is idle")
@@ -82,7 +82,7 @@ def test_a_device_that_was_given_nothing_refuses_what_needs_it(made: Runner) -> 
     assert made.state == "idle"
 
 
-def test_a_peer_is_told_that_no_program_runs_yet(made: Runner) -> None:
+def test_message_before_the_program_is_refused_for_a_retry(made: Runner) -> None:
     """By the loop, which begins with the first that comes."""
     names = [thread.name for thread in threading.enumerate()]
     with socket.create_connection(made._data.address, timeout=10) as peer:
@@ -125,9 +125,7 @@ def test_nothing_happens_after_the_end_of_a_program(made: Runner) -> None:
 
 
 @pytest.mark.parametrize("do", ["fail", "exits"])
-def test_what_a_program_fails_with_is_kept_until_the_next(
-    made: Runner, do: str
-) -> None:
+def test_failure_is_kept_until_the_next_deployment(made: Runner, do: str) -> None:
     deployed(made, do).start(time.monotonic())
     assert ended(made).state == "failed"
     assert made.error is not None
@@ -151,7 +149,7 @@ def test_the_end_of_a_program_is_logged_with_the_traceback_of_its_failure(
     assert bool(last.exc_info) == (made.state == "failed")
 
 
-def test_a_program_that_waits_is_stopped_and_nothing_else_is_deployed_meanwhile(
+def test_waiting_program_is_stopped_and_blocks_deployments(
     made: Runner,
 ) -> None:
     deployed(made, "endless").start(time.monotonic())
@@ -169,7 +167,7 @@ def test_a_program_is_stopped_before_it_begins(made: Runner) -> None:
     assert made.state == "stopped"
 
 
-def test_who_fills_its_disk_is_ended_with_the_reason(
+def test_program_that_fills_its_disk_is_cancelled_with_the_reason(
     made: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runners, "DISK_SECONDS", 0.1)
@@ -196,9 +194,7 @@ def test_who_fills_its_disk_is_ended_with_the_reason(
         (b'{"message_loss": {"b": 1.1}}', "must be a fraction from 0 to 1"),
     ],
 )
-def test_losses_that_are_none_are_refused(
-    made: Runner, body: bytes, complaint: str
-) -> None:
+def test_invalid_losses_are_refused(made: Runner, body: bytes, complaint: str) -> None:
     status, text = refusal(deployed(made, "nothing").set_links, bytearray(body))
     assert status == 400
     assert complaint in text

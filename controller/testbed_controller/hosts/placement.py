@@ -150,6 +150,11 @@ def by_load(
 
     Ties are broken by the rate of links within the host. Devices placed by the user come first, then the fastest; the
     devices of a group count as one.
+
+    >>> devices = [DeviceSpec("fast", 4e9, memory=1e9), DeviceSpec("slow", 1e9, memory=1e9)]
+    >>> hosts = {"node1": Capacity(4, 16e9), "node2": Capacity(4, 16e9)}
+    >>> by_load(devices, {}, hosts, given={"fast": "node2"})
+    {'fast': 'node2', 'slow': 'node1'}
     """
     specs = {device.name: device for device in devices}
     groups: dict[str, tuple[str, ...]] = {}
@@ -199,7 +204,12 @@ def loads(
     specs: Mapping[str, DeviceSpec],
     hosts: Mapping[str, Capacity],
 ) -> dict[str, Load]:
-    """Return the load of each host."""
+    """Return the load of each host.
+
+    >>> specs = {"worker1": DeviceSpec("worker1", 1e9, memory=1e9)}
+    >>> loads({"worker1": "node1"}, specs, {"node1": Capacity(4, 16e9)})["node1"].cores
+    0.5
+    """
     by_host = {}
     for host, capacity in hosts.items():
         here = tuple(name for name, where in placed.items() if where == host)

@@ -139,7 +139,12 @@ def _clock_differences(
 
 
 def sample_links(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pair]:
-    """Return the most informative link for each path between hosts: fast, and with little random delay."""
+    """Return the most informative link for each path between hosts: fast, and with little random delay.
+
+    >>> host = {"a": "node1", "b": "node2", "c": "node2"}
+    >>> sample_links({("a", "b"): Link(rate=1e6), ("a", "c"): Link(rate=1e9)}, host)
+    [('a', 'c')]
+    """
     best: dict[Way, tuple[tuple[float, float, float], Pair]] = {}
     for pair, link in links.items():
         way = host[pair[0]], host[pair[1]]
@@ -168,6 +173,10 @@ def imposed_links(
     """Return the links to emulate: the requested links minus the delays of their paths.
 
     Raises InputError for a link with a shorter delay than its path.
+
+    >>> host = {"a": "node1", "b": "node2"}
+    >>> imposed_links({("a", "b"): Link(delay=0.01)}, host, {("node1", "node2"): 0.002})["a", "b"].delay
+    0.008
     """
     imposed = {}
     for pair, link in links.items():

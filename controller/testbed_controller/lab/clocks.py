@@ -66,7 +66,12 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Offset:
-    """The host's clock minus the controller's clock, as a linear function of time."""
+    """The host's clock minus the controller's clock, as a linear function of time.
+
+    >>> offset = Offset(at=100.0, seconds=5.0, drift=1e-6)
+    >>> offset.there(100.0)
+    105.0
+    """
 
     at: float = 0.0
     """Instant of the controller's clock, in seconds."""

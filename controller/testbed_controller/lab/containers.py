@@ -136,12 +136,20 @@ def container_name(run: str, name: str) -> str:
 
 
 def device_url(shaper: str, name: str) -> str:
-    """Return the URL at which a shaper forwards requests to a device."""
+    """Return the URL at which a shaper forwards requests to a device.
+
+    >>> device_url("http://127.0.0.1:32768", "worker1")
+    'http://127.0.0.1:32768/devices/worker1'
+    """
     return f"{shaper}/devices/{name}"
 
 
 def published_url(inspection: Mapping[str, Any]) -> str:
-    """Return the URL of an inspected container's published control port; empty without one."""
+    """Return the URL of an inspected container's published control port; empty without one.
+
+    >>> published_url({"NetworkSettings": {"Ports": {"8700/tcp": [{"HostPort": "32768"}]}}})
+    'http://127.0.0.1:32768'
+    """
     bindings = (inspection["NetworkSettings"]["Ports"] or {}).get(f"{CONTROL_PORT}/tcp")
     return f"http://127.0.0.1:{bindings[0]['HostPort']}" if bindings else ""
 

@@ -562,7 +562,11 @@ def image_size(client: docker.DockerClient, tag: str) -> int:
 
 
 def image_folder(info: Mapping[str, Any]) -> Path:
-    """Return the image folder of an engine, given the engine's info."""
+    """Return the image folder of an engine, given the engine's info.
+
+    >>> image_folder({"DockerRootDir": "/data/docker"})
+    PosixPath('/data/docker')
+    """
     store = dict(info.get("DriverStatus") or ()).get("driver-type", "")
     daemon = str((info.get("Containerd") or {}).get("Address", ""))
     if store.startswith("io.containerd.snapshotter") and daemon in _SYSTEM_CONTAINERD:

@@ -17,7 +17,11 @@ TORCH_AGENT = 172e6
 
 
 def device_memory(device: DeviceSpec, *, torch: bool = True) -> float:
-    """Return the minimum memory of a device in bytes, or a smaller limit."""
+    """Return the minimum memory of a device in bytes: that of an agent, or a smaller limit of the device.
+
+    >>> device_memory(DeviceSpec("worker1", 1e9, memory=4e9), torch=True)
+    172000000.0
+    """
     return min(device.memory, TORCH_AGENT if torch else AGENT)
 
 

@@ -35,6 +35,10 @@ def free_subnets(
     """Yield the subnets of a range with room for the devices and without overlaps with ``taken``, lowest first.
 
     Raises InputError, located at ``key`` of the scenario's network, if the range is too small.
+
+    >>> taken = [IPv4Network("198.18.0.0/24")]
+    >>> next(free_subnets("198.18.0.0/16", 5, taken))
+    IPv4Network('198.18.1.0/24')
     """
     whole = IPv4Network(within)
     if not has_room(whole, devices):
@@ -87,7 +91,11 @@ def host_routes(within: str) -> list[IPv4Network]:
 
 
 def network_name(run: str, kind: str) -> str:
-    """Return the name of a run's network; ``kind`` is control or data."""
+    """Return the name of a run's network; ``kind`` is control or data.
+
+    >>> network_name("quickstart-0a1b2c3d", "control")
+    'testbed-quickstart-0a1b2c3d-control'
+    """
     return f"testbed-{run}-{kind}"
 
 
@@ -128,7 +136,11 @@ def describe_obstacles(
     routed: Iterable[IPv4Network],
     engine_networks: Mapping[str, Iterable[IPv4Network]],
 ) -> str:
-    """Name the obstacles in a range: routes of this machine and networks of engines."""
+    """Name the obstacles in a range: routes of this machine and networks of engines.
+
+    >>> describe_obstacles("10.0.0.0/8", [IPv4Network("10.1.0.0/16")], {})
+    '10.0.0.0/8 is taken by a route of this machine to 10.1.0.0/16'
+    """
     whole = IPv4Network(within)
     obstacles = [f"a route of this machine to {network}" for network in routed]
     for engine, networks in engine_networks.items():

@@ -46,7 +46,11 @@ class RunState:
 
 
 def new_id(scenario: str) -> str:
-    """Return a unique run ID."""
+    """Return a unique run ID: the scenario's name and eight random hexadecimal digits.
+
+    >>> new_id("quickstart").startswith("quickstart-")
+    True
+    """
     return f"{scenario}-{secrets.token_hex(4)}"
 
 

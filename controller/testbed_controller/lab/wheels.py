@@ -247,7 +247,7 @@ def _is_installed(package: str) -> bool:
 
 
 def read_list(path: Path) -> list[str]:
-    """Return the names in a file with one name per line, without comments."""
+    """Return the names in a file with one name per line, without comments; ``#`` begins a comment."""
     names = []
     for line in path.read_text().splitlines():
         name = line.partition("#")[0].strip()

@@ -29,6 +29,9 @@ def statistics_since(
     """Return the shaper's statistics between two readings: dropped packets, bytes, processor time in seconds.
 
     The difference excludes the measurement of the links before the run.
+
+    >>> statistics_since({"sent": {"worker1": 1000}}, {"sent": {"worker1": 5000}})["sent"]
+    {'worker1': 4000}
     """
     earlier = before.get("queues", {})
     queues: dict[str, dict[str, int]] = {}

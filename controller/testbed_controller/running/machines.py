@@ -271,6 +271,9 @@ def changes_of(
     """Return the name and fields of the events for changed links and devices.
 
     ``speeds`` are those of the scenario, in FLOP/s.
+
+    >>> changes_of(StateDiff(speeds={"worker1": 0.5}), {"worker1": 1e9})
+    [('speed', {'target': 'worker1', 'factor': 0.5, 'speed': 500000000.0})]
     """
     events: list[tuple[str, dict[str, Any]]] = []
     for pair, link in changed.links.items():

@@ -91,7 +91,11 @@ def _channel_name(cell: Cell) -> str:
 
 
 def gate_rules(interface: str, gated: Mapping[str, Route]) -> RuleChain:
-    """Return the iptables chain from the data interface to the gate, for packets to the given addresses."""
+    """Return the iptables chain from the data interface to the gate, for packets to the given addresses.
+
+    >>> gate_rules("eth0", {"10.0.0.2": Route(("cell",), rate=1e6, limit=100)}).rules
+    ('-d 10.0.0.2/32 -j NFQUEUE --queue-num 60000',)
+    """
     rules = tuple(
         f"-d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated
     )

@@ -61,6 +61,10 @@ def netem_arguments(line: ReceiverLine) -> str:
     """Return the arguments of ``tc qdisc ... netem`` for one source.
 
     A change keeps only the corruption if it is omitted, so corruption is always given; all other properties reset.
+
+    >>> line = ReceiverLine(1, "10.0.0.2", Link(delay=0.005, loss=0.01), limit=10000, queued=True)
+    >>> netem_arguments(line)
+    'netem limit 10000 delay 5000us loss random 1% corrupt 0%'
     """
     link = line.link
     if not link.up:

@@ -158,6 +158,9 @@ def most_segments(rates: Iterable[float]) -> int:
 
     HTB releases a piece at once, however long its transmission takes: five packets at 250 kbit/s would be 0.2 s early.
     Packet by packet, however, few hosts reach 1 Gbit/s.
+
+    >>> most_segments([250e3]), most_segments([250e3, 1e9])
+    (1, 16)
     """
     fastest = max(rates, default=CEILING)
     frames = int(fastest / 8 * BURST_SECONDS / FRAME)
@@ -200,7 +203,11 @@ def _class_rate_of(link: Link) -> int:
 
 
 def class_rate(rate: float | None) -> int:
-    """Return the rate of an HTB class in bit/s; a link without a rate needs a class as well."""
+    """Return the rate of an HTB class in bit/s; a link without a rate needs a class as well.
+
+    >>> class_rate(1e6), class_rate(None) == CEILING
+    (1000000, True)
+    """
     return CEILING if rate is None else round(rate)
 
 

@@ -77,7 +77,11 @@ def run_batch(
 
 @dataclass(frozen=True)
 class Tree:
-    """The HTB classes of one interface; ``number`` distinguishes two trees in the output of ``tc``."""
+    """The HTB classes of one interface; ``number`` distinguishes two trees in the output of ``tc``.
+
+    >>> Tree("eth0", 1).remove(0x11)
+    'class del dev eth0 classid 1:11'
+    """
 
     device: str
     number: int

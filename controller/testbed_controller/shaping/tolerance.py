@@ -17,7 +17,11 @@ LOSS_CONFIDENCE = 0.99
 
 
 def delay_tolerance(delay: float) -> float:
-    """Return the tolerance of a median delay in seconds."""
+    """Return the tolerance of a median delay in seconds.
+
+    >>> delay_tolerance(0.005), delay_tolerance(0.1)
+    (0.0003, 0.002)
+    """
     return max(DELAY_SECONDS, DELAY_FRACTION * delay)
 
 

@@ -40,7 +40,7 @@ def clock(world: World, seconds: int) -> HostClock:
 
 
 @pytest.mark.parametrize("offset", [0.0, 10.0, -3600.0])
-def test_an_offset_is_found_within_the_uncertainty_that_is_said(offset: float) -> None:
+def test_offset_is_within_the_reported_uncertainty(offset: float) -> None:
     world = World(offset, 0.0)
     found = clock(world, 2).offset
     assert abs(found.there(1.0) - world.shown(1.0)) <= found.uncertainty
@@ -64,7 +64,7 @@ def test_a_drift_of_50_ppm_is_followed_and_predicted() -> None:
         assert abs(found.there(here) - world.shown(here)) < 1e-3
 
 
-def test_a_time_there_and_back_is_itself() -> None:
+def test_clock_conversion_is_invertible() -> None:
     found = clock(World(10.0, 50e-6), 200).offset
     assert found.here(found.there(123.456)) == pytest.approx(123.456, abs=1e-9)
 
@@ -73,12 +73,12 @@ def test_without_an_exchange_the_clocks_are_taken_to_be_one() -> None:
     assert HostClock().offset.there(5.0) == 5.0
 
 
-def test_without_a_drift_there_is_none_whatever_chance_says() -> None:
+def test_noise_is_not_taken_for_a_drift() -> None:
     for seconds in (20, 60, 200):
         assert clock(World(10.0, 0.0), seconds).offset.drift == 0.0
 
 
-def test_what_is_known_better_counts_more() -> None:
+def test_accurate_samples_have_more_weight() -> None:
     world = World(10.0, 0.0)
     found = clock(world, 60)
     found.pin(30.0, 10.00001, 1e-4)

@@ -31,7 +31,7 @@ def test_work_is_shared_by_the_cores_that_there_are() -> None:
     assert list(placed) == [each.name for each in devices]
 
 
-def test_of_equally_loaded_hosts_the_one_with_fast_links_is_taken() -> None:
+def test_equally_loaded_hosts_are_chosen_by_link_rate() -> None:
     devices = [device("p"), device("q"), device("r"), device("s")]
     fast, slow = Link(rate=1e9), Link(rate=1e6)
     links = {
@@ -45,7 +45,7 @@ def test_of_equally_loaded_hosts_the_one_with_fast_links_is_taken() -> None:
     assert placed["p"] == placed["s"] != placed["q"] == placed["r"]
 
 
-def test_what_is_given_is_kept_and_counted() -> None:
+def test_inbox_keeps_and_counts_messages() -> None:
     placed = place([device("p"), device("q"), device("r")], {}, TWO, {"r": "a"})
     assert placed == {"p": "b", "q": "a", "r": "a"} or placed == {
         "p": "b",
@@ -70,7 +70,7 @@ def test_devices_that_share_a_medium_stay_together() -> None:
         ({"p": "a", "q": "b"}, "p and q share a medium"),
     ],
 )
-def test_what_cannot_be_is_refused(given: dict[str, str], said: str) -> None:
+def test_invalid_placements_are_refused(given: dict[str, str], said: str) -> None:
     with pytest.raises(InputError, match=said):
         place([device("p"), device("q")], {}, TWO, given, [("p", "q")])
 
@@ -85,7 +85,7 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
     assert place(devices[:28], {}, {"a": TWO["a"]}, {})
 
 
-def test_a_host_with_room_takes_what_another_has_no_room_for() -> None:
+def test_devices_move_to_a_host_with_enough_memory() -> None:
     hosts = {"a": Capacity(8, GB), "b": Capacity(1, 64 * GB)}
     assert place([device("p", memory=4 * GB)], {}, hosts, {}) == {"p": "b"}
 
@@ -169,7 +169,7 @@ def test_hosts_are_cut_off_by_their_devices_for_a_while(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_in_the_file_is_said_with_its_name(
+def test_error_in_a_lab_file_names_the_file(
     tmp_path: Path, text: str, says: str
 ) -> None:
     with pytest.raises(InputError, match=rf"lab\.yaml: .*{says}"):

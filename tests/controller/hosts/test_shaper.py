@@ -15,7 +15,7 @@ from testbed_controller.hosts.shaper import (
 from testbed_controller.lab.runstate import RunState
 
 
-def test_where_no_link_crosses_hosts_there_are_no_ways() -> None:
+def test_no_path_is_measured_without_links_between_hosts() -> None:
     links = {
         ("p", "q"): Link(rate=1e6, delay=0.01),
         ("q", "p"): Link(rate=1e6, delay=0.01),
@@ -65,7 +65,7 @@ def test_a_difference_of_clocks_is_not_a_delay() -> None:
     assert moved["a", "b"] == (pytest.approx(10.0), pytest.approx(0.0004))
 
 
-def test_a_delay_that_is_too_long_on_one_way_is_seen_all_the_same() -> None:
+def test_excessive_delay_in_one_direction_is_detected() -> None:
     found, _ = measured([10.0072] * 30, [-9.9948] * 30)
     assert all(each.problem and "delays by 6.2" in each.problem for each in found)
 
@@ -85,14 +85,14 @@ def test_packets_that_did_not_arrive_are_loss() -> None:
     assert "loses 10 of 30" in (found[0].problem or "")
 
 
-def test_where_nothing_comes_back_the_clocks_of_the_connections_count() -> None:
+def test_one_way_packets_use_the_clocks_of_the_contexts() -> None:
     found, moved = measured([10.008] * 30, [])
     assert moved == {}
     assert found[0].delay == pytest.approx(0.005)
     assert "none of 30 packets arrived" in (found[1].problem or "")
 
 
-def test_what_the_way_has_is_not_imposed_again() -> None:
+def test_path_delay_is_subtracted_from_the_link() -> None:
     links = {("p", "r"): LINK, ("p", "q"): LINK, ("r", "p"): Link(up=False)}
     found = imposed_links(links, HOST, {("a", "b"): 0.002, ("b", "a"): 0.002})
     assert found["p", "r"].delay == pytest.approx(0.003)
@@ -100,14 +100,14 @@ def test_what_the_way_has_is_not_imposed_again() -> None:
     assert not found["r", "p"].up
 
 
-def test_a_way_that_is_a_little_longer_than_asked_is_within_tolerance() -> None:
+def test_path_slightly_slower_than_the_link_is_tolerated() -> None:
     assert (
         imposed_links({("p", "r"): Link()}, HOST, {("a", "b"): 0.0002})["p", "r"].delay
         == 0.0
     )
 
 
-def test_a_way_that_is_longer_than_asked_is_refused_with_both_figures() -> None:
+def test_path_slower_than_the_link_is_refused_with_both_delays() -> None:
     said = (
         r"p -> r needs a delay of 5 ms, but the path from a to b has 7.00 ms: .*--place"
     )
@@ -115,7 +115,7 @@ def test_a_way_that_is_longer_than_asked_is_refused_with_both_figures() -> None:
         imposed_links({("p", "r"): LINK}, HOST, {("a", "b"): 0.007})
 
 
-def test_each_way_is_measured_by_its_steadiest_and_fastest_link() -> None:
+def test_each_path_is_measured_over_its_steadiest_and_fastest_link() -> None:
     links = {
         ("p", "r"): Link(rate=1e6),
         ("q", "r"): Link(rate=1e9),

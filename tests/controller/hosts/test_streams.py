@@ -77,7 +77,7 @@ def test_bytes_come_back_whole_and_in_order_on_many_connections() -> None:
     run(test)
 
 
-def test_a_connection_that_nobody_reads_keeps_none_of_the_others_waiting() -> None:
+def test_unread_connection_does_not_block_the_others() -> None:
     async def test(ends: Ends) -> None:
         deaf = await ends.port(
             _port(await asyncio.start_server(_deaf, "127.0.0.1", 0, limit=1))
@@ -94,7 +94,7 @@ def test_a_connection_that_nobody_reads_keeps_none_of_the_others_waiting() -> No
     run(test)
 
 
-def test_where_nobody_listens_the_connection_ends_at_once() -> None:
+def test_connection_to_a_closed_port_ends_at_once() -> None:
     async def test(ends: Ends) -> None:
         reader, _ = await asyncio.open_connection("127.0.0.1", await ends.port(1))
         assert await reader.read() == b""
@@ -102,7 +102,7 @@ def test_where_nobody_listens_the_connection_ends_at_once() -> None:
     run(test)
 
 
-def test_an_end_that_is_lost_ends_every_connection() -> None:
+def test_lost_end_closes_every_connection() -> None:
     async def test(ends: Ends) -> None:
         port = await ends.port(_port(await asyncio.start_server(_echo, "127.0.0.1", 0)))
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -114,7 +114,7 @@ def test_an_end_that_is_lost_ends_every_connection() -> None:
     run(test)
 
 
-def test_times_pass_beside_the_connections() -> None:
+def test_clock_frames_pass_beside_the_connections() -> None:
     async def test(ends: Ends) -> None:
         ends.controller.send(CLOCK, 0, b"123")
         while not ends.times:

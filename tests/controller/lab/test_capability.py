@@ -35,11 +35,11 @@ def asking(rate: str | None) -> Experiment:
     return trials(Scenario.model_validate(scenario))[0].experiment
 
 
-def test_a_host_that_was_not_measured_refuses_nothing() -> None:
+def test_unmeasured_host_refuses_no_rate() -> None:
     capability.check(asking("100gbit"), "auto")
 
 
-def test_more_than_was_measured_is_refused_with_what_works() -> None:
+def test_rate_above_the_measurement_is_refused_with_the_maximum() -> None:
     capability.store(FOUND)
     assert capability.known() == [FOUND]
     for rate in ("2gbit", None):

@@ -41,7 +41,7 @@ def test_the_clock_of_a_virtual_machine_is_converted(
 
 
 @pytest.mark.parametrize("ways", [(0.0, 0.0), (0.5, 0.0), (0.0, 0.5)])
-def test_the_clock_of_this_machine_is_none_of_another_however_slow_the_answer(
+def test_slow_answers_do_not_make_another_clock(
     ways: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(0.0, *ways)

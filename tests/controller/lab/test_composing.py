@@ -35,7 +35,7 @@ def test_the_command_writes_a_project(tmp_path: Path) -> None:
     assert (tmp_path / "shape").stat().st_mode & 0o111
 
 
-def test_a_device_has_in_compose_what_it_has_in_a_lab() -> None:
+def test_compose_services_have_the_settings_of_a_lab() -> None:
     trial = trials(
         load("quickstart", ["devices.source.cpus=1.5", "devices.source.uplink=10mbit"])
     )[0]

@@ -7,7 +7,7 @@ from docker.errors import APIError
 from testbed_controller.lab import diagnosis, engine, images
 
 
-def test_an_engine_that_starts_no_container_is_not_taken_for_a_kernel_without_modules(
+def test_failing_engine_is_not_reported_as_missing_kernel_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuses(*_: Any, **__: Any) -> None:

@@ -217,7 +217,7 @@ def test_requests_are_repeated_until_the_engine_answers_again(
     assert flaky.left == -1
 
 
-def test_an_engine_that_stays_away_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_engine_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_PAUSE", 0.01)
     monkeypatch.setattr(engine, "PATIENCE", 0.1)
     with pytest.raises(

@@ -102,7 +102,7 @@ def test_contexts_are_found_without_a_configuration_beside_them(folder: Path) ->
     assert context_names() == ["default", "a", "b"]
 
 
-def test_a_missing_context_is_refused_with_those_that_are_there(
+def test_missing_context_is_refused_with_the_known_names(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context(folder, "a", "unix:///a")

@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_many_that_come_up_one_after_the_other_are_waited_for(
+def test_slowly_starting_containers_are_awaited(
     clock: list[float], monkeypatch
 ) -> None:
     urls = {f"device{number}": str(50.0 * number) for number in range(10)}
@@ -30,9 +30,7 @@ def test_many_that_come_up_one_after_the_other_are_waited_for(
     assert clock[0] == 450.0
 
 
-def test_one_that_stays_silent_is_given_up(
-    clock: list[float], monkeypatch, caplog
-) -> None:
+def test_silent_container_is_given_up(clock: list[float], monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, "testbed_controller.lab.health")
     monkeypatch.setattr(health, "is_healthy", lambda url: url == "there")
     monkeypatch.setattr(health, "container_logs", lambda *_: [b"I am", b" here\n"])

@@ -61,7 +61,7 @@ def changed(before: images.ImageTags, after: images.ImageTags) -> set[str]:
         ),
     ],
 )
-def test_an_edit_renames_what_it_goes_into_and_what_stands_on_it(
+def test_edit_changes_the_tags_of_its_image_and_of_later_layers(
     checkout: Path, file: str, kinds: set[str]
 ) -> None:
     before = images.image_tags()

@@ -128,7 +128,7 @@ def test_the_data_network_of_a_run_is_the_same_whatever_else_there_is() -> None:
         "subnet 198.18.0.0/24 is already used on the host or by another config",
     ],
 )
-def test_a_subnet_that_another_takes_meanwhile_is_passed_over(
+def test_subnet_taken_in_the_meantime_is_skipped(
     monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
     monkeypatch.setattr(Engine, "overlap", said)
@@ -137,14 +137,14 @@ def test_a_subnet_that_another_takes_meanwhile_is_passed_over(
     assert engine.made["testbed-run-1-control"].subnet == IPv4Network("198.18.2.0/24")
 
 
-def test_a_request_that_was_repeated_finds_what_the_first_one_made() -> None:
+def test_repeated_creation_of_a_network_succeeds() -> None:
     engine = Engine()
     make_control_network(engine, "run-1")
     make_control_network(engine, "run-1")
     assert len(engine.made) == 1
 
 
-def test_what_the_engine_says_is_said_and_nothing_tried_again() -> None:
+def test_refusal_of_the_engine_is_reported_without_retries() -> None:
     with pytest.raises(
         HostError, match=r"cannot create the control network \(no such option here\)"
     ):
@@ -157,9 +157,7 @@ def test_a_range_without_a_free_subnet_is_left_to_the_pools_of_the_engine() -> N
     assert engine.made["testbed-run-1-control"].subnet == IPv4Network(OWN_POOL)
 
 
-def test_a_refusal_names_what_takes_the_range_and_the_key_that_chooses_another() -> (
-    None
-):
+def test_refusal_names_the_obstacles_and_the_key_for_another_range() -> None:
     with pytest.raises(HostError) as refusal:
         make_control_network(Engine("198.18.0.0/15", refuses="pools"), "run-1")
     text = str(refusal.value)

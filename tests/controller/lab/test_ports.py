@@ -40,7 +40,7 @@ def test_a_port_that_only_the_container_reaches_is_out_of_reach(
     assert "'--network host'" in port_problem(engine(0), "shaper", closed)
 
 
-def test_a_container_that_does_not_listen_yet_has_no_port_problem(closed: str) -> None:
+def test_container_that_does_not_listen_yet_has_no_port_problem(closed: str) -> None:
     assert port_problem(engine(1), "shaper", closed) == ""
 
 

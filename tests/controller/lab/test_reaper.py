@@ -20,7 +20,7 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
-def test_a_state_folder_that_is_not_there_holds_nothing_and_is_not_made(
+def test_missing_state_folder_is_empty_and_not_created(
     tmp_path: Path,
 ) -> None:
     assert orphaned_runs() == []

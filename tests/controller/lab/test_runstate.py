@@ -15,7 +15,7 @@ def a_run(name: str) -> runstate.RunState:
     return runstate.RunState(run=name, token="secret", scenario={"name": "x"})
 
 
-def test_what_is_written_is_read_back_and_is_for_its_owner_only():
+def test_state_file_is_private_and_read_back():
     runstate.write(a_run("x-1"))
     assert runstate.read("x-1") == a_run("x-1")
     path = runstate.path_of("x-1")
@@ -24,7 +24,7 @@ def test_what_is_written_is_read_back_and_is_for_its_owner_only():
     assert [each.name for each in path.parent.iterdir()] == ["x-1.json"]
 
 
-def test_forgetting_twice_is_forgetting():
+def test_state_can_be_forgotten_twice():
     runstate.write(a_run("x-1"))
     runstate.forget("x-1")
     runstate.forget("x-1")

@@ -187,7 +187,7 @@ def test_an_image_has_the_extras_that_are_installed_here(only_torch: Path) -> No
     }
 
 
-def test_the_device_gets_torch_and_all_that_it_needs_in_the_hosts_versions() -> None:
+def test_device_image_has_torch_and_dependencies_in_the_host_versions() -> None:
     target = Target("x86_64", wheels.torch_builds()[0])
     found = wheels.requirements("device", target)
     assert found["torch"].startswith("==2.13.0")

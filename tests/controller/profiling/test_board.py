@@ -41,7 +41,9 @@ def written(folder: Path, profile: str) -> Path:
     return place
 
 
-def test_a_board_counts_as_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_board_layers_have_the_costs_of_the_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(board, "training_seconds", lambda module, inputs: 1.0)
     monkeypatch.setattr(board, "update_seconds", lambda values: 1.0)
     layers = {
@@ -77,7 +79,7 @@ def ours(module: nn.Module) -> Layer:
     ]
 
 
-def test_its_file_is_a_profile_that_devices_need_no_more(
+def test_measured_profile_is_a_valid_device_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Layers of a machine that does 2 GFLOP/s, and in linear layers 4 GFLOP/s and 1 GB/s of weights.
@@ -123,7 +125,7 @@ def test_its_file_is_a_profile_that_devices_need_no_more(
         ("speed: 1gflops\nmemory: 1GiB\nwatts: {idle: 3, busy: 2}\n", "busy >= idle"),
     ],
 )
-def test_a_profile_that_is_none_is_said(
+def test_invalid_profile_is_refused(
     tmp_path: Path, text: str | None, message: str
 ) -> None:
     if text is not None:
@@ -154,7 +156,9 @@ def test_energy_by_its_formula(tmp_path: Path) -> None:
     )
 
 
-def test_a_link_between_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_measurement_between_two_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(board, "SENT", 1 << 16)
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]

@@ -43,7 +43,7 @@ def in_force(lab: RememberedLab) -> list[str]:
     return list(containers(lab).shown.in_force)
 
 
-def test_a_throttle_tells_the_agent_and_is_taken_back(lab: RememberedLab) -> None:
+def test_throttle_is_sent_to_the_agent_and_reverted(lab: RememberedLab) -> None:
     part: dict[str, Any] = {"throttle": {"device": "b", "speed": "250mflops"}}
     assert do(lab, **part) == StateDiff(speeds={"b": 0.25})
     assert do(lab, handle="more", throttle={"device": "b", "slowdown": 2}).speeds == {
@@ -56,7 +56,7 @@ def test_a_throttle_tells_the_agent_and_is_taken_back(lab: RememberedLab) -> Non
     assert in_force(lab) == []
 
 
-def test_a_device_that_boots_or_goes_on_is_told_what_is_in_force(
+def test_booted_or_resumed_device_receives_the_active_faults(
     lab: RememberedLab,
 ) -> None:
     do(lab, kill="b")
@@ -71,7 +71,7 @@ def test_a_device_that_boots_or_goes_on_is_told_what_is_in_force(
     assert lab.agents["b"].factors == [0.5, HALTED]
 
 
-def test_one_that_was_paused_meanwhile_has_its_own_speed_back(
+def test_resumed_device_has_its_own_speed_again(
     lab: RememberedLab,
 ) -> None:
     do(lab, throttle={"device": "b", "slowdown": 2})
@@ -109,7 +109,7 @@ def test_flapping_ends_with_the_links_up(lab: RememberedLab) -> None:
     assert len(list(flapping(lab, 0.06))) == 4
 
 
-def test_flapping_that_is_broken_off_leaves_the_links_up(lab: RememberedLab) -> None:
+def test_interrupted_flapping_leaves_the_links_up(lab: RememberedLab) -> None:
     endless = flapping(lab)
     assert next(endless)[0] == 1
     assert not lab.shaped["a", "b"].up
@@ -118,7 +118,7 @@ def test_flapping_that_is_broken_off_leaves_the_links_up(lab: RememberedLab) -> 
     assert in_force(lab) == []
 
 
-def test_a_trace_lies_under_the_faults(lab: RememberedLab) -> None:
+def test_faults_apply_on_top_of_a_trace(lab: RememberedLab) -> None:
     do(lab, partition=[["a"], ["b", "c"]])
     changes = [
         Change(
@@ -151,13 +151,13 @@ def test_a_trace_lies_under_the_faults(lab: RememberedLab) -> None:
     assert lab.agents["c"].factors[-1] == 0.25
 
 
-def test_receivers_are_told_which_casts_they_lose(lab: RememberedLab) -> None:
+def test_receivers_get_their_broadcast_loss(lab: RememberedLab) -> None:
     do(lab, degrade={"from": "a", "to": "b", "message_loss": "20%"})
     assert lab.agents["b"].losses == [{"a": 0.2}]
     assert lab.agents["c"].losses == []
 
 
-def test_both_ends_of_a_link_wait_as_long_as_it_takes_now(lab: RememberedLab) -> None:
+def test_both_ends_of_a_link_receive_its_round_trip_time(lab: RememberedLab) -> None:
     few_packets = 2 * 8 * 1514 * 8 / 10e6
     own = pytest.approx(0.01 + few_packets)
     do(lab, degrade={"from": "a", "to": "b", "delay": "2s"})
@@ -174,7 +174,7 @@ def test_both_ends_of_a_link_wait_as_long_as_it_takes_now(lab: RememberedLab) ->
     )
 
 
-def test_a_trace_in_small_steps_is_followed_and_small_changes_are_not_sent(
+def test_small_changes_of_time_outs_are_not_sent(
     lab: RememberedLab,
 ) -> None:
     for step in range(1, 11):
@@ -192,7 +192,7 @@ def test_a_trace_in_small_steps_is_followed_and_small_changes_are_not_sent(
     )
 
 
-def test_a_device_that_boots_waits_as_long_as_its_links_take_now(
+def test_booted_device_uses_time_outs_of_the_current_links(
     lab: RememberedLab,
 ) -> None:
     do(lab, kill="b")
@@ -202,7 +202,7 @@ def test_a_device_that_boots_waits_as_long_as_its_links_take_now(
     assert set(lab.agents["b"].slowness[told]) == {"a", "c"}
 
 
-def test_an_obstruction_is_told_to_receivers_as_what_they_lose(
+def test_obstruction_is_sent_to_receivers_as_broadcast_loss(
     lab: RememberedLab,
 ) -> None:
     radio = Radio(
@@ -219,20 +219,20 @@ def test_an_obstruction_is_told_to_receivers_as_what_they_lose(
     assert lab.agents["b"].losses[1:] == [{"a": 0.0}]
 
 
-def test_what_the_shaper_refuses_is_not_in_force(lab: RememberedLab) -> None:
+def test_change_refused_by_the_shaper_is_not_stored(lab: RememberedLab) -> None:
     lab.refuses = True
     with pytest.raises(HostError):
         do(lab, degrade={"device": "a", "loss": "5%"})
     assert in_force(lab) == []
 
 
-def test_a_handle_serves_once(lab: RememberedLab) -> None:
+def test_handle_is_valid_once(lab: RememberedLab) -> None:
     do(lab, throttle={"device": "b", "slowdown": 2})
     with pytest.raises(ValueError, match="'it' is in force already"):
         do(lab, throttle={"device": "c", "slowdown": 2})
 
 
-def test_a_device_is_switched_only_from_what_it_really_is(lab: RememberedLab) -> None:
+def test_device_is_switched_according_to_its_actual_state(lab: RememberedLab) -> None:
     assert do(lab, restart="b") == StateDiff()
     lab.devices["b"].state = "exited"  # out of memory, or by the engine's own command
     assert do(lab, kill="b") == StateDiff()
@@ -242,7 +242,7 @@ def test_a_device_is_switched_only_from_what_it_really_is(lab: RememberedLab) ->
     assert lab.done == ["start b"]
 
 
-def test_a_run_admits_devices_in_its_own_way(lab: RememberedLab) -> None:
+def test_run_admits_restarted_devices_by_its_own_function(lab: RememberedLab) -> None:
     admitted: list[str] = []
     lab.devices["b"].state = "exited"
     apply_step(

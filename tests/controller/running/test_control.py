@@ -44,7 +44,7 @@ def run(lab: RememberedLab) -> Iterator[Run]:
         yield made
 
 
-def test_a_run_that_goes_on_is_asked_and_has_it_among_its_events(
+def test_active_run_executes_commands_and_records_events(
     run: Run, lab: RememberedLab
 ) -> None:
     ask = control.reach(RUN)
@@ -64,7 +64,7 @@ def test_a_run_that_goes_on_is_asked_and_has_it_among_its_events(
     assert (lab.done, ask({"show": None})["devices"]["b"]) == (["kill b"], "down")
 
 
-def test_python_looks_at_a_run_and_strikes_it(run: Run, lab: RememberedLab) -> None:
+def test_python_interface_reads_a_run_and_strikes(run: Run, lab: RememberedLab) -> None:
     found = live()
     handle = found.strike(partition=[["a"], ["b", "c"]])
     assert found.state()["in_force"] == {handle: "partition a | b,c"}
@@ -109,7 +109,7 @@ def test_a_flap_by_hand_is_two_events_a_turn_and_its_links_are_up_at_the_end(
     ] * 2
 
 
-def test_mistakes_are_told_to_who_asked_and_the_run_goes_on(
+def test_failed_command_is_reported_and_the_run_continues(
     run: Run, lab: RememberedLab
 ) -> None:
     ask = control.reach(RUN)
@@ -135,7 +135,7 @@ def test_mistakes_are_told_to_who_asked_and_the_run_goes_on(
         b"",
     ],
 )
-def test_who_has_no_token_or_says_nothing_that_makes_sense_is_refused(
+def test_request_without_token_or_with_nonsense_is_refused(
     run: Run, line: bytes
 ) -> None:
     with control._connect(RUN) as connection, connection.makefile("rwb") as stream:
@@ -162,7 +162,7 @@ def test_once_the_run_is_over_a_lab_that_stands_is_changed_directly(
     assert [fields["action"] for _, fields in made.events] == ["kill"]
 
 
-def test_a_socket_whose_run_was_killed_is_no_run(
+def test_socket_of_a_killed_run_is_ignored(
     lab: RememberedLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runstate.write(runstate.RunState(run=RUN, token="secret"))

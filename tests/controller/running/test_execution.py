@@ -75,7 +75,7 @@ def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]
         ),
     ],
 )
-def test_weights_that_are_gone_are_missed_and_those_that_there_never_were_are_not(
+def test_only_lost_weights_are_reported_as_missing(
     answer: bytes | TestbedError, found: tuple[bytes | None, list[str]]
 ) -> None:
     assert final_weights(answer) == found

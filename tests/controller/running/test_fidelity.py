@@ -72,16 +72,14 @@ def test_links_within_tolerance_or_accepted_pass_at_once() -> None:
         assert len(probe.asked) == 1
 
 
-def test_links_that_a_busy_moment_bent_are_measured_again_and_no_others() -> None:
+def test_only_links_outside_tolerance_are_measured_again() -> None:
     well = LinkMeasurement("a", "c", SLOW.requested, 4.97e9, 0.00104, 0.0, 30)
     probe = Probe([*FINE, SLOW], [SLOW], [well])
     assert verify(probe, patience=10) == [*FINE, well]
     assert probe.asked[1:] == [[("a", "c")]] * 2
 
 
-def test_a_rate_above_what_the_host_carries_is_refused_by_name_with_one_that_works() -> (
-    None
-):
+def test_rate_above_the_measured_capacity_is_named_with_a_safe_one() -> None:
     with pytest.raises(LinksError) as refusal:
         verify(Probe([*FINE, SLOW, LATE]))
     assert refusal.value.exit_code == 3
@@ -103,7 +101,7 @@ def test_load_is_blamed_only_where_it_was_measured() -> None:
     assert "31% busy, so load is not the cause" in idle
 
 
-def test_a_rate_that_another_link_carried_is_not_above_what_the_host_carries() -> None:
+def test_rate_reached_by_another_link_does_not_exceed_the_capacity() -> None:
     slow = LinkMeasurement(
         "a", "c", Link(rate=64e3), 61e3, 0.005, 0.0, 30, problem="carries 0.061 mbit"
     )
@@ -134,7 +132,7 @@ def test_an_overflow_of_the_neighbour_table_is_named(tmp_path: Path) -> None:
     assert neighbours_refused(tmp_path / "elsewhere") == 0
 
 
-def test_a_hypervisor_that_takes_the_processors_is_named() -> None:
+def test_time_stolen_by_a_hypervisor_is_named_as_the_cause() -> None:
     text = str(LinksError([*FINE, LATE], {"host_stolen": 0.24}))
     assert (
         "the hypervisor took 24% of the processor time for other machines: try again later"
@@ -163,7 +161,7 @@ def test_the_table_shows_the_limit_of_an_access() -> None:
     assert LinkMeasurement.from_json(limited.to_json()) == limited
 
 
-def test_the_table_shows_what_is_wrong_first() -> None:
+def test_table_lists_failed_links_first() -> None:
     console = Console(width=140, record=True, file=None, quiet=False)
     with console.capture() as captured:
         console.print(draw(measurements_table([*FINE, SLOW]), 140))
@@ -179,5 +177,7 @@ def test_the_table_shows_what_is_wrong_first() -> None:
 @pytest.mark.parametrize(
     ("carried", "advised"), [(2.31e9, 2.1e9), (987e6, 930e6), (1e6, 950e3)]
 )
-def test_what_is_advised_is_carried(carried: float, advised: float) -> None:
+def test_recommended_rate_is_within_the_capacity(
+    carried: float, advised: float
+) -> None:
     assert nearest_rate(carried) == pytest.approx(advised)

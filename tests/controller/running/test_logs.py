@@ -30,7 +30,7 @@ def fail() -> None:
     raise InputError("the reason")
 
 
-def test_each_container_leaves_a_log_and_one_that_is_gone_stops_no_other(
+def test_missing_container_does_not_prevent_the_other_logs(
     tmp_path: Path,
 ) -> None:
     containers = {

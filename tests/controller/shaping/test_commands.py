@@ -50,7 +50,7 @@ def test_a_tree_is_written_with_its_shared_class_and_leaves_below_it() -> None:
         ("", ["class 1:3 is missing", "class 1:10 is missing"]),
     ],
 )
-def test_what_the_kernel_holds_is_compared(held: str, problems: list[str]) -> None:
+def test_kernel_state_is_compared_with_the_plan(held: str, problems: list[str]) -> None:
     assert TREE.differences(held, None, [(0x10, 5_000_000)]) == problems
 
 
@@ -108,7 +108,7 @@ def test_the_namespace_of_a_process_that_is_gone_is_none() -> None:
         namespaces.Namespace.of_process(999_999_999)
 
 
-def test_what_is_done_in_a_namespace_fails_where_it_was_asked() -> None:
+def test_error_inside_a_namespace_reaches_the_caller() -> None:
     def bad() -> None:
         raise ValueError("inside")
 

@@ -73,7 +73,7 @@ def test_packets_leave_in_their_order_when_their_delay_is_over(server: Server) -
     assert device.counted()["under_way"] == 0
 
 
-def test_a_change_leaves_packets_under_way_the_time_that_they_were_given(
+def test_changed_link_keeps_the_due_times_of_packets_in_transit(
     server: Server,
 ) -> None:
     device = Device(
@@ -89,14 +89,14 @@ def test_a_change_leaves_packets_under_way_the_time_that_they_were_given(
     assert second.time - began >= 0.6 - 1e-4
 
 
-def test_what_is_lost_is_dropped(server: Server) -> None:
+def test_lost_packets_are_dropped(server: Server) -> None:
     device = Device(server, Link(delay=0.001, loss=1.0))
     device.arrives(1, 2)
     assert [each.accepted for each in device.kernel.decided(2)] == [False, False]
     assert device.counted()["dropped"] == 2
 
 
-def test_a_second_copy_is_given_to_the_device_as_received(server: Server) -> None:
+def test_second_copy_is_injected_into_the_device(server: Server) -> None:
     device = Device(server, Link(delay=0.001, duplicate=1.0))
     device.arrives(1)
     frame = device.received.recv(2000)
@@ -118,7 +118,7 @@ def test_a_corrupted_packet_differs_in_one_bit_of_its_payload(server: Server) ->
     assert content[:20] == PACKET[:20]
 
 
-def test_a_downlink_lets_through_at_its_rate_and_drops_what_finds_it_full(
+def test_downlink_passes_packets_at_its_rate_and_drops_the_overflow(
     server: Server,
 ) -> None:
     size, rate = len(PACKET) + ETHERNET_HEADER, 1e6
@@ -136,7 +136,7 @@ def test_a_downlink_lets_through_at_its_rate_and_drops_what_finds_it_full(
     assert device.counted()["dropped"] == 5 - len(passed)
 
 
-def test_what_was_closed_is_forgotten_and_may_be_opened_again(server: Server) -> None:
+def test_closed_device_can_be_opened_again(server: Server) -> None:
     device = Device(server, Link(delay=10.0))
     device.arrives(1)
     server.ask(do="close", device="a")

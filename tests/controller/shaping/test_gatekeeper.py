@@ -55,7 +55,7 @@ def test_stations_of_one_cell_take_turns(server: Server) -> None:
     assert last - began >= 2 * LASTS - 1e-4
 
 
-def test_what_finds_its_queue_full_is_dropped_at_once(server: Server) -> None:
+def test_packets_for_a_full_queue_are_dropped_at_once(server: Server) -> None:
     # On the medium for 0.2 s each: also a busy host has put all five before the first of them has left.
     queue = opened(
         server, "a", **{"198.18.0.3": {**ROUTE, "rate": RATE * LASTS / 0.2, "limit": 2}}
@@ -73,7 +73,7 @@ def test_what_finds_its_queue_full_is_dropped_at_once(server: Server) -> None:
     assert figures["lateness"]
 
 
-def test_what_no_route_holds_back_leaves_at_once_and_nothing_after_a_close(
+def test_ungated_packets_leave_at_once_and_none_after_a_close(
     server: Server,
 ) -> None:
     queue = opened(server, "a", **{"198.18.0.9": ROUTE})

@@ -44,7 +44,7 @@ def test_a_request_is_answered_and_what_the_kernel_refuses_is_an_error() -> None
     assert answered(b"", refused) == (False, b"")
 
 
-def test_a_process_that_ends_is_told_with_its_status() -> None:
+def test_end_of_a_helper_process_is_reported_with_its_status() -> None:
     with pytest.raises(HostError, match="the thing has ended with status 1"):
         Helper("no.such.module", "thing")
 

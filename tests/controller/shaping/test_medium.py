@@ -74,7 +74,7 @@ def test_channels_are_independent_and_a_gateway_needs_all_of_its_own():
     ]
 
 
-def test_another_rate_holds_for_what_has_not_begun():
+def test_changed_rate_applies_to_later_transmissions():
     made = media("a", "b")
     made.offer("a", "all", 0.0, SECOND, "on air")
     made.offer("a", "all", 0.0, SECOND, "waits")
@@ -83,7 +83,7 @@ def test_another_rate_holds_for_what_has_not_begun():
     assert ends(made) == [("on air", 1.0), ("waits", 5.0), ("b", 6.0)]
 
 
-def test_a_station_that_is_gone_leaves_the_channel_to_the_others():
+def test_removed_station_frees_the_channel():
     made = media("a", "b")
     made.offer("a", "all", 0.0, SECOND, "on air")
     made.offer("a", "all", 0.0, 5 * SECOND, "never")
@@ -94,14 +94,14 @@ def test_a_station_that_is_gone_leaves_the_channel_to_the_others():
     assert ends(made) == [("b", 2.0)]
 
 
-def test_what_is_for_an_address_without_a_way_leaves_at_once():
+def test_packets_without_a_route_leave_at_once():
     made = media("a")
     made.offer("a", "all", 0.0, SECOND, "slow")
     made.offer("a", "elsewhere", 0.5, SECOND, "free")
     assert ends(made, 0.5) == [("free", 0.5)]
 
 
-def test_a_queue_that_is_full_takes_nothing_until_something_has_left():
+def test_full_queue_refuses_packets_until_one_has_left():
     made = media("a", "b", route=Route((CELL,), RATE, 2))
     assert [
         made.offer("a", "all", 0.0, SECOND, str(number)) for number in range(3)
@@ -118,7 +118,7 @@ def test_a_queue_that_is_full_takes_nothing_until_something_has_left():
         max_size=30,
     )
 )
-def test_no_two_overlap_and_the_channel_never_idles_while_somebody_waits(sends):
+def test_transmissions_never_overlap_and_the_channel_never_idles(sends):
     made = media("a", "b", "c")
     free, now, expected = 0.0, 0.0, []
     for number, (station, gap, size) in enumerate(sends):
@@ -206,7 +206,7 @@ def test_casts_are_as_slow_as_the_slowest_link_and_the_access():
     assert routes("a", BROADCAST, PEERS, uneven, (), uplink=5e5)[BROADCAST].rate == 5e5
 
 
-def test_what_stays_in_a_cell_shares_its_channel_with_the_casts():
+def test_links_within_a_cell_share_the_channel_with_broadcasts():
     found = routes("a", BROADCAST, PEERS, links(50e6), [Cell(("a", "b"), 30e6)])
     assert set(found) == {PEERS["b"], BROADCAST}
     assert {route.channels for route in found.values()} == {("cell of a, b",)}

@@ -73,7 +73,7 @@ def link(destination: str) -> dict[str, Any]:
     }
 
 
-def test_without_the_token_only_health_is_told(client: FlaskClient) -> None:
+def test_only_health_needs_no_token(client: FlaskClient) -> None:
     client.environ_base["HTTP_AUTHORIZATION"] = "Bearer wrong"
     assert client.get("/health").json == {"state": "ready"}
     assert [
@@ -83,9 +83,7 @@ def test_without_the_token_only_health_is_told(client: FlaskClient) -> None:
     assert client.post("/set", json=link("b")).status_code == 401
 
 
-def test_requests_reach_what_they_are_for(
-    client: FlaskClient, shaping: Remembering
-) -> None:
+def test_requests_call_the_shaper(client: FlaskClient, shaping: Remembering) -> None:
     assert client.get("/facts").json == {"backend": "none"}
     assert client.get("/statistics?reset=1").json == {"reset": True}
     assert client.get("/statistics").json == {"reset": False}
@@ -118,7 +116,7 @@ def test_requests_reach_what_they_are_for(
         ({"links": 1}, 400, "malformed request: TypeError"),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_invalid_requests_are_refused_with_status_and_reason(
     client: FlaskClient, body: Any, status: int, error: str
 ) -> None:
     answer = client.post("/set", json=body)

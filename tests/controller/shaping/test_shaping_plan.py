@@ -197,7 +197,7 @@ def test_a_link_that_duplicates_has_a_device_of_its_own() -> None:
     )
 
 
-def test_netem_says_what_it_cannot_do() -> None:
+def test_netem_names_unsupported_properties() -> None:
     assert "correlate" in (
         netem.unsupported_property(
             Link(delay=1, jitter=0.1, jitter_correlation=0.5), None
@@ -319,7 +319,7 @@ def test_netfilter_messages_byte_for_byte() -> None:
     )
 
 
-def test_arrival_is_found_wherever_it_stands_in_the_message() -> None:
+def test_arrival_time_is_read_at_any_position() -> None:
     header = bytes(16 + 4) + struct.pack("=HH", 11, 1) + bytes(8)
     stamp = struct.pack("=HHQQ", 20, 4, 0, 0)[:4] + struct.pack(
         ">QQ", 1_700_000_000, 250_000

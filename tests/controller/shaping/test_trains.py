@@ -81,7 +81,7 @@ def test_frames_of_a_slow_link_go_one_by_one_and_take_seconds_that_are_bounded(
     assert train.frames * train.frame_seconds < 5
 
 
-def test_too_little_is_no_rate() -> None:
+def test_too_few_frames_give_no_rate() -> None:
     train = came(1e6)
     last = max(train.stamps)
     for stamps in ({}, {last: 1.0}, {last - 1: 2.0, last: 2.0}, {0: 1.0, 1: 2.0}):
@@ -100,7 +100,7 @@ def test_frames_are_small_on_slow_links_and_never_too_few() -> None:
     assert make_train(PAIR, Link(rate=1e6, delay=0.5), False, ENDS).seconds > 0.7
 
 
-def test_a_socket_that_has_something_is_heard_of() -> None:
+def test_listener_reports_readable_sockets() -> None:
     receivers = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
     with receivers[0] as one, receivers[1] as other:
         for each in receivers:
