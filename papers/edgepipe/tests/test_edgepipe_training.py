@@ -188,7 +188,7 @@ def test_without_a_pipeline_batches_take_as_many_slots_as_passes():
     assert timetable_of(chosen.details).slot_count(12) == 11 * 12
 
 
-def test_repeated_transmissions_are_casts_more_and_are_heard_more_often():
+def test_repetition_increases_casts_and_receptions():
     network = {"link": {"message_loss": "50%"}}
     casts, learned = [], []
     for times in (1, 2, 6):
@@ -211,7 +211,7 @@ def casts_of(outcome):
     return [each["message"] for each in of(outcome, "cast")]
 
 
-def test_acknowledged_casts_are_repeated_to_those_that_miss_them_until_nothing_is_lost():
+def test_acknowledged_casts_are_repeated_until_nothing_is_lost():
     network = {"link": {"message_loss": "30%"}}
     acknowledged, lost = (
         run(six({"recovery": name}, network=network)) for name in ("ack", "none")
@@ -245,7 +245,7 @@ def test_acknowledged_casts_are_repeated_to_those_that_miss_them_until_nothing_i
     assert figures["training_casts"] < len(kinds)
 
 
-def test_what_nobody_acknowledges_is_given_up_when_the_slot_is_over():
+def test_a_cast_without_acknowledgement_ends_with_its_slot():
     devices = planned(six({"mapping": "random"}))[1].details.devices
     written = lossy({"recovery": "ack"}, (devices[2], devices[0]))
     _, chosen = planned(written)
@@ -259,7 +259,7 @@ def test_what_nobody_acknowledges_is_given_up_when_the_slot_is_over():
     )
 
 
-def test_figures_count_what_came_and_tell_training_from_tests():
+def test_metrics_count_received_parts_in_training_and_tests_apart():
     written = six({"test_runs": 2, "evaluate_every": 6})
     outcome = run(written)
     (trial,) = trials(written)
@@ -279,7 +279,7 @@ def test_figures_count_what_came_and_tell_training_from_tests():
     assert [each["step"] for each in of(outcome, "tests")] == [6, 12]
 
 
-def test_the_coordinator_informs_all_others_before_the_first_timeslot_and_that_is_counted():
+def test_the_coordinator_sends_the_arrangement_before_the_first_timeslot():
     written, usual = six({"informs": True}), six()
     _, chosen = planned(written)
     outcome, same = run(written), run(usual)
@@ -313,7 +313,7 @@ def sent(outcome, kind):
     ]
 
 
-def test_a_device_that_restarts_is_informed_again():
+def test_a_restarted_device_receives_the_arrangement_again():
     kill = {
         "kill": "worker1",
         "when": {"device": "worker1", "begins": "backward", "batch": 3},
@@ -326,7 +326,7 @@ def test_a_device_that_restarts_is_informed_again():
     )
 
 
-def test_a_test_batch_of_all_samples_has_slots_that_are_long_enough():
+def test_large_test_batches_get_longer_slots():
     written = six({"test_batch": 40, "test_runs": 3, "margin": "0s"})
     _, chosen = planned(written)
     assert chosen.details.test_slot > chosen.details.slot
@@ -335,7 +335,7 @@ def test_a_test_batch_of_all_samples_has_slots_that_are_long_enough():
     assert all_at_once["loss"] == pytest.approx(usual["loss"], rel=1e-5)
 
 
-def test_test_runs_pass_over_the_lossy_links_each_by_itself():
+def test_each_test_run_has_losses_of_its_own():
     network = {"link": {"message_loss": "20%"}}
     workload = {"training": {"optimizer": {"learning_rate": 0.1}}, "steps": 60}
     method = {"name": "edgepipe", "test_runs": 20}
@@ -508,7 +508,7 @@ def missing(values, step, devices, written, frame):
     )
 
 
-def test_what_is_cast_again_fills_what_frames_were_missing():
+def test_a_repeated_cast_fills_missing_frames():
     network = {
         "link": {"rate": "20mbit", "delay": "2ms", "message_loss": "20%"},
         "frame": "64B",
@@ -536,7 +536,7 @@ def figures_of(written, outcome):
 
 
 @pytest.mark.parametrize("method", [{}, {"evaluate_every": 5, "test_runs": 2}])
-def test_figures_tell_training_from_tests(method):
+def test_metrics_distinguish_training_from_tests(method):
     written = six(method)
     outcome = run(written)
     found = figures_of(written, outcome)
@@ -554,7 +554,7 @@ def test_figures_tell_training_from_tests(method):
         )
 
 
-def test_the_time_to_80_percent_leaves_tests_out():
+def test_the_time_to_80_percent_excludes_tests():
     model = {"name": "mlp", "hidden": [32]}
     workload = {
         "model": model,
@@ -585,7 +585,7 @@ def test_the_same_seed_loses_the_same_casts():
     assert one != of(run(six()), "step")
 
 
-def test_a_device_that_is_cut_off_is_missing_until_it_is_healed():
+def test_a_partitioned_device_is_missing_until_the_partition_heals():
     # One of the two devices of layers 2 and 3: without its losses, layer 1 does not learn meanwhile.
     _, chosen = planned(six())
     apart, before = chosen.details.devices[2], chosen.details.devices[0]
@@ -623,7 +623,7 @@ def is_backward(event):
     return event.fields["span"] == "backward"
 
 
-def test_nothing_stands_still_when_a_device_is_killed_and_comes_back():
+def test_training_continues_while_a_device_is_off_and_after_its_restart():
     written = six()
     _, chosen = planned(written)
     victim = chosen.details.devices[0]
@@ -699,7 +699,7 @@ def test_nothing_stands_still_when_a_device_is_killed_and_comes_back():
         ),
     ],
 )
-def test_plans_that_cannot_be_are_refused_by_their_key(keys, key, said):
+def test_impossible_plans_are_refused_with_their_key(keys, key, said):
     keys = dict(keys)
     workload = {**SIX["workload"], **keys.pop("workload", {})}
     method = {"name": "edgepipe", **keys.pop("method", {})}
@@ -729,7 +729,7 @@ def test_acknowledgements_need_a_way_back():
     assert caught.value.key == ("method", "recovery")
 
 
-def test_answers_are_waited_for_as_long_as_the_slowest_link_takes_also_one_that_a_device_does_not_know():
+def test_acknowledgements_are_awaited_as_long_as_the_slowest_link_takes():
     slow = {"from": "worker2", "to": "worker3", "rate": "10kbit"}
     problem, chosen = planned(
         six({"recovery": "ack"}, network={"link": {"rate": "20mbit"}, "links": [slow]})

@@ -49,7 +49,7 @@ class Expected:
 
 @pytest.mark.parametrize("granularity", ["layer", "neuron", "link"])
 @pytest.mark.parametrize(("limit", "place"), [(0, 2), (1, 2), (4, 2), (4, 1)])
-def test_gradients_are_as_numpy_has_them(granularity, limit, place):
+def test_gradients_equal_those_of_numpy(granularity, limit, place):
     """The first layer, whose inputs are the samples, passes nothing on."""
     model = chain("m", (INPUTS,), 2, [("a", [Linear(5)]), ("b", [Linear(2)])])
     layer = graph_of(model).layers[0]
@@ -136,7 +136,7 @@ def test_gradients_are_as_numpy_has_them(granularity, limit, place):
     assert max(expected.used) <= limit
 
 
-def test_results_are_new_gradients_only_where_all_have_arrived_and_a_dropped_batch_teaches_nothing():
+def test_incomplete_results_and_dropped_batches_give_no_new_gradients():
     options = VersatileOptions(thres_fw="50%")
     missing = Maintenance(DynamicUpdate(options), None)
     mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": [1.0, 1.0]})
@@ -156,7 +156,7 @@ def test_results_are_new_gradients_only_where_all_have_arrived_and_a_dropped_bat
     assert missing.learn(None, 2, 2, None, nothing) is None
 
 
-def test_past_outputs_stand_where_these_are_missing_as_a_whole_or_in_part():
+def test_past_outputs_replace_missing_parts_and_missing_values():
     missing = Maintenance(DynamicUpdate(VersatileOptions(past=True)), None)
     mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": []})
 

@@ -86,7 +86,7 @@ def records_of(alpha, initial=()):
     return records, window
 
 
-def test_what_is_not_there_when_it_is_due_was_lost():
+def test_a_cast_missing_in_its_slot_counts_as_lost():
     records, window = records_of(alpha=1)
     found = window(
         1,
@@ -108,7 +108,7 @@ def test_what_is_not_there_when_it_is_due_was_lost():
     assert not records.is_cut_off
 
 
-def test_a_device_of_which_nothing_is_heard_loses_its_credibility_window_by_window():
+def test_a_silent_device_loses_credibility_window_by_window():
     _, window = records_of(ALPHA, {("a", "e"): 0.5})
     assert window(1, ("b", True), ("b", False)) == {
         "a": (0, 0.05),
@@ -129,7 +129,7 @@ def test_a_batch_goes_on_while_every_success_rate_is_at_least_the_threshold(
     assert is_valid(rates, 0.5) is goes_on
 
 
-def test_the_rates_of_a_layer_are_the_mean_of_those_told_by_the_devices_heard():
+def test_the_rates_of_a_layer_are_means_over_received_notes():
     assert merge_rates([(1.0, 0.5), (0.5, 0.25)], 2) == (0.75, 0.375)
     assert merge_rates([], 2) == (0.0, 0.0)
 
@@ -206,7 +206,7 @@ def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retire
     assert [move.giver for move in list_moves(nobody, again)] == [None, None]
 
 
-def test_one_that_has_just_joined_keeps_its_neurons_as_another_fails():
+def test_a_newcomer_keeps_its_neurons_when_another_device_fails():
     before = add_device(partition([12], devices(2), "horizontal"), "new", seed=1)
     after = remove_device(before, "d1", {"d0": 0.8, "d1": 0.1}, seed=1)
     assert [len(after.of(name, 0)) for name in ("d0", "new")] == [6, 6]
@@ -227,7 +227,7 @@ def carried_out(held, found, now):
 
 
 @pytest.mark.parametrize("kind", ["vertical", "hybrid", "horizontal"])
-def test_who_is_out_finds_room_again_however_few_neurons_there_are(kind):
+def test_a_removed_device_always_finds_a_place_again(kind):
     for seed in range(100):
         draws = random.Random(seed)
         names = devices(draws.randint(4, 6))
@@ -246,7 +246,7 @@ def test_who_is_out_finds_room_again_however_few_neurons_there_are(kind):
 
 
 @pytest.mark.parametrize("kind", ["vertical", "hybrid", "horizontal"])
-def test_neurons_are_neither_lost_nor_doubled_whoever_fails_retires_and_joins(kind):
+def test_no_neuron_is_lost_or_doubled_by_failures_retirements_and_joins(kind):
     for seed in range(350):
         draws = random.Random(seed)
         sizes = [draws.randint(6, 20) for _ in range(draws.randint(1, 5))]
@@ -302,7 +302,7 @@ def test_the_stages_become_stricter_as_the_loss_stops_improving():
     assert (given.thres_fw, given.grad_reuse_bw) == (0.3, 4)
 
 
-def test_a_stage_begins_where_the_loss_was_not_better_for_so_many_steps():
+def test_a_stage_begins_after_so_many_steps_without_a_better_loss():
     update, stages = DynamicUpdate(VersatileOptions()), []
     for step in range(200):
         update.observe_loss(step, 1.0 if step < 30 else 0.5)
@@ -317,7 +317,7 @@ def test_a_stage_begins_where_the_loss_was_not_better_for_so_many_steps():
     assert impatient.stage == 0
 
 
-def test_a_single_device_is_planned_though_there_are_no_links_to_judge_by():
+def test_a_single_device_without_links_can_be_planned():
     plan = Versatile().plan(
         problem_of(scenario(workers=0, method={"name": "versatile"}))[0]
     )

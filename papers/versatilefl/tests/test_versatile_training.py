@@ -45,7 +45,7 @@ def devices_of(written):
         ("horizontal", CNN),
     ],
 )
-def test_without_losses_it_is_edgepipe(allocation, keys):
+def test_without_losses_versatilefl_equals_edgepipe(allocation, keys):
     keys = dict(keys)
     short = {
         "steps": 12,
@@ -61,7 +61,7 @@ def test_without_losses_it_is_edgepipe(allocation, keys):
 
 
 @pytest.mark.parametrize("model", [{}, CNN])
-def test_every_neuron_scattered_it_learns_the_same(model):
+def test_scattered_neurons_learn_the_same(model):
     short = {"steps": 12, **model}
     scattered = of(run(six({"allocation": "random"}, workload=short)), "step")
     together = of(run(six({"allocation": "horizontal"}, workload=short)), "step")
@@ -109,7 +109,7 @@ def test_each_kind_of_maintenance_can_be_switched_off():
     }
 
 
-def test_what_was_lost_is_told_layer_by_layer_and_what_is_held_device_by_device():
+def test_metrics_report_losses_by_layer_and_neurons_by_device():
     written = six(
         {"allocation": "horizontal", "window": 12, "thres_fw": "60%"},
         network=LOSSY,
@@ -148,7 +148,7 @@ def test_what_was_lost_is_told_layer_by_layer_and_what_is_held_device_by_device(
     assert found["devices"]["source"].keys() >= {"compute", "neurons"}
 
 
-def test_a_killed_device_is_found_by_its_silence_and_its_neurons_start_anew_on_the_others():
+def test_a_killed_device_is_detected_and_its_neurons_begin_anew_elsewhere():
     written = six({"allocation": "horizontal"})
     planned = devices_of(written)
     victim = next(name for name in planned.details.devices if name != planned.lead)
@@ -212,7 +212,7 @@ def test_nothing_is_maintained_after_the_steps_of_naive_after():
         )
 
 
-def test_neurons_of_a_device_that_retires_travel_and_it_joins_again_with_an_even_share():
+def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share():
     method = {"allocation": "horizontal"}
     planned = devices_of(six(method))
     victim = next(name for name in planned.details.devices if name != planned.lead)
@@ -273,7 +273,7 @@ def test_a_killed_device_that_restarts_joins_again(scored):
     assert max(began) > 13 * step
 
 
-def test_a_device_that_was_silent_for_long_joins_again_when_it_is_heard_again():
+def test_a_silent_device_rejoins_once_its_casts_arrive_again():
     method = {"allocation": "hybrid"}
     planned = devices_of(six(method))
     victim = planned.details.devices[2]
@@ -326,7 +326,7 @@ def test_a_device_that_was_silent_for_long_joins_again_when_it_is_heard_again():
 
 
 @pytest.mark.parametrize("when", [{"at": "0.1s"}, {"when": {"event": "tests"}}])
-def test_a_device_that_hears_nobody_is_cut_off_and_does_not_take_all_others_for_dead(
+def test_a_device_without_receptions_does_not_declare_all_others_failed(
     when,
 ):
     # In tests there are no losses: those that it heard before are the last ones of a window.
@@ -367,7 +367,7 @@ def test_a_group_left_with_no_device_fails_the_run_and_is_named():
     )
 
 
-def test_the_neurons_of_a_device_that_is_heard_badly_go_to_the_others_of_its_group():
+def test_neurons_of_a_poorly_received_device_move_within_its_group():
     method = {"allocation": "hybrid"}
     method["mapping"] = "random"
     planned = devices_of(six(method))
@@ -410,7 +410,7 @@ def test_the_same_seed_loses_and_rearranges_the_same():
         ("versatile", "worker4", "'worker4' leads the run, which would end"),
     ],
 )
-def test_who_cannot_retire_is_refused(name, device, said):
+def test_devices_that_cannot_retire_are_refused(name, device, said):
     written = six(
         {"allocation": "hybrid"}, name, faults=[{"retire": device, "at": "1s"}]
     )
@@ -428,7 +428,7 @@ def test_who_cannot_retire_is_refused(name, device, said):
         ),
     ],
 )
-def test_plans_that_cannot_be_are_refused_by_their_key(method, said):
+def test_impossible_plans_are_refused_with_their_key(method, said):
     with pytest.raises(InputError, match=said) as caught:
         devices_of(six(method))
     assert caught.value.key == ("method", *method)
@@ -448,6 +448,6 @@ def test_plans_that_cannot_be_are_refused_by_their_key(method, said):
         ({"grad_reuse": -1}, "grad_reuse: "),
     ],
 )
-def test_options_that_cannot_be_are_refused_in_a_line_by_their_key(method, said):
+def test_impossible_options_are_refused_with_their_key(method, said):
     with pytest.raises(InputError, match=said):
         prepare(trials(six(method))[0])

@@ -88,7 +88,7 @@ def casts(made) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_repeated_casts_are_as_many_as_asked_for_whoever_hears_them(times):
+def test_repeated_casts_have_the_configured_number(times):
     made = run(
         {
             "a": cast(lambda mailbox: Repeated(mailbox, times), message()),
@@ -99,7 +99,7 @@ def test_repeated_casts_are_as_many_as_asked_for_whoever_hears_them(times):
     assert casts(made) == [["b", "c"]] * times
 
 
-def test_a_cast_that_all_acknowledge_is_made_once():
+def test_a_cast_acknowledged_by_all_is_not_repeated():
     made = run(
         {
             "a": cast(lambda mailbox: Acknowledged(mailbox, 0.5), message()),
@@ -110,7 +110,7 @@ def test_a_cast_that_all_acknowledge_is_made_once():
     assert casts(made) == [["b", "c"]]
 
 
-def test_what_is_not_acknowledged_is_cast_to_those_that_lack_it_while_there_is_time():
+def test_unacknowledged_casts_are_repeated_to_the_remaining_receivers():
     def transmit(mailbox):
         return Acknowledged(mailbox, 0.5)
 
@@ -122,7 +122,7 @@ def test_what_is_not_acknowledged_is_cast_to_those_that_lack_it_while_there_is_t
     assert max(each["time"] for each in events(made, "cast", "a")) < 2.0
 
 
-def test_a_cast_without_time_for_an_answer_is_made_all_the_same():
+def test_a_cast_is_made_even_without_time_for_an_acknowledgement():
     def transmit(mailbox):
         return Acknowledged(mailbox, 0.5)
 
@@ -132,7 +132,7 @@ def test_a_cast_without_time_for_an_answer_is_made_all_the_same():
     assert casts(made) == [["b", "c"]]
 
 
-def test_a_late_acknowledgement_of_an_earlier_cast_does_not_end_the_wait_for_those_of_the_next():
+def test_a_late_acknowledgement_does_not_count_for_the_next_cast():
     async def speak(mailbox):
         transmit = Acknowledged(mailbox, 1.0)
         await transmit(["b"], message(0), mailbox.device.now() + 0.5)
@@ -172,7 +172,7 @@ def heard_by(name: str, *casts_of_others, check):
     run({name: listen, **speakers})
 
 
-def test_parts_stand_in_the_order_of_their_holders_and_what_has_not_come_is_counted():
+def test_parts_follow_their_holders_and_missing_ones_are_counted():
     def check(own):
         found = own.take_outputs(2, 0, 2)
         assert [
@@ -190,7 +190,7 @@ def test_parts_stand_in_the_order_of_their_holders_and_what_has_not_come_is_coun
     heard_by("a", ("c", Outputs(0, 2, torch.ones(2, 1))), check=check)
 
 
-def test_what_a_device_has_for_itself_costs_no_cast_and_is_not_counted():
+def test_own_values_cost_no_cast_and_are_not_counted():
     async def alone(mailbox):
         own = exchange(mailbox)
         await own.cast(1, Outputs(0, 0, torch.ones(2, 4), sender="a"))
@@ -202,7 +202,7 @@ def test_what_a_device_has_for_itself_costs_no_cast_and_is_not_counted():
     assert casts(run({"a": alone, "b": ear(False), "c": ear(False)})) == []
 
 
-def test_of_losses_a_device_takes_those_of_its_own_neurons():
+def test_a_device_takes_the_losses_of_its_own_neurons():
     arranged = NeuronAssignment(
         (range(2), range(2, 3)),
         (2, 3, 2),
@@ -223,7 +223,7 @@ def test_of_losses_a_device_takes_those_of_its_own_neurons():
     run({"a": listen, "b": speak, "d": ear(False)})
 
 
-def test_outputs_are_kept_as_long_as_they_may_be_asked_for_and_older_ones_dropped():
+def test_outputs_are_dropped_when_no_layer_can_need_them_any_more():
     def check(own):
         own.take_outputs(2, 5, 2)
         # Two batches may be under way, so those from batch 2 on still count.
@@ -237,7 +237,7 @@ def test_outputs_are_kept_as_long_as_they_may_be_asked_for_and_older_ones_droppe
     )
 
 
-def test_a_layer_whose_sender_has_nothing_is_announced_and_not_there():
+def test_an_empty_message_announces_a_missing_part():
     def check(own):
         found = own.take_outputs(2, 0, 2)
         assert [part.tensor for part in found.parts] == [None, None]
@@ -246,7 +246,7 @@ def test_a_layer_whose_sender_has_nothing_is_announced_and_not_there():
     heard_by("a", ("c", Outputs(0, 2, None)), check=check)
 
 
-def test_acknowledgements_are_made_of_every_arrival():
+def test_every_arrival_is_acknowledged():
     made = run(
         {
             "a": cast(lambda mailbox: Repeated(mailbox, 2), message()),

@@ -24,7 +24,7 @@ def lossy(name, loss, **method):
 
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
-def test_where_nothing_is_lost_all_three_accuracies_are_one(name):
+def test_without_losses_all_three_accuracies_are_equal(name):
     (cast,), (gathered,) = [
         of(run(lossy(name, "0%", test_results=how)), "evaluate")[-1:]
         for how in ("cast", "gathered")
@@ -37,7 +37,7 @@ def test_where_nothing_is_lost_all_three_accuracies_are_one(name):
 
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
-def test_gathering_changes_nothing_of_what_is_cast(name):
+def test_gathering_changes_no_cast(name):
     cast, gathered = (
         run(lossy(name, "20%", test_results=how)) for how in ("cast", "gathered")
     )
@@ -54,7 +54,7 @@ def test_gathering_changes_nothing_of_what_is_cast(name):
     ]
 
 
-def test_results_that_are_cast_without_loss_are_those_that_are_gathered():
+def test_results_cast_without_loss_equal_gathered_ones():
     (found,) = of(
         run(
             lossy(
@@ -71,7 +71,7 @@ def test_results_that_are_cast_without_loss_are_those_that_are_gathered():
     assert found["accuracy"] > 0.1
 
 
-def test_a_device_that_is_off_after_the_tests_counts_as_zeros_and_nobody_waits_for_it():
+def test_results_of_a_device_that_is_off_count_as_zeros():
     written = lossy("edgepipe", "0%", test_results="gathered")
     whole = run(written)
     tests = [event.time for event in whole.events if event.event == "tests"]

@@ -27,7 +27,7 @@ def arrived(*parts, neurons=5):
     )
 
 
-def test_missing_outputs_are_zeros_wherever_the_neurons_lie():
+def test_missing_outputs_are_zeros_for_ranges_and_single_neurons():
     found = arrived(
         (range(1, 3), torch.ones(2, 2)),
         ((0, 3), torch.full((2, 2), 2.0)),
@@ -38,7 +38,7 @@ def test_missing_outputs_are_zeros_wherever_the_neurons_lie():
     assert found.rate == pytest.approx(2 / 3)
 
 
-def test_losses_add_up_and_count_only_if_all_are_there():
+def test_losses_are_summed_and_usable_only_if_complete():
     whole = arrived(
         (range(2), torch.ones(2, 3)), (range(2, 5), torch.full((2, 3), 2.0))
     )

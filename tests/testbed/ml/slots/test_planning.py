@@ -107,9 +107,7 @@ def test_twice_as_many_devices_as_layers_are_vertical(devices):
         (8, 6, [2, 3, 3], [2, 2, 2]),
     ],
 )
-def test_layers_that_are_left_go_to_the_last_groups_and_devices_are_in_proportion(
-    layers, devices, wanted, held
-):
+def test_remaining_layers_go_to_the_last_groups(layers, devices, wanted, held):
     groups = layer_groups(layers, devices, "hybrid")
     assert lengths(groups) == wanted
     assert devices_of(groups, devices) == held
@@ -147,7 +145,7 @@ def test_every_neuron_is_on_one_device_and_every_device_has_some(
 
 
 @given(*SHAPES)
-def test_devices_are_as_line_6_rounds_them_where_that_uses_all(layers, devices):
+def test_devices_are_rounded_as_in_line_6_if_that_uses_all(layers, devices):
     groups = layer_groups(layers, devices, "hybrid")
     rounded = [int(devices / layers * len(group) + 0.5) for group in groups]
     counts = devices_of(groups, devices)
@@ -429,7 +427,7 @@ def test_the_slot_lengths_of_table_iii(allocation, computation, signals, millise
         (0, "hybrid", None),
     ],
 )
-def test_a_planned_slot_has_room_for_the_message_of_table_iii_and_what_is_around_it(
+def test_a_planned_slot_fits_the_message_of_table_iii_and_its_frame(
     workers, allocation, signals
 ):
     """A single device transmits nothing."""
@@ -465,7 +463,9 @@ def test_a_planned_slot_has_room_for_the_message_of_table_iii_and_what_is_around
         ("horizontal", 0.17286, 6_128, 11, 128),
     ],
 )
-def test_what_194_minutes_train_as_in_table_iii(allocation, slot, batches, epoch, step):
+def test_194_minutes_train_as_many_batches_as_in_table_iii(
+    allocation, slot, batches, epoch, step
+):
     assert pytest.approx(194 * 60, rel=2e-3) == BUDGET
     # The table rounds slots and their length to the nearest.
     assert schedule(allocation).step_count(round(BUDGET / slot)) == batches

@@ -29,7 +29,7 @@ def two(name, workers=1, **keys):
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
 @pytest.mark.parametrize("lasts", ["0.001s", "1s"])
-def test_a_lead_that_comes_back_when_all_slots_are_over_ends_the_run_and_says_what_is_lost(
+def test_a_lead_that_returns_after_the_last_slot_reports_the_lost_evaluation(
     name, lasts
 ):
     kill = {
@@ -46,7 +46,7 @@ def test_a_lead_that_comes_back_when_all_slots_are_over_ends_the_run_and_says_wh
     assert max(event.time for event in outcome.events) < 10
 
 
-def test_the_gradient_of_cross_entropy_is_that_of_autograd_to_the_bit():
+def test_the_gradient_of_cross_entropy_equals_autograds_to_the_bit():
     results = torch.randn(
         50, 10, generator=torch.Generator().manual_seed(1), requires_grad=True
     )
@@ -67,7 +67,7 @@ def test_the_gradient_of_cross_entropy_is_that_of_autograd_to_the_bit():
         {"name": "versatile", "allocation": "horizontal", "past": True},
     ],
 )
-def test_test_runs_that_hear_the_same_samples_are_computed_once_and_come_to_the_same(
+def test_equal_test_inputs_are_computed_once_with_equal_results(
     monkeypatch, method, frame
 ):
     inferred = []
@@ -92,7 +92,7 @@ def test_test_runs_that_hear_the_same_samples_are_computed_once_and_come_to_the_
     assert (computed < each_time) == ("past" not in method)
 
 
-def test_a_lead_without_others_gives_up_when_its_slots_are_over():
+def test_a_lead_without_peers_stops_after_its_slots():
     faults = [
         {
             "kill": "source",

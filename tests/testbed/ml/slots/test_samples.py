@@ -53,7 +53,7 @@ def outputs(labels: np.ndarray, right: int) -> torch.Tensor:
     return 10 * torch.nn.functional.one_hot(torch.tensor(said), 3).float()
 
 
-def test_each_run_shows_all_test_samples_once_and_is_scored_by_itself() -> None:
+def test_each_test_run_scores_all_samples_once() -> None:
     tests = samples.TestRuns(DATA, 4, 2)
     assert len(tests) == 6, "batches of 4, 4 and 2, twice"
     assert [tests.samples(test) for test in range(6)] == [4, 4, 2, 4, 4, 2]

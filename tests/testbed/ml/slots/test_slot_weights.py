@@ -26,7 +26,7 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize("name", ["edgepipe", "versatile"])
-def test_what_is_left_is_what_torch_trains_and_what_is_given_is_trained_on(name):
+def test_initial_and_final_weights_equal_those_of_torch(name):
     outcome = run(horizontal(name))
     model, losses = plain(horizontal(name))
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
@@ -41,7 +41,7 @@ def test_what_is_left_is_what_torch_trains_and_what_is_given_is_trained_on(name)
     assert equal(again.weights, further.state_dict())
 
 
-def test_a_device_that_restarts_is_given_weights_again_and_the_first_slot_waits_for_nobody():
+def test_a_restarted_device_receives_initial_weights_again():
     calm = run(
         horizontal("edgepipe", given=True),
         weights=dict(run(horizontal("edgepipe")).weights),
@@ -64,7 +64,7 @@ def test_a_device_that_restarts_is_given_weights_again_and_the_first_slot_waits_
     assert first[0] == first[1]
 
 
-def test_weights_of_a_device_that_is_off_at_the_end_are_the_first():
+def test_a_device_that_is_off_at_the_end_contributes_initial_weights():
     written = horizontal("edgepipe", faults=[{"kill": "worker1", "at": "50ms"}])
     outcome, (problem, _) = run(written), problem_of(written)
     first = problem.model.build(0, len(problem.model.units), problem.seed).state_dict()
