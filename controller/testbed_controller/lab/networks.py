@@ -75,7 +75,8 @@ def host_routes(within: str) -> list[IPv4Network]:
     """
     if sys.platform != "linux":
         return []
-    from pyroute2 import IPRoute  # late: other commands start faster without pyroute2
+    # Imported here: other commands start faster without pyroute2.
+    from pyroute2 import IPRoute
 
     whole = IPv4Network(within)
     with IPRoute() as kernel:

@@ -134,9 +134,8 @@ def environment_for(names: Iterable[str]) -> dict[str, str]:
 
     Raises `InputError` for an unusable package.
     """
-    from testbed.common.usercode import (
-        code_of_package,
-    )  # late: imports pydantic, which the shaper's image lacks
+    # Imported here: this needs pydantic, which the shaper's image lacks.
+    from testbed.common.usercode import code_of_package
 
     objects: dict[str, str] = {}
     sources: dict[str, str] = {}

@@ -71,7 +71,7 @@ class _Tally:
     """Number of turns of the links that share a channel or an access limit with this one."""
     place: int | None = None
     """Turn of the link, from 0; None without a shared rate."""
-    late: bool = False
+    is_bound_by_downlink: bool = False
     """Whether the downlink has the lowest rate: it delays packets after the kernel has recorded their arrival."""
     sent: int = 0
     delays: dict[int, float] = field(default_factory=dict)
@@ -216,7 +216,8 @@ def _make_tallies(
     for pair, asked in links.items():
         link = _on_the_way(pair, asked, sites, media)
         tally = _Tally(pair, asked, link, packets=0)
-        tally.late = link.rate is not None and link.rate == sites[pair[1]].downlink
+        downlink = sites[pair[1]].downlink
+        tally.is_bound_by_downlink = link.rate is not None and link.rate == downlink
         tally.crowd = crowds.get(pair, 1)
         tally.place = turns.get(pair)
         tally.medium = media[pair].channels if pair in media else None
@@ -282,7 +283,12 @@ def _make_trains(
     trains = {}
     for tally in tallies:
         if tally.link.up and tally.link.rate and tally.pair in representatives:
-            trains[tally.pair] = make_train(tally.pair, tally.link, tally.late, ends)
+            trains[tally.pair] = make_train(
+                tally.pair,
+                tally.link,
+                ends,
+                is_bound_by_downlink=tally.is_bound_by_downlink,
+            )
     concurrent_trains = []
     for together in split_into_rounds(list(trains), media):
         concurrent_trains.append([trains[pair] for pair in trains if pair in together])

@@ -168,7 +168,7 @@ class Train:
     pair: Pair
     link: Link
     """The link with the lowest rate on the way."""
-    late: bool
+    is_bound_by_downlink: bool
     """Whether the downlink has the lowest rate: it delays packets after the kernel has recorded their arrival."""
     source: Ends | FarEnds
     destination: Ends | FarEnds
@@ -221,7 +221,9 @@ class Train:
         if isinstance(self.source, FarEnds):
             return False
         size = self.frame - HEADERS
-        most = min(self.frames, self.sent + _AT_ONCE) if self.late else self.frames
+        most = self.frames
+        if self.is_bound_by_downlink:
+            most = min(self.frames, self.sent + _AT_ONCE)
         while self.sent < most:
             end = min(self.frames, self.sent + self.together)
             piece = b""
@@ -234,7 +236,8 @@ class Train:
 
     def receive(self, number: int, kernel_stamp: float) -> None:
         """Record the arrival of a frame."""
-        self.stamps[number] = time.monotonic() if self.late else kernel_stamp
+        now = time.monotonic()
+        self.stamps[number] = now if self.is_bound_by_downlink else kernel_stamp
 
     def rate(self) -> float | None:
         """Return the rate on the wire in bit/s, without the initial burst; None if too few frames arrived."""
@@ -248,7 +251,7 @@ class Train:
 
     def _spacing(self, numbers: Sequence[int], times: Sequence[float]) -> float:
         """Return the time between two frames in seconds."""
-        if self.late:
+        if self.is_bound_by_downlink:
             # Lost frames never reached the downlink, so arrivals count regardless of their numbers.
             return slope_below(sorted(times))
         if self.link.jitter or self.link.reorder:
@@ -295,7 +298,11 @@ def _burst_frames(rate: float, frame: int) -> int:
 
 
 def make_train(
-    pair: Pair, link: Link, late: bool, ends: Mapping[str, Ends | FarEnds]
+    pair: Pair,
+    link: Link,
+    ends: Mapping[str, Ends | FarEnds],
+    *,
+    is_bound_by_downlink: bool,
 ) -> Train:
     """Return a train for a link; a slow link gets small frames, for a bounded duration."""
     rate = link.rate
@@ -309,7 +316,16 @@ def make_train(
     frames = int(min(MOST_FRAMES, max(_FEWEST_FRAMES, frames)))
     frames += _burst_frames(rate, frame)
     together = max(1, min(40, burst(rate) // FRAME // 2))
-    return Train(pair, link, late, source, destination, frame, frames, together)
+    return Train(
+        pair,
+        link,
+        is_bound_by_downlink,
+        source,
+        destination,
+        frame,
+        frames,
+        together,
+    )
 
 
 def longest_seconds(trains: Iterable[Train]) -> float:
@@ -360,7 +376,8 @@ def _send_pieces(trains: Sequence[Train], run: bytes) -> float | None:
     left = [train.send(run, index) for index, train in enumerate(trains)]
     if not any(left):
         return None
-    return 0.0 if any(train.late for train in trains) else 0.002
+    # Arrivals over a downlink are stamped here, so this process must not sleep.
+    return 0.0 if any(train.is_bound_by_downlink for train in trains) else 0.002
 
 
 def _note_arrivals(

@@ -25,7 +25,7 @@ PAIR = ("a", "b")
 
 def came(rate: float, late: bool = False, lost: int = 0, **link: float) -> Train:
     """Return a train of which frames came at this rate, after a bucketful at once; the first ones metered are lost."""
-    train = make_train(PAIR, Link(rate=10e6, **link), late, ENDS)
+    train = make_train(PAIR, Link(rate=10e6, **link), ENDS, is_bound_by_downlink=late)
     skipped = _burst_frames(10e6, train.frame)
     train.stamps = {
         number: 5.0 + max(0, number - skipped) * train.frame * 8 / rate
@@ -74,7 +74,7 @@ def test_arrivals_that_are_noticed_late_do_not_change_the_rate_of_a_downlink(
 def test_frames_of_a_slow_link_go_one_by_one_and_take_seconds_that_are_bounded(
     rate: float,
 ) -> None:
-    train = make_train(PAIR, Link(rate=rate), False, ENDS)
+    train = make_train(PAIR, Link(rate=rate), ENDS, is_bound_by_downlink=False)
     assert train.together == 1, (
         "several in one piece leave at once and arrive at the rate of no link"
     )
@@ -90,14 +90,22 @@ def test_too_few_frames_give_no_rate() -> None:
 
 
 def test_frames_are_small_on_slow_links_and_never_too_few() -> None:
-    slow, fast = (make_train(PAIR, Link(rate=rate), False, ENDS) for rate in (8e3, 1e9))
+    slow, fast = (
+        make_train(PAIR, Link(rate=rate), ENDS, is_bound_by_downlink=False)
+        for rate in (8e3, 1e9)
+    )
     assert slow.frame == SMALL_FRAME
     assert fast.frame == FRAME
     for train in (slow, fast):
         # Half of what the bucket lets through at once: the rest of the train keeps the pace.
         assert train.together * train.frame <= burst(train.link.rate or 0) / 2
         assert train.frames >= 24 + _burst_frames(train.link.rate or 0, train.frame)
-    assert make_train(PAIR, Link(rate=1e6, delay=0.5), False, ENDS).seconds > 0.7
+    assert (
+        make_train(
+            PAIR, Link(rate=1e6, delay=0.5), ENDS, is_bound_by_downlink=False
+        ).seconds
+        > 0.7
+    )
 
 
 def test_listener_reports_readable_sockets() -> None:
