@@ -149,7 +149,7 @@ def _check_member(host: Host) -> None:
 
 
 def _forward_socket(name: str, url: str) -> Path:
-    """Return a local socket that leads to a remote engine over one ssh connection of this process.
+    """Return a local socket that leads to a remote engine over a single ssh connection.
 
     Forwarded sockets are not ssh sessions, of which sshd allows ten per connection. The only session runs `cat`, which
     ends, together with the connection, when this process ends or is killed. Raises HostError if ssh is missing or
@@ -195,7 +195,7 @@ def _forward_socket(name: str, url: str) -> Path:
 _SSH_OPTIONS = (
     "-oBatchMode=yes",  # a question for a password would wait for ever
     "-oExitOnForwardFailure=yes",
-    "-oServerAliveInterval=2",
+    "-oServerAliveInterval=2",  # ends a connection whose other end is silent
     "-oConnectTimeout=6",
 )
 

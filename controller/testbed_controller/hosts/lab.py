@@ -91,6 +91,7 @@ class HostsLab(RunLab):
         keeper = container_name(state.run, KEEPER)
         try:
             for name, host in hosts.items():
+                # The channel leads to the host's containers, and converts the times of the host's clock.
                 channel = Channel(host, keeper)
                 self._channels[name] = channel
                 self.parts[name] = Lab(
@@ -236,6 +237,7 @@ class HostsLab(RunLab):
                 "node": self._hosts[name].node,
                 "clock": channel.clock.facts(),
             }
+        # At the top as for a lab on one engine, so that readers of manifests need not distinguish both.
         first = next(iter(host_facts.values()))
         return {**first, "hosts": host_facts}
 

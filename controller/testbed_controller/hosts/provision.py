@@ -131,11 +131,13 @@ def make_keeper(host: Host, state: RunState, image: str) -> str:
         image,
         {ROLE: KEEPER},
         lease,
+        # The keeper ends after it has removed the run; on a host without contact, nobody else would remove the keeper.
         auto_remove=True,
         # For entering the containers' network namespaces, and for real-time scheduling.
         cap_add=["SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"],
         log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": "1m"}),
         mem_limit=_MEMORY,
+        # No network: the keeper's connection is carried by the engine's exec, its requests by this socket.
         mounts=[Mount(ENGINE, host.socket, type="bind")],
         network_mode="none",
         pid_mode="host",

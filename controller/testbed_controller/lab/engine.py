@@ -135,6 +135,7 @@ def certificates_of(engine: EngineAddress) -> TLSConfig | None:
 
 
 def _retry_requests(client: docker.DockerClient) -> None:
+    # Below docker-py, so that all its functions repeat their requests.
     for prefix, adapter in list(client.api.adapters.items()):
         client.api.mount(prefix, _Patient(adapter))
 

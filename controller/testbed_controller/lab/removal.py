@@ -131,6 +131,7 @@ def _phases(
         volumes = api.volumes(filters=label)["Volumes"] or []
         return [str(volume["Name"]) for volume in volumes]
 
+    # Running containers too, and their anonymous volumes: the disks of devices.
     return [
         (list_containers, partial(api.remove_container, force=True, v=True)),
         (list_networks, api.remove_network),

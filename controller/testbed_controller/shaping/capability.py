@@ -167,6 +167,7 @@ def _start_sleeper(stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
     """Start a process in a new network namespace; the stack ends the process."""
     scratch = Namespace.scratch()
     stack.callback(scratch.close)
+    # The process ends by itself, should this one be killed.
     process = scratch.run(lambda: subprocess.Popen(["sleep", "600"]))
     stack.callback(process.wait)
     stack.callback(process.kill)

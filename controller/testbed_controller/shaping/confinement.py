@@ -40,7 +40,9 @@ DENIED = (
 )
 _LIBRARY = "libseccomp.so.2"
 """Library in every Debian, since apt depends on it."""
-_ALLOW, _FAIL = 0x7FFF0000, 0x00050000
+# seccomp.h: SCMP_ACT_ALLOW, and SCMP_ACT_ERRNO, whose lower half is the error number.
+_ALLOW = 0x7FFF0000
+_FAIL = 0x00050000
 
 
 def confine() -> None:

@@ -53,12 +53,12 @@ class _DelayQueue:
         self.latest = 0.0
         self.ordered = True
         """Whether all packets leave in order, once and unaltered."""
-        self.listed = math.inf
+        self.next_check = math.inf
         """Instant at which the loop will check this line."""
         self.passed = 0
         self.dropped = 0
         self.duplicated = 0
-        self.spoiled = 0
+        self.corrupted = 0
         self.alter(link, seed)
 
     def alter(self, link: Link, seed: str) -> None:
@@ -88,7 +88,7 @@ class _Port:
             Bottleneck[tuple[_DelayQueue, bytearray | bytes, bytes | None]] | None
         ) = None
         """Never removed, since packets may wait in it; without a rate, all packets pass."""
-        self.downlink_listed = math.inf
+        self.downlink_next_check = math.inf
         self.verdicts: list[bytes | bytearray] = []
         self.overflows = 0
         self.refused = 0
@@ -106,6 +106,7 @@ class Loop:
         self._due: list[tuple[float, int, _Port, _DelayQueue | None]] = []
         """Instants to check a line, or (None) a port's downlink; void if that has another instant by now."""
         self._ties = 0
+        # Room for a packet of 64 KiB with its attributes.
         self._buffer = bytearray(1 << 17)
         self._arrivals = nfqueue.Stamps()
         self._lateness = LatenessHistogram()
@@ -220,7 +221,7 @@ class Loop:
         is_lost = line.lost is not None and line.lost()
         corrupts = line.corrupts if packet else None
         if not is_lost and corrupts is not None and corrupts():
-            line.spoiled += 1
+            line.corrupted += 1
             content = impairments.corrupt_packet(packet, line.random)
             is_lost = content is None
         if not is_lost:
@@ -247,8 +248,8 @@ class Loop:
         if due > line.latest:
             line.latest = due
         heapq.heappush(line.heap, (due, *entry))
-        if due < line.listed:
-            line.listed = due
+        if due < line.next_check:
+            line.next_check = due
             self._note_check(port, line, due)
 
     def _note_check(self, port: _Port, line: _DelayQueue | None, when: float) -> None:
@@ -263,41 +264,41 @@ class Loop:
         touched: set[_Port] = set()
         while self._due:
             now = time.monotonic()
-            ripe = now + _EARLY
+            until = now + _EARLY
             due, _, port, line = self._due[0]
-            if due > ripe:
+            if due > until:
                 break
             heapq.heappop(self._due)
             if line is None:
-                if due == port.downlink_listed:
-                    port.downlink_listed = math.inf
-                    count = self._serve_downlink(port, ripe)
+                if due == port.downlink_next_check:
+                    port.downlink_next_check = math.inf
+                    count = self._serve_downlink(port, until)
                     self._lateness.add(max(0.0, now - due), count)
                     touched.add(port)
                 continue
-            if due != line.listed:
+            if due != line.next_check:
                 continue
-            count = self._pop_due(port, line, ripe)
+            count = self._pop_due(port, line, until)
             self._lateness.add(max(0.0, now - due), count)
             line.passed += count
             touched.add(port)
             if port.downlink is not None:
-                self._serve_downlink(port, ripe)
+                self._serve_downlink(port, until)
             if line.heap:
-                line.listed = line.heap[0][0]
-                self._note_check(port, line, line.listed)
+                line.next_check = line.heap[0][0]
+                self._note_check(port, line, line.next_check)
             else:
-                line.listed = math.inf
+                line.next_check = math.inf
                 line.ordered = True
         for port in touched:
             self._send_verdicts(port)
 
-    def _pop_due(self, port: _Port, line: _DelayQueue, ripe: float) -> int:
+    def _pop_due(self, port: _Port, line: _DelayQueue, until: float) -> int:
         """Move due packets from a line to the device or the downlink; return the number."""
         heap = line.heap
         count = 0
         identity: bytearray | bytes | None = None
-        while heap and heap[0][0] <= ripe:
+        while heap and heap[0][0] <= until:
             due, identity, size, content = heapq.heappop(heap)
             count += 1
             if port.downlink is not None:
@@ -314,16 +315,16 @@ class Loop:
             self._send_verdicts(port)
         return count
 
-    def _serve_downlink(self, port: _Port, ripe: float) -> int:
+    def _serve_downlink(self, port: _Port, until: float) -> int:
         """Release the packets past a downlink; return the number."""
         assert port.downlink is not None
         count = 0
-        while port.downlink.due <= ripe:
+        while port.downlink.due <= until:
             self._deliver_packet(port, *port.downlink.leave())
             count += 1
         due = port.downlink.due
-        if due < port.downlink_listed:
-            port.downlink_listed = due
+        if due < port.downlink_next_check:
+            port.downlink_next_check = due
             self._note_check(port, None, due)
         return count
 
@@ -460,7 +461,7 @@ class Loop:
                     "passed": line.passed,
                     "dropped": line.dropped,
                     "duplicated": line.duplicated,
-                    "corrupted": line.spoiled,
+                    "corrupted": line.corrupted,
                     "under_way": len(line.heap),
                 }
             devices[device] = {

@@ -58,6 +58,7 @@ def open_socket(receive_buffer: int = 64 << 20) -> socket.socket:
             socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER
         )
         netfilter.bind((0, 0))
+        # FORCE exceeds net.core.rmem_max: packets that find the buffer full are lost.
         netfilter.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, receive_buffer)
         netfilter.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 1 << 20)
     except OSError as error:

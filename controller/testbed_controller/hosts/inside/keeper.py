@@ -39,6 +39,7 @@ class Engine(http.client.HTTPConnection):
 
     def connect(self) -> None:
         """Connect to the socket."""
+        # HTTPConnection itself connects to TCP ports only.
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
@@ -84,6 +85,7 @@ def _delete_object(path: str, url: str) -> None:
 
 def main() -> int:
     """Wait while the lease is renewed; then remove the run."""
+    # The first process of a container ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     lease = float(os.environ.get("TESTBED_LEASE") or "inf")
     run = os.environ["TESTBED_RUN"]

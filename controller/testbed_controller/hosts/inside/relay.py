@@ -49,6 +49,7 @@ async def _main() -> None:
     await loop.connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer
     )
+    # The least protocol for a pipe that is only written.
     transport, _ = await loop.connect_write_pipe(
         asyncio.streams.FlowControlMixin, sys.stdout.buffer
     )
