@@ -334,7 +334,9 @@ class PipedRing(Sequential):
         rate = _ring_options(problem).disk.get(device.name)
         if rate is None:
             return None
-        memory = free_memory(problem, problem.device(device.name), holds_output=False)
+        spec = problem.device(device.name)
+        is_head = spec is problem.devices[0]
+        memory = free_memory(problem, spec, holds_output=is_head)
         return Disk(device, rate, memory, problem.model.layer_memory())
 
     def _ring(

@@ -271,6 +271,7 @@ GENERATION = MetricsSpec(
             "seconds",
             "longest time between two tokens of a request",
             _longest_pause,
+            compared=True,
         ),
         Metric(
             "token_rate",

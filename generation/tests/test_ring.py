@@ -163,7 +163,7 @@ def test_times_with_a_disk_are_the_predicted_ones() -> None:
                     "method": {
                         "name": "ring",
                         "rounds": 4,
-                        "disk": {"b": "5GB/s", "c": "5GB/s"},
+                        "disk": {"a": "5GB/s", "b": "5GB/s", "c": "5GB/s"},
                     },
                 },
                 "devices": {"a": device, "b": device, "c": device},
