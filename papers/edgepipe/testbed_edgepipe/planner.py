@@ -44,7 +44,11 @@ class EdgePipeOptions(SlotOptions):
 
     @property
     def divide(self) -> Divide:
-        """The division of layers by `layers` or `allocation`."""
+        """The division of layers by `layers` or `allocation`.
+
+        >>> EdgePipeOptions(allocation="vertical").divide([4, 4], ["a", "b"]).devices
+        ('a', 'b')
+        """
         return partial(partition, allocation=self.layers or self.allocation)
 
 

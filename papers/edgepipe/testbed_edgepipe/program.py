@@ -36,6 +36,14 @@ class TreatedAsNull:
     """A missing part counts as zero in the forward pass; a layer learns if all losses of the next layer have arrived.
 
     Outputs that counted as zero get no losses, unless ``masks`` is false.
+
+    >>> from testbed.ml.slots.missing import SenderPart
+    >>> parts = (SenderPart("a", range(1), torch.ones(1, 1)), SenderPart("b", range(1, 2), None))
+    >>> arrived = Arrived(layer=1, batch=0, samples=1, neurons=2, parts=parts)
+    >>> TreatedAsNull().inputs(arrived)
+    tensor([[1., 0.]])
+    >>> arrived.complete
+    False
     """
 
     announces = False

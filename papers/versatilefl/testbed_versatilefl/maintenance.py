@@ -113,6 +113,9 @@ def merge_rates(heard: Sequence[Rates], layers: int) -> Rates:
     """Return the mean success rates into the first ``layers`` layers over the rates sent by several devices.
 
     Each device knows only its own receptions. Without any received rates, all are 0.
+
+    >>> merge_rates([(1.0, 0.5), (1.0, 1.0)], layers=2)
+    (1.0, 0.75)
     """
     if not heard:
         return (0.0,) * layers

@@ -119,6 +119,11 @@ def find_coordinator(now: NeuronAssignment, absent: Collection[str]) -> str | No
     """Return the first member outside ``absent``; None without such a member.
 
     Devices of the input layer alone receive no casts, and so cannot decide.
+
+    >>> from testbed.ml.slots.arrangement import partition
+    >>> now = partition([4, 4, 4, 4], ["a", "b", "c", "d"])
+    >>> find_coordinator(now, absent=()), find_coordinator(now, absent={"a", "b"})
+    ('a', 'c')
     """
     for group, layers in enumerate(now.groups):
         if layers[-1] == 0:
@@ -179,6 +184,11 @@ def remove_device(
     """Return the arrangement without a device: the rest of the group shares all neurons by credibility.
 
     A group without devices keeps none; its neurons wait for a device that joins.
+
+    >>> from testbed.ml.slots.arrangement import partition
+    >>> after = remove_device(partition([6, 6], ["a", "b", "c"], "horizontal"), "b", {}, seed=1)
+    >>> after.devices, [len(neurons) for neurons in after.layers[1].values()]
+    (('a', 'c'), [3, 3])
     """
     group = now.group(device)
     if group is None:

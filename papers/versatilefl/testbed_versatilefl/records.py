@@ -50,6 +50,9 @@ def is_silent(latest: Ratios, device: str) -> bool:
     """Return whether a device has failed: no receiver with a record of the device received its latest casts.
 
     False without such a record.
+
+    >>> is_silent({("a", "b"): 0.0, ("a", "c"): 0.0, ("b", "c"): 0.8}, "a")
+    True
     """
     received = [share for (sender, _), share in latest.items() if sender == device]
     return bool(received) and not any(received)

@@ -77,7 +77,11 @@ class NeuronAssignment:
         return [*forward, *backward, (self.output, self.output)]
 
     def senders(self, receiver: str) -> tuple[str, ...]:
-        """Return the other devices casting to a device, in the order of `devices`."""
+        """Return the other devices casting to a device, in the order of `devices`.
+
+        >>> partition([4, 4, 4, 4], ["a", "b", "c", "d"], "vertical").senders("b")
+        ('a', 'c')
+        """
         senders: set[str] = set()
         for source, target in self.passes:
             if receiver in self.layers[target]:
@@ -90,6 +94,9 @@ class NeuronAssignment:
 
         The values are its own outputs of a layer, or losses for all of the previous layer. ``values`` has, for each
         layer, the number of values per neuron and sample.
+
+        >>> partition([784, 128, 10], ["a", "b"], "horizontal").largest_message("a", values=[1, 1, 1])
+        392
         """
         lengths = []
         for layer, holders in enumerate(self.layers):

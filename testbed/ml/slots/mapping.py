@@ -51,7 +51,12 @@ def count_transmissions(arrangement: NeuronAssignment) -> tuple[tuple[int, ...],
 
 
 def connectivity(arrangement: NeuronAssignment) -> Matrix:
-    """Return Algorithm 2's super-neuron topology: transmissions relative to the busiest pair, from 0 to 1."""
+    """Return Algorithm 2's super-neuron topology: transmissions relative to the busiest pair, from 0 to 1.
+
+    >>> from testbed.ml.slots.arrangement import partition
+    >>> connectivity(partition([4, 4, 4], ["a", "b", "c"], "vertical"))
+    ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.0, 1.0, 0.0))
+    """
     counts = count_transmissions(arrangement)
     # A single device transmits nothing, and its matrix is all zeros.
     busiest = max(map(max, counts), default=0) or 1
@@ -59,7 +64,11 @@ def connectivity(arrangement: NeuronAssignment) -> Matrix:
 
 
 def reception_matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matrix:
-    """Return the reception ratios of all pairs (source, destination) in the order of the names; 0 without a link."""
+    """Return the reception ratios of all pairs (source, destination) in the order of the names; 0 without a link.
+
+    >>> reception_matrix(["a", "b"], {("a", "b"): 0.9})
+    ((0.0, 0.9), (0.0, 0.0))
+    """
     rows = []
     for sender in names:
         rows.append(

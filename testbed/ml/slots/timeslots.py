@@ -105,6 +105,10 @@ class Timetable:
         """Return the number of updates a layer's weights lag in a forward: 1 if they include the previous batch.
 
         Equation (3): P - w + 1 for group w of P, counted from 1. The input layer has 0.
+
+        >>> table = make_timetable([range(0, 2), range(2, 4), range(4, 6)])
+        >>> [table.staleness(layer) for layer in range(6)]
+        [0, 3, 2, 2, 1, 1]
         """
         backward = self.backward[layer]
         if backward is None:
@@ -263,7 +267,11 @@ def fill_and_drain(groups: Sequence[range], micro: int) -> Timetable:
 
 
 def learning_layers(group: range) -> range:
-    """Return a group's layers with weights: all but the input layer."""
+    """Return a group's layers with weights: all but the input layer.
+
+    >>> learning_layers(range(0, 2))
+    range(1, 2)
+    """
     return range(max(1, group.start), group.stop)
 
 
