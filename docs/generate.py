@@ -83,7 +83,7 @@ def _helps(command: click.Command, name: str) -> Iterator[str]:
 
 
 def _metrics_table() -> str:
-    rows = _declared(COMMON.values(), lambda declared: declared.figures, _metric_row)
+    rows = _declared(COMMON.values(), lambda declared: declared.metrics, _metric_row)
     rows += [
         f"| `devices.<device>.{name}` | {kind} | of one device | every method |"
         for name, kind in OF_DEVICES.items()

@@ -139,7 +139,7 @@ def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
     ]
     text += table(("baseline", "stands for"), stand)
     figures = [
-        (f"`{each.name}`", each.kind, each.meaning) for each in method.declared.figures
+        (f"`{each.name}`", each.kind, each.meaning) for each in method.declared.metrics
     ]
     text += (
         "## Metrics\n\nIn addition to [the metrics of every method](../docs/scenario/metrics.md).\n\n"

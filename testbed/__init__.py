@@ -3,7 +3,7 @@
     import testbed
 
     run = testbed.simulate(testbed.load("quickstart", {"workload.epochs": 2}))
-    run.figures["accuracy"], run.frame("steps"), run.plot("Loss")
+    run.metrics["accuracy"], run.frame("steps"), run.plot("Loss")
 
 The functions and classes of `__all__` are the public interface, documented in docs/python.md. They are imported with
 their first use, since they belong to ``controller``, which a device does not have; ``__init__.pyi`` has their types.

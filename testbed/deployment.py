@@ -183,7 +183,7 @@ class Deployments:
             "peers": peers,
             "own_facts": workload_of(problem.workload).own_facts(problem),
         }
-        # The lead gets the whole plan, which may be long, in text that is ready.
+        # The coordinator gets the whole plan, which may be long, in text that is ready.
         plan_text = self._plan_json if plan is self.plan else plan.model_dump_json()
         common = self._common_fields.removesuffix("}")
         return f'{common},"plan":{plan_text},{_to_json_text(own)[1:]}'.encode()

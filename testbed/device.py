@@ -212,6 +212,7 @@ class Device(Protocol):
     ) -> None:
         """Register the function that returns the current weights; the runtime calls the function on request.
 
-        The weights of the lead are the result of the run. A ``part`` is the device's own part of the model: a run that
-        fails before the lead has gathered the whole model keeps the parts of all devices. A device may expose both.
+        The weights of the coordinator are the result of the run. A ``part`` is the device's own part of the model: a
+        run that fails before the coordinator has gathered the whole model keeps the parts of all devices. A device may
+        expose both.
         """

@@ -187,13 +187,13 @@ Capability = Literal[
 ]
 """An optional feature that a method's programs support.
 
-- ``all_links``: the lead replans when devices leave or join, and therefore receives the links of all devices.
+- ``all_links``: the coordinator replans when devices leave or join, and therefore receives the links of all devices.
 - ``all_samples``: every device of the plan receives all samples, since it reads a part of each; otherwise
   `Method.data_owners` names the devices with samples.
 - ``early_stopping``: training respects ``until``, ``patience`` and ``best``, with an option ``evaluate_every``.
 - ``fixed_units``: devices keep their units for the whole run, so given weights which are frozen are placed on all
   devices before the run; otherwise messages carry them. Frozen weights from the seed are on every device anyway.
-- ``initial_weights``: the program on the lead begins with `Job.weights`.
+- ``initial_weights``: the program on the coordinator begins with `Job.weights`.
 - ``precisions``: devices compute in the precision of the scenario; otherwise in float32 only.
 - ``retirement``: a device's program hands over its state and returns once `Device.leaving` is true.
 - ``smaller_batches``: the last batch of an epoch may be smaller (``workload.drop_last: false``).
@@ -226,7 +226,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     >>> class Idle(Method):
     ...     name, summary, tasks = "idle", "does nothing", ("train",)
     ...     def plan(self, problem):
-    ...         return Plan(method=self.name, lead=problem.devices[0].name, pieces=())
+    ...         return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
     ...     async def program(self, device, job):
     ...         await device.sleep(1.0)
     """
@@ -274,9 +274,9 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         """Return the facts of problem and plan for a device's program. Pure.
 
         The program sees nothing else on either clock. By default, a device gets its own links (all links with the
-        capability `all_links`) and its own part of the plan; the lead gets the whole plan.
+        capability `all_links`) and its own part of the plan; the coordinator gets the whole plan.
         """
-        if "all_links" not in self.supports or device != plan.lead:
+        if "all_links" not in self.supports or device != plan.coordinator:
             problem = problem.with_links_of(device)
         return problem, plan.part_of(device)
 

@@ -46,7 +46,7 @@ class Details(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
 
     def part_of(self, device: str) -> Self:
-        """Return the details relevant to a device other than the lead; by default all."""
+        """Return the details relevant to a device other than the coordinator; by default all."""
         return self
 
 
@@ -59,14 +59,14 @@ class Plan(BaseModel, Generic[PlanDetails]):
     """The result of a planner, sent to every device and stored with the results.
 
     >>> stages = (Piece(device="a", first=0, last=2, memory=1.0), Piece(device="b", first=2, last=4, memory=1.0))
-    >>> plan = Plan(method="pipeline", lead="a", pieces=stages)
+    >>> plan = Plan(method="pipeline", coordinator="a", pieces=stages)
     >>> plan.devices, [piece.first for piece in plan.of("b")]
     (('a', 'b'), [2])
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     method: str
-    lead: str
+    coordinator: str
     """The device whose program ends the run on return."""
     pieces: tuple[Piece, ...]
     step_time: float | None = None
@@ -93,8 +93,8 @@ class Plan(BaseModel, Generic[PlanDetails]):
         return {device: tuple(pieces) for device, pieces in lists.items()}
 
     def part_of(self, device: str) -> Self:
-        """Return the part of the plan relevant to a device: the whole plan on the lead, its own pieces elsewhere."""
-        if device == self.lead:
+        """Return the part of the plan for a device: the whole plan for the coordinator, else its own pieces."""
+        if device == self.coordinator:
             return self
         return self.model_copy(
             update={"pieces": self.of(device), "details": self.details.part_of(device)}
@@ -108,7 +108,7 @@ class Plan(BaseModel, Generic[PlanDetails]):
         """Return the plan with its details validated as the given class. Raises pydantic's ValidationError."""
         return Plan(
             method=self.method,
-            lead=self.lead,
+            coordinator=self.coordinator,
             pieces=self.pieces,
             step_time=self.step_time,
             steps=self.steps,

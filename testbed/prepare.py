@@ -193,8 +193,8 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
             text = (
                 f"method '{method.name}' does not support graceful shutdown: use kill"
             )
-        elif action.target == plan.lead:
-            text = f"'{plan.lead}' leads the run, which would end"
+        elif action.target == plan.coordinator:
+            text = f"'{plan.coordinator}' leads the run, which would end"
         else:
             continue
         problems.append(Diagnostic(("faults", index, "retire"), text))

@@ -17,7 +17,7 @@ from testbed.scenario.expand import no_such_devices
 from testbed.scenario.explaining import explain
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.metrics_spec import Metric, MetricsSpec
-from testbed.trace.registry import OF_DEVICES, figures_of, metric_kind
+from testbed.trace.registry import OF_DEVICES, metric_kind, metrics_of
 from testbed.work import WorkloadPart
 from testbed.workload import workload_of
 
@@ -82,7 +82,7 @@ def _available_metrics(scenario: Scenario) -> dict[str, Metric]:
     known = methods.METHODS.values() if isinstance(method, Diagnostic) else [method]
     available: dict[str, Metric] = {}
     for candidate in known:
-        available |= figures_of(metrics_spec_of(candidate, scenario.workload))
+        available |= metrics_of(metrics_spec_of(candidate, scenario.workload))
     return available
 
 

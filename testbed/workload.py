@@ -60,7 +60,7 @@ class Inputs:
     """Per-device inputs besides problem and plan. Empty by default."""
 
     begins_with_weights: bool = False
-    """Whether the lead's program has to load initial weights."""
+    """Whether the coordinator's program has to load initial weights."""
 
     def job(
         self,

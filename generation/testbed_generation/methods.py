@@ -106,7 +106,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
         )
         return Plan(
             method=self.name,
-            lead=problem.devices[0].name,
+            coordinator=problem.devices[0].name,
             pieces=pieces,
             step_time=details.token_time * problem.workload.tokens,
             details=details,
@@ -145,7 +145,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
         size = problem.model.message_bytes(
             max(len(request.prompt) for request in problem.requests)
         )
-        names = [plan.lead, *plan.devices]
+        names = [plan.coordinator, *plan.devices]
         for sender, receiver in pairwise(names):
             if sender != receiver:
                 yield sender, receiver, size
@@ -175,7 +175,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
         from testbed_generation.stage import Holder
         from testbed_generation.weights import Given, assigned_weights
 
-        problem, lead = job.problem, job.plan.lead
+        problem, lead = job.problem, job.plan.coordinator
         options, model = problem.options, problem.model
         source = weights_of(job)
         async with Mailbox(device, problem.links, KINDS) as mailbox:
@@ -527,7 +527,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
     ) -> Plan[GenerationDetails]:
         return Plan(
             method=self.name,
-            lead=problem.devices[0].name,
+            coordinator=problem.devices[0].name,
             pieces=tuple(pieces),
             details=GenerationDetails(cache=cache),
         )
@@ -565,8 +565,8 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
                     transport,
                     source,
                 )
-                if device.name != job.plan.lead:
-                    await gather.serve_rows(mailbox, job.plan.lead, rows)
+                if device.name != job.plan.coordinator:
+                    await gather.serve_rows(mailbox, job.plan.coordinator, rows)
                 own = gather.GatherSource(mailbox, names[1:], rows, source)
                 embedder = Embedder(mailbox, problem.model, embedding_of(source))
                 drive = TensorParallelSource(
@@ -585,7 +585,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
             reduce = make_all_reduce(problem.options.reduce, mailbox, names, transport)
             shard = shards_of(problem, problem.options.shares)[names.index(device.name)]
             holder = ShardHolder(mailbox, problem.model, shard, source, reduce)
-            if device.name != job.plan.lead:
+            if device.name != job.plan.coordinator:
                 await holder.serve()
             embedder = Embedder(mailbox, problem.model, embedding_of(source))
             drive = TensorParallelSource(

@@ -240,7 +240,7 @@ def texts_list(record: RunView) -> list[dict[str, Any]]:
 
 
 GENERATION = MetricsSpec(
-    figures=(
+    metrics=(
         Metric(
             "tokens", "number", "generated tokens", _number, brief=True, compared=True
         ),

@@ -459,7 +459,7 @@ class GenerateInputs(Inputs):
         self._architecture = prepared.problem.model.architecture
 
     def _of(self, device: str) -> Mapping[str, torch.Tensor] | None:
-        if self._weights is None or device == self._plan.lead:
+        if self._weights is None or device == self._plan.coordinator:
             return self._weights
         from testbed_generation.weights import names_of_pieces
 
@@ -476,12 +476,12 @@ class GenerateInputs(Inputs):
     ) -> GenerateJob:
         """Return the job of a device in the process of a simulation."""
         assert isinstance(problem, GenerateProblem)
-        pieces = self._pieces if device == self._plan.lead else ()
+        pieces = self._pieces if device == self._plan.coordinator else ()
         return GenerateJob(problem, plan, shared, self._of(device), on_weights, pieces)
 
     def data(self, device: str) -> bytes | None:
         """Return the text of each token, for the source in a container."""
-        if device != self._plan.lead:
+        if device != self._plan.coordinator:
             return None
         return json.dumps([piece.decode("latin-1") for piece in self._pieces]).encode()
 

@@ -47,22 +47,22 @@ class Mean(Method[MeanOptions]):
     tasks = ("infer",)
     Options = MeanOptions
     declared = MetricsSpec(
-        figures=(Metric("late", "number", "replies left out", replies_left_out),),
+        metrics=(Metric("late", "number", "replies left out", replies_left_out),),
         events=(EventType("mean", "a round is over", ("batch", "value", "late")),),
         rows=(Row("Late", "{late}", "replies that were left out"),),
     )
 
     def plan(self, problem: Problem[MeanOptions]) -> Plan:
         """Make the first device the coordinator; there is no model to partition."""
-        return Plan(method=self.name, lead=problem.devices[0].name, pieces=())
+        return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
 
     async def program(self, device: Device, job: Job[MeanOptions]) -> None:
         """Coordinate on the first device, reply on the others."""
         async with Mailbox(device, job.problem.links, (Ask, Reply)) as mailbox:
-            if device.name == job.plan.lead:
+            if device.name == job.plan.coordinator:
                 await self.coordinate(mailbox, job)
             else:
-                await self.reply(mailbox, job.plan.lead)
+                await self.reply(mailbox, job.plan.coordinator)
 
     async def reply(self, mailbox: Mailbox, coordinator: str) -> None:
         """Measure a value whenever the coordinator asks."""

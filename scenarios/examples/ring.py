@@ -26,7 +26,7 @@ class Ring(Method[RingOptions]):
     needs_torch = False
     Options = RingOptions
     declared = MetricsSpec(
-        figures=(
+        metrics=(
             Metric(
                 "tokens_lost",
                 "number",
@@ -40,13 +40,13 @@ class Ring(Method[RingOptions]):
 
     def plan(self, problem: Problem[RingOptions]) -> Plan:
         """Make the first device the coordinator; there is no model to partition."""
-        return Plan(method=self.name, lead=problem.devices[0].name, pieces=())
+        return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
 
     async def program(self, device: Device, job: Job[RingOptions]) -> None:
         """Coordinate on the first device, pass the token on elsewhere."""
         names = [spec.name for spec in job.problem.devices]
         following = names[(names.index(device.name) + 1) % len(names)]
-        if device.name == job.plan.lead:
+        if device.name == job.plan.coordinator:
             await self.coordinate(device, following, job)
         else:
             await self.pass_tokens(device, following)

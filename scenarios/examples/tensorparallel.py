@@ -56,12 +56,12 @@ class TensorParallel(Method):
         pieces = []
         for name, slices in zip(names, divide(problem), strict=True):
             pieces.append(piece(problem, name, slices, "an equal share"))
-        return Plan(method=self.name, lead=names[0], pieces=tuple(pieces))
+        return Plan(method=self.name, coordinator=names[0], pieces=tuple(pieces))
 
     async def program(self, device: Device, job: Job) -> None:
         """Send and answer requests on the coordinator; compute a share of each request on the others."""
         names = [spec.name for spec in job.problem.devices]
-        coordinator = job.plan.lead
+        coordinator = job.plan.coordinator
         async with Mailbox(device, job.problem.links, (Contribution,)) as mailbox:
             group = Group(mailbox, names)
             layers = await load_slices(group, job, divide(job.problem))

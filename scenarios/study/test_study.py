@@ -12,11 +12,11 @@ def test_the_devices_learn_together(tmp_path):
     run = testbed.simulate(
         testbed.load(STUDY, {"workload.steps": 100}), tmp_path / "run"
     )
-    assert run.figures["accuracy"] > 0.5
+    assert run.metrics["accuracy"] > 0.5
 
 
 def test_the_same_seed_gives_the_same_run(tmp_path):
     """Nothing depends on the machine that simulates."""
     few = testbed.load(STUDY, {"workload.steps": 20})
     one, other = (testbed.simulate(few, tmp_path / name) for name in ("one", "other"))
-    assert one.figures["duration"] == other.figures["duration"]
+    assert one.metrics["duration"] == other.metrics["duration"]

@@ -17,10 +17,10 @@ from testbed.faults.conditions import FaultAction, FaultContext, FaultPhase, Sys
 from testbed.network import checks
 from testbed.network.link import Link, Pair
 from testbed.network.parts import (
-    FIGURES,
     PRESETS,
+    PROPERTIES,
     LinkPart,
-    explicit_figures,
+    explicit_properties,
     overlay,
 )
 
@@ -130,8 +130,11 @@ class Degrade(LinkFault[DegradePart]):
         """Yield errors for missing links and for unknown or impossible properties."""
         part = self.value
         yield from super().problems(setting)
-        if part.preset is None and not explicit_figures(part):
-            yield (), f"has no effect: set at least one of preset, {', '.join(FIGURES)}"
+        if part.preset is None and not explicit_properties(part):
+            yield (
+                (),
+                f"has no effect: set at least one of preset, {', '.join(PROPERTIES)}",
+            )
         if part.preset is not None and part.preset not in PRESETS:
             yield (
                 ("preset",),

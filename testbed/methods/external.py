@@ -14,7 +14,7 @@ from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.common.usercode import Code
 from testbed.method import Method
-from testbed.trace.registry import figures_of
+from testbed.trace.registry import metrics_of
 from testbed.work import register_workload
 from testbed.workload import Workload
 
@@ -71,7 +71,7 @@ def _make_instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
             f"{file}: {method_class.__name__} lacks {' and '.join(missing)}", FILE_KEY
         )
     try:
-        figures_of(method_class.declared)
+        metrics_of(method_class.declared)
     except ValueError as error:
         raise InputError(
             f"{file}: {method_class.__name__}: {error}", FILE_KEY

@@ -258,7 +258,7 @@ class LearningInputs(Inputs):
     ) -> Job:
         """Return the job with the samples a device owns."""
         assert isinstance(problem, Problem)
-        lead = device == self._prepared.plan.lead
+        lead = device == self._prepared.plan.coordinator
         own = (
             None
             if self._dataset is None
@@ -288,7 +288,7 @@ class LearningInputs(Inputs):
 
     def weights(self, device: str) -> bytes | None:
         """Return the initial weights on the coordinator, the frozen ones elsewhere."""
-        if device == self._prepared.plan.lead and self._weights is not None:
+        if device == self._prepared.plan.coordinator and self._weights is not None:
             return arrays.pack(self._weights)
         return self._frozen_body
 
@@ -334,7 +334,7 @@ def _make_job(
     on_weights: Callable[[], None],
 ) -> Job:
     given = None
-    if device == plan.lead and weights is not None:
+    if device == plan.coordinator and weights is not None:
         given = {name: tensor for name, tensor in weights.items() if name not in frozen}
     posed = with_frozen(problem, frozen)
     return Job(

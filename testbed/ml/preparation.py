@@ -92,7 +92,7 @@ def samples_of(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | N
     """
     assert isinstance(prepared.method, Method)
     shares = shares_of(prepared)
-    is_coordinator = device == prepared.plan.lead
+    is_coordinator = device == prepared.plan.coordinator
     if "all_samples" in prepared.method.supports and device in prepared.plan.devices:
         return dataset
     if not shares:
@@ -284,7 +284,11 @@ def _own_data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 def batch_problems(workload: LearningPart, samples: int) -> Iterator[Diagnostic]:
     """Yield the problem of a batch larger than all training samples, if the coordinator has them."""
     size = workload.batch_size
-    if workload.task == "train" and workload.data.split == "lead" and size > samples:
+    if (
+        workload.task == "train"
+        and workload.data.split == "coordinator"
+        and size > samples
+    ):
         text = f"a batch of {size} is more than the {samples} training samples: use at most {samples}"
         yield Diagnostic(("workload", "batch_size"), text)
 
@@ -350,7 +354,7 @@ def planned_total(scenario: Scenario) -> int | None:
     workload = part_of(scenario)
     if workload.task != "train" or workload.steps is not None:
         return workload.total
-    if workload.data.split != "lead":
+    if workload.data.split != "coordinator":
         return None
     samples = data.known_samples(workload.data)
     if samples is None or workload.epochs is None:
@@ -498,7 +502,7 @@ def _divide_samples(
     part = problem.workload.data
     key: Key = ("data", "split")
     owners = method.data_owners(problem)
-    if part.split == "lead":
+    if part.split == "coordinator":
         if owners:
             text = f"the devices of '{method.name}' train on their own samples: use iid, or keys such as dirichlet"
             raise InputError(text, key)

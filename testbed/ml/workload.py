@@ -151,7 +151,7 @@ class SplitPart(ConfigModel):
 
 
 Split = Annotated[
-    Annotated[Literal["lead", "iid"], Tag("[name]")]
+    Annotated[Literal["coordinator", "iid"], Tag("[name]")]
     | Annotated[SplitPart, Tag("[keys]")],
     # Which of the two is meant shows, so that an error is about that one alone.
     Discriminator(
@@ -249,9 +249,9 @@ class DataPart(ConfigModel):
         ),
     )
     split: Split = Field(
-        "lead",
+        "coordinator",
         description=(
-            "owners of training samples. lead: the coordinator owns all; iid: "
+            "owners of training samples. coordinator: it owns all; iid: "
             "devices own equal numbers, drawn at random; keys: see below"
         ),
     )

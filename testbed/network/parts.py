@@ -281,15 +281,15 @@ class NetworkPart(ConfigModel):
         return str(network)
 
 
-FIGURES = tuple(
+PROPERTIES = tuple(
     field.name for field in fields(Link) if field.name not in ("up", "frame")
 )
 """The keys with which a part of a scenario describes a link, beside ``preset``."""
 
 
-def explicit_figures(part: LinkPart) -> dict[str, Any]:
+def explicit_properties(part: LinkPart) -> dict[str, Any]:
     """Return the explicitly set properties by field of `Link`."""
-    values = {name: getattr(part, name) for name in FIGURES}
+    values = {name: getattr(part, name) for name in PROPERTIES}
     properties = {name: value for name, value in values.items() if value is not None}
     if part.bursts is not None:
         properties["bursts"] = GilbertElliott(
@@ -314,7 +314,7 @@ def overlay(link: Link, part: LinkPart, is_from_first: bool) -> Link:
         implied["rate"] = preset.rate(is_from_first)
         if preset.delay is not None:
             implied["delay"] = preset.delay
-    explicit = explicit_figures(part)
+    explicit = explicit_properties(part)
     # A leftover of the level above would contradict the new property, which checks refuse.
     if "bursts" in explicit:
         implied |= {"loss": 0.0, "loss_correlation": 0.0}

@@ -23,10 +23,10 @@ from testbed.faults.script import Change, traced_links
 from testbed.hardware import DeviceSpec
 from testbed.network import checks
 from testbed.network.link import Link, Pair
-from testbed.network.parts import FIGURES, LinkPart
+from testbed.network.parts import PROPERTIES, LinkPart
 from testbed.scenario.explaining import explain
 
-KEYS = tuple(name for name in FIGURES if name != "bursts")
+KEYS = tuple(name for name in PROPERTIES if name != "bursts")
 """Link properties that a trace can change."""
 _SPEEDS = ("speed", "slowdown")
 _LINK = re.compile(r"link\s+([\w-]*[\w])\s*(<?->)\s*([\w-]+)\s+(\w+)")

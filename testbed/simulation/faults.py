@@ -65,7 +65,7 @@ class FaultExecution:
     def _apply_operation(self, operation: FaultOperation) -> None:
         _record_and_apply(operation, self._world)
         self._script.done(operation, self._world.calendar.now)
-        self._world.end_without_lead(self._script.may_start)
+        self._world.end_without_coordinator(self._script.may_start)
         self._schedule_next()
 
 

@@ -37,7 +37,7 @@ def simulate(
 
     ``data`` is the result of `testbed.workload.Workload.load`.
 
-    The run ends when the program of the plan's lead returns. The run fails when any program raises or all programs wait
+    The run ends when the program of the coordinator returns. The run fails when any program raises or all programs wait
     for each other, is interrupted by Ctrl-C, and times out at the scenario's ``time_limit`` (virtual seconds).
     ``on_event`` receives events as they happen, all or those of some ``names``; ``on_lines`` receives all events as
     lines of a file, many at a time. Two calls with equal arguments give equal events.
@@ -72,7 +72,7 @@ def simulate(
         experiment.devices,
         experiment.links,
         program,
-        plan.lead,
+        plan.coordinator,
         cells=experiment.cells,
         machines=experiment.machines,
         radio=experiment.radio,
@@ -92,7 +92,7 @@ def simulate(
             final = None
             parts: dict[str, bytes] = {}
             if problem.workload.is_computed:
-                final = _exposed_weights(world.hosts[plan.lead].device)
+                final = _exposed_weights(world.hosts[plan.coordinator].device)
                 if final is not None:
                     final = inputs.complete(final)
                 if status in UNGATHERED:

@@ -25,7 +25,7 @@ from testbed.simulation.recorder import Recorder
 from testbed.simulation.shared_channel import SharedChannel
 from testbed.simulation.sharing import Shared, Sharing
 from testbed.trace.events import TESTBED, Event, link_fields
-from testbed.trace.outcome import without_lead
+from testbed.trace.outcome import without_coordinator
 
 BOOT_SECONDS = 2.0
 """Seconds from the restart of a device to the start of its program: kernel or container, Python, torch."""
@@ -36,7 +36,7 @@ Program = Callable[[SimulatedDevice], Coroutine[Any, Any, None]]
 
 
 class LeadGoneError(Exception):
-    """Raised when the lead is off and no pending operation restarts the device."""
+    """Raised when the coordinator is off and no pending operation restarts the device."""
 
 
 class ProgramError(Exception):
@@ -66,7 +66,7 @@ class World:
         devices: Iterable[DeviceSpec],
         links: Mapping[Pair, Link],
         program: Program,
-        lead: str,
+        coordinator: str,
         *,
         cells: Iterable[Cell] = (),
         machines: Iterable[Machine] = (),
@@ -90,7 +90,7 @@ class World:
         self.recorder = recorder or Recorder()
         self.events = self.recorder.events
         self._program = program
-        self._lead = lead
+        self._coordinator = coordinator
         self._seed = seed
         self._channels: dict[Pair, Channel] = {}
         self.sharing = Sharing(self.calendar)
@@ -175,7 +175,7 @@ class World:
             self._boot_device((host, host.boots))
 
     def run(self) -> None:
-        """Run until the lead's program returns.
+        """Run until the coordinator's program returns.
 
         Raises `ProgramError`, `LeadGoneError`, `EmptySchedule` or `TimeLimit` if the run ends otherwise.
         """
@@ -288,15 +288,15 @@ class World:
                 host.device.change_speed(factor / before)
 
     def describe_missing_lead(self) -> str | None:
-        """Describe the end of the run if the lead is off, because all others wait for the lead."""
-        if self.hosts[self._lead].state() != "down":
+        """Describe the end of the run if the coordinator is off, because all others wait for the coordinator."""
+        if self.hosts[self._coordinator].state() != "down":
             return None
-        return without_lead(self._lead)
+        return without_coordinator(self._coordinator)
 
-    def end_without_lead(self, may_start: Callable[[str], bool]) -> None:
-        """End the run if the lead is off and ``may_start`` knows no operation that restarts the device."""
+    def end_without_coordinator(self, may_start: Callable[[str], bool]) -> None:
+        """End the run if the coordinator is off and ``may_start`` knows no operation that restarts the device."""
         reason = self.describe_missing_lead()
-        if reason and not may_start(self._lead) and not self._end.done():
+        if reason and not may_start(self._coordinator) and not self._end.done():
             self._end.set_exception(LeadGoneError(reason))
 
     def describe_waits(self) -> str:
@@ -345,11 +345,11 @@ class World:
         if error is not None:
             self._fail_run(device, error)
             return
-        if device.name == self._lead and not self._end.done():
+        if device.name == self._coordinator and not self._end.done():
             self._end.set_result(None)
         device.record("state", state="finished")
         # A fault that waits for this event may have killed the device.
-        if device.leaving and device.alive and device.name != self._lead:
+        if device.leaving and device.alive and device.name != self._coordinator:
             self.kill(device.name)
 
     def _fail_run(self, device: Guest, error: BaseException) -> None:

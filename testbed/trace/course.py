@@ -6,7 +6,7 @@ from testbed.trace.host import added_time
 from testbed.trace.metrics_spec import Metric, Row
 from testbed.trace.verdict import verdict
 
-FIGURES = (
+METRICS = (
     Metric(
         "duration",
         "seconds",

@@ -190,7 +190,7 @@ def _total_energy(record: RunView) -> float | None:
     return sum(energies) if len(energies) == len(rows) else None
 
 
-FIGURES = (
+METRICS = (
     Metric(
         "energy",
         "joules",

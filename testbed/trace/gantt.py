@@ -48,13 +48,13 @@ class Bar(NamedTuple):
     """Whether a fault interrupted the activity."""
 
 
-def run_end(events: Sequence[Event], lead: str) -> float:
-    """Return the end of the workload: the end of the lead's program, or else the time of the last event."""
+def run_end(events: Sequence[Event], coordinator: str) -> float:
+    """Return the end of the workload: the end of the coordinator's program, or else the time of the last event."""
     log = EventLog.made_of(events)
     for event in log.of("state"):
-        # Other states of the lead do not count: after a fault, its program starts again.
+        # Other states of the coordinator do not count: after a fault, its program starts again.
         is_finished = event.fields.get("state") == "finished"
-        if is_finished and event.device == lead and event.time > 0:
+        if is_finished and event.device == coordinator and event.time > 0:
             return event.time
     return log.latest
 

@@ -35,7 +35,7 @@ class HostTime:
 def added_time(record: RunView) -> HostTime:
     """Return the time added by the host to undisturbed steps, or to requests."""
     windows = [(step.device, step.window) for step in record.steady]
-    windows += [(record.plan.lead, window) for window in record.served]
+    windows += [(record.plan.coordinator, window) for window in record.served]
     seconds = sum(end - start for _, (start, end) in windows)
     # The virtual clock has no host, so the search for paths through a million events would find nothing.
     if record.outcome.runtime == "simulate":
@@ -81,7 +81,7 @@ def _part_of_overhead(name: str) -> Callable[[RunView], float | None]:
     return lambda record: (record.cached(processor_time) or {}).get(name)
 
 
-FIGURES = (
+METRICS = (
     *(
         Metric(
             f"processor_{name}",

@@ -42,7 +42,7 @@ def _describe_divergence(record: RunView) -> str | None:
     return f"{device}, {unit} {step}"
 
 
-FIGURES = (
+METRICS = (
     Metric(
         "accuracy",
         "share",

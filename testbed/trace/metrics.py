@@ -14,7 +14,7 @@ from testbed.trace.events import finite
 from testbed.trace.metrics_spec import NOTHING, MetricsSpec
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import RunView
-from testbed.trace.registry import figures_of
+from testbed.trace.registry import metrics_of
 from testbed.trace.verdict import verdict
 
 MOST_ROWS = 100_000
@@ -30,7 +30,7 @@ def metrics(
 ) -> dict[str, Any]:
     """Return the metrics of a run as plain JSON values, in seconds, bytes, bit/s and fractions of one.
 
-    The metrics by name, which ``expect`` may use, are those of ``figures_of(declared)``; metrics without the required
+    The metrics by name, which ``expect`` may use, are those of ``metrics_of(declared)``; metrics without the required
     events are absent. Further keys: ``runtime``, ``error``, ``weights`` (their file, or None if they were drawn from
     the seed); ``series`` (``steps``: step, time, seconds, loss, samples, steady, and the
     device where several report some; ``evaluations``; ``requests``: of more than `MOST_ROWS` every n-th; ``objects``:
@@ -48,7 +48,7 @@ def metrics(
         "weights": experiment.workload.initial_weights,
     }
     groups: dict[str, Mapping[str, Any]] = {}
-    for name, figure in figures_of(declared).items():
+    for name, figure in metrics_of(declared).items():
         value = figure.compute(record)
         if isinstance(value, Mapping):
             groups[name] = value

@@ -123,7 +123,7 @@ class TimeSeries:
 class MetricsSpec:
     """The metrics, events and report sections defined by a method or workload. Empty by default."""
 
-    figures: tuple[Metric, ...] = ()
+    metrics: tuple[Metric, ...] = ()
     lists: Mapping[str, Callable[[RunView], list[dict[str, Any]]]] | None = None
     """Functions for lists of JSON values in ``metrics.json`` by name; empty lists are omitted."""
     recovery: Tell | None = None
@@ -139,7 +139,7 @@ class MetricsSpec:
             return other if self == NOTHING else self
         lists = {**(self.lists or {}), **(other.lists or {})}
         return MetricsSpec(
-            self.figures + other.figures,
+            self.metrics + other.metrics,
             lists or None,
             other.recovery or self.recovery,
             self.events + other.events,

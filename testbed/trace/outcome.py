@@ -16,12 +16,12 @@ Status = Literal["finished", "failed", "timed out", "interrupted"]
 
 
 UNGATHERED: Collection[Status] = ("failed", "timed out")
-"""End statuses for which the weights of single devices are kept, because the lead may lack them."""
+"""End statuses for which the weights of single devices are kept, because the coordinator may lack them."""
 
 
-def without_lead(lead: str) -> str:
-    """Return the message for a run that ends because its lead is off."""
-    return f"{lead} is down; it leads the run: end its fault by 'for', or restart it"
+def without_coordinator(coordinator: str) -> str:
+    """Return the message for a run that ends because its coordinator is off."""
+    return f"{coordinator} is down; it is the coordinator of the run: end its fault by 'for', or restart it"
 
 
 def ended(
@@ -35,7 +35,7 @@ def ended(
         return status, error
     return "failed", (
         "the run has initial weights, but the method's program never read them: read job.weights on the plan's "
-        "lead, or remove the weights"
+        "coordinator, or remove the weights"
     )
 
 
@@ -98,9 +98,9 @@ class Outcome:
     fidelity: dict[str, Any] = field(default_factory=dict)
     """Measurements for the verdict: processor saturation, queue overflows, delay-line lateness, bytes sent."""
     weights_file: bytes | None = None
-    """Final weights of the whole model as safetensors, if exposed by the lead."""
+    """Final weights of the whole model as safetensors, if exposed by the coordinator."""
     parts: Mapping[str, bytes] = field(default_factory=dict)
-    """Model parts by device as safetensors, for a run that ended before the lead gathered the whole model."""
+    """Model parts by device as safetensors, for a run that ended before the coordinator gathered the whole model."""
     wall_seconds: float = 0.0
 
     @cached_property

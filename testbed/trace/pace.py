@@ -99,7 +99,7 @@ def _samples_left_out(record: RunView) -> int | None:
     return events[-1].fields["samples"] if events else None
 
 
-FIGURES = (
+METRICS = (
     Metric(
         "steps",
         "number",

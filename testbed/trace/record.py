@@ -108,8 +108,8 @@ class RunView:
 
     @cached_property
     def end(self) -> float:
-        """Seconds until the lead's program had ended."""
-        return run_end(self.log, self.plan.lead)
+        """Seconds until the coordinator's program had ended."""
+        return run_end(self.log, self.plan.coordinator)
 
     @cached_property
     def events(self) -> EventLog:

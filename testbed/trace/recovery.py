@@ -20,7 +20,7 @@ def _completed_recoveries(record: RunView) -> list[Recovery]:
     return [item for item in record.recoveries if item.resumed is not None]
 
 
-FIGURES = (
+METRICS = (
     Metric(
         "faults",
         "number",

@@ -28,32 +28,32 @@ from testbed.trace.record import RunView
 
 COMMON: Mapping[str, Metric] = by_name(
     [
-        *learning.FIGURES,
-        *pace.FIGURES,
-        *requests.FIGURES,
-        *recovery.FIGURES,
-        *course.FIGURES,
-        *traffic.FIGURES,
-        *devices.FIGURES,
-        *host.FIGURES,
+        *learning.METRICS,
+        *pace.METRICS,
+        *requests.METRICS,
+        *recovery.METRICS,
+        *course.METRICS,
+        *traffic.METRICS,
+        *devices.METRICS,
+        *host.METRICS,
     ]
 )
 """Metrics of every run."""
 
 _LOG = logging.getLogger(__name__)
 GROUP = "testbed.metrics"
-"""Entry points under which an installed package adds figures to every run: ``name = "module:FIGURES"``."""
+"""Entry points under which an installed package adds figures to every run: ``name = "module:METRICS"``."""
 
 OF_DEVICES: Mapping[str, MetricKind] = devices.OF_DEVICES
 """The figures of one device, named as ``devices.<device>.<figure>``."""
 
 
-def figures_of(declared: MetricsSpec) -> dict[str, Metric]:
+def metrics_of(declared: MetricsSpec) -> dict[str, Metric]:
     """Return the metrics of a run with the given definitions. Raises ValueError for a duplicate name.
 
     Figures of packages come last, without those whose name the testbed or the method uses.
     """
-    figures = by_name([*COMMON.values(), *declared.figures])
+    figures = by_name([*COMMON.values(), *declared.metrics])
     for name, figure in _packaged_metrics().items():
         figures.setdefault(name, figure)
     return figures

@@ -24,7 +24,7 @@ from testbed.wire.framing import wire_bytes
 def _answered_requests(record: RunView) -> tuple[list[float], list[float], int]:
     """Return the times of answers and their latencies, in seconds, and the number of failed requests.
 
-    The final result of each request counts: a lead that starts again after its own death asks all of them again. User
+    The final result of each request counts: a coordinator that restarts repeats all requests. User
     programs may ask on several devices; each counts its own requests.
     """
     ends = record.events.of("request", "failed")
@@ -104,7 +104,7 @@ def _path_times(record: RunView) -> list[PathTime]:
     if not windows:
         return []
     paths = CriticalPaths(record.events, record.experiment)
-    return [paths.spent(record.plan.lead, window) for window in windows]
+    return [paths.spent(record.plan.coordinator, window) for window in windows]
 
 
 def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -> float:
@@ -160,7 +160,7 @@ def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[RunView], float 
     return figure
 
 
-FIGURES = (
+METRICS = (
     Metric(
         "requests",
         "number",

@@ -42,7 +42,7 @@ def _cast_time(record: RunView) -> float | None:
     return median(durations) if durations else None
 
 
-FIGURES = (
+METRICS = (
     Metric(
         "casts",
         "number",

@@ -38,7 +38,7 @@ class Scripted(Method):
     Options = Instructions
 
     def plan(self, problem: Problem) -> Plan:
-        return Plan(method=self.name, lead="a", pieces=())
+        return Plan(method=self.name, coordinator="a", pieces=())
 
     async def program(self, device: Device, job: Job) -> None:
         options = job.problem.options

@@ -37,7 +37,7 @@ def scenario(
         "method": {"name": method, **(options or {})},
     }
     if method == "single":
-        work["data"] = {**work["data"], "split": "lead"}
+        work["data"] = {**work["data"], "split": "coordinator"}
     if "epochs" in work:
         del work["steps"]
     if isinstance(devices, int):

@@ -22,7 +22,7 @@ class Owners(Method):
         return tuple(device.name for device in problem.devices[1:])
 
     def plan(self, problem: Problem) -> Plan:
-        return Plan(method=self.name, lead=problem.devices[0].name, pieces=())
+        return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
 
     async def program(self, device: Device, job: Job) -> None:
         given = job.dataset
@@ -38,8 +38,8 @@ class Owners(Method):
             tests=tests,
             samples=dict(job.problem.samples),
         )
-        if device.name != job.plan.lead:
-            await device.send(job.plan.lead, Message("done"))
+        if device.name != job.plan.coordinator:
+            await device.send(job.plan.coordinator, Message("done"))
             return
         for _ in job.problem.samples:
             await device.receive()

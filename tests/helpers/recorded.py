@@ -50,7 +50,7 @@ def plan() -> Plan:
         Piece(device="a", first=0, last=1, memory=1e6),
         Piece(device="b", first=1, last=3, memory=2e6),
     )
-    return Plan(method="pipeline", lead="a", pieces=held, step_time=0.9)
+    return Plan(method="pipeline", coordinator="a", pieces=held, step_time=0.9)
 
 
 def _round(step: int, start: float) -> list[Event]:

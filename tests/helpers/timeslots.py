@@ -91,7 +91,7 @@ class EdgePipe:
         )
 
     @property
-    def lead(self):
+    def coordinator(self):
         return self.setting.groups[-1][0]
 
     def train(self):
@@ -196,7 +196,7 @@ class EdgePipe:
                 gradient[:, self.neurons(name, layer)],
                 self.of_results(name, layer, batch, came),
             )
-            if name == self.lead:
+            if name == self.coordinator:
                 self.losses.append(loss)
                 self.observe(batch, loss, learns)
             own = own if learns == "new" else None
@@ -361,7 +361,7 @@ class VersatileFL(EdgePipe):
             if self.since is None or mean < self.best:
                 self.best, self.since = mean, end
             elif end - self.since >= self.patience:
-                self.nodes[self.lead].stage += 1
+                self.nodes[self.coordinator].stage += 1
                 self.since = end
 
     def learn(self, name, layer, batch, own, learns):

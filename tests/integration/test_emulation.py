@@ -313,7 +313,7 @@ def test_a_lead_that_stays_dead_ends_the_run_at_once() -> None:
     assert outcome.status == "failed"
     assert (
         outcome.error
-        == "source is down; it leads the run: end its fault by 'for', or restart it"
+        == "source is down; it is the coordinator of the run: end its fault by 'for', or restart it"
     )
     assert outcome.events[-1].time < 30
 

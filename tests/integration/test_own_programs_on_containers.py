@@ -97,5 +97,5 @@ def test_what_is_shipped_runs_no_faster_than_its_links(
     scenario = load(EXAMPLES / f"{name}.yaml", {**changes, "expect": {}})
     run = emulate(scenario, tmp_path / "out", accept_links=True)
     assert run.run.outcome.status == "finished", run.run.outcome.error
-    assert run.figures[figure] >= least
-    assert run.figures["wire_bytes"] > 0
+    assert run.metrics[figure] >= least
+    assert run.metrics["wire_bytes"] > 0

@@ -91,7 +91,7 @@ def test_a_device_knows_no_links_but_its_own_and_no_part_of_the_plan() -> None:
 
 def test_the_lead_of_a_method_that_plans_again_knows_all_links() -> None:
     found = prepared(ROOT / "scenarios" / "smoke" / "pause.yaml")
-    lead = found.plan.lead
+    lead = found.plan.coordinator
     for name, body in bodies(found).items():
         assert (read(body)[1].links == found.problem.links) == (name == lead)
 

@@ -9,7 +9,7 @@ from testbed.ml.models import create
 from testbed.ml.models.chain import backward_of, forward_of
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.layers import BatchNorm2d, Conv2d, Residual
-from testbed.ml.rounds.figures import DECLARED
+from testbed.ml.rounds.metrics import DECLARED
 from testbed.plan import Plan
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials

@@ -70,7 +70,7 @@ def test_prepares_method_problem_and_plan(file):
         "worker2",
         "worker3",
     ]
-    assert ready.plan.lead == "source"
+    assert ready.plan.coordinator == "source"
     assert ready.plan.pieces[0].first == 0
     assert ready.plan.pieces[-1].last == len(ready.problem.model.units)
 

@@ -11,7 +11,7 @@ from testbed.scenario.expect import evaluate
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
-from testbed.trace.registry import figures_of
+from testbed.trace.registry import metrics_of
 from tests.helpers import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -43,7 +43,7 @@ def test_the_method_runs_with_its_faults_and_its_figure_is_expected() -> None:
     assert outcome.status == "finished", outcome.error
     declared = prepared.method.declared
     found = metrics(outcome, prepared.experiment, prepared.plan, declared)
-    results = evaluate(prepared.scenario.expect, found, figures_of(declared))
+    results = evaluate(prepared.scenario.expect, found, metrics_of(declared))
     assert {result.key for result in results} >= {"tokens_lost"}
     assert [result for result in results if not result.holds] == []
 

@@ -12,7 +12,7 @@ from testbed.scenario.expect import evaluate
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
-from testbed.trace.registry import figures_of
+from testbed.trace.registry import metrics_of
 from tests.helpers import ROOT
 from tests.helpers.runs import of
 
@@ -34,7 +34,7 @@ def test_smoke_scenario(file):
         assert [
             result
             for result in evaluate(
-                scenario.expect, figures, figures_of(ready.method.declared)
+                scenario.expect, figures, metrics_of(ready.method.declared)
             )
             if not result.holds
         ] == []

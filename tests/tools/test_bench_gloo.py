@@ -22,7 +22,7 @@ def test_its_stages_are_the_plans(schedule: str) -> None:
         (2, 4, 6),
         (3, 6, 8),
     ]
-    assert next(iter(jobs)) == prepared.plan.lead
+    assert next(iter(jobs)) == prepared.plan.coordinator
     values = torch.zeros(5, 64)
     parameters, crossing = 0, []
     for job in jobs.values():

@@ -134,7 +134,7 @@ def _execute(
 def gloo_times(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
     """Return what torch's pipelining takes, without the steps to warm up."""
     work = jobs(plan, schedule)
-    leader = lab.devices[plan.lead]
+    leader = lab.devices[plan.coordinator]
     client = connect()
     with ThreadPoolExecutor(len(work)) as pool:
         running = {
@@ -143,7 +143,7 @@ def gloo_times(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
         }
     took = {name: future.result() for name, future in running.items()}
     return GlooTimes(
-        median(took[plan.lead]["seconds"][WARM_UP:]),
+        median(took[plan.coordinator]["seconds"][WARM_UP:]),
         sum(each["processor"] for each in took.values()),
     )
 

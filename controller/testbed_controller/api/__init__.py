@@ -64,7 +64,7 @@ class Result:
 
     >>> import testbed
     >>> result = testbed.simulate(testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}}))
-    >>> result.figures["steps"]
+    >>> result.metrics["steps"]
     44
     >>> [row["step"] for row in result.rows("steps")][:3]
     [0, 1, 2]
@@ -80,7 +80,7 @@ class Result:
         return self.run.path
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Scalar metrics by name; see `docs/metrics.md` and `testbed show methods` for their meaning."""
         return {row["figure"]: row["value"] for row in rows(self.run, "figures")}
 
@@ -240,7 +240,7 @@ def run(
 
     >>> import testbed
     >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
-    >>> testbed.run(scenario, runtime="simulate").figures["steps"]
+    >>> testbed.run(scenario, runtime="simulate").metrics["steps"]
     44
     """
     act = {"emulate": emulate, "simulate": simulate}[runtime]
@@ -281,7 +281,7 @@ def emulate(
 
     >>> import testbed
     >>> result = testbed.emulate(testbed.load("quickstart"), accept_links=True)  # doctest: +SKIP
-    >>> result.figures["accuracy"]  # doctest: +SKIP
+    >>> result.metrics["accuracy"]  # doctest: +SKIP
     0.9
     """
     from testbed_controller.hosts.lab import add_host_faults
@@ -319,7 +319,7 @@ def sweep(
     >>> import testbed
     >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
     >>> results = testbed.sweep(scenario, {"workload.batch_size": [32, 64]})
-    >>> [result.figures["steps"] for result in results]
+    >>> [result.metrics["steps"] for result in results]
     [44, 22]
     """
     if values is not None:
@@ -359,7 +359,7 @@ def open_results(folder: str | Path) -> Results:
     >>> import testbed
     >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
     >>> result = testbed.simulate(scenario, "results/kept")
-    >>> testbed.open_results("results/kept")[0].figures["steps"]
+    >>> testbed.open_results("results/kept")[0].metrics["steps"]
     44
     """
     return Results(

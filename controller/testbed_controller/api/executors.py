@@ -28,7 +28,7 @@ from testbed.prepare import Prepared, prepare
 from testbed.scenario.loading import parse
 from testbed.scenario.points import value_text
 from testbed_controller.api.execution import DEFAULTS, RunOptions, Runtime, run_recorded
-from testbed_controller.results.files import load_figures
+from testbed_controller.results.files import load_metrics
 from testbed_controller.results.run import Run
 from testbed_controller.running.inputs import InitialWeights
 
@@ -249,7 +249,7 @@ def collect(
                 waiting += [number] if verdict == "again" else []
                 continue
             count = total - len(left) - len(waiting)
-            finished = load_figures(place(number, ended))
+            finished = load_metrics(place(number, ended))
             console.print(
                 f"[bold]{count} of {total}[/] {finished.path.name}{_estimate_rest(began, count, total)}"
             )

@@ -263,8 +263,8 @@ def _device_shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, 
     from testbed.ml.data.split import is_class
     from testbed.ml.data.split import split as split_labels
 
-    if part.split == "lead":
-        raise InputError("lead does not divide the data: name another split")
+    if part.split == "coordinator":
+        raise InputError("coordinator does not divide the data: name another split")
     owners = [f"device{number}" for number in range(1, devices + 1)]
     labels = dataset.train_labels
     shares = split_labels(

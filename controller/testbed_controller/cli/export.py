@@ -90,12 +90,12 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
       testbed export results/sweep --latex --metric accuracy --metric 'round_time: Time per round'
     """
     from testbed_controller.results.exporters import writer_of
-    from testbed_controller.results.files import load, load_figures, places
+    from testbed_controller.results.files import load, load_metrics, places
 
     write = writer_of(kind)
     folders = places(folder)
     # Only the metrics of a sweep: the events of all its runs may exceed the memory.
-    load_run = load_figures if len(folders) > 1 else load
+    load_run = load_metrics if len(folders) > 1 else load
     runs = [load_run(each) for each in folders]
     place = out or folder / "export"
     try:

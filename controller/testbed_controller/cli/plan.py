@@ -146,7 +146,7 @@ class PlanView:
     model: str | None
     batch_size: int | None
     unit: str
-    lead: str
+    coordinator: str
     pieces: list[PieceView]
     data: DataView | None
     samples_everywhere: bool
@@ -192,7 +192,7 @@ def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
         model=model_name,
         batch_size=batch_size,
         unit=problem.workload.unit,
-        lead=chosen.lead,
+        coordinator=chosen.coordinator,
         pieces=pieces,
         data=_view_data(prepared),
         samples_everywhere="all_samples" in prepared.method.supports,
@@ -275,7 +275,7 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
 
 
 def _view_data(prepared: Prepared) -> DataView | None:
-    """Return the owners of training samples; None if all are the lead's."""
+    """Return the owners of training samples; None if all are the coordinator's."""
     from testbed.ml.data.catalog import train_labels
 
     counts = prepared.workload.sample_counts(prepared)
@@ -365,8 +365,10 @@ def _view_blocks(view: PlanView) -> Iterator[Section | str]:
         work = f"{view.task} {view.model} with {view.method}, {view.batch_size} samples per {view.unit}"
     yield f"{view.title}: {work}\n"
     yield pieces_table(view)
-    lead = "lead" if view.data or view.samples_everywhere else "lead, holds the data"
-    yield f"\n[dim]* {lead}; of: share of the device's memory; FLOP, time: per {view.unit}[/dim]"
+    coordinator = "coordinator"
+    if not view.data and not view.samples_everywhere:
+        coordinator += ", which holds the data"
+    yield f"\n[dim]* {coordinator}; of: share of the device's memory; FLOP, time: per {view.unit}[/dim]"
     yield from time_lines(view)
     yield from hosts_table(view)
     if view.data is not None:
@@ -395,7 +397,7 @@ def pieces_table(view: PlanView) -> Section:
         share = ""
         # The pieces of a device are adjacent rows; its name and memory share are on the first of them.
         if piece.device != previous:
-            name = piece.device + (" *" if piece.device == view.lead else "")
+            name = piece.device + (" *" if piece.device == view.coordinator else "")
             share = f"{view.memory[piece.device] / piece.memory_available:.0%}"
         previous = piece.device
         frozen = f" + {formats.count(piece.frozen)} frozen" if piece.frozen else ""
@@ -483,7 +485,7 @@ def data_table(data: DataView) -> Iterator[Section | str]:
         rows,
     )
     owned = sum(owner["samples"] for owner in data.owners)
-    yield f"\n[dim]{owned:,} of {data.samples:,} training samples; the lead has the test samples[/dim]"
+    yield f"\n[dim]{owned:,} of {data.samples:,} training samples; the coordinator has the test samples[/dim]"
 
 
 def radio_table(radio: RadioView) -> Iterator[Section | str]:

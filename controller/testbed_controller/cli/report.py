@@ -47,7 +47,7 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
     from testbed_controller.cli.finished import summarize
     from testbed_controller.report import html
     from testbed_controller.report.terminal import show
-    from testbed_controller.results.files import is_written, load, load_figures, places
+    from testbed_controller.results.files import is_written, load, load_metrics, places
     from testbed_controller.results.recorder import rebuild
 
     run_folders = places(folder)
@@ -56,7 +56,7 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
     for place in run_folders:
         has_report = is_written(place) and (place / "report.html").is_file()
         if has_report and several and not every_run:
-            runs.append(load_figures(place))
+            runs.append(load_metrics(place))
             continue
         run = load(place)
         rebuild(run)
@@ -131,13 +131,13 @@ def compare(
     from testbed_controller.report.tables import latex as as_latex
     from testbed_controller.results.comparison import compare as put_side_by_side
     from testbed_controller.results.comparison import side_by_side
-    from testbed_controller.results.files import load_figures, places
+    from testbed_controller.results.files import load_metrics, places
 
     if plots is not None:
         require_extra("matplotlib", "plots", "--plots")
     runs = []
     for folder in folders:
-        runs += [load_figures(place) for place in places(folder)]
+        runs += [load_metrics(place) for place in places(folder)]
     if len(runs) < 2:
         raise InputError(f"{folders[0]}: is a single run: name at least two to compare")
     grouped = side_by_side(runs, series)
@@ -151,7 +151,7 @@ def compare(
         out.write_text(comparison.render(grouped, compared), encoding="utf-8")
         click.echo(f"written to {out}", err=as_json)
     if latex is not None:
-        latex.write_text(as_latex(comparison.figures_of(compared)), encoding="utf-8")
+        latex.write_text(as_latex(comparison.metrics_of(compared)), encoding="utf-8")
         click.echo(f"written to {latex}", err=as_json)
     if plots is not None:
         from testbed_controller.report.drawing import save_all

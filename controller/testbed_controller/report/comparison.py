@@ -42,7 +42,7 @@ AROUND = 20
 
 def show(console: Console, compared: Mapping[str, Any]) -> None:
     """Print a comparison: a row per metric, a column per run or group of repetitions, with ratios to the first."""
-    console.print(draw(figures_of(compared), console.width))
+    console.print(draw(metrics_of(compared), console.width))
     if compared["clocks"]:
         style = "green" if compared["clocks"]["agree"] else "yellow"
         console.print(Text("  " + clocks_text(compared["clocks"]), style=style))
@@ -50,7 +50,7 @@ def show(console: Console, compared: Mapping[str, Any]) -> None:
         console.print(Text(f"  ! {warning}", style="yellow"))
 
 
-def figures_of(compared: Mapping[str, Any]) -> Section:
+def metrics_of(compared: Mapping[str, Any]) -> Section:
     """Return the metrics of runs side by side."""
     rows = [_figure_row(row) for row in compared["figures"]]
     note = "Small print: ratio to the first column."
@@ -146,7 +146,7 @@ def render(grouped: Mapping[str, Sequence[Run]], compared: Mapping[str, Any]) ->
         warnings=compared["warnings"],
         notice=clocks_text(compared["clocks"]) if compared["clocks"] else "",
         charts=list(plots(grouped)),
-        first=figures_of(compared),
+        first=metrics_of(compared),
         sections=list(_other_sections(compared)),
     )
 

@@ -54,7 +54,8 @@ def fill(template: str, run: Run) -> str | None:
     if any(value is None for value in values.values()):
         return None
     return _NAMED.sub(
-        lambda match: figure(match[1], values[match[1]], run.figures), template
+        lambda match: figure(match[1], values[match[1]], run.metric_definitions),
+        template,
     )
 
 

@@ -405,8 +405,8 @@ def result_text(expectation: Expectation, run: Run) -> str:
     value = expectation.value
     if value is None:
         return "no such metric"
-    kind = metric_kind(expectation.key, run.figures)
+    kind = metric_kind(expectation.key, run.metric_definitions)
     # A share formatted as 90% may be below or above the limit of 0.9.
     if isinstance(value, float) and kind in ("share", "number"):
         return f"{value:.4g}"
-    return declared.figure(expectation.key, value, run.figures)
+    return declared.figure(expectation.key, value, run.metric_definitions)

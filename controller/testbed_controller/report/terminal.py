@@ -36,7 +36,7 @@ def show(console: Console, run: Run) -> None:
 def show_briefly(console: Console, run: Run) -> None:
     """Print one of many runs in a line."""
     parts = []
-    for metric in run.figures.values():
+    for metric in run.metric_definitions.values():
         value = run.metrics.get(metric.name)
         if metric.brief and value is not None:
             text = formats.of_kind(metric.kind, value)

@@ -89,7 +89,7 @@ def _as_data(declared: MetricsSpec, metrics: Mapping[str, Any]) -> dict[str, Any
                 rows.append(_row_data(row, metrics))
         tables = [_table_data(table, metrics) for table in declared.tables]
     return {
-        "figures": [_metric_data(each) for each in declared.figures],
+        "figures": [_metric_data(each) for each in declared.metrics],
         "lists": list(declared.lists or ()),
         "events": [asdict(event) for event in declared.events],
         "rows": rows,
@@ -147,7 +147,7 @@ def _restore(stored: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSp
     for name in stored["lists"]:
         lists[name] = _constant_function(metrics.get(name, []))
     return MetricsSpec(
-        figures=tuple(figures),
+        metrics=tuple(figures),
         lists=lists,
         recovery=recovery,
         events=tuple(EventType(**each) for each in stored["events"]),

@@ -83,7 +83,7 @@ def load(folder: Path) -> Run:
     return _load_run(folder, _read_events(folder / "events.jsonl"), None)
 
 
-def load_figures(folder: Path) -> Run:
+def load_metrics(folder: Path) -> Run:
     """Load a run without events, with its stored metrics; missing ones are recomputed."""
     if not is_written(folder):
         return load(folder).alone()
@@ -99,7 +99,7 @@ def load_any(folder: Path) -> Run:
     """Load a run with its events if available."""
     if (folder / "events.jsonl").is_file():
         return load(folder)
-    return load_figures(folder)
+    return load_metrics(folder)
 
 
 def is_written(folder: Path) -> bool:
@@ -183,7 +183,7 @@ def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int
     for number, (place, trial) in enumerate(zip(folders, wanted, strict=True)):
         if not place.exists():
             continue
-        run = load_figures(place)
+        run = load_metrics(place)
         # Results name their Python files relative to their folder.
         wanted_scenario, _ = with_local_sources(trial.scenario)
         if _scenario_facts(run.trial.scenario) != _scenario_facts(wanted_scenario):

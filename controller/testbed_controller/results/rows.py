@@ -22,7 +22,7 @@ Row = dict[str, Any]
 def _metric_rows(run: Run) -> list[Row]:
     """Return the metrics with a single value; metrics of devices or layers have tables of their own."""
     table = []
-    for name, figure in run.figures.items():
+    for name, figure in run.metric_definitions.items():
         value = run.metrics.get(name)
         if isinstance(value, int | float | str | bool):
             row = {"figure": name, "value": value}

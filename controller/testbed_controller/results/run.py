@@ -20,7 +20,7 @@ from testbed.trace.log import EventLog
 from testbed.trace.metrics_spec import NOTHING, Metric, MetricsSpec
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import Standstill, pauses
-from testbed.trace.registry import figures_of
+from testbed.trace.registry import metrics_of
 
 LONGEST_NAME = 200
 """Characters of the name of a run's folder."""
@@ -49,7 +49,9 @@ class Run:
     def expectations(self) -> list[Expectation]:
         """Return the conditions of `expect` with their results. Raises `InputError` for an unknown metric."""
         try:
-            return evaluate(self.trial.scenario.expect, self.metrics, self.figures)
+            return evaluate(
+                self.trial.scenario.expect, self.metrics, self.metric_definitions
+            )
         except KeyError as error:
             text = f"{self.path}: unknown figure {error} in `expect`: install the package that the run was made with"
             raise InputError(text) from None
@@ -64,9 +66,9 @@ class Run:
         return json.dumps(self.trial.point, sort_keys=True, default=str)
 
     @property
-    def figures(self) -> dict[str, Metric]:
+    def metric_definitions(self) -> dict[str, Metric]:
         """All metrics available to the run, by name."""
-        return figures_of(self.declared)
+        return metrics_of(self.declared)
 
     @property
     def pauses(self) -> list[Standstill]:
@@ -78,8 +80,8 @@ class Run:
 
     @property
     def end(self) -> float:
-        """Seconds until the lead's program had ended."""
-        return run_end(self.outcome.events, self.plan.lead)
+        """Seconds until the coordinator's program had ended."""
+        return run_end(self.outcome.events, self.plan.coordinator)
 
 
 def run_name(trial: Trial) -> str:

@@ -74,7 +74,7 @@ def all_figures(runs: Sequence[Run]) -> dict[str, Metric]:
     """Return all metrics available to any of the runs, by name."""
     figures: dict[str, Metric] = {}
     for run in runs:
-        figures |= run.figures
+        figures |= run.metric_definitions
     return figures
 
 

@@ -26,7 +26,13 @@ from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
 from testbed.trace.log import EventLog
-from testbed.trace.outcome import UNGATHERED, Outcome, Status, ended, without_lead
+from testbed.trace.outcome import (
+    UNGATHERED,
+    Outcome,
+    Status,
+    ended,
+    without_coordinator,
+)
 from testbed_controller.hosts.lab import AnyLab
 from testbed_controller.lab.clients import WORK_SECONDS, AgentGone
 from testbed_controller.lab.containers import DeviceContainer
@@ -106,7 +112,7 @@ class Execution:
     ) -> None:
         self._lab = lab
         self._prepared = prepared
-        self._lead = prepared.plan.lead
+        self._coordinator = prepared.plan.coordinator
         addresses = {name: container.address for name, container in lab.devices.items()}
         self._deployments = deployments(
             prepared, lab.run_id, lab.token, addresses, lab.broadcast
@@ -237,7 +243,7 @@ class Execution:
             ending = self._lab.ending(name, DEATH_SECONDS)
             if ending is not None and ending.starved:
                 raise TestbedError(f"{name} {ending.text}") from error
-            if name == self._lead:
+            if name == self._coordinator:
                 raise TestbedError(
                     f"{name} coordinates the run and went down before the start: {error}"
                 ) from error
@@ -416,7 +422,7 @@ class Execution:
             return "failed", text
         if ending.starved:
             return "failed", f"{name} {ending.text}"
-        if name == self._lead and self._lab.devices[name].state == "lost":
+        if name == self._coordinator and self._lab.devices[name].state == "lost":
             return "failed", f"{name}, which coordinates the run, {ending.text}"
         # A requested end has its own event already, that of the fault or the command.
         if not ending.asked:
@@ -431,8 +437,8 @@ class Execution:
             for name, state in self._containers.states().items():
                 if state != "up":
                     down.append(name)
-        if self._lead in down:
-            return f"; {without_lead(self._lead)}"
+        if self._coordinator in down:
+            return f"; {without_coordinator(self._coordinator)}"
         return f"; down: {', '.join(down)}" if down else ""
 
     def _end_of(self, event: Event) -> End | None:
@@ -444,7 +450,7 @@ class Execution:
         if state == "failed":
             error = event.fields.get("error", "its program failed")
             return "failed", f"{event.device}: {error}"
-        if state == "finished" and event.device == self._lead:
+        if state == "finished" and event.device == self._coordinator:
             return "finished", None
         return None
 
@@ -488,9 +494,9 @@ class Execution:
                 fields = fields | began_field
             self._log(Event(actual, TESTBED, event, fields))
         # A user who kills the coordinator may restart the device; after a scenario's fault, nothing will.
-        is_down = changed.devices.get(self._lead) == "down"
-        if is_down and not self._script.may_start(self._lead):
-            return "failed", without_lead(self._lead)
+        is_down = changed.devices.get(self._coordinator) == "down"
+        if is_down and not self._script.may_start(self._coordinator):
+            return "failed", without_coordinator(self._coordinator)
         return None
 
     def _record_initial_state(self) -> None:
@@ -514,10 +520,12 @@ class Execution:
     def _final_weights(self, seconds: float) -> tuple[bytes | None, list[str]]:
         """Return the weights exposed by the coordinator, if any, and a list of losses."""
         try:
-            left = self._lab.agent(self._lead).weights(seconds)
+            left = self._lab.agent(self._coordinator).weights(seconds)
             return self._inputs.complete(left), []
         except AgentGone:
-            return None, [f"the weights: {self._lead} went down as its program ended"]
+            return None, [
+                f"the weights: {self._coordinator} went down as its program ended"
+            ]
         except TestbedError:  # a coordinator need not expose weights
             return None, []
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from testbed.device import Device
 from testbed.ml.method import Job, Problem
-from testbed.ml.slots.figures import DECLARED, details_of
+from testbed.ml.slots.metrics import DECLARED, details_of
 from testbed.ml.slots.planner import SlotDetails, SlotMethod, plan
 from testbed.plan import Plan
 from testbed.trace.metrics_spec import Metric
@@ -36,7 +36,7 @@ def _informing_bytes(record: RunView) -> int | None:
     return total or None
 
 
-FIGURES = (
+METRICS = (
     Metric(
         "learned",
         "share",
@@ -63,7 +63,7 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
     summary = "neurons of several layers on each device, trained in timeslots over lossy casts"
     Options = EdgePipeOptions
     Details = SlotDetails
-    declared = replace(DECLARED, figures=(*FIGURES, *DECLARED.figures))
+    declared = replace(DECLARED, metrics=(*METRICS, *DECLARED.metrics))
 
     def plan(self, problem: Problem[EdgePipeOptions]) -> Plan[SlotDetails]:
         """Divide the layers, map the super neurons and time the slots. Raises `InputError` for an impossible plan."""

@@ -145,7 +145,7 @@ async def receive_arrangement(
 
     received = await request_data(
         mailbox,
-        job.plan.details.coordinator,
+        job.plan.details.informer,
         NeedsArrangement,
         Arranged,
         make_answer,

@@ -287,8 +287,8 @@ def test_the_coordinator_sends_the_arrangement_before_the_first_timeslot():
         step["loss"] for step in of(same, "step")
     ]
     informed = {each["peer"]: event for event, each in sent(outcome, "arrangement")}
-    assert informed.keys() == {*chosen.details.devices} - {chosen.details.coordinator}
-    assert {event.device for event in informed.values()} == {chosen.details.coordinator}
+    assert informed.keys() == {*chosen.details.devices} - {chosen.details.informer}
+    assert {event.device for event in informed.values()} == {chosen.details.informer}
     assert max(event.time for event in informed.values()) < chosen.details.begin
     (trial,) = trials(written)
     figures = metrics(outcome, trial.experiment, chosen, EdgePipe.declared)
@@ -514,7 +514,7 @@ def test_a_repeated_cast_fills_missing_frames():
         "frame": "64B",
     }
     passed = [
-        figures_of(each, run(each))
+        metrics_of(each, run(each))
         for each in (six({"recovery": each}, network=network) for each in RECOVERIES)
     ]
     shares = [each["forward_passed"] for each in passed]
@@ -525,7 +525,7 @@ def test_a_repeated_cast_fills_missing_frames():
 RECOVERIES = ("none", "r-tx", "ack")
 
 
-def figures_of(written, outcome):
+def metrics_of(written, outcome):
     """Return the figures as they are computed from a run that is read again, with its details as plain values."""
     (trial,) = trials(written)
     plan = planned(written)[1]
@@ -539,7 +539,7 @@ def figures_of(written, outcome):
 def test_metrics_distinguish_training_from_tests(method):
     written = six(method)
     outcome = run(written)
-    found = figures_of(written, outcome)
+    found = metrics_of(written, outcome)
     # Two devices a layer: six casts forward, the results, four layers' losses, and who is a receiver of each.
     assert found["training_casts"] == 12 * (2 * 6 + 2 * 4)
     assert "time_to_80" not in found
@@ -570,7 +570,7 @@ def test_the_time_to_80_percent_excludes_tests():
         None,
     )
     assert step is not None
-    assert figures_of(written, outcome)["time_to_80"] == pytest.approx(
+    assert metrics_of(written, outcome)["time_to_80"] == pytest.approx(
         step * 5 * planned(written)[1].details.slot
     )
 

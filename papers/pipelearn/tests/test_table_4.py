@@ -3,7 +3,7 @@
 import pytest
 
 from testbed.ml.data import load
-from testbed.ml.rounds.figures import DECLARED
+from testbed.ml.rounds.metrics import DECLARED
 from testbed.plan import Plan
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate

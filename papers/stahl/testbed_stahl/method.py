@@ -96,7 +96,7 @@ DECLARED = MetricsSpec(
             ("request", "tile", "owner", "by"),
         ),
     ),
-    figures=(
+    metrics=(
         Metric(
             "tiles_stolen",
             "number",
@@ -148,7 +148,11 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
 
     async def program(self, device: Device, job: DistributedJob) -> None:
         """Send requests from the source; act as a member on every device."""
-        problem, source, options = job.problem, job.plan.lead, job.problem.options
+        problem, source, options = (
+            job.problem,
+            job.plan.coordinator,
+            job.problem.options,
+        )
 
         def member_of(configure: ConfigureMember) -> InferenceMember:
             flow = flow_of(problem, DistributedPlan.model_validate(configure.plan))

@@ -103,7 +103,7 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedD
     described = figures(spread).model_copy(update=_reuse_savings(problem, spread))
     return Plan(
         method=method,
-        lead=source,
+        coordinator=source,
         pieces=pieces(problem, spread),
         step_time=_step_time(problem, spread),
         details=DistributedDetails(distributed=spread.plan, figures=described),
@@ -376,4 +376,8 @@ def part_messages(
         )
     if problem.workload.model.weights is not None:
         for piece in plan.pieces:
-            yield plan.lead, piece.device, BYTES_PER_VALUE * (piece.parameters or 0)
+            yield (
+                plan.coordinator,
+                piece.device,
+                BYTES_PER_VALUE * (piece.parameters or 0),
+            )

@@ -62,7 +62,7 @@ def test_a_plan_travels_as_json_and_says_what_each_device_has_to_do() -> None:
         plan("distributed", posed).model_dump_json()
     ).with_details(DistributedDetails)
     decided = found.details.distributed
-    assert (found.lead, decided.devices[decided.source]) == ("d1", "d1")
+    assert (found.coordinator, decided.devices[decided.source]) == ("d1", "d1")
     assert sum(part.parameters or 0 for part in found.pieces) == posed.model.parameters
     assert sum(part.flops or 0 for part in found.pieces) == posed.model.forward_flops
     assert over(posed, ["d0", "d1", "d2"]) == found.pieces

@@ -275,12 +275,12 @@ def test_faster_devices_take_larger_shares_of_the_same_result(scheme, exchange):
     found = infer(distributed(3, method, {"model": CNN}, devices=devices))
     assert found.error < 1e-4
     work = {
-        name: figures["flops"] for name, figures in figures_of(found)["devices"].items()
+        name: figures["flops"] for name, figures in metrics_of(found)["devices"].items()
     }
     assert work["fast1"] > 1.5 * work["slow"]
 
 
-def figures_of(found):
+def metrics_of(found):
     return metrics(found.outcome, found.experiment, found.plan)
 
 

@@ -68,7 +68,9 @@ class ArrangementController:
         self._records = records
         self._handover = handover
         self._maintenance = maintenance
-        self._rules = DecisionRules(details.threshold, job.plan.lead, problem.seed)
+        self._rules = DecisionRules(
+            details.threshold, job.plan.coordinator, problem.seed
+        )
         names = [device.name for device in problem.devices]
         self._others = [name for name in names if name != mailbox.device.name]
         self._steps = window
@@ -162,9 +164,9 @@ class ArrangementController:
             self._maintenance.stop_maintaining()
 
     def _announce_leaving(self) -> None:
-        """Announce once the departure of this device. The lead scores the tests and cannot leave."""
+        """Announce once the departure of this device. The coordinator scores the tests and cannot leave."""
         me = self._device.name
-        if not self._device.leaving or me == self._rules.lead:
+        if not self._device.leaving or me == self._rules.coordinator:
             return
         if me not in self._leaving:
             self._leaving[me] = None
@@ -192,7 +194,7 @@ class ArrangementController:
         members = [name for name in self.now.devices if name not in self._newcomers]
         self._silent = [name for name in members if is_silent(latest, name)]
         me = self._device.name
-        if self._records.is_cut_off and me != self._rules.lead:
+        if self._records.is_cut_off and me != self._rules.coordinator:
             # A device without links finds all others silent, but it is the silent one for them.
             self._silent = [me]
         self._averages = {name: mean_credibility(table, name) for name in members}

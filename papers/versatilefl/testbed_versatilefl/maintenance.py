@@ -45,7 +45,7 @@ class DynamicUpdate:
 
     def __init__(self, options: VersatileOptions) -> None:
         self.stage = 0
-        """Counted by the lead, which sees the losses, and sent to the others with its casts."""
+        """Counted by the coordinator, which sees the losses, and sent to the others with its casts."""
         self.options = options
         self._window = 0
         """The current window of `stage_window` steps."""
@@ -321,7 +321,7 @@ class Maintenance:
         return work
 
     def observe_loss(self, step: int, loss: float) -> None:
-        """Observe the loss of a step with complete results, on the lead."""
+        """Observe the loss of a step with complete results, on the coordinator."""
         self._update.observe_loss(step, loss)
 
 

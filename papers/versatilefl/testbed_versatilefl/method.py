@@ -9,7 +9,7 @@ from testbed.device import Device
 from testbed.ml.method import Job, Problem
 from testbed.ml.slots.planner import SlotMethod
 from testbed.plan import Plan
-from testbed_versatilefl.figures import DECLARED
+from testbed_versatilefl.metrics import DECLARED
 from testbed_versatilefl.planner import VersatileDetails, VersatileOptions, plan
 
 

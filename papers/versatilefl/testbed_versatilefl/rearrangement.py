@@ -42,7 +42,7 @@ class DecisionRules:
 
     threshold: float
     """C_thres: the group of a device with less credibility is rearranged."""
-    lead: str
+    coordinator: str
     """The device that scores the tests and therefore keeps its place."""
     seed: int
 
@@ -59,8 +59,8 @@ def after_window(
     `GroupLostError`.
     """
     for name in failed:
-        # Without the lead nobody would score the tests: the run fails with it.
-        if name != rules.lead and now.group(name) is not None:
+        # Without the coordinator nobody would score the tests: the run fails with it.
+        if name != rules.coordinator and now.group(name) is not None:
             now = without_device(now, name, averages, rules.seed)
             yield Decision(now, "failure", (name,), frozenset({name}))
     for group in range(len(now.groups)):
@@ -104,9 +104,9 @@ def decide_join(
 ) -> Decision:
     """Return the decision about a device without neurons, after a boot or when its casts arrive again.
 
-    The lead returns to its own place.
+    The coordinator returns to its own place.
     """
-    if device == rules.lead:
+    if device == rules.coordinator:
         after = replace(now, version=now.version + 1)
     else:
         # Whoever restarts before its failure was noticed still has a place, and loses it here.

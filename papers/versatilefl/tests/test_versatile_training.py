@@ -11,7 +11,7 @@ from testbed.common.errors import InputError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
-from testbed_versatilefl.figures import DECLARED
+from testbed_versatilefl.metrics import DECLARED
 from testbed_versatilefl.planner import plan
 from tests.helpers.runs import of, problem_of, run, scenario
 
@@ -151,7 +151,9 @@ def test_metrics_report_losses_by_layer_and_neurons_by_device():
 def test_a_killed_device_is_detected_and_its_neurons_begin_anew_elsewhere():
     written = six({"allocation": "horizontal"})
     planned = devices_of(written)
-    victim = next(name for name in planned.details.devices if name != planned.lead)
+    victim = next(
+        name for name in planned.details.devices if name != planned.coordinator
+    )
     at = 5 * 11 * planned.details.slot
     outcome = run(
         six({"allocation": "horizontal"}, faults=[{"kill": victim, "at": f"{at}s"}])
@@ -178,7 +180,9 @@ def test_a_killed_device_is_detected_and_its_neurons_begin_anew_elsewhere():
 def test_nothing_is_maintained_after_the_steps_of_naive_after():
     method = {"allocation": "hybrid", "naive_after": 15, "naive": "naive-zeros"}
     planned = devices_of(six(method))
-    victim = next(name for name in planned.details.devices if name != planned.lead)
+    victim = next(
+        name for name in planned.details.devices if name != planned.coordinator
+    )
     faults = [{"kill": victim, "at": f"{15 * 4 * planned.details.slot}s"}]
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "5%"}}
     keys = {"faults": faults, "network": network, "workload": {"steps": 60}}
@@ -215,7 +219,9 @@ def test_nothing_is_maintained_after_the_steps_of_naive_after():
 def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share():
     method = {"allocation": "horizontal"}
     planned = devices_of(six(method))
-    victim = next(name for name in planned.details.devices if name != planned.lead)
+    victim = next(
+        name for name in planned.details.devices if name != planned.coordinator
+    )
     step = 11 * planned.details.slot
     faults = [
         {"retire": victim, "at": f"{5 * step}s"},
@@ -255,7 +261,9 @@ def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share
 def test_a_killed_device_that_restarts_joins_again(scored):
     method = {"allocation": "hybrid", "test_results": scored}
     planned = devices_of(six(method))
-    victim = next(name for name in planned.details.devices if name != planned.lead)
+    victim = next(
+        name for name in planned.details.devices if name != planned.coordinator
+    )
     step = 4 * planned.details.slot
     faults = [
         {"kill": victim, "at": f"{10 * step}s"},
@@ -335,7 +343,7 @@ def test_a_device_without_receptions_does_not_declare_all_others_failed(
     victim = planned.details.devices[2]
     others = [name for name in planned.details.devices if name != victim]
     if "when" in when:
-        when = {"when": {"device": planned.lead, **when["when"]}}
+        when = {"when": {"device": planned.coordinator, **when["when"]}}
     lost = [
         {"degrade": {"from": name, "to": victim, "message_loss": "100%"}, **when}
         for name in others
@@ -414,7 +422,7 @@ def test_devices_that_cannot_retire_are_refused(name, device, said):
     written = six(
         {"allocation": "hybrid"}, name, faults=[{"retire": device, "at": "1s"}]
     )
-    assert plan(problem_of(six({"allocation": "hybrid"}))[0]).lead == "worker4"
+    assert plan(problem_of(six({"allocation": "hybrid"}))[0]).coordinator == "worker4"
     with pytest.raises(InputError, match=said):
         prepare(trials(written)[0])
 

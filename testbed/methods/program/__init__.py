@@ -60,7 +60,7 @@ _KEPT = ("TESTBED_TOKEN",)
 
 @dataclass(frozen=True)
 class Ended(Typed, kind="ended", key=("sender",)):
-    """To the lead: my program has ended well."""
+    """To the coordinator: my program has ended well."""
 
 
 class Program(Method[Options]):
@@ -81,7 +81,7 @@ class Program(Method[Options]):
             EventType("exit", "end of a program", (), ("status",)),
             ROUND,
         ),
-        figures=(ROUND_TIME,),
+        metrics=(ROUND_TIME,),
         rows=(
             Row(
                 "Sent",
@@ -92,7 +92,8 @@ class Program(Method[Options]):
     )
 
     def plan(self, problem: Problem[Options]) -> Plan:
-        """Plan without dividing any work. Every device with a program has a link to the lead, which collects the exits.
+        """Plan without dividing any work. Every device with a program has a link to the coordinator, which
+        collects the exits.
 
         Raises `InputError` where such a link is missing, or nothing would end.
         """
@@ -117,7 +118,7 @@ class Program(Method[Options]):
         pieces = tuple(
             Piece(device=name, first=0, last=0, memory=0) for name in programs
         )
-        return Plan(method=self.name, lead=candidate, pieces=pieces)
+        return Plan(method=self.name, coordinator=candidate, pieces=pieces)
 
     def facts(
         self, problem: Problem[Options], plan: Plan, device: str
@@ -130,7 +131,7 @@ class Program(Method[Options]):
         return replace(own, files={name: own.files[name] for name in names}), part
 
     async def program(self, device: Device, job: Job[Options]) -> None:
-        """Run the device's command, if any; the lead then waits for all others."""
+        """Run the device's command, if any; the coordinator then waits for all others."""
         programs = _programs_by_device(job.problem)
         async with Mailbox(device, job.problem.links, (Ended,)) as mailbox:
             part = programs.get(device.name)
@@ -138,10 +139,10 @@ class Program(Method[Options]):
                 work = mailbox.start(execute(device, job.problem, [*programs]))
                 if not part.background:
                     await work
-            if device.name != job.plan.lead:
+            if device.name != job.plan.coordinator:
                 if part is not None and not part.background:
-                    await mailbox.post(job.plan.lead, Ended())
-                # The run ends with the lead's program; a return here would count as a failure.
+                    await mailbox.post(job.plan.coordinator, Ended())
+                # The run ends with the coordinator's program; a return here would count as a failure.
                 await asyncio.Event().wait()
             for name, part in programs.items():
                 if name != device.name and not part.background:

@@ -63,7 +63,7 @@ def load(part: DataPart, place: Path, test_share: float) -> Dataset:
     else:
         changed = _time_of_change(part, place)
     group = part.split.column if isinstance(part.split, SplitPart) else None
-    kept = part.model_copy(update={"train": None, "test": None, "split": "lead"})
+    kept = part.model_copy(update={"train": None, "test": None, "split": "coordinator"})
     return _load_cached(kept.model_dump_json(), place, changed, test_share, group)
 
 

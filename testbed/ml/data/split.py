@@ -37,7 +37,7 @@ def split(
         labels: of all training samples, (samples,).
         classes: number of classes, numbered from 0.
         owners: the devices with data.
-        how: the part ``workload.data.split``; any value but ``lead``, which keeps all samples at the coordinator.
+        how: the part ``workload.data.split``; any value but ``coordinator``, which owns all samples.
         seed: the scenario's seed.
         groups: for each training sample, (samples,), the value of the column named by ``how``; None without a column.
 

@@ -75,6 +75,6 @@ async def load_slices(
     else:
         given = job.weights
         sent = None if given is None else [cut_copies(slices, given) for slices in held]
-        make = partial(dict, await group.scatter(sent, job.plan.lead))
+        make = partial(dict, await group.scatter(sent, job.plan.coordinator))
     state = await group.device.compute(make, Cost(parameters(own)), Span("load"))
     return [SlicedLayer(layer, part, state) for layer, part in own]

@@ -55,7 +55,7 @@ class Exchange(Method[ExchangeOptions]):
             Piece(device=name, first=0, last=0, memory=memory)
             for name in (source, *receivers)
         ]
-        return Plan(method=self.name, lead=source, pieces=tuple(pieces))
+        return Plan(method=self.name, coordinator=source, pieces=tuple(pieces))
 
     def _cast_receivers(
         self, problem: Problem[ExchangeOptions], source: str
@@ -81,7 +81,7 @@ class Exchange(Method[ExchangeOptions]):
     async def program(self, device: Device, job: Job[ExchangeOptions]) -> None:
         """Send or cast on the coordinator, cast on the others if all devices do, and receive messages everywhere."""
         options = job.problem.options
-        is_coordinator = device.name == job.plan.lead
+        is_coordinator = device.name == job.plan.coordinator
         if options.cast and (options.everyone or is_coordinator):
             await self._cast_messages(device, job)
         elif is_coordinator:
@@ -102,9 +102,9 @@ class Exchange(Method[ExchangeOptions]):
         for request, message in _message_sizes(job):
             began = device.now()
             await device.cast(neighbours, message)
-            if device.name == job.plan.lead:
+            if device.name == job.plan.coordinator:
                 device.record("request", request=request, latency=device.now() - began)
-        if device.name == job.plan.lead:
+        if device.name == job.plan.coordinator:
             links = job.problem.links.values()
             # Four standard deviations: hardly any packet of a link with jitter takes longer.
             longest = max(link.delay + 4 * link.jitter for link in links)

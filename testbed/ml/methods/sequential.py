@@ -90,7 +90,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         bottleneck = chain.bottleneck(cuts)
         return Plan(
             method=self.name,
-            lead=problem.devices[0].name,
+            coordinator=problem.devices[0].name,
             pieces=stage_pieces(chain, cuts),
             step_time=max(bottleneck, latency / options.in_flight),
             details=SequentialDetails(

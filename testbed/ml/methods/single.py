@@ -69,14 +69,14 @@ class Single(Method[SingleOptions]):
         whole = Piece(device=chosen, first=0, last=units, memory=memory)
         return Plan(
             method=self.name,
-            lead=chosen,
+            coordinator=chosen,
             pieces=(whole,),
             step_time=costs.whole_seconds(problem, device),
         )
 
     async def program(self, device: Device, job: Job[SingleOptions]) -> None:
         """Train or answer requests on the coordinator; do nothing elsewhere."""
-        if device.name != job.plan.lead:
+        if device.name != job.plan.coordinator:
             return
         assert job.dataset is not None
         problem = job.problem
@@ -96,7 +96,7 @@ class Single(Method[SingleOptions]):
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of the one device; the others have none."""
-        if device != plan.lead:
+        if device != plan.coordinator:
             return frozenset()
         return frozenset({"forward", "backward", "update", "evaluate"})
 

@@ -15,7 +15,7 @@ from testbed.messaging.membership import MEMBERSHIP_KINDS
 from testbed.messaging.typed import Fixed, Numbered, Typed
 from testbed.ml.layers.shard import State
 from testbed.ml.lazy import torch
-from testbed.ml.pipeline.figures import MOVED
+from testbed.ml.pipeline.metrics import MOVED
 
 Purpose = Literal["train", "evaluate", "infer"]
 Stages = Sequence[tuple[str, int, int]]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from testbed.device import Device
 from testbed.ml.method import Job, Method, PlannedMessage, Problem
 from testbed.ml.partition.asynchronous import divisible_limit
-from testbed.ml.pipeline.figures import DECLARED
+from testbed.ml.pipeline.metrics import DECLARED
 from testbed.ml.pipeline.planning import (
     AsynchronousDetails,
     AsynchronousOptions,
@@ -60,7 +60,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         pipeline, cuts = synchronous_cut(problem, all_devices(problem))
         return Plan(
             method=self.name,
-            lead=problem.devices[0].name,
+            coordinator=problem.devices[0].name,
             pieces=stage_pieces(pipeline, cuts),
             step_time=pipeline.step_time(cuts),
             details=PipelineDetails(
@@ -151,7 +151,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         alone = replace(true, links=dict.fromkeys(true.links, Link()))
         return Plan(
             method=self.name,
-            lead=problem.devices[0].name,
+            coordinator=problem.devices[0].name,
             pieces=partitioner.pieces(partition),
             step_time=true.batch_time(partition.cuts),
             details=AsynchronousDetails(

@@ -316,7 +316,7 @@ def stage_messages(
 
     ``by_unit``: initial weights are sent unit by unit, as gathered ones always are.
     """
-    model, lead = problem.model, plan.lead
+    model, lead = problem.model, plan.coordinator
     samples, share = problem.workload.batch_size, problem.options.shares[0]
     before = lead
     for piece in plan.pieces:

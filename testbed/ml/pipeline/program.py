@@ -118,7 +118,7 @@ async def _run_with_checkpoints(
     work: Callable[[Supervisor, CheckpointRecovery, Job[O]], ResumableWork],
 ) -> None:
     """Coordinate on the plan's coordinator; run a stage on every device, with the state the coordinator sends."""
-    problem, lead = job.problem, job.plan.lead
+    problem, lead = job.problem, job.plan.coordinator
     async with _mailbox(device, job, kinds) as mailbox:
         holder = RoleHolder(mailbox, lead)
 
@@ -159,7 +159,7 @@ async def _make_supervisor(
 ) -> Supervisor:
     """Return the supervisor of the stages on the coordinator; elsewhere, wait for its messages until cancelled."""
     problem, options = job.problem, job.problem.options
-    if mailbox.device.name != job.plan.lead:
+    if mailbox.device.name != job.plan.coordinator:
         await holder.serve()
 
     def backlog(part: Piece) -> float:
@@ -183,7 +183,7 @@ class ReplicatingMember:
 
     def __init__(self, mailbox: Mailbox, job: Job[AsynchronousOptions]) -> None:
         self.store = ReplicaStore(mailbox)
-        self.holder = RoleHolder(mailbox, job.plan.lead, self._with_replicas)
+        self.holder = RoleHolder(mailbox, job.plan.coordinator, self._with_replicas)
         self._mailbox = mailbox
         self._job = job
         self._stage: Stage | None = None
@@ -217,7 +217,7 @@ class ReplicatingMember:
 
         def role() -> Stage:
             position = StagePosition.from_message(
-                self._mailbox.device.name, self._job.plan.lead, prepare
+                self._mailbox.device.name, self._job.plan.coordinator, prepare
             )
             stages.append(Stage(self._mailbox, problem, position, updates=updates))
             return stages[0]
@@ -307,7 +307,8 @@ class ReplicatingMember:
         self._watches[measure.target] = LinkWatch(link)
         finite = None if math.isinf(link.rate) else link.rate
         self._mailbox.post(
-            self._job.plan.lead, Measured(measure.configuration, measure.target, finite)
+            self._job.plan.coordinator,
+            Measured(measure.configuration, measure.target, finite),
         )
 
     def _watch_link(self, peer: str, size: float, posted: float) -> None:
@@ -318,7 +319,7 @@ class ReplicatingMember:
         ):
             del self._watches[peer]
             self._mailbox.post(
-                self._job.plan.lead, Deviates(self._mailbox.configuration, peer)
+                self._job.plan.coordinator, Deviates(self._mailbox.configuration, peer)
             )
 
 

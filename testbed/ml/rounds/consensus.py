@@ -55,11 +55,11 @@ class Consensus:
     def __init__(self, mailbox: Mailbox, job: Job, patience: float) -> None:
         """``patience`` is how many seconds after its own report the coordinator waits for other reports."""
         self._mailbox = mailbox
-        self._lead = job.plan.lead
-        self._others = [name for name in job.plan.devices if name != self._lead]
+        self._coordinator = job.plan.coordinator
+        self._others = [name for name in job.plan.devices if name != self._coordinator]
         self._patience = patience
         self._scoring: asyncio.Task[None] | None = None
-        if mailbox.device.name == self._lead:
+        if mailbox.device.name == self._coordinator:
             assert job.dataset is not None
             units = len(job.problem.model.units)
             self._layers = Layers(mailbox.device, job.problem, 0, units)
@@ -67,8 +67,8 @@ class Consensus:
 
     async def report(self, step: int, state: State) -> None:
         """Send a device's weights after a round to the coordinator, which scores incoming weights in the background."""
-        if self._mailbox.device.name != self._lead:
-            self._mailbox.post(self._lead, Snapshot(step, state))
+        if self._mailbox.device.name != self._coordinator:
+            self._mailbox.post(self._coordinator, Snapshot(step, state))
         else:
             self._scoring = self._mailbox.start(
                 self._score_round(step, state, self._scoring)
@@ -142,7 +142,7 @@ def _last_distance(record: RunView) -> float | None:
 
 
 CONSENSUS = MetricsSpec(
-    figures=(
+    metrics=(
         Metric(
             "consensus_distance",
             "number",

@@ -25,9 +25,9 @@ from testbed.ml.rounds.client import (
     train_whole,
     with_server,
 )
-from testbed.ml.rounds.figures import DECLARED
 from testbed.ml.rounds.layers import Layers, LocalDataset
 from testbed.ml.rounds.messages import KINDS
+from testbed.ml.rounds.metrics import DECLARED
 from testbed.ml.rounds.options import GroupOptions, RoundOptions, transfer_of
 from testbed.ml.rounds.planner import Participants, RoundDetails
 from testbed.ml.rounds.rounds import Choose, RoundPolicy, Rounds, choose_all
@@ -119,11 +119,11 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
         """Run the server on the first device, a client on the others."""
         codecs = _message_codecs(job)
         async with Mailbox(device, job.problem.links, KINDS, codecs=codecs) as mailbox:
-            if device.name == job.plan.lead:
+            if device.name == job.plan.coordinator:
                 await self.serve(mailbox, job)
             else:
                 training = local_training(device, job, self.hooks(job.problem.options))
-                await Client(mailbox, job.plan.lead, training).serve()
+                await Client(mailbox, job.plan.coordinator, training).serve()
 
     async def serve(self, mailbox: Mailbox, job: Job[O, RoundDetails]) -> None:
         """Run all rounds in the server's program."""
@@ -143,7 +143,7 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
         """Run rounds on the first device, train the first layers on the others."""
         hooks = self.hooks(job.problem.options)
-        server = job.plan.lead
+        server = job.plan.coordinator
         codecs = _message_codecs(job)
         async with Mailbox(device, job.problem.links, KINDS, codecs=codecs) as mailbox:
             if device.name == server:

@@ -377,7 +377,7 @@ def plan(
         step_time = max(times) + averaging
     result: Plan[RoundDetails] = Plan(
         method=method,
-        lead=server.name,
+        coordinator=server.name,
         pieces=tuple(pieces),
         step_time=step_time,
         details=RoundDetails(portions=dict(portions)),
@@ -418,7 +418,7 @@ def round_messages(
     """Yield the largest messages between the server and each device with data."""
     model = problem.model
     encoding = transfer_of(problem.options)
-    server = plan.lead
+    server = plan.coordinator
     for name, portion in plan.details.portions.items():
         units = model.units[: portion.split]
         state = costs.weight_bytes(units, problem.training)

@@ -196,13 +196,13 @@ def best_order(wanted: Matrix, ratios: Matrix) -> Order:
     return max(orders, key=_make_scorer(wanted, ratios))
 
 
-def choose_coordinator(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:
+def choose_informer(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:
     """Return the device of the highest closeness centrality on expected transmissions; the first on ties.
 
     A link of reception ratio p takes 1/p transmissions on average; distances are those of the cheapest paths away from
     the device (Floyd and Warshall). A pair missing in ``ratios``, or with ratio 0, has no link.
 
-    >>> choose_coordinator("abc", {("a", "b"): 0.5, ("b", "a"): 0.5, ("b", "c"): 0.9, ("c", "b"): 0.9})
+    >>> choose_informer("abc", {("a", "b"): 0.5, ("b", "a"): 0.5, ("b", "c"): 0.9, ("c", "b"): 0.9})
     'b'
     """
     distances: dict[Pair, float] = {}

@@ -91,7 +91,7 @@ class SlotDetails(Details):
     """First layer of each group, and the one behind its last; layer 0 is the input layer."""
     devices: tuple[str, ...]
     """By super neuron, group after group."""
-    coordinator: str
+    informer: str
     """The device with the highest closeness centrality on expected transmissions; it would plan."""
     score: float
     """Sum of the Hadamard product of connectivity and reception ratios."""
@@ -220,20 +220,22 @@ def plan(
         _computation_seconds(problem, held, layer, batch_size)
         for layer in range(len(neurons))
     ]
-    # The lead records losses and scores, so that it needs the results; the coordinator is the paper's.
-    lead = held.holders(held.output)[0]
-    coordinator = mapping.choose_coordinator(names, ratios)
+    # The coordinator records losses and scores, so it needs the results; the informer is the paper's coordinator.
+    coordinator = held.holders(held.output)[0]
+    informer = mapping.choose_informer(names, ratios)
     begin = 0.0
     if problem.workload.model.weights is not None:
         parameters = sum(unit.parameters for unit in problem.model.units)
-        begin += _distribution_seconds(problem, lead, BYTES_PER_VALUE * parameters)
+        begin += _distribution_seconds(
+            problem, coordinator, BYTES_PER_VALUE * parameters
+        )
     if informs:
         ranges = sum(map(len, held.layers))
-        begin += _distribution_seconds(problem, coordinator, BYTES_OF_RANGE * ranges)
+        begin += _distribution_seconds(problem, informer, BYTES_OF_RANGE * ranges)
     details = SlotDetails(
         groups=tuple((group.start, group.stop) for group in held.groups),
         devices=held.devices,
-        coordinator=coordinator,
+        informer=informer,
         score=score,
         reception=fmean(ratios.values()) if ratios else 1.0,
         pipelined=options.pipelined,
@@ -247,7 +249,7 @@ def plan(
     )
     return Plan(
         method=method,
-        lead=lead,
+        coordinator=coordinator,
         pieces=tuple(
             _make_placement(problem, table, held, name) for name in held.devices
         ),

@@ -150,7 +150,7 @@ class SlotProgram:
         self._mailbox = mailbox
         self._device = mailbox.device
         self._table = table
-        self._leads = job.plan.lead == mailbox.device.name
+        self._is_coordinator = job.plan.coordinator == mailbox.device.name
         self._training = MicroBatches(
             Training(job.dataset, problem.workload, problem.seed), table.micro
         )
@@ -191,7 +191,7 @@ class SlotProgram:
             scores = TestRuns(
                 job.dataset, test_batch(problem), problem.options.test_runs
             )
-            self._gathering = Gathering(mailbox, job.plan.lead, scores)
+            self._gathering = Gathering(mailbox, job.plan.coordinator, scores)
         self._evaluations: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -215,7 +215,7 @@ class SlotProgram:
             await weights.send_final_weights(
                 self._mailbox, self._job, self._neurons, self._arranging.now, until
             )
-        if self._leads and self._evaluated < last.trained:
+        if self._is_coordinator and self._evaluated < last.trained:
             text = f"the evaluation after step {last.trained} is lost: the coordinator {self._device.name} was off or "
             text += f"had no neurons when the last timeslot ended at {last.end:.1f} s: "
             text += "train more, or end the fault earlier"
@@ -338,13 +338,13 @@ class SlotProgram:
             layer, number, self._training.samples(batch)
         )
         usable = await self._on_missing.usable_results(arrived)
-        if usable.values is None and not self._leads:
+        if usable.values is None and not self._is_coordinator:
             return usable
         values, whole = usable.values, self._training.whole
         results = arrived.joined_values() if values is None else values
         logarithms = torch.log_softmax(results, dim=1)
         labels = self._training.labels(batch)
-        if self._leads:
+        if self._is_coordinator:
             loss = functional.nll_loss(logarithms, labels, reduction="sum") / whole
             self._note_loss(batch, float(loss), is_exact=values is not None)
         if values is None:
@@ -369,7 +369,7 @@ class SlotProgram:
 
     def _score_tests(self, segment: SlotSegment, before: int) -> None:
         """Score the test batches before this one by the results received here, as in `_note_loss`."""
-        if not self._leads and self._gathering is None:
+        if not self._is_coordinator and self._gathering is None:
             return
         output = self._arranging.now.output
         for test in self._tests.unscored_batches(before):
@@ -388,18 +388,18 @@ class SlotProgram:
             return
         for passing, tally in self._exchange.tally.items():
             self._device.record("passed", to=passing, due=tally.due, came=tally.came)
-        if self._leads:
+        if self._is_coordinator:
             self._device.record("tests", step=segment.trained)
 
     def _evaluate_tests(self, segment: SlotSegment) -> None:
         """Score the last test batches on the coordinator and, if results are gathered, on its peers."""
         now, gathering = self._arranging.now, self._gathering
         is_peer = gathering is not None and self._device.name in now.holders(now.output)
-        if not self._leads and not is_peer:
+        if not self._is_coordinator and not is_peer:
             return
         self._score_tests(segment, len(self._tests))
         scores = self._tests.finish()
-        if not self._leads:
+        if not self._is_coordinator:
             return
         self._evaluated = segment.trained
         if gathering is None:

@@ -135,7 +135,7 @@ class Gathering:
     def __init__(self, mailbox: Mailbox, lead: str, scores: TestRuns) -> None:
         """``scores`` counts gathered results, one call per complete test batch."""
         self._mailbox = mailbox
-        self._lead = lead
+        self._coordinator = lead
         self._scores = scores
         self._computed: dict[int, tuple[Channels, torch.Tensor]] = {}
         """By test batch: the own neurons and their outputs."""
@@ -155,10 +155,10 @@ class Gathering:
             own, outputs = self._computed.pop(test)
             computed[:, list(own)] = outputs
         message = Tested(step, test, computed, right)
-        if self._mailbox.device.name == self._lead:
+        if self._mailbox.device.name == self._coordinator:
             self._own[test] = message
         else:
-            self._sent.append(self._mailbox.post(self._lead, message))
+            self._sent.append(self._mailbox.post(self._coordinator, message))
 
     async def wait_until_sent(self, until: float) -> None:
         """Return once all sent results have arrived, or at an instant, in seconds."""
@@ -191,7 +191,7 @@ class Gathering:
     ) -> list[Tested]:
         received = [self._own[test]]
         for name in devices:
-            if name == self._lead:
+            if name == self._coordinator:
                 continue
             key = (step, test, name)
             message = await self._mailbox.take(Tested, key, deadline=until)

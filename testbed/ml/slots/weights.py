@@ -87,7 +87,7 @@ async def receive_initial_weights(
         return GivenWeights(dict(job.weights or {}))
 
     given = await request_data(
-        mailbox, job.plan.lead, NeedsWeights, GivenWeights, make_answer
+        mailbox, job.plan.coordinator, NeedsWeights, GivenWeights, make_answer
     )
     return given.state
 
@@ -103,7 +103,7 @@ async def send_final_weights(
 
     Devices that are off contribute their initial weights.
     """
-    device, lead = mailbox.device, job.plan.lead
+    device, lead = mailbox.device, job.plan.coordinator
     own = _own_weights(neurons)
     if device.name != lead:
         timeout = max(0.0, until - device.now())

@@ -90,7 +90,7 @@ def test_a_sweep_leaves_the_files_that_it_leaves_here(client, tmp_path: Path) ->
     there = api.sweep(
         scenario(), {"seed": [1, 2, 3]}, tmp_path / "there", cluster=client
     )
-    assert [each.figures for each in there] == [each.figures for each in here]
+    assert [each.metrics for each in there] == [each.metrics for each in here]
     assert kept(tmp_path / "there") == kept(tmp_path / "here")
     page = next((tmp_path / "there").rglob("report.html")).read_text()
     assert str(tmp_path / "there") in page
@@ -107,8 +107,8 @@ def test_files_of_each_point_travel(client, tmp_path: Path) -> None:
     given = api.load(tmp_path / "scenario.yaml")
     here = api.sweep(given, out=tmp_path / "here")
     there = api.sweep(given, out=tmp_path / "there", cluster=client)
-    assert [each.figures for each in there] == [each.figures for each in here]
-    assert here[0].figures["duration"] > here[1].figures["duration"]
+    assert [each.metrics for each in there] == [each.metrics for each in here]
+    assert here[0].metrics["duration"] > here[1].metrics["duration"]
 
 
 def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
@@ -116,7 +116,7 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
 ) -> None:
     monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.deadly)
     monkeypatch.setattr(
-        "testbed_controller.api.executors.load_figures",
+        "testbed_controller.api.executors.load_metrics",
         lambda place: type("Run", (), {"path": place}),
     )
     done: list[int] = []
@@ -138,7 +138,7 @@ def test_only_those_are_given_up_that_were_under_way_as_workers_died(
 ) -> None:
     monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.deadly_twice)
     monkeypatch.setattr(
-        "testbed_controller.api.executors.load_figures",
+        "testbed_controller.api.executors.load_metrics",
         lambda place: type("Run", (), {"path": place}),
     )
     monkeypatch.setattr(

@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
 
 def test_a_run_has_figures_tables_and_plots(tmp_path: Path) -> None:
     run = simulate(build(**SMALL), tmp_path / "one")
-    assert run.figures["steps"] == 4
+    assert run.metrics["steps"] == 4
     assert [row["step"] for row in run.rows("steps")] == [0, 1, 2, 3]
     assert {row["event"] for row in run.rows("events")} >= {"compute", "step"}
     assert set(run.plots) == {"Loss", "Time per step"}
@@ -50,7 +50,7 @@ def test_a_run_has_figures_tables_and_plots(tmp_path: Path) -> None:
 
 def test_it_runs_where_a_loop_runs_already(tmp_path: Path) -> None:
     async def cell() -> float:
-        return float(simulate(build(**SMALL), tmp_path / "one").figures["accuracy"])
+        return float(simulate(build(**SMALL), tmp_path / "one").metrics["accuracy"])
 
     assert 0 <= asyncio.run(cell()) <= 1
 

@@ -34,7 +34,7 @@ def test_the_figures_are_the_same_and_the_large_files_are_not_there(
     assert (
         len(json.loads((bare / "summary.json").read_text())["points"][0]["runs"]) == 2
     )
-    assert files.load_figures(first).metrics["tokens_lost"] == 1
+    assert files.load_metrics(first).metrics["tokens_lost"] == 1
     with pytest.raises(
         InputError,
         match="has no events, as it was run with --no-events: run it again without",

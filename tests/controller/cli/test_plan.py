@@ -27,7 +27,7 @@ class Rounds(Details):
 
 STAR = Plan(
     method="star",
-    lead="server",
+    coordinator="server",
     pieces=(
         Piece(device="one", first=0, last=2, memory=1e6),
         Piece(device="server", first=2, last=4, memory=2e6, copy_for="one"),
@@ -57,7 +57,7 @@ def test_details_travel_as_json_and_are_read_as_the_method_declares_them():
 
 
 def test_a_plan_without_details():
-    bare = Plan(method="ring", lead="a", pieces=())
+    bare = Plan(method="ring", coordinator="a", pieces=())
     assert bare.model_dump(mode="json")["details"] == {}
     assert (
         Plan.model_validate_json(bare.model_dump_json()).with_details(Details) == bare
@@ -71,7 +71,7 @@ def star(monkeypatch):
     def plan(self, problem):
         return Plan(
             method="pipeline",
-            lead="a",
+            coordinator="a",
             pieces=(
                 Piece(device="a", first=0, last=2, memory=1e6, copy_for="b"),
                 Piece(device="a", first=1, last=2, memory=2e6, part="outputs 0 to 3"),

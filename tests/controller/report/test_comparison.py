@@ -18,7 +18,7 @@ from testbed_controller.cli.report import compare as compare_command
 from testbed_controller.cli.report import report as report_command
 from testbed_controller.report import drawing, sweep
 from testbed_controller.report.charts import Axis, Line, LinePlot
-from testbed_controller.report.comparison import figures_of, plots, render, show
+from testbed_controller.report.comparison import metrics_of, plots, render, show
 from testbed_controller.report.tables import VisibleConsole, latex
 from testbed_controller.results import files
 from testbed_controller.results.comparison import compare, side_by_side
@@ -267,7 +267,7 @@ def test_all_columns_fit_a_narrow_terminal(tmp_path: Path) -> None:
         Console(file=text, width=80),
         compare(
             side_by_side(
-                [files.load_figures(place) for place in files.places(tmp_path)]
+                [files.load_metrics(place) for place in files.places(tmp_path)]
             )
         ),
     )
@@ -354,7 +354,7 @@ def test_all_points_of_a_sweep_are_drawn_in_the_order_of_the_scenario(
             )
         )
     summarize(tmp_path, runs)
-    again = [files.load_figures(place) for place in files.places(tmp_path)]
+    again = [files.load_metrics(place) for place in files.places(tmp_path)]
     labels = [f"rate={rate}" for rate in rates]
     drawn = drawing.draw(next(iter(plots(side_by_side(again))))[2])
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == labels
@@ -409,7 +409,7 @@ def test_tables_of_sweeps_and_comparisons_are_written_for_latex(tmp_path: Path) 
 def test_latex_tables_hold_no_sign_that_pdflatex_refuses(tmp_path: Path) -> None:
     simulated = written(tmp_path / "b", runtime="simulate", links=[], fidelity={})
     compared = compare(side_by_side([written(tmp_path / "a"), simulated]))
-    table = latex(figures_of(compared))
+    table = latex(metrics_of(compared))
     assert "simulated" in table
     assert table.isascii()
 

@@ -43,7 +43,7 @@ def laps(metrics: Metrics) -> str:
 
 
 DECLARED = MetricsSpec(
-    figures=(
+    metrics=(
         Metric("worst_loss", "number", "of any step", losses),
         Metric("never", "seconds", "none", lambda _: None),
     ),

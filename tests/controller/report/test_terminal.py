@@ -275,7 +275,7 @@ def test_programs_have_no_figures_that_nobody_knows(tmp_path: Path) -> None:
     ]
     plan = Plan(
         method="program",
-        lead="a",
+        coordinator="a",
         pieces=tuple(Piece(device=name, first=0, last=0, memory=0.0) for name in "ab"),
     )
     folder = recorded.write(

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from testbed.common.formats import escape_control
 from testbed_controller.cli.main import testbed
-from testbed_controller.results.files import load, load_figures
+from testbed_controller.results.files import load, load_metrics
 from tests.helpers import ROOT
 
 
@@ -56,7 +56,7 @@ def test_figures_of_an_own_method_are_those_that_it_computed(folder: Path) -> No
     assert written["late"] >= 2
     assert (
         load(folder).metrics["late"]
-        == load_figures(folder).metrics["late"]
+        == load_metrics(folder).metrics["late"]
         == written["late"]
     )
     assert all(one.holds for one in load(folder).expectations)

@@ -318,10 +318,10 @@ def test_figures_are_read_without_the_events_where_they_were_written(
     )
     run = files.load(place)
     (place / "events.jsonl").write_text("damaged\n")
-    assert files.load_figures(place) == run.alone()
+    assert files.load_metrics(place) == run.alone()
     (place / "metrics.json").write_text('{"status": "finished"}')
     with pytest.raises(InputError, match=r"events\.jsonl:1"):
-        files.load_figures(place)  # figures of an older version are computed again
+        files.load_metrics(place)  # figures of an older version are computed again
 
 
 def test_figures_of_a_run_that_was_cut_off_are_computed(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_figures_of_a_run_that_was_cut_off_are_computed(tmp_path: Path) -> None:
     )
     for event in recorded.events()[:20]:
         begun.event(event)
-    found = files.load_figures(begun.path)
+    found = files.load_metrics(begun.path)
     assert found == files.load(begun.path).alone()
     assert found.metrics["status"] == "interrupted"
 

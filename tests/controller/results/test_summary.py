@@ -45,7 +45,7 @@ def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None
                 tmp_path / run_name(trial), trial, recorded.plan(), recorded.outcome()
             )
     summary = summarize(
-        tmp_path, [files.load_figures(place) for place in files.places(tmp_path)]
+        tmp_path, [files.load_metrics(place) for place in files.places(tmp_path)]
     )
     assert [point["point"] for point in summary["points"]] == [
         {"network.link.rate": "8mbit"},

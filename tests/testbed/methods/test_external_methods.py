@@ -33,7 +33,7 @@ class Nothing(Method):
     name = "nothing"
 
     def plan(self, problem):
-        return Plan(method=self.name, lead=problem.devices[0].name, pieces=())
+        return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
 
     async def program(self, device, job):
         raise RuntimeError("never started")
@@ -49,7 +49,7 @@ def written(folder: Path, text: str) -> Path:
 def test_the_method_of_a_file_plans_and_declares() -> None:
     prepared = prepare(trials(load(RING))[0])
     assert prepared.plan.method == "ring"
-    assert [figure.name for figure in prepared.method.declared.figures] == [
+    assert [figure.name for figure in prepared.method.declared.metrics] == [
         "tokens_lost"
     ]
 
@@ -187,7 +187,7 @@ def test_figures_of_a_method_may_not_take_names_that_there_are(tmp_path: Path) -
         "from testbed.trace.metrics_spec import MetricsSpec, Metric\n"
         + SMALL.replace(
             "    name =",
-            "    declared = MetricsSpec(figures=(Metric('loss', 'number', 'x', None),))\n    name =",
+            "    declared = MetricsSpec(metrics=(Metric('loss', 'number', 'x', None),))\n    name =",
         )
     )
     with pytest.raises(InputError, match="two figures are called 'loss'"):

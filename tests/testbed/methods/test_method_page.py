@@ -8,7 +8,7 @@ from testbed.scenario.expect import evaluate
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
-from testbed.trace.registry import figures_of
+from testbed.trace.registry import metrics_of
 from tests.helpers import ROOT
 
 EXAMPLES = ROOT / "scenarios" / "examples"
@@ -46,7 +46,7 @@ def test_the_example_goes_on_without_the_device_that_died():
     assert outcome.status == "finished", outcome.error
     declared = prepared.method.declared
     found = metrics(outcome, prepared.experiment, prepared.plan, declared)
-    results = evaluate(prepared.scenario.expect, found, figures_of(declared))
+    results = evaluate(prepared.scenario.expect, found, metrics_of(declared))
     assert {result.key for result in results} >= {"late"}
     assert all(result.holds for result in results)
     late = [event.fields["late"] for event in outcome.events if event.event == "mean"]

@@ -63,7 +63,8 @@ def test_an_error_of_a_program_is_located_in_the_users_files_alone(
     first, *others = (outcome.error or "").splitlines()
     assert first.endswith(f"{tmp_path}/helper.py:7: KeyError: 'x'")
     assert [line.split(":")[0].strip() for line in others] == [
-        f"{tmp_path}/ring.py",
+        f"{tmp_path}/ring.py",  # program
+        f"{tmp_path}/ring.py",  # pass_tokens
         f"{tmp_path}/helper.py",
     ]
 

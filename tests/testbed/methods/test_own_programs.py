@@ -50,9 +50,10 @@ def test_the_hub_of_a_star_waits_for_the_leaves_whether_its_program_ends_or_not(
     None
 ):
     background = "workload.programs={hub: {command: serve, background: true}, leaf: {command: ask}}"
-    assert prepared(*STAR, background).plan.lead == "hub"
+    assert prepared(*STAR, background).plan.coordinator == "hub"
     assert (
-        prepared(*STAR, "workload.programs={leaf: {command: ask}}").plan.lead == "hub"
+        prepared(*STAR, "workload.programs={leaf: {command: ask}}").plan.coordinator
+        == "hub"
     )
     without_hub = "network={topology: explicit, links: [{between: [leaf1, hub], rate: 1mbit, delay: 1ms}]}"
     with pytest.raises(

@@ -22,7 +22,7 @@ def cut_at(*cuts):
             names, itertools.pairwise((0, *cuts, UNITS)), strict=False
         )
     )
-    return Plan(method="pipeline", lead="source", pieces=parts)
+    return Plan(method="pipeline", coordinator="source", pieces=parts)
 
 
 def assert_same(weights, model, tolerance=2e-6):

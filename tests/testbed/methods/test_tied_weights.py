@@ -138,16 +138,16 @@ def test_the_plan_counts_what_tied_gradients_take(tmp_path: Path) -> None:
         "workload.method": {"name": "pipeline", "stages": 2},
     }
     result = run(tmp_path, slow)
-    assert result.figures["predicted_step_time"] > 2 * 30 * 16 * 4 * 8 / 1e5
-    assert result.figures["step_time"] == pytest.approx(
-        result.figures["predicted_step_time"], rel=0.15
+    assert result.metrics["predicted_step_time"] > 2 * 30 * 16 * 4 * 8 / 1e5
+    assert result.metrics["step_time"] == pytest.approx(
+        result.metrics["predicted_step_time"], rel=0.15
     )
 
 
 def test_timing_only_sends_as_much(tmp_path: Path) -> None:
     numbers = run(tmp_path / "full", {})
     shapes = run(tmp_path / "none", {"workload.numerics": "none"})
-    assert shapes.figures["bytes_sent"] == numbers.figures["bytes_sent"]
+    assert shapes.metrics["bytes_sent"] == numbers.metrics["bytes_sent"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from testbed.common.conditions import parse_condition
 from testbed.methods import METHODS
 from testbed.scenario.expect import evaluate
 from testbed.trace.metrics_spec import Metric, MetricsSpec
-from testbed.trace.registry import COMMON, figures_of, metric_kind
+from testbed.trace.registry import COMMON, metric_kind, metrics_of
 
 
 @pytest.mark.parametrize(
@@ -136,16 +136,16 @@ def test_a_method_adds_figures_under_names_of_their_own():
     laps = Metric(
         "laps", "number", "rounds of the token", lambda record: len(record.of("lap"))
     )
-    assert figures_of(MetricsSpec(figures=(laps,)))["laps"] is laps
+    assert metrics_of(MetricsSpec(metrics=(laps,)))["laps"] is laps
     with pytest.raises(ValueError, match="two figures are called 'loss'"):
-        figures_of(
-            MetricsSpec(figures=(Metric("loss", "number", "x", lambda record: None),))
+        metrics_of(
+            MetricsSpec(metrics=(Metric("loss", "number", "x", lambda record: None),))
         )
 
 
 def test_figures_of_all_methods_have_names_and_meanings():
     for method in METHODS.values():
-        for name, figure in figures_of(method.declared).items():
+        for name, figure in metrics_of(method.declared).items():
             assert re.fullmatch(
                 r"((layer|device)s\.<\2>\.)?[a-z][a-z_0-9]*|metrics\.<metric>", name
             )

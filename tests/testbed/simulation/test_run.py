@@ -38,7 +38,7 @@ class Program(Method):
         self.function = function
 
     def plan(self, problem):
-        return Plan(method=self.name, lead="source", pieces=())
+        return Plan(method=self.name, coordinator="source", pieces=())
 
     async def program(self, device: Device, job: Job) -> None:
         await self.function(device, job)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from testbed.trace.course import FIGURES
+from testbed.trace.course import METRICS
 from tests.helpers import recorded
 
 
 def values(**changes: Any) -> dict[str, Any]:
     record = recorded.calm_record(**changes)
-    return {figure.name: figure.compute(record) for figure in FIGURES}
+    return {figure.name: figure.compute(record) for figure in METRICS}
 
 
 def test_a_run_lasts_until_its_leads_program_has_ended() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.plan import Piece, Plan
-from testbed.trace.devices import FIGURES, OF_DEVICES, devices
+from testbed.trace.devices import METRICS, OF_DEVICES, devices
 from testbed.trace.events import Event
 from testbed.trace.record import RunView
 from tests.helpers import recorded
@@ -173,7 +173,7 @@ def test_energy_is_that_of_the_time_up_and_more_while_computing() -> None:
     # a computes 2.6 s of 8.6 s; b is down for 1.08 s of them, in which it draws nothing, and computes 2.42 s.
     assert found["a"]["energy"] == pytest.approx(2.0 * 8.6 + 3.0 * 2.6)
     assert found["b"]["energy"] == pytest.approx(1.0 * (8.6 - 1.08) + 2.0 * 2.42)
-    energy = next(figure for figure in FIGURES if figure.name == "energy")
+    energy = next(figure for figure in METRICS if figure.name == "energy")
     assert energy.compute(record) == pytest.approx(
         found["a"]["energy"] + found["b"]["energy"]
     )
@@ -183,7 +183,7 @@ def test_energy_of_all_is_known_only_where_it_is_known_of_each() -> None:
     record = with_devices(recorded.record(), a={"watts": (2.0, 5.0)}, b={"watts": None})
     assert "energy" not in devices(record)["b"]
     assert (
-        next(figure for figure in FIGURES if figure.name == "energy").compute(record)
+        next(figure for figure in METRICS if figure.name == "energy").compute(record)
         is None
     )
 
@@ -222,7 +222,7 @@ def test_a_device_that_does_nothing_is_idle_and_counts_in_no_mean_unless_the_pla
     found = devices(record)
     assert found["spare"]["idle_share"] == 1.0
     assert "units" not in found["spare"]
-    means = {figure.name: figure.compute(record) for figure in FIGURES}
+    means = {figure.name: figure.compute(record) for figure in METRICS}
     assert means["idle_share"] == pytest.approx(
         (found["a"]["idle_share"] + found["b"]["idle_share"]) / 2
     )
@@ -262,9 +262,9 @@ def test_many_devices_take_no_longer_each_than_a_few() -> None:
     specs = tuple(replace(spec, name=name) for name in names)
     record.experiment = replace(record.experiment, devices=specs)
     pieces = tuple(Piece(device=name, first=0, last=1, memory=1.0) for name in names)
-    record.plan = Plan(method="federated", lead=names[0], pieces=pieces)
+    record.plan = Plan(method="federated", coordinator=names[0], pieces=pieces)
     began = process_time()
     assert [
-        figure.compute(record) for figure in FIGURES if figure.name == "compute_share"
+        figure.compute(record) for figure in METRICS if figure.name == "compute_share"
     ] == [1.0]
     assert process_time() - began < 2

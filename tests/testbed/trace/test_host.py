@@ -32,7 +32,7 @@ def test_processor_time_is_parted_into_computing_and_what_emulation_takes_beside
         "shaper": 1.5,
         "controller": 0.5,
     }
-    found = {figure.name: figure.compute(record) for figure in host.FIGURES}
+    found = {figure.name: figure.compute(record) for figure in host.METRICS}
     assert found["overhead"] == 1.0
     assert found["processor_agents"] == 2.0
 
@@ -42,4 +42,4 @@ def test_a_run_in_which_nobody_counted_has_no_processor_time() -> None:
     without_shaper = recorded.record(
         events=[*recorded.events(), *took(("a", 1.0, 1.0))], fidelity={}
     )
-    assert {figure.compute(without_shaper) for figure in host.FIGURES} == {None}
+    assert {figure.compute(without_shaper) for figure in host.METRICS} == {None}

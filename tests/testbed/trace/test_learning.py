@@ -9,7 +9,7 @@ import pytest
 
 from testbed.common.formats import number
 from testbed.trace.events import Event
-from testbed.trace.learning import FIGURES, ROWS
+from testbed.trace.learning import METRICS, ROWS
 from tests.helpers import recorded
 from tests.helpers.recorded import calm, figures
 
@@ -31,7 +31,7 @@ def values(*evaluations: tuple[float, dict[str, Any]]) -> dict[str, Any]:
     ]
     events += [Event(time, "a", "evaluate", fields) for time, fields in evaluations]
     record = recorded.calm_record(events=sorted(events, key=lambda event: event.time))
-    return {figure.name: figure.compute(record) for figure in FIGURES}
+    return {figure.name: figure.compute(record) for figure in METRICS}
 
 
 def test_the_last_evaluation_counts_and_not_the_best() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testbed.trace.events import Event
-from testbed.trace.recovery import FIGURES, LAST_ROWS, ROWS, faults, recovery_list
+from testbed.trace.recovery import LAST_ROWS, METRICS, ROWS, faults, recovery_list
 from tests.helpers import recorded
 from tests.helpers.recorded import figures
 
@@ -62,7 +62,7 @@ def values(*events: Event) -> dict[str, Any]:
         [*recorded.events(faulty=False), *events], key=lambda event: event.time
     )
     record = recorded.record(events=whole)
-    return {figure.name: figure.compute(record) for figure in FIGURES}
+    return {figure.name: figure.compute(record) for figure in METRICS}
 
 
 def test_the_longest_of_several_recoveries_counts_in_each_of_its_parts() -> None:
@@ -127,7 +127,7 @@ def test_what_mends_is_listed_and_not_counted_as_a_fault() -> None:
         ("restart", True, None),
     ]
     assert (
-        next(figure for figure in FIGURES if figure.name == "faults").compute(record)
+        next(figure for figure in METRICS if figure.name == "faults").compute(record)
         == 1
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 from testbed.network.link import Link
 from testbed.trace.events import Event
-from testbed.trace.traffic import FIGURES, links
+from testbed.trace.traffic import METRICS, links
 from testbed.wire.framing import cast_wire_bytes, wire_bytes
 from tests.helpers import recorded
 from tests.helpers.recorded import calm, figures
@@ -155,7 +155,7 @@ def test_bytes_in_all_are_those_of_messages_and_those_of_the_kernel_where_it_cou
     None
 ):
     record = recorded.calm_record(fidelity={"sent": {"a": 700, "b": 50}})
-    found = {figure.name: figure.compute(record) for figure in FIGURES}
+    found = {figure.name: figure.compute(record) for figure in METRICS}
     # Five steps, a message of 100 kB there and one back in each.
     assert (found["messages"], found["bytes_sent"], found["bytes_received"]) == (
         10,
@@ -169,7 +169,7 @@ def test_bytes_in_all_are_those_of_messages_and_those_of_the_kernel_where_it_cou
         None,
     )
     assert (
-        next(each for each in FIGURES if each.name == "wire_bytes").compute(
+        next(each for each in METRICS if each.name == "wire_bytes").compute(
             recorded.calm_record()
         )
         is None

@@ -139,7 +139,7 @@ def test_noise_is_the_same_in_however_many_parts(tmp_path: Path) -> None:
         found.append(
             [
                 *(each["loss"] for each in result.rows("steps")),
-                result.figures["test_loss"],
+                result.metrics["test_loss"],
             ]
         )
     assert found[0] == pytest.approx(found[1], abs=1e-6)

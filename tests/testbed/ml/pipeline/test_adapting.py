@@ -47,7 +47,7 @@ def slowed(planned, *slowdowns):
     return pipeline_over(problem, NAMES, capacities=slowdowns)
 
 
-def figures_of(planned, outcome):
+def metrics_of(planned, outcome):
     (trial,) = trials(planned)
     plan = METHODS["ftpipehd"].plan(problem_of(planned)[0])
     return metrics(outcome, trial.experiment, plan, METHODS["ftpipehd"].declared)
@@ -119,12 +119,12 @@ def test_a_repartition_loses_no_batch_and_moves_but_the_missing_units():
     state = costs.state_bytes(missing, problem.training)
     assert len(received) == len(missing) > 0
     assert state < sum(received) < state + 700 * len(missing)  # headers
-    assert figures_of(planned, outcome)["repartition_bytes"] == sum(received)
+    assert metrics_of(planned, outcome)["repartition_bytes"] == sum(received)
 
 
 def test_the_busiest_stage_hardly_ever_rests():
     planned = adapting(devices=UNEQUAL, steps=60)
-    figures = figures_of(planned, run(planned))
+    figures = metrics_of(planned, run(planned))
     pipeline = slowed(planned, 1, 4, 4)
     assert figures["busiest_share"] >= 0.95
     assert figures["step_time_after"] == pytest.approx(

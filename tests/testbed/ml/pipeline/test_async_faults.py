@@ -395,7 +395,7 @@ def test_the_central_node_gone_for_good_is_said_in_one_line():
     assert outcome.status == "failed"
     assert (
         outcome.error
-        == "source is down; it leads the run: end its fault by 'for', or restart it"
+        == "source is down; it is the coordinator of the run: end its fault by 'for', or restart it"
     )
 
 

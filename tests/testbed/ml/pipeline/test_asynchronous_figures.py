@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from testbed.ml.pipeline.figures import DECLARED
+from testbed.ml.pipeline.metrics import DECLARED
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from testbed_controller.report import html, terminal

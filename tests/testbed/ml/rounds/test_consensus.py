@@ -58,13 +58,13 @@ def test_figures_are_those_of_the_last_time() -> None:
     )
     found = {
         figure.name: figure.compute(recorded.calm_record(events=events))
-        for figure in CONSENSUS.figures
+        for figure in CONSENSUS.metrics
     }
     assert found == {
         "consensus_distance": 4.0,
         "mean_device_accuracy": pytest.approx(0.7),
         "least_device_accuracy": 0.5,
     }
-    assert {figure.compute(recorded.calm_record()) for figure in CONSENSUS.figures} == {
+    assert {figure.compute(recorded.calm_record()) for figure in CONSENSUS.metrics} == {
         None
     }

@@ -15,7 +15,7 @@ from testbed.ml.slots import arrangement
 from testbed.ml.slots.arrangement import devices_of, layer_groups
 from testbed.ml.slots.mapping import (
     best_order,
-    choose_coordinator,
+    choose_informer,
     climbed_order,
     connectivity,
     count_transmissions,
@@ -289,7 +289,7 @@ def test_the_coordinator_is_nearest_to_all_in_expected_transmissions():
     # b reaches both in 1 / 0.9; a reaches c better by way of b than by itself.
     links = {("a", "b"): 0.9, ("b", "c"): 0.9, ("a", "c"): 0.1}
     both = {**links, **{(b, a): ratio for (a, b), ratio in links.items()}}
-    assert choose_coordinator(["a", "b", "c"], both) == "b"
+    assert choose_informer(["a", "b", "c"], both) == "b"
     # Only the way out counts: c hears all and is heard by none.
     out = {
         ("a", "b"): 1.0,
@@ -299,7 +299,7 @@ def test_the_coordinator_is_nearest_to_all_in_expected_transmissions():
         ("c", "a"): 0.0,
         ("c", "b"): 0.0,
     }
-    assert choose_coordinator(["c", "b", "a"], out) == "a"
+    assert choose_informer(["c", "b", "a"], out) == "a"
 
 
 # Timeslots.

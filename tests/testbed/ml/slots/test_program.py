@@ -16,7 +16,7 @@ MODEL = {"name": "mlp", "hidden": [16, 16]}
 GIVING_UP = (
     "the evaluation after step 10 is lost",
     "is left with no device",
-    "is down; it leads the run",
+    "is down; it is the coordinator of the run",
 )
 
 

@@ -137,7 +137,7 @@ def losses(
         {"workload.data.split": split} if split else {}
     )
     result = simulate(load(folder / "ignored.yaml", changes), out=folder / "run")
-    assert result.figures.get("diverged") is None
+    assert result.metrics.get("diverged") is None
     return [each["loss"] for each in result.rows("steps")]
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from testbed.ml.slots.figures import DECLARED as SLOTS
+from testbed.ml.slots.metrics import DECLARED as SLOTS
 from testbed.trace.events import Event, EventType
 from testbed.trace.metrics_spec import (
     Column,
@@ -170,8 +170,8 @@ def _curve(title: str, note: str, value: str, by: str) -> TimeSeries:
 
 
 DECLARED = MetricsSpec(
-    figures=(
-        *SLOTS.figures,
+    metrics=(
+        *SLOTS.metrics,
         *(
             Metric(
                 name,

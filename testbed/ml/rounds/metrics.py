@@ -81,7 +81,7 @@ def _missed_rounds(record: RunView) -> int | None:
 
 
 def _device_idle_time(record: RunView) -> float | None:
-    lead = record.plan.lead
+    lead = record.plan.coordinator
     names = [spec.name for spec in record.experiment.devices if spec.name != lead]
     return _idle_time(record, names)
 
@@ -126,7 +126,7 @@ def _format_names(devices: Collection[str], many: str) -> str:
 
 
 DECLARED = MetricsSpec(
-    figures=(
+    metrics=(
         ROUND_TIME,
         Metric(
             "epoch_time",
@@ -138,7 +138,7 @@ DECLARED = MetricsSpec(
             "server_idle_time",
             "seconds",
             "idle time of the server, mean of a round",
-            lambda record: _idle_time(record, [record.plan.lead]),
+            lambda record: _idle_time(record, [record.plan.coordinator]),
         ),
         Metric(
             "device_idle_time",

@@ -129,7 +129,7 @@ def _training_rate(count: Callable[[RunView], int], record: RunView) -> float | 
 
 
 DECLARED = MetricsSpec(
-    figures=(
+    metrics=(
         *(
             Metric(
                 f"{passing}_passed",

@@ -370,7 +370,7 @@ def _pause_note(metrics: Metrics) -> str:
 
 
 DECLARED = MetricsSpec(
-    figures=(*RECOVERY, *CHANGES, REPLICATING, VERSIONS_KEPT),
+    metrics=(*RECOVERY, *CHANGES, REPLICATING, VERSIONS_KEPT),
     lists={
         "version_list": lambda record: [
             {"device": each.device, **each.fields} for each in record.of("versions")
