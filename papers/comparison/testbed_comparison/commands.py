@@ -76,43 +76,52 @@ def papers(
       testbed papers edgepipe --only 'edgepipe-figure-9*'
       testbed papers --containers
     """
-    from testbed_comparison.tables import all_papers_page, fill
+    from testbed_comparison.tables import all_papers_page, fill_in
 
-    everything = {folder.name: folder for folder in folders()}
+    everything = {folder.name: folder for folder in system_folders()}
     unknown = sorted(set(systems) - everything.keys())
     if unknown:
         raise InputError(
             f"unknown system '{unknown[0]}'; available: {', '.join(everything)}"
         )
+    chosen = [everything[name] for name in systems or everything]
     if containers:
-        _compare_clocks([everything[name] for name in systems or everything])
-    for name in () if containers else systems or everything:
-        _compare(
-            everything[name],
-            only=only,
-            jobs=jobs,
-            again=again,
-            listing=listing,
-            tables=tables,
-        )
+        _compare_clocks(chosen)
+    else:
+        for folder in chosen:
+            _compare(
+                folder,
+                only=only,
+                jobs=jobs,
+                again=again,
+                listing=listing,
+                tables=tables,
+            )
     if not listing:
         compared = {name: open_system(folder) for name, folder in everything.items()}
-        page = fill(PAGE.read_text(encoding="utf-8"), all_papers_page(compared))
+        page = fill_in(PAGE.read_text(encoding="utf-8"), all_papers_page(compared))
         PAGE.write_text(page, encoding="utf-8")
 
 
-def folders() -> Iterable[Path]:
-    """Return the folders of all systems, in the order of their names."""
-    found = sorted(file.parent for file in PAPERS.glob("*/figures.yaml"))
-    if not found:
+def system_folders() -> list[Path]:
+    """Return the folders of all systems in the order of their names.
+
+    Raises `InputError` outside a checkout, where the figures of the papers are missing.
+    """
+    folders = sorted(file.parent for file in PAPERS.glob("*/figures.yaml"))
+    if not folders:
         raise InputError(
             f"{PAPERS}: contains no figures.yaml; papers are compared in a checkout of the testbed"
         )
-    return found
+    return folders
 
 
 def open_system(folder: Path) -> System:
-    """Return the `System` of a folder."""
+    """Read the figures of a folder and our kept results.
+
+    >>> open_system(PAPERS / "stahl").figures.paper
+    'Stahl et al.'
+    """
     from testbed_comparison import tables
     from testbed_comparison.clocks import load_clocks
     from testbed_comparison.results import Results
@@ -122,12 +131,14 @@ def open_system(folder: Path) -> System:
 
 
 def _write_page(system: System) -> None:
-    from testbed_comparison.plots import draw
-    from testbed_comparison.tables import fill, system_page
+    from testbed_comparison.plots import draw_plots
+    from testbed_comparison.tables import fill_in, system_page
 
     page = system.folder / "README.md"
     page.write_text(
-        fill(page.read_text(encoding="utf-8"), system_page(system, draw(system))),
+        fill_in(
+            page.read_text(encoding="utf-8"), system_page(system, draw_plots(system))
+        ),
         encoding="utf-8",
     )
 
@@ -153,19 +164,17 @@ def _compare(
 
     system = open_system(folder)
     figures, results = system.figures, system.results
-    names = (
-        {scenario for scenario, _ in figures.values()}
-        if again
-        else results.stale(figures)
-    )
-    wanted = [name for name in sorted(names) if fnmatch(name, only)]
-    for name in wanted if not tables else ():
-        click.echo(
-            shlex.join(compose_command(f"papers/{name}", figures.changes.get(name, {})))
-        )
+    names = set(results.stale(figures))
+    if again:
+        names = {scenario for scenario, _ in figures.values()}
+    chosen = [] if tables else [name for name in sorted(names) if fnmatch(name, only)]
+    for name in chosen:
+        changes = figures.changes.get(name, {})
+        click.echo(shlex.join(compose_command(f"papers/{name}", changes)))
         if listing:
             continue
         results.run(name, figures, jobs=jobs, again=again)
+        # After each scenario, so that Ctrl-C costs no finished one.
         results.save()
     if not listing:
         results.prune(figures)

@@ -12,27 +12,33 @@ from testbed_comparison.tables import System
 FOLDER = "plots"
 
 
-def draw(system: System) -> dict[str, str]:
+def draw_plots(system: System) -> dict[str, str]:
     """Write the plots of a system whose rows have been run; return the file of each by its title.
 
     Without matplotlib, the extra ``plots``, the files of an earlier call are kept.
     """
-    found = {}
+    files = {}
     for plot in system.figures.plots:
         place = f"{FOLDER}/{plot.file_name}"
         file = system.folder / place
-        rows = [
-            system.figures.row(name) for series in plot.series for name in series.rows
-        ]
-        if find_spec("matplotlib") and any(map(system.ours, rows)):
+        if find_spec("matplotlib") and _has_run(system, plot):
             file.parent.mkdir(exist_ok=True)
-            _figure(system, plot).savefig(file, metadata={"Date": None})
+            # Without a date, equal results give equal files.
+            _draw_plot(system, plot).savefig(file, metadata={"Date": None})
         if file.is_file():
-            found[plot.title] = place
-    return found
+            files[plot.title] = place
+    return files
 
 
-def _figure(system: System, plot: Plot) -> Any:
+def _has_run(system: System, plot: Plot) -> bool:
+    for series in plot.series:
+        for name in series.rows:
+            if system.ours(system.figures.row(name)) is not None:
+                return True
+    return False
+
+
+def _draw_plot(system: System, plot: Plot) -> Any:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -40,13 +46,13 @@ def _figure(system: System, plot: Plot) -> Any:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "papers"})
     figure = Figure(figsize=(6, 3), layout="constrained")
     axes = figure.add_subplot(title=plot.title, xlabel=plot.axis)
-    places = _places(axes, plot)
+    places = _x_positions(axes, plot)
     for number, series in enumerate(plot.series):
         rows = dict(zip(places, map(system.figures.row, series.rows), strict=True))
         _draw_ours(axes, system, rows, color=f"C{number}", label=series.label)
         paper = {}
         for x, row in rows.items():
-            # A ranking and a range have no one value to draw.
+            # A ranking and a range have no one value to draw_plots.
             if row.kind != "ranking" and isinstance(row.paper, str):
                 paper[x] = float(row.paper)
         style: dict[str, Any] = {
@@ -62,7 +68,7 @@ def _figure(system: System, plot: Plot) -> Any:
     return figure
 
 
-def _places(axes: Any, plot: Plot) -> list[float]:
+def _x_positions(axes: Any, plot: Plot) -> list[float]:
     """Return the positions of a plot's values; names become labels in their order, those without a run too."""
     numbers = [x for x in plot.x if not isinstance(x, str)]
     if len(numbers) == len(plot.x):
@@ -76,11 +82,13 @@ def _draw_ours(
     axes: Any, system: System, rows: Mapping[float, Row], **style: str
 ) -> None:
     """Draw our values with their intervals, as far as they were run."""
-    found = {}
+    places: list[float] = []
+    means: list[float] = []
+    halves: list[float] = []
     for x, row in rows.items():
         ours = system.ours(row)
         if ours is not None:
-            found[x] = ours
-    means = [each.low for each in found.values()]
-    halves = [each.half_width or 0.0 for each in found.values()]
-    axes.errorbar([*found], means, halves, marker="o", **style)
+            places.append(x)
+            means.append(ours.low)
+            halves.append(ours.half_width or 0.0)
+    axes.errorbar(places, means, halves, marker="o", **style)

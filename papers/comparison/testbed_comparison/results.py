@@ -18,6 +18,7 @@ import testbed
 from testbed import InputError, Result
 from testbed_comparison.rows import Expression, Figures, Value, terms
 from testbed_comparison.words import Ours, measure
+from testbed_controller.results.run import Run
 
 FILE = "results.json"
 RUNS = Path("results/papers")
@@ -57,18 +58,18 @@ class Results:
         """Return the scenarios that were not run as they are now, or without a value that a row needs."""
         needed: dict[str, set[str]] = {}
         for scenario, value in figures.values():
-            needed.setdefault(scenario, set()).add(_key(value))
-        return [
-            name
-            for name, keys in needed.items()
-            if not self._is_current(name, keys, figures)
-        ]
+            needed.setdefault(scenario, set()).add(_value_key(value))
+        stale = []
+        for name, keys in needed.items():
+            if not self._is_current(name, keys, figures):
+                stale.append(name)
+        return stale
 
     def _is_current(self, name: str, keys: set[str], figures: Figures) -> bool:
-        found = self.scenarios.get(name)
-        if found is None or not keys <= found["values"].keys():
+        kept = self.scenarios.get(name)
+        if kept is None or not keys <= kept["values"].keys():
             return False
-        return bool(found["digest"] == self.digest(name, figures.changes.get(name, {})))
+        return bool(kept["digest"] == self.digest(name, figures.changes.get(name, {})))
 
     def digest(self, name: str, changes: Mapping[str, Any]) -> str:
         """Return a hash of all keys of a scenario that have an effect on its runs."""
@@ -76,39 +77,32 @@ class Results:
         keys = testbed.load(self._file(name), changes).model_dump(
             mode="json", by_alias=True, exclude_unset=True
         )
-        relevant = {
-            key: value for key, value in keys.items() if key not in WITHOUT_EFFECT
-        }
-        return hashlib.sha256(
-            json.dumps(relevant, sort_keys=True).encode()
-        ).hexdigest()[:16]
+        for key in WITHOUT_EFFECT:
+            keys.pop(key, None)
+        text = json.dumps(keys, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _file(self, name: str) -> Path:
         return self._folder / "scenarios" / f"{name}.yaml"
 
     def prune(self, figures: Figures) -> None:
         """Remove scenarios and values that no row needs any more."""
-        needed = {(scenario, _key(value)) for scenario, value in figures.values()}
-        names = {scenario for scenario, _ in needed}
-        self.scenarios = {
-            name: found for name, found in self.scenarios.items() if name in names
-        }
-        for name, found in self.scenarios.items():
-            found["values"] = {
-                key: each
-                for key, each in found["values"].items()
-                if (name, key) in needed
-            }
+        needed: dict[str, set[str]] = {}
+        for scenario, value in figures.values():
+            needed.setdefault(scenario, set()).add(_value_key(value))
+        for name in self.scenarios.keys() - needed.keys():
+            del self.scenarios[name]
+        for name, kept in self.scenarios.items():
+            for key in kept["values"].keys() - needed[name]:
+                del kept["values"][key]
 
     def ours(
         self, scenario: str, expressions: Sequence[Expression], unit: str
     ) -> Ours | None:
         """Return our value of expressions in a unit; None where a run is missing."""
-        used = {
-            term.scenario or scenario
-            for expression in expressions
-            for term in terms(expression)
-        }
+        used: set[str] = set()
+        for expression in expressions:
+            used.update(term.scenario or scenario for term in terms(expression))
         if not used <= self.scenarios.keys():
             return None
         is_timing = not any(self.scenarios[name]["trains"] for name in used)
@@ -118,10 +112,9 @@ class Results:
 
     def _values_of(self, scenario: str) -> Callable[[Value], Sequence[float | None]]:
         def values(value: Value) -> Sequence[float | None]:
-            found: Mapping[str, list[float | None]] = self.scenarios[
-                value.scenario or scenario
-            ]["values"]
-            return found.get(_key(value), ())
+            kept = self.scenarios[value.scenario or scenario]
+            numbers: Sequence[float | None] = kept["values"].get(_value_key(value), ())
+            return numbers
 
         return values
 
@@ -134,10 +127,10 @@ class Results:
             shutil.rmtree(runs, ignore_errors=True)
         run_scenario(self._file(name), changes, runs, "simulate", "--jobs", str(jobs))
         wanted = [value for scenario, value in figures.values() if scenario == name]
-        self.scenarios[name] = _record(testbed.open_results(runs), wanted) | {
-            "command": shlex.join(compose_command(f"papers/{name}", changes)),
-            "digest": digest,
-        }
+        record = _record_runs(testbed.open_results(runs), wanted)
+        record["command"] = shlex.join(compose_command(f"papers/{name}", changes))
+        record["digest"] = digest
+        self.scenarios[name] = record
 
 
 def run_scenario(
@@ -166,34 +159,36 @@ def run_scenario(
 def compose_command(
     scenario: str, changes: Mapping[str, Any], runtime: str = "simulate"
 ) -> list[str]:
-    """Return the command that runs a scenario with some keys changed."""
+    """Return the command that runs a scenario with some keys changed.
+
+    >>> shlex.join(compose_command("papers/stahl-table-1", {"workload.numerics": "none"}))
+    'testbed run papers/stahl-table-1 --runtime simulate --set workload.numerics=none'
+    """
     command = ["testbed", "run", scenario]
     # Containers are the default, which the printed command leaves out.
     if runtime != "emulate":
         command += ["--runtime", runtime]
     for key, value in changes.items():
-        command += [
-            "--set",
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}",
-        ]
+        text = value if isinstance(value, str) else json.dumps(value)
+        command += ["--set", f"{key}={text}"]
     return command
 
 
-def _key(value: Value) -> str:
+def _value_key(value: Value) -> str:
     at = json.dumps(value.at, sort_keys=True)
     return f"{'least ' if value.least else ''}{value.metric} at {at}"
 
 
-def _record(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any]:
+def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any]:
     """Return the values and the provenance of a scenario's runs; raises `InputError` for runs that do not count."""
     runs = [result.run for result in results]
-    _check(results)
+    for run in runs:
+        _check_run(run)
     manifests = [run.manifest for run in runs]
-    computing = {
-        json.dumps(each)
-        for one in manifests
-        for each in one["host"].get("computing") or ()
-    }
+    computing: set[str] = set()
+    for manifest in manifests:
+        processors = manifest["host"].get("computing") or ()
+        computing.update(json.dumps(processor) for processor in processors)
     return {
         "date": manifests[0]["date"][:10],
         "revision": manifests[0]["revision"],
@@ -202,33 +197,29 @@ def _record(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any
         "runs": len(runs),
         "seconds": round(sum(each["wall_seconds"] for each in manifests)),
         "trains": any(run.metrics.get("accuracy") is not None for run in runs),
-        "values": {_key(value): _values(results, value) for value in values},
+        "values": {_value_key(value): _values_at(results, value) for value in values},
     }
 
 
-def _check(results: Sequence[Result]) -> None:
-    for run in (result.run for result in results):
-        if (
-            run.outcome.status != "finished"
-            or run.metrics["verdict"]["kind"] == "not trusted"
-        ):
-            raise InputError(
-                f"{run.path}: the run did not finish or is not trusted; its report names the reason"
-            )
+def _check_run(run: Run) -> None:
+    is_trusted = run.metrics["verdict"]["kind"] != "not trusted"
+    if run.outcome.status != "finished" or not is_trusted:
+        raise InputError(
+            f"{run.path}: the run did not finish or is not trusted; its report names the reason"
+        )
 
 
-def _values(results: Sequence[Result], value: Value) -> list[float | None]:
+def _values_at(results: Sequence[Result], value: Value) -> list[float | None]:
     """Return a value for each repetition, in their order; None for a run without it, such as a time never reached."""
     points: dict[str, list[float | None]] = {}
     for result in results:
         if _is_at(result, value):
-            numbers = points.setdefault(
-                json.dumps(result.run.trial.point, sort_keys=True), []
-            )
+            point = json.dumps(result.run.trial.point, sort_keys=True)
+            numbers = points.setdefault(point, [])
             # A place for each repetition: pairs of two points must come from the same one.
             numbers.append(metric_of(result, value.metric))
     if value.least:
-        return min(filter(_numbers, points.values()), key=_mean, default=[])
+        return min(filter(_numbers_in, points.values()), key=_mean_of, default=[])
     if len(points) != 1:
         raise InputError(
             f"{value.metric} at {value.at}: {len(points)} points of the sweep match; name exactly one"
@@ -236,22 +227,22 @@ def _values(results: Sequence[Result], value: Value) -> list[float | None]:
     return next(iter(points.values()))
 
 
-def _numbers(values: Sequence[float | None]) -> list[float]:
+def _numbers_in(values: Sequence[float | None]) -> list[float]:
     return [number for number in values if number is not None]
 
 
-def _mean(values: Sequence[float | None]) -> float:
-    return fmean(_numbers(values))
+def _mean_of(values: Sequence[float | None]) -> float:
+    return fmean(_numbers_in(values))
 
 
 def _is_at(result: Result, value: Value) -> bool:
     return all(
-        _swept(result.run.trial.point, key) == wanted
+        _swept_value(result.run.trial.point, key) == wanted
         for key, wanted in value.at.items()
     )
 
 
-def _swept(point: Mapping[str, Any], key: str) -> Any:
+def _swept_value(point: Mapping[str, Any], key: str) -> Any:
     """Return the value of a swept key, or of a key inside a swept value."""
     for swept, value in point.items():
         if isinstance(value, Mapping) and value.keys() == {"label", "value"}:
@@ -259,27 +250,28 @@ def _swept(point: Mapping[str, Any], key: str) -> Any:
         if key == swept:
             return value
         if key.startswith(f"{swept}.") and isinstance(value, Mapping):
-            return _swept(value, key.removeprefix(f"{swept}."))
+            return _swept_value(value, key.removeprefix(f"{swept}."))
     return None
 
 
 def metric_of(result: Result, name: str) -> float | None:
     """Return a metric of a run by its name as in `expect`, or ``plan.`` and a dotted key of the plan's details."""
     run = result.run
-    tree: Any = (
-        run.plan.details.model_dump(mode="json")
-        if name.startswith(PLAN)
-        else run.metrics
-    )
+    value: Any = run.metrics
+    if name.startswith(PLAN):
+        value = run.plan.details.model_dump(mode="json")
     for key in name.removeprefix(PLAN).split("."):
-        if isinstance(tree, Mapping):
-            tree = tree.get(key)
-        else:
-            tree = (
-                tree[int(key)]
-                if isinstance(tree, list) and int(key) < len(tree)
-                else None
-            )
-    if isinstance(tree, bool) or not isinstance(tree, int | float):
+        value = _child(value, key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(f"{tree:.9g}")
+    # Nine digits are more than any page shows; further ones differ between builds of torch.
+    return float(f"{value:.9g}")
+
+
+def _child(tree: Any, key: str) -> Any:
+    """Return an element of a mapping or a list; None where it is missing."""
+    if isinstance(tree, Mapping):
+        return tree.get(key)
+    if isinstance(tree, list) and int(key) < len(tree):
+        return tree[int(key)]
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -36,7 +36,7 @@ class System:
         return word_for(row, self.ours(row))
 
 
-def fill(page: str, content: str) -> str:
+def fill_in(page: str, content: str) -> str:
     """Replace the text between the two marks of a page, or append both with the text."""
     block = f"<!-- comparison -->\n{content}\n<!-- /comparison -->"
     return (
@@ -50,12 +50,12 @@ def system_page(system: System, plots: Mapping[str, str]) -> str:
     """Return conditions, table, plots and sensitivity of one paper as Markdown."""
     pictures = [f"![{title}]({place})" for title, place in plots.items()]
     blocks = [
-        _conditions(system),
-        _rows(system),
+        _conditions_section(system),
+        _figures_section(system),
         *pictures,
-        _sensitivity(system),
-        _clocks(system),
-        _provenance(system),
+        _sensitivity_section(system),
+        _clocks_section(system),
+        _runs_section(system),
     ]
     return "\n\n".join(block for block in blocks if block)
 
@@ -74,7 +74,9 @@ def headline_page(systems: Mapping[str, System]) -> str:
     for name, system in systems.items():
         link = f"[{system.figures.paper}](../papers/{name}/README.md)"
         for headline in system.figures.headlines:
-            lines.append(f"| {link} | {' | '.join(_headline(system, headline))} |")
+            lines.append(
+                f"| {link} | {' | '.join(_headline_cells(system, headline))} |"
+            )
             link = ""
     return "\n".join(lines)
 
@@ -89,14 +91,14 @@ def clocks_page(systems: Mapping[str, System]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for system in systems.values():
-        cells = next(_clock_rows(system), None)
+        cells = next(_clock_cells(system), None)
         if cells is not None:
             line = [system.figures.paper, _figure_of(system), *cells]
             lines.append(f"| {' | '.join(line)} |")
     return "\n".join(lines)
 
 
-def _clocks(system: System) -> str:
+def _clocks_section(system: System) -> str:
     """Return the comparison of both clocks, with its date and host."""
     if system.figures.containers is None:
         return ""
@@ -110,7 +112,7 @@ def _clocks(system: System) -> str:
         "| metric | containers | simulated | ratio | verdict |",
         "|---|---|---|---|---|",
     ]
-    lines += [f"| {' | '.join(cells)} |" for cells in _clock_rows(system)]
+    lines += [f"| {' | '.join(cells)} |" for cells in _clock_cells(system)]
     clocks = system.clocks
     if clocks is not None:
         lines += [
@@ -127,7 +129,7 @@ def _figure_of(system: System) -> str:
     return NONE if wanted is None else wanted.figure
 
 
-def _clock_rows(system: System) -> Iterator[list[str]]:
+def _clock_cells(system: System) -> Iterator[list[str]]:
     """Yield metric, both values, their ratio and the verdict."""
     wanted, clocks = system.figures.containers, system.clocks
     for metric in wanted.metrics if wanted is not None else ():
@@ -136,54 +138,53 @@ def _clock_rows(system: System) -> Iterator[list[str]]:
             continue
         yield [
             metric,
-            _number(clocks.containers[metric]),
-            _number(clocks.simulated[metric]),
+            _format_number(clocks.containers[metric]),
+            _format_number(clocks.simulated[metric]),
             f"{clocks.ratio(metric):.3f}",
             clocks.verdict,
         ]
 
 
-def _headline(system: System, headline: Headline) -> Iterator[str]:
+def _headline_cells(system: System, headline: Headline) -> Iterator[str]:
     rows = [system.figures.row(name) for name in headline.rows]
     yield headline.claim
     if len(rows) == 1:
-        yield _paper(rows[0])
-        yield _ours(system.ours(rows[0]), rows[0].unit)
+        yield _paper_value(rows[0])
+        yield _our_value(system.ours(rows[0]), rows[0].unit)
     else:
-        yield from _range(system, rows)
+        yield from _value_ranges(system, rows)
     yield headline.differs
-    words = Counter(system.word(row) for row in rows)
-    found = [word for word in WORDS if words[word]]
-    yield (
-        found[0]
-        if len(found) == 1
-        else ", ".join(f"{words[word]} {word}" for word in found)
-    )
+    words = {system.word(row) for row in rows}
+    yield words.pop() if len(words) == 1 else _count_words(system, rows)
 
 
-def _range(system: System, rows: list[Row]) -> tuple[str, str]:
+def _count_words(system: System, rows: Iterable[Row]) -> str:
+    """Return how many rows have each word, as text."""
+    counts = Counter(system.word(row) for row in rows)
+    return ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
+
+
+def _value_ranges(system: System, rows: list[Row]) -> tuple[str, str]:
     """Return the least and the largest value of several rows of one unit, the paper's and ours."""
     unit = rows[0].unit
     if any(row.unit != unit for row in rows):
         return f"{len(rows)} figures", ""
     values = [ours for ours in map(system.ours, rows) if ours is not None]
-    ours = (
-        [
-            _number(min(each.low for each in values)),
-            _number(max(each.high for each in values)),
-        ]
-        if values
-        else []
-    )
+    ours = NONE
+    if values:
+        least = _format_number(min(value.low for value in values))
+        most = _format_number(max(value.high for value in values))
+        ours = _with_unit(f"{least}–{most}", unit)
     if rows[0].kind == "ranking":
         paper = f"{len(rows)} rankings"
     else:
         ends = sorted(chain.from_iterable(row.ends for row in rows), key=float)
-        paper = _with_unit("–".join(dict.fromkeys([ends[0], ends[-1]])), unit)
-    return paper, _with_unit("–".join(ours), unit) if ours else NONE
+        text = ends[0] if ends[0] == ends[-1] else f"{ends[0]}–{ends[-1]}"
+        paper = _with_unit(text, unit)
+    return paper, ours
 
 
-def _conditions(system: System) -> str:
+def _conditions_section(system: System) -> str:
     lines = [
         "### Default conditions",
         "",
@@ -192,33 +193,27 @@ def _conditions(system: System) -> str:
         "| condition | reason |",
         "|---|---|",
     ]
-    return "\n".join(
-        [
-            *lines,
-            *(
-                f"| {each.condition} | {each.reason} |"
-                for each in system.figures.conditions
-            ),
-        ]
-    )
+    for each in system.figures.conditions:
+        lines.append(f"| {each.condition} | {each.reason} |")
+    return "\n".join(lines)
 
 
-def _rows(system: System) -> str:
-    words = Counter(system.word(row) for row in system.figures.rows)
-    summary = ", ".join(f"{words[word]} {word}" for word in WORDS if words[word])
-    lines = ["### Figures", "", f"{len(system.figures.rows)} rows: {summary}.", ""]
+def _figures_section(system: System) -> str:
+    rows = system.figures.rows
+    summary = _count_words(system, rows)
+    lines = ["### Figures", "", f"{len(rows)} rows: {summary}.", ""]
     lines += [
         "| | | paper | ours | runs | word | remarks |",
         "|---|---|---|---|---|---|---|",
     ]
     item = ""
-    for row in system.figures.rows:
+    for row in rows:
         ours = system.ours(row)
         cells = [
             "" if row.item == item else row.item,
             row.name,
-            _paper(row),
-            _ours(ours, row.unit),
+            _paper_value(row),
+            _our_value(ours, row.unit),
         ]
         cells += [str(ours.runs) if ours else "", system.word(row), _remarks(row)]
         lines.append(f"| {' | '.join(cells)} |")
@@ -227,12 +222,17 @@ def _rows(system: System) -> str:
 
 
 def _remarks(row: Row) -> str:
-    fitted = f"fitted: {row.fitted}" if row.fitted else ""
-    data = f"data: {row.data}" if row.data else ""
-    return "; ".join(filter(None, (fitted, data, row.note)))
+    remarks = []
+    if row.fitted:
+        remarks.append(f"fitted: {row.fitted}")
+    if row.data:
+        remarks.append(f"data: {row.data}")
+    if row.note:
+        remarks.append(row.note)
+    return "; ".join(remarks)
 
 
-def _sensitivity(system: System) -> str:
+def _sensitivity_section(system: System) -> str:
     if not system.figures.sensitivity:
         return ""
     lines = [
@@ -249,21 +249,22 @@ def _sensitivity(system: System) -> str:
         row = system.figures.row(each.row)
         head = [
             row.name,
-            _paper(row),
-            _ours(system.ours(row), row.unit),
+            _paper_value(row),
+            _our_value(system.ours(row), row.unit),
             each.parameter,
         ]
         for trial in each.values:
             unit = trial.unit or row.unit
-            ours = _ours(system.results.ours(trial.scenario, (trial.ours,), unit), unit)
+            ours = _our_value(
+                system.results.ours(trial.scenario, (trial.ours,), unit), unit
+            )
             lines.append(f"| {' | '.join([*head, trial.value, ours])} |")
             head = ["", "", "", ""]
     return "\n".join(lines)
 
 
-def _provenance(system: System) -> str:
+def _runs_section(system: System) -> str:
     """Return where and when the runs were made."""
-    found = system.results.scenarios
     missing = system.results.stale(system.figures)
     lines = ["### Runs", ""]
     if missing:
@@ -272,48 +273,52 @@ def _provenance(system: System) -> str:
         "| scenario | runs | seeds | date | revision | processor | torch |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, each in sorted(found.items()):
-        processors = {
-            f"{one['processor']} ({one['instruction_set']})"
-            for one in each["computing"]
-        }
-        torch = {one["torch"] for one in each["computing"]}
+    for name, kept in sorted(system.results.scenarios.items()):
+        processors = set()
+        versions = set()
+        for host in kept["computing"]:
+            processors.add(f"{host['processor']} ({host['instruction_set']})")
+            versions.add(host["torch"])
         cells = [
             name,
-            str(each["runs"]),
-            str(len(each["seeds"])),
-            each["date"],
-            str(each["revision"])[:8],
+            str(kept["runs"]),
+            str(len(kept["seeds"])),
+            kept["date"],
+            str(kept["revision"])[:8],
+            ", ".join(sorted(processors)),
+            ", ".join(sorted(versions)),
         ]
-        lines.append(
-            f"| {' | '.join([*cells, ', '.join(sorted(processors)), ', '.join(sorted(torch))])} |"
-        )
-    return "\n".join(
-        [*lines, "", "Commands and seeds are in [results.json](results.json)."]
-    )
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "Commands and seeds are in [results.json](results.json)."]
+    return "\n".join(lines)
 
 
-def _paper(row: Row) -> str:
-    if not isinstance(row.paper, tuple):
-        return row.paper if row.kind == "ranking" else _with_unit(row.paper, row.unit)
+def _paper_value(row: Row) -> str:
+    if row.kind == "ranking":
+        return str(row.paper)
+    if isinstance(row.paper, str):
+        return _with_unit(row.paper, row.unit)
     low, high = row.paper
-    if low is None or high is None:
-        return _with_unit(
-            f"at most {high}" if low is None else f"at least {low}", row.unit
-        )
-    return _with_unit(f"{low}–{high}", row.unit)
+    text = f"{low}–{high}"
+    if low is None:
+        text = f"at most {high}"
+    elif high is None:
+        text = f"at least {low}"
+    return _with_unit(text, row.unit)
 
 
-def _ours(ours: Ours | None, unit: str) -> str:
+def _our_value(ours: Ours | None, unit: str) -> str:
     if ours is None:
         return NONE
     if ours.low != ours.high:
-        return _with_unit(f"{_number(ours.low)}–{_number(ours.high)}", unit)
+        return _with_unit(
+            f"{_format_number(ours.low)}–{_format_number(ours.high)}", unit
+        )
     half = "" if ours.half_width is None else f" ± {ours.half_width:.2g}"
-    return _with_unit(f"{_number(ours.low)}{half}", unit)
+    return _with_unit(f"{_format_number(ours.low)}{half}", unit)
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 

@@ -85,32 +85,35 @@ def measure(
     *,
     is_timing: bool,
 ) -> Ours | None:
-    """Return our value, or our range of several expressions; None where a run is missing."""
-    found = [
-        [each / UNITS[unit] for each in combine(expression, values)]
-        for expression in expressions
-    ]
-    if not all(found):
-        return None
-    runs = min(map(len, found))
-    if len(found) == 1:
-        mean, half_width = interval(found[0])
+    """Return our value, or our range of several expressions; None where a run is missing.
+
+    ``values`` returns the numbers of a value by repetition, in seconds, bytes or shares. The result is in ``unit``.
+    """
+    measured: list[list[float]] = []
+    for expression in expressions:
+        numbers = combine(expression, values)
+        if not numbers:
+            return None
+        measured.append([number / UNITS[unit] for number in numbers])
+    runs = min(map(len, measured))
+    if len(measured) == 1:
+        mean, half_width = interval(measured[0])
         return Ours(mean, mean, half_width, runs, is_timing)
-    means = [interval(each)[0] for each in found]
+    means = [interval(numbers)[0] for numbers in measured]
     return Ours(min(means), max(means), None, runs, is_timing)
 
 
 def word_for(row: Row, ours: Ours | None) -> Word:
-    """Return the word for a row."""
+    """Return the word for a row; papers/README.md and docs/papers.md define the words."""
     if ours is None:
         return "not run"
     if row.data:
         return "not comparable"
-    word, holds = _claim(row, ours)
+    word, holds = _best_word(row, ours)
     return word if holds else "differs"
 
 
-def _claim(row: Row, ours: Ours) -> tuple[Word, bool]:
+def _best_word(row: Row, ours: Ours) -> tuple[Word, bool]:
     """Return the best word that a row can get, and whether our value gets it."""
     if row.kind == "ranking":
         return "same ranking", _has_ranking(row, ours)
@@ -123,17 +126,16 @@ def _claim(row: Row, ours: Ours) -> tuple[Word, bool]:
 
 def _contains(row: Row, ours: Ours) -> bool:
     """Return whether our interval contains the paper's value, or the paper's range contains ours."""
-    low, high = _printed(row)
+    low, high = _printed_range(row)
     if isinstance(row.paper, tuple):
         return low <= ours.least and ours.most <= high
     return low <= ours.most and ours.least <= high
 
 
 def _is_near(row: Row, ours: Ours) -> bool:
-    low, high = _printed(row)
-    return low - _margin(row, low) <= ours.low and ours.high <= high + _margin(
-        row, high
-    )
+    low, high = _printed_range(row)
+    least, most = low - _margin(row, low), high + _margin(row, high)
+    return least <= ours.low and ours.high <= most
 
 
 def _is_narrow(row: Row, ours: Ours) -> bool:
@@ -148,21 +150,27 @@ def _margin(row: Row, value: float) -> float:
     return WITHIN * abs(value - (row.unit == "x"))
 
 
-def _printed(row: Row) -> tuple[float, float]:
+def _printed_range(row: Row) -> tuple[float, float]:
     """Return the least and the largest number that the paper's printed digits stand for."""
-    ends = row.paper if isinstance(row.paper, tuple) else (row.paper, row.paper)
-    low, high = (None if end is None else _rounded(end) for end in ends)
-    return (low[0] if low else -float("inf")), (high[1] if high else float("inf"))
+    low, high = row.paper if isinstance(row.paper, tuple) else (row.paper, row.paper)
+    least, most = -float("inf"), float("inf")
+    if low is not None:
+        least = float(low) - _rounding_error(low)
+    if high is not None:
+        most = float(high) + _rounding_error(high)
+    return least, most
 
 
-def _rounded(text: str) -> tuple[float, float]:
-    value, decimals = float(text), len(text.partition(".")[2])
-    half = 0.5 * 10.0**-decimals + ROUNDING * abs(value)
-    return value - half, value + half
+def _rounding_error(text: str) -> float:
+    """Return half a unit of the last printed digit."""
+    decimals = len(text.partition(".")[2])
+    # A little more, since 0.15 as a float lies below 0.15.
+    return 0.5 * 10.0**-decimals + ROUNDING * abs(float(text))
 
 
 def _has_ranking(row: Row, ours: Ours) -> bool:
     """Return whether our interval lies on the claimed side of equality, or for ``similar`` around and near it."""
+    # One run that trains has no interval, so its difference may be chance.
     if not ours.is_timing and ours.runs < 2:
         return False
     even = 1.0 if isinstance(row.expressions[0], Ratio) else 0.0

@@ -10,14 +10,14 @@ import yaml
 from testbed import InputError
 from testbed.common.seeds import derive
 from testbed_comparison.clocks import Clocks, load_clocks
-from testbed_comparison.commands import PAGE, folders, open_system
-from testbed_comparison.plots import draw
+from testbed_comparison.commands import PAGE, open_system, system_folders
+from testbed_comparison.plots import draw_plots
 from testbed_comparison.results import Results
 from testbed_comparison.rows import load
 from testbed_comparison.tables import (
     System,
     all_papers_page,
-    fill,
+    fill_in,
     headline_page,
     system_page,
 )
@@ -153,10 +153,10 @@ def test_plots_draw_rankings_and_leave_places_without_a_run_empty(folder):
     plot = {"title": "Figure 1", "x": ["here", "there"], "series": [series]}
     write(folder, FIGURES | {"rows": [*FIGURES["rows"], missing], "plots": [plot]})
     system = System(folder, load(folder), Results(folder))
-    assert draw(system) == {}
+    assert draw_plots(system) == {}
     result(folder, duration=[60.0], fast=[0.9, 0.8], slow=[0.7, 0.61])
     system = System(folder, load(folder), Results(folder))
-    assert draw(system) == {"Figure 1": "plots/figure-1.svg"}
+    assert draw_plots(system) == {"Figure 1": "plots/figure-1.svg"}
     image = (folder / "plots" / "figure-1.svg").read_text()
     assert "here" in image
     assert "paper" not in image
@@ -171,8 +171,8 @@ def test_headlines_are_one_row_each(folder):
 
 
 def test_only_the_text_between_the_marks_is_replaced():
-    page = fill("# Title\n\nText.\n", "one")
-    assert fill(page + "\nEnd.\n", "two") == (
+    page = fill_in("# Title\n\nText.\n", "one")
+    assert fill_in(page + "\nEnd.\n", "two") == (
         "# Title\n\nText.\n\n<!-- comparison -->\ntwo\n<!-- /comparison -->\n\nEnd.\n"
     )
 
@@ -193,7 +193,7 @@ def test_a_changed_scenario_is_stale_and_a_changed_expectation_is_not(folder):
 
 
 def test_the_pages_of_the_papers_are_those_of_their_results():
-    systems = {folder.name: open_system(folder) for folder in folders()}
+    systems = {folder.name: open_system(folder) for folder in system_folders()}
     assert all_papers_page(systems) in PAGE.read_text(encoding="utf-8")
     for system in systems.values():
         plots = {plot.title: f"plots/{plot.file_name}" for plot in system.figures.plots}
