@@ -73,7 +73,7 @@ class Architecture:
 
     @property
     def router_values(self) -> int:
-        """Values of the matrix that scores the experts for a token."""
+        """Values of the matrix for scoring the experts of a token."""
         return self.width * self.experts
 
     @property
@@ -87,7 +87,7 @@ class Architecture:
 
     @property
     def read_values(self) -> int:
-        """Values of a layer's matrices that one decoded token reads: of a mixture only the chosen experts."""
+        """Values of a layer's matrices read for one decoded token: of a mixture only the chosen experts."""
         return (
             self.attention_values
             + max(1, self.active_experts) * self.expert_values
@@ -109,13 +109,17 @@ class Architecture:
         )
 
     def layer_bytes(self, storage: Format) -> int:
-        """Return the bytes of a layer's weights as stored."""
+        """Return the bytes of a layer's weights as stored.
+
+        >>> preset("llama-2-7b").layer_bytes("q4_0")
+        113868800
+        """
         return stored_bytes(self.layer_values, storage) + stored_bytes(
             2 * self.width, "f32"
         )
 
     def read_bytes(self, storage: Format) -> int:
-        """Return the bytes of a layer's weights that one decoded token reads."""
+        """Return the bytes of a layer's weights read for one decoded token."""
         return stored_bytes(self.read_values, storage) + stored_bytes(
             2 * self.width, "f32"
         )
@@ -131,7 +135,11 @@ class Architecture:
         )
 
     def cache_bytes(self, value_bytes: int = CACHE_BYTES) -> int:
-        """Return the bytes that one token adds to the KV cache of one layer: its key and its value."""
+        """Return the bytes of the key and the value of one token in the KV cache of one layer.
+
+        >>> preset("llama-3-8b").cache_bytes()
+        4096
+        """
         return 2 * self.kv_values * value_bytes
 
     def layer_flops(self, tokens: int, past: int = 0) -> float:
@@ -183,7 +191,11 @@ PRESETS: dict[str, Architecture] = {
 
 
 def preset(name: str) -> Architecture:
-    """Return a published architecture; raises `InputError` for a name that is not known."""
+    """Return a published architecture; raises `InputError` for an unknown name.
+
+    >>> preset("llama-2-7b").layers
+    32
+    """
     if name not in PRESETS:
         raise InputError(
             f"unknown preset '{name}': {nearest(name, PRESETS)}",

@@ -47,7 +47,7 @@ class AllReduce(Protocol):
     async def reduce(
         self, operation: int, values: Tensor | None, size: int
     ) -> Tensor | None:
-        """Return the sum of all devices' values; without numerics None, and ``size`` bytes are sent for them."""
+        """Return the sum of all devices' values; without numerics None, after messages of ``size`` bytes."""
 
 
 class Star:
@@ -78,7 +78,7 @@ class Star:
 
 
 class Ring:
-    """Parts of the values round a ring: first they are added up, then the sums are passed on."""
+    """All-reduce round a ring: a pass for adding up parts of the values, and a pass for distributing the sums."""
 
     def __init__(self, mailbox: Mailbox, names: Sequence[str]) -> None:
         """``names`` are all devices in the order of the ring."""
@@ -117,7 +117,7 @@ class Ring:
 
 
 class Exchange:
-    """All values to all devices, each of which adds them up."""
+    """All-reduce by sending all values to all devices."""
 
     def __init__(
         self, mailbox: Mailbox, names: Sequence[str], transport: Transport
@@ -158,7 +158,7 @@ def make_all_reduce(
     names: Sequence[str],
     transport: Transport,
 ) -> AllReduce:
-    """Return an all-reduce over some devices by its name in scenarios; only an exchange packs values for transport."""
+    """Return the all-reduce of a name in scenarios; only an exchange packs values for transport."""
     match name:
         case "star":
             return Star(mailbox, names)

@@ -16,7 +16,7 @@ VALUE_BYTES = 4
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs and sizes of one network as it is stored and used."""
+    """Costs and sizes of one network in a storage format, with sequences of a given length."""
 
     architecture: Architecture
     storage: Format = "f32"
@@ -27,7 +27,7 @@ class CostModel:
 
     @property
     def longest(self) -> int:
-        """Tokens that a KV cache has room for."""
+        """Capacity of a KV cache in tokens."""
         return self.tokens or self.architecture.context
 
     @property
@@ -53,7 +53,7 @@ class CostModel:
         )
 
     def shard_part(self, shard: Shard, tokens: int, past: int, attention: bool) -> Cost:
-        """Return the cost of a device's heads, or of its hidden columns, of one layer."""
+        """Return the cost of a shard's heads, or of the shard's hidden columns, in one layer."""
         architecture = self.architecture
         activations = 2 * VALUE_BYTES * architecture.width * tokens
         if attention:
@@ -91,7 +91,7 @@ class CostModel:
         return Cost(flops, 0.0, stored_bytes(values, self.storage), "linear")
 
     def attention(self, tokens: int, past: int) -> Cost:
-        """Return the cost of attending with all heads of a layer, without its matrices."""
+        """Return the cost of attending with all heads of a layer, without the matrices."""
         pairs = tokens * past + tokens * (tokens + 1) / 2
         cached = self.architecture.cache_bytes(self.cache_value_bytes) * (past + tokens)
         return Cost(4.0 * self.architecture.query_values * pairs, cached, 0.0, "linear")
@@ -116,7 +116,7 @@ class CostModel:
         return bytes_per_token * self.longest * self.sequences
 
     def layer_memory(self) -> float:
-        """Return the bytes of one layer: its weights, and the caches of all sequences at their longest."""
+        """Return the bytes of the weights of one layer and of the caches of all sequences at full length."""
         return self.architecture.layer_bytes(self.storage) + self.layer_cache()
 
     def end_memory(self, first: bool, last: bool) -> float:
@@ -145,9 +145,14 @@ class CostModel:
         return VALUE_BYTES * values * min(self.longest, 512)
 
     def layer_seconds(self, device: DeviceSpec, past: int) -> float:
-        """Return the seconds that one layer takes a device for one decoded token."""
+        """Return the seconds of one layer on a device for one decoded token."""
         return device.seconds(self.layers(1, 1, past))
 
     def message_bytes(self, tokens: int) -> int:
-        """Return the bytes of the values of tokens between two layers."""
+        """Return the bytes of the values of tokens between two layers.
+
+        >>> from testbed_generation.architecture import preset
+        >>> CostModel(preset("llama-2-7b")).message_bytes(1)
+        16384
+        """
         return VALUE_BYTES * self.architecture.width * tokens

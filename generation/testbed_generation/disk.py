@@ -27,7 +27,7 @@ class Disk:
         """Time at which it is in memory."""
 
     def hold(self, first: int, layers: int) -> None:
-        """Add a window, in place of all that overlap with it."""
+        """Add a window, and drop all windows with a layer in common."""
         for other, number in list(self._windows.items()):
             if other < first + layers and first < other + number:
                 del self._windows[other]
@@ -47,7 +47,7 @@ class Disk:
             await self._device.sleep(wait)
 
     def read_ahead(self, first: int) -> None:
-        """Begin to read the window after one that was used, if memory has room for a window."""
+        """Begin to read the following window, if memory has room for a whole window."""
         if first not in self._windows:
             return
         order = sorted(self._windows)

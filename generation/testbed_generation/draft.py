@@ -21,7 +21,7 @@ from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, read_lay
 
 @dataclass
 class _Progress:
-    """A request as the draft model has it."""
+    """The draft model's state of a request."""
 
     tokens: list[int] = field(default_factory=list)
     """Tokens in the caches."""
@@ -39,7 +39,7 @@ class Draft:
         sampling: Sampling,
         source: Source,
     ) -> None:
-        """Propose up to so many ``tokens``; ``sampling`` is that of the stages."""
+        """Propose at most ``tokens`` tokens; ``sampling`` must be the stages' sampling."""
         architecture = model.architecture
         self._device = device
         self._model = model
@@ -58,7 +58,7 @@ class Draft:
     async def propose(
         self, request: Request, known: Sequence[int], limit: int
     ) -> list[int]:
-        """Return the tokens that the draft model chooses after the known ones, at most ``limit``."""
+        """Return the draft model's choice of the tokens after the known ones, at most ``limit``."""
         progress = self._requests.setdefault(
             request.number, _Progress([], [Cache() for _ in self._layers])
         )
@@ -82,7 +82,7 @@ class Draft:
         self._requests.pop(number, None)
 
     def _keep_common(self, progress: _Progress, known: Sequence[int]) -> None:
-        """Drop the tokens that were rejected, and the newest known one, from the caches."""
+        """Drop rejected tokens, and the newest known one, from the caches."""
         common = 0
         for own, token in zip(progress.tokens, known[:-1], strict=False):
             if own != token:

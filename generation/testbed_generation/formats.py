@@ -25,7 +25,7 @@ _BLOCK_BYTES: dict[Format, int] = {
 
 
 def stored_bytes(values: int, storage: Format) -> int:
-    """Return the bytes of a matrix of so many values; a last block that is not full takes a whole block.
+    """Return the bytes of a matrix of so many values; a partly filled last block takes a whole block.
 
     Example:
         >>> stored_bytes(64, "q4_0")

@@ -151,7 +151,7 @@ async def serve_rows(mailbox: Mailbox, source: str, rows: Rows) -> None:
 
 
 class GatherSource:
-    """The source's part: `compute` is that of `testbed_generation.tensor_parallel.ShardHolder`."""
+    """The source's part of all layers, with the interface of `testbed_generation.tensor_parallel.Computing`."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class GatherSource:
         return values
 
     def _input_bytes(self, product: str, tokens: int) -> int:
-        """Return the bytes of the values that the source sends to a worker for a product."""
+        """Return the bytes of the inputs of a product for one worker."""
         _, columns = layer_shapes(self._rows.model.architecture)[PRODUCTS[product][0]]
         if product == "down":
             columns -= columns // self._rows.parts

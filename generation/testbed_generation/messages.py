@@ -12,7 +12,7 @@ from testbed.messaging.typed import Typed
 
 @dataclass(frozen=True)
 class Assign(Typed, kind="assign"):
-    """From the source: hold a range of layers, beside those that the device holds already."""
+    """From the source: hold one more range of layers."""
 
     assignment: int
     """Number of the assignment; no two of a run have the same."""
@@ -73,14 +73,14 @@ class Result(
 
 @dataclass(frozen=True)
 class Release(Typed, kind="release"):
-    """From the source: the request is complete; forget its KV caches."""
+    """From the source: forget the KV caches of a complete request."""
 
     request: int
 
 
 @dataclass(frozen=True)
 class Copy(Typed, kind="copy"):
-    """To a neighbour: the entries that a step added to the KV caches of a stage."""
+    """To a neighbour: the new entries of a stage's KV caches after a step."""
 
     first: int
     """First layer of the stage."""
@@ -95,7 +95,7 @@ class Copy(Typed, kind="copy"):
 
 @dataclass(frozen=True)
 class Ping(Typed, kind="ping"):
-    """From the source: are you there?"""
+    """From the source: a request for a sign of life."""
 
     question: int
 

@@ -115,7 +115,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     def divide(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
     ) -> tuple[tuple[Piece, ...], StagesDetails]:
-        """Return the pieces of a plan over some devices, and its predicted times."""
+        """Return the pieces and the predicted times of a plan over some devices."""
         row = row_over(problem, names)
         layers = CHOICES[problem.options.partition](row)
         pieces = pieces_of(problem, layers)
@@ -135,7 +135,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     def disk_of(
         self, device: Device, problem: GenerateProblem[StagesOptions]
     ) -> Disk | None:
-        """Return the disk from which a device reads layers for each token; None: all its layers stay in memory."""
+        """Return the disk of a device with layers beyond its memory; None if all layers stay in memory."""
         return None
 
     def largest_messages(
@@ -265,7 +265,7 @@ class PetalsOptions(StagesOptions):
 
 
 class Petals(Sequential):
-    """Borzunov et al. (2023): the client sends values to each server and keeps them; a lost server is replaced."""
+    """Borzunov et al. (2023): the client keeps the inputs of each server, and replaces lost servers."""
 
     name = "petals"
     summary = "generation: the client keeps what it sent to each stage and replaces lost ones (Borzunov et al., 2023)"
@@ -330,7 +330,7 @@ class PipedRing(Sequential):
     def disk_of(
         self, device: Device, problem: GenerateProblem[StagesOptions]
     ) -> Disk | None:
-        """Return the disk of a device, if the scenario gives its rate."""
+        """Return the disk of a device; None without a rate in the scenario."""
         rate = _ring_options(problem).disk.get(device.name)
         if rate is None:
             return None
@@ -367,7 +367,7 @@ def refuse_draft(problem: GenerateProblem[Any], remedy: str) -> None:
 def check_known(
     problem: GenerateProblem[Any], names: Collection[str], key: str
 ) -> None:
-    """Raise `InputError` for a name in an option of a method that no device has."""
+    """Raise `InputError` for an unknown device in an option of a method."""
     known = [device.name for device in problem.devices]
     for name in names:
         if name not in known:
@@ -389,7 +389,7 @@ def check_spares(problem: GenerateProblem[Any], spares: Collection[str]) -> None
 
 
 def check_memory(device: DeviceSpec, memory: float) -> None:
-    """Raise `InputError` for a device without the memory for its part of the layers."""
+    """Raise `InputError` if a device has less memory than ``memory`` bytes."""
     if memory > device.memory:
         raise InputError(
             f"{device.name} needs {memory / 1e9:.2f} GB for its part of the layers and has "
@@ -448,7 +448,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
     )
 
     def plan(self, problem: GenerateProblem[ShardsOptions]) -> Plan[GenerationDetails]:
-        """Divide the layers; raises `InputError` for devices that the heads do not divide over, or that lack memory."""
+        """Divide the layers; raises `InputError` for too many devices or too little memory."""
         refuse_draft(problem, "use the method 'sequential'")
         options, number = problem.options, len(problem.devices)
         # A power of two has one bit, which all lower bits replace when 1 is taken from it.

@@ -36,7 +36,7 @@ class GenerationDetails(Details):
 
 @dataclass
 class RequestTimes:
-    """When a request arrived, and when each of its tokens was there."""
+    """Time of a request's arrival, and of each token."""
 
     request: int
     arrival: float
@@ -60,7 +60,7 @@ class RequestTimes:
 
 
 def request_times(record: RunView) -> list[RequestTimes]:
-    """Return the times of all requests that arrived, by their numbers."""
+    """Return the times of all requests in the order of their numbers."""
     times: dict[int, RequestTimes] = {}
     for event in record.events:
         fields = event.fields
@@ -76,7 +76,7 @@ def request_times(record: RunView) -> list[RequestTimes]:
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the smallest value that at least this share of the values does not exceed."""
+    """Return the smallest value not exceeded by at least this share of the values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -174,7 +174,7 @@ def _waiting_seconds(record: RunView, device: str) -> float:
 
 
 def _cache_bytes(record: RunView) -> dict[str, float]:
-    """Return the room for KV caches by device, as the plan has it."""
+    """Return the planned room for KV caches by device."""
     details = record.plan.details
     return details.cache if isinstance(details, GenerationDetails) else {}
 
@@ -200,7 +200,7 @@ def _accepted(record: RunView) -> float | None:
 
 
 def requests_list(record: RunView) -> list[dict[str, Any]]:
-    """Return each request with its times."""
+    """Return the requests with arrival, TTFT, TPOT and latency."""
     rows = []
     for each in request_times(record):
         rows.append(
@@ -218,7 +218,7 @@ def requests_list(record: RunView) -> list[dict[str, Any]]:
 
 
 def tokens_list(record: RunView) -> list[dict[str, Any]]:
-    """Return how many tokens were there at the first arrival, which is none, and at the time of each token."""
+    """Return the number of tokens over time, from none at the first arrival on."""
     requests = request_times(record)
     times: list[float] = []
     for request in requests:

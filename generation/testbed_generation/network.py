@@ -31,7 +31,7 @@ class Cache:
         return 0 if self.keys is None else self.keys.shape[1]
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of the next tokens; return those of all tokens."""
+        """Append the keys and values of the next tokens; return the keys and values of all tokens."""
         if self.keys is None or self.values is None:
             self.keys, self.values = keys, values
         else:
@@ -47,7 +47,7 @@ class Cache:
 
 
 def normalise(values: Tensor, scale: Tensor, epsilon: float) -> Tensor:
-    """Return RMSNorm (Zhang and Sennrich, 2019): each token over the root of its mean square, times a scale."""
+    """Return RMSNorm (Zhang and Sennrich, 2019): tokens divided by the root of their mean square, times a scale."""
     mean_square = values.pow(2).mean(dim=-1, keepdim=True)
     return values * torch.rsqrt(mean_square + epsilon) * scale
 
@@ -73,7 +73,7 @@ def attend_to(
     values: Tensor,
     cache: Cache,
 ) -> Tensor:
-    """Return the weighted values for the queries of the next tokens, each of shape (tokens, values of all its heads).
+    """Return the weighted values for the queries of the next tokens; all shapes are (tokens, values of all heads).
 
     Rotates queries and keys, and appends keys and values to the cache.
     """
@@ -99,7 +99,7 @@ def attend_to(
 
 @dataclass(frozen=True)
 class LayerShard:
-    """A layer, or a shard of it; the weights are matrices of shape (outputs, inputs)."""
+    """A layer or a shard of one; the weights are matrices of shape (outputs, inputs)."""
 
     architecture: Architecture
     weights: Mapping[str, Tensor] = field(repr=False)

@@ -76,7 +76,12 @@ class Row:
 
 
 def even(row: Row) -> Layers:
-    """Return about as many layers for each device, in the given order."""
+    """Return about as many layers for each device, in the given order.
+
+    >>> row = Row(("a", "b"), 5, {"a": 1, "b": 1}, {"a": 9, "b": 9}, lambda one, other: 0)
+    >>> even(row)
+    (('a', 3), ('b', 2))
+    """
     return _given_row(row, [1.0] * len(row.devices))
 
 
@@ -97,7 +102,12 @@ def _given_row(row: Row, shares: Sequence[float]) -> Layers:
 
 
 def least_latency(row: Row) -> Layers:
-    """Return the devices, their order and their layers with the least latency of one token."""
+    """Return the devices, their order and their layers with the least latency of one token.
+
+    >>> row = Row(("a", "b"), 5, {"a": 1, "b": 1}, {"a": 3, "b": 9}, lambda one, other: 0.1)
+    >>> least_latency(row)
+    (('a', 3), ('b', 2))
+    """
     best: Layers | None = None
     best_seconds = math.inf
     for names, travel in _shortest_rows(row):
@@ -163,7 +173,7 @@ def _fill(row: Row, names: Sequence[str]) -> Layers | None:
 
 
 def _shortest_rows(row: Row) -> list[tuple[tuple[str, ...], float]]:
-    """Return for each set of devices with the source the order that travels least, with its seconds.
+    """Return the order with the least travel time, and the time, for each set of devices with the source.
 
     The recurrence is that of Held and Karp (1962): the best way through a set that ends at a device extends the best
     way through the set without that device.
@@ -221,7 +231,7 @@ def _possible_bottlenecks(row: Row) -> set[float]:
 
 
 def _row_within(row: Row, limit: float) -> Layers | None:
-    """Return a row whose stages and links all take at most ``limit`` seconds a token; None where there is none."""
+    """Return a row with stages and links of at most ``limit`` seconds a token each; None if no row suffices."""
     _check_number(row)
     number, slack = len(row.devices), limit * (1 + 1e-12)
     most = [

@@ -44,7 +44,7 @@ def room(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
 def free_memory(
     problem: GenerateProblem[Any], device: DeviceSpec, *, holds_output: bool
 ) -> float:
-    """Return the bytes that a device has for layers, beside buffers and, on the source, embedding and draft model."""
+    """Return a device's bytes for layers, beside buffers and, on the source, embedding and draft model."""
     model = problem.model
     is_source = device.name == problem.devices[0].name
     free = device.memory - model.buffer_memory()
@@ -57,7 +57,7 @@ def free_memory(
 def travel_seconds(
     problem: GenerateProblem[Any], size: int
 ) -> Callable[[str, str], float]:
-    """Return the function of two devices that tells how long so many bytes travel; infinite without a link."""
+    """Return a function of two devices: the seconds of sending so many bytes; infinite without a link."""
 
     def seconds(one: str, other: str) -> float:
         link = problem.links.get((one, other))
@@ -116,7 +116,7 @@ def ring_over(
 
 
 def first_devices(problem: GenerateProblem[Any], spares: Collection[str]) -> list[str]:
-    """Return the devices that layers are planned over: all but the spares."""
+    """Return all devices but the spares."""
     return [device.name for device in problem.devices if device.name not in spares]
 
 
@@ -175,7 +175,7 @@ def window_pieces(problem: GenerateProblem[Any], layers: Layers) -> tuple[Piece,
 def cache_of(
     problem: GenerateProblem[Any], pieces: Sequence[Piece]
 ) -> dict[str, float]:
-    """Return the bytes for KV caches by device, of pieces that are ranges of whole layers."""
+    """Return the bytes for KV caches by device, for pieces of whole layers."""
     cache: dict[str, float] = {}
     for piece in pieces:
         added = (piece.last - piece.first) * problem.model.layer_cache()

@@ -62,7 +62,7 @@ def draft_of(device: Device, job: GenerateJob[Any, Any]) -> Draft | None:
 
 
 def load_seconds(problem: GenerateProblem[Any], layers: int) -> float:
-    """Return the seconds that a device reads so many layers from its disk."""
+    """Return the seconds of reading so many layers from a device's disk."""
     rate = problem.workload.load_rate
     return (
         0.0

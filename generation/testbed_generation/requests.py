@@ -10,7 +10,7 @@ from testbed.common.seeds import derive
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt that arrives at the source."""
+    """A prompt with its time of arrival at the source."""
 
     number: int
     prompt: tuple[int, ...]
@@ -24,7 +24,7 @@ class Request:
 def arrivals(
     count: int, interval: float, poisson: bool, seed: int
 ) -> tuple[float, ...]:
-    """Return when requests arrive: every ``interval`` seconds, or at random with that mean; 0: all at once.
+    """Return the arrival times of requests: every ``interval`` seconds, or at random with that mean; 0: all at once.
 
     Example:
         >>> arrivals(3, 2.0, False, 0)
@@ -42,6 +42,10 @@ def arrivals(
 def random_prompt(
     length: int, vocabulary: int, seed: int, number: int
 ) -> tuple[int, ...]:
-    """Return a prompt of so many random tokens."""
+    """Return a prompt of so many random tokens, always the same for a seed and number.
+
+    >>> len(random_prompt(4, 512, seed=1, number=0))
+    4
+    """
     draw = random.Random(derive(seed, "prompt", number))
     return tuple(draw.randrange(min(vocabulary, 256)) for _ in range(length))

@@ -50,11 +50,11 @@ class Ring:
     """Time of the output matrix on the head."""
 
     def member(self, name: str) -> Member:
-        """Return a device by its name."""
+        """Return a device by name."""
         return next(member for member in self.members if member.name == name)
 
     def device_seconds(self, member: Member, window: int, rounds: int) -> float:
-        """Return Halda's cost of a device for one token; infinite if its layers do not fit and it has no disk."""
+        """Return Halda's cost of a device for one token; infinite if layers do not fit and there is no disk."""
         computing = rounds * window * member.seconds
         missing = rounds * window * self.layer_bytes - member.memory
         if missing <= 0:
@@ -145,6 +145,10 @@ def halda(ring: Ring, rounds: int) -> Windows:
     """Return the windows with Halda's least objective for so many rounds; raises `InputError` where none fit.
 
     The head has at least one layer of each round. Other devices may stay unused.
+
+    >>> members = (Member("head", 1.0, 9.0), Member("fast", 0.1, 4.0))
+    >>> halda(Ring(members, 8, 1.0, lambda one, other: 0.5), rounds=2).windows
+    (('head', 2), ('fast', 2))
     """
     if ring.layers % rounds:
         raise InputError(

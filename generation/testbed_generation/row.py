@@ -36,7 +36,7 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class Stage:
-    """A device with its range of layers."""
+    """A range of layers on a device."""
 
     device: str
     assignment: int
@@ -65,11 +65,11 @@ class Watch:
             self._answers[pong.sender] = pong
 
     def renew(self, name: str) -> None:
-        """Take a device as it is from now on, since it is given layers."""
+        """Forget the start time of a device, whose present start counts once layers are assigned."""
         self._incarnations.pop(name, None)
 
     async def ask(self, names: Collection[str]) -> set[str]:
-        """Return which devices do not answer in time, or have restarted since they were given layers."""
+        """Return the devices without an answer in time, or with a restart since layers were assigned."""
         device, sends = self._mailbox.device, self._mailbox.sends
         self._question += 1
         self._answers.clear()
@@ -93,7 +93,7 @@ class Watch:
 
 
 class Row:
-    """The stages in their order, as they are now."""
+    """The present stages in the order of their layers."""
 
     def __init__(
         self,
@@ -130,11 +130,11 @@ class Row:
         self._mailbox.start(self._keep_watch())
 
     async def whole(self) -> None:
-        """Wait until all stages are there."""
+        """Wait until all stages hold their layers."""
         await self._whole.wait()
 
     def stage(self, first: int) -> Stage:
-        """Return the stage that holds the layers from ``first`` on."""
+        """Return the stage whose first layer is ``first``."""
         return next(stage for stage in self.stages if stage.first == first)
 
     def release(self, request: int) -> None:
@@ -143,7 +143,7 @@ class Row:
             self._mailbox.post(stage.device, Release(request))
 
     async def _establish(self) -> None:
-        """Assign layers to the devices that are there; plans once more without those that are lost meanwhile."""
+        """Assign layers to the reachable devices, again without each device lost meanwhile."""
         while True:
             try:
                 planned = self._plan(self._there)
@@ -164,7 +164,7 @@ class Row:
             self._forget(lost)
 
     async def _assign(self, wanted: Sequence[Stage], row: list[Stage]) -> set[str]:
-        """Make some stages of a row, and the row the present one; return the devices that were lost meanwhile."""
+        """Assign some stages of a row, which becomes the present one; return devices lost meanwhile."""
         waiting = {}
         for stage in wanted:
             self._watch.renew(stage.device)
@@ -199,7 +199,7 @@ class Row:
         return set()
 
     def _replica(self, stage: Stage, row: list[Stage]) -> str | None:
-        """Return the device that gets copies of a stage's caches: the next one of the row, round to the first."""
+        """Return the receiver of copies of a stage's caches: the next device, after the last one the first."""
         if self._options.recovery != "replicate" or len(row) < 2:
             return None
         following = row[(row.index(stage) + 1) % len(row)].device
@@ -237,7 +237,7 @@ class Row:
         self._device.record("recovery", phase="resumed", partition=partition)
 
     async def _substitute(self) -> set[str]:
-        """Give the layers of stages that are not there to devices that are; return those that are lost meanwhile."""
+        """Assign the layers of lost stages to reachable devices; return devices lost meanwhile."""
         row = list(self.stages)
         gaps = []
         for index, stage in enumerate(row):
@@ -250,7 +250,7 @@ class Row:
         return await self._assign(gaps, row)
 
     def _substitute_for(self, lost: Stage, row: list[Stage]) -> str:
-        """Return the device that takes the layers of a lost stage: the one with the copies, else the emptiest."""
+        """Return the substitute for a lost stage: the device with copies of the caches, else the emptiest."""
         layers = lost.last - lost.first
 
         def room(name: str) -> int:

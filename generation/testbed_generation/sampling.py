@@ -21,7 +21,7 @@ class Sampling:
     seed: int = 0
 
     def choose(self, logits: Tensor, request: int, position: int) -> int:
-        """Return the token at a position of a request from its logits, shape (vocabulary,).
+        """Return the token at a position of a request from logits of shape (vocabulary,).
 
         The draw depends on seed, request and position alone, so a position that is computed again after a failure
         gets the same token.

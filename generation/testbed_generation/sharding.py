@@ -58,6 +58,10 @@ def divide_layer(
     """Divide a layer over devices in proportion to their shares; each gets at least one key-value head.
 
     Raises `InputError` where there are more devices than key-value heads.
+
+    >>> from testbed_generation.architecture import preset
+    >>> [shard.heads for shard in divide_layer(preset("llama-3-8b"), (1, 1, 2))]
+    [2, 2, 4]
     """
     heads = apportion(architecture.kv_heads, shares, "key-value heads")
     columns = apportion(architecture.hidden, shares, "hidden columns")
@@ -71,7 +75,7 @@ def divide_layer(
 
 
 def apportion(total: int, shares: Sequence[float], what: str) -> tuple[int, ...]:
-    """Return whole numbers, at least one each, that add up to a total and are nearest to the shares.
+    """Divide a total into whole numbers of at least one each, as nearly in proportion to shares as possible.
 
     Example:
         >>> apportion(8, (1.0, 1.0, 2.0), "heads")

@@ -27,7 +27,7 @@ from testbed_generation.row import Row, Stage
 
 @dataclass
 class Progress:
-    """A request that is in flight."""
+    """The state of a request in flight."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -35,11 +35,11 @@ class Progress:
 
     @property
     def left(self) -> int:
-        """Tokens that may still be generated."""
+        """Number of tokens still allowed."""
         return self.request.limit - len(self.tokens)
 
     def is_complete(self, end: int | None) -> bool:
-        """Return whether a text has all its tokens, or ends with the token ``end``."""
+        """Return whether a text has all tokens, or ends with the token ``end``."""
         return self.left <= 0 or (bool(self.tokens) and self.tokens[-1] == end)
 
     @property
@@ -97,7 +97,7 @@ class StageCalls:
     async def call(
         self, device: str, step: Step, is_current: Callable[[], bool]
     ) -> Result | None:
-        """Send a step, and return the result of the last stage of its way; None once it is not current any more.
+        """Send a step, and return the last stage's result; None once ``is_current`` returns false.
 
         Without numerics, the message has as many bytes as the values would take.
         """
@@ -115,10 +115,10 @@ class StageCalls:
 
 
 class AlongRow:
-    """Each stage sends its values to the next one, and the last one sends the token to the source.
+    """Drive of a row: each stage sends values to the next one, and the last stage sends the token to the source.
 
-    After a loss the source sends the tokens again that the new stages do not have: all of them, unless they had
-    copies of the caches.
+    After a loss the source sends the tokens again from the first one on, or only the missing tokens if the new stages
+    had copies of the caches.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class AlongRow:
         """How often drafts of a request were rejected, by its number."""
 
     async def next_tokens(self, progress: Progress) -> list[int]:
-        """Return the next tokens of a request: one, and those of the draft that the stages chose as well."""
+        """Return the next tokens of a request: one more than the stages accepted of the draft."""
         drafts: list[int] = []
         if self._draft is not None and progress.tokens:
             drafts = await self._draft.propose(
@@ -217,10 +217,10 @@ class AlongRow:
 
 
 class ThroughSource:
-    """Each stage returns its values to the source, and the source keeps the inputs of each stage.
+    """Drive of a row: each stage returns values to the source, and the source keeps the inputs of each stage.
 
-    A replacement is sent all of it at once, so a request continues with the same token (Petals; Borzunov et al.,
-    2023).
+    A replacement receives all inputs of the lost stage at once, so a request continues with the same token (Petals;
+    Borzunov et al., 2023).
     """
 
     def __init__(self, calls: StageCalls, row: Row, embedder: Embedder) -> None:
@@ -253,7 +253,7 @@ class ThroughSource:
     async def _call(
         self, number: int, first: int, position: int, tokens: int
     ) -> Result:
-        """Return a stage's result for the newest tokens; a new stage computes all tokens before them as well."""
+        """Return a stage's result for the newest tokens; a new stage computes all earlier tokens as well."""
         key = (number, first)
         while True:
             await self._row.whole()
@@ -283,12 +283,12 @@ class ThroughSource:
                 return result if result.values is None else keep_last(result, tokens)
 
     def _is_held(self, stage: Stage) -> bool:
-        """Return whether a stage still has its layers."""
+        """Return whether a stage still has the same assignment."""
         return self._row.stage(stage.first).assignment == stage.assignment
 
 
 def keep_last(result: Result, tokens: int) -> Result:
-    """Return a result with the values of its last tokens only."""
+    """Return a result with the values of the last tokens only."""
     assert result.values is not None
     return replace(result, values=result.values[-tokens:])
 

@@ -65,7 +65,7 @@ class LayerRange:
         return self.assign.last - self.assign.first
 
     def accepts(self, step: Step) -> bool:
-        """Return whether a step continues the caches; a newer attempt drops the cache beyond its first token.
+        """Return whether a step continues the caches; a newer attempt drops entries from its position on.
 
         A step of an older attempt, one that was computed already, and one with a gap before it do not.
         """
@@ -108,7 +108,7 @@ class LayerRange:
             )
 
     def added(self, step: Step) -> tuple[Tensor, Tensor] | None:
-        """Return the keys and values that a step added, each of shape (layers, heads, tokens, values of a head)."""
+        """Return the keys and values of a step's tokens, each of shape (layers, heads, tokens, values of a head)."""
         caches = self.sequences[step.request].caches
         if step.values is None or not caches:
             return None
@@ -129,7 +129,7 @@ class LayerRange:
         return keys, values
 
     def adopt(self, copies: list[Copy]) -> None:
-        """Fill the caches of a request from copies, in the order of their positions, as far as there is no gap."""
+        """Fill the caches of a request from copies in the order of positions, up to the first gap."""
         for copy in sorted(copies, key=lambda copy: (copy.attempt, copy.position)):
             sequence = self.sequences.setdefault(
                 copy.request, self._empty(copy.attempt)
@@ -160,7 +160,7 @@ class Holder:
         load_seconds: Callable[[Assign], float],
         disk: Disk | None = None,
     ) -> None:
-        """Open weights by ``weights``, None without numerics; reading them takes ``load_seconds``.
+        """Open weights by ``weights``, None without numerics; reading takes ``load_seconds``.
 
         With a ``disk``, layers beyond the memory are read from it for each step.
         """
@@ -182,7 +182,7 @@ class Holder:
         mailbox.on(Assign, self._assign)
 
     async def serve(self) -> None:
-        """Compute steps as they arrive, until cancelled."""
+        """Compute steps in the order of arrival, until cancelled."""
         while True:
             step = await self._mailbox.take(Step)
             held = self.ranges.get(step.assignment)

@@ -66,7 +66,7 @@ class Vocabulary:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the letters that stand for bytes in byte-level vocabularies, as GPT-2 assigns them."""
+    """Return GPT-2's letters for bytes in byte-level vocabularies."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -81,7 +81,7 @@ _LETTERS = _byte_letters()
 
 
 def _piece(token: str | None) -> bytes:
-    """Return the text of a token of a vocabulary, whose letters stand for bytes or for themselves."""
+    """Return the text of a token: letters represent bytes in byte-level vocabularies, else themselves."""
     if token is None:
         return UNKNOWN
     if token.startswith("<0x") and len(token) == 6:

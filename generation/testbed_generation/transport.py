@@ -19,7 +19,11 @@ class Transport:
     storage: Literal["f32", "q8_0"] = "f32"
 
     def size(self, values: int) -> int:
-        """Return the bytes of so many values."""
+        """Return the bytes of so many values.
+
+        >>> Transport("q8_0").size(64)
+        68
+        """
         return stored_bytes(values, self.storage)
 
     def pack(self, values: Tensor | None) -> dict[str, Tensor]:

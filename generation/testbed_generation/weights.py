@@ -60,7 +60,11 @@ def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def full_name(layer: int, name: str) -> str:
-    """Return a weight's name in a checkpoint, such as ``model.layers.3.mlp.up_proj.weight``."""
+    """Return a weight's name in a checkpoint.
+
+    >>> full_name(3, "mlp.up_proj")
+    'model.layers.3.mlp.up_proj.weight'
+    """
     return f"model.layers.{layer}.{name}.weight"
 
 
@@ -106,10 +110,10 @@ def _broken_file(path: Path, error: Exception) -> InputError:
 
 
 class Checkpoint:
-    """Weights of a safetensors file, or of a folder of them with an index, in Hugging Face's Llama layout."""
+    """Weights of a safetensors file, or of a folder of files with an index, in Hugging Face's Llama layout."""
 
     def __init__(self, path: Path) -> None:
-        """Raise `InputError` where there is no such file."""
+        """Raise `InputError` if the file is missing."""
         self._path = path
         self._index: Mapping[str, str] = {}
         index = path / "model.safetensors.index.json"
@@ -190,7 +194,7 @@ class Gguf:
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def number(self, key: str) -> float | None:
-        """Return a number of the file's metadata, such as ``llama.block_count``; None where there is none."""
+        """Return a number of the file's metadata, such as ``llama.block_count``; None for a missing key."""
         field = self._reader.get_field(key)
         return None if field is None else float(field.contents())
 
@@ -200,7 +204,7 @@ class Gguf:
         return [] if field is None else list(field.contents())
 
     def text(self, key: str) -> str:
-        """Return a text of the file's metadata; empty where there is none."""
+        """Return a text of the file's metadata; empty for a missing key."""
         field = self._reader.get_field(key)
         return "" if field is None else str(field.contents())
 
@@ -311,7 +315,7 @@ def check_shapes(source: Checkpoint | Gguf, architecture: Architecture) -> None:
 def read_layer(
     source: Source, architecture: Architecture, layer: int, shard: Shard | None = None
 ) -> dict[str, Tensor]:
-    """Return the weights of a layer, or of a shard of it, by their short names."""
+    """Return the weights of a layer or shard by short name."""
     weights = {}
     for name in layer_shapes(architecture):
         weight = source.read(full_name(layer, name))
