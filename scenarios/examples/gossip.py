@@ -24,7 +24,7 @@ class Weights(Typed, kind="weights"):
 class GossipOptions(PeerOptions):
     """Options of `Gossip`."""
 
-    patience: float = 10.0
+    stall_timeout: float = 10.0
     """Seconds for which the first device waits for the weights of the others when it evaluates them."""
 
 
@@ -62,7 +62,7 @@ class Gossip(RoundMethod[GossipOptions]):
         messages = (Weights, Snapshot)
         async with Mailbox(device, problem.links, messages, codecs=codecs) as mailbox:
             training = local_training(device, job)
-            consensus = Consensus(mailbox, job, options.patience)
+            consensus = Consensus(mailbox, job, options.stall_timeout)
             rounds = training.length.rounds
             state = training.layers.weights()
             for number in range(rounds):

@@ -13,7 +13,7 @@ from testbed.wire.message import Message
 class RingOptions(Options):
     """Options of `Ring`."""
 
-    patience: float = 4.0
+    stall_timeout: float = 4.0
     """Seconds after which the token of a round counts as lost."""
 
 
@@ -63,19 +63,19 @@ class Ring(Method[RingOptions]):
         self, device: Device, following: str, job: Job[RingOptions]
     ) -> None:
         """Send a token in each round, and another whenever one is lost."""
-        patience = job.problem.options.patience
+        stall_timeout = job.problem.options.stall_timeout
         for number in range(job.problem.workload.requests or 1):
             began = device.now()
-            while not await self.returns(device, following, number, patience):
+            while not await self.returns(device, following, number, stall_timeout):
                 device.record("lost", step=number)
             device.record("request", request=number, latency=device.now() - began)
 
     async def returns(
-        self, device: Device, following: str, number: int, patience: float
+        self, device: Device, following: str, number: int, stall_timeout: float
     ) -> bool:
         """Send the token of a round; return whether the token comes back in time."""
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(stall_timeout):
                 await device.send(following, Message("token", {"round": number}))
                 token = await device.receive()
                 # A token of an earlier round may return after it was replaced.

@@ -1,7 +1,7 @@
 """Failure detection for devices that work together, and the loop that recovers from failures.
 
-Detection uses messages alone. After ``patience`` seconds without news, the supervisor probes all devices with a role. A
-slow device replies and is waited for; a silent one, or one without its role, is lost. A reply queues behind the
+Detection uses messages alone. After the stall timeout without news, the supervisor probes all devices with a role.
+A slow device replies and is waited for; a silent one, or one without its role, is lost. A reply queues behind the
 device's earlier messages, so a device whose message is still arriving has more time.
 
 Two classes implement `RecoveryPolicy`: `testbed.ml.pipeline.checkpointing.CheckpointRecovery` stops all devices and
@@ -33,8 +33,8 @@ _LOG = logging.getLogger(__name__)
 MOST_ARRIVING = 8.0
 """Multiple of the allowed time for a message that is still arriving: a busy host delivers late, but a nearly dead link
 is useless."""
-MAX_PATIENCE_FACTOR = 8.0
-"""Upper bound of the learned patience for slow devices, as a multiple of the configured patience."""
+MAX_STALL_TIMEOUT_FACTOR = 8.0
+"""Upper bound of the learned stall timeout for slow devices, as a multiple of the configured one."""
 
 
 class Lost(Exception):  # noqa: N818 - a state of the devices, which a recovery deals with
@@ -59,7 +59,7 @@ class Lost(Exception):  # noqa: N818 - a state of the devices, which a recovery 
 class Timeouts:
     """Time-outs of the failure detection, in seconds."""
 
-    patience: float
+    stall_timeout: float
     """Time without news before the devices are probed, and without a reply before they count as lost."""
     return_window: float
     """Time for lost devices to return before the others continue without them."""
@@ -88,7 +88,7 @@ class Supervisor:
         self.device = mailbox.device
         self.membership = Membership(mailbox, [spec.name for spec in problem.devices])
         self.timeouts = timeouts
-        self.patience = max(timeouts.startup, timeouts.patience)
+        self.stall_timeout = max(timeouts.startup, timeouts.stall_timeout)
         self.progress = 0
         """Number of completed tasks: if it is unchanged between two recoveries, the first was fruitless."""
         self.layout: Sequence[Piece] = ()
@@ -135,20 +135,20 @@ class Supervisor:
                 raise Lost(restarted, back=restarted)
             heard = self._count_news()
             if (
-                not await self.mailbox.changed(self.patience)
+                not await self.mailbox.changed(self.stall_timeout)
                 and self._count_news() == heard
             ):
                 await self._probe_devices()
 
     async def ready(self) -> None:
-        """Wait until all devices are ready for their roles; the startup patience then ends. Raises `Lost`."""
+        """Wait until all devices are ready for their roles; the startup timeout then ends. Raises `Lost`."""
         await self.until(lambda: self.membership.ready >= self.membership.assigned)
         if not self._established:
             self._established = True
-            self.patience = self.timeouts.patience
+            self.stall_timeout = self.timeouts.stall_timeout
 
-    def learn_patience(self, lost: Lost, known: Mapping[str, float]) -> None:
-        """Increase the patience if a lost device was running and only slow to reach.
+    def learn_stall_timeout(self, lost: Lost, known: Mapping[str, float]) -> None:
+        """Increase the stall timeout if a lost device was running and only slow to reach.
 
         ``known`` are the incarnations at the assignment of roles: a restarted device is not slow. The device's
         configuration is no evidence, since a very slow link may not have delivered its role.
@@ -157,9 +157,12 @@ class Supervisor:
         for name in self.membership.answers.keys() & {*lost.missing} - lost.cut:
             # A changed incarnation means a restart, not slowness.
             if known.get(name) == present[name]:
-                most = max(self.patience, MAX_PATIENCE_FACTOR * self.timeouts.patience)
+                most = max(
+                    self.stall_timeout,
+                    MAX_STALL_TIMEOUT_FACTOR * self.timeouts.stall_timeout,
+                )
                 # Doubled once for each loss, however many devices were slow.
-                self.patience = min(2 * self.patience, most)
+                self.stall_timeout = min(2 * self.stall_timeout, most)
                 return
 
     def _count_news(self) -> int:
@@ -182,10 +185,10 @@ class Supervisor:
         allowed: dict[str, float] = {}
         arriving: dict[str, float] = {}
         for part in others:
-            # A device has its patience after everything queued on its link has arrived.
+            # The stall timeout of a device begins after everything queued on its link has arrived.
             transfer = SLACK * self._transfer_seconds(part)
-            allowed[part.device] = transfer + self.patience
-            arriving[part.device] = MOST_ARRIVING * transfer + self.patience
+            allowed[part.device] = transfer + self.stall_timeout
+            arriving[part.device] = MOST_ARRIVING * transfer + self.stall_timeout
         silent = await members.ping_all(allowed, has_news, arriving)
         if silent:
             raise Lost(silent)
@@ -213,7 +216,7 @@ class Supervisor:
         coordinator.
         """
         own = self.device.name
-        patience = self.timeouts.standstill
+        standstill = self.timeouts.standstill
         answers = {**self.membership.answers, own: self.presence.answer()}
         order = [part.device for part in self.layout]
         now = self.device.now()
@@ -222,12 +225,12 @@ class Supervisor:
         if actions != self._still[0] or any(answers[name].computing for name in order):
             self._still = (actions, now)
             return
-        if now - self._still[1] < patience:
+        if now - self._still[1] < standstill:
             return
         cut = set()
         for name in order:
             for peer, seconds in answers[name].overdue.items():
-                if seconds < patience:
+                if seconds < standstill:
                     continue
                 if peer in order:
                     # A blocked link concerns two stages, and dropping one of them is enough.
@@ -299,7 +302,7 @@ async def run_with_recovery(
             if fruitless == MAX_RETRIES:
                 raise TestbedError(
                     f"giving up after {MAX_RETRIES} consecutive recoveries without progress (last: {lost}); "
-                    "if links or devices are slower than the scenario defines, raise method.patience"
+                    "if links or devices are slower than the scenario defines, raise method.stall_timeout"
                 ) from lost
             # Devices that reply and fail again and again are treated as cut off, which excludes them.
             if fruitless >= MAX_RETRIES_WITH_LOST:

@@ -140,10 +140,17 @@ def _of_structure(text: str) -> Formatter:
     return lambda detail, _key_of_error, _model: text.format_map(detail.get("ctx", {}))
 
 
+FORMER_KEYS = {"patience": "stall_timeout"}
+"""Former names of keys, with the present ones."""
+
+
 def _unknown_key(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
     name, known = str(key[-1]), _known_keys(key[:-1], model)
     if name in known:  # of another kind of work
         return f"'{name}' is not a key of this task: remove the key"
+    present = FORMER_KEYS.get(name)
+    if present in known:
+        return f"'{name}' has been renamed: write '{present}'"
     return f"unknown key '{name}': {nearest(name, known)}"
 
 

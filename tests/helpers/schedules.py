@@ -13,7 +13,7 @@ METHOD = {
     "repartition_first": 5,
     "repartition_every": 10,
     "profile_runs": 1,
-    "patience": "500ms",
+    "stall_timeout": "500ms",
     "least_gain": 0,
     "resume": "last-replica",
 }
@@ -100,7 +100,12 @@ def random_keys(seed: int) -> dict:
     draw = random.Random(seed)
     faults = [random_fault(draw, index == 0) for index in range(draw.randint(1, 5))]
     name = draw.choice(["ftpipehd", "ftpipehd", "respipe", "pipedream"])
-    given = {"name": name, "chain_every": 4, "global_every": 8, "patience": "500ms"}
+    given = {
+        "name": name,
+        "chain_every": 4,
+        "global_every": 8,
+        "stall_timeout": "500ms",
+    }
     method = METHOD if name == "ftpipehd" else given
     window = draw.choice(["0s", "5s"])
     devices = {

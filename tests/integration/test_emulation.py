@@ -56,7 +56,7 @@ def scenario(name: str, steps: int = 40, **changes: Any) -> Prepared:
             "method": {
                 "name": "pipeline",
                 "micro_batches": 2,
-                "patience": "1s",
+                "stall_timeout": "1s",
                 "return_window": "2s",
             },
             "batch_size": 32,

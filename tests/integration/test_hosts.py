@@ -49,7 +49,7 @@ TREE = {
             "name": "pipeline",
             "schedule": "1f1b",
             "micro_batches": 4,
-            "patience": "1s",
+            "stall_timeout": "1s",
             "return_window": "30s",
         },
         "batch_size": 64,

@@ -27,7 +27,7 @@ def workload(scheme: str) -> dict[str, Any]:
         "task": "infer",
         "model": {"name": "mlp", "hidden": [6000, 6000, 6000]},
         "data": {"name": "digits"},
-        "method": {"name": "distributed", "scheme": scheme, "patience": "5s"},
+        "method": {"name": "distributed", "scheme": scheme, "stall_timeout": "5s"},
         "batch_size": 1,
         "requests": 2,
     }

@@ -39,7 +39,7 @@ def test_random_faults_on_containers(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     keys = random_keys(seed)
     tree = written(**keys) | {"name": f"random-{seed}", "time_limit": "120s"}
-    tree["workload"]["method"]["patience"] = (
+    tree["workload"]["method"]["stall_timeout"] = (
         "1s"  # devices that share a machine are late now and then
     )
     (tmp_path / "scenario.yaml").write_text(

@@ -56,7 +56,7 @@ def scenario(folder: Path, name: str, **changes: Any) -> Path:
             "method": {
                 "name": "pipeline",
                 "micro_batches": 2,
-                "patience": "1s",
+                "stall_timeout": "1s",
                 "checkpoint_every": 5,
             },
             "batch_size": 32,

@@ -14,7 +14,7 @@ Tree = dict[str, Any]
 """A scenario as a file has it."""
 
 PIPELINE: Mapping[str, Sequence[Any]] = {
-    "patience": ["200ms", "500ms", "2s"],
+    "stall_timeout": ["200ms", "500ms", "2s"],
     "return_window": ["3s", "5s", "15s"],
     "evaluate_every": [1, 5, None],
 }
@@ -82,7 +82,7 @@ OPTIONS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "exchange": ["source", "direct"],
         "in_flight": [1, 2],
         "on_loss": ["replan", "fail"],
-        "patience": ["500ms", "2s"],
+        "stall_timeout": ["500ms", "2s"],
     },
 }
 INFERENCE = ("sequential", "distributed")

@@ -172,7 +172,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
             if device.name != source:
                 await holder.serve()
             timeouts = Timeouts(
-                options.patience, options.return_window, options.return_window
+                options.stall_timeout, options.return_window, options.return_window
             )
             # A member may be sending its share of the activations of the requests in flight.
             supervisor = Supervisor(

@@ -73,7 +73,7 @@ class DistributedOptions(Options):
         "replan",
         description="requests under way when a device is lost: finish them with the others, or fail",
     )
-    patience: Duration = Field(
+    stall_timeout: Duration = Field(
         2.0,
         gt=0,
         description="without progress before devices are polled, and without a reply before they count as lost",

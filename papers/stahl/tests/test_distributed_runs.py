@@ -67,7 +67,7 @@ KILL = {
     "kill": "worker2",
     "when": {"device": "worker2", "begins": "forward", "batch": 1},
 }
-CALM = {"patience": "500ms", "return_window": "1s"}
+CALM = {"stall_timeout": "500ms", "return_window": "1s"}
 
 
 @pytest.mark.parametrize("exchange", ["source", "direct"])

@@ -204,7 +204,7 @@ def test_a_device_that_dies_between_tiles_is_done_without() -> None:
         "early": 4,
         "grid": [3, 3],
         "overlap": "reuse",
-        "patience": "500ms",
+        "stall_timeout": "500ms",
         "return_window": "1s",
     }
     found = infer(distributed(2, method, {"model": CNN, "requests": 3}, faults=[kill]))

@@ -122,7 +122,7 @@ def test_a_thief_that_dies_is_done_without() -> None:
         "when": {"device": "worker2", "begins": "forward", "batch": 1},
     }
     method = {"early": 4, "grid": [4, 4], "overlap": "reuse", "stealing": True}
-    method |= {"patience": "500ms", "return_window": "1s"}
+    method |= {"stall_timeout": "500ms", "return_window": "1s"}
     found = infer(
         distributed(2, method, {"model": CNN, "requests": 3}, faults=[SLOW, kill])
     )

@@ -118,7 +118,7 @@ class CheckpointRecovery:
         await self._gather_devices(
             self._members.assigned, self._supervisor.timeouts.return_window
         )
-        self._supervisor.learn_patience(lost, known)
+        self._supervisor.learn_stall_timeout(lost, known)
         self._assign_stages()
 
     async def let_join(self) -> None:
@@ -138,7 +138,7 @@ class CheckpointRecovery:
             text=f"{', '.join(sorted(joiners))} join at step {self.checkpoint.step}",
         )
         await self._gather_devices(
-            joiners | self._members.assigned, self._supervisor.patience
+            joiners | self._members.assigned, self._supervisor.stall_timeout
         )
         self._assign_stages()
         await self.establish()

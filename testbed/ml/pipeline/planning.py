@@ -40,7 +40,7 @@ class StagesOptions(Options):
         ge=1,
         description="use only the first N devices, others are spares; default: all",
     )
-    patience: Duration = Field(
+    stall_timeout: Duration = Field(
         2.0,
         gt=0,
         description=(

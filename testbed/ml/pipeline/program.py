@@ -96,7 +96,7 @@ async def run_asynchronous(
             mailbox,
             member.holder,
             job,
-            max(2 * options.patience, options.return_window),
+            max(2 * options.stall_timeout, options.return_window),
         )
         recovery = ReplicaRecovery(
             supervisor, member.store, partitioner, job, _total_steps(job)
@@ -170,7 +170,7 @@ async def _make_supervisor(
             + problem.workload.batch_size * units[0].input_bytes
         )
 
-    timeouts = Timeouts(options.patience, options.return_window, standstill)
+    timeouts = Timeouts(options.stall_timeout, options.return_window, standstill)
     return Supervisor(mailbox, holder.presence, problem, timeouts, backlog)
 
 

@@ -275,7 +275,7 @@ class ReplicaRecovery:
         self._supervisor.start(layout)
         timeouts = self._supervisor.timeouts
         await self._gather_inventories(
-            self.partition.devices, max(timeouts.patience, timeouts.return_window)
+            self.partition.devices, max(timeouts.stall_timeout, timeouts.return_window)
         )
         self._resume_training()
 
@@ -325,9 +325,9 @@ class ReplicaRecovery:
         awaited = () if lost is self._waited else gone
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._gather_inventories(
-            set(self.partition.devices) - gone, supervisor.patience, awaited
+            set(self.partition.devices) - gone, supervisor.stall_timeout, awaited
         )
-        supervisor.learn_patience(lost, known)
+        supervisor.learn_stall_timeout(lost, known)
         self.standby.lose(gone - self._members.answers.keys(), known)
         self._resume_training()
 
@@ -357,7 +357,7 @@ class ReplicaRecovery:
             for each in answers
         ):
             return False
-        supervisor.learn_patience(lost, known)
+        supervisor.learn_stall_timeout(lost, known)
         self.recovering = True
         partition, step = supervisor.stages, supervisor.progress
         self._device.record(
@@ -401,7 +401,7 @@ class ReplicaRecovery:
         Raises `Lost` for a missing stage.
         """
         self._mailbox.open(self._mailbox.configuration + 1)
-        await self._gather_inventories(names, self._supervisor.patience)
+        await self._gather_inventories(names, self._supervisor.stall_timeout)
         there = self._eligible_devices()
         failure = classify_failure(
             self._configuration.incarnations, self._present_incarnations(there)

@@ -272,7 +272,7 @@ def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
 def test_a_run_whose_scenario_says_null_is_gone_on_with(tmp_path: Path) -> None:
     trial = recorded.trial(
         workload=recorded.SCENARIO["workload"]
-        | {"method": {"name": "pipeline", "patience": None}}
+        | {"method": {"name": "pipeline", "stall_timeout": None}}
     )
     recorded.write(tmp_path / "run", trial, recorded.plan(), recorded.outcome())
     assert list(files.finished_among([tmp_path / "run"], [trial])) == [0]

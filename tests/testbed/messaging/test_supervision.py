@@ -44,12 +44,15 @@ class Problem:
 
 
 def supervised(
-    lead, status=lambda mailbox: Status(mailbox.configuration), faults=(), patience=1
+    lead,
+    status=lambda mailbox: Status(mailbox.configuration),
+    faults=(),
+    stall_timeout=1,
 ):
     async def coordinate(device):
         async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
             timeouts = Timeouts(
-                patience=patience, return_window=5, standstill=3, startup=1
+                stall_timeout=stall_timeout, return_window=5, standstill=3, startup=1
             )
             presence = Presence(mailbox, "lead", lambda: Status(mailbox.configuration))
             supervisor = Supervisor(
@@ -86,7 +89,7 @@ def lost(outcome):
     return when, error
 
 
-def test_silent_device_is_lost_after_its_patience():
+def test_silent_device_is_lost_after_its_stall_timeout():
     when, error = lost(
         lambda lead: supervised(lead, faults=[{"kill": "two", "at": "500ms"}])
     )
@@ -112,7 +115,9 @@ def seconds_until_lost(rate, faults=()):
 
     async def coordinate(device):
         async with Mailbox(device, planned, kinds) as mailbox:
-            timeouts = Timeouts(patience=1, return_window=5, standstill=3, startup=1)
+            timeouts = Timeouts(
+                stall_timeout=1, return_window=5, standstill=3, startup=1
+            )
             presence = Presence(mailbox, "lead", Status)
             supervisor = Supervisor(
                 mailbox, presence, Problem, timeouts, lambda part: 1e6
@@ -158,7 +163,7 @@ def test_a_device_whose_message_hardly_arrives_is_lost():
 
 def test_restarted_device_is_lost_as_soon_as_it_greets():
     faults = [{"kill": "two", "at": "500ms", "for": "100ms"}]
-    when, error = lost(lambda lead: supervised(lead, faults=faults, patience=9))
+    when, error = lost(lambda lead: supervised(lead, faults=faults, stall_timeout=9))
     assert error.back == {"two"}
     assert when == pytest.approx(2.61, abs=0.01)  # it takes 2 s to boot
 
@@ -193,10 +198,10 @@ def test_slow_device_makes_it_more_patient():
     async def lead(supervisor):
         supervisor.membership.answers["one"] = None
         supervisor.membership.present["one"] = 0.0
-        for patience in (2, 4, 8, 8):
-            supervisor.learn_patience(Lost(["one"]), {"one": 0.0})
-            assert supervisor.patience == patience
-        supervisor.learn_patience(
+        for stall_timeout in (2, 4, 8, 8):
+            supervisor.learn_stall_timeout(Lost(["one"]), {"one": 0.0})
+            assert supervisor.stall_timeout == stall_timeout
+        supervisor.learn_stall_timeout(
             Lost(["one"]), {"one": 0.5}
         )  # it started again, so it was not slow
 
@@ -271,7 +276,7 @@ def test_without_progress_it_is_given_up():
     plan = Plan(*(Lost(["one"]) for _ in range(MAX_RETRIES)))
     with pytest.raises(
         TestbedError,
-        match=r"20 consecutive recoveries .*last: one.*raise method.patience",
+        match=r"20 consecutive recoveries .*last: one.*raise method.stall_timeout",
     ):
         plan.run_with_recovery()
 

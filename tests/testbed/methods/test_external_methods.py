@@ -59,7 +59,7 @@ def test_a_method_travels_as_text_and_is_the_same_there(tmp_path: Path) -> None:
         "import sys\n"
         "from testbed.deployment import read\n"
         "method, problem = read(sys.stdin.buffer.read()).problem()\n"
-        "print(method.name, problem.options.patience)\n"
+        "print(method.name, problem.options.stall_timeout)\n"
     )
     body = next(iter(bodies(prepare(trials(load(RING))[0])).values()))
     command = [sys.executable, str(tmp_path / "there.py")]

@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.runs import of, run, scenario
 
-METHOD = {"checkpoint_every": 4, "patience": "1s", "return_window": "6s"}
+METHOD = {"checkpoint_every": 4, "stall_timeout": "1s", "return_window": "6s"}
 WORKERS = ("worker1", "worker2", "worker3")
 
 
@@ -46,13 +46,13 @@ def test_killed_stage_comes_back(undisturbed, victim, span):
     assert [step["step"] for step in of(outcome, "step")] == [*range(6), *range(4, 12)]
 
 
-def test_restarted_device_announces_itself_before_patience_ends(undisturbed):
+def test_restarted_device_announces_itself_before_stall_timeout_ends(undisturbed):
     fault = {
         "kill": "worker2",
         "when": {"device": "worker2", "begins": "backward", "batch": 6},
         "for": "1s",
     }
-    outcome = faulty(fault, method={**METHOD, "patience": "60s"})
+    outcome = faulty(fault, method={**METHOD, "stall_timeout": "60s"})
     assert_recovered(outcome, undisturbed)
     assert outcome.events[-1].time < 10
 
@@ -202,7 +202,9 @@ def test_devices_that_lost_each_other_are_told_apart(undisturbed):
 
 def test_slow_device_is_waited_for():
     outcome = faulty(
-        workload={"steps": 2}, speed="5kflops", method={**METHOD, "patience": "200ms"}
+        workload={"steps": 2},
+        speed="5kflops",
+        method={**METHOD, "stall_timeout": "200ms"},
     )
     assert outcome.status == "finished", outcome.error
     assert not of(outcome, "recovery")

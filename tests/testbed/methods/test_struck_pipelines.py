@@ -33,7 +33,7 @@ STEPS = 12
 def options(draw: random.Random, method: str) -> dict:
     chosen = {
         "name": method,
-        "patience": draw.choice(["200ms", "500ms"]),
+        "stall_timeout": draw.choice(["200ms", "500ms"]),
         "return_window": draw.choice(["1s", "3s"]),
     }
     if method == "sequential":

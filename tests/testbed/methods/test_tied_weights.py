@@ -115,7 +115,7 @@ def test_recovery_keeps_the_copies_equal(tmp_path: Path, returns: str | None) ->
     method = {
         "name": "pipeline",
         "checkpoint_every": 2,
-        "patience": "500ms",
+        "stall_timeout": "500ms",
         "return_window": "3s",
     }
     result = run(tmp_path, {"workload.method": method, "faults": [kill]})

@@ -58,7 +58,12 @@ def recovered(outcome):
 @pytest.mark.parametrize("victim", WORKERS)
 @pytest.mark.parametrize("method", ["ftpipehd", "respipe", "pipedream"])
 def test_worker_killed_for_good(method, victim):
-    given = {"name": method, "chain_every": 4, "global_every": 8, "patience": "500ms"}
+    given = {
+        "name": method,
+        "chain_every": 4,
+        "global_every": 8,
+        "stall_timeout": "500ms",
+    }
     fault = {"kill": victim, "when": during(victim, "backward", 13)}
     outcome = run(
         scenario(
@@ -145,7 +150,12 @@ def test_two_neighbours_at_once_go_back_to_the_global_replica():
 @pytest.mark.parametrize("name", ["ftpipehd", "respipe"])
 def test_replaced_worker_joins_again_or_is_turned_away(name):
     fault = {"pause": "worker2", "when": during("worker2", "backward", 13), "for": "6s"}
-    given = {"name": name, "chain_every": 4, "global_every": 8, "patience": "500ms"}
+    given = {
+        "name": name,
+        "chain_every": 4,
+        "global_every": 8,
+        "stall_timeout": "500ms",
+    }
     method = {**METHOD, "return_window": "0s"} if name == "ftpipehd" else given
     steps = 150
     outcome = run(
@@ -224,7 +234,7 @@ def test_worker_restarts_between_the_drain_and_the_change():
         "for": "100ms",
     }
     outcome = disturbed(
-        fault, devices=devices, method={"patience": "5s", "repartition_first": 6}
+        fault, devices=devices, method={"stall_timeout": "5s", "repartition_first": 6}
     )
     assert_right(outcome)
     (decided,) = recovered(outcome)
@@ -293,7 +303,7 @@ def test_a_device_that_is_too_slow_to_reach_is_done_without():
         "degrade": {"device": "worker2", "rate": "8kbit", "delay": "100ms"},
         "at": "1ms",
     }
-    outcome = disturbed(slow, method={"patience": "100ms", "return_window": "5s"})
+    outcome = disturbed(slow, method={"stall_timeout": "100ms", "return_window": "5s"})
     assert_right(outcome)
     assert [device for device, _, _ in stretches(outcome)[-1][2]] == [
         "source",
@@ -331,7 +341,7 @@ def test_no_batch_that_is_gone_on_from_is_missing_in_the_record():
     }
     cut["when"] = during("worker3", "forward", 1)
     killed = {"kill": "source", "after": "1s", "for": "4s"}
-    outcome = disturbed(cut, killed, method={"patience": "5s"})
+    outcome = disturbed(cut, killed, method={"stall_timeout": "5s"})
     assert_right(outcome)
     assert next(event["step"] for event in recovered(outcome)) == 4
 
@@ -406,7 +416,7 @@ def test_as_many_copies_as_neighbours_that_are_lost_at_once(copies, step):
         "name": "respipe",
         "chain_every": 4,
         "copies": copies,
-        "patience": "500ms",
+        "stall_timeout": "500ms",
         "return_window": "0s",
     }
     faults = [{"kill": "worker1", "when": when}, {"kill": "worker2", "when": when}]
@@ -424,7 +434,7 @@ def test_a_batch_that_ends_while_silent_devices_are_waited_for_is_recorded():
     speeds = {"w2": {"speed": "300mflops"}, "w3": {"speed": "100mflops"}}
     method = {
         "name": "ftpipehd",
-        "patience": "200ms",
+        "stall_timeout": "200ms",
         "return_window": "3s",
         "chain_every": 1,
         "in_flight": 3,

@@ -18,7 +18,7 @@ METHOD = {
     "repartition_every": 20,
     "chain_every": 0,
     "global_every": 50,
-    "patience": "10s",
+    "stall_timeout": "10s",
 }
 WORK = {
     "model": {"name": "mlp", "hidden": [24, 20, 20, 16, 16, 12, 12, 12]},
@@ -81,7 +81,7 @@ def test_who_is_lost_over_a_slow_link_is_not_taken_back_over_it_again_and_again(
         two(
             245,
             slow,
-            method={"chain_every": 50, "global_every": 100, "patience": "500ms"},
+            method={"chain_every": 50, "global_every": 100, "stall_timeout": "500ms"},
         )
     )
     assert outcome.status == "finished", outcome.error
@@ -103,7 +103,7 @@ def test_the_link_between_new_neighbours_is_measured_after_a_loss():
             100,
             killed,
             network=network,
-            method={"patience": "500ms", "objective": "traffic"},
+            method={"stall_timeout": "500ms", "objective": "traffic"},
         )
     )
     left = {"source": {"speed": "20mflops"}, "worker2": {"speed": "20mflops"}}
@@ -114,7 +114,9 @@ def test_the_link_between_new_neighbours_is_measured_after_a_loss():
 
 
 def test_a_device_that_is_off_at_the_start_costs_seconds():
-    outcome = run(two(30, {"kill": "worker1", "at": "0s"}, method={"patience": "2s"}))
+    outcome = run(
+        two(30, {"kill": "worker1", "at": "0s"}, method={"stall_timeout": "2s"})
+    )
     assert outcome.status == "finished", outcome.error
     assert [device for device, *_ in partitions(outcome)[0][1]] == ["source", "worker2"]
     assert of(outcome, "bandwidth")

@@ -109,7 +109,7 @@ def test_undone_forwards_leave_no_trace_in_running_statistics():
     method = {
         "in_flight": 1,
         "chain_every": 2,
-        "patience": "500ms",
+        "stall_timeout": "500ms",
         "return_window": "5s",
     }
     fault = {

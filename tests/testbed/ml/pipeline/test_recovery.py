@@ -92,7 +92,7 @@ def recovering(lead, faults=(), silent=(), window=4.0):
         async with Mailbox(device, {}, ASYNCHRONOUS_KINDS) as mailbox:
             holder, store = take_part(mailbox)
             timeouts = Timeouts(
-                patience=1, return_window=window, standstill=3, startup=1
+                stall_timeout=1, return_window=window, standstill=3, startup=1
             )
             specs = tuple(SimpleNamespace(name=name) for name in NAMES)
             problem = SimpleNamespace(
