@@ -916,7 +916,7 @@ def test_an_idle_agent_has_imported_nothing_that_it_does_not_need_yet() -> None:
         ),
         (
             {"TESTBED_INBOX_LIMIT": "1MB"},
-            "TESTBED_INBOX_LIMIT must be a number of bytes",
+            "TESTBED_INBOX_LIMIT: must be a number of bytes",
         ),
     ],
 )
