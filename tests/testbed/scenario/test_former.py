@@ -3,10 +3,11 @@
 import pytest
 
 from testbed.common.errors import InputError
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
 
 def test_former_key_is_refused_with_its_present_name():
     changes = ["workload.method.patience=1s"]
     with pytest.raises(InputError, match="has been renamed: write 'stall_timeout'"):
-        load("quickstart", changes)
+        trials(load("quickstart", changes))
