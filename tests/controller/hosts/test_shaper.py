@@ -6,7 +6,9 @@ import pytest
 
 from testbed.common.errors import InputError
 from testbed.network.link import Link
+from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.hosts.shaper import (
+    PathBlocked,
     Shapers,
     combine_halves,
     imposed_links,
@@ -90,6 +92,27 @@ def test_one_way_packets_use_the_clocks_of_the_contexts() -> None:
     assert moved == {}
     assert found[0].delay == pytest.approx(0.005)
     assert "none of 30 packets arrived" in (found[1].problem or "")
+
+
+@pytest.mark.parametrize(
+    ("delay", "rate", "passes_small"),
+    [(None, None, False), (0.006, None, True)],
+    ids=["no packet", "no full frame"],
+)
+def test_blocked_path_is_named_with_the_passing_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+    delay: float | None,
+    rate: float | None,
+    passes_small: bool,
+) -> None:
+    state = RunState("run", "token", hosts={"a": ["p", "q"], "b": ["r"]})
+    shapers = Shapers({}, state, {}, {("p", "r"): LINK})
+    measurement = LinkMeasurement("p", "r", LINK, rate=rate, delay=delay)
+    monkeypatch.setattr(shapers, "_probe_between_hosts", lambda pairs: [measurement])
+    with pytest.raises(PathBlocked) as caught:
+        shapers.measure_path_delays()
+    assert caught.value.ends == ("a", "b")
+    assert caught.value.passes_small == passes_small
 
 
 def test_path_delay_is_subtracted_from_the_link() -> None:
