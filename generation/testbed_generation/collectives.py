@@ -95,6 +95,7 @@ class Ring:
         before = self._names[self._place - 1]
         chunks = None if values is None else list(values.flatten().chunk(number))
         if chunks is not None:
+            # Fewer values than devices: empty chunks travel as well, so that all devices take the same steps.
             chunks += [chunks[0][:0]] * (number - len(chunks))
         for step in range(2 * (number - 1)):
             # In the first half each device adds its part to what comes; in the second it passes the sums on.

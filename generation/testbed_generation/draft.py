@@ -84,6 +84,7 @@ class Draft:
     def _keep_common(self, progress: _Progress, known: Sequence[int]) -> None:
         """Drop rejected tokens, and the newest known one, from the caches."""
         common = 0
+        # The newest known token has not been fed to the draft model, so its caches cannot have it.
         for own, token in zip(progress.tokens, known[:-1], strict=False):
             if own != token:
                 break

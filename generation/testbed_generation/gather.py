@@ -103,15 +103,15 @@ class Rows:
             if values is None:
                 return None
             with torch.inference_mode():
-                made = [
-                    functional.linear(values, self._weights[inputs.layer][name])
-                    for name in PRODUCTS[product]
-                ]
-                return (
-                    (functional.silu(made[0]) * made[1],)
-                    if product == "hidden"
-                    else tuple(made)
-                )
+                made = []
+                for name in PRODUCTS[product]:
+                    weight = self._weights[inputs.layer][name]
+                    made.append(functional.linear(values, weight))
+                if product == "hidden":
+                    # Gate and up are of the same rows, so the worker applies SwiGLU and sends half as much.
+                    gate, up = made
+                    return (functional.silu(gate) * up,)
+                return tuple(made)
 
         size = 0
         for name in PRODUCTS[product]:
@@ -130,10 +130,12 @@ async def serve_rows(mailbox: Mailbox, source: str, rows: Rows) -> None:
     while True:
         inputs = await mailbox.take(Inputs)
         values = transport.unpack(inputs.tensors, (inputs.tokens, -1))
+        # The source does not send a worker what the worker made itself; the published bytes confirm it.
         if inputs.product == "down" and values is not None and own is not None:
             place = rows.part * own.shape[1]
             values = torch.cat((values[:, :place], own, values[:, place:]), dim=1)
         made = await rows.compute(mailbox, inputs.product, values, inputs)
+        # Rounded as on the wire: all devices multiply the values that the source has.
         if inputs.product == "hidden" and made is not None:
             own = transport.rounded(made[0])
         tensors = {} if made is None else transport.pack(torch.cat(made, dim=1))

@@ -190,15 +190,14 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             )
             if device.name != lead:
                 await holder.serve()
+            # The source holds layers as well, and sends itself steps like any other stage.
             mailbox.start(holder.serve())
 
             def plan_over(there: Collection[str]) -> Layers:
-                names = [
-                    name
-                    for name in first_devices(problem, options.spares)
-                    if name in there
-                ]
+                first = first_devices(problem, options.spares)
+                names = [name for name in first if name in there]
                 spares = [name for name in options.spares if name in there]
+                # Spares take layers only where the others have no room, one after the other.
                 while True:
                     try:
                         return self.layers_over(problem, names)

@@ -83,35 +83,35 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _first_token(record: RunView) -> float | None:
+def _median_ttft(record: RunView) -> float | None:
     firsts = [each.first for each in request_times(record) if each.first is not None]
     return median(firsts) if firsts else None
 
 
-def _between(record: RunView) -> list[float]:
+def _token_gaps(record: RunView) -> list[float]:
     return [seconds for each in request_times(record) for seconds in each.between]
 
 
-def _median_between(record: RunView) -> float | None:
-    seconds = _between(record)
+def _median_tpot(record: RunView) -> float | None:
+    seconds = _token_gaps(record)
     return median(seconds) if seconds else None
 
 
-def _number(record: RunView) -> int:
+def _count_tokens(record: RunView) -> int:
     return sum(len(each.tokens) for each in request_times(record))
 
 
-def _rate(record: RunView) -> float | None:
+def _total_rate(record: RunView) -> float | None:
     times = [each for each in request_times(record) if each.tokens]
     if not times:
         return None
     seconds = max(each.tokens[-1] for each in times) - min(
         each.arrival for each in times
     )
-    return _number(record) / seconds if seconds > 0 else None
+    return _count_tokens(record) / seconds if seconds > 0 else None
 
 
-def _rate_of_a_request(record: RunView) -> float | None:
+def _median_request_rate(record: RunView) -> float | None:
     rates = []
     for each in request_times(record):
         if len(each.tokens) > 1 and each.tokens[-1] > each.tokens[0]:
@@ -120,11 +120,11 @@ def _rate_of_a_request(record: RunView) -> float | None:
 
 
 def _longest_pause(record: RunView) -> float | None:
-    return max(_between(record), default=None)
+    return max(_token_gaps(record), default=None)
 
 
-def _bytes_per_token(record: RunView) -> float | None:
-    number = _number(record)
+def _token_bytes(record: RunView) -> float | None:
+    number = _count_tokens(record)
     if not number:
         return None
     sent: float = sum(
@@ -139,7 +139,7 @@ def _per_token(
     """Return a metric for each device: seconds of an activity a token."""
 
     def compute(record: RunView) -> dict[str, float]:
-        number = _number(record)
+        number = _count_tokens(record)
         if not number:
             return {}
         # All devices of the scenario: a spare has no piece of the plan, and may take over one.
@@ -179,7 +179,7 @@ def _cache_bytes(record: RunView) -> dict[str, float]:
     return details.cache if isinstance(details, GenerationDetails) else {}
 
 
-def _values(field_name: str) -> Callable[[RunView], float | None]:
+def _last_transfer(field_name: str) -> Callable[[RunView], float | None]:
     """Return the metric of the values of the last token, which was decoded; None with other dataflows."""
 
     def compute(record: RunView) -> float | None:
@@ -193,7 +193,7 @@ def _values(field_name: str) -> Callable[[RunView], float | None]:
     return compute
 
 
-def _accepted(record: RunView) -> float | None:
+def _accepted_share(record: RunView) -> float | None:
     drafts = [event.fields for event in record.events if event.event == "draft"]
     proposed = sum(fields["proposed"] for fields in drafts)
     return sum(fields["accepted"] for fields in drafts) / proposed if proposed else None
@@ -242,13 +242,18 @@ def texts_list(record: RunView) -> list[dict[str, Any]]:
 GENERATION = MetricsSpec(
     metrics=(
         Metric(
-            "tokens", "number", "generated tokens", _number, brief=True, compared=True
+            "tokens",
+            "number",
+            "generated tokens",
+            _count_tokens,
+            brief=True,
+            compared=True,
         ),
         Metric(
             "ttft",
             "seconds",
             "median time from a request's arrival to its first token",
-            _first_token,
+            _median_ttft,
             True,
             True,
         ),
@@ -256,7 +261,7 @@ GENERATION = MetricsSpec(
             "tpot",
             "seconds",
             "median time between two tokens of a request",
-            _median_between,
+            _median_tpot,
             True,
             True,
         ),
@@ -264,7 +269,7 @@ GENERATION = MetricsSpec(
             "tpot_p99",
             "seconds",
             "99th percentile of that time",
-            lambda record: _quantile(_between(record), 0.99),
+            lambda record: _quantile(_token_gaps(record), 0.99),
         ),
         Metric(
             "longest_pause",
@@ -277,7 +282,7 @@ GENERATION = MetricsSpec(
             "token_rate",
             "number",
             "generated tokens a second, of all requests together",
-            _rate,
+            _total_rate,
             True,
             True,
         ),
@@ -285,32 +290,32 @@ GENERATION = MetricsSpec(
             "request_token_rate",
             "number",
             "median of the tokens a second of each request",
-            _rate_of_a_request,
+            _median_request_rate,
         ),
         Metric(
             "token_bytes",
             "bytes",
             "bytes that all devices send for a token",
-            _bytes_per_token,
+            _token_bytes,
             compared=True,
         ),
         Metric(
             "sent_per_token",
             "bytes",
             "values that the source sends for a decoded token, with gather",
-            _values("sent"),
+            _last_transfer("sent"),
         ),
         Metric(
             "draft_accepted",
             "share",
             "share of the draft's tokens that the stages chose as well",
-            _accepted,
+            _accepted_share,
         ),
         Metric(
             "received_per_token",
             "bytes",
             "values that it receives",
-            _values("received"),
+            _last_transfer("received"),
         ),
         Metric(
             "compute_per_token.<device>",

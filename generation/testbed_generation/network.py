@@ -88,6 +88,7 @@ def attend_to(
     keys, values = cache.extend(
         rotate(heads(keys), first, architecture.rope_base), heads(values)
     )
+    # A single token attends to all of the cache, so it needs no mask.
     mask = None
     if tokens > 1:
         mask = torch.ones(tokens, keys.shape[1], dtype=torch.bool).tril(diagonal=first)

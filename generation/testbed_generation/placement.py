@@ -87,6 +87,7 @@ def even(row: Row) -> Layers:
 
 def by_memory(row: Row) -> Layers:
     """Return layers in proportion to the memory of the devices, in the given order."""
+    # A device without room has a share as well, and is then named by the check of the capacities.
     return _given_row(row, [max(row.capacity[name], 1e-9) for name in row.devices])
 
 
@@ -161,6 +162,7 @@ def _check_number(row: Row) -> None:
 
 def _fill(row: Row, names: Sequence[str]) -> Layers | None:
     """Return the layers of a row with the least computing time: one for each device, and the rest on the fastest."""
+    # Layers are alike, so time is linear in their numbers: after one for each device, the fastest get the rest.
     left = row.layers - len(names)
     if left < 0 or any(row.capacity[name] < 1 for name in names):
         return None
@@ -233,17 +235,16 @@ def _possible_bottlenecks(row: Row) -> set[float]:
 def _row_within(row: Row, limit: float) -> Layers | None:
     """Return a row with stages and links of at most ``limit`` seconds a token each; None if no row suffices."""
     _check_number(row)
-    number, slack = len(row.devices), limit * (1 + 1e-12)
+    number = len(row.devices)
+    # The limit is one of the sums compared with it, which may differ in the last bit when added in another order.
+    slack = limit * (1 + 1e-12)
     most = [
         min(row.capacity[name], int(slack / row.seconds[name])) for name in row.devices
     ]
-    at_end = [
-        min(
-            row.capacity[name],
-            int((slack - row.output_seconds(name)) / row.seconds[name]),
-        )
-        for name in row.devices
-    ]
+    at_end = []
+    for name in row.devices:
+        left = slack - row.output_seconds(name)
+        at_end.append(min(row.capacity[name], int(left / row.seconds[name])))
     if most[0] < 1:
         return None
     reached: dict[tuple[int, int], tuple[int, ...]] = {(1, 0): (0,)}

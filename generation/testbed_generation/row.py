@@ -74,6 +74,7 @@ class Watch:
         self._question += 1
         self._answers.clear()
         pings = {name: self._mailbox.post(name, Ping(self._question)) for name in names}
+        # A ping waits for the messages before it on the link, which may take longer than the patience.
         deadline = {name: sends.due(name) + self._patience for name in names}
         while silent := set(names) - self._answers.keys():
             left = max(deadline[name] for name in silent) - device.now()
@@ -82,6 +83,7 @@ class Watch:
             await self._mailbox.changed(left)
         lost = set(names) - self._answers.keys()
         for name in lost:
+            # A message to a dead device would be under way until the end of the run.
             pings[name].cancel()
         for name, pong in self._answers.items():
             if (
@@ -153,6 +155,7 @@ class Row:
                 ) from error
             first = 0
             stages = []
+            # Numbers of assignments are never used again, so that a late answer is not taken for a new one.
             for name, layers in planned:
                 stages.append(
                     Stage(name, next(self._numbers), first, first + layers, self._loss)
@@ -188,6 +191,7 @@ class Row:
                 Assigned, deadline=self._device.now() + self._options.heartbeat
             )
             if done is None:
+                # A device that dies while it loads never answers, and is not watched before the row is whole.
                 lost = await self._ask({stage.device for stage in waiting.values()})
                 if lost:
                     return lost
@@ -254,9 +258,11 @@ class Row:
         layers = lost.last - lost.first
 
         def room(name: str) -> int:
-            return self._room(name) - sum(
-                stage.last - stage.first for stage in row if stage.device == name
-            )
+            left = self._room(name)
+            for stage in row:
+                if stage.device == name:
+                    left -= stage.last - stage.first
+            return left
 
         replica = self._replica(lost, row)
         if replica in self._there and room(replica) >= layers:

@@ -101,6 +101,7 @@ class StageCalls:
 
         Without numerics, the message has as many bytes as the values would take.
         """
+        # Without values, a message has as many bytes as they would take, so times on links are the same.
         padding = self._model.message_bytes(step.tokens) if step.values is None else 0
         self._mailbox.post(device, replace(step, padding=padding))
         last = step.way[-1][1] if step.way else step.assignment
@@ -169,10 +170,12 @@ class AlongRow:
             self._sent[number] = losses
             values = await self._embedder.embed(progress, position, drafts)
             if self._row.losses != losses:
+                # A stage was lost while the source computed: the way would lead to a device that is gone.
                 continue
             tokens = len(progress.all_tokens) + len(drafts) - position
             way = [(stage.device, stage.assignment) for stage in self._row.stages]
             (device, assignment), *others = way
+            # Both numbers only rise, so a step that is still on its way never has a higher attempt than a later one.
             attempt = losses + self._rejections.get(number, 0)
             step = Step(
                 assignment,
@@ -200,12 +203,12 @@ class AlongRow:
         if self._sent.get(number, losses) == losses:
             return newest if progress.tokens else 0
         before = self._sent[number]
-        held = [
-            stage.held.get(str(number), 0)
-            for stage in self._row.stages
-            if stage.since > before
-        ]
-        return min([*held, newest])
+        cached = newest
+        for stage in self._row.stages:
+            # Stages that were there before the loss still have all tokens.
+            if stage.since > before:
+                cached = min(cached, stage.held.get(str(number), 0))
+        return cached
 
     def forget(self, number: int) -> None:
         """Forget a request."""
@@ -238,6 +241,7 @@ class ThroughSource:
         tokens = len(progress.all_tokens) - position
         values = await self._embedder.embed(progress, position)
         for first in [stage.first for stage in self._row.stages]:
+            # Kept before the stage is called, so that a replacement is sent the newest tokens as well.
             self._inputs.setdefault((progress.request.number, first), []).append(values)
             result = await self._call(progress.request.number, first, position, tokens)
             values = result.values
@@ -245,9 +249,10 @@ class ThroughSource:
 
     def forget(self, number: int) -> None:
         """Forget the inputs of a request."""
-        for key in [key for key in self._inputs if key[0] == number]:
-            del self._inputs[key]
-            del self._holders[key]
+        for key in list(self._inputs):
+            if key[0] == number:
+                del self._inputs[key]
+                del self._holders[key]
         self._row.release(number)
 
     async def _call(
@@ -279,8 +284,10 @@ class ThroughSource:
             result = await self._calls.call(
                 stage.device, step, partial(self._is_held, stage)
             )
-            if result is not None:
-                return result if result.values is None else keep_last(result, tokens)
+            if result is None:
+                continue
+            # A replay returns the values of all tokens; the following stages have the earlier ones in their caches.
+            return result if result.values is None else keep_last(result, tokens)
 
     def _is_held(self, stage: Stage) -> bool:
         """Return whether a stage still has the same assignment."""
@@ -310,6 +317,7 @@ class Service:
 
 async def serve_requests(device: Device, drive: Drive, service: Service) -> None:
     """Generate the texts of all requests; records ``arrival``, ``token`` and ``request``."""
+    # A semaphore admits waiting requests in the order in which they began to wait, that of their arrival.
     slots = asyncio.Semaphore(service.concurrency)
 
     async def serve(request: Request) -> None:

@@ -73,6 +73,7 @@ class LayerRange:
         if step.attempt < sequence.attempt or step.position > sequence.position:
             return False
         if step.attempt == sequence.attempt:
+            # A lower position is a repetition, a higher one follows a step that was lost.
             return step.position == sequence.position
         sequence.attempt = step.attempt
         sequence.position = step.position
@@ -112,24 +113,18 @@ class LayerRange:
         caches = self.sequences[step.request].caches
         if step.values is None or not caches:
             return None
-        keys = torch.stack(
-            [
-                cache.keys[:, step.position :]
-                for cache in caches
-                if cache.keys is not None
-            ]
-        )
-        values = torch.stack(
-            [
-                cache.values[:, step.position :]
-                for cache in caches
-                if cache.values is not None
-            ]
-        )
-        return keys, values
+        keys = []
+        values = []
+        for cache in caches:
+            assert cache.keys is not None
+            assert cache.values is not None
+            keys.append(cache.keys[:, step.position :])
+            values.append(cache.values[:, step.position :])
+        return torch.stack(keys), torch.stack(values)
 
     def adopt(self, copies: list[Copy]) -> None:
         """Fill the caches of a request from copies in the order of positions, up to the first gap."""
+        # Copies of a later attempt replace those of rejected drafts and of texts that began anew.
         for copy in sorted(copies, key=lambda copy: (copy.attempt, copy.position)):
             sequence = self.sequences.setdefault(
                 copy.request, self._empty(copy.attempt)
@@ -199,8 +194,9 @@ class Holder:
     def _release(self, release: Release) -> None:
         for held in self.ranges.values():
             held.sequences.pop(release.request, None)
-        for key in [key for key in self._copies if key[1] == release.request]:
-            del self._copies[key]
+        for key in list(self._copies):
+            if key[1] == release.request:
+                del self._copies[key]
 
     def _assign(self, assign: Assign) -> None:
         self._mailbox.start(self._load(assign))
@@ -231,6 +227,7 @@ class Holder:
         if self._disk is not None:
             self._disk.read_ahead(held.assign.first)
         if held.assign.replica is not None:
+            # Before the values, so that copies of a token are under way when the source learns of the token.
             self._copy(held, step, held.assign.replica)
         end = step.position + step.tokens
         if step.way:
@@ -243,16 +240,10 @@ class Holder:
             )
             self._mailbox.post(following, later)
             return
-        chosen = []
+        chosen: list[int] = []
         padding = 0
         if held.assign.final:
-            for place in range(step.scored):
-                position = end - step.scored + 1 + place
-                chosen.append(
-                    0
-                    if values is None
-                    else self._sampling.choose(values[place], step.request, position)
-                )
+            chosen = self._choose(step, values)
             values = None
         elif values is None:
             padding = self._model.message_bytes(step.tokens)
@@ -266,6 +257,17 @@ class Holder:
             padding=padding,
         )
         self._mailbox.post(self._source, result)
+
+    def _choose(self, step: Step, logits: Tensor | None) -> list[int]:
+        """Return the tokens after the last ones of a step; without numerics any token stands for all."""
+        if logits is None:
+            return [0] * step.scored
+        chosen = []
+        first = step.position + step.tokens - step.scored + 1
+        for place in range(step.scored):
+            token = self._sampling.choose(logits[place], step.request, first + place)
+            chosen.append(token)
+        return chosen
 
     def _copy(self, held: LayerRange, step: Step, neighbour: str) -> None:
         added = held.added(step)

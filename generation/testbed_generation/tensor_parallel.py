@@ -148,6 +148,7 @@ class TensorParallelSource:
         self._embedder = embedder
         self._sampling = sampling
         self._number = 0
+        # All devices number their all-reduces by forwards: two forwards at once would mix them.
         self._turn = asyncio.Lock()
         self._norm = self._output = None
         if source is not None:

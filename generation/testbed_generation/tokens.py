@@ -118,11 +118,12 @@ def _from_checkpoint(path: Path) -> Tokens:
             KEY,
         )
     tokenizer = _tokenizers(path).Tokenizer.from_file(str(file))
-    ends = [
-        tokenizer.token_to_id(text)
-        for text in ("</s>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>")
-    ]
-    return Vocabulary(tokenizer, next((end for end in ends if end is not None), None))
+    # A tokenizer.json does not say which token ends a text; chat models end with the first of these that they have.
+    for text in ("</s>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>"):
+        end = tokenizer.token_to_id(text)
+        if end is not None:
+            return Vocabulary(tokenizer, end)
+    return Vocabulary(tokenizer, None)
 
 
 def _from_gguf(path: Path) -> Tokens:

@@ -35,6 +35,7 @@ class Transport:
         blocks = values.reshape(-1, BLOCK)
         scales = blocks.abs().amax(dim=1, keepdim=True) / 127
         rounded = torch.where(scales > 0, blocks / scales, 0.0).round().to(torch.int8)
+        # ggml stores the scale of a block in 16 bits.
         return {"values": rounded, "scales": scales.half()}
 
     def rounded(self, values: Tensor | None) -> Tensor | None:

@@ -213,14 +213,15 @@ class Gguf:
         """The network's shape according to the metadata."""
 
         def number(key: str, default: float | None = None) -> float:
-            found = self.number(f"llama.{key}")
-            if found is None and default is None:
+            value = self.number(f"llama.{key}")
+            if value is None:
+                value = default
+            if value is None:
                 raise InputError(
-                    f"the GGUF file has no llama.{key}: only models of the Llama family are read"
+                    f"the GGUF file has no llama.{key}: name a file of a model of the Llama family",
+                    ("workload", "model", "weights"),
                 )
-            return (
-                default if found is None and default is not None else float(found or 0)
-            )
+            return value
 
         heads = int(number("attention.head_count"))
         return Architecture(

@@ -483,6 +483,7 @@ class GenerateInputs(Inputs):
         """Return the text of each token, for the source in a container."""
         if device != self._plan.coordinator:
             return None
+        # JSON has no bytes: latin-1 turns each byte into one letter, and back.
         return json.dumps([piece.decode("latin-1") for piece in self._pieces]).encode()
 
     def weights(self, device: str) -> bytes | None:
@@ -578,11 +579,8 @@ def _prompts(
         assert prompts.file is not None
         file = _path(scenario, prompts.file)
         try:
-            texts = [
-                line
-                for line in file.read_text(encoding="utf-8").splitlines()
-                if line.strip()
-            ]
+            lines = file.read_text(encoding="utf-8").splitlines()
+            texts = [line for line in lines if line.strip()]
         except OSError as error:
             raise InputError(
                 f"{file}: {error.strerror or error}: name a text file with a prompt on each line",
