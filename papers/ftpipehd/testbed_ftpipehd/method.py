@@ -32,7 +32,7 @@ from testbed.network.link import Link, Pair
 
 
 class FTPipeHDOptions(AsynchronousOptions):
-    """Options of `FTPipeHD`."""
+    """Options of FTPipeHD; the defaults are those of Section IV-B of the paper."""
 
     aggregate: int = Field(
         1,
@@ -72,11 +72,11 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         self.profile_runs = problem.options.profile_runs
 
     def profiled(self, profile: UnitTimes) -> None:
-        """Take in the seconds of each unit on the first device."""
+        """Store the seconds of each unit on the coordinator, for equations (2) and (3)."""
         self._profile = profile
 
     def measured(self, pair: Pair, rate: float) -> None:
-        """Take in the bit/s of a link."""
+        """Store the bit/s of a link, for equation (6)."""
         self._rates[pair] = rate
 
     def forget(self, one: str, other: str) -> None:
@@ -85,10 +85,12 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         self._rates.pop((other, one), None)
 
     def unknown(self, partition: StagePartition) -> list[Pair]:
-        """Return the neighbours, both ways, whose link was not measured."""
-        return [
-            pair for pair in _both_ways(partition.devices) if pair not in self._rates
-        ]
+        """Return the neighbours, in both directions, whose link was not measured."""
+        pairs = []
+        for pair in _neighbours(partition.devices):
+            if pair not in self._rates:
+                pairs.append(pair)
+        return pairs
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return the pipeline over these devices with measured capacities."""
@@ -97,38 +99,36 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         return replace(known, links=self._links(names))
 
     def _links(self, names: Sequence[str]) -> Mapping[Pair, Link]:
-        """Return the links as measured; one that never was counts as its other direction, or the mean of all."""
+        """Return the links as measured.
+
+        A link without a measurement has the rate of its other direction, or the mean of all measured rates.
+        """
         if not self._rates:
             return self.problem.links
         finite = [rate for rate in self._rates.values() if not math.isinf(rate)]
-        unknown = fmean(finite) if finite else math.inf
-        pairs = [*_both_ways(names), *((name, names[0]) for name in names[2:])]
-        back = {
-            (target, source): rate for (source, target), rate in self._rates.items()
-        }
-        rates = {**back, **self._rates}
-        return links_at_rates(
-            {
-                pair: rates.get(pair, unknown)
-                for pair in pairs
-                if pair in self.problem.links
-            }
-        )
+        typical = fmean(finite) if finite else math.inf
+        # Global replication goes to the coordinator from every stage, also from those that are not its neighbours.
+        to_coordinator = [(name, names[0]) for name in names[2:]]
+        rates: dict[Pair, float] = {}
+        for source, target in [*_neighbours(names), *to_coordinator]:
+            if (source, target) in self.problem.links:
+                back = self._rates.get((target, source), typical)
+                rates[source, target] = self._rates.get((source, target), back)
+        return links_at_rates(rates)
 
     def due(self, done: int) -> bool:
-        """Return whether a better partition is looked for after ``done`` batches: after the first, then regularly."""
+        """Return whether a better partition is looked for after ``done`` batches: early once, then regularly."""
         options = self.problem.options
-        return 0 < done == options.repartition_first or is_due(
-            done, options.repartition_every
-        )
+        is_first = done > 0 and done == options.repartition_first
+        return is_first or is_due(done, options.repartition_every)
 
     def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
         """Estimate capacities from the mean seconds of a batch of each stage."""
         profile = self.pipeline(partition.devices).profile
-        found = estimate(profile.execution, partition.cuts, times)
-        for device, capacity, seconds in zip(
-            partition.devices, found, times, strict=True
-        ):
+        capacities = estimate_capacities(profile.execution, partition.cuts, times)
+        stages = zip(partition.devices, capacities, times, strict=True)
+        for device, capacity, seconds in stages:
+            # A stage without a finished batch keeps its earlier estimate.
             if seconds is not None:
                 self._capacities[device] = capacity
 
@@ -142,48 +142,59 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
             return None
         before = self.pipeline(old.devices).bottleneck(old.cuts)
         after = self.pipeline(new.devices).bottleneck(new.cuts)
-        return (
-            new
-            if new != old and worthwhile(before, after, self.problem.options.least_gain)
-            else None
-        )
+        least_gain = self.problem.options.least_gain
+        if new != old and is_worthwhile(before, after, least_gain):
+            return new
+        return None
 
 
-def _both_ways(names: Sequence[str]) -> list[Pair]:
-    return [
-        pair for one, other in pairwise(names) for pair in ((one, other), (other, one))
-    ]
+def _neighbours(names: Sequence[str]) -> list[Pair]:
+    """Return the pairs of neighbouring stages, in both directions."""
+    pairs: list[Pair] = []
+    for one, other in pairwise(names):
+        pairs += [(one, other), (other, one)]
+    return pairs
 
 
-def estimate(
+def estimate_capacities(
     execution: Sequence[float], cuts: Cuts, observed: Sequence[float | None]
 ) -> tuple[float, ...]:
-    """Return the capacities by equations (1) and (2): observed over profiled seconds of each stage's units.
+    """Return the capacities of stages by equations (1) and (2): observed over profiled seconds of their units.
 
     ``execution`` are the coordinator's profiled seconds of each unit for one batch, ``observed`` the mean seconds of
-    each stage for one batch; None, nothing observed yet, gives 1. The paper sets the coordinator's to 1; where its
-    time is observed, it is estimated like any other, and is 1 as long as nothing slows it.
+    each stage for one batch. A stage without an observation (None) has capacity 1. The paper sets the coordinator's
+    capacity to 1; here the coordinator is estimated like any other stage, and has 1 as long as nothing slows it.
+
+    >>> estimate_capacities([1.0, 2.0, 3.0], (0, 1, 3), [1.0, 50.0])
+    (1.0, 10.0)
     """
-    return tuple(
-        1.0 if seconds is None else seconds / sum(execution[first:last])
-        for seconds, (first, last) in zip(observed, pairwise(cuts), strict=True)
-    )
+    capacities = []
+    for seconds, (first, last) in zip(observed, pairwise(cuts), strict=True):
+        profiled = sum(execution[first:last])
+        capacities.append(1.0 if seconds is None else seconds / profiled)
+    return tuple(capacities)
 
 
-def worthwhile(current: float, best: float, least_gain: float = 0.02) -> bool:
-    """Return whether a partition of bottleneck ``best`` is worth leaving one of ``current`` for.
+def is_worthwhile(current: float, best: float, least_gain: float = 0.02) -> bool:
+    """Return whether a partition with bottleneck ``best`` gains enough over one with bottleneck ``current``.
 
-    Measurements scatter: without a least gain the cuts would flutter between neighbours that are as good as each other.
+    Measurements scatter: without a least gain the cuts would alternate between partitions that are equally fast.
+
+    >>> is_worthwhile(1.0, 0.99), is_worthwhile(1.0, 0.9)
+    (False, True)
     """
     return best < current * (1 - least_gain)
 
 
 class FTPipeHD(AsynchronousMethod[FTPipeHDOptions]):
-    """Begins as PipeDream does, with equal devices; measured capacities decide from then on.
+    """Asynchronous pipeline that follows the measured capacities of its devices (Chen et al.).
 
-    Normalisation by batch statistics uses those of the batch; its running averages, which only evaluation uses, follow
-    the batches in the order of their updates, and are replicated and moved with the weights. Dropout draws by seed,
-    unit and batch, so a batch that is done again is the same batch.
+    Training begins with PipeDream's partition for equal devices. After a loss training continues with the first batch
+    without gradients (option ``resume``).
+
+    Batch normalisation uses the statistics of the batch; its running averages, which only evaluation uses, follow the
+    batches in the order of their updates, and are replicated and moved with the weights. Dropout draws by seed, unit
+    and batch, so a repeated batch has the same draws.
     """
 
     name = "ftpipehd"

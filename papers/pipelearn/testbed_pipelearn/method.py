@@ -17,7 +17,7 @@ from testbed.plan import Plan
 
 
 class PipeLearnOptions(GroupOptions):
-    """Options of `PipeLearn`."""
+    """Options of PipeLearn; the defaults are Phase 3 of the paper as printed."""
 
     split: SplitPoints = Field("best", description=SPLIT)
     parallel: Literal["best"] | int | dict[str, int] = Field(
@@ -41,8 +41,8 @@ class PipeLearnOptions(GroupOptions):
 def parallel_batches(profile: PairProfile, split: int, batch_size: int) -> int:
     """Return N for a split point P by equation (14), and no more than the batch has samples.
 
-    As many more mini-batches as fill the time between the forward of one and its backward. The server's sums run over
-    its own layers, P+1..Q; the equation as printed has 1..P for the forward.
+    The mini-batches beside the first one fill the time that a device would wait between a forward and its backward.
+    The server's sums run over its own layers, P+1..Q; the equation as printed has 1..P for the forward.
     """
     whole = profile.durations(split, batch_size)
     idle = (
@@ -77,38 +77,34 @@ def candidates(
 ) -> tuple[Choice, ...]:
     """Return the shortlist, and for each size of a mini-batch the most that the batch gives, at every split point.
 
-    Equation (14) stops where the device would no longer idle. Where a link is what holds up the pipeline, smaller
-    mini-batches still shorten the time before it is busy and after it was. ``least`` is the
-    fewest samples of a mini-batch.
+    Equation (14) stops where the device would no longer idle. If a link is the bottleneck of the pipeline, smaller
+    mini-batches still shorten the time before the link is busy and after its last transfer. ``least`` is the fewest
+    samples of a mini-batch.
     """
-    found = list(shortlist(profile, batch_size, least))
+    choices = list(shortlist(profile, batch_size, least))
     sizes = range(max(1, min(least, batch_size)), batch_size + 1)
+    # Fewer mini-batches of the same size take as long each and fill the pipeline less.
     counts = sorted({batch_size // size for size in sizes})
-    found += [
-        Choice(split, count)
-        for split in range(1, profile.depth + 1)
-        for count in counts
-    ]
-    return tuple(dict.fromkeys(found))
+    for split in range(1, profile.depth + 1):
+        choices += [Choice(split, count) for count in counts]
+    return tuple(dict.fromkeys(choices))
 
 
 @cache
 def choices(least: int, paper: bool) -> Choices:
-    """Return the candidates for P and N; with ``paper``, equation (14) alone bounds N.
-
-    The same function for equal arguments, so that the planner knows what it has worked out for a device like another.
-    """
+    """Return the function that lists the candidates for P and N; with ``paper``, equation (14) alone gives N."""
+    # One function for equal arguments: the planner caches choices by this function, for devices that are alike.
     return partial(shortlist if paper else candidates, least=least)
 
 
 class PipeLearn(SplitMethod[PipeLearnOptions]):
-    """Algorithms 1 and 2 of the paper; an update is that of the whole batch.
+    """Split-federated learning by Algorithms 1 and 2 of the paper; an update has the gradient of the whole batch.
 
-    Batch normalisation normalises each mini-batch by itself, so that with it an iteration differs from a step with the
-    whole batch. Its running statistics follow every mini-batch and are averaged as weights are. Momentum stays where it
-    was made, on the device and in the server's copy for it. A batch is cut into N mini-batches of floor(B/N) samples;
-    what is left of it belongs to the next batch. Without ``drop_last`` the last iteration of an epoch has the rest of
-    the samples.
+    Batch normalisation normalises each mini-batch by itself, so an iteration differs from a step with the whole batch
+    in networks with such layers. Running statistics follow every mini-batch and are averaged like weights. Momentum
+    stays on the device, and in the server's copy of the device's model. A batch is cut into N mini-batches of
+    floor(B/N) samples; the remaining samples belong to the next batch. Without ``drop_last`` the last iteration of an
+    epoch has the remaining samples of the epoch.
     """
 
     name = "pipelearn"
@@ -120,7 +116,7 @@ class PipeLearn(SplitMethod[PipeLearnOptions]):
         return Hooks(choose=options.choose, min_updates=options.min_devices)
 
     def plan(self, problem: Problem[PipeLearnOptions]) -> Plan[RoundDetails]:
-        """Choose P and N for each device. Raises `InputError` where that cannot be."""
+        """Choose P and N for each device; raises `InputError` if no choice fits the devices' memory."""
         team, options = Participants(problem), problem.options
         return split_plan(
             self.name,

@@ -16,8 +16,8 @@ from testbed.ml.pipeline.placement import (
 from testbed_ftpipehd.method import (
     AdaptivePartitioner,
     FTPipeHDOptions,
-    estimate,
-    worthwhile,
+    estimate_capacities,
+    is_worthwhile,
 )
 from tests.helpers.replicated import chained, gathered, without
 
@@ -134,10 +134,18 @@ def test_the_three_cases() -> None:
 
 def test_capacities_follow_from_what_is_observed() -> None:
     execution = (1.0, 2.0, 3.0, 4.0)
-    assert estimate(execution, (0, 2, 3, 4), (3.0, 6.0, 40.0)) == (1.0, 2.0, 10.0)
-    assert estimate(execution, (0, 2, 3, 4), (None, None, 2.0)) == (1.0, 1.0, 0.5)
+    assert estimate_capacities(execution, (0, 2, 3, 4), (3.0, 6.0, 40.0)) == (
+        1.0,
+        2.0,
+        10.0,
+    )
+    assert estimate_capacities(execution, (0, 2, 3, 4), (None, None, 2.0)) == (
+        1.0,
+        1.0,
+        0.5,
+    )
     with pytest.raises(ValueError, match="zip"):
-        estimate(execution, (0, 2, 4), (3.0,))
+        estimate_capacities(execution, (0, 2, 4), (3.0,))
 
 
 @given(
@@ -152,10 +160,10 @@ def test_estimates_recover_the_capacities_that_made_the_times(
         capacity * sum(execution[first:last])
         for capacity, first, last in zip((1.0, *true), cuts[:-1], cuts[1:], strict=True)
     ]
-    assert estimate(execution, cuts, observed) == pytest.approx((1.0, *true))
+    assert estimate_capacities(execution, cuts, observed) == pytest.approx((1.0, *true))
 
 
 def test_what_is_worth_a_change() -> None:
-    assert worthwhile(2.0, 1.9)
-    assert not worthwhile(2.0, 1.99)
-    assert not worthwhile(1.0, 1.0)
+    assert is_worthwhile(2.0, 1.9)
+    assert not is_worthwhile(2.0, 1.99)
+    assert not is_worthwhile(1.0, 1.0)
