@@ -71,20 +71,20 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         self._capacities: dict[str, float] = {}
         self.profile_runs = problem.options.profile_runs
 
-    def profiled(self, profile: UnitTimes) -> None:
+    def store_profile(self, profile: UnitTimes) -> None:
         """Store the seconds of each unit on the coordinator, for equations (2) and (3)."""
         self._profile = profile
 
-    def measured(self, pair: Pair, rate: float) -> None:
+    def store_rate(self, pair: Pair, rate: float) -> None:
         """Store the bit/s of a link, for equation (6)."""
         self._rates[pair] = rate
 
-    def forget(self, one: str, other: str) -> None:
+    def discard_rate(self, one: str, other: str) -> None:
         """Discard the measurement between two devices, since the link has changed."""
         self._rates.pop((one, other), None)
         self._rates.pop((other, one), None)
 
-    def unknown(self, partition: StagePartition) -> list[Pair]:
+    def unmeasured_links(self, partition: StagePartition) -> list[Pair]:
         """Return the neighbours, in both directions, whose link was not measured."""
         pairs = []
         for pair in _neighbours(partition.devices):
@@ -122,7 +122,9 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         is_first = done > 0 and done == options.repartition_first
         return is_first or is_due(done, options.repartition_every)
 
-    def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
+    def store_times(
+        self, partition: StagePartition, times: Sequence[float | None]
+    ) -> None:
         """Estimate capacities from the mean seconds of a batch of each stage."""
         profile = self.pipeline(partition.devices).profile
         capacities = estimate_capacities(profile.execution, partition.cuts, times)
@@ -132,12 +134,12 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
             if seconds is not None:
                 self._capacities[device] = capacity
 
-    def better(
+    def propose_repartition(
         self, old: StagePartition, there: Sequence[str]
     ) -> StagePartition | None:
         """Return a partition that is worth changing to, or None."""
         try:
-            new = self.over(there)
+            new = self.partition_for(there)
         except InputError:
             return None
         before = self.pipeline(old.devices).bottleneck(old.cuts)

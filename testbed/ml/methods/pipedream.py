@@ -77,7 +77,7 @@ class ResPipeOptions(AsynchronousOptions):
 class TakeOverPartitioner(Partitioner[ResPipeOptions]):
     """The device holding a lost stage's replica takes over its units; devices never rejoin and nothing else changes."""
 
-    admits = False
+    admits_devices = False
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
         """Return the pipeline over these devices, equal ones or, as FTPipeHD's adapts, by their capacities."""

@@ -11,6 +11,7 @@ device.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,18 +31,14 @@ class StagePartition:
     cuts: Cuts
 
     def __post_init__(self) -> None:
-        if not self.devices or len(set(self.devices)) != len(self.devices):
+        stages = len(self.devices)
+        if stages == 0 or len(set(self.devices)) < stages:
             raise ValueError(
                 f"a partition is over one or more different devices, not {self.devices}"
             )
-        if (
-            len(self.cuts) != len(self.devices) + 1
-            or self.cuts[0] != 0
-            or any(a >= b for a, b in pairwise(self.cuts))
-        ):
-            raise ValueError(
-                f"{self.cuts} does not cut a chain over {len(self.devices)} devices"
-            )
+        are_ascending = all(first < last for first, last in pairwise(self.cuts))
+        if len(self.cuts) != stages + 1 or self.cuts[0] != 0 or not are_ascending:
+            raise ValueError(f"{self.cuts} does not cut a chain over {stages} devices")
 
     @property
     def coordinator(self) -> str:
@@ -54,21 +51,27 @@ class StagePartition:
         return self.cuts[-1]
 
     def of(self, device: str) -> range:
-        """Return the units of a device; empty for a device without a stage."""
+        """Return the units of a device; empty for a device without a stage.
+
+        >>> StagePartition(("a", "b"), (0, 2, 5)).of("b")
+        range(2, 5)
+        """
         if device not in self.devices:
             return range(0)
         stage = self.devices.index(device)
         return range(self.cuts[stage], self.cuts[stage + 1])
 
     def holder(self, unit: int) -> str:
-        """Return the device that has a unit."""
-        return next(device for device in self.devices if unit in self.of(device))
+        """Return the device that has a unit; raises IndexError for a unit beyond the model."""
+        stage = bisect_right(self.cuts, unit) - 1
+        return self.devices[stage]
 
     def successor(self, device: str) -> str:
         """Return the keeper of a stage's chain replica: the next stage's device, or the coordinator for the
         last stage.
         """
-        return self.devices[(self.devices.index(device) + 1) % len(self.devices)]
+        following = self.devices.index(device) + 1
+        return self.devices[following % len(self.devices)]
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,17 @@ class UnitsLostError(Exception):
     """Raised for units no device has in this state."""
 
     def __init__(self, units: Collection[int]) -> None:
-        super().__init__(
-            f"no device has the units {', '.join(map(str, sorted(units)))} of this state"
-        )
+        names = ", ".join(str(unit) for unit in sorted(units))
+        super().__init__(f"no device has the units {names} of this state")
         self.units = frozenset(units)
 
 
-def missing(held: HeldUnits, units: int) -> set[int]:
-    """Return the units of a model held by no device."""
+def missing_units(held: HeldUnits, units: int) -> set[int]:
+    """Return the units of a model held by no device.
+
+    >>> missing_units({"a": [0, 1], "b": [3]}, units=4)
+    {2}
+    """
     return set(range(units)).difference(*held.values())
 
 
@@ -111,13 +117,13 @@ def needs(
     ``local_first`` a device fetches no unit of which it has a replica. Raises `UnitsLostError` for units that
     no device has.
     """
-    lost = missing(held, new.units)
+    lost = missing_units(held, new.units)
     if lost:
         raise UnitsLostError(lost)
-    return {
-        device: _sources_of(device, old, new, held, local_first)
-        for device in new.devices
-    }
+    sources = {}
+    for device in new.devices:
+        sources[device] = _sources_of(device, old, new, held, local_first=local_first)
+    return sources
 
 
 def _sources_of(
@@ -125,6 +131,7 @@ def _sources_of(
     old: StagePartition,
     new: StagePartition,
     held: HeldUnits,
+    *,
     local_first: bool,
 ) -> Need:
     local: list[int] = []
@@ -134,9 +141,8 @@ def _sources_of(
         best_first = [holder, old.successor(holder), old.coordinator, *sorted(held)]
         if local_first:
             best_first.insert(0, device)
-        source = next(
-            candidate for candidate in best_first if unit in held.get(candidate, ())
-        )
+        # `needs` has checked that some device holds the unit.
+        source = next(name for name in best_first if unit in held.get(name, ()))
         if source == device:
             local.append(unit)
         else:

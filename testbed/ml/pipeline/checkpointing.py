@@ -50,17 +50,14 @@ class Collector:
         pieces[unit] = state
         if len(pieces) < self._units:
             return None
-        self._pieces = {
-            later: kept for later, kept in self._pieces.items() if later > step
-        }
-        return Checkpoint(
-            step,
-            {
-                name: tensor
-                for index in sorted(pieces)
-                for name, tensor in pieces[index].items()
-            },
-        )
+        # Earlier checkpoints are outdated, complete or not.
+        for other in list(self._pieces):
+            if other <= step:
+                del self._pieces[other]
+        whole: dict[str, torch.Tensor] = {}
+        for index in sorted(pieces):
+            whole.update(pieces[index])
+        return Checkpoint(step, whole)
 
     def clear(self) -> None:
         """Drop incomplete states: the missing units will never arrive."""
@@ -80,33 +77,32 @@ class CheckpointRecovery:
     ) -> None:
         """``units`` are the model's units, ``weights`` the initial ones; None draws them from the seed."""
         self.checkpoint = Checkpoint(0, weights)
-        self._mailbox = mailbox = supervisor.mailbox
-        self._device = mailbox.device
+        self._mailbox = supervisor.mailbox
+        self._device = supervisor.mailbox.device
         self._supervisor = supervisor
         self._members = supervisor.membership
         self._configure = configure
         self._partitioner = partitioner
         self._collector = Collector(units)
         self._device.expose(self.weights)
-        mailbox.on(UnitState, self._collect_unit)
-        mailbox.on_open(self._collector.clear)
+        self._mailbox.on(UnitState, self._collect_unit)
+        self._mailbox.on_open(self._collector.clear)
 
     def weights(self) -> State:
         """Return the weights of the last checkpoint; empty before the first one."""
         return result_of(self.checkpoint.state or {})
 
     def _collect_unit(self, part: UnitState) -> None:
-        self.checkpoint = (
-            self._collector.add(part.step, part.unit, part.state) or self.checkpoint
-        )
+        complete = self._collector.add(part.step, part.unit, part.state)
+        if complete is not None:
+            self.checkpoint = complete
 
     async def establish(self) -> None:
         """Configure every device from the last checkpoint, and wait until all are ready."""
         self._supervisor.begin()
         for part in self._supervisor.layout:
-            self._mailbox.post(
-                part.device, self._configure(part, self.checkpoint.state)
-            )
+            configure = self._configure(part, self.checkpoint.state)
+            self._mailbox.post(part.device, configure)
         await self._supervisor.ready()
 
     async def recover(self, lost: Lost, start: int) -> None:
@@ -121,7 +117,7 @@ class CheckpointRecovery:
         self._supervisor.learn_stall_timeout(lost, known)
         self._assign_stages()
 
-    async def let_join(self) -> None:
+    async def admit_joiners(self) -> None:
         """Admit new or returned devices at a checkpoint if they allow more stages. Raises `Lost`."""
         joiners = self._members.joiners
         if not joiners:
@@ -133,22 +129,18 @@ class CheckpointRecovery:
         if len(possible) <= len(self._supervisor.layout):
             joiners.clear()
             return
-        self._device.record(
-            "log",
-            text=f"{', '.join(sorted(joiners))} join at step {self.checkpoint.step}",
-        )
-        await self._gather_devices(
-            joiners | self._members.assigned, self._supervisor.stall_timeout
-        )
+        text = f"{', '.join(sorted(joiners))} join at step {self.checkpoint.step}"
+        self._device.record("log", text=text)
+        wanted = joiners | self._members.assigned
+        await self._gather_devices(wanted, self._supervisor.stall_timeout)
         self._assign_stages()
         await self.establish()
 
     async def _gather_devices(self, names: Collection[str], seconds: float) -> None:
         """Open a configuration; wait for the answers of these devices up to a time limit."""
         self._mailbox.open(self._mailbox.configuration + 1)
-        await self._members.gather(
-            dict.fromkeys(names, self._device.now() + seconds), greeted=True
-        )
+        deadlines = dict.fromkeys(names, self._device.now() + seconds)
+        await self._members.gather(deadlines, greeted=True)
 
     def _assign_stages(self) -> None:
         """Keep the stages if exactly their devices are present, otherwise plan for the present devices."""

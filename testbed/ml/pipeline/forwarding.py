@@ -63,7 +63,12 @@ class Serving:
     """A `testbed.messaging.supervision.ResumableWork` that answers every request once, despite failures."""
 
     def __init__(
-        self, supervisor: Supervisor, job: Job, in_flight: int, gives_up: bool = False
+        self,
+        supervisor: Supervisor,
+        job: Job,
+        in_flight: int,
+        *,
+        gives_up: bool = False,
     ) -> None:
         """``gives_up``: requests under way when a device is lost fail instead of being sent again."""
         assert job.dataset is not None
@@ -74,31 +79,32 @@ class Serving:
         self._gives_up = gives_up
         self._requests = Requests(job.dataset, workload.batch_size, workload.requests)
         self._asked: dict[int, float] = {}
-        self._left = dict.fromkeys(range(len(self._requests)))
+        """When each request was first sent."""
+        self._unanswered = list(range(len(self._requests)))
         self._answers = Answers(self._device, job.problem, self._requests)
 
     @property
     def start(self) -> int:
         """The first unanswered request."""
-        return next(iter(self._left), len(self._requests))
+        if not self._unanswered:
+            return len(self._requests)
+        return self._unanswered[0]
 
     async def run(self) -> None:
         """Send all unanswered requests."""
         outputs = forward_all(
             self._supervisor,
             "infer",
-            list(self._left),
+            # A copy, since answered requests are removed meanwhile.
+            list(self._unanswered),
             self._in_flight,
             self._request_images,
         )
         try:
             async for index, output in outputs:
-                del self._left[index]
-                self._device.record(
-                    "request",
-                    request=index,
-                    latency=self._device.now() - self._asked[index],
-                )
+                self._unanswered.remove(index)
+                latency = self._device.now() - self._asked[index]
+                self._device.record("request", request=index, latency=latency)
                 self._answers.add(index, output)
         except Lost as lost:
             if self._gives_up:
@@ -108,8 +114,9 @@ class Serving:
 
     def _fail_requests(self, lost: Lost) -> None:
         """Record requests under way during a loss as failed."""
-        for index in [index for index in self._left if index in self._asked]:
-            del self._left[index]
+        under_way = [index for index in self._unanswered if index in self._asked]
+        for index in under_way:
+            self._unanswered.remove(index)
             error = f"{lost} was lost during the inference: use method.on_loss replan to have such requests repeated"
             self._device.record(
                 "failed",

@@ -15,7 +15,7 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.supervision import Supervisor
 from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Training
-from testbed.ml.layers.shape_shard import shard as make
+from testbed.ml.layers.shape_shard import shard as make_shard
 from testbed.ml.lazy import torch
 from testbed.ml.method import Problem
 from testbed.ml.partition.asynchronous import UnitTimes
@@ -27,10 +27,12 @@ from testbed.wire.framing import wire_bytes
 
 T = TypeVar("T")
 
-SMALL, LARGE = 1_000, 256_000
-"""Bytes of the messages that a link is measured with, at least and at most."""
+SMALL = 1_000
+"""Bytes of the smallest message in the measurement of a link."""
+LARGE = 256_000
+"""Bytes of the largest message in the measurement of a link."""
 ENOUGH = 0.1
-"""Seconds that a message has to take longer than a small one for the link to be known."""
+"""Additional seconds of a large message after which the rate of a link counts as measured."""
 
 
 RECENT = 10
@@ -41,7 +43,7 @@ DEVIATION = 1.5
 """Factor by which a message must be slower or faster than expected to indicate a changed link."""
 
 
-async def profile(
+async def profile_units(
     device: Device,
     problem: Problem,
     images: torch.Tensor,
@@ -52,10 +54,14 @@ async def profile(
 
     ``images`` are (samples, channels, height, width). The trained weights are discarded.
     """
-    units, samples = problem.model.units, len(labels)
+    units = problem.model.units
+    count = len(units)
+    samples = len(labels)
     whole = problem.training.weight(labels)
-    shards = [make(problem, unit, unit + 1, device.name) for unit in range(len(units))]
-    forward, backward, update = ([0.0] * len(units) for _ in range(3))
+    shards = [make_shard(problem, unit, unit + 1, device.name) for unit in range(count)]
+    forward = [0.0] * count
+    backward = [0.0] * count
+    update = [0.0] * count
 
     async def timed(
         spent: list[float], index: int, work: Callable[[], T], cost: Cost
@@ -66,35 +72,26 @@ async def profile(
         return result
 
     for run in range(runs):
+        key = (run, 0)
         values = images
         for index, shard in enumerate(shards):
             cost = costs.forward(units[index : index + 1], samples)
-            if index + 1 < len(shards):
-                values = await timed(
-                    forward, index, partial(shard.forward, (run, 0), values), cost
-                )
+            if index + 1 < count:
+                work = partial(shard.forward, key, values)
+                values = await timed(forward, index, work, cost)
             else:
-                await timed(
-                    forward,
-                    index,
-                    partial(shard.forward_loss, (run, 0), values, labels, whole),
-                    cost,
-                )
+                loss = partial(shard.forward_loss, key, values, labels, whole)
+                await timed(forward, index, loss, cost)
         gradient: torch.Tensor | None = None
-        for index in reversed(range(len(shards))):
-            one, shard = units[index : index + 1], shards[index]
-            gradient = await timed(
-                backward,
-                index,
-                partial(shard.backward, (run, 0), gradient),
-                costs.backward(one, samples),
-            )
-            await timed(
-                update,
-                index,
-                partial(shard.update, run),
-                costs.update(one, problem.training),
-            )
+        for index in reversed(range(count)):
+            shard = shards[index]
+            unit = units[index : index + 1]
+            back = partial(shard.backward, key, gradient)
+            cost = costs.backward(unit, samples)
+            gradient = await timed(backward, index, back, cost)
+            step = partial(shard.update, run)
+            cost = costs.update(unit, problem.training)
+            await timed(update, index, step, cost)
     return UnitTimes(tuple(forward), tuple(backward), tuple(update))
 
 
@@ -132,26 +129,29 @@ class LinkWatch:
         """
         begun = max(posted, self._last - self._measurement.latency)
         self._last = acknowledged
-        took, expected = acknowledged - begun, self._measurement.seconds(size)
-        if max(took, expected) < NOTICEABLE:
+        taken = acknowledged - begun
+        expected = self._measurement.seconds(size)
+        if max(taken, expected) < NOTICEABLE:
             return False
-        self._ratios.append(took / expected if expected else math.inf)
+        ratio = taken / expected if expected else math.inf
+        self._ratios.append(ratio)
         self._seen += 1
         if self._seen <= RECENT:
-            self._usual = min(self._usual, self._ratios[-1])
-        full = len(self._ratios) == RECENT
-        return full and (
-            min(self._ratios) > DEVIATION or max(self._ratios) < self._usual / DEVIATION
-        )
+            self._usual = min(self._usual, ratio)
+        if len(self._ratios) < RECENT:
+            return False
+        is_slower = min(self._ratios) > DEVIATION
+        is_faster = max(self._ratios) < self._usual / DEVIATION
+        return is_slower or is_faster
 
 
-async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
+async def measure_link(mailbox: Mailbox, peer: str) -> MeasuredLink:
     """Measure the link to a peer: the rate follows from the additional time of a larger message.
 
     The messages are posted, so a message to an unreachable peer becomes overdue like any other.
 
     The delay cancels. Messages grow until one takes long enough to be distinguished, so neither is a slow link kept
-    busy for long nor a fast one measured by its jitter; the first message opens the connection.
+    busy for long nor a fast one measured by its jitter.
     """
 
     async def taken(size: int) -> float:
@@ -159,15 +159,18 @@ async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
         await mailbox.post(peer, Packet(mailbox.configuration, padding=size))
         return mailbox.device.now() - begun
 
+    # Opens the connection, which would count as time of a measured message.
     await taken(SMALL)
-    least, size, longer = await taken(SMALL), SMALL, 0.0
+    latency = await taken(SMALL)
+    size = SMALL
+    longer = 0.0
     while longer < ENOUGH and size < LARGE:
         size = min(LARGE, 4 * size)
-        longer = await taken(size) - least
-    rate = (
-        8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf
-    )
-    return MeasuredLink(rate, least)
+        longer = await taken(size) - latency
+    rate = math.inf
+    if longer > 0:
+        rate = 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer
+    return MeasuredLink(rate, latency)
 
 
 class LinkProfiler:
@@ -194,31 +197,31 @@ class LinkProfiler:
         self._tried: set[str] = set()
         """Standby devices whose links are being measured, or were since the last choice of a partition."""
         self._mailbox.on(Measured, self._store_link)
-        self._mailbox.on(
-            Deviates, lambda report: partitioner.forget(report.sender, report.target)
-        )
+        self._mailbox.on(Deviates, self._forget_link)
         self._mailbox.on_open(self._start_over)
 
     @property
     def lacking(self) -> bool:
         """Whether the choice of a partition lacks measurements."""
-        return bool(self._runs or self._partitioner.unknown(self._recovery.partition))
+        return bool(
+            self._runs or self._partitioner.unmeasured_links(self._recovery.partition)
+        )
 
     async def learn(self) -> None:
         """Measure everything the choice needs while training pauses: all links at once, as in training."""
         if self._runs:
             images, labels = self._training.batch(0)
-            times = await profile(
+            times = await profile_units(
                 self._supervisor.device, self._problem, images, labels, self._runs
             )
             self._runs = 0
-            self._partitioner.profiled(times)
+            self._partitioner.store_profile(times)
             self._supervisor.device.record("profile", seconds=list(times.execution))
-        pairs = self._partitioner.unknown(self._recovery.partition)
+        pairs = self._partitioner.unmeasured_links(self._recovery.partition)
         self._measure_links(pairs)
         await self._supervisor.until(lambda: self._awaited.isdisjoint(pairs))
 
-    def look(self, again: bool) -> None:
+    def measure_standby(self, *, again: bool) -> None:
         """Make the neighbouring stages measure their links to standby devices, once or ``again``.
 
         Training continues. A device that was cut off or too slow may become a stage again once reachable.
@@ -226,20 +229,19 @@ class LinkProfiler:
         if again:
             self._tried.clear()
         stages = self._recovery.partition.devices
-        for device in (
-            self._recovery.standby.untested()
-            - self._tried
-            - {target for _, target in self._awaited}
-        ):
+        under_way = {target for _, target in self._awaited}
+        untested = self._recovery.standby.untested() - self._tried - under_way
+        for device in untested:
             self._tried.add(device)
-            row = pairwise(self._recovery.ordered({*stages, device}))
-            self._measure_links(
-                [
-                    (one if other == device else other, device)
-                    for one, other in row
-                    if device in (one, other)
-                ]
-            )
+            # The stages that would be its neighbours.
+            row = self._recovery.ordered({*stages, device})
+            pairs: list[Pair] = []
+            for one, other in pairwise(row):
+                if other == device:
+                    pairs.append((one, device))
+                elif one == device:
+                    pairs.append((other, device))
+            self._measure_links(pairs)
 
     def _measure_links(self, pairs: list[Pair]) -> None:
         for source, target in pairs:
@@ -248,15 +250,20 @@ class LinkProfiler:
                 self._mailbox.post(source, Measure(self._mailbox.configuration, target))
 
     def _store_link(self, measured: Measured) -> None:
-        source, target = measured.sender, measured.target
+        source = measured.sender
+        target = measured.target
         self._awaited.discard((source, target))
         rate = math.inf if measured.rate is None else measured.rate
         self._supervisor.device.record(
             "bandwidth", source=source, destination=target, rate=measured.rate
         )
-        self._partitioner.measured((source, target), rate)
-        if not any(awaited == target for _, awaited in self._awaited):
+        self._partitioner.store_rate((source, target), rate)
+        is_last = all(awaited != target for _, awaited in self._awaited)
+        if is_last:
             self._recovery.standby.reached(target)
+
+    def _forget_link(self, report: Deviates) -> None:
+        self._partitioner.discard_rate(report.sender, report.target)
 
     def _start_over(self) -> None:
         self._awaited.clear()

@@ -19,11 +19,11 @@ from testbed.ml.pipeline.metrics import MOVED
 
 Purpose = Literal["train", "evaluate", "infer"]
 Stages = Sequence[tuple[str, int, int]]
-"""(device, first unit, one after its last), in their order."""
+"""(device, first unit, last unit exclusive) of each stage, in order."""
 Times = Sequence[float | None]
-"""Mean seconds of a batch on each stage from one on; None before a stage has done its first."""
+"""Mean seconds of a batch on one stage and all later ones; None before a stage has done its first batch."""
 Points = Sequence[tuple[int, int]]
-"""(configuration that made it, step) of states; see `testbed.ml.pipeline.placement.Point`."""
+"""(configuration that made the state, step) of states; see `testbed.ml.pipeline.placement.Point`."""
 
 
 @dataclass(frozen=True)

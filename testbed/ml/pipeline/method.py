@@ -87,14 +87,13 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         """Train from the first device; run a stage on every device."""
         from testbed.ml.pipeline.program import run_synchronous
 
-        def stages(there: Collection[str]) -> tuple[Piece, ...]:
-            return stage_pieces(
-                *synchronous_cut(job.problem, devices_among(job.problem, there))
-            )
+        def assign_stages(present: Collection[str]) -> tuple[Piece, ...]:
+            devices = devices_among(job.problem, present)
+            pipeline, cuts = synchronous_cut(job.problem, devices)
+            return stage_pieces(pipeline, cuts)
 
-        await run_synchronous(
-            device, job, SCHEDULES[job.problem.options.schedule], stages
-        )
+        schedule = SCHEDULES[job.problem.options.schedule]
+        await run_synchronous(device, job, schedule, assign_stages)
 
     def draw(self, plan: Plan[PipelineDetails]) -> str | None:
         """Draw a step as a grid with one row per stage and one column per slot."""
@@ -147,26 +146,30 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         """
         partitioner = self.Partitioner(problem)
         partition = partitioner.initial()
+        cuts = partition.cuts
+        # Predicted with the actual speeds, whatever the partitioner knows of them.
         true = as_given(problem, partition.devices)
-        alone = replace(true, links=dict.fromkeys(true.links, Link()))
+        without_links = replace(true, links=dict.fromkeys(true.links, Link()))
+        stage_times = [
+            true.stage_time(stage, first, last)
+            for stage, (first, last) in enumerate(pairwise(cuts))
+        ]
+        speeds = [1 / capacity for capacity in true.capacities]
         return Plan(
             method=self.name,
             coordinator=problem.devices[0].name,
             pieces=partitioner.pieces(partition),
-            step_time=true.batch_time(partition.cuts),
+            step_time=true.batch_time(cuts),
             details=AsynchronousDetails(
                 in_flight=problem.options.window(len(partition.devices)),
-                bottleneck=true.bottleneck(partition.cuts),
-                slowest_stage=true.slowest_stage(partition.cuts),
+                bottleneck=true.bottleneck(cuts),
+                slowest_stage=true.slowest_stage(cuts),
                 least_bottleneck=true.bottleneck(true.least_bottleneck()),
-                least_slowest_stage=alone.bottleneck(alone.least_bottleneck()),
-                divisible_limit=divisible_limit(
-                    [1 / capacity for capacity in true.capacities]
+                least_slowest_stage=without_links.bottleneck(
+                    without_links.least_bottleneck()
                 ),
-                stage_times=tuple(
-                    true.stage_time(i, *ends)
-                    for i, ends in enumerate(pairwise(partition.cuts))
-                ),
+                divisible_limit=divisible_limit(speeds),
+                stage_times=tuple(stage_times),
             ),
         )
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from testbed.trace.disturbances import Recovery
-from testbed.trace.events import Event, EventType
+from testbed.trace.events import EventType
 from testbed.trace.metrics_spec import (
     Column,
     Item,
@@ -28,16 +28,17 @@ MOVED = "unit"
 
 def _received_bytes(record: RunView, begun: float, ended: float) -> float:
     """Return the bytes of weights and optimizer state received by devices in an interval, as messages."""
-    got = (event for event in record.of("receive") if begun <= event.time <= ended)
-    return float(
-        sum(event.fields["bytes"] for event in got if event.fields["message"] == MOVED)
-    )
+    received = 0
+    for event in record.of("receive"):
+        if begun <= event.time <= ended and event.fields["message"] == MOVED:
+            received += event.fields["bytes"]
+    return float(received)
 
 
 def _recovery_time(item: Recovery, record: RunView) -> dict[str, Any]:
-    decided, sent, trained = (
-        item.phases.get(name) for name in ("repartitioned", "redistributed", "trained")
-    )
+    decided = item.phases.get("repartitioned")
+    sent = item.phases.get("redistributed")
+    trained = item.phases.get("trained")
     return {
         "repartitioned": decided.time if decided else None,
         "redistributed": sent.time if sent else None,
@@ -57,21 +58,18 @@ def _all_recoveries(record: RunView) -> list[dict[str, Any]]:
 
 def _outage_time(record: RunView, recovery: Item) -> float | None:
     """Return the seconds from the fault until a new batch was done."""
-    struck, detected = recovery["struck"], recovery["detected"]
+    struck = recovery["struck"]
     if struck is None:
         return None
-    steps = record.of("step")
-    before = max(
-        (step.fields["step"] for step in steps if step.time <= detected), default=-1
-    )
-    return next(
-        (
-            step.time - struck
-            for step in steps
-            if step.time > detected and step.fields["step"] > before
-        ),
-        None,
-    )
+    last_batch = -1
+    for step in record.of("step"):
+        batch = step.fields["step"]
+        if step.time <= recovery["detected"]:
+            last_batch = max(last_batch, batch)
+        # Batches that are done again after the recovery do not end the outage.
+        elif batch > last_batch:
+            return float(step.time - struck)
+    return None
 
 
 def _remaining_time(record: RunView) -> float | None:
@@ -82,12 +80,16 @@ def _remaining_time(record: RunView) -> float | None:
 
 
 def _span_between(item: Item, begun: str, ended: str) -> float | None:
-    first, last = item.get(begun), item.get(ended)
-    return None if first is None or last is None else last - first
+    first = item.get(begun)
+    last = item.get(ended)
+    if first is None or last is None:
+        return None
+    return float(last - first)
 
 
 def _longest_time(seconds: Iterable[float | None]) -> float | None:
-    return max((each for each in seconds if each is not None), default=None)
+    known = [time for time in seconds if time is not None]
+    return max(known, default=None)
 
 
 def _phase_metric(name: str, begun: str, ended: str, meaning: str) -> Metric:
@@ -100,22 +102,19 @@ def _phase_metric(name: str, begun: str, ended: str, meaning: str) -> Metric:
 
 
 def _moved_bytes(record: RunView) -> float | None:
-    moved = [
-        item["moved"]
-        for item in record.cached(_all_recoveries)
-        if item["moved"] is not None
-    ]
+    recoveries = record.cached(_all_recoveries)
+    moved = [item["moved"] for item in recoveries if item["moved"] is not None]
     return sum(moved) if moved else None
 
 
 def _decided_recoveries(metrics: Metrics) -> list[Item]:
     """Return the recoveries that reached a decision."""
-    phases = ("repartitioned", "trained")
-    return [
-        item
-        for item in metrics["recovery_list"]
-        if any(item.get(phase) is not None for phase in phases)
-    ]
+    decided = []
+    for item in metrics["recovery_list"]:
+        phases = (item.get("repartitioned"), item.get("trained"))
+        if phases != (None, None):
+            decided.append(item)
+    return decided
 
 
 RECOVERY = (
@@ -201,25 +200,20 @@ RECOVERIES = Table(
 
 
 def _all_repartitions(record: RunView) -> list[dict[str, Any]]:
-    def moved(change: Event) -> float:
-        return _received_bytes(
-            record,
-            change.time - change.fields["seconds"] + change.fields["draining"],
-            change.time,
-        )
-
-    changes = record.of("repartition")
-    return [
-        {"time": event.time, **event.fields, "bytes": moved(event)} for event in changes
-    ]
+    changes = []
+    for event in record.of("repartition"):
+        # Units move after the pipeline has run empty.
+        drained = event.time - event.fields["seconds"] + event.fields["draining"]
+        moved = _received_bytes(record, drained, event.time)
+        changes.append({"time": event.time, **event.fields, "bytes": moved})
+    return changes
 
 
 def _of_longest(record: RunView, key: str) -> float | None:
-    return max(
-        record.cached(_all_repartitions),
-        key=lambda item: float(item["seconds"]),
-        default={},
-    ).get(key)
+    """Return a field of the longest repartition; None without repartitions."""
+    changes = record.cached(_all_repartitions)
+    longest = max(changes, key=lambda item: float(item["seconds"]), default={})
+    return longest.get(key)
 
 
 def _changed_bytes(record: RunView) -> float | None:
@@ -229,19 +223,22 @@ def _changed_bytes(record: RunView) -> float | None:
 
 def _partition_text(item: Item) -> str:
     return ", ".join(
-        f"{device} {units(first, last)}" for device, first, last in item["partition"]
+        f"{device} {format_units(first, last)}"
+        for device, first, last in item["partition"]
     )
 
 
-def units(first: int, last: int) -> str:
-    """Format the units from ``first`` to ``last`` (exclusive)."""
-    return (
-        f"{first}–{last - 1}"
-        if last - first > 1
-        else f"{first}"
-        if last > first
-        else "none"
-    )
+def format_units(first: int, last: int) -> str:
+    """Format the units from ``first`` to ``last`` (exclusive).
+
+    >>> format_units(2, 5), format_units(2, 3), format_units(2, 2)
+    ('2–4', '2', 'none')
+    """
+    if last <= first:
+        return "none"
+    if last == first + 1:
+        return f"{first}"
+    return f"{first}–{last - 1}"
 
 
 CHANGES = (
@@ -301,17 +298,17 @@ REPARTITIONS = Table(
 
 def _replicating(record: RunView) -> float | None:
     """Return the mean seconds of the batches during which replicas arrived anywhere."""
-    arrivals = [
-        event.time
-        for event in record.of("receive")
-        if event.fields["message"] == "replica"
-    ]
-    found = []
+    arrivals = []
+    for event in record.of("receive"):
+        if event.fields["message"] == "replica":
+            arrivals.append(event.time)
+    seconds = []
     for step in record.steps:
         start, end = step.window
+        # Events are in the order of time, so the arrivals within a step are counted by bisection.
         if bisect_right(arrivals, end) > bisect_left(arrivals, start):
-            found.append(step.seconds)
-    return fmean(found) if found else None
+            seconds.append(step.seconds)
+    return fmean(seconds) if seconds else None
 
 
 REPLICATING = Metric(

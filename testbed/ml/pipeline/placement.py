@@ -21,7 +21,12 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import ReplicaList
 from testbed.ml.layers.shard import State, restrict
 from testbed.ml.lazy import torch
-from testbed.ml.partition.redistribution import Need, StagePartition, missing, needs
+from testbed.ml.partition.redistribution import (
+    Need,
+    StagePartition,
+    missing_units,
+    needs,
+)
 from testbed.ml.pipeline.messages import Fetch, FetchedUnit, Keep, Replica
 from testbed.wire.message import Message
 
@@ -58,41 +63,37 @@ class Lineage:
         if point == BEGINNING:
             return True
         for index, (configuration, begin) in enumerate(self.begun):
-            if configuration == point.configuration:
-                end = (
-                    self.begun[index + 1][1]
-                    if index + 1 < len(self.begun)
-                    else point.step
-                )
-                return begin < point.step <= end
+            if configuration != point.configuration:
+                continue
+            if point.step <= begin:
+                return False
+            is_last = index + 1 == len(self.begun)
+            return is_last or point.step <= self.begun[index + 1][1]
         return False
 
     def branch(self, step: int, configuration: int) -> Lineage:
         """Return the lineage of a configuration resuming from one of these states."""
-        return Lineage(
-            (
-                *((old, begin) for old, begin in self.begun if begin < step),
-                (configuration, step),
-            )
-        )
+        earlier = [begun for begun in self.begun if begun[1] < step]
+        return Lineage((*earlier, (configuration, step)))
 
     def point(self, step: int) -> Point:
         """Return the point of a step in the configuration that made the step."""
-        return max(
-            (Point(made, step) for made, begin in self.begun if begin < step),
-            default=BEGINNING,
-        )
+        makers = [made for made, begin in self.begun if begin < step]
+        if not makers:
+            return BEGINNING
+        return Point(max(makers), step)
 
-    def held(
+    def valid_units(
         self, inventory: Mapping[str, ReplicaList]
     ) -> dict[str, dict[int, Sequence[int]]]:
         """Return the units of each device by step, without void points."""
-        return {
-            device: {
-                step: units for made, step, units in points if Point(made, step) in self
-            }
-            for device, points in inventory.items()
-        }
+        valid: dict[str, dict[int, Sequence[int]]] = {}
+        for device, points in inventory.items():
+            by_step = valid.setdefault(device, {})
+            for made, step, units in points:
+                if Point(made, step) in self:
+                    by_step[step] = units
+        return valid
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ class RestorePlan:
 
     point: Point
     needs: Mapping[str, Need]
-    """By device; empty where all units come from the seed."""
+    """By device; empty if all units come from the seed."""
     origins: Mapping[int, Point] = field(default_factory=dict)
-    """The point that each unit comes from, by unit; empty where all come from the resume point."""
+    """Unit -> the point whose weights the unit has; empty if all have those of the resume point."""
 
     @property
     def branch_step(self) -> int:
@@ -133,6 +134,7 @@ def place(
     inventory: Mapping[str, ReplicaList],
     old: StagePartition,
     new: StagePartition,
+    *,
     seeded: bool,
     steps: int,
     local_first: bool = False,
@@ -143,19 +145,19 @@ def place(
     without a source. After the last of all ``steps`` the coordinator needs every unit, because the trained model is its
     result. Raises ValueError if even the initial state is lost.
     """
-    held = lineage.held(inventory)
+    valid = lineage.valid_units(inventory)
     if seeded:
-        held.setdefault(old.coordinator, {})[0] = list(range(old.units))
-    step = resume_point(held, old.units)
+        valid.setdefault(old.coordinator, {})[0] = list(range(old.units))
+    step = resume_point(valid, old.units)
     if step is None:
         raise ValueError("no device has the initial state")
     if seeded and step == 0:
         return RestorePlan(lineage.point(0), {})
-    having = held_at(held, step)
-    sources = needs(old, new, having, local_first=local_first)
+    holders = units_at(valid, step)
+    sources = needs(old, new, holders, local_first=local_first)
     if step == steps:
         whole = StagePartition((old.coordinator,), (0, old.units))
-        sources |= needs(old, whole, having, local_first=local_first)
+        sources |= needs(old, whole, holders, local_first=local_first)
     return RestorePlan(lineage.point(step), sources)
 
 
@@ -164,6 +166,7 @@ def place_newest(
     inventory: Mapping[str, ReplicaList],
     old: StagePartition,
     new: StagePartition,
+    *,
     resumed: Point,
     running: int,
     steps: int,
@@ -177,10 +180,10 @@ def place_newest(
     origins: dict[int, Point] = {}
     holders: dict[str, set[int]] = {}
     for unit in range(old.units):
-        found = _newest_of(unit, lineage, inventory, running)
-        if found is None:
+        newest = _newest_of(unit, lineage, inventory, running)
+        if newest is None:
             return None
-        origins[unit], devices = found
+        origins[unit], devices = newest
         for device in devices:
             holders.setdefault(device, set()).add(unit)
     sources = needs(old, new, holders, local_first=local_first)
@@ -216,20 +219,22 @@ def resume_point(inventory: StepInventory, units: int) -> int | None:
     lost devices. State 0 is the initial one; a device able to produce it (from the seed or the coordinator's disk) has
     an entry.
     """
-    states = {done for held in inventory.values() for done in held}
-    return next(
-        (
-            done
-            for done in sorted(states, reverse=True)
-            if not missing(held_at(inventory, done), units)
-        ),
-        None,
-    )
+    states: set[int] = set()
+    for by_step in inventory.values():
+        states.update(by_step)
+    for done in sorted(states, reverse=True):
+        if not missing_units(units_at(inventory, done), units):
+            return done
+    return None
 
 
-def held_at(inventory: StepInventory, done: int) -> dict[str, Collection[int]]:
+def units_at(inventory: StepInventory, done: int) -> dict[str, Collection[int]]:
     """Return the units of one state by device, for `testbed.ml.partition.redistribution.needs`."""
-    return {device: held[done] for device, held in inventory.items() if done in held}
+    return {
+        device: by_step[done]
+        for device, by_step in inventory.items()
+        if done in by_step
+    }
 
 
 @dataclass(frozen=True)
@@ -237,8 +242,9 @@ class FailureCase:
     """One of the three cases of FTPipeHD's fault handler, with the affected devices."""
 
     case: Literal["restart", "refill", "redistribute"]
-    """``restart``: all are there as they were. ``refill``: one came back empty, its partition stays. ``redistribute``:
-    some are gone, or more than one is empty; the model is cut again, over those that are there."""
+    """``restart``: all stages are present with their memory. ``refill``: one returned without its memory, and receives
+    its units again. ``redistribute``: some are absent, or several lost their memory; the present devices receive a new
+    partition."""
     gone: tuple[str, ...]
     """Stages that did not answer, in the order of the stages."""
     empty: tuple[str, ...]
@@ -258,15 +264,19 @@ def classify_failure(
     A device with a changed incarnation has lost its memory, whatever its answer contains. Answers of devices without a
     stage are ignored.
     """
-    gone = tuple(device for device in stages if device not in answers)
-    empty = tuple(
-        device
-        for device, before in stages.items()
-        if device in answers and answers[device] != before
-    )
+    gone = []
+    empty = []
+    for device, before in stages.items():
+        if device not in answers:
+            gone.append(device)
+        elif answers[device] != before:
+            empty.append(device)
+    case: Literal["restart", "refill", "redistribute"] = "restart"
     if gone or len(empty) > 1:
-        return FailureCase("redistribute", gone, empty)
-    return FailureCase("refill" if empty else "restart", gone, empty)
+        case = "redistribute"
+    elif empty:
+        case = "refill"
+    return FailureCase(case, tuple(gone), tuple(empty))
 
 
 class Replicas:
@@ -288,22 +298,22 @@ class Replicas:
     def state(self, point: Point, units: Iterable[int]) -> dict[str, torch.Tensor]:
         """Return the state of units at a point; raises KeyError for a missing unit."""
         held = self._held.get(point, {})
-        return {name: tensor for unit in units for name, tensor in held[unit].items()}
+        state: dict[str, torch.Tensor] = {}
+        for unit in units:
+            state.update(held[unit])
+        return state
 
-    def keep(self, points: Collection[Point], later: bool = True) -> None:
+    def keep(self, points: Collection[Point], *, later: bool = True) -> None:
         """Free every point except these; with ``later`` also keep newer points of the newest configuration."""
         newest = max(points, default=None)
-        self._held = {
-            point: held
-            for point, held in self._held.items()
-            if point in points
-            or (
-                later
-                and newest
+        for point in self.points():
+            is_later = (
+                newest is not None
                 and point.configuration == newest.configuration
                 and point.step > newest.step
             )
-        }
+            if point not in points and not (later and is_later):
+                del self._held[point]
 
     def points(self) -> list[Point]:
         """Return the points with held units, oldest first."""
@@ -318,20 +328,20 @@ class Replicas:
 
     def bytes(self) -> int:
         """Return the bytes of all replicas."""
-        return sum(
-            tensor.nbytes
-            for held in self._held.values()
-            for state in held.values()
-            for tensor in state.values()
-        )
+        total = 0
+        for held in self._held.values():
+            for state in held.values():
+                total += sum(tensor.nbytes for tensor in state.values())
+        return total
 
     def dump(self) -> Message:
         """Serialize all replicas as one message, for the disk."""
-        tensors = {
-            f"{point.configuration}/{point.step}/{name}": tensor
-            for point in self.points()
-            for name, tensor in self.state(point, sorted(self.units(point))).items()
-        }
+        tensors = {}
+        for point in self.points():
+            prefix = f"{point.configuration}/{point.step}"
+            state = self.state(point, sorted(self.units(point)))
+            for name, tensor in state.items():
+                tensors[f"{prefix}/{name}"] = tensor
         return Message("replicas", {"held": self.inventory()}, tensors)
 
     def load(self, dumped: Message) -> None:
@@ -367,16 +377,13 @@ class ReplicaStore:
         self.replicas = Replicas()
         self.running: RunningStage | None = None
         """The stage that was committed last, if its weights are offered to others after a loss."""
+        self.sending: asyncio.Task[None] | None = None
+        """Sends the last replicas."""
         self._copying = asyncio.Lock()
-        self.spreading: asyncio.Task[None] | None = None
-        """The replicas that are being sent."""
         self._mailbox = mailbox
         mailbox.on(Fetch, self._hand_out)
         mailbox.on(Replica, self._take_in)
-        mailbox.on(
-            Keep,
-            lambda keep: self.replicas.keep([Point(*point) for point in keep.keep]),
-        )
+        mailbox.on(Keep, self._free_others)
 
     def inventory(self) -> ReplicaList:
         """Return the held units by point in message form, those of the running stage included."""
@@ -395,15 +402,18 @@ class ReplicaStore:
                 self.replicas.put(stage.point, state, stage.held_units)
                 self.running = None
 
-    async def spread(self) -> None:
+    async def finish_sending(self) -> None:
         """Wait until no replica is being sent."""
-        if self.spreading is not None:
-            await asyncio.wait({self.spreading})
+        if self.sending is not None:
+            # The task may have been cancelled with its configuration, which `wait` does not raise.
+            await asyncio.wait({self.sending})
+
+    def _free_others(self, keep: Keep) -> None:
+        self.replicas.keep([Point(*point) for point in keep.keep])
 
     def _take_in(self, replica: Replica) -> None:
-        self.replicas.put(
-            Point(replica.configuration, replica.step), replica.state, [replica.unit]
-        )
+        point = Point(replica.configuration, replica.step)
+        self.replicas.put(point, replica.state, [replica.unit])
 
     def _hand_out(self, fetch: Fetch) -> None:
         self._mailbox.open(fetch.configuration)
@@ -419,7 +429,8 @@ class ReplicaStore:
     def _send_units(self, fetch: Fetch) -> None:
         point = Point(fetch.made, fetch.step)
         if not self.replicas.units(point) >= set(fetch.units):
-            return  # it has started again since it said what it has, and the coordinator is about to learn that
+            # This device has restarted since its inventory, which the coordinator is about to learn.
+            return
         for unit in fetch.units:
             state = self.replicas.state(point, [unit])
             answer = FetchedUnit(

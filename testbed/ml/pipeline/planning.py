@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Generic, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
@@ -59,9 +58,9 @@ class StagesOptions(Options):
     @property
     def shares(self) -> tuple[float, float]:
         """Transmitted bytes for each byte of activations and of their gradients."""
-        return encoded_share(self.transfer.activations), encoded_share(
-            self.transfer.gradients
-        )
+        activations = encoded_share(self.transfer.activations)
+        gradients = encoded_share(self.transfer.gradients)
+        return activations, gradients
 
 
 class SynchronousOptions(StagesOptions):
@@ -97,11 +96,10 @@ class SynchronousOptions(StagesOptions):
     @field_validator("micro_batches", mode="before")
     @classmethod
     def _default_of_schedule(cls, value: object, info: ValidationInfo) -> object:
-        return (
-            MICRO_BATCHES.get(info.data.get("schedule", ""), 1)
-            if value is None
-            else value
-        )
+        if value is not None:
+            return value
+        # An invalid schedule is missing here, and reported by itself.
+        return MICRO_BATCHES.get(info.data.get("schedule", ""), 1)
 
     def checkpoints(self, step: int, steps: int) -> bool:
         """Return whether the state after ``step`` of ``steps`` becomes a checkpoint, as the last one always does."""
@@ -116,9 +114,10 @@ class CheckpointedPipeline(SynchronousPipeline):
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
-        return super().memory(stage, first, last) + (
-            2 * self.checkpoint_bytes if stage == 0 else 0.0
-        )
+        memory = super().memory(stage, first, last)
+        if stage == 0:
+            memory += 2 * self.checkpoint_bytes
+        return memory
 
 
 class PipelineDetails(Details):
@@ -138,24 +137,23 @@ def synchronous_cut(
     problem: Problem[SynchronousOptions], devices: Sequence[DeviceSpec]
 ) -> tuple[CheckpointedPipeline, Cuts]:
     """Return the pipeline over these devices and its cuts; raises `InputError` if none fit."""
-    options, workload, units = problem.options, problem.workload, problem.model.units
+    options = problem.options
     pipeline = CheckpointedPipeline(
         model=problem.model,
         devices=tuple(devices),
         links=problem.links,
         shares=options.shares,
-        batch_size=workload.batch_size,
+        batch_size=problem.workload.batch_size,
         micro_batches=options.micro_batches,
         schedule=SCHEDULES[options.schedule],
         state_values=problem.training.state_values,
         update_flops=problem.training.update_flops,
         recompute=options.recompute,
-        checkpoint_bytes=costs.state_bytes(units, problem.training),
+        checkpoint_bytes=costs.state_bytes(problem.model.units, problem.training),
     )
-    return (
-        pipeline,
-        pipeline.even() if options.partition == "even" else pipeline.least_step_time(),
-    )
+    if options.partition == "even":
+        return pipeline, pipeline.even()
+    return pipeline, pipeline.least_step_time()
 
 
 def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
@@ -182,24 +180,20 @@ def devices_among(
 ) -> tuple[DeviceSpec, ...]:
     """Return the usable devices among those present, in the scenario's order."""
     devices = [device for device in problem.devices if device.name in there]
-    return tuple(
-        devices[: min(problem.options.stages or len(devices), len(problem.model.units))]
-    )
+    stages = problem.options.stages or len(devices)
+    # Every stage needs a unit.
+    count = min(stages, len(problem.model.units))
+    return tuple(devices[:count])
 
 
 def stage_pieces(chain: Chain, cuts: Cuts) -> tuple[Piece, ...]:
     """Return the stages made by the cuts, with the memory each needs."""
-    return tuple(
-        Piece(
-            device=device.name,
-            first=first,
-            last=last,
-            memory=chain.memory(stage, first, last),
-        )
-        for stage, (device, (first, last)) in enumerate(
-            zip(chain.devices, pairwise(cuts), strict=True)
-        )
-    )
+    pieces = []
+    for stage, device in enumerate(chain.devices):
+        first, last = cuts[stage : stage + 2]
+        memory = chain.memory(stage, first, last)
+        pieces.append(Piece(device=device.name, first=first, last=last, memory=memory))
+    return tuple(pieces)
 
 
 RESUME = (
@@ -301,23 +295,24 @@ class AsynchronousOptions(StagesOptions):
         """Return the stages keeping a stage's chain replica; if too few follow, the coordinator's stage is
         among them.
         """
-        following = list(range(stage + 1, min(stages, stage + 1 + self.copies)))
-        return (
-            following
-            if len(following) == self.copies or stage == 0
-            else [*following, 0]
-        )
+        end = min(stages, stage + 1 + self.copies)
+        keepers = list(range(stage + 1, end))
+        if len(keepers) < self.copies and stage > 0:
+            keepers.append(0)
+        return keepers
 
 
 def stage_messages(
-    problem: Problem[StagesOptions], plan: Plan, by_unit: bool = False
+    problem: Problem[StagesOptions], plan: Plan, *, by_unit: bool = False
 ) -> Iterator[PlannedMessage]:
     """Yield the activations of whole batches, and the weights sent and gathered by the coordinator.
 
     ``by_unit``: initial weights are sent unit by unit, as gathered ones always are.
     """
-    model, lead = problem.model, plan.coordinator
-    samples, share = problem.workload.batch_size, problem.options.shares[0]
+    model = problem.model
+    lead = plan.coordinator
+    samples = problem.workload.batch_size
+    share, _ = problem.options.shares
     before = lead
     for piece in plan.pieces:
         yield before, piece.device, samples * share * model.cut_bytes(piece.first)
@@ -327,11 +322,8 @@ def stage_messages(
         if problem.workload.model.weights is not None:
             units = model.units[piece.first : piece.last]
             parts = [[unit] for unit in units] if by_unit else [units]
-            yield (
-                lead,
-                piece.device,
-                max(costs.weight_bytes(part, problem.training) for part in parts),
-            )
+            sizes = [costs.weight_bytes(part, problem.training) for part in parts]
+            yield lead, piece.device, max(sizes)
     yield before, lead, samples * model.cut_bytes(len(model.units))
 
 
@@ -339,14 +331,12 @@ def replica_messages(
     problem: Problem[AsynchronousOptions], plan: Plan
 ) -> Iterator[PlannedMessage]:
     """Yield the replicas stages send to one another."""
-    if problem.options.chain_every:
-        for stage, piece in enumerate(plan.pieces):
-            for keeper in problem.options.keepers(stage, len(plan.pieces)):
-                yield (
-                    piece.device,
-                    plan.pieces[keeper].device,
-                    largest_unit(problem, piece),
-                )
+    if not problem.options.chain_every:
+        return
+    for stage, piece in enumerate(plan.pieces):
+        size = largest_unit(problem, piece)
+        for keeper in problem.options.keepers(stage, len(plan.pieces)):
+            yield piece.device, plan.pieces[keeper].device, size
 
 
 def largest_unit(problem: Problem[StagesOptions], piece: Piece) -> float:
@@ -367,9 +357,15 @@ def pipeline_over(
     capacities: Sequence[float] | None = None,
 ) -> AsynchronousPipeline:
     """Return the pipeline over these devices, by default all as fast as the first, with unit times by formula."""
-    options, workload, units = problem.options, problem.workload, problem.model.units
-    update_flops = problem.training.update_flops
-    chain = options.chain_every > 0
+    options = problem.options
+    training = problem.training
+    units = problem.model.units
+    batch_size = problem.workload.batch_size
+    has_chain = options.chain_every > 0
+    if profile is None:
+        profile = UnitTimes.by_formula(
+            units, batch_size, problem.devices[0], training.update_flops
+        )
 
     def extra(stage: int, start: int, end: int) -> float:
         """Return the maximum bytes of replicas on a stage.
@@ -380,39 +376,34 @@ def pipeline_over(
         point.
         """
         if stage == 0:
-            return (2 + chain) * costs.state_bytes(units, problem.training)
-        points = 3 if chain or options.global_every else 2
-        return points * costs.state_bytes(
-            units[0 if chain else start : end], problem.training
-        )
+            points = 3 if has_chain else 2
+            return points * costs.state_bytes(units, training)
+        first = 0 if has_chain else start
+        points = 3 if has_chain or options.global_every else 2
+        return points * costs.state_bytes(units[first:end], training)
 
     def replicas(stage: int, start: int, end: int) -> dict[int, float]:
         """Return the bytes of a stage's units sent to the next stage and to the first, divided by the interval."""
-        state, sent = (
-            costs.state_bytes(units[start:end], problem.training),
-            dict.fromkeys(range(len(names)), 0.0),
-        )
-        if chain:
+        state = costs.state_bytes(units[start:end], training)
+        sent = dict.fromkeys(range(len(names)), 0.0)
+        if has_chain:
             for keeper in options.keepers(stage, len(names)):
                 sent[keeper] += state / options.chain_every
         if options.global_every:
             sent[0] += state / options.global_every
-        return {
-            target: size for target, size in sent.items() if size and target != stage
-        }
+        # A stage keeps its own units without sending them.
+        del sent[stage]
+        return {target: size for target, size in sent.items() if size}
 
     return AsynchronousPipeline(
         model=problem.model,
         devices=tuple(problem.device(name) for name in names),
         links=problem.links,
         shares=options.shares,
-        batch_size=workload.batch_size,
-        profile=profile
-        or UnitTimes.by_formula(
-            units, workload.batch_size, problem.devices[0], update_flops
-        ),
+        batch_size=batch_size,
+        profile=profile,
         capacities=tuple(capacities or [1.0] * len(names)),
-        state_values=problem.training.state_values,
+        state_values=training.state_values,
         vertical_sync=options.vertical_sync,
         counts_traffic=options.objective == "traffic",
         window=options.in_flight,
@@ -424,7 +415,7 @@ def pipeline_over(
 class Partitioner(Generic[Known]):
     """PipeDream's partition, and the hooks of all others: equal devices, without adaptation to measurements."""
 
-    admits = True
+    admits_devices = True
     """Whether a returning or standby device may become a stage."""
     profile_runs = 0
     """Profiling runs of each unit before training; 0 disables profiling."""
@@ -434,17 +425,19 @@ class Partitioner(Generic[Known]):
 
     def initial(self) -> StagePartition:
         """Return the initial partition; raises `InputError` if none fits."""
-        return self.over([device.name for device in all_devices(self.problem)])
+        return self.partition_for([device.name for device in all_devices(self.problem)])
 
-    def over(self, names: Sequence[str]) -> StagePartition:
+    def partition_for(self, names: Sequence[str]) -> StagePartition:
         """Return the partition over the first of these devices; raises `InputError` if none fits."""
-        model, parts = self.problem.model, self.problem.model.untied_parts
-        # Where no cut is possible for tied weights, planning for all devices fails and names them.
-        possible = len(names) if parts == 1 else min(len(names), parts)
-        count = min(self.problem.options.stages or possible, len(model.units))
-        return StagePartition(
-            tuple(names[:count]), self.cut(self.pipeline(names[:count]))
-        )
+        model = self.problem.model
+        stages = self.problem.options.stages
+        if stages is None:
+            stages = len(names)
+            # If tied weights allow no cut at all, planning for all devices fails and names the weights.
+            if model.untied_parts > 1:
+                stages = min(stages, model.untied_parts)
+        chosen = names[: min(stages, len(model.units))]
+        return StagePartition(tuple(chosen), self.cut(self.pipeline(chosen)))
 
     def cut(self, pipeline: AsynchronousPipeline) -> tuple[int, ...]:
         """Return the cuts of the model; raises `InputError` if none fit."""
@@ -460,36 +453,40 @@ class Partitioner(Generic[Known]):
 
     def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
         """Return the partition over the present devices; raises `InputError` if none fits."""
-        return self.over(there)
+        return self.partition_for(there)
 
     def due(self, done: int) -> bool:
         """Return whether repartitioning is considered after ``done`` batches."""
         options = self.problem.options
         return is_due(done, options.chain_every or options.global_every)
 
-    def better(
+    def propose_repartition(
         self, old: StagePartition, there: Sequence[str]
     ) -> StagePartition | None:
         """Return a partition worth changing to, or None; the default reacts to new devices only."""
         if set(there) == set(old.devices):
             return None
-        candidate = self.over(there)
-        return None if len(candidate.devices) <= len(old.devices) else candidate
+        candidate = self.partition_for(there)
+        if len(candidate.devices) <= len(old.devices):
+            return None
+        return candidate
 
-    def unknown(self, partition: StagePartition) -> list[Pair]:
+    def unmeasured_links(self, partition: StagePartition) -> list[Pair]:
         """Return the neighbour pairs, in both directions, with unmeasured links."""
         return []
 
-    def profiled(self, profile: UnitTimes) -> None:
+    def store_profile(self, profile: UnitTimes) -> None:
         """Store the measured seconds of each unit on the first device."""
 
-    def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
+    def store_times(
+        self, partition: StagePartition, times: Sequence[float | None]
+    ) -> None:
         """Store the mean seconds of a batch of each stage."""
 
-    def measured(self, pair: Pair, rate: float) -> None:
+    def store_rate(self, pair: Pair, rate: float) -> None:
         """Store the measured bit/s of a link."""
 
-    def forget(self, one: str, other: str) -> None:
+    def discard_rate(self, one: str, other: str) -> None:
         """Discard the measurement between two devices because the link has changed."""
 
 
@@ -497,9 +494,11 @@ def momentum_advice(
     problem: Problem[AsynchronousOptions], window: int
 ) -> tuple[str, ...]:
     """Explain momentum with gradients several batches old; ``window`` is the number of batches under way."""
-    share, old = problem.workload.training.optimizer.momentum, window - 1
+    share = problem.workload.training.optimizer.momentum
+    old = window - 1
     if not share or not old:
         return ()
+    # The sum of 1 + share + share^2 + ...: the batches over which momentum repeats an update.
     far = f"{1 / (1 - share):.0f}"
     return (
         f"momentum {share:g} carries each update on for {far} batches, and gradients are up to {old} old when "
@@ -516,6 +515,7 @@ class AsynchronousDetails(Details):
     bottleneck: float
     """Seconds of the slowest stage or link."""
     slowest_stage: float
+    """Seconds of the slowest stage, without links."""
     least_bottleneck: float
     """The smallest bottleneck of any partition."""
     least_slowest_stage: float

@@ -24,7 +24,7 @@ from testbed.ml.layers.shard import State, restrict
 from testbed.ml.method import Job
 from testbed.ml.pipeline.checkpointing import CheckpointRecovery
 from testbed.ml.pipeline.forwarding import Serving
-from testbed.ml.pipeline.measuring import LinkWatch, bandwidth
+from testbed.ml.pipeline.measuring import LinkWatch, measure_link
 from testbed.ml.pipeline.messages import (
     ASYNCHRONOUS_KINDS,
     FORWARD_KINDS,
@@ -89,15 +89,11 @@ async def run_asynchronous(
 ) -> None:
     """Train with an update after every batch, and recovery from replicas."""
     options = job.problem.options
-    async with _mailbox(device, job, ASYNCHRONOUS_KINDS) as mailbox:
+    async with _open_mailbox(device, job, ASYNCHRONOUS_KINDS) as mailbox:
         member = ReplicatingMember(mailbox, job)
-        # Though all devices answer, they count as lost after so many seconds without anything done.
-        supervisor = await _make_supervisor(
-            mailbox,
-            member.holder,
-            job,
-            max(2 * options.stall_timeout, options.return_window),
-        )
+        # Devices that answer, but do nothing for this long, count as lost.
+        standstill = max(2 * options.stall_timeout, options.return_window)
+        supervisor = await _make_supervisor(mailbox, member.holder, job, standstill)
         recovery = ReplicaRecovery(
             supervisor, member.store, partitioner, job, _total_steps(job)
         )
@@ -118,24 +114,19 @@ async def _run_with_checkpoints(
     work: Callable[[Supervisor, CheckpointRecovery, Job[O]], ResumableWork],
 ) -> None:
     """Coordinate on the plan's coordinator; run a stage on every device, with the state the coordinator sends."""
-    problem, lead = job.problem, job.plan.coordinator
-    async with _mailbox(device, job, kinds) as mailbox:
+    problem = job.problem
+    lead = job.plan.coordinator
+    async with _open_mailbox(device, job, kinds) as mailbox:
         holder = RoleHolder(mailbox, lead)
 
         def stage_of(configure: Configure) -> Stage:
             position = StagePosition.from_message(device.name, lead, configure)
-            return Stage(
-                mailbox,
-                problem,
-                position,
-                configure.state if configure.given else None,
-                updates,
-            )
+            state = configure.state if configure.given else None
+            return Stage(mailbox, problem, position, state, updates)
 
         holder.follow(Configure, stage_of)
-        supervisor = await _make_supervisor(
-            mailbox, holder, job, job.problem.options.return_window
-        )
+        standstill = problem.options.return_window
+        supervisor = await _make_supervisor(mailbox, holder, job, standstill)
         configure = partial(configure_stage, supervisor, _total_steps(job))
         recovery = CheckpointRecovery(
             supervisor, configure, partition, len(problem.model.units), job.weights
@@ -144,31 +135,32 @@ async def _run_with_checkpoints(
         await run_with_recovery(work(supervisor, recovery, job), recovery, supervisor)
 
 
-def _mailbox(
+def _open_mailbox(
     device: Device, job: Job[StagesOptions], kinds: Iterable[type[Typed]]
 ) -> Mailbox:
-    how = job.problem.options.transfer
-    encodings = make_codecs(
-        job.problem.codes, activation=how.activations, gradient=how.gradients
+    encoding = job.problem.options.transfer
+    codecs = make_codecs(
+        job.problem.codes, activation=encoding.activations, gradient=encoding.gradients
     )
-    return Mailbox(device, job.problem.links, kinds, codecs=encodings)
+    return Mailbox(device, job.problem.links, kinds, codecs=codecs)
 
 
 async def _make_supervisor(
     mailbox: Mailbox, holder: RoleHolder, job: Job[StagesOptions], standstill: float
 ) -> Supervisor:
     """Return the supervisor of the stages on the coordinator; elsewhere, wait for its messages until cancelled."""
-    problem, options = job.problem, job.problem.options
+    problem = job.problem
+    options = problem.options
     if mailbox.device.name != job.plan.coordinator:
+        # Never returns: the runtime cancels the program at the end of the run.
         await holder.serve()
 
     def backlog(part: Piece) -> float:
         """Return the bytes a stage may be sending to the coordinator: a checkpoint, and inputs."""
         units = problem.model.units[part.first : part.last]
-        return (
-            costs.state_bytes(units, problem.training)
-            + problem.workload.batch_size * units[0].input_bytes
-        )
+        checkpoint = costs.state_bytes(units, problem.training)
+        inputs = problem.workload.batch_size * units[0].input_bytes
+        return checkpoint + inputs
 
     timeouts = Timeouts(options.stall_timeout, options.return_window, standstill)
     return Supervisor(mailbox, holder.presence, problem, timeouts, backlog)
@@ -202,6 +194,7 @@ class ReplicatingMember:
         mailbox.on(FetchedUnit, self._take_in)
         mailbox.on(Commit, self._commit_stage)
         mailbox.on(Measure, self._start_measuring)
+        # A packet only has to be acknowledged, but without a handler it would stay in the mailbox.
         mailbox.on(Packet, lambda packet: None)
 
     def _give_up(self) -> None:
@@ -222,11 +215,13 @@ class ReplicatingMember:
             stages.append(Stage(self._mailbox, problem, position, updates=updates))
             return stages[0]
 
+        # The holder refuses an outdated configuration, and then makes no stage.
         if not self.holder.assume(prepare.configuration, role):
             return
         self._stage = stages[0]
-        self._point, self._seeded = Point(prepare.made, prepare.step), prepare.seeded
-        self._awaited = {unit for units in prepare.fetch.values() for unit in units}
+        self._point = Point(prepare.made, prepare.step)
+        self._seeded = prepare.seeded
+        self._awaited = set[int]().union(*prepare.fetch.values())
         if prepare.origins is None:
             for owner, units in prepare.fetch.items():
                 self._fetch(owner, self._point, units)
@@ -302,25 +297,24 @@ class ReplicatingMember:
 
     async def _measure_link(self, measure: Measure) -> None:
         """Measure the link to another device for the coordinator."""
-        await self.store.spread()
-        link = await bandwidth(self._mailbox, measure.target)
+        # Replicas under way would share the link with the measurement.
+        await self.store.finish_sending()
+        link = await measure_link(self._mailbox, measure.target)
         self._watches[measure.target] = LinkWatch(link)
-        finite = None if math.isinf(link.rate) else link.rate
-        self._mailbox.post(
-            self._job.plan.coordinator,
-            Measured(measure.configuration, measure.target, finite),
-        )
+        # JSON has no infinity.
+        rate = None if math.isinf(link.rate) else link.rate
+        measured = Measured(measure.configuration, measure.target, rate)
+        self._mailbox.post(self._job.plan.coordinator, measured)
 
     def _watch_link(self, peer: str, size: float, posted: float) -> None:
         """Report once that a link deviates from its measured rate."""
         watch = self._watches.get(peer)
-        if watch is not None and watch.deviates(
-            size, posted, self._mailbox.device.now()
-        ):
+        if watch is None:
+            return
+        if watch.deviates(size, posted, self._mailbox.device.now()):
             del self._watches[peer]
-            self._mailbox.post(
-                self._job.plan.coordinator, Deviates(self._mailbox.configuration, peer)
-            )
+            deviates = Deviates(self._mailbox.configuration, peer)
+            self._mailbox.post(self._job.plan.coordinator, deviates)
 
 
 def _total_steps(job: Job) -> int:

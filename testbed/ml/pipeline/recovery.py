@@ -56,16 +56,18 @@ class ReplicaIndex:
     def branch(self, step: int) -> None:
         """Continue from a step in the current configuration; later points become void."""
         self.lineage = self.lineage.branch(step, self._mailbox.configuration)
-        self.safe, self.whole = (
-            point if point in self.lineage else BEGINNING
-            for point in (self.safe, self.whole)
-        )
+        if self.safe not in self.lineage:
+            self.safe = BEGINNING
+        if self.whole not in self.lineage:
+            self.whole = BEGINNING
         self._replicated.clear()
 
     def needed(self, device: str, points: Collection[Point]) -> list[tuple[int, int]]:
         """Return the points a device must keep, in message form: the given ones, and the newest complete one here."""
-        kept = {*points, self.whole} if device == self._device.name else {*points}
-        return [(point.configuration, point.step) for point in sorted(kept)]
+        needed = set(points)
+        if device == self._device.name:
+            needed.add(self.whole)
+        return [(point.configuration, point.step) for point in sorted(needed)]
 
     def has_all(self, step: int) -> bool:
         """Return whether every unit after a step is on this device."""
@@ -74,11 +76,10 @@ class ReplicaIndex:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the newest complete weights on this device; empty if none are complete."""
         point = self._newest_whole()
-        return (
-            {}
-            if point is None
-            else result_of(self._replicas.state(point, range(self._units)))
-        )
+        if point is None:
+            return {}
+        state = self._replicas.state(point, range(self._units))
+        return result_of(state)
 
     async def save(self, partition: StagePartition) -> None:
         """Write the training progress to the disk, beside the replicas."""
@@ -89,17 +90,15 @@ class ReplicaIndex:
         }
         await self._device.save("training", Message("training", fields))
 
-    def remember(self) -> StagePartition | None:
+    def read_saved(self) -> StagePartition | None:
         """Read the progress a previous program of this device left on the disk; return the partition, if any."""
-        training, replicas = (
-            self._device.saved("training"),
-            self._device.saved("replicas"),
-        )
+        training = self._device.saved("training")
+        replicas = self._device.saved("replicas")
         if training is None:
             return None
-        self.lineage = Lineage(
-            tuple((made, begin) for made, begin in training["begun"])
-        )
+        # JSON has lists for tuples.
+        begun = tuple((made, begin) for made, begin in training["begun"])
+        self.lineage = Lineage(begun)
         if replicas is not None:
             self._replicas.load(replicas)
             self.whole = self._newest_whole() or BEGINNING
@@ -108,9 +107,11 @@ class ReplicaIndex:
     def _note_replication(self, replicated: Replicated) -> None:
         """Release older points once all stages have replicated their units."""
         point = Point(self._mailbox.configuration, replicated.step)
-        having = self._replicated.setdefault(replicated.step, set())
-        having.add(replicated.sender)
-        if having < self._supervisor.membership.assigned or point < self.safe:
+        senders = self._replicated.setdefault(replicated.step, set())
+        senders.add(replicated.sender)
+        is_incomplete = senders < self._supervisor.membership.assigned
+        # Reports of two replications may overlap: the older one must not free the newer one.
+        if is_incomplete or point < self.safe:
             return
         self.safe = point
         if self._is_whole(point):
@@ -125,12 +126,13 @@ class ReplicaIndex:
 
     def _newest_whole(self) -> Point | None:
         """Return the newest valid point with every unit on this device."""
-        whole = [point for point in self._replicas.points() if self._is_whole(point)]
-        return max(
-            (point for point in whole if point in self.lineage),
-            key=lambda point: point.step,
-            default=None,
-        )
+        newest: Point | None = None
+        for point in self._replicas.points():
+            if not self._is_whole(point) or point not in self.lineage:
+                continue
+            if newest is None or point.step > newest.step:
+                newest = point
+        return newest
 
 
 FROM_BEGINNING = RestorePlan(BEGINNING, {})
@@ -153,16 +155,18 @@ class Standby:
     becomes usable once the links of all its neighbours reach it.
     """
 
-    def __init__(self, members: Membership, admits: bool) -> None:
+    def __init__(self, members: Membership, *, admits_devices: bool) -> None:
         self._members = members
-        self._admits = admits
+        self._admits_devices = admits_devices
         self._silenced: dict[str, float] = {}
         """Devices that were lost in silence, with their incarnations."""
         self._reachable: set[str] = set()
 
     def lose(self, names: Collection[str], known: Mapping[str, float]) -> None:
         """Record devices lost in silence; ``known`` are the incarnations of devices with stages."""
-        self._silenced.update({name: known[name] for name in names if name in known})
+        for name in names:
+            if name in known:
+                self._silenced[name] = known[name]
         self._reachable.difference_update(names)
 
     def reached(self, device: str) -> None:
@@ -178,32 +182,32 @@ class Standby:
 
     def doubted(self, names: Collection[str]) -> set[str]:
         """Return the devices whose availability is unknown."""
-        return {name for name in names if self._has_survived(name)} - self._reachable
+        return self._survivors(names) - self._reachable
 
     def untested(self) -> set[str]:
         """Return the devices with links to be measured: cut off from others, or too slow."""
-        if not self._admits:
+        if not self._admits_devices:
             return set()
-        return self._members.excluded | {
-            name for name in self._members.joiners if self._has_survived(name)
-        }
+        return self._members.excluded | self._survivors(self._members.joiners)
 
     def joiners(self) -> set[str]:
         """Return the devices eligible to become stages."""
-        if not self._admits:
+        if not self._admits_devices:
             return set()
         return self._members.joiners - self.doubted(self._members.joiners)
 
-    def _has_survived(self, name: str) -> bool:
-        """Return whether a device lost in silence has kept its memory."""
-        return (
-            name in self._silenced
-            and self._members.present.get(name) == self._silenced[name]
-        )
+    def _survivors(self, names: Collection[str]) -> set[str]:
+        """Return the devices that were lost in silence and have kept their memory."""
+        survivors = set()
+        for name in names:
+            known = self._silenced.get(name)
+            if known is not None and self._members.present.get(name) == known:
+                survivors.add(name)
+        return survivors
 
 
 class ReplicaRecovery:
-    """A `testbed.messaging.supervision.RecoveryPolicy`."""
+    """Recovery of asynchronous training; a `testbed.messaging.supervision.RecoveryPolicy`."""
 
     def __init__(
         self,
@@ -214,12 +218,11 @@ class ReplicaRecovery:
         steps: int,
     ) -> None:
         """``steps`` is the length of the training. The device exposes its newest complete state."""
-        problem, pieces = job.problem, job.plan.pieces
+        problem = job.problem
+        pieces = job.plan.pieces
         units = len(problem.model.units)
-        planned = StagePartition(
-            tuple(piece.device for piece in pieces),
-            (0, *(piece.last for piece in pieces)),
-        )
+        devices = tuple(piece.device for piece in pieces)
+        planned = StagePartition(devices, (0, *(piece.last for piece in pieces)))
         self._configuration = Configuration(planned)
         self.points = ReplicaIndex(supervisor, store, units)
         supervisor.device.expose(self.points.weights)
@@ -243,10 +246,10 @@ class ReplicaRecovery:
         """The configuration whose stages were committed last."""
         self._waited: Lost | None = None
         """The last loss recorded and awaited."""
-        self._members.refusal = (
-            None if partitioner.admits else "its units are another's"
-        )
-        self.standby = Standby(self._members, partitioner.admits)
+        self._members.refusal = None
+        if not partitioner.admits_devices:
+            self._members.refusal = "its units are another's"
+        self.standby = Standby(self._members, admits_devices=partitioner.admits_devices)
 
     @property
     def partition(self) -> StagePartition:
@@ -260,13 +263,13 @@ class ReplicaRecovery:
 
     async def begin(self) -> None:
         """Open the first configuration; after a crash of this device, continue from the state on its disk."""
-        remembered = self.points.remember()
-        if remembered is not None:
-            self._configuration = Configuration(remembered)
+        saved = self.points.read_saved()
+        if saved is not None:
+            self._configuration = Configuration(saved)
         layout = self._partitioner.pieces(self.partition)
-        if remembered is None:
+        if saved is None:
             self._supervisor.start(layout)
-            self.take_up(await self._select_devices())
+            self.adopt(await self._select_devices())
             return
         missing = [self._device.name]
         self._device.record(
@@ -274,14 +277,14 @@ class ReplicaRecovery:
         )
         self._supervisor.start(layout)
         timeouts = self._supervisor.timeouts
-        await self._gather_inventories(
-            self.partition.devices, max(timeouts.stall_timeout, timeouts.return_window)
-        )
+        seconds = max(timeouts.stall_timeout, timeouts.return_window)
+        await self._gather_inventories(self.partition.devices, seconds)
         self._resume_training()
 
     async def establish(self) -> None:
         """Make every stage fetch its missing units; commit once all are complete."""
-        supervisor, number = self._supervisor, self._mailbox.configuration
+        supervisor = self._supervisor
+        number = self._mailbox.configuration
         restore = self._configuration.restore
         point = restore.point
         supervisor.begin()
@@ -291,30 +294,27 @@ class ReplicaRecovery:
             if need is not None:
                 fetch = {owner: list(units) for owner, units in need.fetch.items()}
             prepare = Prepare(
-                number,
-                supervisor.stages,
-                self._steps,
-                point.configuration,
-                point.step,
-                need is None,
-                fetch,
-                restore.origins_of(part.device),
+                configuration=number,
+                stages=supervisor.stages,
+                steps=self._steps,
+                made=point.configuration,
+                step=point.step,
+                seeded=need is None,
+                fetch=fetch,
+                origins=restore.origins_of(part.device),
             )
             self._mailbox.post(part.device, prepare)
+        # Saved before the commit: a coordinator that crashes afterwards must know of the configuration.
         await self.points.save(self.partition)
         await supervisor.ready()
-        self._configuration = replace(
-            self._configuration,
-            incarnations=self._present_incarnations(self.partition.devices),
-        )
+        incarnations = self._present_incarnations(self.partition.devices)
+        self._configuration = replace(self._configuration, incarnations=incarnations)
         if self.recovering:
             self._device.record("recovery", phase="redistributed", step=self.start)
         self._committed = number
         for part in supervisor.layout:
-            commit = Commit(
-                number, self.points.needed(part.device, {point, self.points.safe})
-            )
-            self._mailbox.post(part.device, commit)
+            needed = self.points.needed(part.device, {point, self.points.safe})
+            self._mailbox.post(part.device, Commit(number, needed))
 
     async def recover(self, lost: Lost, start: int) -> None:
         """Collect the inventories, and choose the state and stages to resume with."""
@@ -322,44 +322,46 @@ class ReplicaRecovery:
         self._record_detection(lost)
         known = dict(self._members.known)
         gone = set(lost.missing) - lost.back
-        awaited = () if lost is self._waited else gone
+        # A loss that was waited for already is not waited for again.
+        awaited = set() if lost is self._waited else gone
         self._mailbox.open(self._mailbox.configuration + 1)
-        await self._gather_inventories(
-            set(self.partition.devices) - gone, supervisor.stall_timeout, awaited
-        )
+        remaining = set(self.partition.devices) - gone
+        await self._gather_inventories(remaining, supervisor.stall_timeout, awaited)
         supervisor.learn_stall_timeout(lost, known)
         self.standby.lose(gone - self._members.answers.keys(), known)
         self._resume_training()
 
-    async def returned(self, lost: Lost) -> bool:
+    async def await_return(self, lost: Lost) -> bool:
         """Wait for silent devices; return whether all are present again with their memory.
 
         Then nothing is undone and nothing is moved: training continues with the batch lacking gradients, the first case
         of the paper's fault handler.
         """
-        supervisor, members, window = (
-            self._supervisor,
-            self._members,
-            self._supervisor.timeouts.return_window,
-        )
+        supervisor = self._supervisor
+        members = self._members
+        window = supervisor.timeouts.return_window
         if lost.cut or lost.back or not lost.missing or not window:
             return False
         self._record_detection(lost)
         self._waited = lost
-        known, number = dict(members.known), self._mailbox.configuration
-        await members.ping_all(
-            dict.fromkeys(lost.missing, window),
-            lambda: bool(members.restarted & members.assigned),
-        )
-        answers = [members.answers.get(name) for name in lost.missing]
-        if not all(
-            each and each.holds == number and each.incarnation == known[each.sender]
-            for each in answers
-        ):
-            return False
+        known = dict(members.known)
+        configuration = self._mailbox.configuration
+
+        def has_restarted() -> bool:
+            return bool(members.restarted & members.assigned)
+
+        await members.ping_all(dict.fromkeys(lost.missing, window), has_restarted)
+        for name in lost.missing:
+            answer = members.answers.get(name)
+            if answer is None or answer.incarnation != known[name]:
+                return False
+            # A device of another configuration has dropped this one's activations and gradients.
+            if answer.holds != configuration:
+                return False
         supervisor.learn_stall_timeout(lost, known)
         self.recovering = True
-        partition, step = supervisor.stages, supervisor.progress
+        partition = supervisor.stages
+        step = supervisor.progress
         self._device.record(
             "recovery",
             phase="repartitioned",
@@ -372,18 +374,19 @@ class ReplicaRecovery:
         return True
 
     def _record_detection(self, lost: Lost) -> None:
-        if lost is not self._waited:
-            progress = self._supervisor.progress
-            self._device.record(
-                "recovery", phase="detected", step=progress, missing=lost.missing
-            )
+        if lost is self._waited:
+            return
+        progress = self._supervisor.progress
+        self._device.record(
+            "recovery", phase="detected", step=progress, missing=lost.missing
+        )
 
     async def _select_devices(self) -> StagePartition:
         """Invite devices, and return a partition over those answering in time."""
-        members, seconds = self._members, self._problem.options.selection
-        await members.gather(
-            dict.fromkeys(members.others, self._device.now() + seconds), greeted=True
-        )
+        members = self._members
+        seconds = self._problem.options.selection
+        deadlines = dict.fromkeys(members.others, self._device.now() + seconds)
+        await members.gather(deadlines, greeted=True)
         there = {self._device.name, *members.present}
         missing = [name for name in self.partition.devices if name not in there]
         if not missing:
@@ -393,7 +396,8 @@ class ReplicaRecovery:
             "log",
             text=f"{silent} did not answer in {seconds:g} s: training begins without",
         )
-        return self._fitting_partition(self._partitioner.over, self.ordered(there))
+        choose = self._partitioner.partition_for
+        return self._fitting_partition(choose, self.ordered(there))
 
     async def regroup(self, names: Collection[str]) -> list[str]:
         """Open a configuration without a failure; return the present devices in order.
@@ -403,23 +407,20 @@ class ReplicaRecovery:
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._gather_inventories(names, self._supervisor.stall_timeout)
         there = self._eligible_devices()
-        failure = classify_failure(
-            self._configuration.incarnations, self._present_incarnations(there)
-        )
+        present = self._present_incarnations(there)
+        failure = classify_failure(self._configuration.incarnations, present)
         if failure.lost:
             raise Lost(failure.lost, back=failure.empty)
         return there
 
-    def take_up(self, partition: StagePartition) -> None:
+    def adopt(self, partition: StagePartition) -> None:
         """Adopt a partition to be established, from the state that the option ``resume`` asks for."""
         members = self._members
         inventory: dict[str, ReplicaList] = {self._device.name: self._store.inventory()}
+        # Replicas of a device that has restarted since its answer are gone.
+        unusable = members.restarted | members.excluded
         for name, answer in members.answers.items():
-            inventory[name] = (
-                []
-                if name in members.restarted | members.excluded
-                else list(answer.held)
-            )
+            inventory[name] = [] if name in unusable else list(answer.held)
         before = self.partition
         restore = self._restore_plan(inventory, partition)
         self._configuration = replace(
@@ -429,21 +430,20 @@ class ReplicaRecovery:
         self.done = self.start
         joining = set(partition.devices).difference(before.devices)
         if joining:
-            self._device.record(
-                "log", text=f"{', '.join(sorted(joining))} joins at step {self.start}"
-            )
+            text = f"{', '.join(sorted(joining))} joins at step {self.start}"
+            self._device.record("log", text=text)
         self._supervisor.watch(self._partitioner.pieces(partition))
-        # A device that has not answered is not there: it would be waited for in vain at the next change.
-        if self._partitioner.admits:
-            members.joiners = (
-                members.answers.keys() - set(partition.devices) - members.excluded
-            )
+        # Silent devices are no joiners: the next change would wait for them in vain.
+        if self._partitioner.admits_devices:
+            standby = members.answers.keys() - set(partition.devices)
+            members.joiners = standby - members.excluded
 
     def _restore_plan(
         self, inventory: Mapping[str, ReplicaList], partition: StagePartition
     ) -> RestorePlan:
         """Return the resume point, and the sources of units for a new partition."""
-        lineage, before = self.points.lineage, self.partition
+        lineage = self.points.lineage
+        before = self.partition
         options = self._problem.options
         local_first = options.fetch == "local-first"
         restore = place(
@@ -451,9 +451,9 @@ class ReplicaRecovery:
             inventory,
             before,
             partition,
-            self._seeded,
-            self._steps,
-            local_first,
+            seeded=self._seeded,
+            steps=self._steps,
+            local_first=local_first,
         )
         # After a drain, or with all replicas up to date, the newest complete state is the present one.
         if options.resume == "last-replica" or restore.point.step >= self.done:
@@ -463,12 +463,12 @@ class ReplicaRecovery:
             inventory,
             before,
             partition,
-            Point(self._mailbox.configuration, self.done),
-            self._committed,
-            self._steps,
-            local_first,
+            resumed=Point(self._mailbox.configuration, self.done),
+            running=self._committed,
+            steps=self._steps,
+            local_first=local_first,
         )
-        return newest or restore
+        return restore if newest is None else newest
 
     def _resume_training(self) -> None:
         """Choose the state and the stages to resume with, among the answering devices."""
@@ -478,7 +478,7 @@ class ReplicaRecovery:
         known = present | dict(self._configuration.incarnations)
         configured = {name: known.get(name, 0.0) for name in self.partition.devices}
         case = classify_failure(configured, present).case
-        self.take_up(partition)
+        self.adopt(partition)
         self.recovering = True
         stages = self._supervisor.stages
         self._device.record(
@@ -497,15 +497,15 @@ class ReplicaRecovery:
         """
         now = self._device.now()
         returning = now + self._supervisor.timeouts.return_window
-        await self._members.gather(
-            dict.fromkeys(names, now + seconds) | dict.fromkeys(missing, returning)
-        )
+        deadlines = dict.fromkeys(names, now + seconds)
+        deadlines |= dict.fromkeys(missing, returning)
+        await self._members.gather(deadlines)
 
     def _eligible_devices(self) -> list[str]:
         """Return the devices eligible as stages, in the scenario's order."""
         there = {self._device.name, *self._members.answers} - self._members.excluded
         there -= self.standby.doubted(there)
-        if not self._partitioner.admits:
+        if not self._partitioner.admits_devices:
             there &= set(self.partition.devices)
         return self.ordered(there)
 
@@ -515,10 +515,9 @@ class ReplicaRecovery:
 
     def _present_incarnations(self, names: Collection[str]) -> dict[str, float]:
         """Return the incarnations of present devices."""
-        return {
-            name: self._members.present.get(name, self._supervisor.presence.incarnation)
-            for name in names
-        }
+        # The coordinator's own device is not among the members that answer.
+        own = self._supervisor.presence.incarnation
+        return {name: self._members.present.get(name, own) for name in names}
 
     def _after_loss(self) -> tuple[StagePartition, list[str]]:
         """Return the stages to resume with, and the present devices.
@@ -535,7 +534,8 @@ class ReplicaRecovery:
         except TestbedError:
             if not self.standby.doubted(self._members.answers):
                 raise
-            self.standby.admit_all()  # a slow device is better than none
+            # A slow device is better than none.
+            self.standby.admit_all()
             there = self._eligible_devices()
             return self._fitting_partition(choose, there), there
 

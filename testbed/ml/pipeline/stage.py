@@ -1,8 +1,6 @@
 """One stage of a pipeline in one configuration: receives inputs, computes, and forwards results by any schedule.
 
-An `UpdatePolicy` provides the differences between synchronous and asynchronous training.
-
-What distinguishes synchronous from asynchronous training is the `UpdatePolicy` that a stage is given.
+The `UpdatePolicy` of a stage is the difference between synchronous and asynchronous training.
 """
 
 from __future__ import annotations
@@ -17,8 +15,10 @@ from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed.ml.data.batches import cut_batch
 from testbed.ml.layers import costs
-from testbed.ml.layers.shape_shard import ShapeShard, shard
+from testbed.ml.layers.shape_shard import ShapeShard
+from testbed.ml.layers.shape_shard import shard as make_shard
 from testbed.ml.layers.shard import Shard, State, result_of
+from testbed.ml.lazy import torch
 from testbed.ml.method import Problem
 from testbed.ml.models.chain import Model
 from testbed.ml.pipeline.messages import (
@@ -42,7 +42,7 @@ SPANS: dict[Purpose, str] = {
     "evaluate": "evaluate",
     "infer": "forward",
 }
-"""Name of the span in which a micro-batch goes forward, by what it is for."""
+"""Span names of a forward by purpose."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,16 @@ class StagePosition:
     @property
     def before(self) -> str | None:
         """The device of the previous stage; None for the first."""
-        return self.stages[self.index - 1][0] if self.index else None
+        if self.index == 0:
+            return None
+        return self.stages[self.index - 1][0]
 
     @property
     def after(self) -> str | None:
         """The device of the next stage; None for the last."""
-        return (
-            self.stages[self.index + 1][0]
-            if self.index + 1 < len(self.stages)
-            else None
-        )
+        if self.index + 1 == len(self.stages):
+            return None
+        return self.stages[self.index + 1][0]
 
 
 class Stage:
@@ -127,10 +127,10 @@ class Stage:
         """Build the shard, from the state or from the seed."""
 
         def build() -> Shard | ShapeShard:
-            made = shard(self.problem, *self.position.units, self.device.name)
+            built = make_shard(self.problem, *self.position.units, self.device.name)
             if self.state is not None:
-                made.load(self.state)
-            return made
+                built.load(self.state)
+            return built
 
         self.shard = await self.compute(build, self.copy_cost, Span("load"))
         self._is_loaded = True
@@ -190,17 +190,14 @@ class Stage:
 
     async def _forward_only(self, given: Activation) -> None:
         """Forward one micro-batch; the last stage sends the outputs to the coordinator."""
-        inputs, position = given.tensor, self.position
-        cost, span = (
-            costs.forward(self.units, len(inputs)),
-            Span(SPANS[given.work], given.batch),
-        )
+        inputs = given.tensor
+        position = self.position
+        cost = costs.forward(self.units, len(inputs))
+        span = Span(SPANS[given.work], given.batch)
         outputs = await self.compute(lambda: self.shard.infer(inputs), cost, span)
         if position.after is None:
-            self.mailbox.post(
-                position.coordinator,
-                Output(position.configuration, given.work, given.batch, outputs),
-            )
+            result = Output(position.configuration, given.work, given.batch, outputs)
+            self.mailbox.post(position.coordinator, result)
         else:
             self.mailbox.post(position.after, replace(given, tensor=outputs))
 
@@ -216,7 +213,7 @@ class Passage:
     loss: float
     """The micro-batch's part of the batch's loss; 0 except on the last stage."""
     seconds: float
-    """Seconds that its forward took."""
+    """Duration of the forward."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -268,11 +265,14 @@ async def run_schedule(
     ended = False
     for action in actions:
         if action.kind == "forward":
-            ended = ended or not await executor.forward(action.micro)
+            # Once a forward has found no input, the schedule's further forwards must not wait for one.
+            if not ended:
+                ended = not await executor.forward(action.micro)
         elif action.kind == "backward":
             await executor.backward(action.micro)
         else:
             await policy.update(action.micro)
+        # The update of the last backward is still to be done.
         if ended and not executor.under_way and action.kind != "backward":
             return
 
@@ -288,40 +288,54 @@ class _Executor:
 
     async def forward(self, number: int) -> bool:
         """Execute one forward; return whether its input arrived."""
-        stage, policy = self._stage, self._policy
-        given = await policy.arrival(number)
-        if given is None:
+        stage = self._stage
+        activation = await self._policy.arrival(number)
+        if activation is None:
             return False
-        key, inputs, version = (
-            (given.batch, given.micro),
-            given.tensor,
-            policy.version(given.batch),
-        )
-        shard, cost = stage.shard, costs.forward(stage.units, len(inputs))
-        span = self._make_span("forward", *key)
-        part = cut_batch(given.samples, given.micros)[given.micro]
-        rows = part.start, given.samples
+        samples = len(activation.tensor)
+        cost = costs.forward(stage.units, samples)
+        span = self._make_span("forward", activation.batch, activation.micro)
         loss = 0.0
         if stage.position.after is None:
-            labels = await self._labels_of(given.batch)
-            whole = stage.problem.training.weight(labels)
-            work = partial(
-                shard.forward_loss, key, inputs, labels[part], whole, version, rows
-            )
-            loss, seconds = await stage.timed(work, cost, span)
+            forward_loss = await self._loss_work(activation)
+            loss, seconds = await stage.timed(forward_loss, cost, span)
         else:
-            forward = (
-                shard.forward_lightly
-                if policy.recompute
-                else partial(shard.forward, version=version)
-            )
             outputs, seconds = await stage.timed(
-                partial(forward, key, inputs, rows=rows), cost, span
+                self._forward_work(activation), cost, span
             )
-            stage.mailbox.post(stage.position.after, replace(given, tensor=outputs))
-        self.under_way[number] = passage = Passage(*key, len(inputs), loss, seconds)
-        policy.forward_done(passage)
+            result = replace(activation, tensor=outputs)
+            stage.mailbox.post(stage.position.after, result)
+        passage = Passage(activation.batch, activation.micro, samples, loss, seconds)
+        self.under_way[number] = passage
+        self._policy.forward_done(passage)
         return True
+
+    def _forward_work(self, activation: Activation) -> Callable[[], torch.Tensor]:
+        shard = self._stage.shard
+        key = (activation.batch, activation.micro)
+        rows = (_rows_of(activation).start, activation.samples)
+        if self._policy.recompute:
+            # The backward repeats this forward with the newest weights, which no update changes before.
+            return partial(shard.forward_lightly, key, activation.tensor, rows=rows)
+        version = self._policy.version(activation.batch)
+        return partial(
+            shard.forward, key, activation.tensor, version=version, rows=rows
+        )
+
+    async def _loss_work(self, activation: Activation) -> Callable[[], float]:
+        """Wait for the batch's labels; return the forward through the end of the model."""
+        stage = self._stage
+        labels = await self._labels_of(activation.batch)
+        part = _rows_of(activation)
+        return partial(
+            stage.shard.forward_loss,
+            (activation.batch, activation.micro),
+            activation.tensor,
+            labels[part],
+            stage.problem.training.weight(labels),
+            self._policy.version(activation.batch),
+            (part.start, activation.samples),
+        )
 
     async def _labels_of(self, batch: int) -> Any:
         """Return the labels of a batch, (samples,)."""
@@ -331,32 +345,38 @@ class _Executor:
 
     async def backward(self, number: int) -> None:
         """Execute one backward, with the gradient of the next stage or of the loss."""
-        stage, policy = self._stage, self._policy
+        stage = self._stage
+        position = stage.position
         passage = self.under_way[number]
-        given: Gradient | None = None
         cost = costs.backward(stage.units, passage.samples)
-        if stage.position.after is not None:
-            given = await stage.mailbox.take(Gradient, passage.key)
-            if policy.recompute:
+        arrived: Gradient | None = None
+        output_gradient = None
+        if position.after is not None:
+            arrived = await stage.mailbox.take(Gradient, passage.key)
+            output_gradient = arrived.tensor
+            if self._policy.recompute:
                 cost += costs.forward(stage.units, passage.samples)
         del self.under_way[number]
-        work = partial(
-            stage.shard.backward, passage.key, None if given is None else given.tensor
-        )
-        gradient, seconds = await stage.timed(
-            work, cost, self._make_span("backward", *passage.key)
-        )
-        times, loss = policy.backward_done(passage, seconds, given) or (None, None)
-        if stage.position.before is not None:
-            assert gradient is not None
-            handed_on = Gradient(
-                stage.position.configuration, *passage.key, gradient, times, loss
-            )
-            stage.mailbox.post(stage.position.before, handed_on)
+        work = partial(stage.shard.backward, passage.key, output_gradient)
+        span = self._make_span("backward", *passage.key)
+        input_gradient, seconds = await stage.timed(work, cost, span)
+        news = self._policy.backward_done(passage, seconds, arrived)
+        if position.before is None:
+            return
+        assert input_gradient is not None
+        message = Gradient(position.configuration, *passage.key, input_gradient)
+        if news is not None:
+            times, loss = news
+            message = replace(message, times=times, loss=loss)
+        stage.mailbox.post(position.before, message)
 
     def _make_span(self, name: str, batch: int, micro: int) -> Span:
-        return (
-            Span(name, batch)
-            if self._policy.whole_batches
-            else Span(name, batch, micro)
-        )
+        if self._policy.whole_batches:
+            return Span(name, batch)
+        return Span(name, batch, micro)
+
+
+def _rows_of(activation: Activation) -> slice:
+    """Return the micro-batch's samples within its batch."""
+    parts = cut_batch(activation.samples, activation.micros)
+    return parts[activation.micro]

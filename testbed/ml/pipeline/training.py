@@ -99,21 +99,21 @@ class SynchronousTrainer:
 
     async def run(self) -> None:
         """Train from the last checkpoint to the end, gather the weights and evaluate. Raises `Lost`."""
-        steps, due, now = self._training.steps, self._due, self._supervisor.device.now
+        steps = self._training.steps
+        device = self._supervisor.device
         if not self.start:
             self._training.record_left_out(self._supervisor.device)
         for step in range(self.start, steps):
             await self._train_step(step)
             done = step + 1
-            if self._supervisor.membership.joiners and self._options.checkpoints(
-                done, steps
-            ):
+            joiners = self._supervisor.membership.joiners
+            if joiners and self._options.checkpoints(done, steps):
                 await self._supervisor.until(partial(self._is_kept, done))
-                await self._recovery.let_join()
-            if done < steps and due(done, now()):
+                await self._recovery.admit_joiners()
+            if done < steps and self._due(done, device.now()):
                 if not await self._evaluations.make(done):
                     return
-                due.made(now())
+                self._due.made(device.now())
         await self._evaluations.make(steps)
 
     def _is_kept(self, step: int) -> bool:
@@ -122,10 +122,13 @@ class SynchronousTrainer:
 
     async def _train_step(self, step: int) -> None:
         """Feed one batch; wait for its loss and for the first stage's update, which ends the step."""
-        supervisor, mailbox = self._supervisor, self._supervisor.mailbox
+        supervisor = self._supervisor
+        mailbox = supervisor.mailbox
         images, labels = self._training.batch(step)
         samples = len(labels)
-        parts = cut_batch(samples, min(self._options.micro_batches, samples))
+        # An incomplete last batch may have fewer samples than micro-batches.
+        micro_batches = min(self._options.micro_batches, samples)
+        parts = cut_batch(samples, micro_batches)
         number = mailbox.configuration
         self._reports.clear()
         mailbox.post(supervisor.layout[-1].device, Labels(number, step, labels))
@@ -140,14 +143,15 @@ class SynchronousTrainer:
         """Record the current step once both its loss and its update have arrived."""
         self._reports[report.kind] = report
         loss = self._reports.get(Loss.kind)
-        if loss is not None and loss.loss is not None and len(self._reports) == 2:
-            fields = {
-                "step": loss.batch,
-                "samples": self._training.count(loss.batch),
-                **loss_fields(loss.loss, self._computed),
-            }
-            self._supervisor.device.record("step", **fields)
-            self._supervisor.progress += 1
+        if loss is None or loss.loss is None or len(self._reports) < 2:
+            return
+        self._supervisor.device.record(
+            "step",
+            step=loss.batch,
+            samples=self._training.count(loss.batch),
+            **loss_fields(loss.loss, self._computed),
+        )
+        self._supervisor.progress += 1
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class Feeding:
 
     first: int
     draining: float = 0.0
-    """Seconds that the pipeline took to run empty before."""
+    """Seconds in which the pipeline ran empty before."""
 
 
 @dataclass(frozen=True)
@@ -260,12 +264,14 @@ class AsynchronousTrainer:
             partition=self._supervisor.stages,
             configuration=self._mailbox.configuration,
         )
-        fed = done = self._done = first
+        self._done = first
+        done = first
+        fed = first
         while True:
             while fed - done < window:
                 if self._must_drain(first, fed):
                     return self._end_stretch(done, fed)
-                self._post_batch(fed, first=fed == first)
+                self._post_batch(fed, begins_stretch=fed == first)
                 fed += 1
             await self._until_done(done)
             done += 1
@@ -287,12 +293,20 @@ class AsynchronousTrainer:
             batch > first and self._must_evaluate(batch)
         )
 
-    def _post_batch(self, batch: int, first: bool) -> None:
-        layout, number = self._supervisor.layout, self._mailbox.configuration
+    def _post_batch(self, batch: int, *, begins_stretch: bool) -> None:
+        layout = self._supervisor.layout
+        number = self._mailbox.configuration
         images, labels = self._training.batch(batch)
         self._mailbox.post(layout[-1].device, Labels(number, batch, labels))
         activation = Activation(
-            number, "train", batch, 0, 1, len(labels), images, first
+            configuration=number,
+            work="train",
+            batch=batch,
+            micro=0,
+            micros=1,
+            samples=len(labels),
+            tensor=images,
+            first=begins_stretch,
         )
         self._mailbox.post(layout[0].device, activation)
 
@@ -301,9 +315,8 @@ class AsynchronousTrainer:
     ) -> Draining:
         """Make the pipeline run empty before batch ``end``."""
         now = self._device.now()
-        self._mailbox.post(
-            self._supervisor.layout[0].device, End(self._mailbox.configuration, end)
-        )
+        first_stage = self._supervisor.layout[0].device
+        self._mailbox.post(first_stage, End(self._mailbox.configuration, end))
         return Draining(done, end, wanted, now)
 
     async def _await_drain(self, state: Draining) -> Reconfiguring | Feeding | None:
@@ -311,14 +324,13 @@ class AsynchronousTrainer:
         wanted = state.wanted
         for batch in range(state.done, state.end):
             await self._until_done(batch)
-            # Here as well: this batch, after which the partition is due, does not come again.
+            # Also while draining: the batch after which a partition is due passes only once.
             if self._must_reconsider(batch + 1, state.end):
                 wanted = self._known_better()
         for part in self._supervisor.layout:
             await self._supervisor.take(Drained, part.device)
-        return await self._after_draining(
-            state.end, wanted, self._device.now() - state.since
-        )
+        draining = self._device.now() - state.since
+        return await self._after_draining(state.end, wanted, draining)
 
     async def _after_draining(
         self, step: int, wanted: StagePartition | None, draining: float
@@ -339,7 +351,9 @@ class AsynchronousTrainer:
         before = recovery.partition
         begun = self._device.now()
         there = await recovery.regroup({*before.devices, *state.wanted.devices})
-        recovery.take_up(self._partitioner.better(before, there) or before)
+        # Chosen again: a device of the wanted partition may have left meanwhile.
+        better = self._partitioner.propose_repartition(before, there)
+        recovery.adopt(before if better is None else better)
         await recovery.establish()
         self._device.record(
             "repartition",
@@ -355,7 +369,7 @@ class AsynchronousTrainer:
         assert updated.times is not None
         assert updated.loss is not None
         batch = updated.batch
-        self._partitioner.observe(self._recovery.partition, updated.times)
+        self._partitioner.store_times(self._recovery.partition, updated.times)
         loss = loss_fields(updated.loss, self._problem.workload.numerics != "none")
         self._device.record(
             "step", step=batch, samples=self._training.count(batch), **loss
@@ -373,27 +387,31 @@ class AsynchronousTrainer:
             try:
                 return await self._supervisor.until(lambda: self._done > batch)
             except Lost as lost:
-                if not await self._recovery.returned(lost):
+                if not await self._recovery.await_return(lost):
                     raise
 
     def _must_evaluate(self, step: int) -> bool:
-        return self._due(step, self._device.now()) and step not in (
-            self._evaluated,
-            self._training.steps,
-        )
+        # The last step is evaluated in any case, at the end of training.
+        if step in (self._evaluated, self._training.steps):
+            return False
+        return self._due(step, self._device.now())
 
     def _must_reconsider(self, done: int, fed: int) -> bool:
         """Have links to standby devices measured; return whether to reconsider the partition after a batch."""
         due = self._partitioner.due(done)
-        self._survey.look(again=due)
+        self._survey.measure_standby(again=due)
         return due and fed < self._training.steps
 
     def _better_partition(self) -> StagePartition | None:
         """Return the partition worth changing to now, if any."""
         partition = self._recovery.partition
         there = {*partition.devices, *self._recovery.standby.joiners()}
-        return self._partitioner.better(partition, self._recovery.ordered(there))
+        return self._partitioner.propose_repartition(
+            partition, self._recovery.ordered(there)
+        )
 
     def _known_better(self) -> StagePartition | None:
         """Return the partition worth changing to; None while measurements for the choice are missing."""
-        return None if self._survey.lacking else self._better_partition()
+        if self._survey.lacking:
+            return None
+        return self._better_partition()

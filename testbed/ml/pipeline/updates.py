@@ -34,7 +34,7 @@ from testbed.ml.pipeline.stage import BatchNews, Passage, Stage, run_schedule
 from testbed.ml.schedule import Action, Schedule, asynchronous_1f1b, versions
 
 RECENT = 10
-"""Batches over which a stage takes the mean of its execution time."""
+"""Number of batches in the mean of a stage's execution time."""
 
 
 class SynchronousUpdates:
@@ -56,12 +56,12 @@ class SynchronousUpdates:
 
     async def train(self, first: Activation) -> None:
         """Do the training step started by a first micro-batch."""
-        self._batch, self._loss = first.batch, 0.0
+        self._batch = first.batch
+        self._loss = 0.0
         position = self._stage.position
         actions = self._schedule(len(position.stages), position.index, first.micros)
-        await run_schedule(
-            self._stage, self, chain(actions, [Action("update", first.batch)])
-        )
+        update = Action("update", first.batch)
+        await run_schedule(self._stage, self, chain(actions, [update]))
 
     async def arrival(self, number: int) -> Activation:
         """Return the inputs of a micro-batch of this step."""
@@ -83,73 +83,75 @@ class SynchronousUpdates:
 
     async def update(self, number: int) -> None:
         """Take an optimizer step, report to the coordinator, and make a checkpoint if due."""
-        stage, position, batch = self._stage, self._stage.position, self._batch
+        stage = self._stage
+        position = stage.position
+        batch = self._batch
+        done = batch + 1
         if position.after is None:
-            stage.mailbox.post(
-                position.coordinator, Loss(position.configuration, batch, self._loss)
-            )
+            loss = Loss(position.configuration, batch, self._loss)
+            stage.mailbox.post(position.coordinator, loss)
         cost = costs.update(stage.units, stage.problem.training)
         await self._add_tied(batch)
-        update = partial(stage.shard.update, batch, await self._exchange_norms(batch))
+        # After the sums: a tied weight's norm is that of its complete gradient.
+        norms = await self._exchange_norms(batch)
+        update = partial(stage.shard.update, batch, norms)
         await stage.compute(update, cost, Span("update", batch))
-        judged = stage.problem.workload.training.judged and is_due(
-            batch + 1, self._options.evaluate_every
-        )
-        if judged or self._options.checkpoints(batch + 1, position.steps):
+        # An evaluation that may end the training needs the state it judges.
+        is_judged = stage.problem.workload.training.judged
+        is_evaluated = is_judged and is_due(done, self._options.evaluate_every)
+        if is_evaluated or self._options.checkpoints(done, position.steps):
             await self._start_checkpoint(batch)
         if position.before is None:
-            stage.mailbox.post(
-                position.coordinator, Updated(position.configuration, batch)
-            )
+            updated = Updated(position.configuration, batch)
+            stage.mailbox.post(position.coordinator, updated)
 
     async def _add_tied(self, batch: int) -> None:
         """Distribute the complete gradients of weights shared by stages, so their copies stay equal.
 
         The first stage using such a weight sums the gradients of all stages in order.
         """
-        model, position = self._stage.problem.model, self._stage.position
-        own: list[tuple[int, list[str]]] = []
-        others: list[tuple[int, str]] = []
-        for index, holders in enumerate(position.holders(model)):
-            first, *rest = [position.stages[stage][0] for stage in holders]
-            if not rest or position.index not in holders:
+        stage = self._stage
+        position = stage.position
+        tied = stage.problem.model.tied
+        summed_here: list[tuple[int, list[str]]] = []
+        """Weights with this stage first, and the devices of the others."""
+        summed_elsewhere: list[tuple[int, str]] = []
+        """Weights with another stage first, and the device of that stage."""
+        for index, holders in enumerate(position.holders(stage.problem.model)):
+            first, *others = [position.stages[holder][0] for holder in holders]
+            if not others or position.index not in holders:
                 continue
             if holders[0] == position.index:
-                own.append((index, rest))
+                summed_here.append((index, others))
             else:
-                others.append((index, first))
+                summed_elsewhere.append((index, first))
         # All send before anyone waits: two stages may each be the first one of a weight of the other.
-        for index, first in others:
-            self._send_tied(
-                first, batch, index, self._stage.shard.gradient(model.tied[index])
-            )
-        for index, rest in own:
-            await self._sum_tied(batch, index, rest)
-        for index, first in others:
-            total = await self._stage.mailbox.take(TiedGradient, (first, batch, index))
-            self._stage.shard.put_gradient(model.tied[index], total.tensor)
+        for index, first in summed_elsewhere:
+            gradient = stage.shard.gradient(tied[index])
+            self._send_tied(first, batch, index, gradient)
+        for index, others in summed_here:
+            await self._sum_tied(batch, index, others)
+        for index, first in summed_elsewhere:
+            total = await stage.mailbox.take(TiedGradient, (first, batch, index))
+            stage.shard.put_gradient(tied[index], total.tensor)
 
     def _send_tied(
         self, device: str, batch: int, index: int, gradient: torch.Tensor
     ) -> None:
-        message = TiedGradient(
-            self._stage.position.configuration, batch, index, gradient
-        )
+        configuration = self._stage.position.configuration
+        message = TiedGradient(configuration, batch, index, gradient)
         self._stage.mailbox.post(device, message)
 
     async def _sum_tied(self, batch: int, index: int, others: Sequence[str]) -> None:
         """Add the gradients of other stages to the local one, and send them the sum."""
-        stage, tied = self._stage, self._stage.problem.model.tied[index]
+        stage = self._stage
+        tied = stage.problem.model.tied[index]
         total = stage.shard.gradient(tied)
+        # In the order of the stages, which decides how the sum is rounded.
         for other in others:
-            part = (
-                await stage.mailbox.take(TiedGradient, (other, batch, index))
-            ).tensor
-            total = await stage.compute(
-                partial(torch.add, total, part),
-                Cost(tied.values),
-                Span("update", batch),
-            )
+            part = await stage.mailbox.take(TiedGradient, (other, batch, index))
+            add = partial(torch.add, total, part.tensor)
+            total = await stage.compute(add, Cost(tied.values), Span("update", batch))
         stage.shard.put_gradient(tied, total)
         for other in others:
             self._send_tied(other, batch, index, total)
@@ -159,36 +161,35 @@ class SynchronousUpdates:
 
         Norms are summed in the order of the model for any cuts, so clipping is bitwise independent of the cuts.
         """
-        stage, position, clip = (
-            self._stage,
-            self._stage.position,
-            self._stage.problem.workload.training.clip,
-        )
+        stage = self._stage
+        position = stage.position
+        clip = stage.problem.workload.training.clip
         if clip is None or clip.norm is None or len(position.stages) == 1:
             return None
-        model = stage.problem.model
-        counted = zip(model.tied, position.holders(model), strict=True)
-        elsewhere = {
-            name
-            for tied, (first, *_) in counted
-            if first != position.index
-            for name in tied.names
-        }
-        norms = stage.shard.norms(elsewhere)
+        norms = stage.shard.norms(self._counted_elsewhere())
         if position.after is not None:
-            norms = torch.cat(
-                [norms, (await stage.mailbox.take(Norms, (batch, False))).tensor]
-            )
+            later = await stage.mailbox.take(Norms, (batch, False))
+            norms = torch.cat([norms, later.tensor])
+        configuration = position.configuration
         if position.before is not None:
-            stage.mailbox.post(
-                position.before, Norms(position.configuration, batch, False, norms)
-            )
-            norms = (await stage.mailbox.take(Norms, (batch, True))).tensor
+            partial_norms = Norms(configuration, batch, whole=False, tensor=norms)
+            stage.mailbox.post(position.before, partial_norms)
+            whole_norms = await stage.mailbox.take(Norms, (batch, True))
+            norms = whole_norms.tensor
         if position.after is not None:
-            stage.mailbox.post(
-                position.after, Norms(position.configuration, batch, True, norms)
-            )
+            whole_norms = Norms(configuration, batch, whole=True, tensor=norms)
+            stage.mailbox.post(position.after, whole_norms)
         return norms
+
+    def _counted_elsewhere(self) -> set[str]:
+        """Return the names of tied weights whose norm is counted by another stage, the first to use them."""
+        position = self._stage.position
+        model = self._stage.problem.model
+        names: set[str] = set()
+        for tied, holders in zip(model.tied, position.holders(model), strict=True):
+            if holders[0] != position.index:
+                names.update(tied.names)
+        return names
 
     async def _start_checkpoint(self, batch: int) -> None:
         """Copy the state after this step; send the copy while training continues.
@@ -199,22 +200,18 @@ class SynchronousUpdates:
         stage = self._stage
         if self._sending is not None:
             await self._sending
-        state = await stage.compute(
-            stage.shard.state, stage.copy_cost, Span("checkpoint", batch)
-        )
-        self._sending = stage.mailbox.start_in_configuration(
-            self._send_state(batch + 1, state)
-        )
+        span = Span("checkpoint", batch)
+        state = await stage.compute(stage.shard.state, stage.copy_cost, span)
+        sending = self._send_state(batch + 1, state)
+        self._sending = stage.mailbox.start_in_configuration(sending)
 
     async def _send_state(self, step: int, state: State) -> None:
         """Send a state unit by unit, so gradients to the same device are interleaved."""
         position = self._stage.position
         for unit in range(*position.units):
             piece = restrict(state, unit, unit + 1)
-            await self._stage.mailbox.post(
-                position.coordinator,
-                UnitState(position.configuration, step, unit, piece),
-            )
+            message = UnitState(position.configuration, step, unit, piece)
+            await self._stage.mailbox.post(position.coordinator, message)
 
 
 class AsynchronousUpdates:
@@ -238,28 +235,29 @@ class AsynchronousUpdates:
         count = len(position.stages)
         self._window = options.window(count)
         self._depth = versions.max_in_flight(count, position.index, self._window)
-        self._span = self._window if options.vertical_sync else self._depth
+        self._staleness = self._window if options.vertical_sync else self._depth
         """Staleness of forwards in batches, plus one."""
         self._base = 0
         """The first batch of the stretch: all weights are of this version when it begins."""
         self._end = 0
-        """The batch after its last."""
+        """The batch after the last one of the stretch."""
         self._under_way: set[int] = set()
         self._last: tuple[float, Times, float]
-        """The batch done backward last: seconds of forward and backward, times of the later stages, its loss."""
+        """Of the last backward: seconds of forward and backward, times of the later stages, the loss."""
         self._spent: deque[float] = deque(maxlen=RECENT)
         """Seconds of each of the last batches."""
         self._kept = 0
-        """Versions kept at once in this stretch, at most."""
+        """Peak number of versions kept in this stretch."""
         self._in_use = 0
-        """Versions that batches under way have met, at most."""
+        """Peak number of versions used by batches under way."""
 
     async def train(self, first: Activation) -> None:
         """Train the stretch a batch begins."""
         position = self._stage.position
         self._base = first.batch
         self._stage.shard.versions.restart(self._base)
-        self._kept, self._in_use = 1, 0
+        self._kept = 1
+        self._in_use = 0
         actions = asynchronous_1f1b(
             len(position.stages), position.index, window=self._window
         )
@@ -268,7 +266,9 @@ class AsynchronousUpdates:
 
     async def arrival(self, number: int) -> Activation | None:
         """Return a batch of this stretch, or forward its end to the next stage and return None."""
-        batch, position = self._base + number, self._stage.position
+        batch = self._base + number
+        position = self._stage.position
+        # An end has the key of the activation that will not come.
         arrived = await self._stage.mailbox.take((Activation, End), ("train", batch, 0))
         if isinstance(arrived, Activation):
             return arrived
@@ -279,49 +279,50 @@ class AsynchronousUpdates:
 
     def version(self, batch: int) -> int:
         """Return the version used by both forward and backward of a batch."""
-        return self._base + versions.version_used(batch - self._base, self._span)
+        return self._base + versions.version_used(batch - self._base, self._staleness)
 
     def forward_done(self, passage: Passage) -> None:
         """Count the versions in use."""
         self._under_way.add(passage.batch)
-        self._in_use = max(self._in_use, len(set(map(self.version, self._under_way))))
+        in_use = {self.version(batch) for batch in self._under_way}
+        self._in_use = max(self._in_use, len(in_use))
 
     def backward_done(
         self, passage: Passage, seconds: float, given: Gradient | None
     ) -> BatchNews:
         """Store the data the update will report; return the reports of this and later stages about the batch."""
         self._under_way.remove(passage.batch)
-        later, loss = (
-            ([], passage.loss)
-            if given is None
-            else (given.times or [], given.loss or 0.0)
-        )
+        later: Times = []
+        loss = passage.loss
+        if given is not None:
+            later = given.times or []
+            loss = given.loss or 0.0
         self._last = (passage.seconds + seconds, later, loss)
         return [self._mean_seconds(), *later], loss
 
     async def update(self, number: int) -> None:
         """Make the next version, replicate if due, and report to the coordinator."""
-        batch, position = self._base + number, self._stage.position
-        spent, later, loss = self._last
-        self._spent.append(spent + await self._advance_version(batch))
+        batch = self._base + number
+        position = self._stage.position
+        seconds, later, loss = self._last
+        self._spent.append(seconds + await self._advance_version(batch))
         if self._replica_targets(batch + 1):
             await self._replicate_state(batch + 1)
         if position.before is None:
-            # The loss came with the gradients. A state that may be gone on from is here since this very instant, and no
-            # replica of it has left: so the coordinator has recorded every batch that such a state contains.
-            updated = Updated(
-                position.configuration, batch, [self._mean_seconds(), *later], loss
-            )
+            # No replica of this state has left yet, so the coordinator records a batch before training can resume from
+            # a state that contains the batch.
+            times = [self._mean_seconds(), *later]
+            updated = Updated(position.configuration, batch, times, loss)
             self._stage.mailbox.post(position.coordinator, updated)
 
     async def _advance_version(self, batch: int) -> float:
         """Make the next version; return the seconds taken."""
-        stage, done = self._stage, batch + 1
+        stage = self._stage
+        done = batch + 1
         cost = costs.update(stage.units, stage.problem.training)
         aggregated = 0
-        if versions.is_aggregation_due(
-            done - self._base, self._depth, self._options.aggregate
-        ):
+        interval = self._options.aggregate
+        if versions.is_aggregation_due(done - self._base, self._depth, interval):
             aggregated = self._depth
             cost += Cost(aggregated * costs.parameters(stage.units))
 
@@ -341,19 +342,20 @@ class AsynchronousUpdates:
 
     def _replica_targets(self, done: int) -> set[str]:
         """Return the devices keeping this stage's units of a step, including the device itself."""
-        options, position, keepers = self._options, self._stage.position, set()
+        options = self._options
+        position = self._stage.position
+        own = self._stage.device.name
+        targets: set[str] = set()
         if options.chain_due(done):
-            next_ones = options.keepers(position.index, len(position.stages))
-            keepers |= {
-                self._stage.device.name,
-                *(position.stages[stage][0] for stage in next_ones),
-            }
-        judged = self._stage.problem.workload.training.judged and is_due(
-            done, options.evaluate_every
-        )
-        if judged or options.global_due(done) or done == position.steps:
-            keepers |= {self._stage.device.name, position.coordinator}
-        return keepers
+            targets.add(own)
+            for keeper in options.keepers(position.index, len(position.stages)):
+                targets.add(position.stages[keeper][0])
+        # An evaluation that may end the training needs the state it judges, as the end needs the result.
+        is_judged = self._stage.problem.workload.training.judged
+        is_evaluated = is_judged and is_due(done, options.evaluate_every)
+        if is_evaluated or options.global_due(done) or done == position.steps:
+            targets |= {own, position.coordinator}
+        return targets
 
     async def _replicate_state(self, done: int) -> None:
         """Copy the state after this step, and send the copy to its keepers while training continues.
@@ -361,41 +363,37 @@ class AsynchronousUpdates:
         Replicas of an earlier step still being sent are awaited first: links too slow for the replicas slow training
         down instead of filling the memory.
         """
-        await self._store.spread()
+        await self._store.finish_sending()
         state = await self._keep_snapshot(done, "replicate")
         keepers = self._replica_targets(done) - {self._stage.device.name}
-        self._store.spreading = self._stage.mailbox.start_in_configuration(
-            self._spread_state(done, state, keepers)
-        )
+        sending = self._send_replicas(done, state, keepers)
+        self._store.sending = self._stage.mailbox.start_in_configuration(sending)
 
     async def _keep_snapshot(self, done: int, name: str) -> State:
         """Keep a copy of the state on this device."""
         stage = self._stage
-        state = await stage.compute(
-            stage.shard.state, stage.copy_cost, Span(name, done - 1)
-        )
-        self._store.replicas.put(
-            Point(stage.position.configuration, done),
-            state,
-            range(*stage.position.units),
-        )
+        span = Span(name, done - 1)
+        state = await stage.compute(stage.shard.state, stage.copy_cost, span)
+        point = Point(stage.position.configuration, done)
+        self._store.replicas.put(point, state, range(*stage.position.units))
         return state
 
-    async def _spread_state(self, done: int, state: State, keepers: set[str]) -> None:
+    async def _send_replicas(self, done: int, state: State, keepers: set[str]) -> None:
         """Send a state unit by unit, so activations and gradients are interleaved."""
-        stage, configuration = self._stage, self._stage.position.configuration
-        for unit in range(*stage.position.units):
-            replica = Replica(
-                configuration, done, unit, restrict(state, unit, unit + 1)
-            )
-            await asyncio.gather(
-                *(stage.mailbox.post(keeper, replica) for keeper in sorted(keepers))
-            )
-        stage.mailbox.post(stage.position.coordinator, Replicated(configuration, done))
+        position = self._stage.position
+        mailbox = self._stage.mailbox
+        for unit in range(*position.units):
+            piece = restrict(state, unit, unit + 1)
+            replica = Replica(position.configuration, done, unit, piece)
+            # A unit is acknowledged by all keepers before the next one is sent.
+            posts = [mailbox.post(keeper, replica) for keeper in sorted(keepers)]
+            await asyncio.gather(*posts)
+        mailbox.post(position.coordinator, Replicated(position.configuration, done))
 
     async def _report_drained(self) -> None:
         """Report the drained pipeline, and keep the state for the next holders of these units."""
-        stage, position = self._stage, self._stage.position
+        stage = self._stage
+        position = stage.position
         if self._end > self._base:
             await self._keep_snapshot(self._end, "keep")
             stage.device.record(
@@ -408,6 +406,5 @@ class AsynchronousUpdates:
                 bytes=self._kept * sum(unit.weight_bytes for unit in stage.units),
                 replicas=self._store.replicas.bytes(),
             )
-        stage.mailbox.post(
-            position.coordinator, Drained(position.configuration, self._end)
-        )
+        drained = Drained(position.configuration, self._end)
+        stage.mailbox.post(position.coordinator, drained)

@@ -12,7 +12,7 @@ from testbed.ml.methods.pipedream import take_over
 from testbed.ml.partition.redistribution import (
     StagePartition,
     UnitsLostError,
-    missing,
+    missing_units,
     needs,
 )
 from tests.helpers.replicated import chained, moved, own, redistribution, without
@@ -196,7 +196,9 @@ def test_two_neighbours_lost_need_the_central_nodes_replica() -> None:
     with pytest.raises(UnitsLostError, match="no device has the units 1 of") as caught:
         redistribution(old, new, ["one", "two"], everything=False)
     assert (
-        caught.value.units == {1} == missing(without(chained(old), ["one", "two"]), 4)
+        caught.value.units
+        == {1}
+        == missing_units(without(chained(old), ["one", "two"]), 4)
     )
     plan = redistribution(old, new, ["one", "two"])
     assert plan["centre"].local == (0, 1)

@@ -155,7 +155,7 @@ def test_a_device_that_comes_later_is_taken_in_at_a_checkpoint():
         while not supervisor.membership.joiners:
             await supervisor.mailbox.changed()
         await checkpoint(policy, supervisor)
-        await policy.let_join()
+        await policy.admit_joiners()
         assert [part.device for part in supervisor.layout] == [*NAMES]
 
     configured = recovering(lead, [{"kill": "two", "at": "1s", "for": "8s"}])

@@ -100,7 +100,10 @@ def test_requests_of_a_lost_stage_are_left_or_given_up(gives_up):
             workload=workload, model=SimpleNamespace(detector=None), training=sgd()
         )
         serving = Serving(
-            supervisor, SimpleNamespace(dataset=DATA, problem=problem), 2, gives_up
+            supervisor,
+            SimpleNamespace(dataset=DATA, problem=problem),
+            2,
+            gives_up=gives_up,
         )
         assert serving.start == 0
         with pytest.raises(Lost, match="stage"):

@@ -110,7 +110,9 @@ def test_random_faults(seed):
 
 def newest(inventory, step=13, running=1):
     resumed = Point(2, step)
-    return place_newest(LINEAGE, inventory, OLD, NEW, resumed, running, 100)
+    return place_newest(
+        LINEAGE, inventory, OLD, NEW, resumed=resumed, running=running, steps=100
+    )
 
 
 def test_running_weights_are_preferred_and_lost_units_come_from_the_next_stage():

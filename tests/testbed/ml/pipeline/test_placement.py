@@ -17,7 +17,7 @@ LINEAGE = Lineage().branch(0, 1)
 
 
 def placed(inventory, lineage=LINEAGE, new=NEW, seeded=True, steps=100):
-    return place(lineage, inventory, OLD, new, seeded, steps)
+    return place(lineage, inventory, OLD, new, seeded=seeded, steps=steps)
 
 
 def test_the_newest_whole_state_is_gone_on_from():
@@ -174,4 +174,8 @@ def test_each_step_is_of_one_configuration(jumps):
 def test_inventories_leave_out_the_void():
     lineage = Lineage().branch(0, 1).branch(10, 2)
     inventory = {"a": [(1, 10, [0, 1]), (1, 20, [0])], "b": [(2, 20, [2])], "c": []}
-    assert lineage.held(inventory) == {"a": {10: [0, 1]}, "b": {20: [2]}, "c": {}}
+    assert lineage.valid_units(inventory) == {
+        "a": {10: [0, 1]},
+        "b": {20: [2]},
+        "c": {},
+    }

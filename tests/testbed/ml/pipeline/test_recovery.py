@@ -28,15 +28,15 @@ def state_of(units):
 class EvenPartitioner:
     """A unit for each device, the last ones' together where devices are missing; two devices are the least."""
 
-    admits = True
+    admits_devices = True
 
-    def over(self, names):
+    def partition_for(self, names):
         if len(names) < 2:
             raise InputError("a pipeline has two stages")
         return StagePartition(tuple(names), (*range(len(names)), UNITS))
 
     def after_loss(self, old, there):
-        return self.over(there)
+        return self.partition_for(there)
 
     def pieces(self, partition):
         ends = zip(partition.devices, partition.cuts, partition.cuts[1:], strict=False)
@@ -62,7 +62,7 @@ class Stage:
 def recovering(lead, faults=(), silent=(), window=4.0):
     """Run ``lead`` with a policy over three stages of a unit each; return it, and what the others were sent."""
     partitioner = EvenPartitioner()
-    pieces = partitioner.pieces(partitioner.over(NAMES))
+    pieces = partitioner.pieces(partitioner.partition_for(NAMES))
     found = SimpleNamespace(prepared=[], committed=[])
 
     def take_part(mailbox):
@@ -220,7 +220,7 @@ def test_a_device_that_only_stood_still_goes_on_as_it_was():
         await begin(run)
         lost = await lose(run)
         assert lost.missing == ["two"]
-        answers.append(await run.policy.returned(lost))
+        answers.append(await run.policy.await_return(lost))
 
     run = recovering(lead, faults=[{"pause": "two", "at": "1s", "for": "4s"}])
     assert answers == [True]
@@ -233,7 +233,7 @@ def test_a_device_that_died_does_not_go_on_as_it_was_though_it_is_there_again():
 
     async def lead(run):
         await begin(run)
-        answers.append(await run.policy.returned(await lose(run)))
+        answers.append(await run.policy.await_return(await lose(run)))
 
     recovering(lead, faults=[{"kill": "two", "at": "1s", "for": "100ms"}])
     assert answers == [False]

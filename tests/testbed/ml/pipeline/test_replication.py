@@ -10,8 +10,8 @@ from testbed.ml.partition.redistribution import StagePartition, needs
 from testbed.ml.pipeline.placement import (
     FailureCase,
     classify_failure,
-    held_at,
     resume_point,
+    units_at,
 )
 from testbed_ftpipehd.method import (
     AdaptivePartitioner,
@@ -95,7 +95,7 @@ def test_what_training_resumes_from() -> None:
     )
     assert resume_point({}, 8) is None
     assert resume_point(inventory({0: initial}), 8) == 0
-    assert held_at(whole, 0) == initial
+    assert units_at(whole, 0) == initial
 
 
 def test_a_state_older_than_the_partition_is_found_under_the_one_that_replicated_it() -> (
