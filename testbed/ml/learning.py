@@ -100,8 +100,8 @@ class Learning(Workload):
         """Return the line of the user's network at which no unit can begin, if a model has too few units."""
         assert isinstance(problem, Problem)
         return (
-            problem.model.held[0]
-            if error.key[-1:] == ("stages",) and problem.model.held
+            problem.model.undivided_reasons[0]
+            if error.key[-1:] == ("stages",) and problem.model.undivided_reasons
             else ""
         )
 
@@ -395,9 +395,15 @@ def model_of(
     if workload.initialisation is not None:
         text = f"'{part.title}' initialises its own weights: remove the key, and initialise the weights in its file"
         raise InputError(text, ("initialisation",))
-    shape, whole, fields = entering.shape, entering.integers, entering.fields
     return create_own(
-        code, part.options(), shape, classes, part.units, whole, fields, lora
+        code,
+        part.options(),
+        entering.shape,
+        classes,
+        part.units,
+        integers=entering.integers,
+        fields=entering.fields,
+        lora=lora,
     )
 
 

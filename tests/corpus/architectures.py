@@ -53,7 +53,7 @@ class Architecture:
     def model(self) -> Model:
         """Trace and cut it."""
         return create_own(
-            self.code, self.options, self.shape, CLASSES, None, self.tokens > 0
+            self.code, self.options, self.shape, CLASSES, integers=self.tokens > 0
         )
 
     def samples(self) -> torch.Tensor:

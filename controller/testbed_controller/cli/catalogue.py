@@ -209,7 +209,12 @@ def _load_model(name: str, function: str | None, data: str) -> Model:
     if code is None:
         return create(name, {}, source.shape, source.classes)
     return create_own(
-        code, {}, source.shape, source.classes, None, source.integers, source.fields
+        code,
+        {},
+        source.shape,
+        source.classes,
+        integers=source.integers,
+        fields=source.fields,
     )
 
 

@@ -164,7 +164,7 @@ def describe(model: Model) -> dict[str, Any]:
         "parameters": model.parameters,
         "weights": model.weights,
         "forward_flops": model.forward_flops,
-        "held": list(model.held),
+        "held": list(model.undivided_reasons),
         "units": [
             {
                 "index": index,

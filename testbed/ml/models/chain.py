@@ -42,6 +42,9 @@ class Unit:
     reads: tuple[int, ...] = ()
     """The units whose outputs are the inputs, in this order; empty for the previous unit."""
     joins: bool = True
+    """Whether several inputs are joined along the first axis; otherwise ``input`` is all their values on one axis."""
+
+    # A frozen dataclass may cache: nothing that these values depend on changes. Planners ask for them very often.
     """Whether it reads several one after the other along the first axis; else it takes each as it is, and ``input`` is
     all their values along one axis."""
 
@@ -111,35 +114,43 @@ class Unit:
     @cached_property
     def activation_bytes(self) -> int:
         """Bytes of all layer outputs for one sample, kept for backward. Joining several inputs makes a copy."""
-        copied = math.prod(self.input) if self.joins and len(self.reads) > 1 else 0
-        return BYTES_PER_VALUE * (
-            copied
-            + sum(layer.activations(shape) for layer, shape in self._layer_inputs)
-        )
+        values = sum(layer.activations(shape) for layer, shape in self._layer_inputs)
+        if self.joins and len(self.reads) > 1:
+            values += math.prod(self.input)
+        return BYTES_PER_VALUE * values
 
 
 @dataclass(frozen=True)
 class Tied:
-    """A trained weight used by several units, with a name and a copy in each of them."""
+    """A trained weight used by several units, with a name and a copy in each of them.
+
+    >>> tied = Tied(("0.embedding.weight", "3.head.weight"), values=640)
+    >>> tied.units
+    (0, 3)
+    >>> tied.title
+    'embedding.weight and head.weight'
+    >>> tied.holders([0, 2])
+    [0, 1]
+    """
 
     names: tuple[str, ...]
-    """As `Model.build` names it, in the order of the units."""
+    """The weight's names in the module of `Model.build`, in the order of the units."""
     values: int
 
     @cached_property
     def units(self) -> tuple[int, ...]:
         """The units using the weight."""
-        return tuple(dict.fromkeys(int(name.partition(".")[0]) for name in self.names))
+        indices = [int(name.partition(".")[0]) for name in self.names]
+        return tuple(dict.fromkeys(indices))
 
     @property
     def title(self) -> str:
         """The names of the weight in the network."""
-        return " and ".join(
-            dict.fromkeys(name.partition(".")[2] for name in self.names)
-        )
+        own_names = [name.partition(".")[2] for name in self.names]
+        return " and ".join(dict.fromkeys(own_names))
 
     def holders(self, cuts: Sequence[int]) -> list[int]:
-        """Return the stages using the weight, for stages with these cuts."""
+        """Return the stages using the weight; ``cuts`` are the first units of all stages."""
         return sorted({bisect_right(cuts, unit) - 1 for unit in self.units})
 
 
@@ -178,38 +189,36 @@ class Model:
 
     def __post_init__(self) -> None:
         for index, unit in enumerate(self.units):
-            arriving = joined(
-                [self.made(read) for read in self.reads(index)], whole=unit.joins
-            )
+            inputs = [self.made(read) for read in self.reads(index)]
+            arriving = joined(inputs, whole=unit.joins)
             if unit.input != arriving:
                 raise ValueError(
                     f"unit '{unit.name}' takes {unit.input}, but {arriving} arrives"
                 )
-        expected = (
-            (self.classes,)
-            if self.detector is None
-            else self.detector.channels(self.classes)
-        )
-        # Without a detector the last axis is that of the classes; those before it, if any, are of tokens.
-        ending = self.output[-1:] if self.detector is None else self.output[:1]
-        if ending != expected:
-            raise ValueError(
-                f"{self.name} ends with {self.output}, not with "
-                + (
-                    "one value for each of"
-                    if self.detector is None
-                    else f"{expected[0]} channels for"
+        if self.detector is None:
+            # The last axis is that of the classes; those before it, if any, are of tokens.
+            if self.output[-1:] != (self.classes,):
+                raise ValueError(
+                    f"{self.name} ends with {self.output}, not with one value for each of {self.classes} classes"
                 )
-                + f" {self.classes} classes"
+            return
+        channels = self.detector.channels(self.classes)
+        if self.output[:1] != channels:
+            raise ValueError(
+                f"{self.name} ends with {self.output}, not with {channels[0]} channels for {self.classes} classes"
             )
 
     @property
-    def held(self) -> tuple[str, ...]:
+    def undivided_reasons(self) -> tuple[str, ...]:
         """Reasons why units of a user's network cannot be cut further, with source lines."""
-        reasons = (
-            getattr(layer, "held", "") for unit in self.units for layer in unit.layers
-        )
-        return tuple(dict.fromkeys(filter(None, reasons)))
+        reasons = []
+        for unit in self.units:
+            for layer in unit.layers:
+                # Layers of the catalogue have no such attribute.
+                reason = getattr(layer, "undivided_reason", "")
+                if reason and reason not in reasons:
+                    reasons.append(reason)
+        return tuple(reasons)
 
     @property
     def output(self) -> Shape:
@@ -226,9 +235,10 @@ class Model:
 
     def tied_across(self, cut: int) -> Tied | None:
         """Return a trained weight used on both sides of a cut; None if no weight is shared across the cut."""
-        return next(
-            (tied for tied in self.tied if tied.units[0] < cut <= tied.units[-1]), None
-        )
+        for tied in self.tied:
+            if tied.units[0] < cut <= tied.units[-1]:
+                return tied
+        return None
 
     @property
     def untied_parts(self) -> int:
@@ -248,60 +258,62 @@ class Model:
     def _crossings(self) -> tuple[tuple[Made, ...], ...]:
         """For each cut, the units before the cut whose outputs are read after the cut."""
         crossing: list[tuple[Made, ...]] = [((len(self.units) - 1, self.output),)]
-        later: set[int] = set()
+        read_later: set[int] = set()
+        # Backwards: the units read after a cut are those read after the next one, and by the unit between.
         for index in reversed(range(len(self.units))):
-            later = {read for read in later if read < index} | {*self.reads(index)}
-            crossing.append(tuple((read, self.made(read)) for read in sorted(later)))
+            read_later.discard(index)
+            read_later.update(self.reads(index))
+            crossing.append(
+                tuple((read, self.made(read)) for read in sorted(read_later))
+            )
         return tuple(reversed(crossing))
 
     def cut_bytes(self, cut: int) -> int:
         """Return the bytes of one sample that cross the cut before unit ``cut``."""
-        return BYTES_PER_VALUE * sum(
-            math.prod(shape) for _, shape in self.crossing(cut)
-        )
+        values = sum(math.prod(shape) for _, shape in self.crossing(cut))
+        return BYTES_PER_VALUE * values
 
     def weight_bytes(self, units: range) -> int:
         """Return the bytes of the trained values of consecutive units."""
-        return (
-            self._sums[0][units.stop]
-            - self._sums[0][units.start]
-            - BYTES_PER_VALUE * self._repeated_values(units)
-        )
+        weights, _ = self._sums
+        repeated = BYTES_PER_VALUE * self._repeated_values(units)
+        return weights[units.stop] - weights[units.start] - repeated
 
     def _repeated_values(self, units: range) -> int:
         """Return the values counted several times in consecutive units because the units share them."""
-        counts = (
-            (tied.values, sum(unit in units for unit in tied.units))
-            for tied in self.tied
-        )
-        return sum(values * (count - 1) for values, count in counts if count)
+        repeated = 0
+        for tied in self.tied:
+            copies = sum(unit in units for unit in tied.units)
+            repeated += tied.values * max(0, copies - 1)
+        return repeated
 
     def frozen_bytes(self, units: range) -> int:
         """Return the bytes of the frozen values of consecutive units."""
-        return BYTES_PER_VALUE * sum(
-            unit.frozen for unit in self.units[units.start : units.stop]
-        )
+        part = self.units[units.start : units.stop]
+        return BYTES_PER_VALUE * sum(unit.frozen for unit in part)
 
     def activation_bytes(self, units: range) -> int:
         """Return the bytes of the activations of consecutive units for one sample."""
-        return self._sums[1][units.stop] - self._sums[1][units.start]
+        _, activations = self._sums
+        return activations[units.stop] - activations[units.start]
 
     @cached_property
     def _sums(self) -> tuple[list[int], list[int]]:
-        """For each cut, the bytes of weights and of activations before the cut, cached because planners query many
-        parts.
+        """For each cut, the bytes of weights and of activations before the cut.
+
+        Planners query very many ranges of units; a difference of two sums answers each.
         """
         weights = accumulate((unit.weight_bytes for unit in self.units), initial=0)
-        return [*weights], [
-            *accumulate((unit.activation_bytes for unit in self.units), initial=0)
-        ]
+        activations = accumulate(
+            (unit.activation_bytes for unit in self.units), initial=0
+        )
+        return list(weights), list(activations)
 
     @property
     def parameters(self) -> int:
         """Number of trained values."""
-        return sum(unit.parameters for unit in self.units) - self._repeated_values(
-            range(len(self.units))
-        )
+        values = sum(unit.parameters for unit in self.units)
+        return values - self._repeated_values(range(len(self.units)))
 
     @property
     def frozen(self) -> int:
@@ -325,10 +337,10 @@ class Model:
 
     def initialised(self, how: Initialisation) -> Model:
         """Return the same network with another initialisation of all layers."""
-        units = (
-            replace(unit, layers=tuple(layer.initialised(how) for layer in unit.layers))
-            for unit in self.units
-        )
+        units = []
+        for unit in self.units:
+            layers = tuple(layer.initialised(how) for layer in unit.layers)
+            units.append(replace(unit, layers=layers))
         return replace(self, units=tuple(units))
 
     def build(self, first: int, last: int, seed: int) -> Segment:
@@ -342,32 +354,33 @@ class Model:
         ``builder`` may use torch's global generator and restores its state. Raises ValueError for unit indices outside
         the model.
         """
-        from testbed.ml.models.modules import Joined, Segment
+        from testbed.ml.models.modules import Segment
 
         if not 0 <= first <= last <= len(self.units):
             raise ValueError(
                 f"{self.name} has units 0 to {len(self.units)}, not {first} to {last}"
             )
-        built: list[nn.Module] = []
         if self.builder is not None:
             built = self.builder(first, last, seed)
         else:
-            for index in range(first, last):
-                generator = torch.Generator().manual_seed(
-                    derive(seed, "weights", index)
-                )
-                unit = self.units[index]
-                layers = sequence(unit.layers, unit.input, generator)
-                built.append(Joined(*layers) if len(unit.reads) > 1 else layers)
+            built = [self._build_unit(index, seed) for index in range(first, last)]
         reads = [self.reads(index) for index in range(first, last)]
-        segment = Segment(
-            first, built, reads, [self.crossing(cut) for cut in range(first, last + 1)]
-        )
-        with torch.no_grad():
-            for name, parameter in segment.named_parameters() if self.given else ():
-                if name in self.given:
-                    parameter.copy_(self.given[name])
+        crossings = [self.crossing(cut) for cut in range(first, last + 1)]
+        segment = Segment(first, built, reads, crossings)
+        if self.given:
+            with torch.no_grad():
+                for name, parameter in segment.named_parameters():
+                    if name in self.given:
+                        parameter.copy_(self.given[name])
         return segment
+
+    def _build_unit(self, index: int, seed: int) -> nn.Module:
+        from testbed.ml.models.modules import Joined
+
+        unit = self.units[index]
+        generator = torch.Generator().manual_seed(derive(seed, "weights", index))
+        layers = sequence(unit.layers, unit.input, generator)
+        return Joined(*layers) if len(unit.reads) > 1 else layers
 
     def whole(self, index: int) -> nn.Module:
         """Build a unit without layer descriptions, as a module of its flattened and joined inputs."""
@@ -398,16 +411,21 @@ def backward_of(cost: Cost, samples: int) -> Cost:
     )
 
 
-def joined(parts: Sequence[Shape], whole: bool = True) -> Shape:
-    """Return the shape of tensors joined along the first axis, or flattened to one axis; raises ValueError if
-    impossible.
+def joined(parts: Sequence[Shape], *, whole: bool = True) -> Shape:
+    """Return the shape of tensors joined along the first axis; raises ValueError if their other axes differ.
+
+    If not ``whole``, several tensors are flattened and joined along one axis.
+
+    >>> joined([(16, 8, 8), (32, 8, 8)])
+    (48, 8, 8)
+    >>> joined([(16, 8, 8), (10,)], whole=False)
+    (1034,)
     """
     if not whole and len(parts) > 1:
         return (sum(math.prod(part) for part in parts),)
     if len({part[1:] for part in parts}) > 1:
-        raise ValueError(
-            f"{' and '.join(map(str, parts))} cannot be joined: they differ beyond the first axis"
-        )
+        names = " and ".join(map(str, parts))
+        raise ValueError(f"{names} cannot be joined: they differ beyond the first axis")
     return (sum(part[0] for part in parts), *parts[0][1:])
 
 
@@ -423,21 +441,28 @@ def chain(
 
     ``routes`` maps units, by index, to the units they read instead of the previous one; their outputs are joined along
     the channels. Raises ValueError for routes to later units.
+
+    >>> from testbed.ml.models.layers import Flatten, Linear, ReLU
+    >>> hidden = [Flatten(), Linear(32), ReLU()]
+    >>> model = chain("mlp", (1, 8, 8), 10, [("hidden", hidden), ("output", [Linear(10)])])
+    >>> model.units[1].input
+    (32,)
+    >>> model.parameters
+    2410
     """
     routes = routes or {}
     for index, wanted in routes.items():
-        if (
-            not wanted
-            or len(set(wanted)) < len(wanted)
-            or not all(INPUT <= read < index for read in wanted)
-        ):
+        is_distinct = len(set(wanted)) == len(wanted) > 0
+        if not is_distinct or not all(INPUT <= read < index for read in wanted):
             raise ValueError(
                 f"unit {index} reads {wanted}: name different units before it"
             )
     made = {INPUT: tuple(shape)}
     units: list[Unit] = []
     for index, (unit_name, run) in enumerate(layers):
-        entering = joined([made[read] for read in routes.get(index, (index - 1,))])
-        units.append(Unit(unit_name, tuple(run), entering, routes.get(index, ())))
-        made[index] = units[-1].output
+        reads = routes.get(index, ())
+        entering = joined([made[read] for read in reads or (index - 1,)])
+        unit = Unit(unit_name, tuple(run), entering, reads)
+        units.append(unit)
+        made[index] = unit.output
     return Model(name, made[INPUT], classes, tuple(units), detector)

@@ -52,12 +52,15 @@ _HOOKS = (
 
 
 def _describe_dropout(
-    p: float = 0.5, training: object = True, inplace: bool = False
+    p: float = 0.5,
+    training: object = True,
+    inplace: bool = False,
 ) -> nn.Module:
-    """Return the dropout layer of a module, or None if inactive; raises TypeError for one active in evaluation too."""
+    """Return the module of torch's function; raises TypeError for dropout active in evaluation too."""
     if training is False:
         return nn.Identity()
-    if not isinstance(training, fx.Node):  # by which the network is told the mode
+    # Traced networks get their mode from a node; any other value is a constant.
+    if not isinstance(training, fx.Node):
         raise TypeError
     return nn.Dropout(p, inplace)
 
@@ -74,7 +77,7 @@ _FUNCTIONS: dict[str, Callable[..., nn.Module]] = {
 """Modules equivalent to torch functions, created from the functions' arguments."""
 
 
-def described(
+def describe_layers(
     root: nn.Module,
     nodes: Sequence[fx.Node],
     read: Sequence[fx.Node],
@@ -90,37 +93,34 @@ def described(
         shape: output shape of a node for a sample, without the axis of the samples.
         weights: trained values of the unit, which the layers must have as well.
     """
-    tensors, before, row = {*read, *nodes}, read[0], list(nodes)
-    entering = shape(before)
+    tensors = {*read, *nodes}
+    row = list(nodes)
+    before = read[0]
     if len(read) > 1:
         if not _joins_channels(row[0]):
             return ()
         before = row.pop(0)
-        entering = shape(before)
+    entering = shape(before)
     named: list[tuple[str, Layer]] = []
     for node in row:
         layers = _describe_node(root, node, shape(node))
-        if layers is None or [
-            each for each in node.all_input_nodes if each in tensors
-        ] != [before]:
+        inputs = [each for each in node.all_input_nodes if each in tensors]
+        if layers is None or inputs != [before]:
             return ()
-        named += [
-            (str(node.target) if node.op == "call_module" else "", each)
-            for each in layers
-        ]
+        path = str(node.target) if node.op == "call_module" else ""
+        named += [(path, layer) for layer in layers]
         before = node
+    # The descriptions are only trusted if they agree with torch in the output's size and in the number of weights.
+    layers_alone = [layer for _, layer in named]
     try:
-        passing = shapes([layer for _, layer in named], entering)
+        passing = shapes(layers_alone, entering)
     except ValueError:
         return ()
-    counted = sum(
-        layer.parameters(size) for (_, layer), size in zip(named, passing, strict=False)
-    )
-    return (
-        tuple(named)
-        if counted == weights and math.prod(passing[-1]) == math.prod(shape(before))
-        else ()
-    )
+    described_weights = 0
+    for layer, size in zip(layers_alone, passing, strict=False):
+        described_weights += layer.parameters(size)
+    has_same_size = math.prod(passing[-1]) == math.prod(shape(before))
+    return tuple(named) if described_weights == weights and has_same_size else ()
 
 
 def _joins_channels(node: fx.Node) -> bool:
@@ -135,86 +135,83 @@ def _describe_node(
     """Return the layers of a node, empty for an identity; None for an unknown operation. ``made`` is its output."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return (
-            None
-            if any(getattr(module, hooks) for hooks in _HOOKS)
-            else _of_module(module)
-        )
-    name = (
-        node.target
-        if node.op == "call_method"
-        else getattr(node.target, "__name__", "")
-    )
-    name = str(name).lstrip("_")
+        # Hooks may change the module's values.
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            return None
+        return _describe_module(module)
+    name = getattr(node.target, "__name__", "")
+    if node.op == "call_method":
+        name = str(node.target)
+    name = name.lstrip("_")
     if name in ("flatten", "view", "reshape"):
         return (Flatten(),) if len(made) == 1 else None
     if name == "mean":
         along = (*node.args[1:], *node.kwargs.values())
-        return (
-            (GlobalAveragePool2d(),)
-            if along in (((2, 3),), ([2, 3],), ([-2, -1],), ((-2, -1),))
-            else None
-        )
+        is_over_pixels = along in (((2, 3),), ([2, 3],), ([-2, -1],), ((-2, -1),))
+        return (GlobalAveragePool2d(),) if is_over_pixels else None
     if name not in _FUNCTIONS:
         return None
     try:
-        return _of_module(_FUNCTIONS[name](*node.args[1:], **node.kwargs))
-    except TypeError:  # it has options that the module lacks
+        module = _FUNCTIONS[name](*node.args[1:], **node.kwargs)
+    except TypeError:
+        # The function was called with an option that the module lacks.
         return None
+    return _describe_module(module)
 
 
-def _of_module(module: Any) -> tuple[Layer, ...] | None:
+def _describe_module(module: Any) -> tuple[Layer, ...] | None:
     kind = type(module)
-    if kind.__name__ in _ACTIVATIONS and repr(module) == repr(
-        getattr(nn, kind.__name__)()
-    ):
-        return (Activation(kind.__name__),)
+    name = kind.__name__
+    # By their texts, which hold the arguments: modules have no equality.
+    if name in _ACTIVATIONS and repr(module) == repr(getattr(nn, name)()):
+        return (Activation(name),)
     return _KINDS[kind](module) if kind in _KINDS else None
 
 
 def _describe_convolution(module: nn.Conv2d) -> tuple[Layer, ...] | None:
-    of = (module.kernel_size, module.stride, module.padding, module.dilation)
-    kernel, stride, padding, dilation = map(_square_size, of)
-    if (
-        kernel is None
-        or stride is None
-        or padding is None
-        or dilation != 1
-        or module.padding_mode != "zeros"
-    ):
+    kernel = _square_size(module.kernel_size)
+    stride = _square_size(module.stride)
+    padding = _square_size(module.padding)
+    if kernel is None or stride is None or padding is None:
         return None
+    if _square_size(module.dilation) != 1 or module.padding_mode != "zeros":
+        return None
+    has_bias = module.bias is not None
     return (
-        Conv2d(
-            module.out_channels,
-            kernel,
-            stride,
-            padding,
-            module.groups,
-            module.bias is not None,
-        ),
+        Conv2d(module.out_channels, kernel, stride, padding, module.groups, has_bias),
     )
+
+
+def _describe_linear(module: nn.Linear) -> tuple[Layer, ...]:
+    return (Linear(module.out_features, module.bias is not None),)
 
 
 def _describe_normalisation(module: nn.BatchNorm2d) -> tuple[Layer, ...] | None:
-    usual = (
-        (module.eps, module.momentum) == (1e-5, 0.1)
-        and module.affine
-        and module.track_running_stats
-    )
-    return (BatchNorm2d(),) if usual else None
+    # `BatchNorm2d` of the layers has torch's defaults alone.
+    has_defaults = (module.eps, module.momentum) == (1e-5, 0.1)
+    has_values = module.affine and module.track_running_stats
+    return (BatchNorm2d(),) if has_defaults and has_values else None
 
 
 def _describe_pool(module: nn.MaxPool2d) -> tuple[Layer, ...] | None:
-    kernel, stride, padding = map(
-        _square_size, (module.kernel_size, module.stride, module.padding)
-    )
-    if kernel is None or stride is None or padding is None or module.dilation != 1:
+    kernel = _square_size(module.kernel_size)
+    stride = _square_size(module.stride)
+    padding = _square_size(module.padding)
+    if kernel is None or stride is None or padding is None:
         return None
-    return (
-        None
-        if module.ceil_mode or module.return_indices
-        else (MaxPool2d(kernel, stride, padding),)
-    )
+    if module.dilation != 1 or module.ceil_mode or module.return_indices:
+        return None
+    return (MaxPool2d(kernel, stride, padding),)
+
+
+def _describe_mean(module: nn.AdaptiveAvgPool2d) -> tuple[Layer, ...] | None:
+    is_one_pixel = module.output_size in (1, (1, 1), [1, 1])
+    return (GlobalAveragePool2d(),) if is_one_pixel else None
+
+
+def _describe_flatten(module: nn.Flatten) -> tuple[Layer, ...] | None:
+    is_whole = (module.start_dim, module.end_dim) == (1, -1)
+    return (Flatten(),) if is_whole else None
 
 
 def _describe_clamp(module: nn.Hardtanh) -> tuple[Layer, ...] | None:
@@ -224,28 +221,21 @@ def _describe_clamp(module: nn.Hardtanh) -> tuple[Layer, ...] | None:
 _KINDS: dict[type[nn.Module], Callable[[Any], tuple[Layer, ...] | None]] = {
     nn.Identity: lambda module: (),
     nn.Conv2d: _describe_convolution,
-    nn.Linear: lambda module: (Linear(module.out_features, module.bias is not None),),
+    nn.Linear: _describe_linear,
     nn.BatchNorm2d: _describe_normalisation,
     nn.ReLU: lambda module: (ReLU(),),
     nn.ReLU6: _describe_clamp,
     nn.Hardtanh: _describe_clamp,
     nn.LeakyReLU: lambda module: (LeakyReLU(module.negative_slope),),
     nn.Dropout: lambda module: (Dropout(module.p),),
-    nn.Flatten: lambda module: (
-        (Flatten(),) if (module.start_dim, module.end_dim) == (1, -1) else None
-    ),
+    nn.Flatten: _describe_flatten,
     nn.MaxPool2d: _describe_pool,
-    nn.AdaptiveAvgPool2d: lambda module: (
-        (GlobalAveragePool2d(),) if module.output_size in (1, (1, 1), [1, 1]) else None
-    ),
+    nn.AdaptiveAvgPool2d: _describe_mean,
 }
 
 
 def _square_size(size: Any) -> int | None:
-    """Return the size common to both axes; None if they differ."""
-    sizes = {*size} if isinstance(size, tuple | list) else {size}
-    return (
-        sizes.pop()
-        if len(sizes) == 1 and all(isinstance(each, int) for each in sizes)
-        else None
-    )
+    """Return the size common to both axes; None if they differ, or for a word such as "same"."""
+    sizes = set(size) if isinstance(size, tuple | list) else {size}
+    common = sizes.pop()
+    return common if not sizes and isinstance(common, int) else None

@@ -24,11 +24,11 @@ from testbed.ml.models.tracer import (
     Traced,
     by_mode,
     first_line,
-    measured,
+    measure_step,
     samples_of,
-    seeded,
-    single,
-    storages,
+    seeded_network,
+    single_tensor,
+    storage_ids,
 )
 
 _NETWORK = "network."
@@ -56,7 +56,7 @@ class TensorOutput(nn.Module):
             ordered, named = arguments(
                 self.network.forward, dict(zip(names, inputs, strict=True))
             )
-        output = single(self.network(*ordered, **named))
+        output = single_tensor(self.network(*ordered, **named))
         if not isinstance(output, torch.Tensor):
             raise InputError(
                 f"forward returns {type(output).__name__}: it has to return one tensor"
@@ -64,11 +64,11 @@ class TensorOutput(nn.Module):
         return output
 
 
-def exported(maker: Maker, entering: InputSpec) -> Traced:
+def trace_by_export(maker: Maker, entering: InputSpec) -> Traced:
     """Export and measure a network in training; raises `InputError` for unsupported code or other results in
     evaluation.
     """
-    root = seeded(maker, 0).train()
+    root = seeded_network(maker, 0).train()
     given = TensorOutput(root, entering.fields)
     batches = [samples_of(entering, size) for size in BATCHES]
     parts = entries(entering.fields).values()
@@ -82,7 +82,7 @@ def exported(maker: Maker, entering: InputSpec) -> Traced:
         graph, constants = _Flat(program, [*parts]).graph, _find_constants(program)
         for name, value in constants.items():
             setattr(root, name, value)
-        weights = storages(root)
+        weights = storage_ids(root)
         runs: tuple[dict[str, Measure], ...] = ({}, {})
         for samples, measured_inputs in zip(batches, runs, strict=True):
             for node in graph.nodes:
@@ -90,7 +90,7 @@ def exported(maker: Maker, entering: InputSpec) -> Traced:
                     measured_inputs[node.name] = (
                         Measure(samples)
                         if node.op == "placeholder"
-                        else measured(root, node, measured_inputs, weights)
+                        else measure_step(root, node, measured_inputs, weights)
                     )
         _check_results(given, graph, batches[0], inputs)
     except InputError as error:

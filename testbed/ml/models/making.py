@@ -23,13 +23,12 @@ KEY = ("model", "file")
 class Maker:
     """Constructs the network by calling the user's function with its arguments."""
 
-    code: Code = field(
-        hash=False
-    )  # holds a dictionary; the arguments distinguish enough
+    # `Code` holds a dictionary, which has no hash; the arguments distinguish enough.
+    code: Code = field(hash=False)
     arguments: str
-    """JSON."""
+    """JSON of the keyword arguments: text, so that a maker is a key of caches."""
     lora: LoraPart | None = None
-    """Adapters of its linear layers."""
+    """Adapters of the network's linear layers."""
 
     def __call__(self) -> nn.Module:
         """Construct the network; raises `InputError` naming the failing line."""
@@ -57,10 +56,11 @@ class CountedUnit(Layer):
     """Values of all outputs made within it for a sample."""
     charged: Cost
     """FLOPs, and bytes read and written, for a sample by kind of layer; bytes of weights."""
-    held: str = field(default="", compare=False)
+    """FLOPs, and bytes read and written, for a sample by kind of layer; bytes of weights."""
+    undivided_reason: str = field(default="", compare=False)
     """Reason why the unit is not divided further, with the line; empty for a single step with work."""
     least: int = 1
-    """Samples that training needs at once, at least."""
+    """Minimum number of samples in training."""
     described: tuple[tuple[str, Layer], ...] = ()
     """The equivalent layers, each with the path of its module; empty if the unit is not a sequence of layers."""
     make: Callable[[], nn.Module] | None = field(
@@ -70,7 +70,8 @@ class CountedUnit(Layer):
     untrained: int = 0
     """Values of parameters whose `requires_grad` is off."""
 
-    division = "no"  # what is within is not described
+    # The layers within the unit are unknown here.
+    division = "no"
 
     def output(self, shape: Shape) -> Shape:
         """Output shape of the unit."""

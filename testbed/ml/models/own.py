@@ -28,6 +28,7 @@ def create_own(
     shape: Shape,
     classes: int,
     units: Sequence[str] | None = None,
+    *,
     integers: bool = False,
     fields: Fields = (),
     lora: LoraPart | None = None,
@@ -41,46 +42,52 @@ def create_own(
     ``fields``: the inputs of a sample; the function's ``shape`` is then a mapping by input name.
     Raises `InputError` naming the line if the network cannot be built or traced.
     """
-    function = usercode.function(code, KEY)
-    signature = inspect.signature(function)
-    sizes = {each.name: each.shape for each in fields} or shape
-    offered = {
-        name: value
-        for name, value in (("shape", sizes), ("classes", classes))
-        if name in signature.parameters
-    }
-    arguments = {**offered, **options}
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        text = f"{code.name}{signature} rejects the model options: {error}; its arguments are the valid options"
-        raise InputError(text, ("model",)) from None
+    arguments = _bind_arguments(code, options, shape, classes, fields)
     text = code.model_dump_json()
     wanted = None if units is None else tuple(units)
 
-    def made(whole: bool) -> Model:
+    def trace_with(*, integers: bool) -> Model:
+        entering = InputSpec(tuple(shape), integers, fields)
         return _trace_cached(
-            text,
-            json.dumps(arguments),
-            InputSpec(tuple(shape), whole, fields),
-            classes,
-            wanted,
-            lora,
+            text, json.dumps(arguments), entering, classes, wanted, lora
         )
 
-    if fields or not integers:
-        return made(bool(fields) and all_whole(fields))
+    if fields:
+        return trace_with(integers=all_whole(fields))
+    if not integers:
+        return trace_with(integers=False)
+    # Tokens have to stay integers for an embedding, while integers of a table may be ordinary features.
     try:
-        return made(True)
+        return trace_with(integers=True)
     except InputError as first:
         try:
-            return made(False)
+            return trace_with(integers=False)
         except InputError as error:
             raise InputError(
                 f"{error.text}; with samples as whole numbers: {first.text}", error.key
             ) from None
 
 
+def _bind_arguments(
+    code: Code, options: Mapping[str, Any], shape: Shape, classes: int, fields: Fields
+) -> dict[str, Any]:
+    """Return the arguments of the user's function; raises `InputError` for options that the function lacks."""
+    signature = inspect.signature(usercode.function(code, KEY))
+    arguments: dict[str, Any] = {}
+    if "shape" in signature.parameters:
+        arguments["shape"] = {each.name: each.shape for each in fields} or shape
+    if "classes" in signature.parameters:
+        arguments["classes"] = classes
+    arguments |= options
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        text = f"{code.name}{signature} rejects the model options: {error}; its arguments are the valid options"
+        raise InputError(text, ("model",)) from None
+    return arguments
+
+
+# A sweep and several methods of one network trace it once.
 @lru_cache(maxsize=16)
 def _trace_cached(
     code: str,
@@ -90,8 +97,7 @@ def _trace_cached(
     units: tuple[str, ...] | None,
     lora: LoraPart | None,
 ) -> Model:
-    from testbed.ml.models.tracing import traced
+    from testbed.ml.models.tracing import trace_model
 
-    return traced(
-        Maker(Code.model_validate_json(code), arguments, lora), entering, classes, units
-    )
+    maker = Maker(Code.model_validate_json(code), arguments, lora)
+    return trace_model(maker, entering, classes, units)

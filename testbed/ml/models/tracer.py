@@ -60,6 +60,7 @@ _PRODUCTS = (
     "aten::convolution",
 )
 _UNLIKE = "does something else in evaluation than in training"
+"""Text by which `trace_by_fx` recognises the one error for which another attempt is useful."""
 _REMEDY = (
     "write it without that, or put it into a module of its own and name that in `units`"
 )
@@ -72,12 +73,12 @@ class Measure:
     value: Any
     cost: Cost = field(default_factory=Cost)
     made: int = 0
-    """Values of the tensors made within it."""
+    """Number of values in the tensors created by the step."""
     least: int = 1
-    """Samples that training needs at once, at least."""
+    """Minimum number of samples in training."""
 
     @property
-    def works(self) -> bool:
+    def has_work(self) -> bool:
         """Whether torch counts FLOPs in the step."""
         return self.cost.of().flops > 0
 
@@ -94,54 +95,69 @@ class Traced:
     """Tensors created by `forward` independently of inputs, by their names in the graph."""
 
 
-def trace(maker: Maker, entering: InputSpec, whole: Sequence[str] | None) -> Traced:
-    """Trace and measure a network; raises `InputError` naming the failing line.
+def trace_by_fx(
+    maker: Maker, entering: InputSpec, whole: Sequence[str] | None
+) -> Traced:
+    """Trace and measure a network by torch.fx; raises `InputError` naming the failing line.
 
-    The first attempt runs without values, so large networks are described quickly. If the user's code needs values,
-    random ones follow, with the modules ``whole`` traced as single steps. Modules without weights are traced into only
-    if they behave equally in training and in evaluation.
+    The first attempt runs on tensors without values, so large networks are described quickly. If the user's code needs
+    values, the second attempt runs on random ones, with the modules ``whole`` traced as single steps. Modules without
+    weights are traced into only if they behave equally in training and in evaluation.
     """
-    refused: list[InputError] = []
-    for device, given in (("meta", ()), ("cpu", tuple(whole or ()))):
-        for names in (given, (*given, *_weightless_modules(maker))):
-            try:
-                return _trace_modes(maker, entering, device, names)
-            except InputError as error:
-                refused.append(error)
-                if _UNLIKE not in error.text:
-                    break
-    raise refused[-1]
+    attempts = (("meta", ()), ("cpu", tuple(whole or ())))
+    for device, names in attempts:
+        try:
+            return _trace_modes(maker, entering, device, names)
+        except InputError as error:
+            refusal = error
+        if _UNLIKE not in refusal.text:
+            continue
+        # DropPath, for example, branches on `self.training`: such a module is kept as one step, with both branches.
+        try:
+            return _trace_modes(
+                maker, entering, device, (*names, *_weightless_modules(maker))
+            )
+        except InputError as error:
+            refusal = error
+    raise refusal
 
 
 def _weightless_modules(maker: Maker) -> list[str]:
     """Return modules without weights or submodules: they may act in training only, such as DropPath."""
     with torch.device("meta"):
-        modules = dict(_make_network(maker).named_modules())
-    return [
-        name
-        for name, each in modules.items()
-        if name and not each.state_dict() and not [*each.children()]
-    ]
+        network = _make_network(maker)
+    names = []
+    for name, module in network.named_modules():
+        is_leaf = next(module.children(), None) is None
+        if name and is_leaf and not module.state_dict():
+            names.append(name)
+    return names
 
 
-def seeded(maker: Maker, seed: int) -> nn.Module:
+def seeded_network(maker: Maker, seed: int) -> nn.Module:
     """Construct the network with the weights of a seed; torch's global generator is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "weights"))
         return _make_network(maker)
 
 
-def plain(value: object) -> bool:
-    """Return whether a value, such as a number or size, depends at most on the number of samples."""
+def is_plain(value: object) -> bool:
+    """Return whether a value, such as a number or size, depends at most on the number of samples.
+
+    >>> is_plain((3, torch.float32))
+    True
+    >>> is_plain(torch.zeros(3))
+    False
+    """
     if isinstance(value, tuple | list):
-        return all(plain(each) for each in value)
+        return all(is_plain(each) for each in value)
     return value is None or isinstance(
         value, int | float | str | torch.dtype | torch.device | slice
     )
 
 
-def line(node: fx.Node, maker: Maker) -> str:
-    """Return the user's source line of a node."""
+def source_line(node: fx.Node, maker: Maker) -> str:
+    """Return the place of a node in the user's source, as FILE:LINE, or the file alone if the line is unknown."""
     return node.stack_trace or usercode.file_of(maker.code.module)
 
 
@@ -149,6 +165,7 @@ def _make_network(maker: Maker) -> nn.Module:
     root = maker()
     for name, module in root.named_modules():
         if getattr(module, "inplace", False) is True:
+            # A unit must not modify values that other units read.
             module.inplace = False
         is_lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
         if is_lazy and module.has_uninitialized_params():
@@ -161,86 +178,110 @@ def _trace_modes(
     maker: Maker, entering: InputSpec, device: str, whole: Sequence[str]
 ) -> Traced:
     """Trace in training and in evaluation; booleans differing between the two follow the unit's mode."""
-    tracers = []
-    for training in (True, False):
-        if device == "meta":
-            with torch.device("meta"):
-                root = _make_network(maker)
-        else:
-            root = seeded(maker, 0)
-        root.train(training)
-        tracers.append(
-            _Tracer(entering, device, whole, usercode.file_of(maker.code.module))
-        )
-        try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                tracers[-1].trace(root)
-        except InputError as error:
-            raise InputError(
-                f"{usercode.line_of(error, maker.code)}: {error.text}", KEY
-            ) from error
-        except Exception as error:
-            text = f"cannot be traced: {first_line(error)}: {_REMEDY}"
-            raise InputError(
-                f"{usercode.line_of(error, maker.code)}: {text}", KEY
-            ) from error
-    tracer, evaluating = tracers
+    tracer = _trace_mode(maker, entering, device, whole, training=True)
+    evaluating = _trace_mode(maker, entering, device, whole, training=False)
     _follow_mode(tracer, evaluating.graph, maker)
+    # Backwards, so that a node read only by erased ones is erased as well.
     for node in reversed(tracer.graph.nodes):
-        node.meta.pop(
-            "is_wrapped", None
-        )  # else the modules made of it would have torch.fx patch the functions again
+        # With this mark, the modules made of the graph would have torch.fx patch the functions again.
+        node.meta.pop("is_wrapped", None)
         if not node.users and node.op not in ("placeholder", "output"):
             tracer.graph.erase_node(node)
-    made = {
-        name: value
-        for value, name in tracer.tensor_attrs.items()
-        if name.startswith("_tensor_constant")
-    }
-    constants = {
-        name: value for name, value in made.items() if isinstance(value, torch.Tensor)
-    }
+    constants = {}
+    for value, name in tracer.tensor_attrs.items():
+        is_constant = name.startswith("_tensor_constant")
+        if is_constant and isinstance(value, torch.Tensor):
+            constants[name] = value
     return Traced(tracer.root, tracer.graph, tracer.runs, constants)
 
 
+def _trace_mode(
+    maker: Maker,
+    entering: InputSpec,
+    device: str,
+    whole: Sequence[str],
+    *,
+    training: bool,
+) -> _Tracer:
+    """Trace the network in one mode; raises `InputError` naming the user's line for every failure."""
+    if device == "meta":
+        with torch.device("meta"):
+            root = _make_network(maker)
+    else:
+        root = seeded_network(maker, 0)
+    root.train(training)
+    tracer = _Tracer(entering, device, whole, usercode.file_of(maker.code.module))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            tracer.trace(root)
+    except InputError as error:
+        where = usercode.line_of(error, maker.code)
+        raise InputError(f"{where}: {error.text}", KEY) from error
+    except Exception as error:
+        # Any exception: the user's code runs here, on proxies that it was not written for.
+        where = usercode.line_of(error, maker.code)
+        text = f"cannot be traced: {first_line(error)}: {_REMEDY}"
+        raise InputError(f"{where}: {text}", KEY) from error
+    return tracer
+
+
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error message."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    """Return the type of an error and the first line of its message.
+
+    >>> first_line(ValueError("no such axis\\nstack: ..."))
+    'ValueError: no such axis'
+    """
+    message = str(error).strip()
+    first = message.splitlines()[0] if message else ""
+    return f"{type(error).__name__}: {first}"
 
 
 def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
-    """Replace each True that is False in evaluation by the unit's mode; reject any other difference."""
+    """Replace arguments that differ in evaluation by the unit's mode; raises `InputError` for other differences."""
     graph = tracer.graph
-    ours, theirs = list(graph.nodes), list(evaluating.nodes)
-    with graph.inserting_before(ours[0]):
+    nodes = list(graph.nodes)
+    evaluation_nodes = list(evaluating.nodes)
+    with graph.inserting_before(nodes[0]):
         mode = graph.get_attr("training")
     for runs in tracer.runs:
         runs[mode.name] = Measure(True)
-    for at, node in enumerate(ours):
-        other = theirs[at] if at < len(theirs) else None
-        if other is not None and (node.op, str(node.target)) == (
-            other.op,
-            str(other.target),
-        ):
-            with graph.inserting_before(node):
-                replaced = _follow_arguments(
-                    (node.args, node.kwargs), (other.args, other.kwargs), mode
-                )
-            if replaced is not None:
-                for each in graph.nodes:
-                    if each.target is by_mode:
-                        for runs in tracer.runs:
-                            runs.setdefault(each.name, Measure(each.args[1]))
-                node.args, node.kwargs = replaced
-                continue
-        raise InputError(
-            f"{line(node, maker)}: {_UNLIKE}: write this as a module of its own that does so",
-            KEY,
+    for place, node in enumerate(nodes):
+        replaced = None
+        if place < len(evaluation_nodes):
+            replaced = _arguments_by_mode(node, evaluation_nodes[place], mode)
+        if replaced is None:
+            where = source_line(node, maker)
+            text = f"{_UNLIKE}: write this as a module of its own that does so"
+            raise InputError(f"{where}: {text}", KEY)
+        node.args, node.kwargs = replaced
+    _measure_mode_nodes(tracer)
+
+
+def _arguments_by_mode(node: fx.Node, other: fx.Node, mode: fx.Node) -> Any:
+    """Return the arguments of a node, following the mode; None unless both nodes call the same function."""
+    # Targets are compared as text: each trace has functions and paths of its own.
+    if (node.op, str(node.target)) != (other.op, str(other.target)):
+        return None
+    with node.graph.inserting_before(node):
+        return _follow_arguments(
+            (node.args, node.kwargs), (other.args, other.kwargs), mode
         )
 
 
+def _measure_mode_nodes(tracer: _Tracer) -> None:
+    """Record the value in training of each inserted call of `by_mode`, as if the call had been traced."""
+    for node in tracer.graph.nodes:
+        if node.target is by_mode:
+            for runs in tracer.runs:
+                runs.setdefault(node.name, Measure(node.args[1]))
+
+
 def by_mode(training: bool, first: float, second: float) -> float:
-    """Return the first number in training, the second in evaluation."""
+    """Return the first number in training, the second in evaluation.
+
+    >>> by_mode(False, 0.5, 0.0)
+    0.0
+    """
     return first if training else second
 
 
@@ -252,11 +293,13 @@ def _follow_arguments(ours: Any, theirs: Any, mode: fx.Node) -> Any:
         return None
     arguments = []
     for value, other in zip(values, others, strict=True):
+        # By their texts: nodes of the two graphs are different objects of the same name.
         if repr(value) == repr(other):
             arguments.append(value)
         elif value is True and other is False:
             arguments.append(mode)
         elif isinstance(value, int | float) and isinstance(other, int | float):
+            # Such as the probability of dropout, which is zero in evaluation.
             arguments.append(mode.graph.call_function(by_mode, (mode, value, other)))
         else:
             return None
@@ -267,7 +310,7 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the cost of operations: values of new tensors, values read for them, FLOPs; views are free."""
 
     def __init__(self, weights: Collection[int]) -> None:
-        """``weights`` are the `storages` of the network."""
+        """``weights`` are the `storage_ids` of the network."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.made = 0
         self.least = 1
@@ -292,25 +335,24 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_work(
         self, func: Any, args: Any, kwargs: Any, made: torch.Tensor, flops: float
     ) -> None:
-        read = [
-            each for each in pytree.tree_leaves((args, kwargs)) if _has_numbers(each)
-        ]
+        leaves = pytree.tree_leaves((args, kwargs))
+        read = [each for each in leaves if _has_numbers(each)]
         trains = "batch_norm" in func.name() and any(each is True for each in args)
         if trains and math.prod(read[0].shape[2:]) == 1:
-            self.least = 2  # one value for each channel has no variance
-        weights = [
-            each for each in read if each.untyped_storage()._cdata in self._weights
-        ]
-        values = (
-            made.numel()
-            + sum(each.numel() for each in read)
-            - sum(each.numel() for each in weights)
-        )
-        matrices = sum(each.numel() for each in weights if each.ndim > 1)
+            # A channel with one value has no variance.
+            self.least = 2
+        accessed = made.numel()
+        matrices = 0
+        for tensor in read:
+            if tensor.untyped_storage()._cdata not in self._weights:
+                accessed += tensor.numel()
+            elif tensor.ndim > 1:
+                # Biases and normalisations are small; `Cost` counts kernels and matrices alone.
+                matrices += tensor.numel()
         self.made += made.numel()
         self.cost += Cost(
             flops,
-            BYTES_PER_VALUE * values,
+            BYTES_PER_VALUE * accessed,
             BYTES_PER_VALUE * matrices,
             _work_kind(func, args, flops),
         )
@@ -322,13 +364,8 @@ def _has_numbers(value: object) -> bool:
 
 def _check_types(arguments: Sequence[Any]) -> None:
     """Raise TypeError for a product of different types, which torch accepts for tensors without values."""
-    types = sorted(
-        {
-            str(each.dtype).removeprefix("torch.")
-            for each in arguments
-            if _has_numbers(each)
-        }
-    )
+    tensors = [each for each in arguments if _has_numbers(each)]
+    types = sorted({str(each.dtype).removeprefix("torch.") for each in tensors})
     if len(types) > 1:
         text = "samples are float32: convert them, or the network by .float()"
         raise TypeError(f"multiplies {' by '.join(types)}; {text}")
@@ -341,7 +378,8 @@ def _work_kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
         weight, groups = arguments[1], arguments[-1]
         if groups > 1:
             return "depthwise"
-        return "pointwise" if math.prod(weight.shape[2:]) == 1 else "convolution"
+        kernel_size = math.prod(weight.shape[2:])
+        return "pointwise" if kernel_size == 1 else "convolution"
     if flops:
         return "linear"
     if "norm" in name:
@@ -349,58 +387,70 @@ def _work_kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
     return "pooling" if "pool" in name or "mean" in name else "activation"
 
 
-def single(result: Any) -> Any:
+def single_tensor(result: Any) -> Any:
     """Return the result of `forward`, or the `logits` or only value of a mapping; raises `InputError` for other
     results.
+
+    >>> single_tensor({"logits": torch.tensor(1.0), "loss": torch.tensor(2.0)})
+    tensor(1.)
     """
     if not isinstance(result, Mapping):
         return result
-    made = {
-        name: value
-        for name, value in result.items()
-        if isinstance(value, torch.Tensor | fx.Proxy)
-    }
-    if "logits" not in made and len(made) != 1:
+    made = {}
+    for name, value in result.items():
+        if isinstance(value, torch.Tensor | fx.Proxy):
+            made[name] = value
+    if "logits" in made:
+        return made["logits"]
+    if len(made) != 1:
+        names = ", ".join(made)
         raise InputError(
-            f"forward returns {', '.join(made)}: it has to return one tensor, or one named 'logits'"
+            f"forward returns {names}: it has to return one tensor, or one named 'logits'"
         )
-    return made.get("logits", next(iter(made.values())))
+    return next(iter(made.values()))
 
 
 def samples_of(entering: InputSpec, size: int) -> torch.Tensor:
-    """Return sample inputs for a network, (size, ...); integers are zero, a valid index of every embedding."""
-    samples = torch.rand(
-        size, *entering.shape, generator=torch.Generator().manual_seed(size)
-    )
+    """Return sample inputs for a network, (size, ...); integers are zero, a valid index of every embedding.
+
+    >>> samples_of(InputSpec((1, 8, 8)), 2).shape
+    torch.Size([2, 1, 8, 8])
+    """
+    generator = torch.Generator().manual_seed(size)
+    samples = torch.rand(size, *entering.shape, generator=generator)
     for begin, end, _, kind in entries(entering.fields).values():
         if kind != "float32":
             samples[:, begin:end] = 0
     return samples.long() if entering.integers else samples
 
 
-def storages(root: nn.Module) -> frozenset[int]:
-    """Return the memory identifiers of a network's weights and buffers."""
-    return frozenset(
-        each.untyped_storage()._cdata for each in (*root.parameters(), *root.buffers())
-    )
+def storage_ids(root: nn.Module) -> frozenset[int]:
+    """Return the memory identifiers of a network's weights and buffers.
+
+    A view of a weight, such as its transpose, has the same identifier.
+    """
+    tensors = (*root.parameters(), *root.buffers())
+    return frozenset(each.untyped_storage()._cdata for each in tensors)
 
 
-def measured(
+def measure_step(
     root: nn.Module,
     node: fx.Node,
     runs: Mapping[str, Measure],
     weights: Collection[int],
     device: str = "cpu",
 ) -> Measure:
-    """Run one step on the results of earlier steps, by name; ``weights`` are the network's `storages`."""
+    """Run one step on the results of earlier steps, by name; ``weights`` are the network's `storage_ids`."""
     if node.op == "get_attr":
         attribute = operator.attrgetter(str(node.target))(root)
-        return Measure(
-            attribute.to(device) if isinstance(attribute, torch.Tensor) else attribute
-        )
-    args, kwargs = fx.map_arg(
-        (node.args, node.kwargs), lambda each: runs[each.name].value
-    )
+        if isinstance(attribute, torch.Tensor):
+            attribute = attribute.to(device)
+        return Measure(attribute)
+
+    def result_of(read: fx.Node) -> Any:
+        return runs[read.name].value
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), result_of)
     work = _Work(weights)
     with torch.device(device), work.counter, work:
         value = _called_function(root, node, args, kwargs)
@@ -422,6 +472,7 @@ class _Value(fx.Proxy):
         value = getattr(self.tracer.values(self.node)[0], k)  # type: ignore[attr-defined]
         if callable(value):
             return super().__getattr__(k)
+        # Attributes such as `shape` are read at once, so that the user's code gets plain numbers.
         return self.tracer.create_proxy("call_function", getattr, (self, k), {})
 
     def __len__(self) -> int:
@@ -455,9 +506,12 @@ class _States(_Value):
             return self.tracer.create_proxy(
                 "call_function", operator.getitem, (self, key), {}
             )
-        ways = len(self.tracer.values(self.node)[0]) // len(self._parts)  # type: ignore[attr-defined]
-        layer, way = divmod(range(ways * len(self._parts))[key], ways)
-        return self._parts[layer][way]
+        # torch stacks the states as (layers x directions); each unit knows those of its own layer.
+        states = self.tracer.values(self.node)[0]  # type: ignore[attr-defined]
+        directions = len(states) // len(self._parts)
+        place = range(directions * len(self._parts))[key]
+        layer, direction = divmod(place, directions)
+        return self._parts[layer][direction]
 
 
 def recurrent_layer(
@@ -465,21 +519,23 @@ def recurrent_layer(
     weights: list[torch.Tensor],
     mode: str,
     bias: bool,
-    ways: int,
+    directions: int,
     sizes: tuple[int, int],
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
     """Return the output of one layer of `torch.nn.LSTM`, `GRU` or `RNN` for a batch, and its last states.
 
     ``values`` is (samples, steps, features) if ``batch_first``, else (steps, samples, features); states, of ``sizes``,
-    are (ways, samples, size).
+    are (directions, samples, size).
     """
     samples = values.shape[0 if batch_first else 1]
-    first = [values.new_zeros(ways, samples, size) for size in sizes]
+    first = [values.new_zeros(directions, samples, size) for size in sizes]
     state: Any = tuple(first) if mode == "LSTM" else first[0]
     run = getattr(torch._VF, mode.lower())
+    # One layer, no dropout, and not training: `_call_recurrent` adds dropout between layers by itself.
+    is_bidirectional = directions == 2
     outputs: tuple[torch.Tensor, ...] = run(
-        values, state, weights, bias, 1, 0.0, False, ways == 2, batch_first
+        values, state, weights, bias, 1, 0.0, False, is_bidirectional, batch_first
     )
     return outputs
 
@@ -499,13 +555,11 @@ class _Tracer(fx.Tracer):
         self._entering = entering
         self._weights: Collection[int] = ()
         self._device = device
-        self._whole = [
-            name
-            for name in whole
-            if not any(other.startswith(f"{name}.") for other in whole)
-        ]
+        self._whole = _innermost_names(whole)
         self._running = False
+        """Whether a step is executed, in which modules are called and not traced."""
         self._in_layers: nn.Module | None = None
+        """The recurrent network whose layers are traced one by one."""
 
     def values(self, node: fx.Node) -> tuple[Any, Any]:
         """Return the results of a step for both batches."""
@@ -517,13 +571,8 @@ class _Tracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> Any:
         """Pass the samples alone; other arguments keep the defaults of the user's code."""
-        self._weights = storages(self.root)
-        required = [
-            each.name
-            for each in inspect.signature(root_fn).parameters.values()
-            if each.default is each.empty
-            and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        ]
+        self._weights = storage_ids(self.root)
+        required = _required_arguments(root_fn)
         fields = self._entering.fields
         if len(required) > 2 and not fields:
             names = ", ".join(required[1:])
@@ -533,22 +582,24 @@ class _Tracer(fx.Tracer):
 
         def called(root: nn.Module, samples: fx.Proxy) -> Any:
             if not fields:
-                return single(root_fn(root, samples))
-            inputs = {
-                name: self.create_proxy("call_function", entry, (samples, *part), {})
-                for name, part in entries(fields).items()
-            }
+                return single_tensor(root_fn(root, samples))
+            inputs = {}
+            for name, part in entries(fields).items():
+                inputs[name] = self.create_proxy(
+                    "call_function", entry, (samples, *part), {}
+                )
             ordered, named = arguments(root_fn, inputs)
-            return single(root_fn(root, *ordered, **named))
+            return single_tensor(root_fn(root, *ordered, **named))
 
         return called, [self.root, self.create_proxy("placeholder", "samples", (), {})]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is a single step."""
-        known = type(m) in STACKS or self._in_layers is m
-        return module_qualified_name in self._whole or (
-            not known and super().is_leaf_module(m, module_qualified_name)
-        )
+        if module_qualified_name in self._whole:
+            return True
+        if type(m) in STACKS or self._in_layers is m:
+            return False
+        return super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -558,13 +609,7 @@ class _Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         if type(m) in (nn.TransformerEncoder, nn.TransformerDecoder):
             forward = partial(self._stack, m)
-        elif (
-            isinstance(m, nn.RNNBase)
-            and type(m) in _RECURRENT
-            and m.num_layers > 1
-            and len(args) == 1
-            and not kwargs
-        ):
+        elif isinstance(m, nn.RNNBase) and _is_layered_recurrent(m, args, kwargs):
             forward = partial(self._call_recurrent, m)
             self._in_layers = m
         return super().call_module(m, forward, args, kwargs)
@@ -580,17 +625,18 @@ class _Tracer(fx.Tracer):
         """Call the layers of an encoder or decoder one after the other, as `forward` does in training."""
         encodes = isinstance(stack, nn.TransformerEncoder)
         if encodes and memory:
-            masks["mask"], memory = memory[0], memory[1:]
+            # An encoder's second argument is its mask, a decoder's the memory.
+            masks["mask"] = memory[0]
+            memory = memory[1:]
         mask = masks.get("mask" if encodes else "tgt_mask")
         known = self.values(mask.node)[0] if isinstance(mask, fx.Proxy) else mask
+        batch_first = stack.layers[0].self_attn.batch_first
+        steps = values.shape[1 if batch_first else 0]
         causal = masks.pop("tgt_is_causal", is_causal)
-        causal = _detect_is_causal_mask(
-            known,
-            causal,
-            values.shape[1 if stack.layers[0].self_attn.batch_first else 0],
-        )
+        causal = _detect_is_causal_mask(known, causal, steps)
         if encodes:
-            masks |= {"src_mask": masks.pop("mask", None), "is_causal": causal}
+            masks["src_mask"] = masks.pop("mask", None)
+            masks["is_causal"] = causal
         else:
             masks["tgt_is_causal"] = causal
         for layer in stack.layers:
@@ -599,20 +645,17 @@ class _Tracer(fx.Tracer):
 
     def _call_recurrent(self, module: nn.RNNBase, values: Any) -> Any:
         """Call the layers of a recurrent network one after the other."""
-        ways = 2 if module.bidirectional else 1
+        directions = 2 if module.bidirectional else 1
         size = module.proj_size or module.hidden_size
-        states: tuple[list[Any], ...] = ([], [])
+        has_cells = module.mode == "LSTM"
+        hidden: list[Any] = []
+        cells: list[Any] = []
         for layer in range(module.num_layers):
-            names = [
-                name
-                for way in range(ways)
-                for name in module._all_weights[layer * ways + way]
-            ]
-            weights = [getattr(module, name) for name in names]
+            weights = _recurrent_weights(module, layer, directions)
             how = (
                 module.mode,
                 module.bias,
-                ways,
+                directions,
                 (size, module.hidden_size),
                 module.batch_first,
             )
@@ -620,28 +663,29 @@ class _Tracer(fx.Tracer):
                 "call_function", recurrent_layer, (values, weights, *how), {}
             )
             values = made[0]
-            for place, state in enumerate(
-                states[: 2 if module.mode == "LSTM" else 1], 1
-            ):
-                state.append(made[place])
-            if module.dropout and layer + 1 < module.num_layers:
+            hidden.append(made[1])
+            if has_cells:
+                cells.append(made[2])
+            is_last = layer + 1 == module.num_layers
+            if module.dropout and not is_last:
                 values = functional.dropout(values, module.dropout, module.training)
-        last = [
-            _States(parts, self.create_proxy("call_function", torch.cat, (parts,), {}))
-            for parts in states
-            if parts
-        ]
-        return values, last[0] if len(last) == 1 else tuple(last)
+        last_hidden = self._stacked_states(hidden)
+        if not has_cells:
+            return values, last_hidden
+        return values, (last_hidden, self._stacked_states(cells))
+
+    def _stacked_states(self, parts: list[Any]) -> _States:
+        return _States(
+            parts, self.create_proxy("call_function", torch.cat, (parts,), {})
+        )
 
     def getattr(
         self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]
     ) -> Any:
         """Return a proxy of an attribute, or the attribute itself within a step."""
-        return (
-            attr_val
-            if self._running
-            else super().getattr(attr, attr_val, parameter_proxy_cache)
-        )
+        if self._running:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return a proxy for the value of a step."""
@@ -653,22 +697,20 @@ class _Tracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Reject unknown values; known values are never proxies."""
-        tensor = isinstance(self.values(obj.node)[0], torch.Tensor)
-        raise InputError(
-            f"branches on {'values of a tensor' if tensor else 'the number of samples'}: {_REMEDY}"
-        )
+        is_tensor = isinstance(self.values(obj.node)[0], torch.Tensor)
+        unknown = "values of a tensor" if is_tensor else "the number of samples"
+        raise InputError(f"branches on {unknown}: {_REMEDY}")
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
         """Trace a step; return its value if independent of the samples."""
         proxy = super().create_proxy(*args, **kwargs)
         small, large = self.values(proxy.node)
         if isinstance(small, torch.device):
-            return torch.device("cpu")  # where units compute
-        return (
-            small
-            if plain(small) and small == large and type(small) is type(large)
-            else proxy
-        )
+            # Units compute on the CPU, whichever device traces.
+            return torch.device("cpu")
+        # True == 1, so the types are compared as well.
+        is_equal = is_plain(small) and small == large and type(small) is type(large)
+        return small if is_equal else proxy
 
     def _place(self) -> str | None:
         """Return the traced line of the user's code; torch would create a full traceback for each step."""
@@ -698,26 +740,66 @@ class _Tracer(fx.Tracer):
             kwargs = {**kwargs, "inplace": False}
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         node.stack_trace = self._place()
-        if kind != "output":
-            self._running = True
-            try:
-                self._run(node)
-            except Exception as error:
-                raise InputError(first_line(error)) from error
-            finally:
-                self._running = False
+        if kind == "output":
+            return node
+        self._running = True
+        try:
+            self._run(node)
+        except Exception as error:
+            # Any exception of torch: a wrong shape is found here, at the user's line.
+            raise InputError(first_line(error)) from error
+        finally:
+            self._running = False
         return node
 
     def _run(self, node: fx.Node) -> None:
+        """Execute a step for both batch sizes."""
         for size, runs in zip(BATCHES, self.runs, strict=True):
             if node.op == "placeholder":
-                runs[node.name] = Measure(
-                    samples_of(self._entering, size).to(self._device)
-                )
+                samples = samples_of(self._entering, size).to(self._device)
+                measure = Measure(samples)
             else:
-                runs[node.name] = measured(
+                measure = measure_step(
                     self.root, node, runs, self._weights, self._device
                 )
+            runs[node.name] = measure
+
+
+def _innermost_names(names: Sequence[str]) -> list[str]:
+    """Return the module names that contain no other of the names."""
+    innermost = []
+    for name in names:
+        if not any(other.startswith(f"{name}.") for other in names):
+            innermost.append(name)
+    return innermost
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the names of arguments without a default, ``self`` included."""
+    names = []
+    for parameter in inspect.signature(function).parameters.values():
+        is_variable = parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        )
+        if parameter.default is parameter.empty and not is_variable:
+            names.append(parameter.name)
+    return names
+
+
+def _is_layered_recurrent(module: nn.RNNBase, args: Any, kwargs: Any) -> bool:
+    """Return whether a call of a recurrent network can be traced layer by layer: without initial states."""
+    is_layered = type(module) in _RECURRENT and module.num_layers > 1
+    return is_layered and len(args) == 1 and not kwargs
+
+
+def _recurrent_weights(module: nn.RNNBase, layer: int, directions: int) -> list[Any]:
+    """Return the weights of one layer, in the order that torch's kernels take."""
+    weights = []
+    for direction in range(directions):
+        for name in module._all_weights[layer * directions + direction]:
+            weights.append(getattr(module, name))
+    return weights
 
 
 def _refuse_method(method: str) -> None:

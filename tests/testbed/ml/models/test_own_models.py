@@ -307,7 +307,7 @@ def test_a_normalisation_with_statistics_on_both_sides_stays_in_one_unit(
     assert [unit.parameters for unit in model.units] == [65 * 64, 2 * 65 * 64, 650]
     assert re.match(
         r".*net.py.*: no unit can begin here: a normalisation with running statistics",
-        model.held[0],
+        model.undivided_reasons[0],
     )
 
 
