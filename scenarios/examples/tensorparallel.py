@@ -16,7 +16,7 @@ from testbed.ml.layers.layer_slices import (
 )
 from testbed.ml.method import Job, Method, Problem
 from testbed.ml.models.graph import graph_of
-from testbed.ml.models.slices import evenly, pick
+from testbed.ml.models.slices import even_ranges, pick
 from testbed.plan import Plan
 
 
@@ -37,7 +37,7 @@ def divide(problem: Problem) -> list[LayerSlices]:
         by_inputs = (len(layers) - index) % 2 == 1
         channels = layer.inputs if by_inputs else layer.outputs
         select = layer.by_inputs if by_inputs else layer.by_outputs
-        for slices, part in zip(slices_of, evenly(channels, devices), strict=True):
+        for slices, part in zip(slices_of, even_ranges(channels, devices), strict=True):
             slices.append((layer, select(part)))
     return slices_of
 

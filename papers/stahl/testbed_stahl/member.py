@@ -16,7 +16,7 @@ from testbed.ml.layers.shard import State
 from testbed.ml.lazy import torch
 from testbed.ml.method import Problem
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
-from testbed.ml.models.sliced import SlicedLayer, SlicedShape, draw
+from testbed.ml.models.sliced import SlicedLayer, SlicedShape, draw_tensors
 from testbed.ml.pipeline.messages import Activation
 from testbed_stahl.dataflow import Dataflow, layers_stored, stored
 from testbed_stahl.demands import parameters
@@ -89,7 +89,7 @@ class InferenceMember:
                 )
                 return
             state = (
-                draw(problem.model, held, problem.seed)
+                draw_tensors(problem.model, held, problem.seed)
                 if self._state is None
                 else self._state
             )

@@ -20,7 +20,7 @@ from testbed.ml.models.layers import (
     Linear,
     MaxPool2d,
 )
-from testbed.ml.models.sliced import SlicedLayer, cut
+from testbed.ml.models.sliced import SlicedLayer, cut_tensors
 from testbed.ml.models.slices import NONE, Slice
 from testbed_stahl.candidates import candidate
 from testbed_stahl.communication import elements, of_tiles, transfers
@@ -184,13 +184,15 @@ def test_parts_by_output_and_sums_by_input_are_the_whole_layer(
     outputs = []
     for made in (range(*part) for part in divide(leaving, exact) if part.size):
         part = Slice(made, all_inputs, made)
-        outputs.append(SlicedLayer(layer, part, cut(layer, part, state)).run(flat))
+        outputs.append(
+            SlicedLayer(layer, part, cut_tensors(layer, part, state)).run(flat)
+        )
     assert close(torch.cat(outputs, dim=1), whole)
     sums = []
     for taken in (range(*part) for part in divide(entering, exact) if part.size):
         part = Slice(every, taken, NONE)
         sums.append(
-            SlicedLayer(layer, part, cut(layer, part, state)).sums(
+            SlicedLayer(layer, part, cut_tensors(layer, part, state)).sums(
                 flat[:, taken.start * 35 : taken.stop * 35]
             )
         )

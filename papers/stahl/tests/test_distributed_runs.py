@@ -7,7 +7,7 @@ import torch
 
 from testbed.common.errors import InputError, TestbedError
 from testbed.ml.models import create
-from testbed.ml.models.sliced import cut, draw
+from testbed.ml.models.sliced import cut_tensors, draw_tensors
 from testbed.trace.intervals import total
 from testbed.trace.metrics import metrics
 from testbed_stahl.communication import elements, overlapped, phases, transfers
@@ -35,9 +35,11 @@ def test_devices_have_the_same_weights_drawn_or_given(given):
     whole = model.build(0, len(model.units), 5).state_dict()
     for index in range(4):
         held = layers_stored(found.flow, index)
-        drawn = draw(model, held, 5)
+        drawn = draw_tensors(model, held, 5)
         sliced = {
-            name: tensor for one in held for name, tensor in cut(*one, whole).items()
+            name: tensor
+            for one in held
+            for name, tensor in cut_tensors(*one, whole).items()
         }
         assert drawn.keys() == sliced.keys()
         assert all(drawn[name].equal(sliced[name]) for name in drawn)

@@ -12,7 +12,7 @@ from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.models.chain import chain
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.layers import Linear
-from testbed.ml.models.sliced import draw
+from testbed.ml.models.sliced import draw_tensors
 from testbed.ml.slots.missing import Arrived, SenderPart, Usable
 from testbed.ml.slots.planner import slice_of
 from testbed.ml.training.schema import OptimizerPart
@@ -58,12 +58,12 @@ def test_gradients_equal_those_of_numpy(granularity, limit, place):
         LayerShard(
             layer,
             part,
-            draw(model, [(layer, part)], 7),
+            draw_tensors(model, [(layer, part)], 7),
             OptimizerPart(learning_rate=RATE),
         )
         for part in parts
     ]
-    whole = draw(model, [(layer, slice_of(layer, range(5)))], 7)
+    whole = draw_tensors(model, [(layer, slice_of(layer, range(5)))], 7)
     named = {
         tensor.dim(): tensor.detach().numpy().copy().astype(np.float64)
         for tensor in whole.values()

@@ -164,7 +164,7 @@ class LayerShard:
             self._steps[key] = _Recorded(inputs, outputs, self._noted)
             return outputs.detach()
         weight, bias = self._weight_tensors()
-        outputs = dense_forward(inputs, weight, bias, self._rectified)
+        outputs = dense_forward(inputs, weight, bias, rectified=self._rectified)
         self._steps[key] = _Dense(
             DenseStep(inputs, weight, outputs, self._rectified), *self._names
         )
@@ -196,7 +196,9 @@ class LayerShard:
     ) -> torch.Tensor:
         """Return the outputs, (samples, elements), like `forward`, in evaluation mode and without keeping state."""
         if self._dense and columns is None:
-            return dense_forward(inputs, *self._weight_tensors(), self._rectified)
+            return dense_forward(
+                inputs, *self._weight_tensors(), rectified=self._rectified
+            )
         layer = SlicedLayer(self.layer, self.part, self._tensors)
         with torch.no_grad():
             return layer.finish(layer.sums(inputs, columns))

@@ -11,7 +11,7 @@ from testbed.ml.method import Job, Problem
 from testbed.ml.models.chain import forward_of
 from testbed.ml.models.graph import GraphLayer
 from testbed.ml.models.shapes import BYTES_PER_VALUE
-from testbed.ml.models.sliced import SlicedLayer, cut_copies, draw
+from testbed.ml.models.sliced import SlicedLayer, cut_copies, draw_tensors
 from testbed.ml.models.slices import Slice
 from testbed.plan import Piece
 
@@ -71,7 +71,7 @@ async def load_slices(
     """
     problem, own = job.problem, held[group.rank]
     if problem.workload.model.weights is None:
-        make = partial(draw, problem.model, own, problem.seed)
+        make = partial(draw_tensors, problem.model, own, problem.seed)
     else:
         given = job.weights
         sent = None if given is None else [cut_copies(slices, given) for slices in held]

@@ -20,7 +20,7 @@ from testbed.device import Cost
 from testbed.ml.fields import Fields
 from testbed.ml.lazy import nn, torch
 from testbed.ml.models.detection import Detector
-from testbed.ml.models.layers import Layer, sequence, shapes
+from testbed.ml.models.layers import Layer, build_sequence, shapes_through
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT, Made, Shape
 
 if TYPE_CHECKING:
@@ -51,12 +51,14 @@ class Unit:
     @cached_property
     def _layer_inputs(self) -> list[tuple[Layer, Shape]]:
         """Each layer with its input shape."""
-        return list(zip(self.layers, shapes(self.layers, self.input)[:-1], strict=True))
+        return list(
+            zip(self.layers, shapes_through(self.layers, self.input)[:-1], strict=True)
+        )
 
     @cached_property
     def output(self) -> Shape:
         """Output shape of the unit."""
-        return shapes(self.layers, self.input)[-1]
+        return shapes_through(self.layers, self.input)[-1]
 
     @cached_property
     def parameters(self) -> int:
@@ -379,7 +381,7 @@ class Model:
 
         unit = self.units[index]
         generator = torch.Generator().manual_seed(derive(seed, "weights", index))
-        layers = sequence(unit.layers, unit.input, generator)
+        layers = build_sequence(unit.layers, unit.input, generator)
         return Joined(*layers) if len(unit.reads) > 1 else layers
 
     def whole(self, index: int) -> nn.Module:

@@ -25,7 +25,7 @@ from testbed.ml.models.layers import (
     Linear,
     MaxPool2d,
     ReLU,
-    shapes,
+    shapes_through,
 )
 from testbed.ml.models.shapes import Shape
 
@@ -113,7 +113,7 @@ def describe_layers(
     # The descriptions are only trusted if they agree with torch in the output's size and in the number of weights.
     layers_alone = [layer for _, layer in named]
     try:
-        passing = shapes(layers_alone, entering)
+        passing = shapes_through(layers_alone, entering)
     except ValueError:
         return ()
     described_weights = 0

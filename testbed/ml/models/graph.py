@@ -16,7 +16,7 @@ from functools import cached_property, partial
 
 from testbed.device import Cost
 from testbed.ml.models.chain import Model, Unit, joined
-from testbed.ml.models.layers import Division, Layer, PixelWindow, shapes
+from testbed.ml.models.layers import Division, Layer, PixelWindow, shapes_through
 from testbed.ml.models.making import CountedUnit
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT, Shape
 from testbed.ml.models.slices import Channels, Slice
@@ -44,9 +44,11 @@ class GraphLayer:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the layers in `Model.build`."""
-        return tuple(
-            f"{self.unit}.{name}" if name else str(self.unit) for name in self.modules
-        )
+        names = []
+        for module in self.modules:
+            # A unit computed as a whole has no modules of its own.
+            names.append(f"{self.unit}.{module}" if module else str(self.unit))
+        return tuple(names)
 
     @cached_property
     def entering(self) -> Shape:
@@ -56,7 +58,7 @@ class GraphLayer:
     @cached_property
     def output(self) -> Shape:
         """Output shape of the last layer."""
-        return shapes(self.sequence, self.entering)[-1]
+        return shapes_through(self.sequence, self.entering)[-1]
 
     @cached_property
     def inputs(self) -> int:
@@ -118,11 +120,9 @@ class GraphLayer:
         if not self.sequence:
             return 0
         first = self.sequence[0]
-        return (
-            first.weights(self.entering)
-            if first.channel_values
-            else first.parameters(self.entering)
-        )
+        if first.channel_values:
+            return first.weights(self.entering)
+        return first.parameters(self.entering)
 
     @cached_property
     def multiplications(self) -> int:
@@ -142,11 +142,8 @@ class GraphLayer:
     @cached_property
     def whole(self) -> Slice:
         """The slice covering the whole layer."""
-        return Slice(
-            range(self.output_channels),
-            range(self.input_channels),
-            range(self.output_channels),
-        )
+        outputs = range(self.output_channels)
+        return Slice(outputs, range(self.input_channels), outputs)
 
     @cached_property
     def summed(self) -> Shape:
@@ -159,11 +156,8 @@ class GraphLayer:
 
     def by_inputs(self, columns: Channels, channels: Channels | None = None) -> Slice:
         """Return the slice of partial sums from some input channels that finishes ``channels``; None finishes all."""
-        return Slice(
-            self.whole.rows,
-            columns,
-            self.whole.channels if channels is None else channels,
-        )
+        finished = self.whole.channels if channels is None else channels
+        return Slice(self.whole.rows, columns, finished)
 
     def with_pool(self, pool: GraphLayer) -> GraphLayer:
         """Return the layer followed by a parameterless pooling, computed by the device finishing a channel."""
@@ -176,17 +170,18 @@ class GraphLayer:
         """
         if not self.sequence:
             return Cost()
-        whole, divided = self.inputs * self.output_channels, read * channels
-        return Cost(
-            2 * self.multiplications * divided / whole,
-            BYTES_PER_VALUE * (read + channels * math.prod(self.summed[1:])),
-            BYTES_PER_VALUE * self.weights * divided / whole,
-            self.sequence[0].kind,
-        )
+        whole = self.inputs * self.output_channels
+        divided = read * channels
+        # Multiplied before the division: the quotient of the two alone would be rounded.
+        flops = 2 * self.multiplications * divided / whole
+        accessed = BYTES_PER_VALUE * (read + channels * math.prod(self.summed[1:]))
+        weights = BYTES_PER_VALUE * self.weights * divided / whole
+        return Cost(flops, accessed, weights, self.sequence[0].kind)
 
     def finish_cost(self, channels: int) -> Cost:
         """Return the cost of the layers after the first for some channels of one sample."""
-        total, shape = Cost(), self.summed if self.sequence else ()
+        total = Cost()
+        shape = self.summed if self.sequence else ()
         for layer in self.sequence[1:]:
             total += layer.cost(shape) * (channels / self.output_channels)
             shape = layer.output(shape)
@@ -198,12 +193,8 @@ class GraphLayer:
 
     def share(self, values: int, part: Slice) -> int:
         """Return the part of ``values``, all weights or all multiplications, in a slice."""
-        return (
-            values
-            * len(part.rows)
-            * len(part.columns)
-            // (self.output_channels * self.input_channels)
-        )
+        whole = self.output_channels * self.input_channels
+        return values * len(part.rows) * len(part.columns) // whole
 
 
 @dataclass(frozen=True)
@@ -233,14 +224,12 @@ class Graph:
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """For each layer, the layers reading its output."""
-        return tuple(
-            tuple(
-                reader
-                for reader, layer in enumerate(self.layers)
-                if index in layer.sources
-            )
-            for index in range(len(self.layers))
-        )
+        readers: list[list[int]] = [[] for _ in self.layers]
+        for index, layer in enumerate(self.layers):
+            for source in set(layer.sources):
+                if source != INPUT:
+                    readers[source].append(index)
+        return tuple(tuple(each) for each in readers)
 
     def follows(self, index: int) -> bool:
         """Whether a layer reads the previous layer in the list and nothing else.
@@ -254,13 +243,12 @@ class Graph:
         """Whether the layer can be the first of a fused pair: both split, and no other layer reads the value in
         between.
         """
-        return (
-            index + 1 < len(self.layers)
-            and self.layers[index].splits
-            and self.layers[index + 1].splits
-            and self.follows(index + 1)
-            and self.readers[index] == (index + 1,)
-        )
+        following = index + 1
+        if following == len(self.layers):
+            return False
+        if not self.layers[index].splits or not self.layers[following].splits:
+            return False
+        return self.follows(following) and self.readers[index] == (following,)
 
     @cached_property
     def weights(self) -> int:
@@ -278,38 +266,46 @@ def graph_of(model: Model) -> Graph:
 
     A unit with several inputs begins with a route, and a unit without layers is one route. A unit of a user's network
     that cannot be described by layers is one layer computed as a whole.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> graph = graph_of(create("cnn", {}, (1, 8, 8), 10))
+    >>> [(layer.name, layer.output) for layer in graph.layers][-1]
+    ('output', (10,))
     """
     layers: list[GraphLayer] = []
+    # The last layer of each unit.
     made = {INPUT: INPUT}
     for index, given in enumerate(model.units):
-        unit, names = _looked_into(model, index, given)
+        unit, names = _described_unit(model, index, given)
         sources = tuple(made[read] for read in model.reads(index))
         arriving = unit.input
         if len(sources) == 1 and sources[0] != INPUT:
             # A map that the unit before flattens arrives as it was.
             arriving = layers[sources[0]].output
-        described = [
-            *_describe_unit(index, unit, names, sources, len(layers), arriving)
-        ]
+        described = list(
+            _describe_unit(index, unit, names, sources, len(layers), arriving)
+        )
         layers += described
+        # A unit that only flattens has no layer: its readers read its source.
         made[index] = len(layers) - 1 if described else sources[0]
     return Graph(model.name, tuple(layers))
 
 
-def _looked_into(model: Model, index: int, unit: Unit) -> tuple[Unit, tuple[str, ...]]:
+def _described_unit(
+    model: Model, index: int, unit: Unit
+) -> tuple[Unit, tuple[str, ...]]:
     """Return a unit with its layers described, and the names of their modules."""
     counted = unit.layers[0] if unit.layers else None
     if not isinstance(counted, CountedUnit):
         return unit, tuple(map(str, range(len(unit.layers))))
     if counted.described:
         layers = tuple(layer for _, layer in counted.described)
+        # A function has no module; "-" is the name of no tensor.
+        names = tuple(name or "-" for name, _ in counted.described)
         entering = joined([model.made(read) for read in model.reads(index)])
-        return replace(unit, layers=layers, input=entering), tuple(
-            name or "-" for name, _ in counted.described
-        )
-    return replace(
-        unit, layers=(replace(counted, make=partial(model.whole, index)),)
-    ), ("",)
+        return replace(unit, layers=layers, input=entering), names
+    whole = replace(counted, make=partial(model.whole, index))
+    return replace(unit, layers=(whole,)), ("",)
 
 
 def _describe_unit(
@@ -321,8 +317,9 @@ def _describe_unit(
     shape: Shape,
 ) -> Iterator[GraphLayer]:
     """Yield a unit's layers; ``first`` is the graph index of the first one, ``shape`` its input shape."""
-    entering = shapes(unit.layers, unit.input)
-    for place, numbers in enumerate(_layer_runs(unit, len(sources) > 1)):
+    entering = shapes_through(unit.layers, unit.input)
+    for place, numbers in enumerate(_layer_runs(unit, joins=len(sources) > 1)):
+        flattens = bool(numbers) and len(entering[numbers[0]]) < len(shape)
         layer = GraphLayer(
             name=f"{unit.name}.{place}" if place else unit.name,
             sequence=tuple(unit.layers[number] for number in numbers),
@@ -330,17 +327,20 @@ def _describe_unit(
             sources=(first + place - 1,) if place else sources,
             unit=index,
             modules=tuple(names[number] for number in numbers),
-            flattens=bool(numbers) and len(entering[numbers[0]]) < len(shape),
+            flattens=flattens,
         )
         shape = layer.output
         yield layer
 
 
-def _layer_runs(unit: Unit, joins: bool) -> list[list[int]]:
+def _layer_runs(unit: Unit, *, joins: bool) -> list[list[int]]:
     """Return the positions of the main layer and its followers for each layer of a unit; routes have none."""
-    runs: list[list[int]] = [[]] if joins or not unit.layers else []
+    runs: list[list[int]] = []
+    if joins or not unit.layers:
+        runs.append([])
     for number, layer in enumerate(unit.layers):
-        if layer.division == "values" and runs and runs[-1]:
+        has_main_layer = bool(runs and runs[-1])
+        if layer.division == "values" and has_main_layer:
             runs[-1].append(number)
         elif layer.division != "flattens":
             runs.append([number])

@@ -25,14 +25,14 @@ from testbed.ml.models.slices import Slice, pick
 from testbed.ml.workload import Initialisation
 
 
-def bound(how: Initialisation, weight: Shape) -> float:
+def initial_bound(how: Initialisation, weight: Shape) -> float:
     """Return the bound on the absolute initial weights of a tensor (outputs, inputs, ...).
 
     With f inputs and g outputs of a neuron, each times the size of the kernel: LeCun et al. (1998) sqrt(3 / f), He et
     al. (2015) sqrt(6 / f), Glorot and Bengio (2010) sqrt(6 / (f + g)), torch's default for linear and convolutional
     layers sqrt(1 / f).
 
-    >>> bound("lecun", (10, 300))
+    >>> initial_bound("lecun", (10, 300))
     0.1
     """
     outputs, *others = weight
@@ -41,7 +41,8 @@ def bound(how: Initialisation, weight: Shape) -> float:
         case "he":
             return math.sqrt(6 / inputs)
         case "glorot":
-            return math.sqrt(6 / (inputs + outputs * math.prod(others[1:])))
+            pixels = math.prod(others[1:])
+            return math.sqrt(6 / (inputs + outputs * pixels))
         case "torch":
             return math.sqrt(1 / inputs)
         case _:
@@ -136,10 +137,8 @@ class Layer:
 
     def cost(self, shape: Shape) -> Cost:
         """Return the cost of forward for one sample."""
-        accessed, weights = (
-            BYTES_PER_VALUE * self.accesses(shape),
-            BYTES_PER_VALUE * self.weights(shape),
-        )
+        accessed = BYTES_PER_VALUE * self.accesses(shape)
+        weights = BYTES_PER_VALUE * self.weights(shape)
         return Cost(self.flops(shape), accessed, weights, self.kind)
 
     def least_samples(self, shape: Shape) -> int:
@@ -161,19 +160,20 @@ class Layer:
     ) -> dict[str, torch.Tensor]:
         """Return a slice of the weights `build` would draw, by their names in the module; empty tensors are omitted.
 
-        The generator advances as in `build`. An indivisible layer is returned whole.
+        The generator advances as in `build`, whatever the slice: so each device's later layers equal those of the whole
+        model. An indivisible layer is returned whole.
         """
         weight = self.weight_shape(shape)
         if not weight:
             return {}
-        limit = bound(self.initialisation, weight)
+        limit = initial_bound(self.initialisation, weight)
         tensors = {"weight": _draw_slice(weight, generator, part, limit)}
         if self.channel_values:
             tensors["bias"] = torch.zeros(len(part.channels))
-            if self.initialisation == "torch":  # biases of the others are zero
-                biases = torch.empty(weight[0]).uniform_(
-                    -limit, limit, generator=generator
-                )
+            # torch draws biases as well; the published schemes begin with zeros.
+            if self.initialisation == "torch":
+                biases = torch.empty(weight[0])
+                biases.uniform_(-limit, limit, generator=generator)
                 tensors["bias"] = pick(biases, 0, part.channels)
         return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
@@ -191,27 +191,28 @@ class Layer:
         raise TypeError(f"{type(self).__name__} is not computed channel by channel")
 
 
-def shapes(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
+def shapes_through(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
     """Return the input shape of the first layer, then the output shape of each; raises ValueError for unsuitable
     layers.
+
+    >>> shapes_through([Conv2d(16, padding=1), MaxPool2d(), Flatten()], (1, 8, 8))
+    [(1, 8, 8), (16, 8, 8), (16, 4, 4), (256,)]
     """
-    shapes_so_far = [shape]
+    shapes = [shape]
     for layer in layers:
-        shapes_so_far.append(layer.output(shapes_so_far[-1]))
-    return shapes_so_far
+        shapes.append(layer.output(shapes[-1]))
+    return shapes
 
 
-def sequence(
+def build_sequence(
     layers: Sequence[Layer], shape: Shape, generator: torch.Generator
 ) -> nn.Sequential:
     """Build layers in a row, drawing their weights in this order."""
-    entering = shapes(layers, shape)[:-1]
-    return nn.Sequential(
-        *(
-            layer.build(size, generator)
-            for layer, size in zip(layers, entering, strict=True)
-        )
-    )
+    modules = []
+    # The last shape is the output of the row.
+    for layer, entering in zip(layers, shapes_through(layers, shape), strict=False):
+        modules.append(layer.build(entering, generator))
+    return nn.Sequential(*modules)
 
 
 def _check_image(shape: Shape, layer: str) -> tuple[int, int, int]:
@@ -240,16 +241,14 @@ def _draw_slice(
     kept = torch.empty(len(part.rows), len(part.columns), *others[1:])
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        block = torch.empty(last - first, *others).uniform_(
-            -limit, limit, generator=generator
-        )
-        begin, end = bisect_left(part.rows, first), bisect_left(part.rows, last)
+        # Blocks that are not kept are drawn as well: the numbers after them depend on it.
+        block = torch.empty(last - first, *others)
+        block.uniform_(-limit, limit, generator=generator)
+        begin = bisect_left(part.rows, first)
+        end = bisect_left(part.rows, last)
         if begin < end:
-            kept[begin:end] = pick(
-                pick(block, 0, part.rows[begin:end], range(first, last)),
-                1,
-                part.columns,
-            )
+            block = pick(block, 0, part.rows[begin:end], range(first, last))
+            kept[begin:end] = pick(block, 1, part.columns)
     return kept
 
 
@@ -271,7 +270,7 @@ class ReLU(Layer):
     ceiling: float | None = None
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
+        """Build the torch module."""
         return nn.ReLU() if self.ceiling is None else nn.Hardtanh(0.0, self.ceiling)
 
 
@@ -282,7 +281,7 @@ class LeakyReLU(Layer):
     slope: float = 0.1
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
+        """Build the torch module."""
         return nn.LeakyReLU(self.slope)
 
 
@@ -293,7 +292,7 @@ class Activation(Layer):
     name: str
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
+        """Build the torch module."""
         module: nn.Module = getattr(nn, self.name)()
         return module
 
@@ -319,7 +318,7 @@ class Reorganise(Layer):
         return (channels * self.stride**2, height // self.stride, width // self.stride)
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
+        """Build the torch module."""
         from testbed.ml.models.modules import DarknetReorganise
 
         return DarknetReorganise(self.stride)
@@ -336,7 +335,7 @@ class Dropout(Layer):
     probability: float = 0.5
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
+        """Build the torch module."""
         return nn.Dropout(self.probability)
 
 
@@ -355,7 +354,7 @@ class Flatten(Layer):
         return 0
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
+        """Build the torch module."""
         return nn.Flatten()
 
 
@@ -374,9 +373,8 @@ class MaxPool2d(Layer):
     @property
     def window(self) -> PixelWindow:
         """The pooling window; padding is never the largest value."""
-        return PixelWindow(
-            self.kernel, self.stride or self.kernel, self.padding, -math.inf
-        )
+        stride = self.stride or self.kernel
+        return PixelWindow(self.kernel, stride, self.padding, fill=-math.inf)
 
     def output(self, shape: Shape) -> Shape:
         """Same channels, fewer pixels."""
@@ -399,7 +397,7 @@ class MaxPool2d(Layer):
         return functional.max_pool2d(inputs, self.kernel, self.stride, around)
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
+        """Build the torch module."""
         return nn.MaxPool2d(self.kernel, self.stride, self.padding)
 
 
@@ -424,7 +422,7 @@ class GlobalAveragePool2d(Layer):
         return _check_image(shape, "GlobalAveragePool2d")[:1]
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
+        """Build the torch module."""
         from testbed.ml.models.modules import ChannelMean
 
         return ChannelMean()
@@ -467,7 +465,7 @@ class BatchNorm2d(Layer):
         }
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
+        """Build the torch module."""
         return nn.BatchNorm2d(shape[0])
 
 
@@ -485,6 +483,7 @@ class Conv2d(Layer):
     @property
     def kind(self) -> Kind:
         """The kind selecting a device's rates."""
+        # A device may have a rate for each: kernels use a processor differently well.
         if self.groups > 1:
             return "depthwise"
         return "pointwise" if self.kernel == 1 else "convolution"
@@ -535,12 +534,19 @@ class Conv2d(Layer):
         )
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
-        size = (shape[0], self.channels, self.kernel, self.stride, self.padding)
-        module = nn.Conv2d(*size, groups=self.groups, bias=self.bias, device="meta")
-        return _allocate_module(
-            module, self.draw(shape, generator, _all_of(self.weight_shape(shape)))
+        """Build the torch module."""
+        module = nn.Conv2d(
+            shape[0],
+            self.channels,
+            self.kernel,
+            self.stride,
+            self.padding,
+            groups=self.groups,
+            bias=self.bias,
+            device="meta",
         )
+        whole = _whole_slice(self.weight_shape(shape))
+        return _allocate_module(module, self.draw(shape, generator, whole))
 
 
 @dataclass(frozen=True)
@@ -581,14 +587,13 @@ class Linear(Layer):
         return functional.linear(inputs, weight)
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module."""
+        """Build the torch module."""
         module = nn.Linear(shape[0], self.features, bias=self.bias, device="meta")
-        return _allocate_module(
-            module, self.draw(shape, generator, _all_of(self.weight_shape(shape)))
-        )
+        whole = _whole_slice(self.weight_shape(shape))
+        return _allocate_module(module, self.draw(shape, generator, whole))
 
 
-def _all_of(weight: Shape) -> Slice:
+def _whole_slice(weight: Shape) -> Slice:
     return Slice(range(weight[0]), range(weight[1]), range(weight[0]))
 
 
@@ -599,62 +604,59 @@ class Residual(Layer):
     block: tuple[Layer, ...]
     shortcut: tuple[Layer, ...] = ()
 
-    division = "no"  # what is within is not described
+    # Devices would have to exchange the values within the block.
+    division = "no"
 
     def initialised(self, how: Initialisation) -> Self:
         """Return the same block with another initialisation of all inner layers."""
-        paths = (
-            tuple(layer.initialised(how) for layer in path)
-            for path in (self.block, self.shortcut)
-        )
-        return replace(self, block=next(paths), shortcut=next(paths))
+        block = tuple(layer.initialised(how) for layer in self.block)
+        shortcut = tuple(layer.initialised(how) for layer in self.shortcut)
+        return replace(self, block=block, shortcut=shortcut)
 
     def output(self, shape: Shape) -> Shape:
         """Shape of the sum; raises ValueError for different shapes of block and shortcut."""
-        ends = {shapes(self.block, shape)[-1], shapes(self.shortcut, shape)[-1]}
-        if len(ends) != 1:
+        block = shapes_through(self.block, shape)[-1]
+        shortcut = shapes_through(self.shortcut, shape)[-1]
+        if block != shortcut:
+            first, second = sorted([block, shortcut])
             raise ValueError(
-                f"Residual adds {' and '.join(map(str, sorted(ends)))}: give it a shortcut that fits"
+                f"Residual adds {first} and {second}: give it a shortcut that fits"
             )
-        return ends.pop()
+        return block
 
     def _inner_layers(self, shape: Shape) -> list[tuple[Layer, Shape]]:
         """Each inner layer with its input shape."""
-        return [
-            pair
-            for path in (self.block, self.shortcut)
-            for pair in zip(path, shapes(path, shape)[:-1], strict=True)
-        ]
+        inner: list[tuple[Layer, Shape]] = []
+        for path in (self.block, self.shortcut):
+            inner += zip(path, shapes_through(path, shape), strict=False)
+        return inner
 
     def parameters(self, shape: Shape) -> int:
         """Trained values of block and shortcut."""
-        return sum(
-            layer.parameters(entering) for layer, entering in self._inner_layers(shape)
-        )
+        inner = self._inner_layers(shape)
+        return sum(layer.parameters(entering) for layer, entering in inner)
 
     def weights(self, shape: Shape) -> int:
         """Elements of the kernels of block and shortcut."""
-        return sum(
-            layer.weights(entering) for layer, entering in self._inner_layers(shape)
-        )
+        inner = self._inner_layers(shape)
+        return sum(layer.weights(entering) for layer, entering in inner)
 
     def flops(self, shape: Shape) -> float:
         """FLOPs of block and shortcut."""
-        return sum(
-            layer.flops(entering) for layer, entering in self._inner_layers(shape)
-        )
+        inner = self._inner_layers(shape)
+        return sum(layer.flops(entering) for layer, entering in inner)
 
     def activations(self, shape: Shape) -> int:
         """Outputs within block and shortcut, and the sum."""
-        return sum(
-            layer.activations(entering) for layer, entering in self._inner_layers(shape)
-        ) + math.prod(self.output(shape))
+        inner = self._inner_layers(shape)
+        within = sum(layer.activations(entering) for layer, entering in inner)
+        return within + math.prod(self.output(shape))
 
     def accesses(self, shape: Shape) -> int:
         """Return the accesses of block, shortcut and sum; the sum reads two values for each value written."""
-        return sum(
-            layer.accesses(entering) for layer, entering in self._inner_layers(shape)
-        ) + self._sum_accesses(shape)
+        inner = self._inner_layers(shape)
+        within = sum(layer.accesses(entering) for layer, entering in inner)
+        return within + self._sum_accesses(shape)
 
     def _sum_accesses(self, shape: Shape) -> int:
         """Values that the sum reads and writes."""
@@ -662,39 +664,33 @@ class Residual(Layer):
 
     def cost(self, shape: Shape) -> Cost:
         """Return the cost of block, shortcut and sum; the sum counts as an activation."""
-        within = (layer.cost(entering) for layer, entering in self._inner_layers(shape))
-        return sum(
-            within,
-            Cost(
-                accessed=BYTES_PER_VALUE * self._sum_accesses(shape), kind="activation"
-            ),
-        )
+        accessed = BYTES_PER_VALUE * self._sum_accesses(shape)
+        cost = Cost(accessed=accessed, kind="activation")
+        for layer, entering in self._inner_layers(shape):
+            cost += layer.cost(entering)
+        return cost
 
     def least_samples(self, shape: Shape) -> int:
         """The largest minimum of the layers of block and shortcut."""
+        inner = self._inner_layers(shape)
         return max(
-            (
-                layer.least_samples(entering)
-                for layer, entering in self._inner_layers(shape)
-            ),
-            default=1,
+            (layer.least_samples(entering) for layer, entering in inner), default=1
         )
 
     def draw(
         self, shape: Shape, generator: torch.Generator, part: Slice
     ) -> dict[str, torch.Tensor]:
-        """Return all initial weights, for any slice."""
+        """Return all initial weights, for any slice but an empty one."""
+        # Built in any case: the generator has to advance.
         state = self.build(shape, generator).state_dict()
-        return {
-            name: tensor for name, tensor in state.items() if part.rows or part.channels
-        }
+        return dict(state) if part.rows or part.channels else {}
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module, with children ``block`` and ``shortcut``."""
+        """Build the torch module, with children ``block`` and ``shortcut``."""
         from testbed.ml.models.modules import Sum
 
+        # For its check of the shapes.
         self.output(shape)
-        block, shortcut = (
-            sequence(path, shape, generator) for path in (self.block, self.shortcut)
-        )
+        block = build_sequence(self.block, shape, generator)
+        shortcut = build_sequence(self.shortcut, shape, generator)
         return Sum(OrderedDict(block=block, shortcut=shortcut))

@@ -9,7 +9,7 @@ round-off: for layers as small as those of one device, autograd takes longer tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,7 +17,7 @@ from testbed.common.seeds import derive
 from testbed.ml.lazy import functional, nn, torch
 from testbed.ml.models.chain import Model
 from testbed.ml.models.graph import GraphLayer
-from testbed.ml.models.layers import Linear, ReLU, shapes
+from testbed.ml.models.layers import Linear, ReLU, shapes_through
 from testbed.ml.models.slices import NONE, Channels, Slice, pick
 
 Tensors = Mapping[str, "torch.Tensor"]
@@ -27,68 +27,90 @@ _COUNTER = "num_batches_tracked"
 """An unused counter of a normalisation."""
 
 
-def cut(layer: GraphLayer, part: Slice, state: Tensors) -> dict[str, torch.Tensor]:
+def cut_tensors(
+    layer: GraphLayer, part: Slice, state: Tensors
+) -> dict[str, torch.Tensor]:
     """Return the slice of a layer's tensors in a complete state, without empty tensors; indivisible layers
     stay whole.
+
+    Tensors of ranges are views: `cut_copies` lets the complete state be freed.
     """
     prefixes = tuple(f"{name}." for name in layer.names)
-    divisible = layer.splits or layer.by_channel
-    slices = {
-        name: part.of(tensor) if divisible else tensor
-        for name, tensor in state.items()
-        if name.startswith(prefixes) and not name.endswith(_COUNTER)
-    }
-    return {name: tensor for name, tensor in slices.items() if tensor.numel()}
+    is_divisible = layer.splits or layer.by_channel
+    tensors = {}
+    for name, tensor in state.items():
+        if not name.startswith(prefixes) or name.endswith(_COUNTER):
+            continue
+        own = part.of(tensor) if is_divisible else tensor
+        if own.numel():
+            tensors[name] = own
+    return tensors
 
 
 def cut_copies(
     held: Iterable[tuple[GraphLayer, Slice]], state: Tensors
 ) -> dict[str, torch.Tensor]:
-    """Return copies of the results of `cut` for each layer, so the complete state can be freed."""
-    return {
-        name: tensor.clone()
-        for each in held
-        for name, tensor in cut(*each, state).items()
-    }
+    """Return copies of the results of `cut_tensors` for each layer, so the complete state can be freed."""
+    copies = {}
+    for layer, part in held:
+        for name, tensor in cut_tensors(layer, part, state).items():
+            copies[name] = tensor.clone()
+    return copies
 
 
-def draw(
+def draw_tensors(
     model: Model, wanted: Iterable[tuple[GraphLayer, Slice]], seed: int
 ) -> dict[str, torch.Tensor]:
-    """Return the slices `cut` would return for the model's initial weights, holding only one block of others at a time.
+    """Return the slices `cut_tensors` would return for the model's initial weights.
 
+    Only one block of the weights of other devices is in memory at a time, since a model may not fit into one device.
     ``wanted`` is in the order of the model. Units of a user's network are built whole and then cut.
     """
     if model.builder is not None:
-        held = [*wanted]
-        states = {
-            index: model.build(index, index + 1, seed).state_dict()
-            for index in {each.unit for each, _ in held}
-        }
-        return cut_copies(
-            held,
-            {name: each for state in states.values() for name, each in state.items()},
-        )
+        return _cut_built_units(model, list(wanted), seed)
     tensors: dict[str, torch.Tensor] = {}
-    for index, group in groupby(wanted, key=lambda each: each[0].unit):
-        unit, generator = (
-            model.units[index],
-            torch.Generator().manual_seed(derive(seed, "weights", index)),
-        )
-        slices = {name: part for whole, part in group for name in whole.names}
-        entering = shapes(unit.layers, unit.input)[:-1]
-        for number, (layer, shape) in enumerate(
-            zip(unit.layers, entering, strict=True)
-        ):
-            name = f"{index}.{number}"
-            state = layer.draw(
-                shape, generator, slices.get(name, Slice(NONE, NONE, NONE))
-            )
-            tensors |= {
-                f"{name}.{key}": tensor
-                for key, tensor in state.items()
-                if not key.endswith(_COUNTER)
-            }
+    for index, group in groupby(wanted, key=_unit_of):
+        slices = {}
+        for graph_layer, part in group:
+            for name in graph_layer.names:
+                slices[name] = part
+        tensors |= _draw_unit(model, index, slices, seed)
+    return tensors
+
+
+def _unit_of(held: tuple[GraphLayer, Slice]) -> int:
+    layer, _ = held
+    return layer.unit
+
+
+def _cut_built_units(
+    model: Model, held: Sequence[tuple[GraphLayer, Slice]], seed: int
+) -> dict[str, torch.Tensor]:
+    """Build the units of a user's network that have held layers, and cut their tensors."""
+    state: dict[str, torch.Tensor] = {}
+    for index in {_unit_of(each) for each in held}:
+        state |= model.build(index, index + 1, seed).state_dict()
+    return cut_copies(held, state)
+
+
+def _draw_unit(
+    model: Model, index: int, slices: Mapping[str, Slice], seed: int
+) -> dict[str, torch.Tensor]:
+    """Draw the slices of a unit's layers, by the names of their modules; layers without a slice are drawn and dropped.
+
+    Seed and generator are those of `Model.build`, so a slice equals the same part of the whole model.
+    """
+    unit = model.units[index]
+    generator = torch.Generator().manual_seed(derive(seed, "weights", index))
+    nothing = Slice(NONE, NONE, NONE)
+    tensors = {}
+    entering = shapes_through(unit.layers, unit.input)
+    for number, layer in enumerate(unit.layers):
+        name = f"{index}.{number}"
+        part = slices.get(name, nothing)
+        for key, tensor in layer.draw(entering[number], generator, part).items():
+            if not key.endswith(_COUNTER):
+                tensors[f"{name}.{key}"] = tensor
     return tensors
 
 
@@ -96,23 +118,17 @@ class SlicedLayer:
     """A layer slice with its tensors; computes the slice's operations and parts of them."""
 
     def __init__(
-        self, layer: GraphLayer, part: Slice, state: Tensors, training: bool = False
+        self, layer: GraphLayer, part: Slice, state: Tensors, *, training: bool = False
     ) -> None:
-        """Take the tensors of the slice, as returned by `cut`; tensors of other layers are ignored.
+        """Take the tensors of the slice, as returned by `cut_tensors`; tensors of other layers are ignored.
 
         With ``training``, normalisation uses batch statistics and updates the running statistics in place.
         """
         self.layer = layer
         self.part = part
         self._training = training
-        self._states = [
-            {
-                key.removeprefix(f"{name}."): tensor
-                for key, tensor in state.items()
-                if key.startswith(f"{name}.") and not key.endswith(_COUNTER)
-            }
-            for name in layer.names
-        ]
+        self._states = [_tensors_of(name, state) for name in layer.names]
+        # A pooling that was added to the layer has no name, and no tensors.
         self._states += [{}] * (len(layer.sequence) - len(self._states))
         self._following: dict[Channels, nn.Sequential] = {}
         self._whole: nn.Sequential | None = None
@@ -128,12 +144,8 @@ class SlicedLayer:
         """
         columns = self.part.columns if columns is None else columns
         rows = self.part.rows if rows is None else rows
-        weight = pick(
-            pick(self._states[0]["weight"], 0, rows, self.part.rows),
-            1,
-            columns,
-            self.part.columns,
-        )
+        weight = pick(self._states[0]["weight"], 0, rows, self.part.rows)
+        weight = pick(weight, 1, columns, self.part.columns)
         maps = inputs.reshape(len(inputs), len(columns), *self.layer.entering[1:])
         return self.layer.sequence[0].product(maps, weight).flatten(1)
 
@@ -142,10 +154,10 @@ class SlicedLayer:
     ) -> torch.Tensor:
         """Add the bias to complete sums of some output channels, normalise and activate; (samples, elements) both."""
         channels = self.part.channels if channels is None else channels
+        # Features are finished as maps of one pixel.
         pixels = self.layer.summed[1:] or (1, 1)
-        return self._finish_maps(
-            sums.reshape(len(sums), len(channels), *pixels), channels
-        ).flatten(1)
+        maps = sums.reshape(len(sums), len(channels), *pixels)
+        return self._finish_maps(maps, channels).flatten(1)
 
     def _finish_maps(self, values: torch.Tensor, channels: Channels) -> torch.Tensor:
         bias = self._states[0].get("bias")
@@ -172,41 +184,36 @@ class SlicedLayer:
         if self.layer.splits:
             return self.finish(self.sums(inputs))
         if self.layer.by_channel:
-            maps = inputs.reshape(
-                len(inputs), len(self.part.channels), *self.layer.input[1:]
-            )
+            channels = len(self.part.channels)
+            maps = inputs.reshape(len(inputs), channels, *self.layer.input[1:])
             return self.finish(self.layer.sequence[0].product(maps, None).flatten(1))
         if self.layer.joins:
             return inputs
         if self._whole is None:
             self._whole = self._build_layer()
-        outputs: torch.Tensor = self._whole(
-            inputs.reshape(len(inputs), *self.layer.entering)
-        )
+        maps = inputs.reshape(len(inputs), *self.layer.entering)
+        outputs: torch.Tensor = self._whole(maps)
         return outputs.flatten(1)
 
     def _finishing_layers(self, channels: Channels) -> nn.Sequential:
         """Return the operations after the sums for some channels: a narrower normalisation, an activation."""
         if channels not in self._following:
             modules = nn.Sequential()
-            for layer, state in zip(
-                self.layer.sequence[1:], self._states[1:], strict=True
-            ):
+            followers = zip(self.layer.sequence[1:], self._states[1:], strict=True)
+            for layer, state in followers:
                 module = layer.build((len(channels), 1, 1), torch.Generator())
-                own = {
-                    name: pick(tensor, 0, channels, self.part.channels)
-                    for name, tensor in state.items()
-                }
+                own = {}
+                for name, tensor in state.items():
+                    own[name] = pick(tensor, 0, channels, self.part.channels)
+                # Assigned, not copied: in training, the running statistics of the given state change in place.
                 module.load_state_dict(own, strict=False, assign=True)
                 modules.append(module)
             self._following[channels] = modules.train(self._training)
         return self._following[channels]
 
     def _build_layer(self) -> nn.Sequential:
-        modules, entering = (
-            nn.Sequential(),
-            shapes(self.layer.sequence, self.layer.entering),
-        )
+        modules = nn.Sequential()
+        entering = shapes_through(self.layer.sequence, self.layer.entering)
         for layer, shape, state in zip(
             self.layer.sequence, entering, self._states, strict=False
         ):
@@ -214,6 +221,15 @@ class SlicedLayer:
             module.load_state_dict(state, strict=False, assign=True)
             modules.append(module)
         return modules.train(self._training)
+
+
+def _tensors_of(module: str, state: Tensors) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module by their names within it, without the counter of a normalisation."""
+    tensors = {}
+    for name, tensor in state.items():
+        if name.startswith(f"{module}.") and not name.endswith(_COUNTER):
+            tensors[name.removeprefix(f"{module}.")] = tensor
+    return tensors
 
 
 class SlicedShape:
@@ -255,20 +271,22 @@ class SlicedShape:
         """Return the output shape of the whole layer, or of some channels: (samples, elements)."""
         if self.layer.joins:
             return inputs
-        whole = range(self.layer.output_channels)
-        return self._empty_output(
-            inputs, self.part.channels if self.layer.by_channel else whole
-        )
+        if self.layer.by_channel:
+            return self._empty_output(inputs, self.part.channels)
+        return self._empty_output(inputs, range(self.layer.output_channels))
 
     def _empty_output(self, inputs: torch.Tensor, channels: Channels) -> torch.Tensor:
-        return torch.empty(
-            (len(inputs), len(channels) * self.layer.pixels), device="meta"
-        )
+        values = len(channels) * self.layer.pixels
+        return torch.empty((len(inputs), values), device="meta")
 
 
 @dataclass(frozen=True)
 class DenseStep:
-    """One forward waiting for its gradient."""
+    """One forward waiting for its gradient: the closed form of a fully connected layer, with or without a ReLU.
+
+    For y = relu(x W' + b) with the gradient g of y: the gradient of the sums is s = g where y > 0, that of the inputs
+    s W, of the weight s' x, and of the bias the sum of s over the samples.
+    """
 
     inputs: torch.Tensor
     """(samples, inputs)."""
@@ -301,8 +319,13 @@ def dense_forward(
     inputs: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    *,
     rectified: bool,
 ) -> torch.Tensor:
-    """Return the outputs, (samples, neurons), of inputs, (samples, inputs)."""
+    """Return the outputs, (samples, neurons), of inputs, (samples, inputs), after a ReLU if ``rectified``.
+
+    ``weight`` is (neurons, inputs), ``bias`` (neurons,).
+    """
+    # As torch's own linear layer: adding the bias to the finished product may round differently.
     sums = inputs @ weight.T if bias is None else torch.addmm(bias, inputs, weight.T)
     return sums.relu_() if rectified else sums

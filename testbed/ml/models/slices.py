@@ -49,6 +49,11 @@ def pick(
     """Return the entries ``wanted`` along an axis with the entries ``held``; None means all, numbered from 0.
 
     ``tensor`` is of any shape. The result is a view if both are ranges. Raises ValueError for entries not held.
+
+    >>> pick(torch.tensor([10, 11, 12, 13]), 0, (1, 3))
+    tensor([11, 13])
+    >>> pick(torch.tensor([14, 15, 16]), 0, range(5, 7), held=range(4, 7))
+    tensor([15, 16])
     """
     if held is None:
         held = range(tensor.shape[axis])
@@ -59,39 +64,52 @@ def pick(
     if isinstance(wanted, range) and isinstance(held, range):
         if not (wanted[0] in held and wanted[-1] in held):
             raise ValueError(f"{wanted} are not all among {held}")
+        # No copy: all planned divisions are of ranges.
         return tensor.narrow(axis, wanted[0] - held[0], len(wanted))
     places = {channel: place for place, channel in enumerate(held)}
     if not all(channel in places for channel in wanted):
         raise ValueError(f"{wanted} are not all among {held}")
-    return tensor.index_select(
-        axis, torch.tensor([places[channel] for channel in wanted])
-    )
+    indices = torch.tensor([places[channel] for channel in wanted])
+    return tensor.index_select(axis, indices)
 
 
-def evenly(size: int, count: int) -> tuple[range, ...]:
-    """Divide ``size`` channels into ``count`` ranges whose lengths differ by at most one, longer ones first."""
-    ends = [
-        size // count * number + min(number, size % count)
-        for number in range(count + 1)
-    ]
+def even_ranges(size: int, count: int) -> tuple[range, ...]:
+    """Divide ``size`` channels into ``count`` ranges whose lengths differ by at most one, longer ones first.
+
+    >>> even_ranges(8, 3)
+    (range(0, 3), range(3, 6), range(6, 8))
+    """
+    length, longer = divmod(size, count)
+    ends = [length * number + min(number, longer) for number in range(count + 1)]
     return tuple(range(first, last) for first, last in pairwise(ends))
 
 
 def as_channels(numbers: Iterable[int]) -> Channels:
-    """Return numbers in any order as a range if contiguous, otherwise as an ascending tuple."""
+    """Return numbers in any order as a range if contiguous, otherwise as an ascending tuple.
+
+    >>> as_channels([3, 1, 2])
+    range(1, 4)
+    >>> as_channels([5, 1])
+    (1, 5)
+    """
     rising = tuple(sorted(numbers))
-    whole = range(rising[0], rising[-1] + 1) if rising else NONE
+    if not rising:
+        return NONE
+    whole = range(rising[0], rising[-1] + 1)
     return whole if len(whole) == len(rising) else rising
 
 
-def elements(channels: Channels, each: int) -> Channels:
-    """Return the element indices of channels with ``each`` elements, channel after channel."""
+def elements_of(channels: Channels, each: int) -> Channels:
+    """Return the element indices of channels with ``each`` elements, channel after channel.
+
+    >>> elements_of((0, 2), 3)
+    (0, 1, 2, 6, 7, 8)
+    """
     if each == 1:
         return channels
     if isinstance(channels, range):
         return range(channels.start * each, channels.stop * each)
-    return tuple(
-        value
-        for channel in channels
-        for value in range(channel * each, (channel + 1) * each)
-    )
+    indices: list[int] = []
+    for channel in channels:
+        indices += range(channel * each, (channel + 1) * each)
+    return tuple(indices)

@@ -12,7 +12,7 @@ import torch
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
-from testbed.ml.models.slices import Channels, elements, pick
+from testbed.ml.models.slices import Channels, elements_of, pick
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.missing import Arrived, SenderPart, present_share
 
@@ -247,7 +247,7 @@ class CastExchange:
         Later arrivals for earlier batches are dropped.
         """
         arrangement = self._arrangement()
-        own = elements(arrangement.of(self._name, layer), self._values[layer])
+        own = elements_of(arrangement.of(self._name, layer), self._values[layer])
         parts = self._received_parts(Losses, batch, layer + 1, "backward", own)
         self._discard_before(Losses, batch)
         return Arrived(layer + 1, batch, samples, arrangement.sizes[layer + 1], parts)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from testbed.ml.layers.layer_shard import LayerShard
-from testbed.ml.models.slices import Channels, elements
+from testbed.ml.models.slices import Channels, elements_of
 
 
 class SenderPart(NamedTuple):
@@ -94,7 +94,7 @@ class Arrived:
             missing = part.missing
             if missing is None:
                 missing = torch.ones((), dtype=torch.bool)
-            _put_values(missing, elements(part.neurons, self.values), mask)
+            _put_values(missing, elements_of(part.neurons, self.values), mask)
         return mask
 
     def joined_values(self, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -114,7 +114,9 @@ class Arrived:
         outputs = self.zeros()
         for part in self.parts:
             if part.tensor is not None:
-                _put_values(part.tensor, elements(part.neurons, self.values), outputs)
+                _put_values(
+                    part.tensor, elements_of(part.neurons, self.values), outputs
+                )
         return outputs
 
     def zeros(self) -> torch.Tensor:
@@ -161,7 +163,9 @@ def _missing_mask_of(
     mask = torch.zeros(1, neurons * values, dtype=torch.bool)
     for part, came in pattern:
         if not came:
-            _put_values(torch.ones((), dtype=torch.bool), elements(part, values), mask)
+            _put_values(
+                torch.ones((), dtype=torch.bool), elements_of(part, values), mask
+            )
     return mask
 
 

@@ -11,7 +11,7 @@ from testbed.device import Device, Span
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.layers.shard import State
 from testbed.ml.method import Problem
-from testbed.ml.models.sliced import cut_copies, draw
+from testbed.ml.models.sliced import cut_copies, draw_tensors
 from testbed.ml.models.slices import Channels
 from testbed.ml.slots.missing import Arrived, Work
 from testbed.ml.slots.planner import (
@@ -146,7 +146,9 @@ class Neurons:
         if state is None and self._given is not None:
             state = cut_copies([(whole, part)], self._given)
         elif state is None:
-            state = draw(self._problem.model, [(whole, part)], self._problem.seed)
+            state = draw_tensors(
+                self._problem.model, [(whole, part)], self._problem.seed
+            )
         if layer in self.shards:
             self.shards[layer].take(neurons, state)
         else:

@@ -18,7 +18,7 @@ from testbed.ml.models import create
 from testbed.ml.models.chain import chain
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.layers import Linear, ReLU
-from testbed.ml.models.sliced import draw
+from testbed.ml.models.sliced import draw_tensors
 from testbed.ml.training.schema import OptimizerPart
 from tests.helpers.training import sgd
 
@@ -27,7 +27,7 @@ def imported():
 
 model = chain("m", (4,), 3, [("a", [Linear(3), ReLU()])])
 layer = graph_of(model).layers[0]
-state = draw(model, [(layer, layer.whole)], 1)
+state = draw_tensors(model, [(layer, layer.whole)], 1)
 shard = LayerShard(layer, layer.whole, state, OptimizerPart(learning_rate=0.1))
 shard.forward(0, torch.ones(2, 4))
 shard.backward(0, torch.ones(2, 3))

@@ -18,8 +18,15 @@ from testbed.ml.models.layers import (
     MaxPool2d,
     ReLU,
 )
-from testbed.ml.models.sliced import cut, draw
-from testbed.ml.models.slices import NONE, Channels, Slice, as_channels, elements, pick
+from testbed.ml.models.sliced import cut_tensors, draw_tensors
+from testbed.ml.models.slices import (
+    NONE,
+    Channels,
+    Slice,
+    as_channels,
+    elements_of,
+    pick,
+)
 from testbed.ml.training.schema import OptimizerPart
 
 OPTIMIZERS = [
@@ -121,7 +128,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 def same_state(shards: list[LayerShard], whole: Whole) -> None:
     state = whole.state()
     for shard in shards:
-        for name, tensor in cut(whole.layer, shard.part, state).items():
+        for name, tensor in cut_tensors(whole.layer, shard.part, state).items():
             assert close(shard.state()[name], tensor), name
 
 
@@ -129,7 +136,7 @@ def in_order(
     parts: list[Channels], values: list[torch.Tensor], each: int
 ) -> torch.Tensor:
     """Put values of channels, (samples, elements), into the order of the channels."""
-    order = [element for part in parts for element in elements(part, each)]
+    order = [element for part in parts for element in elements_of(part, each)]
     places = torch.empty(len(order), dtype=torch.long)
     places[torch.tensor(order)] = torch.arange(len(order))
     return torch.cat(values, dim=1)[:, places]
@@ -143,7 +150,7 @@ def test_a_first_layer_learns_the_same_without_the_gradient_of_its_inputs(
     model, index = case
     layer = graph_of(model).layers[index]
     whole = Whole(model, layer, OPTIMIZERS[0])
-    state = cut(layer, layer.whole, whole.state())
+    state = cut_tensors(layer, layer.whole, whole.state())
     inputs, gradient = (
         torch.randn(SAMPLES, layer.inputs),
         torch.randn(SAMPLES, layer.outputs),
@@ -169,7 +176,7 @@ def test_neurons_divided_by_outputs_train_as_the_undivided_layer_does(
     parts = data.draw(divisions(layer.output_channels))
     every = range(layer.input_channels)
     shards = [
-        LayerShard(layer, part, cut(layer, part, whole.state()), optimizer)
+        LayerShard(layer, part, cut_tensors(layer, part, whole.state()), optimizer)
         for part in (Slice(part, every, part) for part in parts)
     ]
     for step in range(3):
@@ -179,7 +186,7 @@ def test_neurons_divided_by_outputs_train_as_the_undivided_layer_does(
         )
         outputs = [shard.forward(step, inputs) for shard in shards]
         sent = [
-            shard.backward(step, pick(gradient, 1, elements(part, layer.pixels)))
+            shard.backward(step, pick(gradient, 1, elements_of(part, layer.pixels)))
             for shard, part in zip(shards, parts, strict=True)
         ]
         for shard in shards:
@@ -202,7 +209,9 @@ def test_missing_inputs_count_as_zero(arrived: set[int], neurons: set[int]) -> N
     layer, whole = dense()
     held, here = as_channels(neurons), as_channels(arrived)
     part = Slice(held, range(6), held)
-    shard = LayerShard(layer, part, cut(layer, part, whole.state()), OPTIMIZERS[0])
+    shard = LayerShard(
+        layer, part, cut_tensors(layer, part, whole.state()), OPTIMIZERS[0]
+    )
     inputs, gradient = torch.randn(SAMPLES, 6), torch.randn(SAMPLES, len(held))
     with_zeros = torch.zeros_like(inputs)
     with_zeros[:, sorted(arrived)] = inputs[:, sorted(arrived)]
@@ -297,7 +306,7 @@ def test_neurons_move_with_weights_and_momentum_and_training_goes_on_as_if_they_
             if len(shard.part.rows):
                 shard.forward(step, inputs)
                 shard.backward(
-                    step, pick(gradient, 1, elements(shard.part.rows, layer.pixels))
+                    step, pick(gradient, 1, elements_of(shard.part.rows, layer.pixels))
                 )
                 shard.update()
         whole.train(inputs, gradient)
@@ -324,7 +333,9 @@ def test_what_cannot_be_moved_or_divided_is_refused() -> None:
         shard.give(range(2))
     by_inputs = Slice(range(8), range(3), NONE)
     with pytest.raises(ValueError, match="divided by inputs"):
-        LayerShard(layer, by_inputs, cut(layer, by_inputs, state), OPTIMIZERS[0])
+        LayerShard(
+            layer, by_inputs, cut_tensors(layer, by_inputs, state), OPTIMIZERS[0]
+        )
     units = [
         ("a", [Conv2d(2, 1), MaxPool2d(), Flatten()]),
         ("b", [Linear(2), Dropout()]),
@@ -347,8 +358,8 @@ def test_a_slice_is_drawn_from_the_seed_as_it_is_cut_from_the_whole(
     columns = data.draw(divisions(found[index].input_channels))[0]
     part = Slice(rows, columns, rows)
     drawn, wanted = (
-        draw(model, [(found[index], part)], 9),
-        cut(found[index], part, state),
+        draw_tensors(model, [(found[index], part)], 9),
+        cut_tensors(found[index], part, state),
     )
     assert drawn.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in drawn.items())
@@ -361,7 +372,7 @@ def test_channels_are_ranges_where_they_can_be(numbers: set[int], each: int) -> 
     wanted = [
         number * each + value for number in sorted(numbers) for value in range(each)
     ]
-    assert list(elements(channels, each)) == wanted
+    assert list(elements_of(channels, each)) == wanted
     row = torch.arange(100)
     assert pick(row, 0, channels).tolist() == sorted(numbers)
     if isinstance(channels, range) and channels:

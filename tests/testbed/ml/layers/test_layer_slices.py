@@ -9,8 +9,8 @@ from testbed.ml.layers.layer_slices import finish_cost, parameters, piece, produ
 from testbed.ml.method import Options, Problem
 from testbed.ml.models import create
 from testbed.ml.models.graph import graph_of
-from testbed.ml.models.sliced import SlicedLayer, cut, draw
-from testbed.ml.models.slices import evenly
+from testbed.ml.models.sliced import SlicedLayer, cut_tensors, draw_tensors
+from testbed.ml.models.slices import even_ranges
 from testbed.work import WorkloadPart
 
 MODEL = create("mlp", {"hidden": [12, 8]}, (1, 4, 4), 5)
@@ -31,14 +31,19 @@ def divided(members, by_outputs=True):
     """The slices of each of some members, of every layer."""
     if by_outputs:
         parts = [
-            [layer.by_outputs(part) for part in evenly(layer.output_channels, members)]
+            [
+                layer.by_outputs(part)
+                for part in even_ranges(layer.output_channels, members)
+            ]
             for layer in LAYERS
         ]
     else:
         parts = [
             [
                 layer.by_inputs(part, own)
-                for part, own in zip(*(evenly(n, members) for n in sizes), strict=True)
+                for part, own in zip(
+                    *(even_ranges(n, members) for n in sizes), strict=True
+                )
             ]
             for layer in LAYERS
             for sizes in [(layer.input_channels, layer.output_channels)]
@@ -85,27 +90,31 @@ def test_slices_of_the_inputs_add_up_to_the_whole_layer():
     state = MODEL.build(0, len(MODEL.units), 7).state_dict()
     members = [own[0][1] for own in divided(3, by_outputs=False)]
     sums = sum(
-        SlicedLayer(layer, part, cut(layer, part, state)).sums(
+        SlicedLayer(layer, part, cut_tensors(layer, part, state)).sums(
             inputs[:, part.columns.start : part.columns.stop]
         )
         for part in members
     )
     finished = [
-        SlicedLayer(layer, part, cut(layer, part, state)).finish(
+        SlicedLayer(layer, part, cut_tensors(layer, part, state)).finish(
             sums[:, part.channels.start : part.channels.stop]
         )
         for part in members
     ]
-    whole = SlicedLayer(layer, layer.whole, cut(layer, layer.whole, state)).run(inputs)
+    whole = SlicedLayer(layer, layer.whole, cut_tensors(layer, layer.whole, state)).run(
+        inputs
+    )
     assert torch.allclose(torch.cat(finished, dim=1), whole, atol=1e-6)
 
 
 def test_drawn_slices_are_those_of_the_seeds_whole_model():
     state = MODEL.build(0, len(MODEL.units), 7).state_dict()
     for own in divided(2):
-        drawn = draw(MODEL, own, 7)
+        drawn = draw_tensors(MODEL, own, 7)
         wanted = {
-            name: tensor for each in own for name, tensor in cut(*each, state).items()
+            name: tensor
+            for each in own
+            for name, tensor in cut_tensors(*each, state).items()
         }
         assert drawn.keys() == wanted.keys()
         assert all(torch.equal(drawn[name], wanted[name]) for name in drawn)

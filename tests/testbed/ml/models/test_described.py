@@ -13,7 +13,7 @@ from testbed.ml.models.graph import Graph, graph_of
 from testbed.ml.models.layers import Dropout
 from testbed.ml.models.making import KEY
 from testbed.ml.models.own import create_own
-from testbed.ml.models.sliced import SlicedLayer, cut
+from testbed.ml.models.sliced import SlicedLayer, cut_tensors
 from testbed.ml.preparation import load_data
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -72,7 +72,7 @@ def same_by_layers(model: Model) -> Graph:
     made = {-1: samples.flatten(1)}
     with torch.no_grad():
         for index, layer in enumerate(graph.layers):
-            tensors = cut(layer, layer.whole, whole.state_dict())
+            tensors = cut_tensors(layer, layer.whole, whole.state_dict())
             made[index] = SlicedLayer(layer, layer.whole, tensors).run(
                 torch.cat([made[s] for s in layer.sources], 1)
             )

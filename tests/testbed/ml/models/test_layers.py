@@ -12,7 +12,7 @@ from testbed.common.usercode import Code
 from testbed.ml.fields import InputSpec
 from testbed.ml.learning import model_of
 from testbed.ml.models import create
-from testbed.ml.models.layers import bound
+from testbed.ml.models.layers import initial_bound
 from tests.helpers.runs import of, run, scenario
 
 TORCH = {"he": torch.nn.init.kaiming_uniform_, "glorot": torch.nn.init.xavier_uniform_}
@@ -21,7 +21,7 @@ TORCH = {"he": torch.nn.init.kaiming_uniform_, "glorot": torch.nn.init.xavier_un
 @pytest.mark.parametrize("how", ["lecun", "he", "glorot", "torch"])
 @pytest.mark.parametrize("shape", [(40, 60), (32, 16, 3, 3)])
 def test_weights_reach_as_far_from_zero_as_torch_draws_them(how, shape):
-    limit = bound(how, shape)
+    limit = initial_bound(how, shape)
     match how:
         case "he" | "glorot":
             reached = (
@@ -54,9 +54,9 @@ def test_all_layers_of_a_network_are_drawn_so_and_shards_have_the_same():
     for tensor in whole.values():
         if tensor.dim() > 1:
             assert (
-                0.9 * bound("torch", tuple(tensor.shape))
+                0.9 * initial_bound("torch", tuple(tensor.shape))
                 < tensor.abs().max()
-                <= bound("torch", tuple(tensor.shape))
+                <= initial_bound("torch", tuple(tensor.shape))
             )
     last = len(model.units) - 1
     assert whole[f"{last}.0.bias"].abs().max() > 0

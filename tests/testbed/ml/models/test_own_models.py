@@ -18,7 +18,7 @@ from testbed.device import KINDS
 from testbed.ml.models import CATALOG, Model, create
 from testbed.ml.models.chain import cost_of
 from testbed.ml.models.graph import graph_of
-from testbed.ml.models.layers import Flatten, shapes
+from testbed.ml.models.layers import Flatten, shapes_through
 from testbed.ml.models.making import KEY
 from testbed.ml.models.own import create_own
 from testbed.prepare import prepare
@@ -145,7 +145,7 @@ def test_what_is_counted_is_what_our_formulas_say(name: str, tmp_path: Path) -> 
         math.prod(entering)
         for unit in ours.units
         for layer, entering in zip(
-            unit.layers, shapes(unit.layers, unit.input), strict=False
+            unit.layers, shapes_through(unit.layers, unit.input), strict=False
         )
         if isinstance(layer, Flatten)
     )

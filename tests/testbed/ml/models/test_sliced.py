@@ -31,7 +31,7 @@ def test_outputs_and_gradients_are_those_of_autograd(
         )
     )
     given_bias = bias if biased else None
-    outputs = dense_forward(inputs, weight, given_bias, rectified)
+    outputs = dense_forward(inputs, weight, given_bias, rectified=rectified)
     step = DenseStep(inputs, weight, outputs, rectified)
     leaves = [each.clone().requires_grad_() for each in (inputs, weight, bias)]
     expected = functional.linear(leaves[0], leaves[1], leaves[2] if biased else None)

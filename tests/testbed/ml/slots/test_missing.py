@@ -8,7 +8,7 @@ import torch
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.models import create
 from testbed.ml.models.graph import graph_of
-from testbed.ml.models.sliced import cut
+from testbed.ml.models.sliced import cut_tensors
 from testbed.ml.models.slices import Slice
 from testbed.ml.slots.missing import Arrived, SenderPart, Usable
 from testbed.ml.training.schema import OptimizerPart
@@ -55,7 +55,7 @@ def test_learning_is_an_update_at_once_or_nothing():
     model = create("mlp", {"hidden": [3]}, (1, 2, 2), 2)
     layer = graph_of(model).layers[0]
     part = Slice(range(1, 3), range(4), range(1, 3))
-    state = cut(layer, part, model.build(0, len(model.units), 1).state_dict())
+    state = cut_tensors(layer, part, model.build(0, len(model.units), 1).state_dict())
     shard = LayerShard(layer, part, state, OptimizerPart(learning_rate=0.5))
     learn, outputs = TreatedAsNull().learn, shard.forward(7, torch.ones(1, 4))
     before = shard.state()
