@@ -156,7 +156,7 @@ def export_weights(prepared: Prepared, outcome: Outcome) -> Outcome:
     whole = None
     if outcome.weights is not None:
         whole = arrays.pack(
-            weights.exported(outcome.weights, problem.model, problem.seed)
+            weights.export_state(outcome.weights, problem.model, problem.seed)
         )
     return replace(outcome, weights_file=whole, parts=parts)
 
@@ -276,7 +276,7 @@ def _own_data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         return
     yield from batch_problems(workload, len(labels))
     are_numbers = labels.ndim == 1 and labels.dtype.kind == "f"
-    if are_numbers and workload.training.loss.plain:
+    if are_numbers and workload.training.loss.is_plain:
         text = "the labels are numbers, but cross-entropy needs classes: use a loss such as mse"
         yield Diagnostic(("workload", "training", "loss"), text)
 
@@ -359,7 +359,9 @@ def planned_total(scenario: Scenario) -> int | None:
     samples = data.known_samples(workload.data)
     if samples is None or workload.epochs is None:
         return None
-    per_epoch = steps_per_epoch(samples, workload.batch_size, workload.drop_last)
+    per_epoch = steps_per_epoch(
+        samples, workload.batch_size, drop_last=workload.drop_last
+    )
     return workload.epochs * per_epoch
 
 

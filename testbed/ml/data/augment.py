@@ -32,17 +32,16 @@ class Drawing:
     @property
     def copies(self) -> int:
         """Number of distinct epochs; later epochs repeat them."""
-        part, steps = self.workload.data.augment, self.workload.steps
+        workload = self.workload
+        part = workload.data.augment
         if part is not None and part.copies is not None:
             return part.copies
-        if steps is None:
-            return self.workload.epochs or 1
-        return math.ceil(
-            steps
-            / steps_per_epoch(
-                len(self.places), self.workload.batch_size, self.workload.drop_last
-            )
+        if workload.steps is None:
+            return workload.epochs or 1
+        per_epoch = steps_per_epoch(
+            len(self.places), workload.batch_size, drop_last=workload.drop_last
         )
+        return math.ceil(workload.steps / per_epoch)
 
     def part(self, indices: Indices) -> Drawing:
         """Return the augmentation of some samples, (indices,)."""
@@ -55,15 +54,15 @@ class Drawing:
 
         Raises `InputError` for a transform that does not accept the images or changes their shape.
         """
-        augmented, state = np.empty(images.shape, np.float32), random.getstate()
+        augmented = np.empty(images.shape, np.float32)
+        # Transforms draw from the global generators of torch and of Python: both are restored.
+        state = random.getstate()
         with torch.random.fork_rng(devices=[]):
             for number, index in enumerate(indices):
-                drawn = derive(
-                    self.seed, "augment", epoch % self.copies, int(self.places[index])
-                )
-                torch.default_generator.manual_seed(
-                    drawn
-                )  # of this processor alone, as in `testbed.ml.layers.shard`
+                place = int(self.places[index])
+                drawn = derive(self.seed, "augment", epoch % self.copies, place)
+                # The generator of this processor alone, as in `testbed.ml.layers.shard`.
+                torch.default_generator.manual_seed(drawn)
                 random.seed(drawn)
                 try:
                     augmented[number] = self.chain(torch.tensor(images[number]))
@@ -89,17 +88,14 @@ def drawing(
             _KEY[:-1],
         )
     known = require_extra("torchvision.transforms", "vision", "augmentation", _KEY)
+    steps = []
     try:
-        steps = [
-            getattr(known, each["name"])(
-                **{key: value for key, value in each.items() if key != "name"}
-            )
-            for each in workload.data.augment.transforms
-        ]
+        for transform in workload.data.augment.transforms:
+            options = {key: value for key, value in transform.items() if key != "name"}
+            steps.append(getattr(known, transform["name"])(**options))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"unknown torchvision transform: {error}", _KEY) from None
     augmentation = Drawing(known.Compose(steps), seed, workload, np.arange(samples))
-    augmentation(
-        np.zeros((1, *shape), np.float32), np.arange(1), 0
-    )  # what cannot be drawn is found before the run
+    # One black picture, so that a transform that fails is reported before the run.
+    augmentation(np.zeros((1, *shape), np.float32), np.arange(1), 0)
     return augmentation

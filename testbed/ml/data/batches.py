@@ -7,6 +7,7 @@ smaller last batch of the epoch. A training set smaller than the batch is one ba
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TypeAlias
@@ -17,31 +18,52 @@ from testbed.common.seeds import derive
 Indices: TypeAlias = "npt.NDArray[np.int64]"
 
 
-def steps_per_epoch(samples: int, batch_size: int, drop_last: bool = True) -> int:
-    """Return the number of batches in the samples, at least one; raises ValueError for an empty set."""
+def steps_per_epoch(samples: int, batch_size: int, *, drop_last: bool = True) -> int:
+    """Return the number of batches in the samples, at least one; raises ValueError for an empty set.
+
+    >>> steps_per_epoch(100, 32)
+    3
+    >>> steps_per_epoch(100, 32, drop_last=False)
+    4
+    """
     if samples < 1 or batch_size < 1:
         raise ValueError(f"no batches of {batch_size} in {samples} samples")
-    return max(1, samples // batch_size) if drop_last else -(-samples // batch_size)
+    if drop_last:
+        return max(1, samples // batch_size)
+    return math.ceil(samples / batch_size)
 
 
 def batch_length(
-    samples: int, batch_size: int, step: int, drop_last: bool = True
+    samples: int, batch_size: int, step: int, *, drop_last: bool = True
 ) -> int:
-    """Return the number of samples of a training step from 0."""
-    return min(
-        batch_size,
-        samples - step % steps_per_epoch(samples, batch_size, drop_last) * batch_size,
-    )
+    """Return the number of samples of a training step from 0.
+
+    >>> [batch_length(100, 32, step, drop_last=False) for step in range(4)]
+    [32, 32, 32, 4]
+    """
+    position = step % steps_per_epoch(samples, batch_size, drop_last=drop_last)
+    return min(batch_size, samples - position * batch_size)
 
 
-def left_out(samples: int, batch_size: int, drop_last: bool = True) -> int:
-    """Return the number of samples each epoch leaves out."""
+def left_out(samples: int, batch_size: int, *, drop_last: bool = True) -> int:
+    """Return the number of samples each epoch leaves out.
+
+    >>> left_out(100, 32)
+    4
+    """
+    # A set smaller than the batch is one batch of all samples.
     return samples % batch_size if drop_last and samples >= batch_size else 0
 
 
 def is_due(done: int, every: float | None) -> bool:
-    """Return whether a periodic action is due after ``done`` steps; an interval of None or 0 is never due."""
-    return bool(every) and done > 0 and done % (every or 1) == 0
+    """Return whether a periodic action is due after ``done`` steps; an interval of None or 0 is never due.
+
+    >>> is_due(20, every=10), is_due(0, every=10), is_due(20, every=None)
+    (True, False, False)
+    """
+    if not every or done <= 0:
+        return False
+    return done % every == 0
 
 
 class IntervalTrigger:
@@ -68,18 +90,30 @@ class IntervalTrigger:
         self._last = now
 
 
+# Asked for once for each batch of an epoch.
 @lru_cache(maxsize=4)
 def _epoch_order(samples: int, seed: int, epoch: int) -> Indices:
     order = np.random.default_rng(derive(seed, "batches", epoch)).permutation(samples)
+    # The cache hands out one array to all callers.
     order.flags.writeable = False
     return order
 
 
 def batch(
-    samples: int, batch_size: int, seed: int | None, step: int, drop_last: bool = True
+    samples: int,
+    batch_size: int,
+    seed: int | None,
+    step: int,
+    *,
+    drop_last: bool = True,
 ) -> Indices:
-    """Return the sample indices of a training step counted from 0, (samples,); without a seed in stored order."""
-    epoch, position = divmod(step, steps_per_epoch(samples, batch_size, drop_last))
+    """Return the sample indices of a training step counted from 0, (samples,); without a seed in stored order.
+
+    >>> batch(samples=10, batch_size=4, seed=None, step=1)
+    array([4, 5, 6, 7])
+    """
+    per_epoch = steps_per_epoch(samples, batch_size, drop_last=drop_last)
+    epoch, position = divmod(step, per_epoch)
     order = np.arange(samples) if seed is None else _epoch_order(samples, seed, epoch)
     return order[position * batch_size : (position + 1) * batch_size]
 
@@ -87,15 +121,17 @@ def batch(
 def cut_batch(size: int, micro_batches: int) -> tuple[slice, ...]:
     """Cut a batch into contiguous micro-batches of nearly equal size, larger ones first.
 
-    A batch of 10 in 4 micro-batches is 3, 3, 2, 2. The mean loss of the batch is the mean of the micro-batches' losses
-    weighted by their sizes. Raises ValueError for more micro-batches than samples, which would leave some empty.
+    The mean loss of the batch is the mean of the micro-batches' losses weighted by their sizes. Raises ValueError for
+    more micro-batches than samples, which would leave some empty.
+
+    >>> cut_batch(10, 4)
+    (slice(0, 3, None), slice(3, 6, None), slice(6, 8, None), slice(8, 10, None))
     """
     if not 1 <= micro_batches <= size:
         raise ValueError(
             f"a batch of {size} cannot be cut into {micro_batches} micro-batches: take 1 to {size}"
         )
-    small, larger = divmod(size, micro_batches)
-    edges = accumulate(
-        [small + 1] * larger + [small] * (micro_batches - larger), initial=0
-    )
+    length, longer = divmod(size, micro_batches)
+    lengths = [length + 1] * longer + [length] * (micro_batches - longer)
+    edges = accumulate(lengths, initial=0)
     return tuple(slice(begin, end) for begin, end in pairwise(edges))

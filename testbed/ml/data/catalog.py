@@ -1,8 +1,6 @@
-"""The catalogue of data sets and `load`.
+"""The catalogue of data sets, and `load`, which reads them.
 
-Nothing here downloads files; `testbed.ml.data.fetch` does so for its command.
-
-Nothing here downloads; `testbed.ml.data.fetch` does, when its command is called.
+Nothing here downloads files: `testbed.ml.data.fetch` does so for the command `testbed setup data`.
 """
 
 from __future__ import annotations
@@ -41,8 +39,11 @@ SYSTEM_DATA_FOLDER = Path("/usr/share/datasets")
 
 def data_place(name: str) -> Path:
     """Return the default folder of a set: the first existing one, or the one to create."""
-    places = [folder / name for folder in (DATA_FOLDER, SYSTEM_DATA_FOLDER)]
-    return next((place for place in places if place.is_dir()), places[0])
+    own_folder = DATA_FOLDER / name
+    for place in (own_folder, SYSTEM_DATA_FOLDER / name):
+        if place.is_dir():
+            return place
+    return own_folder
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Remote:
 
     name: str
     bases: tuple[str, ...]
-    """Addresses of the folder that holds it, tried in this order."""
+    """Addresses of the folder that holds the file, tried in this order."""
     md5: str
     members: tuple[str, ...] = ()
     """Names of the files to extract; empty keeps the downloaded file itself."""
@@ -71,7 +72,7 @@ class DataSource:
     """Files of the set, each plain or with ``.gz``; empty for sets without a folder."""
     remotes: tuple[Remote, ...] = ()
     read: Callable[[DataSource, Path], tuple[str, Samples, Samples]] | None = None
-    """(this, folder) -> name of what was found there, training and test samples."""
+    """Function of the source and a folder: the name of the files read, training and test samples."""
     from_path: bool = False
     """Whether the scenario names the set's single file."""
     integers: bool = False
@@ -85,53 +86,54 @@ class DataSource:
         return InputSpec(self.shape, self.integers, self.fields)
 
 
-def _all_of(source: DataSource, *folders: Path) -> list[Path]:
+def _required_files(source: DataSource, *folders: Path) -> list[Path]:
     """Return the files of a set, each from the first folder containing it; raises `InputError` for missing files."""
-    candidates = {
-        name: [files.find(folder, name) for folder in folders] for name in source.files
-    }
-    paths = [
-        path for places in candidates.values() for path in [*filter(None, places)][:1]
-    ]
-    if len(paths) < len(candidates):
-        names = ", ".join(
-            name for name, places in candidates.items() if not any(places)
-        )
+    paths = []
+    missing = []
+    for name in source.files:
+        places = [files.find(folder, name) for folder in folders]
+        present = [path for path in places if path is not None]
+        if present:
+            paths.append(present[0])
+        else:
+            missing.append(name)
+    if missing:
         raise InputError(
-            f"{folders[0]}: {source.name} needs {names} there (plain or .gz); "
+            f"{folders[0]}: {source.name} needs {', '.join(missing)} there (plain or .gz); "
             f"`testbed setup data {source.name}` downloads what is missing"
         )
     return paths
 
 
 def _split_parts(samples: Samples) -> tuple[Samples, Samples]:
+    """Divide the samples of a set without a test part."""
     images, labels = samples
     train, test = holdout(labels.astype(np.int64), TEST_SHARE)
     return (images[train], labels[train]), (images[test], labels[test])
 
 
 def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
-    def pair(images: Path, labels: Path) -> Samples:
-        pixels = source.shape[1:]
-        return files.read_idx_pair(
-            images, labels, (pixels[0], pixels[1]), source.classes
-        )
+    def read_pair(images: Path, labels: Path) -> Samples:
+        height, width = source.shape[1:]
+        return files.read_idx_pair(images, labels, (height, width), source.classes)
 
-    train_images, train_labels, *tests = (
+    train_images, train_labels, test_images, test_labels = (
         files.find(folder, name) for name in source.files
     )
-    there = [path for path in tests if path is not None]
-    if train_images is None and train_labels is None and len(there) == 2:
-        return f"{source.name}-t10k", *_split_parts(pair(*there))
-    paths = _all_of(source, folder)
-    return source.name, pair(*paths[:2]), pair(*paths[2:])
+    has_train_part = train_images is not None or train_labels is not None
+    if not has_train_part and test_images is not None and test_labels is not None:
+        # The test part alone, a seventh of the download, is a small set of its own; its name says so.
+        samples = read_pair(test_images, test_labels)
+        return f"{source.name}-t10k", *_split_parts(samples)
+    paths = _required_files(source, folder)
+    return source.name, read_pair(*paths[:2]), read_pair(*paths[2:])
 
 
 def _read_emnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
     # The letters are numbered from 1.
     begin = 1 if source.name == "emnist-letters" else 0
 
-    def pair(images: Path, labels: Path) -> Samples:
+    def read_pair(images: Path, labels: Path) -> Samples:
         pixels, targets = files.read_idx_pair(
             images, labels, (28, 28), source.classes + begin
         )
@@ -142,12 +144,14 @@ def _read_emnist(source: DataSource, folder: Path) -> tuple[str, Samples, Sample
         # EMNIST stores its images column by column.
         return pixels.transpose(0, 1, 3, 2), targets - np.uint8(begin)
 
-    paths = _all_of(source, folder)
-    return source.name, pair(*paths[:2]), pair(*paths[2:])
+    paths = _required_files(source, folder)
+    return source.name, read_pair(*paths[:2]), read_pair(*paths[2:])
 
 
 def _read_cifar10(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
-    *train, test = _all_of(source, folder, folder / "cifar-10-batches-bin")
+    # The archive has its files in a folder of this name.
+    unpacked = folder / "cifar-10-batches-bin"
+    *train, test = _required_files(source, folder, unpacked)
     return source.name, files.read_cifar(train), files.read_cifar([test])
 
 
@@ -158,21 +162,19 @@ def _digits_table() -> npt.NDArray[np.uint8]:
     The file is the test part of the UCI set "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998,
     CC BY 4.0), as scikit-learn's `load_digits` has it.
     """
-    return np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",").astype(
-        np.uint8
-    )
+    table = np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",")
+    return table.astype(np.uint8)
 
 
 def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
     table = _digits_table()
     # 16 grey levels and black, stretched to the range of a byte like every other set.
-    images = np.round(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)[
-        :, None
-    ]
+    levels = table[:, :-1].reshape(-1, 1, 8, 8)
+    images = np.round(levels * (255 / 16)).astype(np.uint8)
     if source.name == LARGE_DIGITS:
-        images = np.pad(
-            images.repeat(3, axis=2).repeat(3, axis=3), ((0, 0), (0, 0), (2, 2), (2, 2))
-        )
+        enlarged = images.repeat(3, axis=2).repeat(3, axis=3)
+        frame = (2, 2)
+        images = np.pad(enlarged, ((0, 0), (0, 0), frame, frame))
     return source.name, *_split_parts((images, table[:, -1].copy()))
 
 
@@ -334,7 +336,11 @@ DATASETS: dict[str, DataSource] = {
 
 
 def describe(name: str) -> DataSource:
-    """Describe a set without reading its files; raises `InputError` for an unknown name."""
+    """Describe a set without reading its files; raises `InputError` for an unknown name.
+
+    >>> describe("synthetic-3x32x32-100").shape
+    (3, 32, 32)
+    """
     if name in DATASETS:
         return DATASETS[name]
     if pictures.is_picture(name):
@@ -347,6 +353,7 @@ def describe(name: str) -> DataSource:
     if isinstance(packaged, DataSource):
         return replace(packaged, name=name)
     if callable(packaged):
+        # Shape and classes are known after a call: see `describe_part`.
         return DataSource(name, inspect.getdoc(packaged) or "", (), 0)
     if packaged is not None:
         raise InputError(
@@ -364,17 +371,21 @@ def list_names() -> list[str]:
 
 
 def part_of(text: str) -> DataPart:
-    """Return the data named on a command line: a set, a file or folder, FILE.py:FUNCTION or TABLE:LABEL."""
+    """Return the data named on a command line: a set, a file or folder, FILE.py:FUNCTION or TABLE:LABEL.
+
+    >>> part_of("own.py:load").file
+    'own.py'
+    >>> part_of("mnist").name
+    'mnist'
+    """
     place, _, name = text.rpartition(":")
     if place.endswith(".py"):
         return DataPart(file=place, name=name)
     if place.endswith(tables.SUFFIXES):
         return DataPart(path=place, label=name)
-    return (
-        DataPart(path=text)
-        if Path(text).suffix or Path(text).is_dir()
-        else DataPart(name=text)
-    )
+    if Path(text).suffix or Path(text).is_dir():
+        return DataPart(path=text)
+    return DataPart(name=text)
 
 
 def is_own(part: DataPart) -> bool:
@@ -417,15 +428,17 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
 
 def train_groups(part: DataPart, folder: Path) -> npt.NDArray[np.int64] | None:
     """Return the group of each training sample by the split column, (samples,), or None; raises `InputError`."""
-    return (
-        _limit_samples(own.load(part, folder, TEST_SHARE), part).groups
-        if is_own(part)
-        else None
-    )
+    if not is_own(part):
+        return None
+    return _limit_samples(own.load(part, folder, TEST_SHARE), part).groups
 
 
 def known_samples(part: DataPart) -> int | None:
-    """Return the number of training samples of a scenario; None if only the data files can tell."""
+    """Return the number of training samples of a scenario; None if only the data files can tell.
+
+    >>> known_samples(DataPart(name="digits"))
+    1438
+    """
     if part.train is not None:
         return part.train
     if part.name.startswith("synthetic"):
@@ -456,7 +469,8 @@ def problems(part: DataPart, place: Path) -> Iterator[tuple[Key, str]]:
 def _folder_problems(
     source: DataSource, name: str, folder: Path
 ) -> Iterator[tuple[Key, str]]:
-    present = [file for each in source.files if (file := files.find(folder, each))]
+    places = [files.find(folder, each) for each in source.files]
+    present = [path for path in places if path is not None]
     download = f"`testbed setup data {name}` downloads them"
     if not folder.is_dir():
         yield (
@@ -466,45 +480,50 @@ def _folder_problems(
     elif not present:
         yield ("folder",), f"{folder} contains no file of {name}: {download}"
     for file in present:
-        if "-images-" in file.name:
-            try:
-                files.check_images(file, source.shape[1:])
-            except InputError as error:
-                yield ("folder",), str(error)
+        if "-images-" not in file.name:
+            continue
+        try:
+            files.check_images(file, source.shape[1:])
+        except InputError as error:
+            yield ("folder",), str(error)
 
 
-def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dataset:
+def load(part: DataPart, folder: Path | None = None, *, blank: bool = False) -> Dataset:
     """Read the set named by a scenario, with its files from ``folder`` (``part.folder`` if None).
 
     For a set stored in one file, ``folder`` is that file (``part.path`` if None). With ``blank``, images are black and
     only labels are read.
 
     Raises `InputError` for an unknown name, missing or damaged files, and too few samples.
+
+    >>> digits = load(DataPart(name="digits", train=100))
+    >>> digits.train_images.shape, digits.classes
+    ((100, 1, 8, 8), 10)
     """
     if is_own(part):
-        dataset = _limit_samples(
-            own.load(part, folder or Path(part.path or part.file or ""), TEST_SHARE),
-            part,
-        )
+        place = folder or Path(part.path or part.file or "")
+        dataset = _limit_samples(own.load(part, place, TEST_SHARE), part)
         return dataset.blank() if blank else dataset
     source = describe(part.name)
     if source.read is None:
-        return synthetic.make(part.name, part.train, part.test, blank)
+        return synthetic.make(part.name, part.train, part.test, blank=blank)
     name, train, test = source.read(source, _data_location(source, part, folder))
-    chosen = (
-        *_take_first(name, "train", train, part.train),
-        *_take_first(name, "test", test, part.test),
+    train_images, train_labels = _take_first(name, "train", train, part.train)
+    test_images, test_labels = _take_first(name, "test", test, part.test)
+    dataset = Dataset(
+        name, source.classes, train_images, train_labels, test_images, test_labels
     )
-    dataset = Dataset(name, source.classes, *chosen)
     return dataset.blank() if blank else dataset
 
 
 def _data_location(source: DataSource, part: DataPart, folder: Path | None) -> Path:
     """Return the file or folder to read; raises `InputError` for a missing folder."""
     if not source.files:
-        return folder or Path((part.path if source.from_path else None) or "")
+        named = part.path if source.from_path else None
+        return folder or Path(named or "")
     download = f"`testbed setup data {part.name}`"
-    folder = folder or (Path(part.folder) if part.folder else None)
+    if folder is None and part.folder:
+        folder = Path(part.folder)
     if folder is None:
         text = f"{part.name} is read from files: give their folder; {download} downloads them"
         raise InputError(text, ("data", "folder"))

@@ -27,13 +27,13 @@ class Dataset:
     classes: int
     """Number of classes, or of float32 values per label; 0 without labels, when label arrays hold zeros."""
     train_images: Images
-    """(samples, channels, height, width), scaled to [0, 1]; of one's own data (samples, ...), also of whole numbers.
+    """(samples, channels, height, width), scaled to [0, 1]; of the user's own data (samples, ...), integers included.
 
-    Augmented ones, as they travel, are copies of all samples, for one epoch after the other. Of a file that is larger
-    than memory they are read as they are asked for, bytes then as they lie there: `batch` and `tests` scale them.
+    Augmented samples are transmitted as copies of all samples, for one epoch after the other. Samples in a file larger
+    than memory are read when `batch` or `tests` needs some; bytes are scaled only then.
     """
     train_labels: Labels
-    """(samples,) of classes from 0; of one's own data (samples, ...), also of float32."""
+    """(samples,) of classes from 0; of the user's own data (samples, ...), float32 included."""
     test_images: Images
     test_labels: Labels
     groups: npt.NDArray[np.int64] | None = None
@@ -51,15 +51,14 @@ class Dataset:
         With ``values`` only these values of each sample, (samples, values), which is faster than selecting them later.
         """
         if self.drawing is not None:
-            return _select_values(
-                values,
-                self.drawing(_scale_bytes(self.train_images[indices]), indices, epoch),
-            )
+            images = _scale_bytes(self.train_images[indices])
+            return _select_values(values, self.drawing(images, indices, epoch))
+        # Received augmented samples are copies of the set, one for each epoch.
         samples = len(self.train_labels)
-        copy = epoch % max(1, len(self.train_images) // max(1, samples))
-        return _scale_bytes(
-            _select_values(values, self.train_images)[indices + copy * samples]
-        )
+        copies = max(1, len(self.train_images) // max(1, samples))
+        copy = epoch % copies
+        chosen = _select_values(values, self.train_images)[indices + copy * samples]
+        return _scale_bytes(chosen)
 
     def tests(self, indices: Sequence[int]) -> Images:
         """Return test samples, (samples, ...)."""
@@ -74,10 +73,11 @@ class Dataset:
         """Return a copy with samples of float32, for networks that accept no integers."""
         if not self.integers:
             return self
-        train, test = (
-            each.astype(np.float32) for each in (self.train_images, self.test_images)
+        return replace(
+            self,
+            train_images=self.train_images.astype(np.float32),
+            test_images=self.test_images.astype(np.float32),
         )
-        return replace(self, train_images=train, test_images=test)
 
     def blank(self) -> Dataset:
         """Return the same number of black samples with the same labels, for shapes only. The samples take no memory."""
@@ -87,16 +87,17 @@ class Dataset:
             test_images=_blank_images(self.test_images),
         )
 
-    def part(self, train: npt.NDArray[np.int64], tests: bool) -> Dataset:
+    def part(self, train: npt.NDArray[np.int64], *, tests: bool) -> Dataset:
         """Return a set of the training samples with these indices, (samples,), and all or no test samples."""
         test = slice(None) if tests else slice(0)
+        drawing = None if self.drawing is None else self.drawing.part(train)
         return replace(
             self,
             train_images=_select_images(self.train_images, train),
             train_labels=self.train_labels[train],
             test_images=self.test_images[test],
             test_labels=self.test_labels[test],
-            drawing=self.drawing and self.drawing.part(train),
+            drawing=drawing,
         )
 
     def drawn(self) -> Dataset:
@@ -104,20 +105,17 @@ class Dataset:
         if self.drawing is None or not len(self.train_labels):
             return replace(self, drawing=None)
         every = np.arange(len(self.train_labels))
-        copies: Images = np.concatenate(
-            [self.batch(every, epoch) for epoch in range(self.drawing.copies)]
-        )
+        epochs = [self.batch(every, epoch) for epoch in range(self.drawing.copies)]
+        copies: Images = np.concatenate(epochs)
         return replace(self, train_images=copies, drawing=None)
 
     def noisy(self, deviation: float, seed: int) -> Dataset:
         """Return a copy with Gaussian noise of a standard deviation on the training samples, as float32."""
-        noise = np.random.default_rng(seed).normal(
-            0, deviation, self.train_images.shape
-        )
-        return replace(
-            self,
-            train_images=(_scale_bytes(self.train_images) + noise).astype(np.float32),
-        )
+        generator = np.random.default_rng(seed)
+        noise = generator.normal(0, deviation, self.train_images.shape)
+        # Added in float64 and rounded once.
+        images = (_scale_bytes(self.train_images) + noise).astype(np.float32)
+        return replace(self, train_images=images)
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -131,24 +129,21 @@ def _select_values(values: slice | None, images: Images) -> Images:
 
 
 def _scale_bytes(images: Images) -> Images:
-    return (
-        images.astype(np.float32) / np.float32(255)
-        if images.dtype.kind == "u"
-        else images
-    )
+    if images.dtype.kind != "u":
+        return images
+    # float32 / float32: a Python number would widen the values first.
+    return images.astype(np.float32) / np.float32(255)
 
 
 def _blank_images(images: Images) -> Images:
+    # Strides of zero: all samples are one and the same image in memory.
     return np.broadcast_to(np.zeros((1, *images.shape[1:]), images.dtype), images.shape)
 
 
 def _select_images(images: Images, indices: npt.NDArray[np.int64]) -> Images:
     """Return the selected images; a selection of blank images takes no memory either."""
-    return (
-        images[: len(indices)]
-        if len(images) and images.strides[0] == 0
-        else images[indices]
-    )
+    is_blank = len(images) > 0 and images.strides[0] == 0
+    return images[: len(indices)] if is_blank else images[indices]
 
 
 _ARRAYS = {
@@ -157,6 +152,7 @@ _ARRAYS = {
     "test_images": ("float32", "int64", "uint8"),
     "test_labels": ("int64", "float32"),
 }
+"""Arrays of a transmitted data set, with the types allowed for each."""
 """The types that each may have."""
 
 
@@ -170,11 +166,12 @@ def pack(dataset: Dataset) -> bytes:
 
 def unpack(body: Buffer) -> Dataset:
     """Read the output of `pack`; the arrays share the memory of ``body``. Raises `TensorError` for other bytes."""
+    # The bytes come from the network, so everything is checked.
     raw, metadata = tensors.read(body)
     arrays = tensors.to_numpy(raw)
-    if set(metadata) != {"name", "classes"} or not re.fullmatch(
-        "[0-9]{1,9}", metadata["classes"]
-    ):
+    if set(metadata) != {"name", "classes"}:
+        raise TensorError("a data set has a name and a number of classes")
+    if not re.fullmatch("[0-9]{1,9}", metadata["classes"]):
         raise TensorError("a data set has a name and a number of classes")
     _check_types(arrays)
     for part in ("train", "test"):
@@ -187,24 +184,23 @@ def unpack(body: Buffer) -> Dataset:
 
 
 def _check_types(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    if set(arrays) == set(_ARRAYS) and all(
+    has_all_arrays = set(arrays) == set(_ARRAYS)
+    if has_all_arrays and all(
         array.dtype.name in _ARRAYS[name] for name, array in arrays.items()
     ):
         return
-    wanted = ", ".join(
-        f"{name} ({' or '.join(types)})" for name, types in _ARRAYS.items()
-    )
-    raise TensorError(f"a data set has the arrays {wanted}")
+    wanted = [f"{name} ({' or '.join(types)})" for name, types in _ARRAYS.items()]
+    raise TensorError(f"a data set has the arrays {', '.join(wanted)}")
 
 
 def _check_lengths(arrays: Mapping[str, npt.NDArray[Any]], part: str) -> None:
-    images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
-    fits = len(images) == len(labels)
+    images = arrays[f"{part}_images"]
+    labels = arrays[f"{part}_labels"]
+    has_equal_lengths = len(images) == len(labels)
     if part == "train" and len(labels):
-        fits = (
-            len(images) % len(labels) == 0
-        )  # augmented samples are there once for each epoch
-    if images.ndim < 2 or labels.ndim < 1 or not fits:
+        # Augmented samples are there once for each epoch.
+        has_equal_lengths = len(images) % len(labels) == 0
+    if images.ndim < 2 or labels.ndim < 1 or not has_equal_lengths:
         raise TensorError(
             f"{part}_images is (samples, ...), and {part}_labels (samples, ...) with as many"
         )

@@ -19,7 +19,7 @@ from testbed.ml.data.catalog import Remote, describe
 from testbed.ml.data.files import find
 
 DownloadProgress = Callable[[str, int, int | None], None]
-"""(file, bytes so far, bytes in all if known)."""
+"""Function of a file's name, the bytes so far, and all bytes if known."""
 
 _CHUNK = 1 << 20
 _TIMEOUT = 30.0
@@ -46,7 +46,8 @@ def fetch(
     folder.mkdir(parents=True, exist_ok=True)
     for remote in source.remotes:
         wanted = remote.members or (remote.name,)
-        if any(find(folder, member.removesuffix(".gz")) is None for member in wanted):
+        places = [find(folder, member.removesuffix(".gz")) for member in wanted]
+        if None in places:
             _download_file(remote, folder, [*bases, *remote.bases], progress)
     paths = [find(folder, file) for file in source.files]
     return [path for path in paths if path is not None]
@@ -57,6 +58,7 @@ def _download_file(
 ) -> None:
     """Download one file from the first working address, and unpack archives."""
     failures = []
+    # Within the folder: a file is renamed into place only on one file system.
     with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as unfinished:
         download = Path(unfinished) / remote.name
         for base in bases:
@@ -74,7 +76,7 @@ def _download_file(
             else:
                 return
     raise HostError(
-        f"{remote.name} could not be downloaded into {folder}: " + "; ".join(failures)
+        f"{remote.name} could not be downloaded into {folder}: {'; '.join(failures)}"
     )
 
 
@@ -82,7 +84,9 @@ def _write_download(
     address: str, file: Path, remote: Remote, progress: DownloadProgress
 ) -> None:
     """Write the content of an address to a file; raises ValueError for a wrong checksum."""
-    digest, done = hashlib.md5(usedforsecurity=False), 0
+    # The sets are published with MD5 hashes; they detect damage, not an attack.
+    digest = hashlib.md5(usedforsecurity=False)
+    done = 0
     with requests.get(
         address, stream=True, timeout=_TIMEOUT, headers={"Accept-Encoding": "identity"}
     ) as response:
@@ -109,10 +113,10 @@ def _keep_download(remote: Remote, download: Path, folder: Path) -> None:
         download.replace(folder / remote.name)
         return
     missing = set(remote.members)
-    for name, content in _archive_members(
-        download, zipped=remote.name.endswith(".zip")
-    ):
+    is_zip = remote.name.endswith(".zip")
+    for name, content in _archive_members(download, is_zip=is_zip):
         if name in missing:
+            # Renamed at the end: a half-written file must not be taken for the whole.
             unpacked = folder / f".{name}.partial"
             with unpacked.open("wb") as file:
                 shutil.copyfileobj(content, file)
@@ -122,9 +126,9 @@ def _keep_download(remote: Remote, download: Path, folder: Path) -> None:
         raise OSError(f"the archive lacks {', '.join(sorted(missing))}")
 
 
-def _archive_members(archive: Path, zipped: bool) -> Iterator[tuple[str, IO[bytes]]]:
+def _archive_members(archive: Path, *, is_zip: bool) -> Iterator[tuple[str, IO[bytes]]]:
     """Yield the files of an archive, opened, by name without folder, so none is written outside the target."""
-    if zipped:
+    if is_zip:
         with zipfile.ZipFile(archive) as opened:
             for entry in opened.infolist():
                 with opened.open(entry) as content:

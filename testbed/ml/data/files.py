@@ -1,8 +1,6 @@
 """Readers of published file formats: IDX (MNIST and similar sets) and CIFAR-10's binary form.
 
 A malformed file raises `InputError` with its name and the problem.
-
-Whatever is wrong with a file raises `InputError` with the file's name and what is wrong with it.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ _CIFAR_RECORD = 1 + math.prod(CIFAR_IMAGE)
 
 def find(folder: Path, name: str) -> Path | None:
     """Return the file with this name, plain or with ``.gz``; None if both are missing."""
-    return next(
-        (path for path in (folder / name, folder / f"{name}.gz") if path.is_file()),
-        None,
-    )
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    return None
 
 
 def _read_content(path: Path) -> bytes:
@@ -52,34 +50,44 @@ def read_idx(path: Path, axes: int) -> Bytes:
     """Read an IDX file of unsigned bytes with this number of axes; raises `InputError` for other files."""
     content = _read_content(path)
     shape = _declared_sizes(path, content, axes)
-    actual, announced = len(content) - 4 - 4 * axes, math.prod(shape)
+    header = _header_bytes(axes)
+    actual = len(content) - header
+    announced = math.prod(shape)
     if actual != announced:
         sizes = "x".join(map(str, shape))
-        off = "truncated" if actual < announced else "too long"
+        fault = "truncated" if actual < announced else "too long"
         raise InputError(
-            f"{path}: {off}: its header announces {sizes} bytes, {actual} follow"
+            f"{path}: {fault}: its header announces {sizes} bytes, {actual} follow"
         )
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+def _header_bytes(axes: int) -> int:
+    """Return the length of an IDX header: a magic number and the size of each axis, of four bytes each."""
+    return 4 + 4 * axes
 
 
 def check_images(path: Path, pixels: tuple[int, ...]) -> None:
     """Raise `InputError` if the header of an IDX image file declares other sizes."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            _check_pixels(path, _declared_sizes(path, file.read(16), 3), pixels)
+            # The header alone: the rest is decompressed when the set is loaded.
+            header = file.read(_header_bytes(3))
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
+    _check_pixels(path, _declared_sizes(path, header, 3), pixels)
 
 
 def _check_pixels(path: Path, shape: tuple[int, ...], pixels: tuple[int, ...]) -> None:
     if shape[1:] != pixels:
-        actual, wanted = ("x".join(map(str, size)) for size in (shape[1:], pixels))
+        actual = "x".join(map(str, shape[1:]))
+        wanted = "x".join(map(str, pixels))
         raise InputError(f"{path}: has images of {actual} pixels, not of {wanted}")
 
 
 def _declared_sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
     """Return the sizes declared by the header of an IDX file."""
-    header = 4 + 4 * axes
+    header = _header_bytes(axes)
     magic = bytes([0, 0, _UNSIGNED_BYTE, axes])
     if content[:4] != magic:
         raise InputError(
@@ -89,14 +97,17 @@ def _declared_sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
         raise InputError(
             f"{path}: truncated: {len(content)} bytes are less than the header of {header}"
         )
-    return tuple(int(size) for size in np.frombuffer(content, ">u4", axes, offset=4))
+    # The sizes are big-endian.
+    sizes = np.frombuffer(content, ">u4", axes, offset=4)
+    return tuple(int(size) for size in sizes)
 
 
 def read_idx_pair(
     images: Path, labels: Path, shape: tuple[int, int], classes: int
 ) -> tuple[Bytes, Bytes]:
     """Read images (samples, 1, height, width) and labels (samples,); raises `InputError` if their numbers differ."""
-    pixels, targets = read_idx(images, 3), read_idx(labels, 1)
+    pixels = read_idx(images, 3)
+    targets = read_idx(labels, 1)
     _check_pixels(images, pixels.shape, shape)
     if len(pixels) != len(targets):
         raise InputError(
@@ -117,7 +128,8 @@ def _check_labels(path: Path, labels: Bytes, classes: int) -> None:
 
 def read_cifar(paths: Sequence[Path], classes: int = 10) -> tuple[Bytes, Bytes]:
     """Read records of a label byte and 3x32x32 pixels from several files, one after the other; raises `InputError`."""
-    images, labels = [], []
+    images = []
+    labels = []
     for path in paths:
         content = _read_content(path)
         if not content or len(content) % _CIFAR_RECORD:
@@ -125,7 +137,8 @@ def read_cifar(paths: Sequence[Path], classes: int = 10) -> tuple[Bytes, Bytes]:
                 f"{path}: truncated: {len(content)} bytes are no whole records of {_CIFAR_RECORD}"
             )
         records = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR_RECORD)
-        _check_labels(path, records[:, 0], classes)
-        labels.append(records[:, 0])
+        targets = records[:, 0]
+        _check_labels(path, targets, classes)
+        labels.append(targets)
         images.append(records[:, 1:].reshape(-1, *CIFAR_IMAGE))
     return np.concatenate(images), np.concatenate(labels)

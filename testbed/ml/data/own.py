@@ -39,16 +39,18 @@ GROUP = "testbed.data"
 _NAME: Key = ("data", "name")
 _FILE: Key = ("data", "file")
 _PATH: Key = ("data", "path")
-_NAMES = (
+_ARRAY_NAMES = (
     (("train_images", "train_labels"), ("test_images", "test_labels")),
     (("x_train", "y_train"), ("x_test", "y_test")),
 )
+"""Accepted names of the arrays of training samples and labels, and of test samples and labels."""
 _NEEDED = "train_images and train_labels or x_train and y_train"
 _HUGGING_FACE = ("dataset_dict.json", "dataset_info.json")
 """Files that data sets of Hugging Face have on disk, of several parts or of one."""
-_READ = 1 << 22
+_VALUES_AT_ONCE = 1 << 22
+"""Number of values checked at once, of a file that may be larger than memory."""
 """Values of a file larger than memory that are looked at at once."""
-_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
+_PICTURE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
 
 
 def load(part: DataPart, place: Path, test_share: float) -> Dataset:
@@ -63,31 +65,36 @@ def load(part: DataPart, place: Path, test_share: float) -> Dataset:
     else:
         changed = _time_of_change(part, place)
     group = part.split.column if isinstance(part.split, SplitPart) else None
-    kept = part.model_copy(update={"train": None, "test": None, "split": "coordinator"})
-    return _load_cached(kept.model_dump_json(), place, changed, test_share, group)
+    # One cached set serves all runs of a sweep: these keys only choose among its samples.
+    unlimited = part.model_copy(
+        update={"train": None, "test": None, "split": "coordinator"}
+    )
+    return _load_cached(unlimited.model_dump_json(), place, changed, test_share, group)
 
 
 def is_packaged(part: DataPart) -> bool:
     """Return whether the samples come from a function of an installed package."""
-    return (
-        part.file is None
-        and part.path is None
-        and callable(plugins.find(GROUP, part.name, _NAME))
-    )
+    if part.file is not None or part.path is not None:
+        return False
+    return callable(plugins.find(GROUP, part.name, _NAME))
 
 
 def _time_of_change(part: DataPart, place: Path) -> int:
+    """Return a number that differs after any change of a file or of the files in a folder."""
     try:
-        return sum(
-            each.stat().st_mtime_ns
-            for each in (place, *(place.rglob("*") if place.is_dir() else ()))
-        )
+        total = place.stat().st_mtime_ns
+        if place.is_dir():
+            total += sum(each.stat().st_mtime_ns for each in place.rglob("*"))
     except OSError as error:
-        key = _PATH if part.file is None else _FILE
         raise InputError(
             f"{place} cannot be read: {error.strerror}: paths are relative to the scenario",
-            key,
+            _key_of(part),
         ) from None
+    return total
+
+
+def _key_of(part: DataPart) -> Key:
+    return _PATH if part.file is None else _FILE
 
 
 @lru_cache(maxsize=2)
@@ -95,28 +102,29 @@ def _load_cached(
     text: str, place: Path, changed: int, test_share: float, group: str | None
 ) -> Dataset:
     part = DataPart.model_validate_json(text)
-    key = _PATH if part.file is None else _FILE
+    key = _key_of(part)
     read, read_test, groups = _read_parts(part, place, group)
     if group is not None and groups is None:
         read, groups = _drop_column(read, group)
-        read_test = None if read_test is None else _drop_column(read_test, group)[0]
+        if read_test is not None:
+            read_test, _ = _drop_column(read_test, group)
     train, fields = _check_part(read, f"{place}: the training samples", key)
     if read_test is None:
         train, test, groups = _hold_out(train, groups, test_share)
     else:
-        test, others = _check_part(read_test, f"{place}: the test samples", key)
-        if fields != others:
-            shown = [
-                ", ".join(f"{each.name} {each.shape} {each.kind}" for each in of)
-                for of in (fields, others)
-            ]
+        test, test_fields = _check_part(read_test, f"{place}: the test samples", key)
+        if fields != test_fields:
             raise InputError(
-                f"{place}: training samples have {shown[0]}, test samples {shown[1]}",
+                f"{place}: training samples have {_field_list(fields)}, test samples {_field_list(test_fields)}",
                 key,
             )
     train, test = _match_types(train, test, place, key)
-    classes = _classes_of(train[1], test[1], place, key)
+    classes = _count_classes(train[1], test[1], place, key)
     return Dataset(part.name, classes, *train, *test, groups, fields)
+
+
+def _field_list(fields: Fields) -> str:
+    return ", ".join(f"{each.name} {each.shape} {each.kind}" for each in fields)
 
 
 def _hold_out(
@@ -124,10 +132,11 @@ def _hold_out(
 ) -> tuple[Arrays, Arrays, Groups]:
     """Move a share of the training samples to the test part."""
     samples, labels = train
+    # Without classes there is nothing to balance: all samples count as one class.
     classes = labels if is_class(labels) else np.zeros(len(labels), np.int64)
-    kept, left = holdout(classes, share)
-    test = large.take(samples, left), labels[left]
-    train = large.take(samples, kept), labels[kept]
+    kept, moved = holdout(classes, share)
+    test = (large.take(samples, moved), labels[moved])
+    train = (large.take(samples, kept), labels[kept])
     return train, test, None if groups is None else groups[kept]
 
 
@@ -135,21 +144,28 @@ def _match_types(
     train: Arrays, test: Arrays, place: Path, key: Key
 ) -> tuple[Arrays, Arrays]:
     """Return both parts with samples of one type; raises `InputError` for differing shapes or label types."""
-    if train[0].shape[1:] != test[0].shape[1:]:
-        shapes = f"training samples are of {train[0].shape[1:]}, test samples of {test[0].shape[1:]}"
-        raise InputError(f"{place}: {shapes}: give both one shape", key)
-    if train[1].dtype != test[1].dtype or train[1].shape[1:] != test[1].shape[1:]:
+    samples, labels = train
+    test_samples, test_labels = test
+    shape, test_shape = samples.shape[1:], test_samples.shape[1:]
+    if shape != test_shape:
+        raise InputError(
+            f"{place}: training samples are of {shape}, test samples of {test_shape}: give both one shape",
+            key,
+        )
+    has_same_type = labels.dtype == test_labels.dtype
+    if not has_same_type or labels.shape[1:] != test_labels.shape[1:]:
         raise InputError(
             f"{place}: training and test labels differ in shape or type: give both the same",
             key,
         )
-    if train[0].dtype != test[0].dtype:
-        train = train[0].astype(np.float32), train[1]
-        test = test[0].astype(np.float32), test[1]
-    return train, test
+    if samples.dtype != test_samples.dtype:
+        # One part may consist of integers by chance.
+        samples = samples.astype(np.float32)
+        test_samples = test_samples.astype(np.float32)
+    return (samples, labels), (test_samples, test_labels)
 
 
-def _classes_of(
+def _count_classes(
     train: npt.NDArray[Any], test: npt.NDArray[Any], place: Path, key: Key
 ) -> int:
     """Return the number of classes, or of predicted values per sample; raises `InputError` for invalid labels."""
@@ -157,6 +173,7 @@ def _classes_of(
         return math.prod(train.shape[1:])
     classes = 1 + int(max(train.max(initial=0), test.max(initial=0)))
     count = len(train) + len(test)
+    # A year or an identifier as the label would make a network of thousands of outputs.
     if is_class(train) and classes > count:
         raise InputError(
             f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0",
@@ -201,56 +218,62 @@ def _drop_column(samples: Samples, group: str) -> tuple[Samples, Groups]:
     if not isinstance(values, Mapping) or group not in values:
         return samples, None
     inputs = {name: each for name, each in values.items() if name != group}
-    return (_only_or_all(inputs), labels), tables.numbered(values[group])
+    return (_only_or_all(inputs), labels), tables.number_values(values[group])
 
 
 def _check_part(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
     """Return validated samples and labels, (samples, ...) both, of float32 or int64, and the fields."""
     values, labels = samples
     if isinstance(values, Mapping):
-        if not values:
-            raise InputError(f"{what}: have no inputs: give at least one array", key)
-        for name, each in values.items():
-            _check_count(each, labels, f"{what}: input '{name}'", key)
-        arrays = {
-            name: _convert_numbers(each, f"{what}: input '{name}'", key)
-            for name, each in values.items()
-        }
-        rows, fields = pack(arrays)
-        return (rows, _convert_labels(labels, what, key)), fields
+        return _check_inputs(values, labels, what, key)
     _check_count(values, labels, what, key)
     if values.ndim < 2:
         _refuse_type(values, what, key)
     numbers = _convert_numbers(values, what, key)
-    return (
-        numbers.astype(np.float32) if numbers.dtype == bool else numbers,
-        _convert_labels(labels, what, key),
-    ), ()
+    if numbers.dtype == bool:
+        numbers = numbers.astype(np.float32)
+    return (numbers, _convert_labels(labels, what, key)), ()
+
+
+def _check_inputs(
+    inputs: Mapping[str, npt.NDArray[Any]],
+    labels: npt.NDArray[Any],
+    what: str,
+    key: Key,
+) -> tuple[Arrays, Fields]:
+    """Return several inputs as one row of numbers for each sample, with the labels and the fields."""
+    if not inputs:
+        raise InputError(f"{what}: have no inputs: give at least one array", key)
+    for name, values in inputs.items():
+        _check_count(values, labels, f"{what}: input '{name}'", key)
+    numbers = {}
+    for name, values in inputs.items():
+        numbers[name] = _convert_numbers(values, f"{what}: input '{name}'", key)
+    rows, fields = pack(numbers)
+    return (rows, _convert_labels(labels, what, key)), fields
 
 
 def _check_count(
     values: npt.NDArray[Any], labels: npt.NDArray[Any], what: str, key: Key
 ) -> None:
-    if (
-        values.ndim < 1
-        or labels.ndim < 1
-        or len(values) != len(labels)
-        or not len(values)
-    ):
-        counts = [
-            "no array of" if not each.ndim else str(len(each))
-            for each in (values, labels)
-        ]
-        raise InputError(
-            f"{what}: {counts[0]} samples and {counts[1]} labels: give each sample one label",
-            key,
-        )
+    """Raise `InputError` unless there is at least one sample, and as many labels."""
+    has_axes = values.ndim > 0 and labels.ndim > 0
+    if has_axes and len(values) == len(labels) > 0:
+        return
+    raise InputError(
+        f"{what}: {_shown_length(values)} samples and {_shown_length(labels)} labels: give each sample one label",
+        key,
+    )
+
+
+def _shown_length(values: npt.NDArray[Any]) -> str:
+    return str(len(values)) if values.ndim else "no array of"
 
 
 def _refuse_type(values: npt.NDArray[Any], what: str, key: Key) -> NoReturn:
-    is_ = f"an array {values.shape} of {values.dtype}"
     raise InputError(
-        f"{what}: {is_}: give numbers of (samples, ...), such as (samples, 3, 32, 32)",
+        f"{what}: an array {values.shape} of {values.dtype}: "
+        "give numbers of (samples, ...), such as (samples, 3, 32, 32)",
         key,
     )
 
@@ -264,13 +287,19 @@ def _convert_numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArr
         raise InputError(text, key)
     if values.dtype.kind == "b":
         return values
-    if values.dtype.kind != "f" and values.dtype != np.uint8:
+    is_bytes = values.dtype == np.uint8
+    if values.dtype.kind != "f" and not is_bytes:
         return values.astype(np.int64, copy=False)
     numbers = values
-    if not isinstance(values, np.memmap) or values.dtype not in (np.float32, np.uint8):
+    # A file that may be larger than memory stays a file: `Dataset` scales its bytes as samples are read.
+    is_converted_later = isinstance(values, np.memmap) and (
+        is_bytes or values.dtype == np.float32
+    )
+    if not is_converted_later:
+        # Too large a float64 becomes infinite, which is reported below.
         with np.errstate(over="ignore"):
             numbers = values.astype(np.float32)
-        if values.dtype == np.uint8:
+        if is_bytes:
             numbers /= 255
     if not _is_finite(numbers):
         raise InputError(
@@ -281,32 +310,36 @@ def _convert_numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArr
 
 
 def _has_colours_last(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 4 and shape[-1] in (1, 3, 4) and shape[1] == shape[2] > 4
+    """Return whether samples look like (height, width, colours): square, and larger than any number of colours."""
+    if len(shape) != 4:
+        return False
+    _, height, width, colours = shape
+    return colours in (1, 3, 4) and height == width > 4
 
 
 def _is_finite(values: npt.NDArray[Any]) -> bool:
     """Return whether an array of any size, possibly larger than memory, is finite."""
     if values.dtype == np.uint8:
         return True
-    step = max(1, _READ // max(1, values[0].size))
-    return all(
-        np.isfinite(values[begin : begin + step]).all()
-        for begin in range(0, len(values), step)
-    )
+    step = max(1, _VALUES_AT_ONCE // max(1, values[0].size))
+    begins = range(0, len(values), step)
+    return all(np.isfinite(values[begin : begin + step]).all() for begin in begins)
 
 
 def _convert_labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
     """Return labels of float32 or int64."""
-    least = -np.inf if labels.dtype.kind == "f" else 0 if labels.ndim == 1 else IGNORED
-    if labels.dtype.kind in "uif" and labels.min() >= least:
+    is_float = labels.dtype.kind == "f"
+    smallest = -np.inf if is_float else 0
+    if not is_float and labels.ndim > 1:
+        # Labels of tokens.
+        smallest = IGNORED
+    if labels.dtype.kind in "uif" and labels.min() >= smallest:
         with np.errstate(over="ignore"):
-            numbers = labels.astype(
-                np.float32 if labels.dtype.kind == "f" else np.int64
-            )
+            numbers = labels.astype(np.float32 if is_float else np.int64)
         if np.isfinite(numbers).all():
             return numbers
-    is_ = f"labels {labels.shape} of {labels.dtype}"
-    text = f"{what}: {is_}: give whole numbers from 0 for classes, or finite numbers of float32 for what is learned"
+    given = f"labels {labels.shape} of {labels.dtype}"
+    text = f"{what}: {given}: give whole numbers from 0 for classes, or finite numbers of float32 for what is learned"
     raise InputError(text, key)
 
 
@@ -315,26 +348,21 @@ def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None
     part.
     """
     if part.file is None:
-        result = plugins.load(
-            plugins.installed(GROUP)[part.name], _NAME, lambda function: function()
-        )
+        package = plugins.installed(GROUP)[part.name]
+        result = plugins.load(package, _NAME, lambda function: function())
     else:
         result = usercode.call(usercode.read(place, part.name, _FILE), _FILE)
+    where = f"{place}: {part.name}"
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise InputError(
-            f"{place}: {part.name} returned {type(result).__name__}: return (train, test)",
-            _FILE,
+            f"{where} returned {type(result).__name__}: return (train, test)", _FILE
         )
-    train, test = (
-        None if each is None else _read_pair(each, f"{place}: {part.name}")
-        for each in result
-    )
+    train, test = result
     if train is None:
         raise InputError(
-            f"{place}: {part.name} returned no training samples: return (train, test)",
-            _FILE,
+            f"{where} returned no training samples: return (train, test)", _FILE
         )
-    return train, test
+    return _read_pair(train, where), None if test is None else _read_pair(test, where)
 
 
 def _read_pair(part: Any, where: str) -> Samples:
@@ -345,11 +373,12 @@ def _read_pair(part: Any, where: str) -> Samples:
     """
     try:
         if isinstance(part, tuple) and len(part) == 2:
-            return _read_inputs(part[0], _to_array(part[1]))
+            samples, labels = part
+            return _read_inputs(samples, _to_array(labels))
+        # By index and not by iteration: a torch data set need not end an iteration.
         pairs = [_read_sample(part[number]) for number in range(len(part))]
-        return _stack_inputs([sample for sample, _ in pairs], 0), _stack_samples(
-            [label for _, label in pairs], IGNORED
-        )
+        inputs = _stack_inputs([sample for sample, _ in pairs], filling=0)
+        return inputs, _stack_samples([label for _, label in pairs], filling=IGNORED)
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         text = "samples and labels have to be arrays, each sample of one shape, or a data set of pairs of such"
         raise InputError(f"{where}: {text}: {error}", _FILE) from None
@@ -357,37 +386,40 @@ def _read_pair(part: Any, where: str) -> Samples:
 
 def _read_inputs(samples: Any, labels: npt.NDArray[Any]) -> Samples:
     """Return samples as one array, or as one array for each of several inputs."""
-    several = isinstance(samples, tuple) and len(samples) != len(labels)
-    if several and all(len(each) == len(labels) for each in samples):
-        samples = {str(place): each for place, each in enumerate(samples)}
+    # A tuple as long as the labels is a tuple of samples.
+    is_group = isinstance(samples, tuple) and len(samples) != len(labels)
+    if is_group and all(len(each) == len(labels) for each in samples):
+        samples = _number_inputs(samples)
     if isinstance(samples, Mapping):
         return {name: _to_array(each) for name, each in samples.items()}, labels
     return _to_array(samples), labels
 
 
+def _number_inputs(inputs: Sequence[Any]) -> dict[str, Any]:
+    return {str(place): each for place, each in enumerate(inputs)}
+
+
 def _read_sample(item: Any) -> tuple[Any, Any]:
     """Return a sample (a mapping for several inputs) and its label."""
-    if isinstance(item, Mapping):
-        label = next((name for name in ("labels", "label") if name in item), None)
-        if label is None:
-            raise ValueError(
-                f"a sample has {', '.join(item)}, and no 'label' or 'labels'"
-            )
-        return {name: each for name, each in item.items() if name != label}, item[label]
-    sample, label = item
-    return dict(zip(map(str, range(len(sample))), sample, strict=True)) if isinstance(
-        sample, tuple
-    ) else sample, label
+    if not isinstance(item, Mapping):
+        sample, label = item
+        if isinstance(sample, tuple):
+            sample = _number_inputs(sample)
+        return sample, label
+    for name in ("labels", "label"):
+        if name in item:
+            inputs = {key: each for key, each in item.items() if key != name}
+            return inputs, item[name]
+    raise ValueError(f"a sample has {', '.join(item)}, and no 'label' or 'labels'")
 
 
 def _stack_inputs(samples: Sequence[Any], filling: int) -> Values:
     """Stack samples into one array, or into one array for each of several inputs."""
     if not isinstance(samples[0], Mapping):
         return _stack_samples(samples, filling)
-    arrays = {
-        name: _stack_samples([each[name] for each in samples], filling)
-        for name in samples[0]
-    }
+    arrays = {}
+    for name in samples[0]:
+        arrays[name] = _stack_samples([each[name] for each in samples], filling)
     return _only_or_all(arrays)
 
 
@@ -400,22 +432,19 @@ def _stack_samples(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
     """Stack samples, (samples, ...), padding shorter ones to the longest."""
     arrays = [_to_array(each) for each in values]
     longest = max((len(each) for each in arrays if each.ndim), default=0)
-    return np.stack(
-        [
-            np.pad(
-                each,
-                [(0, longest - len(each)), *[(0, 0)] * (each.ndim - 1)],
-                constant_values=filling,
-            )
-            if each.ndim and len(each) < longest
-            else each
-            for each in arrays
-        ]
-    )
+    padded = []
+    for array in arrays:
+        if array.ndim and len(array) < longest:
+            widths = [(0, longest - len(array)), *[(0, 0)] * (array.ndim - 1)]
+            padded.append(np.pad(array, widths, constant_values=filling))
+        else:
+            padded.append(array)
+    return np.stack(padded)
 
 
 def _to_array(values: Any) -> npt.NDArray[Any]:
     """Convert a value to an array; Pillow images become channels first, as in torch."""
+    # Neither torch nor Pillow is imported here: what the user's function returns tells.
     if hasattr(values, "detach"):
         values = values.detach()
     array = np.asarray(values)
@@ -426,11 +455,14 @@ def _to_array(values: Any) -> npt.NDArray[Any]:
 
 def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
     arrays = _read_arrays(place)
-    for train, test in _NAMES:
-        if all(name in arrays for name in train):
-            return (arrays[train[0]], arrays[train[1]]), _test_part(place, arrays, test)
-    inputs, test_inputs = (_inputs_of(arrays, prefix) for prefix in ("train_", "test_"))
-    labels, test_labels = inputs.pop("labels", None), test_inputs.pop("labels", None)
+    for (samples_name, labels_name), test_names in _ARRAY_NAMES:
+        if samples_name in arrays and labels_name in arrays:
+            train = (arrays[samples_name], arrays[labels_name])
+            return train, _test_part(place, arrays, test_names)
+    inputs = _inputs_of(arrays, "train_")
+    labels = inputs.pop("labels", None)
+    test_inputs = _inputs_of(arrays, "test_")
+    test_labels = test_inputs.pop("labels", None)
     if not inputs or labels is None:
         raise InputError(
             f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {_NEEDED}", _PATH
@@ -458,11 +490,11 @@ def _inputs_of(
     arrays: Mapping[str, npt.NDArray[Any]], prefix: str
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays with a prefix in their names, keyed by the rest of the name."""
-    return {
-        name.removeprefix(prefix): each
-        for name, each in arrays.items()
-        if name.startswith(prefix)
-    }
+    inputs = {}
+    for name, array in arrays.items():
+        if name.startswith(prefix):
+            inputs[name.removeprefix(prefix)] = array
+    return inputs
 
 
 def _from_hugging_face(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
@@ -477,19 +509,22 @@ def _from_hugging_face(part: DataPart, place: Path) -> tuple[Samples, Samples | 
             f"{place}: cannot be read by `datasets`: {error}", _PATH
         ) from None
     parts = saved if isinstance(saved, Mapping) else {"train": saved}
-    test = next((parts[name] for name in ("test", "validation") if name in parts), None)
     if "train" not in parts:
         raise InputError(
             f"{place} holds {', '.join(parts)}: one has to be named train", _PATH
         )
-    return _of_columns(
-        part, parts["train"], place
-    ), None if test is None else _of_columns(part, test, place)
+    train = _read_columns(part, parts["train"], place)
+    for name in ("test", "validation"):
+        if name in parts:
+            return train, _read_columns(part, parts[name], place)
+    return train, None
 
 
-def _of_columns(part: DataPart, rows: Any, place: Path) -> Samples:
+def _read_columns(part: DataPart, rows: Any, place: Path) -> Samples:
+    """Return the chosen columns of a data set of Hugging Face, and its labels."""
     names = list(rows.column_names)
-    label = part.label or min(["label", "labels"], key=lambda name: name not in names)
+    has_plural = "labels" in names and "label" not in names
+    label = part.label or ("labels" if has_plural else "label")
     if isinstance(part.columns, Mapping):
         raise InputError(
             "columns of such a data set are inputs by their own names: write a list",
@@ -504,8 +539,8 @@ def _of_columns(part: DataPart, rows: Any, place: Path) -> Samples:
                 ("data", key),
             )
     try:
-        inputs = {name: _stack_samples(rows[name], 0) for name in chosen}
-        labels = _stack_samples(rows[label], IGNORED)
+        inputs = {name: _stack_samples(rows[name], filling=0) for name in chosen}
+        labels = _stack_samples(rows[label], filling=IGNORED)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"{place}: samples have to be numbers: name their `columns`: {error}", _PATH
@@ -514,25 +549,32 @@ def _of_columns(part: DataPart, rows: Any, place: Path) -> Samples:
 
 
 def _from_npz(place: Path) -> dict[str, npt.NDArray[Any]]:
-    if not zipfile.is_zipfile(place):  # numpy would advise to unpickle it
+    if not zipfile.is_zipfile(place):
+        # numpy would take the file for a pickle, and advise to load it as such.
         raise InputError(f"{place} is no .npz file: write it by numpy.savez", _PATH)
     with np.load(place, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
 
 
+def _from_npy_folder(place: Path) -> dict[str, npt.NDArray[Any]]:
+    """Map the arrays of a folder into memory: they may be larger than memory."""
+    arrays = {}
+    for file in place.glob("*.npy"):
+        arrays[file.stem] = np.load(file, mmap_mode="r", allow_pickle=False)
+    return arrays
+
+
 def _read_arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
     try:
-        if place.is_dir():  # arrays that may be larger than memory
-            return {
-                file.stem: np.load(file, mmap_mode="r", allow_pickle=False)
-                for file in place.glob("*.npy")
-            }
+        if place.is_dir():
+            return _from_npy_folder(place)
         if place.suffix == ".npz":
             return _from_npz(place)
         if place.suffix == ".safetensors":
             with safe_open(place, framework="numpy") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    except TypeError as error:  # a type that numpy lacks
+    except TypeError as error:
+        # numpy lacks the type, such as bfloat16.
         raise InputError(
             f"{place}: cannot be read: {error}: write it as float32", _PATH
         ) from None
@@ -543,10 +585,10 @@ def _read_arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
         EOFError,
         SafetensorError,
     ) as error:
-        unpickled = (
-            "holds Python objects, and nothing is unpickled: write arrays of numbers"
-        )
-        text = unpickled if "pickle" in str(error) else f"cannot be read: {error}"
+        text = f"cannot be read: {error}"
+        if "pickle" in str(error):
+            # A pickle runs code of whoever wrote it.
+            text = "holds Python objects, and nothing is unpickled: write arrays of numbers"
         raise InputError(f"{place}: {text}", _PATH) from None
     raise InputError(
         f"{place}: must be .npz, .safetensors, .csv or .parquet, or a folder with a folder of images for each class",
@@ -556,31 +598,33 @@ def _read_arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
 
 def _from_folders(place: Path, size: str | None) -> tuple[Samples, Samples | None]:
     """Read images from one folder per class, optionally below ``train`` and ``test``."""
-    if (place / "train").is_dir() and (place / "test").is_dir():
-        classes = _class_folders(place / "train")
-        if unlike := set(_class_folders(place / "test")) - set(classes):
-            raise InputError(
-                f"{place / 'test'}: no training images of {', '.join(sorted(unlike))}",
-                _PATH,
-            )
-        return _read_pictures(place / "train", classes, size), _read_pictures(
-            place / "test", classes, size
-        )
-    return _read_pictures(place, _class_folders(place), size), None
+    train, test = place / "train", place / "test"
+    if not train.is_dir() or not test.is_dir():
+        return _read_pictures(place, _class_folders(place), size), None
+    classes = _class_folders(train)
+    # The classes are numbered by the training images.
+    unknown = set(_class_folders(test)) - set(classes)
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise InputError(f"{test}: no training images of {names}", _PATH)
+    train_samples = _read_pictures(train, classes, size)
+    return train_samples, _read_pictures(test, classes, size)
 
 
 def _class_folders(folder: Path) -> list[str]:
-    names = sorted(
-        each.name
-        for each in folder.iterdir()
-        if each.is_dir() and not each.name.startswith(".")
-    )
+    names = []
+    for each in folder.iterdir():
+        if each.is_dir() and not each.name.startswith("."):
+            names.append(each.name)
     if not names:
         raise InputError(
             f"{folder} holds no folders: put the images of each class into one, named by the class",
             _PATH,
         )
-    if empty := [name for name in names if not _picture_files(folder / name)]:
+    # Sorted, since file systems differ in their order and classes are numbered by it.
+    names.sort()
+    empty = [name for name in names if not _picture_files(folder / name)]
+    if empty:
         raise InputError(
             f"{folder}: no images of {', '.join(empty)}: add some or remove the folder",
             _PATH,
@@ -589,12 +633,12 @@ def _class_folders(folder: Path) -> list[str]:
 
 
 def _picture_files(folder: Path) -> list[Path]:
-    return [
-        file for file in sorted(folder.glob("*")) if file.suffix.lower() in _PICTURES
-    ]
+    files = sorted(folder.glob("*"))
+    return [file for file in files if file.suffix.lower() in _PICTURE_SUFFIXES]
 
 
 def _read_pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
+    """Return the images of classes, (samples, 3, height, width), and the classes' numbers, (samples,)."""
     shape: tuple[int, int, int] | None = None
     if size is not None:
         height, width = (int(each) for each in size.split("x"))

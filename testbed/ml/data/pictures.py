@@ -34,8 +34,8 @@ class Frame(NamedTuple):
 
     left: int
     top: int
-    wide: int
-    high: int
+    width: int
+    height: int
 
 
 def is_picture(name: str) -> bool:
@@ -44,17 +44,19 @@ def is_picture(name: str) -> bool:
 
 
 def parse(name: str) -> tuple[str, tuple[int, int, int]]:
-    """Return kind and shape (3, height, width) of ``photos[-HxW]`` or ``image[-HxW]``; raises `InputError`."""
+    """Return kind and shape (3, height, width) of ``photos[-HxW]`` or ``image[-HxW]``; raises `InputError`.
+
+    >>> parse("photos-160x320")
+    ('photos', (3, 160, 320))
+    """
     match = _NAME.match(name)
     if match is None:
         raise InputError(
             f"'{name}' is not photos-HEIGHTxWIDTH or image-HEIGHTxWIDTH, such as photos-608x608",
             ("data", "name"),
         )
-    height, width = (
-        int(match[key] or default)
-        for key, default in zip(("height", "width"), SIZE, strict=True)
-    )
+    height = int(match["height"] or SIZE[0])
+    width = int(match["width"] or SIZE[1])
     if not (1 <= height <= MOST_PIXELS and 1 <= width <= MOST_PIXELS):
         raise InputError(
             f"'{name}' needs sides of 1 to {MOST_PIXELS} pixels, such as {match['kind']}-608x608",
@@ -64,11 +66,21 @@ def parse(name: str) -> tuple[str, tuple[int, int, int]]:
 
 
 def frame(width: int, height: int, shape: Sequence[int]) -> Frame:
-    """Return the largest centred frame with the aspect ratio of the image."""
-    _, room_high, room_wide = shape
-    scale = min(room_wide / width, room_high / height)
-    wide, high = max(1, int(width * scale)), max(1, int(height * scale))
-    return Frame((room_wide - wide) // 2, (room_high - high) // 2, wide, high)
+    """Return the largest centred frame with the aspect ratio of an image of this width and height.
+
+    ``shape`` is that of the input, (channels, height, width).
+
+    >>> frame(640, 320, (3, 160, 160))
+    Frame(left=0, top=40, width=160, height=80)
+    """
+    _, room_height, room_width = shape
+    scale = min(room_width / width, room_height / height)
+    # At least a pixel, for images that are much wider than high.
+    inner_width = max(1, int(width * scale))
+    inner_height = max(1, int(height * scale))
+    left = (room_width - inner_width) // 2
+    top = (room_height - inner_height) // 2
+    return Frame(left, top, inner_width, inner_height)
 
 
 def letterbox(picture: Image, shape: Sequence[int]) -> Bytes:
@@ -77,26 +89,21 @@ def letterbox(picture: Image, shape: Sequence[int]) -> Bytes:
 
     place = frame(picture.width, picture.height, shape)
     resized = picture.convert("RGB").resize(
-        (place.wide, place.high), Image.Resampling.BILINEAR
+        (place.width, place.height), Image.Resampling.BILINEAR
     )
     filled = np.full(tuple(shape), BORDER, dtype=np.uint8)
-    inside = (
-        slice(place.top, place.top + place.high),
-        slice(place.left, place.left + place.wide),
-    )
-    filled[:, *inside] = np.asarray(resized).transpose(2, 0, 1)
+    rows = slice(place.top, place.top + place.height)
+    columns = slice(place.left, place.left + place.width)
+    filled[:, rows, columns] = np.asarray(resized).transpose(2, 0, 1)
     return filled
 
 
 def photos() -> list[Image]:
     """Return scikit-learn's two photographs: a Chinese palace and a flower, each of 640x427."""
-    samples = require_extra(
-        "sklearn.datasets", "pictures", "the data set of photographs"
-    ).load_sample_images()
-    from_array = require_extra(
-        "PIL.Image", "pictures", "the data set of photographs"
-    ).fromarray
-    return [from_array(pixels) for pixels in samples.images]
+    purpose = "the data set of photographs"
+    samples = require_extra("sklearn.datasets", "pictures", purpose)
+    pillow = require_extra("PIL.Image", "pictures", purpose)
+    return [pillow.fromarray(pixels) for pixels in samples.load_sample_images().images]
 
 
 def read(path: Path) -> Image:

@@ -43,27 +43,31 @@ def split(
 
     Returns: By device, the indices of its samples in ascending order, (samples of the device,). Raises InputError for
     a device without samples, and for too few samples or classes.
+
+    >>> labels = np.arange(100) % 10
+    >>> shares = split(labels, 10, ["phone", "tablet"], SplitPart(sizes=[70, 30]), seed=1)
+    >>> {name: len(indices) for name, indices in shares.items()}
+    {'phone': 70, 'tablet': 30}
     """
     if len(owners) > len(labels):
         text = f"{len(labels)} samples are too few for {len(owners)} devices: use more samples or fewer devices"
         raise InputError(text, _KEY)
-    if (
-        isinstance(how, SplitPart)
-        and (how.dirichlet or how.shards)
-        and not is_class(labels)
-    ):
+    by_class = isinstance(how, SplitPart) and bool(how.dirichlet or how.shards)
+    if by_class and not is_class(labels):
         raise InputError(
             "distributes classes, but the labels are not classes: use iid, sizes, quantity or column",
             _KEY,
         )
-    shares, remedy = _large_enough(labels, classes, owners, how, seed, groups)
+    shares, remedy = _draw_until_large(labels, classes, owners, how, seed, groups)
+    by_owner = {}
     for name, share in zip(owners, shares, strict=True):
         if not len(share):
             raise InputError(f"leaves {name} without samples: {remedy}", _KEY)
-    return {name: np.sort(share) for name, share in zip(owners, shares, strict=True)}
+        by_owner[name] = np.sort(share)
+    return by_owner
 
 
-def _large_enough(
+def _draw_until_large(
     labels: Indices,
     classes: int,
     owners: Sequence[str],
@@ -78,7 +82,7 @@ def _large_enough(
     most = 0
     for draw in range(DRAWS):
         shares, remedy = _draw_shares(labels, classes, owners, how, seed, groups, draw)
-        smallest = min(map(len, shares))
+        smallest = min(len(share) for share in shares)
         if smallest >= least:
             return shares, remedy
         most = max(most, smallest)
@@ -99,62 +103,57 @@ def _draw_shares(
     draw: int,
 ) -> tuple[list[Indices], str]:
     """Return the shares of a draw, counted from 0, and a remedy for devices without samples."""
-    larger = "use a larger value, fewer devices or another seed, or write min_samples"
-    if not isinstance(how, SplitPart):
-        return _split_iid(labels, len(owners), seed), ""
+    devices = len(owners)
+    redraw = "use a larger value, fewer devices or another seed, or write min_samples"
+    # With `noise` the samples themselves differ, and their distribution is that of `iid`.
+    if not isinstance(how, SplitPart) or how.noise is not None:
+        return _split_iid(labels, devices, seed), ""
     if how.sizes is not None:
         return _split_by_sizes(labels, owners, how.sizes, seed), ""
     if how.dirichlet is not None:
-        return _split_dirichlet(
-            labels,
-            len(owners),
-            how.dirichlet,
-            _seeded_generator(seed, "dirichlet", draw),
-        ), larger
-    if how.noise is not None:  # what differs is the samples themselves
-        return _split_iid(labels, len(owners), seed), ""
+        generator = _seeded_generator(seed, "dirichlet", draw)
+        return _split_dirichlet(labels, devices, how.dirichlet, generator), redraw
     if how.quantity is not None:
-        return _split_by_quantity(
-            labels, len(owners), how.quantity, _seeded_generator(seed, "quantity", draw)
-        ), larger
+        generator = _seeded_generator(seed, "quantity", draw)
+        return _split_by_quantity(labels, devices, how.quantity, generator), redraw
     if how.shards is not None:
-        return _split_by_shards(
-            labels, classes, len(owners), how.shards, seed
-        ), "use more samples or fewer devices"
+        shares = _split_by_shards(labels, classes, devices, how.shards, seed)
+        return shares, "use more samples or fewer devices"
     if groups is None:
         raise InputError(
             "requires a table, or samples with an input of this name: these data have no columns",
             (*_KEY, "column"),
         )
-    return _split_by_column(
-        groups, len(owners)
-    ), "the column has too few values: use fewer devices"
+    remedy = "the column has too few values: use fewer devices"
+    return _split_by_column(groups, devices), remedy
 
 
 def class_counts(
     labels: Indices, shares: Mapping[str, Indices]
 ) -> dict[str, dict[int, int]]:
-    """Return the number of samples by device and class, without zeros."""
-    counted = {
-        name: np.unique(labels[share], return_counts=True)
-        for name, share in shares.items()
-    }
-    return {
-        name: dict(zip(of.tolist(), counts.tolist(), strict=True))
-        for name, (of, counts) in counted.items()
-    }
+    """Return the number of samples by device and class, without zeros.
+
+    >>> class_counts(np.array([0, 0, 1]), {"phone": np.array([0, 1]), "tablet": np.array([2])})
+    {'phone': {0: 2}, 'tablet': {1: 1}}
+    """
+    counts = {}
+    for name, share in shares.items():
+        classes, numbers = np.unique(labels[share], return_counts=True)
+        counts[name] = dict(zip(classes.tolist(), numbers.tolist(), strict=True))
+    return counts
 
 
 def _seeded_generator(seed: int, kind: str, draw: int = 0) -> np.random.Generator:
     """Return the random generator of a draw, seeded by the scenario's seed and the number of the draw."""
-    return np.random.default_rng(derive(seed, "split", kind, *([draw] if draw else [])))
+    # The first draw has no number: so `min_samples` leaves a split that suffices as it was.
+    number = [draw] if draw else []
+    return np.random.default_rng(derive(seed, "split", kind, *number))
 
 
 def _split_iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
     """Distribute samples at random; the sizes of shares differ by at most one."""
-    return np.array_split(
-        _seeded_generator(seed, "iid").permutation(len(labels)), devices
-    )
+    order = _seeded_generator(seed, "iid").permutation(len(labels))
+    return np.array_split(order, devices)
 
 
 def _split_by_sizes(
@@ -184,9 +183,8 @@ def _split_dirichlet(
     for label in np.unique(labels):
         members = generator.permutation(np.flatnonzero(labels == label))
         edges = np.cumsum(generator.dirichlet([concentration] * devices))[:-1]
-        for share, part in zip(
-            shares, np.split(members, (edges * len(members)).astype(int)), strict=True
-        ):
+        parts = np.split(members, (edges * len(members)).astype(int))
+        for share, part in zip(shares, parts, strict=True):
             share.append(part)
     return [np.concatenate(share) for share in shares]
 
@@ -202,55 +200,61 @@ def _split_by_quantity(
 def _split_by_column(groups: Indices, devices: int) -> list[Indices]:
     """Keep samples with one column value together; the largest group goes to the device with fewest samples so far."""
     shares: list[list[Indices]] = [[] for _ in range(devices)]
+    sizes = [0] * devices
     values, counts = np.unique(groups, return_counts=True)
-    for value in values[np.argsort(-counts, kind="stable")]:
-        least = min(shares, key=lambda share: sum(map(len, share)))
-        least.append(np.flatnonzero(groups == value))
+    for place in np.argsort(-counts, kind="stable"):
+        members = np.flatnonzero(groups == values[place])
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(members)
+        sizes[smallest] += len(members)
+    # The empty array, since nothing cannot be concatenated: with fewer values than devices a share is empty.
     return [np.concatenate([*share, np.empty(0, np.int64)]) for share in shares]
 
 
 def _split_by_shards(
-    labels: Indices, classes: int, devices: int, each: int, seed: int
+    labels: Indices, classes: int, devices: int, count: int, seed: int
 ) -> list[Indices]:
     """Assign ``count`` classes to each device, all classes about equally often; owners share a class evenly.
 
     The "quantity-based label imbalance" of Li et al. (Federated learning on non-IID data silos, 2022).
     """
-    if each > classes:
+    if count > classes:
         raise InputError(
-            f"there are {classes} classes, not {each}: use fewer", (*_KEY, "shards")
+            f"there are {classes} classes, not {count}: use fewer", (*_KEY, "shards")
         )
     generator = _seeded_generator(seed, "shards")
-    hands = _deal_classes(classes, devices, each, generator)
+    hands = _deal_classes(classes, devices, count, generator)
     shares: list[list[Indices]] = [[] for _ in range(devices)]
     for label in range(classes):
-        holders = [
-            share for share, hand in zip(shares, hands, strict=True) if label in hand
-        ]
+        holders = []
+        for share, hand in zip(shares, hands, strict=True):
+            if label in hand:
+                holders.append(share)
+        # Drawn also for a class without holders: the classes after it do not depend on the hands.
         members = generator.permutation(np.flatnonzero(labels == label))
         if holders:
-            for share, part in zip(
-                holders, np.array_split(members, len(holders)), strict=True
-            ):
+            parts = np.array_split(members, len(holders))
+            for share, part in zip(holders, parts, strict=True):
                 share.append(part)
     return [np.concatenate(share) for share in shares]
 
 
 def _deal_classes(
-    classes: int, devices: int, each: int, generator: np.random.Generator
+    classes: int, devices: int, count: int, generator: np.random.Generator
 ) -> list[list[int]]:
-    """Deal different classes to each device from decks of all classes."""
+    """Deal ``count`` different classes to each device from decks of all classes."""
     deck: list[int] = []
     hands: list[list[int]] = [[] for _ in range(devices)]
     for hand in hands:
-        while len(hand) < each:
-            fitting = [label for label in deck if label not in hand]
-            if not fitting:
-                fitting = generator.permutation(classes).tolist()
-                deck += fitting
-                fitting = [label for label in fitting if label not in hand]
-            hand.append(fitting[0])
-            deck.remove(fitting[0])
+        while len(hand) < count:
+            allowed = [label for label in deck if label not in hand]
+            if not allowed:
+                # All that is left in the deck is in this hand: shuffle another deck below it.
+                fresh = generator.permutation(classes).tolist()
+                deck += fresh
+                allowed = [label for label in fresh if label not in hand]
+            hand.append(allowed[0])
+            deck.remove(allowed[0])
     return hands
 
 
@@ -258,16 +262,15 @@ def holdout(labels: Indices, fraction: float) -> tuple[Indices, Indices]:
     """Split off a fraction of each class: (kept, split off), each in the order of the samples.
 
     The result is deterministic.
+
+    >>> kept, tests = holdout(np.array([0, 1] * 5), 0.2)
+    >>> len(kept), len(tests)
+    (8, 2)
     """
+    # A fixed seed: runs of different seeds are tested on the same samples.
     generator = _seeded_generator(0, "holdout")
-    aside = np.concatenate(
-        [
-            generator.permutation(members)[: round(fraction * len(members))]
-            for members in (
-                np.flatnonzero(labels == label) for label in np.unique(labels)
-            )
-        ]
-    )
-    mask = np.zeros(len(labels), dtype=bool)
-    mask[aside] = True
-    return np.flatnonzero(~mask), np.flatnonzero(mask)
+    is_aside = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        members = generator.permutation(np.flatnonzero(labels == label))
+        is_aside[members[: round(fraction * len(members))]] = True
+    return np.flatnonzero(~is_aside), np.flatnonzero(is_aside)

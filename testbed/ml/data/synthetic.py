@@ -15,21 +15,28 @@ from testbed.ml.data.dataset import Dataset
 
 _NAME = re.compile(r"synthetic(?:-(\d+)x(\d+)x(\d+)(?:-(\d+))?)?\Z")
 _BLOCK = 4
+"""Side of the squares of equal pixels in a prototype."""
 _NOISE = 0.25
+"""Standard deviation of the noise, for pixels in [0, 1]: a small network learns, and needs some epochs."""
 TRAIN, TEST = 2000, 500
 
 
 def parse(name: str) -> tuple[tuple[int, int, int], int]:
-    """Return shape and classes of ``synthetic[-CxHxW[-CLASSES]]``, by default 1x8x8 and 10; raises `InputError`."""
+    """Return shape and classes of ``synthetic[-CxHxW[-CLASSES]]``, by default 1x8x8 and 10; raises `InputError`.
+
+    >>> parse("synthetic-3x32x32-100")
+    ((3, 32, 32), 100)
+    """
     match = _NAME.match(name)
     if match is None:
         raise InputError(
             f"'{name}' is not synthetic-CxHxW or synthetic-CxHxW-CLASSES",
             ("data", "name"),
         )
+    defaults = (1, 8, 8, 10)
     channels, height, width, classes = (
         int(text or default)
-        for text, default in zip(match.groups(), (1, 8, 8, 10), strict=True)
+        for text, default in zip(match.groups(), defaults, strict=True)
     )
     if min(channels, height, width) < 1 or classes < 2:
         raise InputError(
@@ -41,7 +48,8 @@ def parse(name: str) -> tuple[tuple[int, int, int], int]:
 
 def train_labels(name: str, train: int | None) -> npt.NDArray[np.int64]:
     """Return the labels of the set's training samples, (samples,), without making the samples."""
-    return _class_labels(train or TRAIN, parse(name)[1])
+    _, classes = parse(name)
+    return _class_labels(train or TRAIN, classes)
 
 
 def _class_labels(count: int, classes: int) -> npt.NDArray[np.int64]:
@@ -49,40 +57,48 @@ def _class_labels(count: int, classes: int) -> npt.NDArray[np.int64]:
 
 
 def make(
-    name: str, train: int | None, test: int | None, blank: bool = False
+    name: str, train: int | None, test: int | None, *, blank: bool = False
 ) -> Dataset:
-    """Generate the set of this name, independent of the scenario's seed; ``blank``: labels with black images."""
+    """Generate the set of this name, independent of the scenario's seed; ``blank``: labels with black images.
+
+    >>> make("synthetic-1x4x4-2", train=4, test=2).train_labels
+    array([0, 1, 0, 1])
+    """
     shape, classes = parse(name)
+    channels, height, width = shape
+    prototypes = _class_prototypes(shape, classes)
+
+    def draw(
+        part: str, count: int
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        labels = _class_labels(count, classes)
+        if blank:
+            black = np.zeros((1, *shape), np.float32)
+            return np.broadcast_to(black, (count, *shape)), labels
+        generator = np.random.default_rng(derive(0, "synthetic", part, *shape, classes))
+        images = prototypes[labels]
+        noise = generator.standard_normal(images.shape, dtype=np.float32)
+        images += np.float32(_NOISE) * noise
+        return images.clip(0, 1, out=images), labels
+
+    full_name = f"synthetic-{channels}x{height}x{width}"
+    if classes != 10:
+        full_name += f"-{classes}"
+    train_part = draw("train", train or TRAIN)
+    return Dataset(full_name, classes, *train_part, *draw("test", test or TEST))
+
+
+def _class_prototypes(
+    shape: tuple[int, int, int], classes: int
+) -> npt.NDArray[np.float32]:
+    """Return an image for each class, (classes, channels, height, width)."""
     channels, height, width = shape
     generator = np.random.default_rng(
         derive(0, "synthetic", "prototypes", *shape, classes)
     )
     # Blocks of equal pixels, so that convolution and pooling leave something to distinguish the classes by.
-    coarse = generator.random(
-        (classes, channels, -(-height // _BLOCK), -(-width // _BLOCK)), dtype=np.float32
-    )
-    prototypes = coarse.repeat(_BLOCK, axis=2).repeat(_BLOCK, axis=3)[
-        :, :, :height, :width
-    ]
-
-    def draw(
-        part: str, count: int
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        noise = np.random.default_rng(derive(0, "synthetic", part, *shape, classes))
-        labels = _class_labels(count, classes)
-        if blank:
-            return np.broadcast_to(
-                np.zeros((1, *shape), np.float32), (count, *shape)
-            ), labels
-        images = prototypes[labels]
-        images += np.float32(_NOISE) * noise.standard_normal(
-            images.shape, dtype=np.float32
-        )
-        return images.clip(0, 1, out=images), labels
-
-    full = f"synthetic-{channels}x{height}x{width}" + (
-        f"-{classes}" if classes != 10 else ""
-    )
-    return Dataset(
-        full, classes, *draw("train", train or TRAIN), *draw("test", test or TEST)
-    )
+    rows = -(-height // _BLOCK)
+    columns = -(-width // _BLOCK)
+    coarse = generator.random((classes, channels, rows, columns), dtype=np.float32)
+    prototypes = coarse.repeat(_BLOCK, axis=2).repeat(_BLOCK, axis=3)
+    return prototypes[:, :, :height, :width]

@@ -26,7 +26,8 @@ class Table:
     """The rows of a table."""
 
     samples: npt.NDArray[Any] | dict[str, npt.NDArray[Any]]
-    """(rows, columns), of float32, or of int64 where all columns hold whole numbers or words; or so by input."""
+    """(rows, columns), of float32, or of int64 if all columns hold integers or words; an array for each input by name,
+    if the columns are named by input."""
     labels: npt.NDArray[Any]
     """(rows,) of classes from 0, or of float32."""
     groups: npt.NDArray[np.int64] | None
@@ -46,28 +47,31 @@ def read(
     inputs = _input_columns(place, label, columns, group)
     assert label is not None
     names = list(dict.fromkeys([label, *chain.from_iterable(inputs.values())]))
+    # A first reading finds the types, a second the words, a third fills the arrays: a column's type depends on its last
+    # row, too.
     kinds, rows = _column_kinds(place, names)
     words = _distinct_words(place, [name for name in names if kinds[name] is str])
-    samples = {
-        name: large.empty((rows, len(each)), _array_type(kinds, each))
-        for name, each in inputs.items()
-    }
+    samples = {}
+    for name, own_columns in inputs.items():
+        shape = (rows, len(own_columns))
+        samples[name] = large.empty(shape, _array_type(kinds, own_columns))
     labels = np.empty(rows, _array_type(kinds, [label]))
     begin = 0
     for block in _read_blocks(place, names):
-        some = slice(begin, begin + len(block[label]))
-        begin = some.stop
-        for name, each in inputs.items():
-            for number, column in enumerate(each):
-                samples[name][some, number] = _column_values(
-                    block[column], kinds[column], words.get(column)
-                )
-        labels[some] = _column_values(block[label], kinds[label], words.get(label))
-    return Table(
-        samples if isinstance(columns, Mapping) else samples[""],
-        labels,
-        _read_groups(place, group),
-    )
+        end = begin + len(block[label])
+        numbers = {}
+        for column in names:
+            numbers[column] = _column_values(
+                block[column], kinds[column], words.get(column)
+            )
+        for name, own_columns in inputs.items():
+            for place_in_row, column in enumerate(own_columns):
+                samples[name][begin:end, place_in_row] = numbers[column]
+        labels[begin:end] = numbers[label]
+        begin = end
+    is_single = not isinstance(columns, Mapping)
+    groups = _read_groups(place, group)
+    return Table(samples[""] if is_single else samples, labels, groups)
 
 
 def _read_groups(place: Path, name: str | None) -> npt.NDArray[np.int64] | None:
@@ -75,10 +79,11 @@ def _read_groups(place: Path, name: str | None) -> npt.NDArray[np.int64] | None:
     if name is None:
         return None
     words = _distinct_words(place, [name])[name]
-    parts = [
-        _column_values(block[name], str, words) for block in _read_blocks(place, [name])
-    ]
-    return np.concatenate([np.empty(0, np.int64), *parts])
+    # The empty array, for a table without rows.
+    parts: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
+    for block in _read_blocks(place, [name]):
+        parts.append(_column_values(block[name], str, words))
+    return np.concatenate(parts)
 
 
 def _input_columns(
@@ -94,10 +99,8 @@ def _input_columns(
         )
     if columns is None:
         columns = [name for name in existing if name not in (label, group)]
-    inputs: Mapping[str, Sequence[str]] = (
-        columns if isinstance(columns, Mapping) else {"": columns}
-    )
-    chosen = [*chain.from_iterable(inputs.values())]
+    inputs = columns if isinstance(columns, Mapping) else {"": columns}
+    chosen = list(chain.from_iterable(inputs.values()))
     keys = {label: "label", **dict.fromkeys(chosen, "columns")}
     if group:
         keys[group] = "split"
@@ -116,17 +119,17 @@ def _input_columns(
 
 def _array_type(kinds: Mapping[str, Kind], names: Sequence[str]) -> npt.DTypeLike:
     """Return the array type of some columns; words count as integers."""
-    return np.float32 if any(kinds[name] is np.float32 for name in names) else np.int64
+    has_fractions = any(kinds[name] is np.float32 for name in names)
+    return np.float32 if has_fractions else np.int64
 
 
 def _column_values(
     cells: npt.NDArray[Any], kind: Kind, words: npt.NDArray[Any] | None
 ) -> npt.NDArray[Any]:
-    return (
-        cells.astype(kind)
-        if words is None
-        else np.searchsorted(words, _cell_texts(cells))
-    )
+    """Return cells as numbers, (rows,); ``words`` are all words of the column in order, None for numbers."""
+    if words is None:
+        return cells.astype(kind)
+    return np.searchsorted(words, _cell_texts(cells))
 
 
 def _column_names(place: Path) -> list[str]:
@@ -134,8 +137,9 @@ def _column_names(place: Path) -> list[str]:
         names = list(_open_parquet(place).schema_arrow.names)
     else:
         names, _ = next(_read_lines(place))
-    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise InputError(f"{place}: has two columns '{twice[0]}': rename one", _PATH)
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise InputError(f"{place}: has two columns '{name}': rename one", _PATH)
     return names
 
 
@@ -144,43 +148,50 @@ def _read_blocks(
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
     """Yield the cells of some columns, (rows,) each, for `ROWS` rows at a time."""
     if place.suffix == ".parquet":
-        try:
-            for batch in _open_parquet(place).iter_batches(ROWS, columns=list(names)):
-                yield {
-                    name: batch.column(name).to_numpy(zero_copy_only=False)
-                    for name in names
-                }
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # what pyarrow raises is a ValueError, too
-            raise _no_parquet(place, error) from None
+        yield from _read_parquet_blocks(place, names)
         return
     for header, rows in _read_lines(place):
-        places = [header.index(name) for name in names]
-        yield {
-            name: np.array([row[column] for row in rows])
-            for name, column in zip(names, places, strict=True)
-        }
+        block = {}
+        for name in names:
+            column = header.index(name)
+            block[name] = np.array([row[column] for row in rows])
+        yield block
+
+
+def _read_parquet_blocks(
+    place: Path, names: Sequence[str]
+) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    try:
+        for batch in _open_parquet(place).iter_batches(ROWS, columns=list(names)):
+            block = {}
+            for name in names:
+                # A copy, since columns with missing values have no array to share.
+                block[name] = batch.column(name).to_numpy(zero_copy_only=False)
+            yield block
+    except (OSError, ValueError) as error:
+        # Errors of pyarrow are ValueErrors, too.
+        raise _no_parquet(place, error) from None
 
 
 def _read_lines(place: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
     """Yield blocks of `ROWS` lines of a CSV file, each preceded by the header line."""
+    # The first line is the header.
+    number = 1
     try:
+        # Spreadsheets write a byte order mark, which "utf-8-sig" drops.
         with place.open(newline="", encoding="utf-8-sig") as file:
             rows = (row for row in csv.reader(file) if row)
             header = [name.strip() for name in next(rows, [])]
-            number = 2
-            while some := list(islice(rows, ROWS)):
-                for number, row in enumerate(some, number):  # noqa: B020 - counts on
+            while block := list(islice(rows, ROWS)):
+                for row in block:
+                    number += 1
                     if len(row) != len(header):
                         text = f"{place}:{number}: has {len(row)} cells, the first line {len(header)}"
                         raise InputError(text, _PATH)
-                number += 1
-                yield header, some
+                yield header, block
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{place}: cannot be read as CSV: {error}", _PATH) from None
-    if number == 2:
+    if number == 1:
         raise InputError(
             f"{place}: holds no rows: write the names of the columns, then a sample a line",
             _PATH,
@@ -201,32 +212,37 @@ def _no_parquet(place: Path, error: Exception) -> InputError:
 
 def _column_kinds(place: Path, names: Sequence[str]) -> tuple[dict[str, Kind], int]:
     """Return the kind of each column (integers, numbers or words) and the number of rows."""
-    kinds, rows = dict.fromkeys(names, 0), 0
     wider: Sequence[Kind] = (np.int64, np.float32, str)
+    widths = dict.fromkeys(names, 0)
+    rows = 0
     for block in _read_blocks(place, names):
-        for name in kinds:
+        for name in names:
             _refuse_empty(place, name, block[name], rows)
-            kinds[name] = max(kinds[name], wider.index(_value_kind(block[name])))
+            width = wider.index(_value_kind(block[name]))
+            widths[name] = max(widths[name], width)
         rows += len(block[names[0]])
-    return {name: wider[width] for name, width in kinds.items()}, rows
+    return {name: wider[width] for name, width in widths.items()}, rows
 
 
 def _refuse_empty(place: Path, name: str, cells: npt.NDArray[Any], before: int) -> None:
+    """Raise `InputError` for an empty cell; ``before`` is the number of rows before the block."""
     if cells.dtype.kind in "iub":
         return
-    empty = [
-        row
-        for row, text in enumerate(_cell_texts(cells))
-        if text.strip().lower().lstrip("+-") in ("", "none", "nan")
-    ]
-    if empty:
-        text = f"{place}: column '{name}' is empty in row {before + empty[0] + 1}: fill the cell or remove the row"
-        raise InputError(text, _PATH)
+    for row, text in enumerate(_cell_texts(cells), before + 1):
+        # NaN and None are how pandas and Parquet write an empty cell.
+        if text.strip().lower().lstrip("+-") in ("", "none", "nan"):
+            raise InputError(
+                f"{place}: column '{name}' is empty in row {row}: fill the cell or remove the row",
+                _PATH,
+            )
 
 
 def _value_kind(cells: npt.NDArray[Any]) -> Kind:
-    if cells.dtype.kind in "iufb":
-        return np.int64 if cells.dtype.kind in "iub" else np.float32
+    """Return the narrowest kind of all cells of a block."""
+    if cells.dtype.kind in "iub":
+        return np.int64
+    if cells.dtype.kind == "f":
+        return np.float32
     for kind in (np.int64, np.float32):
         try:
             cells.astype(kind)
@@ -238,8 +254,10 @@ def _value_kind(cells: npt.NDArray[Any]) -> Kind:
 
 def _distinct_words(place: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Return the distinct words of some columns in alphabetical order."""
+    if not names:
+        return {}
     distinct: dict[str, set[str]] = {name: set() for name in names}
-    for block in _read_blocks(place, names) if names else ():
+    for block in _read_blocks(place, names):
         for name, words in distinct.items():
             words.update(_cell_texts(block[name]))
     return {name: np.array(sorted(words)) for name, words in distinct.items()}
@@ -249,6 +267,11 @@ def _cell_texts(cells: npt.NDArray[Any]) -> list[str]:
     return [str(cell) for cell in cells]
 
 
-def numbered(cells: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return values, (rows,), as integers in alphabetical order of the values."""
-    return np.unique(_cell_texts(cells), return_inverse=True)[1].astype(np.int64)
+def number_values(cells: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return values, (rows,), as integers in alphabetical order of the values.
+
+    >>> number_values(np.array(["north", "south", "north", "east"]))
+    array([1, 2, 1, 0])
+    """
+    _, numbers = np.unique(_cell_texts(cells), return_inverse=True)
+    return numbers.astype(np.int64)

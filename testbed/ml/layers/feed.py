@@ -98,7 +98,9 @@ class Training:
         self._seed = seed if workload.data.shuffle else None
         self._samples = len(dataset.train_labels)
         self._drop_last = workload.drop_last
-        self._per_epoch = steps_per_epoch(self._samples, self._size, self._drop_last)
+        self._per_epoch = steps_per_epoch(
+            self._samples, self._size, drop_last=self._drop_last
+        )
         self.steps = (
             workload.steps
             if workload.steps is not None
@@ -113,12 +115,14 @@ class Training:
 
     def count(self, step: int) -> int:
         """Return the number of samples of a step."""
-        return batch_length(self._samples, self._size, step, self._drop_last)
+        return batch_length(self._samples, self._size, step, drop_last=self._drop_last)
 
     def record_left_out(self, device: Device) -> None:
         """Record the number of samples each epoch leaves out, if any."""
         record_left_out(
-            device, left_out(self._samples, self._size, self._drop_last), self._samples
+            device,
+            left_out(self._samples, self._size, drop_last=self._drop_last),
+            self._samples,
         )
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +141,9 @@ class Training:
         return torch.from_numpy(self._dataset.train_labels[self._chosen_samples(step)])
 
     def _chosen_samples(self, step: int) -> npt.NDArray[np.int64]:
-        return batch(self._samples, self._size, self._seed, step, self._drop_last)
+        return batch(
+            self._samples, self._size, self._seed, step, drop_last=self._drop_last
+        )
 
 
 class Requests:

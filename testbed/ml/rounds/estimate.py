@@ -53,7 +53,7 @@ def iterations(
     3
     """
     size = mini_batch(batch_size, parallel) * parallel
-    return steps_per_epoch(samples, size, drop_last)
+    return steps_per_epoch(samples, size, drop_last=drop_last)
 
 
 @dataclass(frozen=True)

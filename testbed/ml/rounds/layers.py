@@ -181,7 +181,7 @@ class LocalDataset:
             )
         self._size = self.mini_batch * parallel
         self._drop_last = drop_last
-        self.per_epoch = steps_per_epoch(self.samples, self._size, drop_last)
+        self.per_epoch = steps_per_epoch(self.samples, self._size, drop_last=drop_last)
 
     def iteration(
         self, number: int, *, numbers: bool = True
@@ -197,10 +197,12 @@ class LocalDataset:
 
     def count(self, number: int) -> int:
         """Return the number of samples of an iteration."""
-        return batch_length(self.samples, self._size, number, self._drop_last)
+        return batch_length(self.samples, self._size, number, drop_last=self._drop_last)
 
     def _choose_samples(self, number: int) -> Indices:
-        return batch(self.samples, self._size, self._seed, number, self._drop_last)
+        return batch(
+            self.samples, self._size, self._seed, number, drop_last=self._drop_last
+        )
 
     @cached_property
     def _first_iteration(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -271,5 +271,5 @@ def _record_unused_samples(device: Device, job: Job[O, RoundDetails]) -> None:
     for name, count in samples.items():
         parallel = job.plan.details.portions[name].parallel
         iteration = min(size, count) // parallel * parallel
-        unused += left_out(count, iteration, workload.drop_last)
+        unused += left_out(count, iteration, drop_last=workload.drop_last)
     record_left_out(device, unused, sum(samples.values()))

@@ -49,8 +49,8 @@ def test_a_picture_keeps_its_proportions_and_lies_in_the_middle(
     filled = letterbox(Image.new("RGB", size, (255, 0, 10)), (3, 64, 64))
     inside = np.zeros((64, 64), dtype=bool)
     inside[
-        expected.top : expected.top + expected.high,
-        expected.left : expected.left + expected.wide,
+        expected.top : expected.top + expected.height,
+        expected.left : expected.left + expected.width,
     ] = True
     assert np.array_equal(filled[0] == 255, inside)
     assert np.all(filled[:, ~inside] == 128)
