@@ -57,7 +57,8 @@ class Dataset:
         samples = len(self.train_labels)
         copies = max(1, len(self.train_images) // max(1, samples))
         copy = epoch % copies
-        chosen = _select_values(values, self.train_images)[indices + copy * samples]
+        every = _select_values(values, self.train_images)
+        chosen: Images = every[indices + copy * samples]
         return _scale_bytes(chosen)
 
     def tests(self, indices: Sequence[int]) -> Images:
@@ -105,8 +106,8 @@ class Dataset:
         if self.drawing is None or not len(self.train_labels):
             return replace(self, drawing=None)
         every = np.arange(len(self.train_labels))
-        epochs = [self.batch(every, epoch) for epoch in range(self.drawing.copies)]
-        copies: Images = np.concatenate(epochs)
+        epochs = range(self.drawing.copies)
+        copies: Images = np.concatenate([self.batch(every, epoch) for epoch in epochs])
         return replace(self, train_images=copies, drawing=None)
 
     def noisy(self, deviation: float, seed: int) -> Dataset:

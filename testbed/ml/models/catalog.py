@@ -90,7 +90,10 @@ _NAME: Key = ("model", "name")
 
 def code_of(name: str) -> Code | None:
     """Return the source text of a package's model; None for other names. Raises `InputError` for a broken package."""
-    function = None if name in CATALOG else plugins.find(GROUP, name, _NAME)
+    # A package cannot replace a model of the catalogue.
+    if name in CATALOG:
+        return None
+    function = plugins.find(GROUP, name, _NAME)
     if function is None:
         return None
     if not callable(function):
@@ -132,15 +135,19 @@ def create(
     """Create a catalogue model for images of ``input_shape``; 0 ``classes`` means data without labels.
 
     Raises `InputError` for an unknown name and for unsuitable data, and pydantic's error for unknown options; the
-    options of
-    a scenario have been checked before.
+    options of a scenario have been checked before.
+
+    >>> model = create("mlp", {"hidden": [32, 32]}, (1, 8, 8), 10)
+    >>> [unit.name for unit in model.units]
+    ['hidden1', 'hidden2', 'output']
     """
     entry = find(name)
     chosen = entry.Options.model_validate(dict(options))
     if not classes and not entry.classes:
-        can = ", ".join(each.name for each in CATALOG.values() if each.classes)
+        without_labels = [each.name for each in CATALOG.values() if each.classes]
         raise InputError(
-            f"{name} needs data with labels: use labelled data, or {can}", ("model",)
+            f"{name} needs data with labels: use labelled data, or {', '.join(without_labels)}",
+            ("model",),
         )
     try:
         return entry.make(chosen, tuple(input_shape), classes or entry.classes)
@@ -165,20 +172,22 @@ def describe(model: Model) -> dict[str, Any]:
         "weights": model.weights,
         "forward_flops": model.forward_flops,
         "held": list(model.undivided_reasons),
-        "units": [
-            {
-                "index": index,
-                "name": unit.name,
-                "output": list(unit.output),
-                "reads": list(model.reads(index)),
-                "parameters": unit.parameters,
-                "weights": unit.weights,
-                "forward_flops": unit.forward_flops,
-                "multiplications": unit.multiplications,
-                "output_bytes": unit.output_bytes,
-                "cut_bytes": model.cut_bytes(index + 1),
-                "activation_bytes": unit.activation_bytes,
-            }
-            for index, unit in enumerate(model.units)
-        ],
+        "units": [_describe_unit(model, index) for index in range(len(model.units))],
+    }
+
+
+def _describe_unit(model: Model, index: int) -> dict[str, Any]:
+    unit = model.units[index]
+    return {
+        "index": index,
+        "name": unit.name,
+        "output": list(unit.output),
+        "reads": list(model.reads(index)),
+        "parameters": unit.parameters,
+        "weights": unit.weights,
+        "forward_flops": unit.forward_flops,
+        "multiplications": unit.multiplications,
+        "output_bytes": unit.output_bytes,
+        "cut_bytes": model.cut_bytes(index + 1),
+        "activation_bytes": unit.activation_bytes,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -33,6 +34,7 @@ def _conv_layers(
     kernel: int = 3,
     stride: int = 1,
     groups: int = 1,
+    *,
     batch_norm: bool = True,
 ) -> list[Layer]:
     # A bias before the normalisation would be subtracted by it at once.
@@ -40,6 +42,14 @@ def _conv_layers(
         channels, kernel, stride, kernel // 2, groups, bias=not batch_norm
     )
     return [convolution, BatchNorm2d()] if batch_norm else [convolution]
+
+
+def _hidden_units(sizes: Sequence[int]) -> Units:
+    """Return fully connected layers with ReLU, a unit each."""
+    units: Units = []
+    for index, size in enumerate(sizes, 1):
+        units.append((f"hidden{index}", [Linear(size), ReLU()]))
+    return units
 
 
 class MlpOptions(ConfigModel):
@@ -53,13 +63,14 @@ class MlpOptions(ConfigModel):
 
 
 def mlp(options: MlpOptions, shape: Shape, classes: int) -> Model:
-    """Create a multilayer perceptron of fully connected layers with ReLU."""
-    units: Units = [
-        (f"hidden{index}", [Linear(size), ReLU()])
-        for index, size in enumerate(options.hidden, 1)
-    ]
-    units.append(("output", [Linear(classes)]))
-    units[0][1].insert(0, Flatten())
+    """Create a multilayer perceptron of fully connected layers with ReLU.
+
+    >>> mlp(MlpOptions(hidden=(128, 64)), (1, 28, 28), 10).parameters
+    109386
+    """
+    units = [*_hidden_units(options.hidden), ("output", [Linear(classes)])]
+    _, first_layers = units[0]
+    first_layers.insert(0, Flatten())
     return chain("mlp", shape, classes, units)
 
 
@@ -81,17 +92,15 @@ class CnnOptions(ConfigModel):
 
 def cnn(options: CnnOptions, shape: Shape, classes: int) -> Model:
     """Create convolutions, the last two with pooling, and fully connected layers."""
-    units: Units = [
-        (f"conv{index}", [Conv2d(channels, padding=1), ReLU()])
-        for index, channels in enumerate(options.channels, 1)
-    ]
+    units: Units = []
+    for index, channels in enumerate(options.channels, 1):
+        units.append((f"conv{index}", [Conv2d(channels, padding=1), ReLU()]))
     for _, layers in units[-2:]:
         layers.append(MaxPool2d())
-    units[-1][1].append(Flatten())
-    units += [
-        (f"hidden{index}", [Linear(size), ReLU()])
-        for index, size in enumerate(options.hidden, 1)
-    ]
+    _, last_layers = units[-1]
+    # In the last convolution's unit: the fully connected layers then take features, wherever the model is cut.
+    last_layers.append(Flatten())
+    units += _hidden_units(options.hidden)
     units.append(("output", [Linear(classes)]))
     return chain("cnn", shape, classes, units)
 
@@ -106,16 +115,17 @@ class BatchNormOptions(ConfigModel):
 
 def vgg5(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     """Create VGG5 as in PipeLearn's Table II."""
-    units: Units = [
-        (
-            f"conv{index}",
-            [*_conv_layers(channels, batch_norm=options.batch_norm), ReLU(), last],
-        )
-        for index, (channels, last) in enumerate(
-            ((32, MaxPool2d()), (64, MaxPool2d()), (64, Flatten())), 1
-        )
+    convolutions: list[tuple[int, Layer]] = [
+        (32, MaxPool2d()),
+        (64, MaxPool2d()),
+        (64, Flatten()),
     ]
-    units += [("fc1", [Linear(128), ReLU()]), ("fc2", [Linear(classes)])]
+    units: Units = []
+    for index, (channels, last) in enumerate(convolutions, 1):
+        layers = _conv_layers(channels, batch_norm=options.batch_norm)
+        units.append((f"conv{index}", [*layers, ReLU(), last]))
+    units.append(("fc1", [Linear(128), ReLU()]))
+    units.append(("fc2", [Linear(classes)]))
     return chain("vgg5", shape, classes, units)
 
 
@@ -132,26 +142,22 @@ def resnet18(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     203.6 s of the paper's Table IV.
     """
     norm = options.batch_norm
-    units: Units = [
-        ("stem", [*_conv_layers(64, 7, 2, batch_norm=norm), ReLU(), MaxPool2d(3, 2, 1)])
-    ]
+    stem = [*_conv_layers(64, 7, 2, batch_norm=norm), ReLU(), MaxPool2d(3, 2, 1)]
+    units: Units = [("stem", stem)]
     entering = 64
     for group, (channels, first) in enumerate(RESNET_GROUPS, 1):
         for block, stride in ((1, first), (2, 1)):
             path = [*_conv_layers(channels, 3, stride, batch_norm=norm), ReLU()]
             path += _conv_layers(channels, batch_norm=norm)
-            same = stride == 1 and entering == channels
-            shortcut = (
-                [] if same else _conv_layers(channels, 1, stride, batch_norm=norm)
-            )
-            units.append(
-                (
-                    f"block{group}-{block}",
-                    [Residual(tuple(path), tuple(shortcut)), ReLU()],
-                )
-            )
+            shortcut: list[Layer] = []
+            if stride > 1 or entering != channels:
+                # The block changes the shape, so its input cannot be added as it is.
+                shortcut = _conv_layers(channels, 1, stride, batch_norm=norm)
+            residual = Residual(tuple(path), tuple(shortcut))
+            units.append((f"block{group}-{block}", [residual, ReLU()]))
             entering = channels
-    units[-1][1].append(GlobalAveragePool2d())
+    _, last_layers = units[-1]
+    last_layers.append(GlobalAveragePool2d())
     units.append(("output", [Linear(classes)]))
     return chain("resnet18", shape, classes, units)
 
@@ -166,6 +172,10 @@ class ImagenetOptions(ConfigModel):
     hidden: tuple[Width, Width] = Field(
         (4096, 4096), description="sizes of the fully connected layers before the last"
     )
+
+
+VGG16_BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+"""Channels and number of the convolutions before each pooling."""
 
 
 def alexnet(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
@@ -191,17 +201,13 @@ def alexnet(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
 def vgg16(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
     """Create VGG-16 (Simonyan and Zisserman, configuration D), with units as in `alexnet`; images of 224x224."""
     units: Units = []
-    for block, (channels, count) in enumerate(
-        ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)), 1
-    ):
-        units += [
-            (f"conv{block}-{index}", [Conv2d(channels, padding=1), ReLU()])
-            for index in range(1, count + 1)
-        ]
+    for block, (channels, count) in enumerate(VGG16_BLOCKS, 1):
+        for index in range(1, count + 1):
+            layers: list[Layer] = [Conv2d(channels, padding=1), ReLU()]
+            units.append((f"conv{block}-{index}", layers))
         units.append((f"pool{block}", [MaxPool2d()]))
-    return chain(
-        "vgg16", shape, classes, units + _classifier_layers(options, classes, 14)
-    )
+    units += _classifier_layers(options, classes, 14)
+    return chain("vgg16", shape, classes, units)
 
 
 def _classifier_layers(options: ImagenetOptions, classes: int, number: int) -> Units:
@@ -218,6 +224,7 @@ MOBILENET_GROUPS = (
 )  # fmt: skip
 """(expansion, channels, blocks, stride of the first block): the paper's t, c, n and s."""
 SMALL = 64
+"""Pixels along an axis; smaller images have the small stem."""
 """Pixels along an axis; images of fewer meet the small stem."""
 
 
@@ -243,29 +250,33 @@ def mobilenetv2(options: MobileNetV2Options, shape: Shape, classes: int) -> Mode
     """
     if len(shape) != 3:
         raise ValueError(f"MobileNetV2 needs (channels, height, width), not {shape}")
-    small = options.stem == "small" if options.stem else min(shape[1:]) < SMALL
+    is_small = options.stem == "small" if options.stem else min(shape[1:]) < SMALL
     entering = _scale_channels(32, options.width)
-    units: Units = [
-        ("stem", [*_conv_layers(entering, 3, 1 if small else 2), ReLU(6.0)])
-    ]
+    stem = _conv_layers(entering, 3, 1 if is_small else 2)
+    units: Units = [("stem", [*stem, ReLU(6.0)])]
     for group, (expansion, channels, blocks, stride) in enumerate(MOBILENET_GROUPS, 1):
         leaving = _scale_channels(channels, options.width)
-        first = 1 if small and group == 2 else stride
+        first = 1 if is_small and group == 2 else stride
         for block in range(blocks):
-            bottleneck = _bottleneck_block(
-                entering, leaving, first if block == 0 else 1, expansion
-            )
-            units.append((f"block{group}-{block + 1}", bottleneck))
+            own_stride = first if block == 0 else 1
+            layers = _bottleneck_block(entering, leaving, own_stride, expansion)
+            units.append((f"block{group}-{block + 1}", layers))
             entering = leaving
+    # Narrow models keep the width of the head, as in the paper.
     head = _conv_layers(_scale_channels(1280, max(1.0, options.width)), 1)
     units.append(("head", [*head, ReLU(6.0), GlobalAveragePool2d()]))
-    dropped: list[Layer] = [Dropout(options.dropout)] if options.dropout else []
-    units.append(("output", [*dropped, Linear(classes)]))
+    output: list[Layer] = [Linear(classes)]
+    if options.dropout:
+        output.insert(0, Dropout(options.dropout))
+    units.append(("output", output))
     return chain("mobilenetv2", shape, classes, units)
 
 
 def _scale_channels(channels: int, width: float) -> int:
-    """Return the product rounded to a multiple of 8, at least 8 and at least nine tenths of the product."""
+    """Return the product rounded to a multiple of 8, at least 8 and at least nine tenths of the product.
+
+    As in the authors' own code.
+    """
     exact = channels * width
     rounded = max(8, int(exact + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * exact else rounded
@@ -276,10 +287,10 @@ def _bottleneck_block(
 ) -> list[Layer]:
     """Expand, filter each channel, project without activation; with a shortcut if the shape is unchanged."""
     hidden = entering * expansion
-    layers: list[Layer] = [*_conv_layers(hidden, 1), ReLU(6.0)] if expansion > 1 else []
-    layers += [
-        *_conv_layers(hidden, 3, stride, groups=hidden),
-        ReLU(6.0),
-        *_conv_layers(leaving, 1),
-    ]
-    return [Residual(tuple(layers))] if stride == 1 and entering == leaving else layers
+    layers: list[Layer] = []
+    if expansion > 1:
+        layers += [*_conv_layers(hidden, 1), ReLU(6.0)]
+    layers += [*_conv_layers(hidden, 3, stride, groups=hidden), ReLU(6.0)]
+    layers += _conv_layers(leaving, 1)
+    has_shortcut = stride == 1 and entering == leaving
+    return [Residual(tuple(layers))] if has_shortcut else layers

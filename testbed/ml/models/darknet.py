@@ -12,6 +12,7 @@ normalisation is a factor and an offset for each output channel, so the reader f
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from testbed.ml.models.layers import Conv2d, LeakyReLU, Linear
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 
 EPSILON = 1e-6
-"""Darknet adds it to the standard deviation, not to the variance."""
+"""Added to the standard deviation, not to the variance as in torch."""
 _VERSION = struct.Struct("<3I")
 _MOST = 1000
 """Bound of a version's parts. Larger ones are Darknet's mark for transposed kernels, or no version at all."""
@@ -50,7 +51,7 @@ class Convolution:
     """One convolution of a model as stored in the file."""
 
     name: str
-    """The name that `Model.build` gives it."""
+    """The name of its module in `Model.build`."""
     kernel: tuple[int, int, int, int]
     """(output channels, input channels, rows, columns)."""
     normalised: bool
@@ -58,9 +59,8 @@ class Convolution:
     @property
     def values(self) -> int:
         """Number of values in the file."""
-        return int(np.prod(self.kernel)) + self.kernel[0] * (
-            4 if self.normalised else 1
-        )
+        per_channel = 4 if self.normalised else 1
+        return math.prod(self.kernel) + self.kernel[0] * per_channel
 
 
 def convolutions(model: Model) -> Iterator[Convolution]:
@@ -70,10 +70,9 @@ def convolutions(model: Model) -> Iterator[Convolution]:
         for place, layer in enumerate(unit.layers):
             if isinstance(layer, Conv2d) and layer.groups == 1 and layer.bias:
                 kernel = (layer.channels, shape[0], layer.kernel, layer.kernel)
-                activated = any(
-                    isinstance(later, LeakyReLU) for later in unit.layers[place + 1 :]
-                )
-                yield Convolution(f"{index}.{place}", kernel, activated)
+                later = unit.layers[place + 1 :]
+                normalised = any(isinstance(each, LeakyReLU) for each in later)
+                yield Convolution(f"{index}.{place}", kernel, normalised)
             elif isinstance(layer, Conv2d | Linear) or layer.parameters(shape):
                 raise InputError(
                     f"Darknet's files are read for yolov2 only, not for {model.name}",
@@ -92,8 +91,9 @@ def check(path: Path, model: Model) -> Header:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     wanted = BYTES_PER_VALUE * sum(each.values for each in convolutions(model))
     if actual != wanted:
+        fault = "truncated" if actual < wanted else "too long"
         raise InputError(
-            f"{path}: {'truncated' if actual < wanted else 'too long'}: {model.name} for {model.classes} classes has "
+            f"{path}: {fault}: {model.name} for {model.classes} classes has "
             f"{wanted:,} bytes of weights, {actual:,} follow the header of {header.size}: download it again, or use "
             "the file of this network and its classes"
         )
@@ -122,15 +122,16 @@ def _read_header(path: Path, file: IO[bytes]) -> Header:
             f"{path}: is not a Darknet weights file, which begins with a version such as 0.2.0; use the "
             ".weights file of the network, or a safetensors file that a run left"
         )
-    count = struct.Struct("<Q" if 10 * major + minor >= 2 else "<I")
+    # Version 0.2 widened the number of images to eight bytes; Darknet compares versions in this way.
+    is_wide = 10 * major + minor >= 2
+    count = struct.Struct("<Q" if is_wide else "<I")
     raw = file.read(count.size)
     if len(raw) < count.size:
         raise InputError(
             f"{path}: truncated: it ends within its header; download it again"
         )
-    return Header(
-        (major, minor, revision), count.unpack(raw)[0], _VERSION.size + count.size
-    )
+    (seen,) = count.unpack(raw)
+    return Header((major, minor, revision), seen, _VERSION.size + count.size)
 
 
 def _fold_normalisation(
@@ -140,26 +141,33 @@ def _fold_normalisation(
     channels = each.kernel[0]
     bias = _read_values(path, file, each, channels)
     if not each.normalised:
-        return _read_values(path, file, each, int(np.prod(each.kernel))).reshape(
-            each.kernel
-        ), bias
-    scale, mean, variance = (_read_values(path, file, each, channels) for _ in range(3))
+        return _read_kernel(path, file, each), bias
+    # In the order of the file.
+    scale = _read_values(path, file, each, channels)
+    mean = _read_values(path, file, each, channels)
+    variance = _read_values(path, file, each, channels)
     if (variance < 0).any():
         raise InputError(
             f"{path}: damaged: a variance of layer {each.name} is negative; download it again"
         )
-    kernel = _read_values(path, file, each, int(np.prod(each.kernel))).reshape(
-        each.kernel
-    )
-    factor = scale.astype(np.float64) / (np.sqrt(variance.astype(np.float64)) + EPSILON)
+    kernel = _read_kernel(path, file, each)
+    # In float64, so that folding rounds once.
+    deviation = np.sqrt(variance.astype(np.float64)) + EPSILON
+    factor = scale.astype(np.float64) / deviation
     folded = (kernel * factor[:, None, None, None]).astype(np.float32)
     return folded, (bias - factor * mean).astype(np.float32)
+
+
+def _read_kernel(path: Path, file: IO[bytes], each: Convolution) -> FileValues:
+    values = _read_values(path, file, each, math.prod(each.kernel))
+    return values.reshape(each.kernel)
 
 
 def _read_values(
     path: Path, file: IO[bytes], each: Convolution, count: int
 ) -> FileValues:
-    values = np.frombuffer(file.read(BYTES_PER_VALUE * count), "<f4").astype(np.float32)
+    content = file.read(BYTES_PER_VALUE * count)
+    values = np.frombuffer(content, "<f4").astype(np.float32)
     if not np.isfinite(values).all():
         raise InputError(
             f"{path}: damaged: layer {each.name} holds values that are no numbers; download it again"

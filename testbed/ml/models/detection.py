@@ -30,11 +30,16 @@ class Box:
     bottom: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {
-            name: value if name == "label" else round(value, 4)
-            for name, value in asdict(self).items()
-        }
+        """Return plain values, numbers with four decimals.
+
+        >>> Box("dog", 0.87654321, 0.1, 0.2, 0.5, 0.6).to_json()["score"]
+        0.8765
+        """
+        values: dict[str, Any] = asdict(self)
+        for name, value in values.items():
+            if name != "label":
+                values[name] = round(value, 4)
+        return values
 
 
 @dataclass(frozen=True)
@@ -58,61 +63,76 @@ class Detector:
         return suppress(self.decode(output), self.overlap)
 
     def decode(self, output: Floats) -> list[Box]:
-        """Return every box whose best class reaches the threshold, best first."""
+        """Return every box whose best class reaches the threshold, best first.
+
+        ``output`` is (channels, height, width).
+        """
         _, height, width = output.shape
+        # (anchors, 5 + classes, height, width), in float64: exponents magnify the rounding of float32.
         values = output.astype(np.float64).reshape(len(self.anchors), -1, height, width)
         sizes = np.array(self.anchors)[:, :, None, None]
         rows, columns = np.mgrid[0:height, 0:width]
         centre_x = (columns + _sigmoid(values[:, 0])) / width
         centre_y = (rows + _sigmoid(values[:, 1])) / height
         # An exponent that no real box has would overflow and warn.
-        wide = sizes[:, 0] * np.exp(np.minimum(values[:, 2], 50)) / width
-        high = sizes[:, 1] * np.exp(np.minimum(values[:, 3], 50)) / height
-        odds = np.exp(values[:, 5:] - values[:, 5:].max(axis=1, keepdims=True))
-        scores = (
-            _sigmoid(values[:, 4])[:, None] * odds / odds.sum(axis=1, keepdims=True)
-        )
+        box_width = sizes[:, 0] * np.exp(np.minimum(values[:, 2], 50)) / width
+        box_height = sizes[:, 1] * np.exp(np.minimum(values[:, 3], 50)) / height
+        scores = _class_scores(values)
         best = scores.max(axis=1)
+        classes = scores.argmax(axis=1)
         edges = (
-            centre_x - wide / 2,
-            centre_y - high / 2,
-            centre_x + wide / 2,
-            centre_y + high / 2,
+            centre_x - box_width / 2,
+            centre_y - box_height / 2,
+            centre_x + box_width / 2,
+            centre_y + box_height / 2,
         )
-        boxes = [
-            Box(
-                self.labels[int(scores[(place[0], slice(None), *place[1:])].argmax())],
-                float(best[place]),
-                *(float(np.clip(edge[place], 0, 1)) for edge in edges),
+        boxes = []
+        for place in zip(*np.nonzero(best >= self.threshold), strict=True):
+            left, top, right, bottom = (
+                float(np.clip(edge[place], 0, 1)) for edge in edges
             )
-            for place in zip(*np.nonzero(best >= self.threshold), strict=True)
-        ]
+            label = self.labels[int(classes[place])]
+            boxes.append(Box(label, float(best[place]), left, top, right, bottom))
         return sorted(boxes, key=lambda box: -box.score)
 
 
 def _sigmoid(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    # By the hyperbolic tangent, which does not overflow for large negative values.
     return 0.5 * (1 + np.tanh(values / 2))
 
 
+def _class_scores(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return objectness times softmax, (anchors, classes, height, width)."""
+    # The largest is subtracted, so that no exponential overflows.
+    odds = np.exp(values[:, 5:] - values[:, 5:].max(axis=1, keepdims=True))
+    objectness = _sigmoid(values[:, 4])[:, None]
+    return objectness * odds / odds.sum(axis=1, keepdims=True)
+
+
 def overlap(one: Box, other: Box) -> float:
-    """Return the intersection over union of two boxes."""
-    wide = min(one.right, other.right) - max(one.left, other.left)
-    high = min(one.bottom, other.bottom) - max(one.top, other.top)
-    shared = max(wide, 0.0) * max(high, 0.0)
-    both = (
-        sum((box.right - box.left) * (box.bottom - box.top) for box in (one, other))
-        - shared
-    )
-    return shared / both if both > 0 else 0.0
+    """Return the intersection over union of two boxes.
+
+    >>> left_half = Box("cat", 1.0, 0.0, 0.0, 0.5, 1.0)
+    >>> whole = Box("cat", 1.0, 0.0, 0.0, 1.0, 1.0)
+    >>> overlap(left_half, whole)
+    0.5
+    """
+    width = min(one.right, other.right) - max(one.left, other.left)
+    height = min(one.bottom, other.bottom) - max(one.top, other.top)
+    shared = max(width, 0.0) * max(height, 0.0)
+    union = _area(one) + _area(other) - shared
+    return shared / union if union > 0 else 0.0
+
+
+def _area(box: Box) -> float:
+    return (box.right - box.left) * (box.bottom - box.top)
 
 
 def suppress(boxes: Sequence[Box], limit: float) -> list[Box]:
     """Drop boxes overlapping a better box of their class by more than ``limit``; ``boxes`` are sorted, best first."""
     kept: list[Box] = []
     for box in boxes:
-        if all(
-            box.label != better.label or overlap(box, better) <= limit
-            for better in kept
-        ):
+        rivals = [better for better in kept if better.label == box.label]
+        if all(overlap(box, better) <= limit for better in rivals):
             kept.append(box)
     return kept

@@ -42,7 +42,8 @@ class DarknetReorganise(nn.Module):
         step = self.stride
         samples, channels, height, width = input.shape
         images = input.reshape(samples, channels // step**2, height, step, width, step)
-        return images.permute(0, 3, 5, 1, 2, 4).reshape(
+        reordered = images.permute(0, 3, 5, 1, 2, 4)
+        return reordered.reshape(
             samples, channels * step**2, height // step, width // step
         )
 
@@ -53,6 +54,7 @@ class Joined(nn.Sequential):
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:
         """Join the inputs, (samples, channels, ...) each, along the channels, and run the children."""
         joined = torch.cat(parts, dim=1)
+        # The children run with the copy alone in memory.
         del parts
         output: torch.Tensor = super().forward(joined)  # type: ignore[no-untyped-call]
         return output
@@ -64,20 +66,18 @@ class SplitInputs(nn.Module):
     def __init__(self, unit: nn.Module, shapes: Sequence[Shape]) -> None:
         super().__init__()
         self._shapes = shapes
-        self.load_state_dict = unit.load_state_dict  # type: ignore[method-assign]  # under the unit's own names
+        # Weights are loaded by the unit's own names, without the wrapper's.
+        self.load_state_dict = unit.load_state_dict  # type: ignore[method-assign]
         self.unit = unit
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Split the input, (samples, values), and return the unit's output, (samples, ...)."""
-        parts = torch.split(
-            values.flatten(1), [math.prod(shape) for shape in self._shapes], dim=1
-        )
-        outputs: torch.Tensor = self.unit(
-            *(
-                part.reshape(-1, *of)
-                for part, of in zip(parts, self._shapes, strict=True)
-            )
-        )
+        sizes = [math.prod(shape) for shape in self._shapes]
+        parts = torch.split(values.flatten(1), sizes, dim=1)
+        inputs = []
+        for part, shape in zip(parts, self._shapes, strict=True):
+            inputs.append(part.reshape(-1, *shape))
+        outputs: torch.Tensor = self.unit(*inputs)
         return outputs
 
 
@@ -97,9 +97,10 @@ class Segment(nn.Sequential):
         reads: Sequence[Sequence[int]],
         crossing: Sequence[Sequence[Made]],
     ) -> None:
-        super().__init__(
-            OrderedDict((str(first + place), unit) for place, unit in enumerate(units))
-        )
+        named = OrderedDict()
+        for place, unit in enumerate(units):
+            named[str(first + place)] = unit
+        super().__init__(named)
         self._first = first
         self._reads = reads
         self._crossing = crossing
@@ -118,9 +119,10 @@ class Segment(nn.Sequential):
         for place, (name, unit) in enumerate(self.named_children()):
             if before is not None:
                 before(name)
-            made[self._first + place] = unit(
-                *(made[index] for index in self._reads[place])
-            )
+            inputs = [made[index] for index in self._reads[place]]
+            made[self._first + place] = unit(*inputs)
+            # Without this list, too, the inputs would live until the next unit has run.
+            del inputs
             made = {index: made[index] for index, _ in self._crossing[place + 1]}
         return _join_tensors(made, self._crossing[-1])
 
@@ -128,13 +130,15 @@ class Segment(nn.Sequential):
 def _split_tensors(
     packed: torch.Tensor, crossing: Sequence[Made]
 ) -> dict[int, torch.Tensor]:
+    """Return the tensors crossing a cut, each (samples, ...), by the units that made them."""
     if len(crossing) == 1:
         return {crossing[0][0]: packed}
-    parts = torch.split(packed, [math.prod(shape) for _, shape in crossing], dim=1)
-    return {
-        index: part.reshape(-1, *shape)
-        for (index, shape), part in zip(crossing, parts, strict=True)
-    }
+    sizes = [math.prod(shape) for _, shape in crossing]
+    parts = torch.split(packed, sizes, dim=1)
+    tensors = {}
+    for (index, shape), part in zip(crossing, parts, strict=True):
+        tensors[index] = part.reshape(-1, *shape)
+    return tensors
 
 
 def _join_tensors(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ State = Mapping[str, "torch.Tensor"]
 _COUNTER = ".num_batches_tracked"
 """A counter of a normalisation, unused after training and missing in some files."""
 _BRACE = 8
+"""Position of the first brace in a safetensors file, after the length of its header."""
 """Position of the first brace in a safetensors file."""
 _TORCH = (b"PK\x03\x04", b"\x80\x02")
 """First bytes of torch.save files: a zip archive, or a pickle in old versions."""
@@ -31,7 +32,8 @@ _PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
 """Prefixes added to names by network wrappers: DataParallel, torch.compile, trainers."""
 _NESTED = ("state_dict", "model_state_dict", "model")
 """Keys under which a checkpoint of a training loop holds the `state_dict`."""
-_MOST = 5
+_MOST_NAMES = 5
+"""Maximum names listed in a message."""
 """Maximum names listed in a message."""
 
 
@@ -64,25 +66,32 @@ def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def exported(state: State, model: Model, seed: int) -> dict[str, torch.Tensor]:
+def export_state(state: State, model: Model, seed: int) -> dict[str, torch.Tensor]:
     """Return a state keyed as in `Model.build` as the `state_dict` of the user's own network.
 
     Tensors used by no unit have the initial values of ``seed``; tensors added by a method keep their names.
     """
     assert model.builder is not None
     network = model.builder.network(seed)
-    own = network.state_dict().keys()
-    network.load_state_dict(
-        {plain_name(name): tensor for name, tensor in state.items()}, strict=False
-    )
-    added = {
-        name: tensor for name, tensor in state.items() if plain_name(name) not in own
-    }
+    own_names = network.state_dict().keys()
+    own = {}
+    added = {}
+    for name, tensor in state.items():
+        if plain_name(name) in own_names:
+            own[plain_name(name)] = tensor
+        else:
+            added[name] = tensor
+    # Not strict, since tensors that no unit uses are missing.
+    network.load_state_dict(own, strict=False)
     return network.state_dict() | added
 
 
 def plain_name(name: str) -> str:
-    """Return a name without the index of its unit."""
+    """Return a name without the index of its unit.
+
+    >>> plain_name("3.head.weight")
+    'head.weight'
+    """
     return name.partition(".")[2]
 
 
@@ -95,25 +104,29 @@ def _load_tensors(path: Path, *, values: bool = True) -> dict[str, torch.Tensor]
             from safetensors.torch import load_file
 
             return dict(load_file(path))
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-        ):
-            return {
-                raw.name: arrays.empty(raw)
-                for raw in tensors.read(memoryview(content))[0]
-            }
+        return _read_header(path)
     except (ValueError, OSError, BufferError) as error:
         raise InputError(
             f"{path}: not a safetensors file ({error}); a run leaves one as weights.safetensors"
         ) from None
 
 
+def _read_header(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file without values: a check of gigabytes then reads some kilobytes."""
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        raw_tensors, _ = tensors.read(memoryview(content))
+        return {raw.name: arrays.empty(raw) for raw in raw_tensors}
+
+
 def _load_pickle(path: Path) -> object:
     try:
         with path.open("rb") as file:
-            archive = file.read(4) == _TORCH[0]
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+            is_archive = file.read(4) == _TORCH[0]
+        # weights_only: any other pickle runs code of whoever wrote it. Only archives can be mapped into memory.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
         reason = str(error).strip().partition("\n")[0]
         text = "holds more than tensors, or is damaged: save the `state_dict()` of the network alone"
@@ -125,9 +138,10 @@ def _unwrap_checkpoint(path: Path, content: object) -> dict[str, torch.Tensor]:
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    if not isinstance(content, Mapping) or not all(
+    is_state = isinstance(content, Mapping) and all(
         isinstance(each, torch.Tensor) for each in content.values()
-    ):
+    )
+    if not isinstance(content, Mapping) or not is_state:
         raise InputError(
             f"{path}: holds no `state_dict`: save that of the network, by torch.save(net.state_dict(), ...)"
         )
@@ -136,75 +150,102 @@ def _unwrap_checkpoint(path: Path, content: object) -> dict[str, torch.Tensor]:
 
 def _match_names(path: Path, tensors: State, model: Model) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by the names of `Model.build`; raises `InputError` for a mismatch."""
-    from testbed.ml.models.lora import first_values, is_adapter
+    from testbed.ml.models.lora import is_adapter
 
     wanted = _state_shapes(lambda: model.build(0, len(model.units), 0))
-    names = {
-        name: name if model.builder is None else plain_name(name) for name in wanted
-    }
-    known = set(names.values())
-    if model.builder is not None:
-        known |= _state_shapes(lambda: model.builder.network(0)).keys()
-        if _without_counters(tensors) == _without_counters(
-            wanted
-        ):  # the names of an earlier version
-            names, known = {name: name for name in wanted}, set(wanted)
+    names, known = _names_in_file(wanted, tensors, model)
     tensors = _without_prefixes(tensors, known)
     other = f"{path}: not the weights of {model.name} as the scenario has it"
-    help_ = "use those of this model with its options, for as many classes"
+    remedy = "use those of this model with its options, for as many classes"
     adapters = {name for name in names.values() if is_adapter(name)}
-    if missing := _without_counters(names.values()) - tensors.keys() - adapters:
-        raise InputError(f"{other}: missing {_list_names(missing)}; {help_}")
-    if more := _without_counters(tensors) - known:
+    missing = _without_counters(names.values()) - tensors.keys() - adapters
+    if missing:
+        raise InputError(f"{other}: missing {_list_names(missing)}; {remedy}")
+    unknown = _without_counters(tensors) - known
+    if unknown:
         raise InputError(
-            f"{other}: {_list_names(more)} does not belong to the model; {help_}"
+            f"{other}: {_list_names(unknown)} does not belong to the model; {remedy}"
         )
     result = {}
-    for name, tensor in wanted.items():
-        given = tensors.get(names[name])
-        if (
-            given is None and names[name] in adapters
-        ):  # the file is of the network without adapters
-            given = first_values(names[name], tensor)
+    for name, empty in wanted.items():
+        own_name = names[name]
+        given = tensors.get(own_name)
         if given is None:
-            given = torch.zeros(tensor.shape, dtype=tensor.dtype)  # a counter
-        if given.shape != tensor.shape or given.dtype != tensor.dtype:
-            is_, should = (
-                f"{each.dtype} of {list(each.shape)}" for each in (given, tensor)
-            )
+            given = _missing_values(own_name, empty)
+        if given.shape != empty.shape or given.dtype != empty.dtype:
             raise InputError(
-                f"{other}: {names[name]} is {is_} instead of {should}; {help_}"
+                f"{other}: {own_name} is {_type_and_shape(given)} instead of {_type_and_shape(empty)}; {remedy}"
             )
         result[name] = given
     return result
 
 
-def _state_shapes(make: Any) -> State:
+def _names_in_file(
+    wanted: State, tensors: State, model: Model
+) -> tuple[dict[str, str], set[str]]:
+    """Return the name in the file for each name of `Model.build`, and all names that a file may have."""
+    with_index = {name: name for name in wanted}
+    if model.builder is None:
+        return with_index, set(wanted)
+    # Files of earlier versions have the units' indices in the names.
+    if _without_counters(tensors) == _without_counters(wanted):
+        return with_index, set(wanted)
+    builder = model.builder
+    network = _state_shapes(lambda: builder.network(0))
+    names = {name: plain_name(name) for name in wanted}
+    # The network may have tensors that no unit uses.
+    return names, {*names.values(), *network}
+
+
+def _missing_values(name: str, empty: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor that a file may lack."""
+    from testbed.ml.models.lora import first_values, is_adapter
+
+    if is_adapter(name):
+        # The file is that of the network without adapters.
+        return first_values(name, empty)
+    # A counter of a normalisation.
+    return torch.zeros(empty.shape, dtype=empty.dtype)
+
+
+def _type_and_shape(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of {list(tensor.shape)}"
+
+
+def _state_shapes(make: Callable[[], nn.Module]) -> State:
     """Return the state of a module; tensors without values are not drawn."""
     try:
         with torch.device("meta"):
-            module: nn.Module = make()
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # a network that reads values as it is made
+            module = make()
+    except (RuntimeError, NotImplementedError):
+        # The network reads values while it is constructed.
         module = make()
     return module.state_dict()
 
 
 def _without_prefixes(tensors: State, known: Collection[str]) -> State:
     """Return tensors without the prefixes of wrappers."""
+    # Wrappers may be nested, each with a prefix of its own.
     while known and tensors:
-        prefix = next((each for each in _PREFIXES if _all_begin(tensors, each)), None)
+        prefix = _common_prefix(tensors)
         if prefix is None or _all_begin(known, prefix):
             break
         tensors = {
             name.removeprefix(prefix): tensor for name, tensor in tensors.items()
         }
-    return {
-        name if name in known else name.replace("_orig_mod.", ""): tensor
-        for name, tensor in tensors.items()
-    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        # torch.compile of single layers puts its prefix into the middle of names.
+        own_name = name if name in known else name.replace("_orig_mod.", "")
+        renamed[own_name] = tensor
+    return renamed
+
+
+def _common_prefix(names: Collection[str]) -> str | None:
+    for prefix in _PREFIXES:
+        if _all_begin(names, prefix):
+            return prefix
+    return None
 
 
 def _all_begin(names: Collection[str], prefix: str) -> bool:
@@ -216,8 +257,9 @@ def _without_counters(names: Collection[str]) -> set[str]:
 
 
 def _list_names(names: Collection[str]) -> str:
-    shown = ", ".join(sorted(names)[:_MOST])
-    return shown if len(names) <= _MOST else f"{shown} (and {len(names) - _MOST} more)"
+    first = ", ".join(sorted(names)[:_MOST_NAMES])
+    others = len(names) - _MOST_NAMES
+    return f"{first} (and {others} more)" if others > 0 else first
 
 
 def facts(path: Path, model: Model) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from testbed.ml.models.shapes import Shape
 CLASSES = 80
 """Classes of COCO, for data without labels."""
 STRIDE = 32
+"""Height and width of the input, in cells of the output's grid."""
 """How many times as high and as wide as the output's grid an input is."""
 ANCHORS = (
     (0.57273, 0.677385),
@@ -28,6 +29,7 @@ ANCHORS = (
 )
 """Width and height in cells of the grid, of the network trained on COCO."""
 ROUTES = {25: (16,), 28: (27, 24)}
+"""The early features, reorganised, are joined before the last ones."""
 """The early features come in again: reorganised, they are put before the last ones."""
 
 # fmt: off
@@ -44,7 +46,8 @@ COCO = (
 # fmt: on
 """Names of the classes, in the order of Darknet's list."""
 
-_MAX, _ROUTE = MaxPool2d(), None
+_MAX = MaxPool2d()
+_ROUTE = None
 
 
 def _conv_unit(channels: int, kernel: int) -> tuple[Layer, ...]:
@@ -52,36 +55,38 @@ def _conv_unit(channels: int, kernel: int) -> tuple[Layer, ...]:
 
 
 _LAYERS = (
-    *(
-        _conv_unit(32, 3),
-        _MAX,
-        _conv_unit(64, 3),
-        _MAX,
-        _conv_unit(128, 3),
-        _conv_unit(64, 1),
-        _conv_unit(128, 3),
-        _MAX,
-    ),
-    *(_conv_unit(256, 3), _conv_unit(128, 1), _conv_unit(256, 3), _MAX),
-    *(
-        _conv_unit(512, 3),
-        _conv_unit(256, 1),
-        _conv_unit(512, 3),
-        _conv_unit(256, 1),
-        _conv_unit(512, 3),
-        _MAX,
-    ),
-    *(
-        _conv_unit(1024, 3),
-        _conv_unit(512, 1),
-        _conv_unit(1024, 3),
-        _conv_unit(512, 1),
-        _conv_unit(1024, 3),
-        _conv_unit(1024, 3),
-        _conv_unit(1024, 3),
-    ),
-    *(_ROUTE, _conv_unit(64, 1), Reorganise(2), _ROUTE, _conv_unit(1024, 3)),
+    _conv_unit(32, 3),
+    _MAX,
+    _conv_unit(64, 3),
+    _MAX,
+    _conv_unit(128, 3),
+    _conv_unit(64, 1),
+    _conv_unit(128, 3),
+    _MAX,
+    _conv_unit(256, 3),
+    _conv_unit(128, 1),
+    _conv_unit(256, 3),
+    _MAX,
+    _conv_unit(512, 3),
+    _conv_unit(256, 1),
+    _conv_unit(512, 3),
+    _conv_unit(256, 1),
+    _conv_unit(512, 3),
+    _MAX,
+    _conv_unit(1024, 3),
+    _conv_unit(512, 1),
+    _conv_unit(1024, 3),
+    _conv_unit(512, 1),
+    _conv_unit(1024, 3),
+    _conv_unit(1024, 3),
+    _conv_unit(1024, 3),
+    _ROUTE,
+    _conv_unit(64, 1),
+    Reorganise(2),
+    _ROUTE,
+    _conv_unit(1024, 3),
 )
+"""All layers but the last: convolutions with their activation, poolings, routes."""
 """All but the last: convolutions with their activation, poolings, routes."""
 
 
@@ -100,13 +105,12 @@ def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
             f"the input needs three channels and sides that are multiples of {STRIDE}, such as 3x416x416"
         )
     units = [_name_unit(index, layer) for index, layer in enumerate(_LAYERS)]
-    labels = (
-        COCO
-        if classes == CLASSES
-        else tuple(f"class {index}" for index in range(classes))
-    )
+    labels = COCO
+    if classes != CLASSES:
+        labels = tuple(f"class {index}" for index in range(classes))
     detector = Detector(ANCHORS, labels, options.threshold)
-    units.append((f"conv{len(units)}", (Conv2d(detector.channels(classes)[0], 1),)))
+    (channels,) = detector.channels(classes)
+    units.append((f"conv{len(units)}", (Conv2d(channels, 1),)))
     return chain("yolov2", shape, classes, units, ROUTES, detector)
 
 
@@ -117,4 +121,5 @@ def _name_unit(
         return f"route{index}", ()
     if isinstance(layer, tuple):
         return f"conv{index}", layer
-    return f"{'pool' if isinstance(layer, MaxPool2d) else 'reorg'}{index}", (layer,)
+    kind = "pool" if isinstance(layer, MaxPool2d) else "reorg"
+    return f"{kind}{index}", (layer,)
