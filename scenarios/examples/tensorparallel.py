@@ -11,7 +11,6 @@ from testbed.ml.layers.layer_slices import (
     LayerSlices,
     finish_cost,
     load_slices,
-    piece,
     product_cost,
 )
 from testbed.ml.method import Job, Method, Problem

@@ -313,9 +313,9 @@ def _view_piece(problem: core.Problem, piece: Piece) -> PieceView:
     if isinstance(problem, Problem):
         samples = problem.workload.batch_size
         units = problem.model.units[piece.first : piece.last]
-        cost = costs.forward(units, samples)
+        cost = costs.forward_cost(units, samples)
         if problem.workload.task == "train":
-            cost += costs.backward(units, samples)
+            cost += costs.backward_cost(units, samples)
     parameters = piece.parameters
     if parameters is None:
         parameters = sum(unit.parameters for unit in units)

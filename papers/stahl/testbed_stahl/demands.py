@@ -38,7 +38,7 @@ def divided_weights(flow: Dataflow, device: int) -> int:
 
 def parameters(flow: Dataflow, device: int) -> int:
     """Return all stored values of a device: its weights, and the values of each channel it finishes."""
-    return layer_slices.parameters(layers_stored(flow, device))
+    return layer_slices.count_values(layers_stored(flow, device))
 
 
 def multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:

@@ -99,7 +99,7 @@ class InferenceMember:
                 )
             context.ledger.weights = sum(tensor.nbytes for tensor in state.values())
 
-        # One operation for each value, as `costs.copy` has it for a stage without momentum.
+        # One operation for each value, as `costs.copy_cost` has it for a stage without momentum.
         await context.compute(load, Cost(parameters(flow, context.index)), Span("load"))
         self._report_memory()
         self._register_handler(

@@ -61,7 +61,7 @@ class Group:
         """Return on each member the named tensors the root passes for this member; other members pass None."""
         operation = next(self._operations)
         if states is None:
-            return await self._take_part(operation, root)
+            return await self._receive_part(operation, root)
         for member, state in zip(self.members, states, strict=True):
             self._send_part(operation, member, state)
         return states[self.rank]
@@ -86,12 +86,14 @@ class Group:
     async def _collect_parts(
         self, operation: int, own: torch.Tensor
     ) -> list[torch.Tensor]:
-        return [
-            own
-            if member == self.device.name
-            else (await self._take_part(operation, member))[""]
-            for member in self.members
-        ]
+        parts = []
+        for member in self.members:
+            if member == self.device.name:
+                parts.append(own)
+            else:
+                state = await self._receive_part(operation, member)
+                parts.append(state[""])
+        return parts
 
     async def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return on every member the sum of all tensors, which have one shape; the sums are bitwise equal.
@@ -99,42 +101,38 @@ class Group:
         The tensors travel round a ring in as many parts as there are members: every link carries 2 (n - 1) / n of a
         tensor. The additions take the device's time.
         """
-        operation, size = next(self._operations), len(self.members)
+        operation = next(self._operations)
+        size = len(self.members)
         parts = list(tensor.flatten().tensor_split(size))
-        following, before = (
-            self.members[(self.rank + 1) % size],
-            self.members[self.rank - 1],
-        )
+        following = self.members[(self.rank + 1) % size]
+        before = self.members[self.rank - 1]
         for step in range(2 * (size - 1)):
-            # First each part becomes a sum on its way round, then each sum goes round once more.
-            summing = step < size - 1
-            sent = self.rank - step if summing else self.rank + size - step
+            # First each part becomes a sum on its way round, then each sum goes round once more. Each part is summed
+            # by one chain of members, which is why all receive the same bits.
+            is_summing = step < size - 1
+            sent = self.rank - step if is_summing else self.rank + size - step
             self._send_part(operation, following, {"": parts[sent % size]}, step)
-            taken, come = (
-                (sent - 1) % size,
-                (await self._take_part(operation, before, step))[""],
-            )
-            if summing:
+            state = await self._receive_part(operation, before, step)
+            received = state[""]
+            place = (sent - 1) % size
+            if is_summing:
                 span = Span("all-reduce", self._number, operation)
-                come = await self.device.compute(
-                    partial(torch.add, come, parts[taken]), Cost(come.numel()), span
-                )
-            parts[taken] = come
-        return torch.cat(list(parts)).reshape(tensor.shape)
+                add = partial(torch.add, received, parts[place])
+                received = await self.device.compute(add, Cost(received.numel()), span)
+            parts[place] = received
+        return torch.cat(parts).reshape(tensor.shape)
 
     def _send_part(
         self, operation: int, member: str, state: State, step: int = 0
     ) -> None:
-        if member != self.device.name:
-            configuration = self._mailbox.configuration
-            self._mailbox.post(
-                member,
-                Contribution(configuration, self._number, operation, step, state),
-            )
+        if member == self.device.name:
+            return
+        part = Contribution(
+            self._mailbox.configuration, self._number, operation, step, state
+        )
+        self._mailbox.post(member, part)
 
-    async def _take_part(self, operation: int, member: str, step: int = 0) -> State:
-        return (
-            await self._mailbox.take(
-                Contribution, (self._number, operation, step, member)
-            )
-        ).tensors
+    async def _receive_part(self, operation: int, member: str, step: int = 0) -> State:
+        key = (self._number, operation, step, member)
+        contribution = await self._mailbox.take(Contribution, key)
+        return contribution.tensors

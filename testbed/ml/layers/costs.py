@@ -21,50 +21,57 @@ from testbed.ml.partition.memory import inference_bytes, training_bytes
 from testbed.ml.training.config import TrainingConfig
 
 
-def parameters(units: Sequence[Unit]) -> int:
+def count_parameters(units: Sequence[Unit]) -> int:
     """Return the number of trained values."""
     return sum(unit.parameters for unit in units)
 
 
-def forward(units: Sequence[Unit], samples: int) -> Cost:
-    """Return the cost of a forward."""
+def forward_cost(units: Sequence[Unit], samples: int) -> Cost:
+    """Return the cost of a forward of units for a number of samples.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
+    >>> forward_cost(model.units, samples=16).of().flops
+    75776.0
+    """
     return forward_of(cost_of(units), samples)
 
 
-def backward(units: Sequence[Unit], samples: int) -> Cost:
-    """Return the cost of a backward."""
+def backward_cost(units: Sequence[Unit], samples: int) -> Cost:
+    """Return the cost of a backward of units for a number of samples."""
     return backward_of(cost_of(units), samples)
 
 
-def update(units: Sequence[Unit], training: TrainingConfig) -> Cost:
+def update_cost(units: Sequence[Unit], training: TrainingConfig) -> Cost:
     """Return the cost of an optimizer step."""
-    return Cost(training.update_flops * parameters(units))
+    return Cost(training.update_flops * count_parameters(units))
 
 
-def copy(units: Sequence[Unit], training: TrainingConfig) -> Cost:
-    """Return the cost of copying the transmitted weights and the optimizer's state."""
-    return Cost(
-        training.state_values * parameters(units)
-        + weight_bytes(units, training) / BYTES_PER_VALUE
-    )
+def copy_cost(units: Sequence[Unit], training: TrainingConfig) -> Cost:
+    """Return the cost of copying the transmitted weights and the optimizer's state, an operation for each value."""
+    optimizer_values = training.state_values * count_parameters(units)
+    return Cost(optimizer_values + weight_bytes(units, training) / BYTES_PER_VALUE)
 
 
 def weight_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
     """Return the bytes of the transmitted weights."""
     fixed = sum(unit.frozen for unit in units) if training.frozen_travels else 0
-    return BYTES_PER_VALUE * (parameters(units) + fixed)
+    return BYTES_PER_VALUE * (count_parameters(units) + fixed)
 
 
 def state_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
     """Return the bytes of the transmitted weights and the optimizer's state."""
-    return BYTES_PER_VALUE * copy(units, training).of().flops
+    # The cost of a copy is an operation for each value.
+    values = copy_cost(units, training).of().flops
+    return BYTES_PER_VALUE * values
 
 
 def whole_memory(problem: Problem[Any], device: DeviceSpec) -> float:
     """Return the bytes a device needs to hold and compute the whole model."""
-    model, workload = problem.model, problem.workload
-    units, samples = range(len(model.units)), workload.batch_size
-    if workload.task == "infer":
+    model = problem.model
+    units = range(len(model.units))
+    samples = problem.workload.batch_size
+    if problem.workload.task == "infer":
         return inference_bytes(model, units, samples, device.precision)
     return training_bytes(
         model, units, samples, problem.training.state_values, precision=device.precision
@@ -73,12 +80,13 @@ def whole_memory(problem: Problem[Any], device: DeviceSpec) -> float:
 
 def whole_seconds(problem: Problem[Any], device: DeviceSpec) -> float:
     """Return the seconds one device alone takes for a step or a request."""
-    units, samples = problem.model.units, problem.workload.batch_size
-    seconds = device.seconds(forward(units, samples))
+    units = problem.model.units
+    samples = problem.workload.batch_size
+    seconds = device.seconds(forward_cost(units, samples))
     if problem.workload.task == "train":
-        seconds += device.seconds(backward(units, samples)) + device.seconds(
-            update(units, problem.training)
-        )
+        backward = device.seconds(backward_cost(units, samples))
+        update = device.seconds(update_cost(units, problem.training))
+        seconds += backward + update
     return seconds
 
 

@@ -37,17 +37,31 @@ class RowsOfBatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
-        if func in _LIKE and args[0].ndim and args[0].shape[0] % self._count == 0:
+        if func in _LIKE and self._has_rows(args[0]):
+            # `randn_like` is the same as `normal_` on an empty tensor.
             func, settings = _LIKE[func]
-            args, options = (torch.empty_like(args[0], **options), *settings), {}
-        if func not in _IN_PLACE or not args[0].ndim or args[0].shape[0] % self._count:
+            args = (torch.empty_like(args[0], **options), *settings)
+            options = {}
+        if func not in _IN_PLACE or not self._has_rows(args[0]):
             return func(*args, **options)
-        drawn, *probability = args
-        each = drawn.shape[0] // self._count
-        # Draws go by memory: the whole batch lies in it as these rows do.
-        order = sorted(range(drawn.ndim), key=lambda axis: -drawn.stride(axis))
-        sizes = (each * self._samples, *drawn.shape[1:])
-        whole = drawn.new_empty([sizes[axis] for axis in order])
-        whole = whole.permute([order.index(axis) for axis in range(drawn.ndim)])
-        func(whole, *probability, **options)
-        return drawn.copy_(whole.narrow(0, each * self._begin, each * self._count))
+        drawn, *settings = args
+        # Attention has a row for each head of each sample, for example.
+        rows_each = drawn.shape[0] // self._count
+        whole = _empty_batch(drawn, rows_each * self._samples)
+        func(whole, *settings, **options)
+        own = whole.narrow(0, rows_each * self._begin, rows_each * self._count)
+        return drawn.copy_(own)
+
+    def _has_rows(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has as many rows for each sample."""
+        return tensor.ndim > 0 and tensor.shape[0] % self._count == 0
+
+
+def _empty_batch(part: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return an empty tensor of ``rows`` rows with the memory format of ``part``."""
+    # Random numbers fill the memory in order, so the axes of the whole batch must lie in it as those of the part do.
+    axes = range(part.ndim)
+    order = sorted(axes, key=lambda axis: -part.stride(axis))
+    sizes = (rows, *part.shape[1:])
+    whole = part.new_empty([sizes[axis] for axis in order])
+    return whole.permute([order.index(axis) for axis in axes])

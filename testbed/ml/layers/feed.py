@@ -14,13 +14,18 @@ from testbed.ml.data.batches import batch, batch_length, left_out, steps_per_epo
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.lazy import torch
 from testbed.ml.method import Problem
+from testbed.ml.models.detection import Detector
 from testbed.ml.training.config import TrainingConfig
-from testbed.ml.training.metrics import update
+from testbed.ml.training.metrics import update_metric
 from testbed.ml.workload import LearningPart
 
 
-def loss_fields(loss: float, computed: bool) -> dict[str, float]:
-    """Return the event fields of a loss; empty in timing-only runs."""
+def loss_fields(loss: float, *, computed: bool) -> dict[str, float]:
+    """Return the event fields of a loss; empty in timing-only runs.
+
+    >>> loss_fields(0.25, computed=True)
+    {'loss': 0.25}
+    """
     return {"loss": loss} if computed else {}
 
 
@@ -48,15 +53,14 @@ class Score:
         wanted = torch.from_numpy(labels)
         self.samples += len(labels)
         if not wanted.is_floating_point():
-            right, answers = self._training.right(outputs, wanted)
-            self._correct, self._answers = (
-                self._correct + right,
-                self._answers + answers,
-            )
+            correct, answers = self._training.right(outputs, wanted)
+            self._correct += correct
+            self._answers += answers
+        # A weight of 1 leaves the sum, which is divided at the end.
         self._loss += float(self._training.loss(outputs, wanted, 1))
         self._weight += self._training.weight(wanted)
         for name, metric in self._metrics.items():
-            update(metric, name, outputs, wanted)
+            update_metric(metric, name, outputs, wanted)
 
     @property
     def accuracy(self) -> float | None:
@@ -72,15 +76,16 @@ class Score:
         """Return accuracy, loss and metrics as event fields; empty without scored samples."""
         if not self.samples:
             return {}
-        metrics = {
-            name: float(metric.compute()) for name, metric in self._metrics.items()
-        }
-        values = {
-            "accuracy": self.accuracy,
-            "loss": self.loss,
-            "metrics": metrics or None,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        fields: dict[str, Any] = {}
+        if self.accuracy is not None:
+            fields["accuracy"] = self.accuracy
+        if self.loss is not None:
+            fields["loss"] = self.loss
+        if self._metrics:
+            fields["metrics"] = {
+                name: float(metric.compute()) for name, metric in self._metrics.items()
+            }
+        return fields
 
 
 def record_left_out(device: Device, samples: int, of: int) -> None:
@@ -101,12 +106,10 @@ class Training:
         self._per_epoch = steps_per_epoch(
             self._samples, self._size, drop_last=self._drop_last
         )
-        self.steps = (
-            workload.steps
-            if workload.steps is not None
-            else (workload.epochs or 0) * self._per_epoch
-        )
+        self.steps = (workload.epochs or 0) * self._per_epoch
         """Training steps of the whole workload."""
+        if workload.steps is not None:
+            self.steps = workload.steps
 
     @property
     def samples(self) -> int:
@@ -119,11 +122,8 @@ class Training:
 
     def record_left_out(self, device: Device) -> None:
         """Record the number of samples each epoch leaves out, if any."""
-        record_left_out(
-            device,
-            left_out(self._samples, self._size, drop_last=self._drop_last),
-            self._samples,
-        )
+        samples = left_out(self._samples, self._size, drop_last=self._drop_last)
+        record_left_out(device, samples, self._samples)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return samples, (samples, ...), and labels, (samples,), of a step counted from 0."""
@@ -132,9 +132,8 @@ class Training:
     def images(self, step: int, values: slice | None = None) -> torch.Tensor:
         """Return the samples of a step, (samples, ...); with ``values`` only these values, (samples, values)."""
         epoch = step // self._per_epoch
-        return torch.from_numpy(
-            self._dataset.batch(self._chosen_samples(step), epoch, values)
-        )
+        images = self._dataset.batch(self._chosen_samples(step), epoch, values)
+        return torch.from_numpy(images)
 
     def labels(self, step: int) -> torch.Tensor:
         """Return the labels of a step, (samples,)."""
@@ -154,10 +153,10 @@ class Requests:
     ) -> None:
         self._dataset = dataset
         self._size = batch_size
-        self._round = count is not None
-        self._count = (
-            math.ceil(len(dataset.test_labels) / batch_size) if count is None else count
-        )
+        self._is_cyclic = count is not None
+        if count is None:
+            count = math.ceil(len(dataset.test_labels) / batch_size)
+        self._count = count
 
     def __len__(self) -> int:
         return self._count
@@ -169,13 +168,13 @@ class Requests:
 
     def samples(self, index: int) -> Sequence[int]:
         """Return the indices of one request's test samples."""
-        there = len(self._dataset.test_labels)
-        first, end = index * self._size, (index + 1) * self._size
-        return (
-            [at % there for at in range(first, end)]
-            if self._round
-            else range(first, min(end, there))
-        )
+        existing = len(self._dataset.test_labels)
+        first = index * self._size
+        end = first + self._size
+        if self._is_cyclic:
+            return [number % existing for number in range(first, end)]
+        # The last request of one pass over all samples may have fewer.
+        return range(first, min(end, existing))
 
     def images(self, index: int) -> torch.Tensor:
         """Return the samples of one request, (samples, ...); for images (samples, channels, height, width)."""
@@ -196,19 +195,20 @@ class Answers:
         self._score = Score(problem.training)
 
     def add(self, index: int, outputs: torch.Tensor) -> None:
-        """Record the outputs (samples, ...) of one request; its latency no longer counts this."""
+        """Record the outputs (samples, ...) of one request; its latency ends before this."""
         if outputs.is_meta:
             return
         if self._detector is not None:
-            for sample, output in zip(
-                self._requests.samples(index), outputs, strict=True
-            ):
-                boxes = [box.to_json() for box in self._detector.boxes(output.numpy())]
-                self._device.record(
-                    "objects", request=index, sample=sample, boxes=boxes
-                )
+            self._record_objects(self._detector, index, outputs)
         elif self._requests.labelled:
             self._score.add(outputs, self._requests.labels(index))
+
+    def _record_objects(
+        self, detector: Detector, index: int, outputs: torch.Tensor
+    ) -> None:
+        for sample, output in zip(self._requests.samples(index), outputs, strict=True):
+            boxes = [box.to_json() for box in detector.boxes(output.numpy())]
+            self._device.record("objects", request=index, sample=sample, boxes=boxes)
 
     def finish(self) -> None:
         """Record the score of all requests, if labels exist."""

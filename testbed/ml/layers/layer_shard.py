@@ -29,42 +29,44 @@ Gradients = dict[str, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Any layer, with gradients computed by autograd."""
+    """A forward of any layer, with gradients computed by autograd."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
     parameters: dict[str, torch.Tensor]
-    """The parameters that it was computed with: an update makes new ones."""
+    """The parameters used in the forward: an update makes new ones."""
 
     def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
         """Return the gradients of the inputs, (samples, elements), and of the parameters used in the forward."""
-        inputs, *others = self._of(gradient, [self.inputs, *self.parameters.values()])
-        assert inputs is not None
-        return inputs, self._named(others)
+        wanted = [self.inputs, *self.parameters.values()]
+        of_inputs, *others = self._gradients_of(gradient, wanted)
+        assert of_inputs is not None
+        return of_inputs, self._named(others)
 
     def learn(self, gradient: torch.Tensor) -> Gradients:
         """Return the gradients of the parameters alone."""
-        return self._named(self._of(gradient, [*self.parameters.values()]))
+        wanted = list(self.parameters.values())
+        return self._named(self._gradients_of(gradient, wanted))
 
-    def _of(
+    def _gradients_of(
         self, gradient: torch.Tensor, wanted: list[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
         # As in `Shard.backward`: the gradient of this sum is the one given, to the bit, and imports less.
-        return torch.autograd.grad(
-            (self.outputs * gradient).sum(), wanted, allow_unused=True
-        )
+        total = (self.outputs * gradient).sum()
+        # A bias may be unused, before a normalisation for example.
+        return torch.autograd.grad(total, wanted, allow_unused=True)
 
     def _named(self, gradients: Sequence[torch.Tensor | None]) -> Gradients:
-        return {
-            name: each
-            for name, each in zip(self.parameters, gradients, strict=True)
-            if each is not None
-        }
+        named = {}
+        for name, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                named[name] = gradient
+        return named
 
 
 @dataclass(frozen=True)
 class _Dense:
-    """A fully connected layer, with gradients in closed form."""
+    """A forward of a fully connected layer, with gradients in closed form."""
 
     step: DenseStep
     weight: str
@@ -72,15 +74,14 @@ class _Dense:
 
     def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
         sums = self.step.of_sums(gradient)
-        return self.step.of_inputs(sums), self._named(sums)
+        return self.step.of_inputs(sums), self._parameter_gradients(sums)
 
     def learn(self, gradient: torch.Tensor) -> Gradients:
-        return self._named(self.step.of_sums(gradient))
+        return self._parameter_gradients(self.step.of_sums(gradient))
 
-    def _named(self, sums: torch.Tensor) -> Gradients:
-        return dict(
-            zip((self.weight, self.bias), self.step.of_parameters(sums), strict=True)
-        )
+    def _parameter_gradients(self, sums: torch.Tensor) -> Gradients:
+        of_weight, of_bias = self.step.of_parameters(sums)
+        return {self.weight: of_weight, self.bias: of_bias}
 
 
 class LayerShard:
@@ -94,11 +95,10 @@ class LayerShard:
     def __init__(
         self, layer: GraphLayer, part: Slice, state: State, optimizer: OptimizerPart
     ) -> None:
-        """Take a slice's tensors from `cut` or `draw` of `testbed.ml.models.sliced`, and momentum if any.
+        """Take a slice's tensors from `cut_tensors` or `draw_tensors`, and momentum if any.
 
         Raises ValueError for layers that cannot be divided by neurons, slices with incomplete neurons, and dropout,
-        whose masks
-        would depend on the division.
+        whose masks would depend on the division.
         """
         if not layer.splits:
             raise ValueError(
@@ -117,21 +117,25 @@ class LayerShard:
         self._sgd = Sgd(optimizer)
         self._gradients: dict[str, torch.Tensor] = {}
         self._steps: dict[Hashable, _Recorded | _Dense] = {}
+        """Forwards that wait for their gradient."""
         self._dense = is_dense(layer) and layer.sequence[0].channel_values > 0
+        """Whether the gradients have a closed form, which is faster than autograd for a few neurons."""
         self._rectified = len(layer.sequence) > 1
-        self._names = (f"{layer.names[0]}.weight", f"{layer.names[0]}.bias")
+        first = layer.names[0]
+        self._names = (f"{first}.weight", f"{first}.bias")
         self._take_over(part, state)
 
     def _take_over(self, part: Slice, state: State) -> None:
+        """Hold a slice with its tensors and momentum; computations under way are dropped."""
         self.part = part
-        self._tensors = {
-            name: tensor.detach().clone() for name, tensor in weights_of(state).items()
-        }
-        self._sgd.momentum = {
-            name.removeprefix(MOMENTUM): tensor.clone()
-            for name, tensor in state.items()
-            if name.startswith(MOMENTUM)
-        }
+        self._tensors = {}
+        for name, tensor in weights_of(state).items():
+            self._tensors[name] = tensor.detach().clone()
+        momentum = {}
+        for name, tensor in state.items():
+            if name.startswith(MOMENTUM):
+                momentum[name.removeprefix(MOMENTUM)] = tensor.clone()
+        self._sgd.momentum = momentum
         self._sliced: SlicedLayer | None = None
         self._gradients.clear()
         self._steps.clear()
@@ -140,11 +144,11 @@ class LayerShard:
     def _current_layer(self) -> SlicedLayer:
         """The slice with the current weights, tracked by autograd."""
         if self._sliced is None:
-            self._noted: dict[str, torch.Tensor] = {
-                name: torch.nn.Parameter(tensor)
-                for name, tensor in self._tensors.items()
-                if not name.endswith(_STATISTICS)
-            }
+            # Made anew after each update, so that backwards under way keep the weights of their forward.
+            self._noted: dict[str, torch.Tensor] = {}
+            for name, tensor in self._tensors.items():
+                if not name.endswith(_STATISTICS):
+                    self._noted[name] = torch.nn.Parameter(tensor)
             self._sliced = SlicedLayer(
                 self.layer, self.part, self._tensors | self._noted, training=True
             )
@@ -159,15 +163,15 @@ class LayerShard:
         all channels the shard has weights for.
         """
         if not self._dense or columns is not None:
-            inputs, whole = inputs.detach().requires_grad_(), self._current_layer
-            outputs = whole.finish(whole.sums(inputs, columns))
+            inputs = inputs.detach().requires_grad_()
+            layer = self._current_layer
+            outputs = layer.finish(layer.sums(inputs, columns))
             self._steps[key] = _Recorded(inputs, outputs, self._noted)
             return outputs.detach()
         weight, bias = self._weight_tensors()
         outputs = dense_forward(inputs, weight, bias, rectified=self._rectified)
-        self._steps[key] = _Dense(
-            DenseStep(inputs, weight, outputs, self._rectified), *self._names
-        )
+        step = DenseStep(inputs, weight, outputs, self._rectified)
+        self._steps[key] = _Dense(step, *self._names)
         return outputs
 
     def _weight_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,12 +213,11 @@ class LayerShard:
 
     def update(self, scale: float = 1.0) -> None:
         """Take one optimizer step with ``scale`` times the accumulated gradients, and reset them."""
-        changed = {name: self._tensors[name].clone() for name in self._gradients}
-        gradients = (
-            self._gradients
-            if scale == 1
-            else {name: each * scale for name, each in self._gradients.items()}
-        )
+        gradients = self._gradients
+        if scale != 1:
+            gradients = {name: each * scale for name, each in gradients.items()}
+        # Copies, since backwards under way need the weights of their forward.
+        changed = {name: self._tensors[name].clone() for name in gradients}
         self._sgd.step(changed, gradients)
         self._gradients.clear()
         self._tensors.update(changed)
@@ -227,9 +230,11 @@ class LayerShard:
     def add_gradients(self, gradients: State) -> None:
         """Add gradients of the same neurons computed earlier."""
         for name, added in gradients.items():
-            self._gradients[name] = (
-                self._gradients[name] + added if name in self._gradients else added
-            )
+            if name in self._gradients:
+                # Not in place: a gradient may be shared with its sender.
+                self._gradients[name] = self._gradients[name] + added
+            else:
+                self._gradients[name] = added
 
     def drop_gradients(self) -> None:
         """Reset the gradients accumulated since the last update."""
@@ -237,25 +242,28 @@ class LayerShard:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the slice's tensors, and of the momentum prefixed by ``MOMENTUM``."""
-        state = {
-            name: tensor.detach().clone() for name, tensor in self._tensors.items()
-        }
-        return state | {
-            MOMENTUM + name: running.clone()
-            for name, running in self._sgd.momentum.items()
-        }
+        state = {}
+        for name, tensor in self._tensors.items():
+            state[name] = tensor.detach().clone()
+        for name, momentum in self._sgd.momentum.items():
+            state[MOMENTUM + name] = momentum.clone()
+        return state
 
     def give(self, neurons: Channels) -> dict[str, torch.Tensor]:
         """Remove neurons and return their state for another shard's `take`.
 
         Computations under way and unused gradients are dropped. Raises ValueError for neurons not held.
         """
-        left = as_channels(set(self.part.rows) - set(neurons))
-        state, held = self.state(), self.part.rows
-        given = {name: pick(tensor, 0, neurons, held) for name, tensor in state.items()}
-        kept = {name: pick(tensor, 0, left, held) for name, tensor in state.items()}
-        self._take_over(Slice(left, self.part.columns, left), kept)
-        return {name: tensor.clone() for name, tensor in given.items()}
+        held = self.part.rows
+        remaining = as_channels(set(held) - set(neurons))
+        given = {}
+        kept = {}
+        for name, tensor in self.state().items():
+            # Cloned, so that the state of all neurons can be freed.
+            given[name] = pick(tensor, 0, neurons, held).clone()
+            kept[name] = pick(tensor, 0, remaining, held)
+        self._take_over(Slice(remaining, self.part.columns, remaining), kept)
+        return given
 
     def take(self, neurons: Channels, state: State) -> None:
         """Add neurons with their state, momentum defaulting to zero; drop computations as `give` does.
@@ -267,17 +275,17 @@ class LayerShard:
             raise ValueError(
                 f"{self.layer.name}: some of the neurons {neurons} are held already"
             )
-        own, order = self.state(), (*held, *neurons)
+        own = self.state()
+        order = (*held, *neurons)
         together = as_channels(order)
         places = torch.tensor(
             [order.index(neuron) for neuron in together], dtype=torch.long
         )
         joined: dict[str, torch.Tensor] = {}
         for name in own | dict(state):
-            like = name.removeprefix(MOMENTUM)
-            pair = [
-                each[name] if name in each else torch.zeros_like(each[like])
-                for each in (own, state)
-            ]
-            joined[name] = torch.cat(pair).index_select(0, places)
+            # Momentum begins with the first update, which one of the two may not have had.
+            weight = name.removeprefix(MOMENTUM)
+            first = own[name] if name in own else torch.zeros_like(own[weight])
+            second = state[name] if name in state else torch.zeros_like(state[weight])
+            joined[name] = torch.cat([first, second]).index_select(0, places)
         self._take_over(Slice(together, self.part.columns, together), joined)

@@ -19,21 +19,29 @@ LayerSlices = Sequence[tuple[GraphLayer, Slice]]
 """The layers held by a device in model order, each with its slice."""
 
 
-def parameters(held: LayerSlices) -> int:
+def count_values(held: LayerSlices) -> int:
     """Return the number of values in slices: weights, and the values of each finished channel."""
-    return sum(
-        layer.share(layer.weights, part) + layer.channel_values * len(part.channels)
-        for layer, part in held
-    )
+    values = 0
+    for layer, part in held:
+        values += layer.share(layer.weights, part)
+        values += layer.channel_values * len(part.channels)
+    return values
 
 
-def piece(problem: Problem, device: str, held: LayerSlices, part: str) -> Piece:
+def place_slices(problem: Problem, device: str, held: LayerSlices, part: str) -> Piece:
     """Return the placement of a device holding slices of all units; ``part`` describes the slices for display.
 
     The memory is that of the weights and, for a batch, of the largest sum of one layer's input and output.
     """
-    samples, values = problem.workload.batch_size, parameters(held)
-    most = max(layer.inputs + layer.pixels * len(part.rows) for layer, part in held)
+    samples = problem.workload.batch_size
+    values = count_values(held)
+    most = 0
+    multiplications = 0
+    cost = Cost()
+    for layer, layer_part in held:
+        most = max(most, layer.inputs + layer.pixels * len(layer_part.rows))
+        multiplications += layer.share(layer.multiplications, layer_part)
+        cost += product_cost(layer, layer_part, samples)
     return Piece(
         device=device,
         first=0,
@@ -41,20 +49,16 @@ def piece(problem: Problem, device: str, held: LayerSlices, part: str) -> Piece:
         memory=float(BYTES_PER_VALUE * (values + samples * most)),
         part=part,
         parameters=values,
-        flops=2.0
-        * sum(layer.share(layer.multiplications, part) for layer, part in held),
-        seconds=problem.device(device).seconds(
-            sum((product_cost(*each, samples) for each in held), Cost())
-        ),
+        flops=2.0 * multiplications,
+        seconds=problem.device(device).seconds(cost),
     )
 
 
 def product_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
     """Return the cost of `SlicedLayer.sums` for a batch: the products of a slice's rows and columns."""
-    each = layer.inputs // layer.input_channels
-    return forward_of(
-        layer.product_cost(each * len(part.columns), len(part.rows)), samples
-    )
+    elements = layer.inputs // layer.input_channels
+    read = elements * len(part.columns)
+    return forward_of(layer.product_cost(read, len(part.rows)), samples)
 
 
 def finish_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
@@ -69,12 +73,15 @@ async def load_slices(
 
     ``held`` has the slices of each group member. Loading costs the device one operation for each value.
     """
-    problem, own = job.problem, held[group.rank]
+    problem = job.problem
+    own = held[group.rank]
     if problem.workload.model.weights is None:
+        # Every device draws its own slices: nothing is transmitted.
         make = partial(draw_tensors, problem.model, own, problem.seed)
     else:
         given = job.weights
+        # Only the coordinator has the file.
         sent = None if given is None else [cut_copies(slices, given) for slices in held]
         make = partial(dict, await group.scatter(sent, job.plan.coordinator))
-    state = await group.device.compute(make, Cost(parameters(own)), Span("load"))
+    state = await group.device.compute(make, Cost(count_values(own)), Span("load"))
     return [SlicedLayer(layer, part, state) for layer, part in own]

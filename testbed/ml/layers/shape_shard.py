@@ -21,41 +21,41 @@ from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.optimizers import is_weight
 
 
-def shard(problem: Problem, first: int, last: int, device: str) -> Shard | ShapeShard:
-    """Create units ``first`` to ``last`` (exclusive) on a device, with or without numbers as the workload asks."""
+def make_shard(
+    problem: Problem, first: int, last: int, device: str
+) -> Shard | ShapeShard:
+    """Create units ``first`` to ``last`` (exclusive) on a device; timing-only workloads get shapes without values."""
     if problem.workload.numerics == "none":
         return ShapeShard(problem.model, first, last, problem.training)
     precision = problem.device(device).precision
     return Shard(problem.model, first, last, problem.seed, problem.training, precision)
 
 
+# Devices of one process have the same units, and building one takes milliseconds.
 @lru_cache(maxsize=1024)
 def _describe_tensors(
-    model: Model, unit: int, fixed: bool
+    model: Model,
+    unit: int,
+    with_frozen: bool,
 ) -> dict[str, tuple[Shape, torch.dtype, bool]]:
-    """Return shape, type and trainability of every tensor of a unit; ``fixed`` includes frozen tensors."""
+    """Return shape, type and trainability of every tensor of a unit."""
     from testbed.ml.models.modules import frozen_names
 
     module = model.build(unit, unit + 1, 0)
     frozen = frozen_names(module)
     trained = {name for name, _ in module.named_parameters()} - frozen
-    tensors = (
-        (name, tensor)
-        for name, tensor in module.state_dict().items()
-        if fixed or name not in frozen
-    )
-    return {
-        name: (tuple(tensor.shape), tensor.dtype, name in trained)
-        for name, tensor in tensors
-    }
+    described = {}
+    for name, tensor in module.state_dict().items():
+        if with_frozen or name not in frozen:
+            shape = tuple(tensor.shape)
+            described[name] = (shape, tensor.dtype, name in trained)
+    return described
 
 
 class ShapeShard:
     """A `Shard` without computation: outputs have shapes without values; versions have numbers without weights.
 
     Every loss is NaN.
-
-    A loss is no number (nan).
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class ShapeShard:
         self.first = first
         self.last = last
         crossing = [shape for _, shape in model.crossing(last)]
-        self._output: Shape = (
-            crossing[0]
-            if len(crossing) == 1
-            else (sum(math.prod(shape) for shape in crossing),)
-        )
+        # Several tensors cross a cut flattened and joined.
+        values = sum(math.prod(shape) for shape in crossing)
+        self._output: Shape = crossing[0] if len(crossing) == 1 else (values,)
         self._model = model
         self._training = training
         self._updated = False
+        """Whether the optimizer has a state."""
         self.versions = Versions(torch.nn.Module())
         self._kept: dict[Hashable, tuple[int, ...]] = {}
+        """Shapes of the inputs of forwards that wait for their backward."""
 
     def forward(
         self,
@@ -113,19 +113,15 @@ class ShapeShard:
 
     def norms(self, without: Collection[str] = ()) -> torch.Tensor:
         """Return norms with the shape of `Shard.norms`."""
-        described = [
-            self._describe_tensors(unit) for unit in range(self.first, self.last)
-        ]
-        trained = {
-            name
-            for unit in described
-            for name, (_, _, is_trained) in unit.items()
-            if is_trained
-        }
+        trained = set()
+        for unit in range(self.first, self.last):
+            for name, (_, _, is_trained) in self._describe_tensors(unit).items():
+                if is_trained:
+                    trained.add(name)
         for tied in self._model.tied:
-            trained.difference_update(
-                [name for name in tied.names if name in trained][1:]
-            )
+            # A weight shared by units of this part has one gradient.
+            own_names = [name for name in tied.names if name in trained]
+            trained.difference_update(own_names[1:])
         return torch.zeros(len(trained.difference(without)))
 
     def _describe_tensors(
@@ -150,9 +146,11 @@ class ShapeShard:
     ) -> None:
         """Increment the version, and free versions before ``oldest_needed``."""
         self._updated = True
-        self.versions.begin_next(
-            min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed
-        )
+        needed = oldest_needed
+        if aggregate > 1:
+            # As in `Shard.advance`: the newest version is averaged, so it stays.
+            needed = min(oldest_needed, self.versions.newest)
+        self.versions.begin_next(needed)
         self.versions.forget(oldest_needed)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -162,16 +160,20 @@ class ShapeShard:
     def state(self) -> dict[str, torch.Tensor]:
         """Return tensors with the names, shapes and types of `Shard.state`."""
         tensors: dict[str, torch.Tensor] = {}
-        running: dict[str, torch.Tensor] = {}
+        optimizer: dict[str, torch.Tensor] = {}
         for unit in range(self.first, self.last):
-            for name, (shape, dtype, trained) in self._describe_tensors(unit).items():
+            for name, (shape, dtype, is_trained) in self._describe_tensors(
+                unit
+            ).items():
                 tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
-                kept = self._training.kept(shape) if trained and self._updated else {}
-                for kind, (size, type_) in kept.items():
-                    running[kind + name] = torch.empty(size, dtype=type_, device="meta")
-        return tensors | running
+                if not is_trained or not self._updated:
+                    continue
+                for kind, (size, type_) in self._training.kept(shape).items():
+                    values = torch.empty(size, dtype=type_, device="meta")
+                    optimizer[kind + name] = values
+        return tensors | optimizer
 
     def load(self, state: State) -> None:
         """Drop computations under way; note whether the state includes an optimizer's."""
         self._kept.clear()
-        self._updated = not all(map(is_weight, state))
+        self._updated = not all(is_weight(name) for name in state)

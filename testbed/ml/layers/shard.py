@@ -32,15 +32,22 @@ def weights_of(state: State) -> dict[str, torch.Tensor]:
 
 def result_of(state: State) -> dict[str, torch.Tensor]:
     """Return the result of a run: the weights, or their moving averages if configured."""
-    return {
-        name: state.get(AVERAGE + name, tensor)
-        for name, tensor in weights_of(state).items()
-    }
+    result = {}
+    for name, tensor in weights_of(state).items():
+        # Frozen weights and running statistics have no average.
+        result[name] = state.get(AVERAGE + name, tensor)
+    return result
 
 
 def unit_of(name: str) -> int:
-    """Return the unit index of a tensor name."""
-    return int(name.partition(".")[0].rpartition(":")[2])
+    """Return the unit index of a tensor name.
+
+    >>> unit_of("3.0.weight"), unit_of("momentum:3.0.weight")
+    (3, 3)
+    """
+    before_layer, _, _ = name.partition(".")
+    _, _, unit = before_layer.rpartition(":")
+    return int(unit)
 
 
 def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
@@ -50,14 +57,16 @@ def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
     }
 
 
-def draws(network: torch.nn.Module) -> bool:
-    """Return whether a network may draw random numbers; a user's network may do so without a module of a known kind."""
+def has_random_numbers(network: torch.nn.Module) -> bool:
+    """Return whether a network may draw random numbers.
+
+    The graph of a user's network may do so without a module of a known kind.
+    """
     from torch.fx import GraphModule
     from torch.nn.modules.dropout import _DropoutNd
 
-    return any(
-        isinstance(module, _DropoutNd | GraphModule) for module in network.modules()
-    )
+    kinds = (_DropoutNd, GraphModule)
+    return any(isinstance(module, kinds) for module in network.modules())
 
 
 class Shard:
@@ -82,17 +91,17 @@ class Shard:
         training: TrainingConfig,
         precision: Precision = "f32",
     ) -> None:
-        self.first = first
-        self.last = last
         from testbed.ml.models.modules import frozen_names
 
+        self.first = first
+        self.last = last
         self._seed = seed
         self._module = model.build(first, last, seed)
-        self._fixed = (
-            frozenset[str]() if training.frozen_travels else frozen_names(self._module)
-        )
+        self._fixed = frozenset[str]()
         """Frozen weights excluded from states, because every build of these units has the same."""
-        self._draws = draws(self._module)
+        if not training.frozen_travels:
+            self._fixed = frozen_names(self._module)
+        self._draws = has_random_numbers(self._module)
         self._precision = precision
         self._narrow_weights()
         self._training = training
@@ -104,6 +113,7 @@ class Shard:
         self._statistics = Statistics(self._module)
         self.versions = Versions(self._module)
         self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Inputs and outputs, or the loss, of forwards that wait for their backward."""
         self._postponed: dict[Hashable, Callable[[], object]] = {}
         """Forwards to be repeated just before their backward, keeping intermediate values."""
 
@@ -120,6 +130,7 @@ class Shard:
         flattened and joined, (samples, values)), and the result has the shape of the cut before ``last``. ``version``
         selects the weights in asynchronous training; None selects the newest. ``rows`` is None for a whole batch.
         """
+        # The samples need no gradient.
         inputs = inputs.detach().requires_grad_(self.first > 0)
         outputs = self._forward_training(key, inputs, version, rows)
         self._kept[key] = (inputs, outputs)
@@ -193,21 +204,15 @@ class Shard:
                 change(name, weight.detach(), weight.grad)
 
     def norms(self, without: Collection[str] = ()) -> torch.Tensor:
-        """Return the norms of the accumulated gradients, as a vector with one entry for each trained tensor with a
-        gradient.
+        """Return the norms of the accumulated gradients, (tensors,): one for each trained tensor with a gradient.
 
         Tensors in ``without`` are omitted because another stage counts them.
-
-        Those of the names in ``without`` are left out: another stage counts them.
         """
-        named = self.versions.latest.items()
-        return self._training.norms(
-            [
-                each.grad
-                for name, each in named
-                if each.grad is not None and name not in without
-            ]
-        )
+        gradients = []
+        for name, weight in self.versions.latest.items():
+            if weight.grad is not None and name not in without:
+                gradients.append(weight.grad)
+        return self._training.norms(gradients)
 
     def gradient(self, tied: Tied) -> torch.Tensor:
         """Return the accumulated gradient of a weight shared with other stages, with the weight's shape."""
@@ -219,23 +224,20 @@ class Shard:
         self._tied_weight(tied).grad = gradient.clone()
 
     def _tied_weight(self, tied: Tied) -> torch.nn.Parameter:
-        return next(
-            self.versions.latest[name]
-            for name in tied.names
-            if name in self.versions.latest
-        )
+        """Return a shared weight, which this shard may hold under the second name only."""
+        for name in tied.names:
+            if name in self.versions.latest:
+                return self.versions.latest[name]
+        raise KeyError(f"units {self.first} to {self.last} do not use {tied.title}")
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
         """Take optimizer step ``step``, counted from 0, with the accumulated gradients, and reset them.
 
         ``norms`` are the gradient norms of the whole model, (tensors,), for clipping; None if this shard is the whole
         model.
-
-        ``norms`` are those of the gradients of the whole model, (tensors,), for clipping; None: this is all of it.
         """
-        self._step_optimizer(
-            step, self.versions.latest, _take_gradients(self.versions.latest), norms
-        )
+        gradients = _take_gradients(self.versions.latest)
+        self._step_optimizer(step, self.versions.latest, gradients, norms)
 
     def _step_optimizer(
         self,
@@ -246,14 +248,17 @@ class Shard:
     ) -> None:
         self._training.prepare(gradients, norms)
         self._optimizer.step(parameters, gradients, self._training.settings(step))
-        if (share := self._training.part.ema) is not None:
-            with torch.no_grad():
-                for name, weight in parameters.items():
-                    average = self._averages.get(name)
-                    if average is None:
-                        self._averages[name] = weight.detach().clone()
-                    else:
-                        average.mul_(share).add_(weight, alpha=1 - share)
+        decay = self._training.part.ema
+        if decay is None:
+            return
+        with torch.no_grad():
+            for name, weight in parameters.items():
+                average = self._averages.get(name)
+                if average is None:
+                    # The average begins with the weights after the first step, as in torch.optim.swa_utils.
+                    self._averages[name] = weight.detach().clone()
+                else:
+                    average.mul_(decay).add_(weight, alpha=1 - decay)
 
     def advance(
         self, key: tuple[int, int], version: int, oldest_needed: int, aggregate: int = 0
@@ -264,11 +269,13 @@ class Shard:
         one, that many versions are averaged in the new one. Versions before ``oldest_needed`` are freed.
         """
         gradients = _take_gradients(self.versions[version])
-        # What is to be averaged has to be there, the newest so far among it.
-        needed = (
-            min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed
-        )
-        self._step_optimizer(key[0], self.versions.begin_next(needed), gradients)
+        needed = oldest_needed
+        if aggregate > 1:
+            # The newest version is one of those to be averaged, so it must not be changed in place.
+            needed = min(oldest_needed, self.versions.newest)
+        following = self.versions.begin_next(needed)
+        step, _ = key
+        self._step_optimizer(step, following, gradients)
         self._statistics.apply(key)
         if aggregate > 1:
             self.versions.aggregate(aggregate)
@@ -278,12 +285,10 @@ class Shard:
         """Return the outputs in evaluation mode, keeping nothing; shapes as in `forward`."""
         self.versions.use(self.versions.newest)
         if self._averages:
-            self.versions.put(
-                {
-                    name: torch.nn.Parameter(average)
-                    for name, average in self._averages.items()
-                }
-            )
+            averages = {}
+            for name, average in self._averages.items():
+                averages[name] = torch.nn.Parameter(average)
+            self.versions.put(averages)
         self._module.eval()
         with torch.no_grad():
             outputs = self._seed_units(inputs.detach(), "evaluation")
@@ -300,67 +305,64 @@ class Shard:
 
     def _narrow_weights(self) -> None:
         """Quantise matrices and kernels to 8 bits with a scale for each output channel, if the device does."""
-        by = make_codec("int8-channel") if self._precision == "int8" else None
+        if self._precision != "int8":
+            return
+        quantisation = make_codec("int8-channel")
+        assert quantisation is not None
         for weight in self._module.parameters():
-            if by is not None and weight.ndim > 1:
-                weight.data = by.unpack(by.pack(weight.detach()))
+            if weight.ndim > 1:
+                # Kept as floats: torch's kernels for training know no integers.
+                packed = quantisation.pack(weight.detach())
+                weight.data = quantisation.unpack(packed)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the newest weights, the buffers and the optimizer's state, without frozen weights."""
         self.versions.use(self.versions.newest)
-        tensors = self._module.state_dict().items()
-        state = {
-            name: tensor.detach().clone()
-            for name, tensor in tensors
-            if name not in self._fixed
-        }
-        averages = {
-            AVERAGE + name: average.clone() for name, average in self._averages.items()
-        }
-        return state | self._with_aliases(self._optimizer.state() | averages)
+        state = {}
+        for name, tensor in self._module.state_dict().items():
+            if name not in self._fixed:
+                state[name] = tensor.detach().clone()
+        kept = self._optimizer.state()
+        for name, average in self._averages.items():
+            kept[AVERAGE + name] = average.clone()
+        return state | self._with_aliases(kept)
 
     def _with_aliases(self, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the optimizer's state under all names of shared weights, whose units may be separated later."""
-        further = {}
+        aliased = {}
         for alias, name in self._aliases.items():
             for key, tensor in kept.items():
                 kind, _, own = key.partition(":")
                 if own == name:
-                    further[f"{kind}:{alias}"] = tensor.clone()
-        return kept | further
+                    aliased[f"{kind}:{alias}"] = tensor.clone()
+        return kept | aliased
 
     def load(self, state: State) -> None:
         """Restore a state returned by `state`; missing optimizer tensors start from zero.
 
         Raises RuntimeError for names or shapes other than this shard's.
-
-        Raises RuntimeError where names or shapes are not those of this shard.
         """
         self.versions.use(self.versions.newest)
         weights = weights_of(state)
-        fixed = {
-            name: tensor
-            for name, tensor in self._module.state_dict().items()
-            if name in self._fixed - weights.keys()
-        }
-        self._module.load_state_dict({**fixed, **weights})
+        for name, tensor in self._module.state_dict().items():
+            if name in self._fixed and name not in weights:
+                weights[name] = tensor
+        self._module.load_state_dict(weights)
         self._narrow_weights()
+        # Batches under way are repeated after a restart.
         self._kept.clear()
         self._postponed.clear()
         self._statistics.clear()
-        own = {
-            name: tensor
-            for name, tensor in state.items()
-            if name.partition(":")[2] not in self._aliases
-        }
+        own = {}
+        for name, tensor in state.items():
+            _, _, parameter_name = name.partition(":")
+            if parameter_name not in self._aliases:
+                own[name] = tensor
         self._optimizer.load(own)
-        averages = {
-            name: tensor for name, tensor in own.items() if name.startswith(AVERAGE)
-        }
-        self._averages = {
-            name.removeprefix(AVERAGE): tensor.clone()
-            for name, tensor in averages.items()
-        }
+        self._averages = {}
+        for name, tensor in own.items():
+            if name.startswith(AVERAGE):
+                self._averages[name.removeprefix(AVERAGE)] = tensor.clone()
         for parameter in self._module.parameters():
             parameter.grad = None
 
@@ -381,63 +383,63 @@ class Shard:
         The draws are therefore independent of the cuts, of the number of micro-batches, and of other devices in the
         process.
         """
-        return self._seed_units(
-            inputs, repr((key[0], 0) if rows else key), rows
-        ).float()
+        batch, _ = key
+        seed_key = repr((batch, 0) if rows else key)
+        return self._seed_units(inputs, seed_key, rows).float()
 
     def _seed_units(
         self, inputs: torch.Tensor, key: str, rows: Rows | None = None
     ) -> torch.Tensor:
         begin, samples = rows or (0, len(inputs))
 
-        def seeded(name: str) -> None:
+        def seed_unit(name: str) -> None:
             # Not torch.manual_seed, which formats the stack three times for accelerators that may come.
             torch.default_generator.manual_seed(derive(self._seed, "draws", name, key))
 
         if self._draws:
             with (
                 torch.random.fork_rng(devices=[]),
-                self._of_batch(begin, len(inputs), samples),
+                _rows_of_batch(begin, len(inputs), samples),
                 self._narrow_context(),
             ):
-                outputs = self._module(inputs, seeded)
+                outputs = self._module(inputs, seed_unit)
         else:
             with self._narrow_context():
                 outputs = self._module(inputs)
         assert isinstance(outputs, torch.Tensor)
         return outputs
 
-    @staticmethod
-    def _of_batch(
-        begin: int, count: int, samples: int
-    ) -> AbstractContextManager[object]:
-        if count == samples:
-            return nullcontext()
-        from testbed.ml.layers.draws import RowsOfBatch
 
-        return RowsOfBatch(begin, count, samples)
+def _rows_of_batch(
+    begin: int, count: int, samples: int
+) -> AbstractContextManager[object]:
+    """Context in which random numbers are those of ``count`` rows of a batch of ``samples``."""
+    if count == samples:
+        return nullcontext()
+    from testbed.ml.layers.draws import RowsOfBatch
+
+    return RowsOfBatch(begin, count, samples)
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
     """Return the additional names of parameters shared by units of a module, each with the first name."""
-    first = {parameter: name for name, parameter in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {
-        name: first[weight]
-        for name, weight in every
-        if unit_of(name) != unit_of(first[weight])
-    }
+    first_names = {parameter: name for name, parameter in module.named_parameters()}
+    aliases = {}
+    for name, weight in module.named_parameters(remove_duplicate=False):
+        first = first_names[weight]
+        # Within one unit both names stay together.
+        if unit_of(name) != unit_of(first):
+            aliases[name] = first
+    return aliases
 
 
 def _take_gradients(
     parameters: Mapping[str, torch.nn.Parameter],
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of parameters and clear them."""
-    gradients = {
-        name: parameter.grad
-        for name, parameter in parameters.items()
-        if parameter.grad is not None
-    }
-    for parameter in parameters.values():
+    gradients = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad
         parameter.grad = None
     return gradients

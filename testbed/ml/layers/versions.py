@@ -17,18 +17,19 @@ class Versions:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.newest = 0
-        trained = {
-            name: each for name, each in module.named_parameters() if each.requires_grad
-        }
+        trained = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                trained[name] = parameter
         self._sets = {0: trained}
         # Weights that a user shares between two places have two names there, and one here.
-        names = {parameter: name for name, parameter in self._sets[0].items()}
-        self._places = [
-            (names[parameter], part, attribute)
-            for part in module.modules()
-            for attribute, parameter in part._parameters.items()
-            if parameter is not None and parameter.requires_grad
-        ]
+        names = {parameter: name for name, parameter in trained.items()}
+        self._places: list[tuple[str, torch.nn.Module, str]] = []
+        """Name of a parameter, and a module with the attribute that holds the parameter."""
+        for part in module.modules():
+            for attribute, weight in part._parameters.items():
+                if weight is not None and weight.requires_grad:
+                    self._places.append((names[weight], part, attribute))
 
     def __len__(self) -> int:
         return len(self._sets)
@@ -58,28 +59,25 @@ class Versions:
 
     def begin_next(self, oldest_needed: int) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of the next version: a copy of the newest, or the newest itself if no longer needed."""
-        before = self.latest
+        following = self.latest
         if self.newest >= oldest_needed:
-            following = {
-                name: torch.nn.Parameter(value.detach().clone())
-                for name, value in before.items()
-            }
-        else:
-            following = before
+            following = {}
+            for name, value in self.latest.items():
+                following[name] = torch.nn.Parameter(value.detach().clone())
         self.newest += 1
         self._sets[self.newest] = following
         return following
 
     def forget(self, oldest_needed: int) -> None:
         """Free the versions before this one, except the newest."""
-        for version in [
-            number for number in self._sets if number < min(oldest_needed, self.newest)
-        ]:
-            del self._sets[version]
+        for version in list(self._sets):
+            if version < min(oldest_needed, self.newest):
+                del self._sets[version]
 
     def aggregate(self, count: int) -> None:
         """Replace the newest version by the mean of the last ``count`` versions."""
-        means = mean([self._sets[self.newest - back] for back in range(count)])
+        last_versions = [self._sets[self.newest - back] for back in range(count)]
+        means = mean(last_versions)
         with torch.no_grad():
             for name, parameter in self.latest.items():
                 parameter.copy_(means[name])
@@ -91,14 +89,18 @@ def mean(versions: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tens
     Only trained weights have versions. Momentum and the running statistics of batch normalisation exist once and follow
     every batch, so they are not averaged. `testbed.ml.schedule.versions.is_aggregation_due` decides when.
     Raises ValueError for versions of different units.
+
+    >>> mean([{"bias": torch.tensor([1.0])}, {"bias": torch.tensor([2.0])}])
+    {'bias': tensor([1.5000])}
     """
     names = list(versions[0])
     if any(list(version) != names for version in versions):
         raise ValueError("versions of different units have no mean")
-    return {
-        name: torch.stack([version[name] for version in versions]).mean(0)
-        for name in names
-    }
+    means = {}
+    for name in names:
+        stacked = torch.stack([version[name] for version in versions])
+        means[name] = stacked.mean(0)
+    return means
 
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -115,45 +117,43 @@ class Statistics:
     def __init__(self, module: torch.nn.Module) -> None:
         from torch.nn.modules.batchnorm import _NormBase
 
-        self._normalisations = [
-            part
-            for part in module.modules()
-            if isinstance(part, _NormBase) and part.running_mean is not None
-        ]
+        self._normalisations: list[_NormBase] = []
+        for part in module.modules():
+            if isinstance(part, _NormBase) and part.running_mean is not None:
+                self._normalisations.append(part)
         self._aside: dict[Hashable, list[dict[str, torch.Tensor]]] = {}
+        """The contributions of forwards, for each normalisation in order."""
 
     @contextmanager
     def set_aside(self, key: Hashable) -> Iterator[None]:
         """Context for the forward of this key."""
-        lasting = [
-            {name: part._buffers[name] for name in _BUFFERS}
-            for part in self._normalisations
-        ]
-        for part, buffers in zip(self._normalisations, lasting, strict=True):
-            part._buffers.update(
-                {
-                    name: torch.zeros_like(value)
-                    for name, value in buffers.items()
-                    if value is not None
-                }
-            )
+        lasting = []
+        for part in self._normalisations:
+            buffers = {name: part._buffers[name] for name in _BUFFERS}
+            lasting.append(buffers)
+            for name, value in buffers.items():
+                if value is not None:
+                    part._buffers[name] = torch.zeros_like(value)
         yield
-        self._aside[key] = [
-            {name: part._buffers[name] for name in _BUFFERS}  # type: ignore[misc]
-            for part in self._normalisations
-        ]
+        contributions: list[dict[str, torch.Tensor]] = []
         for part, buffers in zip(self._normalisations, lasting, strict=True):
+            contributions.append({name: part._buffers[name] for name in _BUFFERS})  # type: ignore[misc]
             part._buffers.update(buffers)
+        self._aside[key] = contributions
 
     def apply(self, key: Hashable) -> None:
         """Apply the contribution of this key's forward."""
         for part, added in zip(self._normalisations, self._aside.pop(key), strict=True):
             assert part.num_batches_tracked is not None
             part.num_batches_tracked.add_(added["num_batches_tracked"])
-            weight = (
-                1.0 if part.momentum is not None else 1 / int(part.num_batches_tracked)
-            )
-            keep = 1 - (weight if part.momentum is None else part.momentum)
+            if part.momentum is None:
+                # A cumulative average: the forward, a first batch for itself, added the whole of x.
+                weight = 1 / int(part.num_batches_tracked)
+                keep = 1 - weight
+            else:
+                # The forward added m x already.
+                weight = 1.0
+                keep = 1 - part.momentum
             for name in ("running_mean", "running_var"):
                 buffer = part._buffers[name]
                 assert buffer is not None

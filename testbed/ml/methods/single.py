@@ -142,13 +142,13 @@ async def _train_step(
     key = (step, 0)
     weight = problem.training.weight(labels)
     forward = partial(shard.forward_loss, key, images, labels, weight)
-    cost = costs.forward(units, samples)
+    cost = costs.forward_cost(units, samples)
     loss = await device.compute(forward, cost, Span("forward", step))
     backward = partial(shard.backward, key)
-    cost = costs.backward(units, samples)
+    cost = costs.backward_cost(units, samples)
     await device.compute(backward, cost, Span("backward", step))
     update = partial(shard.update, step)
-    cost = costs.update(units, problem.training)
+    cost = costs.update_cost(units, problem.training)
     await device.compute(update, cost, Span("update", step))
     return loss
 
@@ -186,5 +186,5 @@ async def _infer(
     images: torch.Tensor,
     span: Span,
 ) -> torch.Tensor:
-    cost = costs.forward(problem.model.units, len(images))
+    cost = costs.forward_cost(problem.model.units, len(images))
     return await device.compute(lambda: shard.infer(images), cost, span)

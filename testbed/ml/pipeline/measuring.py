@@ -75,7 +75,7 @@ async def profile_units(
         key = (run, 0)
         values = images
         for index, shard in enumerate(shards):
-            cost = costs.forward(units[index : index + 1], samples)
+            cost = costs.forward_cost(units[index : index + 1], samples)
             if index + 1 < count:
                 work = partial(shard.forward, key, values)
                 values = await timed(forward, index, work, cost)
@@ -87,10 +87,10 @@ async def profile_units(
             shard = shards[index]
             unit = units[index : index + 1]
             back = partial(shard.backward, key, gradient)
-            cost = costs.backward(unit, samples)
+            cost = costs.backward_cost(unit, samples)
             gradient = await timed(backward, index, back, cost)
             step = partial(shard.update, run)
-            cost = costs.update(unit, problem.training)
+            cost = costs.update_cost(unit, problem.training)
             await timed(update, index, step, cost)
     return UnitTimes(tuple(forward), tuple(backward), tuple(update))
 

@@ -141,7 +141,7 @@ class Stage:
     @property
     def copy_cost(self) -> Cost:
         """Cost of copying the complete state."""
-        return costs.copy(self.units, self.problem.training)
+        return costs.copy_cost(self.units, self.problem.training)
 
     @property
     def point(self) -> Point:
@@ -192,7 +192,7 @@ class Stage:
         """Forward one micro-batch; the last stage sends the outputs to the coordinator."""
         inputs = given.tensor
         position = self.position
-        cost = costs.forward(self.units, len(inputs))
+        cost = costs.forward_cost(self.units, len(inputs))
         span = Span(SPANS[given.work], given.batch)
         outputs = await self.compute(lambda: self.shard.infer(inputs), cost, span)
         if position.after is None:
@@ -293,7 +293,7 @@ class _Executor:
         if activation is None:
             return False
         samples = len(activation.tensor)
-        cost = costs.forward(stage.units, samples)
+        cost = costs.forward_cost(stage.units, samples)
         span = self._make_span("forward", activation.batch, activation.micro)
         loss = 0.0
         if stage.position.after is None:
@@ -348,14 +348,14 @@ class _Executor:
         stage = self._stage
         position = stage.position
         passage = self.under_way[number]
-        cost = costs.backward(stage.units, passage.samples)
+        cost = costs.backward_cost(stage.units, passage.samples)
         arrived: Gradient | None = None
         output_gradient = None
         if position.after is not None:
             arrived = await stage.mailbox.take(Gradient, passage.key)
             output_gradient = arrived.tensor
             if self._policy.recompute:
-                cost += costs.forward(stage.units, passage.samples)
+                cost += costs.forward_cost(stage.units, passage.samples)
         del self.under_way[number]
         work = partial(stage.shard.backward, passage.key, output_gradient)
         span = self._make_span("backward", *passage.key)

@@ -90,7 +90,7 @@ class SynchronousUpdates:
         if position.after is None:
             loss = Loss(position.configuration, batch, self._loss)
             stage.mailbox.post(position.coordinator, loss)
-        cost = costs.update(stage.units, stage.problem.training)
+        cost = costs.update_cost(stage.units, stage.problem.training)
         await self._add_tied(batch)
         # After the sums: a tied weight's norm is that of its complete gradient.
         norms = await self._exchange_norms(batch)
@@ -319,12 +319,12 @@ class AsynchronousUpdates:
         """Make the next version; return the seconds taken."""
         stage = self._stage
         done = batch + 1
-        cost = costs.update(stage.units, stage.problem.training)
+        cost = costs.update_cost(stage.units, stage.problem.training)
         aggregated = 0
         interval = self._options.aggregate
         if versions.is_aggregation_due(done - self._base, self._depth, interval):
             aggregated = self._depth
-            cost += Cost(aggregated * costs.parameters(stage.units))
+            cost += Cost(aggregated * costs.count_parameters(stage.units))
 
         def advance() -> None:
             with stage.weights:

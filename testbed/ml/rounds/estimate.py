@@ -196,7 +196,7 @@ def layer_times(
         return LayerTimes(
             forward=seconds(forward.scaled(flops=1, accessed=1, weights=0)),
             backward=seconds(backward.scaled(flops=1, accessed=1, weights=0)),
-            update=seconds(costs.update((unit,), training)),
+            update=seconds(costs.update_cost((unit,), training)),
             forward_weights=seconds(forward.scaled(flops=0, accessed=0, weights=1)),
             backward_weights=seconds(backward.scaled(flops=0, accessed=0, weights=1)),
         )

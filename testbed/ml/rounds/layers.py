@@ -10,7 +10,7 @@ from testbed.device import Cost, Device, Span
 from testbed.ml.data.batches import Indices, batch, batch_length, steps_per_epoch
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers import costs
-from testbed.ml.layers.shape_shard import shard
+from testbed.ml.layers.shape_shard import make_shard
 from testbed.ml.layers.shard import Adjust, State, weights_of
 from testbed.ml.lazy import torch
 from testbed.ml.method import Problem
@@ -46,7 +46,7 @@ class Layers:
         self._device = device
         self._units = problem.model.units[first:last]
         self.training = problem.training
-        self._shard = shard(problem, first, last, device.name)
+        self._shard = make_shard(problem, first, last, device.name)
 
     @property
     def device_name(self) -> str:
@@ -62,7 +62,7 @@ class Layers:
     @property
     def parameters(self) -> int:
         """Number of trained values."""
-        return costs.parameters(self._units)
+        return costs.count_parameters(self._units)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return a copy of the weights and the running statistics."""
@@ -78,7 +78,7 @@ class Layers:
                     state[name] = value
             self._shard.load(state)
 
-        cost = costs.copy(self._units, self.training)
+        cost = costs.copy_cost(self._units, self.training)
         await self._device.compute(load, cost, Span("load", number))
 
     async def forward(
@@ -87,7 +87,7 @@ class Layers:
         """Return the outputs of a mini-batch, (samples, ...), like its inputs; the iteration has ``samples``."""
         rows = (micro * len(inputs), samples)
         work = partial(self._shard.forward, (step, micro), inputs, rows=rows)
-        cost = costs.forward(self._units, len(inputs))
+        cost = costs.forward_cost(self._units, len(inputs))
         return await self._device.compute(work, cost, Span("forward", step, micro))
 
     async def forward_loss(
@@ -107,7 +107,7 @@ class Layers:
         work = partial(
             self._shard.forward_loss, (step, micro), inputs, labels, whole, rows=rows
         )
-        cost = costs.forward(self._units, len(inputs))
+        cost = costs.forward_cost(self._units, len(inputs))
         return await self._device.compute(work, cost, Span("forward", step, micro))
 
     async def backward(
@@ -117,7 +117,7 @@ class Layers:
         (samples, ...).
         """
         work = partial(self._shard.backward, (step, micro), gradient)
-        cost = costs.backward(self._units, samples)
+        cost = costs.backward_cost(self._units, samples)
         return await self._device.compute(work, cost, Span("backward", step, micro))
 
     async def adjust(self, step: int, change: Adjust, flops: float = 2.0) -> None:
@@ -142,13 +142,13 @@ class Layers:
         ``norms``, (tensors,), are those of the whole model's gradients if these layers are only a part.
         """
         work = partial(self._shard.update, step, norms)
-        cost = costs.update(self._units, self.training)
+        cost = costs.update_cost(self._units, self.training)
         await self._device.compute(work, cost, Span("update", step))
 
     async def infer(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs for a batch of an evaluation, (samples, ...), like its inputs."""
         work = partial(self._shard.infer, inputs)
-        cost = costs.forward(self._units, len(inputs))
+        cost = costs.forward_cost(self._units, len(inputs))
         return await self._device.compute(work, cost, Span("evaluate", index))
 
 

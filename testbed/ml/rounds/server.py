@@ -237,7 +237,7 @@ class GlobalModel:
             "start": start,
             "duration": self._device.now() - start,
             "samples": samples,
-            **loss_fields(loss, self.numbers),
+            **loss_fields(loss, computed=self.numbers),
         }
         self.rounds += 1
         fields = {"rounds": self.rounds, "report": self._report}

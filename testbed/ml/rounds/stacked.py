@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import groupby
 
 from testbed.common.errors import InputError
-from testbed.ml.layers.shard import State, draws
+from testbed.ml.layers.shard import State, has_random_numbers
 from testbed.ml.lazy import torch
 from testbed.ml.method import Problem
 from testbed.ml.rounds.layers import LocalDataset
@@ -61,7 +61,7 @@ def check_support(problem: Problem, *, trains_plainly: bool) -> None:
         ),
         "running statistics, as of batch normalisation": list(module.buffers()),
         "weights that several layers share": model.tied,
-        "layers that may draw, such as dropout": draws(module),
+        "layers that may draw, such as dropout": has_random_numbers(module),
         "a smaller last batch": not problem.workload.drop_last,
         "weights that are not trained": model.frozen,
     }

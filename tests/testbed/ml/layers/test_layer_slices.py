@@ -5,7 +5,11 @@ import torch
 
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.ml.layers.layer_slices import finish_cost, parameters, piece, product_cost
+from testbed.ml.layers.layer_slices import (
+    finish_cost,
+    place_slices,
+    product_cost,
+)
 from testbed.ml.method import Options, Problem
 from testbed.ml.models import create
 from testbed.ml.models.graph import graph_of
@@ -73,7 +77,7 @@ def test_a_piece_says_what_a_device_needs_and_how_long_it_takes():
     device = DeviceSpec("a", speed=1e6, memory=1e9)
     problem = Problem((device,), {}, WORKLOAD, Options(), seed=0, model=MODEL)
     (own,) = divided(1)
-    found = piece(problem, "a", own, "all outputs")
+    found = place_slices(problem, "a", own, "all outputs")
     assert (found.first, found.last, found.part) == (0, len(MODEL.units), "all outputs")
     assert found.parameters == MODEL.parameters
     assert found.flops == MODEL.forward_flops
@@ -81,7 +85,7 @@ def test_a_piece_says_what_a_device_needs_and_how_long_it_takes():
     assert found.memory == 4 * (MODEL.parameters + SAMPLES * most)
     assert found.seconds == pytest.approx(SAMPLES * MODEL.forward_flops / 1e6)
     half, _ = divided(2)
-    assert piece(problem, "a", half, "the first half").memory < found.memory
+    assert place_slices(problem, "a", half, "the first half").memory < found.memory
 
 
 def test_slices_of_the_inputs_add_up_to_the_whole_layer():

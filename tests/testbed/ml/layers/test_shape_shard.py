@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from testbed.hardware import DeviceSpec
-from testbed.ml.layers.shape_shard import ShapeShard, shard
+from testbed.ml.layers.shape_shard import ShapeShard, make_shard
 from testbed.ml.layers.shard import Shard
 from testbed.ml.method import Options, Problem
 from testbed.ml.models import create
@@ -114,7 +114,7 @@ def test_the_workload_says_whether_there_are_numbers(numerics, kind):
     workload = WorkloadPart.model_validate({**keys, "steps": 1, "numerics": numerics})
     assert (
         type(
-            shard(
+            make_shard(
                 Problem(
                     (DeviceSpec("a", 1e9, 1e9),),
                     {},
