@@ -154,7 +154,6 @@ _ARRAYS = {
     "test_labels": ("int64", "float32"),
 }
 """Arrays of a transmitted data set, with the types allowed for each."""
-"""The types that each may have."""
 
 
 def pack(dataset: Dataset) -> bytes:

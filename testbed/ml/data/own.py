@@ -49,7 +49,6 @@ _HUGGING_FACE = ("dataset_dict.json", "dataset_info.json")
 """Files that data sets of Hugging Face have on disk, of several parts or of one."""
 _VALUES_AT_ONCE = 1 << 22
 """Number of values checked at once, of a file that may be larger than memory."""
-"""Values of a file larger than memory that are looked at at once."""
 _PICTURE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
 
 

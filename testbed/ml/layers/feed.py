@@ -53,7 +53,7 @@ class Score:
         wanted = torch.from_numpy(labels)
         self.samples += len(labels)
         if not wanted.is_floating_point():
-            correct, answers = self._training.right(outputs, wanted)
+            correct, answers = self._training.count_correct(outputs, wanted)
             self._correct += correct
             self._answers += answers
         # A weight of 1 leaves the sum, which is divided at the end.

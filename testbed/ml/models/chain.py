@@ -45,8 +45,6 @@ class Unit:
     """Whether several inputs are joined along the first axis; otherwise ``input`` is all their values on one axis."""
 
     # A frozen dataclass may cache: nothing that these values depend on changes. Planners ask for them very often.
-    """Whether it reads several one after the other along the first axis; else it takes each as it is, and ``input`` is
-    all their values along one axis."""
 
     @cached_property
     def _layer_inputs(self) -> list[tuple[Layer, Shape]]:

@@ -225,7 +225,6 @@ MOBILENET_GROUPS = (
 """(expansion, channels, blocks, stride of the first block): the paper's t, c, n and s."""
 SMALL = 64
 """Pixels along an axis; smaller images have the small stem."""
-"""Pixels along an axis; images of fewer meet the small stem."""
 
 
 class MobileNetV2Options(ConfigModel):

@@ -56,7 +56,6 @@ class CountedUnit(Layer):
     """Values of all outputs made within it for a sample."""
     charged: Cost
     """FLOPs, and bytes read and written, for a sample by kind of layer; bytes of weights."""
-    """FLOPs, and bytes read and written, for a sample by kind of layer; bytes of weights."""
     undivided_reason: str = field(default="", compare=False)
     """Reason why the unit is not divided further, with the line; empty for a single step with work."""
     least: int = 1

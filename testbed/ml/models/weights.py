@@ -25,7 +25,6 @@ _COUNTER = ".num_batches_tracked"
 """A counter of a normalisation, unused after training and missing in some files."""
 _BRACE = 8
 """Position of the first brace in a safetensors file, after the length of its header."""
-"""Position of the first brace in a safetensors file."""
 _TORCH = (b"PK\x03\x04", b"\x80\x02")
 """First bytes of torch.save files: a zip archive, or a pickle in old versions."""
 _PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
@@ -33,7 +32,6 @@ _PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
 _NESTED = ("state_dict", "model_state_dict", "model")
 """Keys under which a checkpoint of a training loop holds the `state_dict`."""
 _MOST_NAMES = 5
-"""Maximum names listed in a message."""
 """Maximum names listed in a message."""
 
 

@@ -19,7 +19,6 @@ CLASSES = 80
 """Classes of COCO, for data without labels."""
 STRIDE = 32
 """Height and width of the input, in cells of the output's grid."""
-"""How many times as high and as wide as the output's grid an input is."""
 ANCHORS = (
     (0.57273, 0.677385),
     (1.87446, 2.06253),
@@ -30,7 +29,6 @@ ANCHORS = (
 """Width and height in cells of the grid, of the network trained on COCO."""
 ROUTES = {25: (16,), 28: (27, 24)}
 """The early features, reorganised, are joined before the last ones."""
-"""The early features come in again: reorganised, they are put before the last ones."""
 
 # fmt: off
 COCO = (
@@ -87,7 +85,6 @@ _LAYERS = (
     _conv_unit(1024, 3),
 )
 """All layers but the last: convolutions with their activation, poolings, routes."""
-"""All but the last: convolutions with their activation, poolings, routes."""
 
 
 class Yolov2Options(ConfigModel):

@@ -53,7 +53,7 @@ def check_support(problem: Problem, *, trains_plainly: bool) -> None:
     module = model.build(0, len(model.units), problem.seed)
     reasons = {
         "local training of the method's own": not trains_plainly,
-        "an optimizer other than sgd, or momentum": not optimizer.plain
+        "an optimizer other than sgd, or momentum": not optimizer.is_plain
         or optimizer.momentum,
         "clipping": training.clip,
         "a precision other than f32": any(

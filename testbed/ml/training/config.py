@@ -14,7 +14,7 @@ from typing import Any
 from testbed.common.usercode import Code
 from testbed.ml.lazy import torch
 from testbed.ml.training import named
-from testbed.ml.training.metrics import Metric, aligned, make
+from testbed.ml.training.metrics import Metric, aligned, make_metric
 from testbed.ml.training.optimizers import (
     AVERAGE,
     MOMENTUM,
@@ -30,11 +30,11 @@ from testbed.ml.training.schema import TrainingPart
 
 _OPTIMIZER, _LOSS = ("training", "optimizer"), ("training", "loss")
 _WITHOUT = ("LBFGS", "SparseAdam", "Muon")
-"""Optimizers that want a closure, sparse gradients, or no weights but matrices."""
+"""Optimizers that need a closure, sparse gradients, or matrices alone."""
 _PROBE = (64, 64)
-"""Shape of the weight on which it is measured what an optimizer does."""
+"""Shape of the weight for measuring an optimizer's state and computation."""
 _MEASURED: dict[tuple[str, str, tuple[int, ...]], Measured] = {}
-"""By an optimizer, as JSON, the module of its file, and the shape of a weight."""
+"""Measurements by the optimizer as JSON, the module of its file, and the shape of a weight."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class TrainingConfig:
     codes: Mapping[str, Code] = field(default_factory=dict)
     """The text of the user's files, by `NamedPart.title`."""
     steps: int | None = None
-    """Training steps of the workload, where they are known."""
+    """Training steps of the workload; None if unknown."""
     classes: int = 0
-    """Outputs of the model for a sample, or for a token of it."""
+    """Outputs of the model for a sample, or for each token of a sample."""
     frozen_travels: bool = False
     """Whether messages and checkpoints carry weights that are not trained."""
 
@@ -57,37 +57,40 @@ class TrainingConfig:
 
     def optimizer(self) -> Optimizer:
         """Return a new optimizer without parameters."""
-        return (
-            Sgd(self.part.optimizer)
-            if self.part.optimizer.plain
-            else TorchOptimizer(self._make_optimizer)
-        )
+        if self.part.optimizer.is_plain:
+            return Sgd(self.part.optimizer)
+        return TorchOptimizer(self._make_optimizer)
 
     def settings(self, step: int) -> Mapping[str, Any]:
         """Return the schedule's settings of a step, counted from 0, such as ``lr``; empty without a schedule."""
-        return {} if self._make_schedule is None else self._make_schedule.at(step)
+        schedule = self._schedule
+        return {} if schedule is None else schedule.at(step)
 
     def kept(self, shape: tuple[int, ...]) -> Kept:
         """Return the additional values of a weight of a shape after its first update: optimizer state and moving
         average.
         """
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        if not self.part.optimizer.plain:
+        if not self.part.optimizer.is_plain:
             shapes |= self._measure_optimizer(shape).kept
         elif self.part.optimizer.momentum:
             shapes[MOMENTUM] = (shape, torch.float32)
-        return shapes | ({AVERAGE: (shape, torch.float32)} if self.part.ema else {})
+        if self.part.ema:
+            shapes[AVERAGE] = (shape, torch.float32)
+        return shapes
 
     @cached_property
     def state_values(self) -> float:
-        """Additional values per trained value: 1 with momentum, 2 with Adam, and 1 for an average."""
+        """Additional values per trained value: 1 with momentum, 2 with Adam, and 1 for an average.
+
+        >>> TrainingConfig(TrainingPart(ema=0.99)).state_values
+        1
+        """
         optimizer = self.part.optimizer
-        own = (
-            bool(optimizer.momentum)
-            if optimizer.plain
-            else self._measure_optimizer(_PROBE).values
-        )
-        return own + (self.part.ema is not None)
+        values: float = 1 if optimizer.momentum else 0
+        if not optimizer.is_plain:
+            values = self._measure_optimizer(_PROBE).values
+        return values if self.part.ema is None else values + 1
 
     @cached_property
     def update_flops(self) -> float:
@@ -95,37 +98,49 @@ class TrainingConfig:
 
         2 FLOPs for the step itself, 2 more with momentum, weight decay, clipping and a moving average, each; optimizers
         other than SGD cost 2 for each operation on all values.
+
+        >>> TrainingConfig(TrainingPart(ema=0.99)).update_flops
+        4.0
         """
-        part = self.part.optimizer
-        plain = 2.0 + 2.0 * bool(part.momentum) + 2.0 * bool(part.weight_decay)
-        own = plain if part.plain else self._measure_optimizer(_PROBE).flops
-        return (
-            own + 2.0 * (self.part.clip is not None) + 2.0 * (self.part.ema is not None)
-        )
+        optimizer = self.part.optimizer
+        if optimizer.is_plain:
+            operations = [True, optimizer.momentum, optimizer.weight_decay]
+            flops = 2.0 * sum(bool(each) for each in operations)
+        else:
+            flops = self._measure_optimizer(_PROBE).flops
+        if self.part.clip is not None:
+            flops += 2.0
+        if self.part.ema is not None:
+            flops += 2.0
+        return flops
 
     def metrics(self) -> dict[str, Metric]:
         """Return new metrics by their names in the scenario."""
-        part = self.part
-        return {
-            name: make(each, self.codes, part.loss.name, self.classes)
-            for name, each in part.metrics.items()
-        }
+        metrics = {}
+        for name, part in self.part.metrics.items():
+            metrics[name] = make_metric(
+                part, self.codes, self.part.loss.name, self.classes
+            )
+        return metrics
 
     def weight(self, labels: torch.Tensor) -> float:
         """Return the weight of labels, (samples, ...), in a batch's mean loss, in samples.
 
         A loss ignoring labels divides by the counted ones, and a loss with class weights by their sum.
+
+        >>> TrainingConfig().weight(torch.tensor([[3, 1], [2, -100]]))
+        1.5
         """
-        samples, criterion = len(labels), self._loss_function
-        if (
-            labels.is_meta
-            or labels.is_floating_point()
-            or isinstance(criterion, torch.nn.CTCLoss)
-        ):
+        samples = len(labels)
+        criterion = self._loss_function
+        if labels.is_meta or labels.is_floating_point():
+            return samples
+        if isinstance(criterion, torch.nn.CTCLoss):
             return samples
         counted: torch.Tensor = labels != _ignored_label(criterion)
         classes = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
         if isinstance(criterion, classes) and criterion.weight is not None:
+            # Ignored labels have no class weight: 0 stands in for them, and is multiplied by 0.
             counted = criterion.weight[labels.where(counted, 0)] * counted
         return samples * (float(counted.sum()) / labels.numel())
 
@@ -135,44 +150,49 @@ class TrainingConfig:
         """Return these samples' part of the mean loss of a batch, without axes; arguments are (samples, ...).
 
         ``whole`` is the `weight` of all labels of the batch; None if these are all, with at least one of them counting.
+
+        >>> outputs, labels = torch.zeros(2, 4), torch.tensor([0, 3])
+        >>> TrainingConfig().loss(outputs, labels, whole=4.0)
+        tensor(0.6931)
         """
-        weight = whole if whole is None else self.weight(labels)
+        weight = None if whole is None else self.weight(labels)
         if weight == 0:
-            return (
-                outputs * 0.0
-            ).sum()  # the mean of no labels would be NaN, and so would its gradients
-        if isinstance(self._loss_function, torch.nn.CTCLoss):
-            value = temporal_loss(self._loss_function, outputs, labels)
+            # The mean of no labels would be NaN, and so would its gradients.
+            return (outputs * 0.0).sum()
+        criterion = self._loss_function
+        if isinstance(criterion, torch.nn.CTCLoss):
+            value = temporal_loss(criterion, outputs, labels)
         else:
             outputs = aligned(outputs, labels)
-            if self._loss_function is None and labels.ndim == 1:
-                counted = (
-                    (labels != _ignored_label(None)).sum() if whole is None else whole
-                )
-                return (
-                    torch.nn.functional.cross_entropy(outputs, labels, reduction="sum")
-                    / counted
-                )
-            value = (self._loss_function or torch.nn.functional.cross_entropy)(
-                outputs, labels
-            )
-        if (
-            weight is None
-            or weight == whole
-            or getattr(self._loss_function, "reduction", "mean") == "sum"
-        ):
+            if criterion is None and labels.ndim == 1:
+                return _mean_cross_entropy(outputs, labels, whole)
+            if criterion is None:
+                criterion = torch.nn.functional.cross_entropy
+            value = criterion(outputs, labels)
+        # A sum is no mean that would have to be weighted.
+        is_sum = getattr(criterion, "reduction", "mean") == "sum"
+        if weight is None or weight == whole or is_sum:
             return value
         assert whole is not None
         return value * (weight / whole)
 
-    def right(self, outputs: torch.Tensor, labels: torch.Tensor) -> tuple[int, int]:
-        """Return the number of correct answers and of all answers: samples, (samples, ...), or their tokens."""
-        if isinstance(self._loss_function, torch.nn.CTCLoss):
-            return read_right(self._loss_function.blank, outputs, labels), len(labels)
-        counted = labels >= 0
-        return int(
-            ((aligned(outputs, labels).argmax(dim=1) == labels) & counted).sum()
-        ), int(counted.sum())
+    def count_correct(
+        self, outputs: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[int, int]:
+        """Return the number of correct answers and of all answers: samples, (samples, ...), or their tokens.
+
+        >>> outputs = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
+        >>> TrainingConfig().count_correct(outputs, torch.tensor([1, 1]))
+        (1, 2)
+        """
+        criterion = self._loss_function
+        if isinstance(criterion, torch.nn.CTCLoss):
+            return count_decoded(criterion.blank, outputs, labels), len(labels)
+        # Ignored labels are negative.
+        is_counted = labels >= 0
+        answers = aligned(outputs, labels).argmax(dim=1)
+        is_correct = (answers == labels) & is_counted
+        return int(is_correct.sum()), int(is_counted.sum())
 
     def prepare(
         self, gradients: Mapping[str, torch.Tensor], norms: torch.Tensor | None
@@ -186,9 +206,10 @@ class TrainingConfig:
                 gradient.clamp_(-clip.value, clip.value)
             return
         assert clip.norm is not None
-        total = torch.linalg.vector_norm(
-            self.norms(list(gradients.values())) if norms is None else norms
-        )
+        if norms is None:
+            norms = self.norms(list(gradients.values()))
+        total = torch.linalg.vector_norm(norms)
+        # 1e-6 and the bound of 1 are those of torch's ``clip_grad_norm_``.
         scale = torch.clamp(clip.norm / (total + 1e-6), max=1.0)
         for gradient in gradients.values():
             gradient.mul_(scale)
@@ -197,26 +218,23 @@ class TrainingConfig:
     def norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of each gradient, (tensors,), as torch's ``clip_grad_norm_`` takes them."""
         # A stage may hold nothing that is trained.
-        return (
-            torch.stack([torch.linalg.vector_norm(each) for each in gradients])
-            if gradients
-            else torch.zeros(0)
-        )
+        if not gradients:
+            return torch.zeros(0)
+        return torch.stack([torch.linalg.vector_norm(each) for each in gradients])
 
     @cached_property
     def _loss_function(self) -> Any:
-        """Return the loss as a function of outputs and labels; None for plain cross-entropy."""
+        """The loss as a function of outputs and labels; None for plain cross-entropy."""
         part = self.part.loss
-        if part.plain:
+        if part.is_plain:
             return None
         factory = named.find(part, self.codes, _LOSS, torch.nn, torch.nn.Module, "Loss")
         if part.file is not None and not isinstance(factory, type):
             return partial(factory, **part.options())
-        given = part.options().items()
-        options = {
-            name: torch.tensor(value) if isinstance(value, tuple) else value
-            for name, value in given
-        }
+        options = {}
+        for name, value in part.options().items():
+            # Class weights, for example, which torch wants as a tensor.
+            options[name] = torch.tensor(value) if isinstance(value, tuple) else value
         return named.make(factory, part, _LOSS, **options)
 
     def _make_optimizer(
@@ -240,46 +258,64 @@ class TrainingConfig:
         part = self.part.optimizer
         # A file that was edited is another module.
         module = self.codes[part.title].module if part.file is not None else ""
+        # Cached outside of this object, since a sweep makes one for each of its runs.
         key = (part.model_dump_json(), module, shape)
         if key not in _MEASURED:
             _MEASURED[key] = measure(TorchOptimizer(self._make_optimizer), shape)
         return _MEASURED[key]
 
     @cached_property
-    def _make_schedule(self) -> Schedule | None:
-        return (
-            Schedule(self.part.schedules, self.codes, self.steps, self._make_optimizer)
-            if self.part.schedules
-            else None
-        )
+    def _schedule(self) -> Schedule | None:
+        parts = self.part.schedules
+        if not parts:
+            return None
+        return Schedule(parts, self.codes, self.steps, self._make_optimizer)
 
 
 def _ignored_label(criterion: Any) -> int:
     """Return the label ignored by a loss, by default torch's."""
-    options = getattr(criterion, "keywords", {})  # of a function with its options
-    label = options.get(
-        "ignore_index",
-        getattr(getattr(criterion, "func", criterion), "ignore_index", -100),
-    )
-    return int(label)
+    if isinstance(criterion, partial):
+        # A function of a file with its options.
+        if "ignore_index" in criterion.keywords:
+            return int(criterion.keywords["ignore_index"])
+        criterion = criterion.func
+    return int(getattr(criterion, "ignore_index", -100))
+
+
+def _mean_cross_entropy(
+    outputs: torch.Tensor, labels: torch.Tensor, whole: float | None
+) -> torch.Tensor:
+    """Return the sum of the losses of classes over ``whole``, which is None for the number of counted labels.
+
+    One division: to weight the mean of the part would round twice.
+    """
+    total = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum")
+    if whole is None:
+        return total / (labels != _ignored_label(None)).sum()
+    return total / whole
 
 
 def temporal_loss(
     criterion: torch.nn.CTCLoss, outputs: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
     """Return the loss of outputs, (samples, length, classes), for labels, (samples, most labels), padded below 0."""
-    chances = outputs.log_softmax(-1).movedim(1, 0)
+    # torch wants the time steps first.
+    log_probabilities = outputs.log_softmax(-1).movedim(1, 0)
     steps = torch.full((len(outputs),), outputs.shape[1], dtype=torch.int64)
+    lengths = (labels >= 0).sum(1)
     value: torch.Tensor = criterion(
-        chances, labels.clamp(min=0), steps, (labels >= 0).sum(1)
+        log_probabilities, labels.clamp(min=0), steps, lengths
     )
     return value
 
 
-def read_right(blank: int, outputs: torch.Tensor, labels: torch.Tensor) -> int:
+def count_decoded(blank: int, outputs: torch.Tensor, labels: torch.Tensor) -> int:
     """Return the number of samples decoded exactly as labelled, by the most probable class; shapes as for the loss."""
-    right = 0
-    for likely, wanted in zip(outputs.argmax(-1), labels, strict=True):
-        read = likely.unique_consecutive()
-        right += read[read != blank].tolist() == wanted[wanted >= 0].tolist()
-    return right
+    correct = 0
+    for classes, wanted in zip(outputs.argmax(-1), labels, strict=True):
+        # A label that lasts for several time steps is read once; blanks separate equal labels.
+        decoded = classes.unique_consecutive()
+        decoded = decoded[decoded != blank]
+        if decoded.tolist() == wanted[wanted >= 0].tolist():
+            correct += 1
+    return correct

@@ -32,16 +32,16 @@ class _OfFile:
     def __init__(self, function: Any, options: Mapping[str, Any]) -> None:
         self._function = function
         self._options = options
-        self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._outputs: list[torch.Tensor] = []
+        self._labels: list[torch.Tensor] = []
 
     def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """Keep them."""
-        self._seen.append((outputs, labels))
+        self._outputs.append(outputs)
+        self._labels.append(labels)
 
     def compute(self) -> Any:
-        """Call the function."""
-        outputs, labels = (torch.cat(each) for each in zip(*self._seen, strict=True))
-        return self._function(outputs, labels, **self._options)
+        outputs = torch.cat(self._outputs)
+        return self._function(outputs, torch.cat(self._labels), **self._options)
 
 
 def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -49,6 +49,10 @@ def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
     Classes of tokens, (samples, length, classes), move to the second axis. A single number per sample, (samples, 1),
     loses its last axis if the labels lack that axis.
+
+    >>> tokens = torch.zeros(2, 7, dtype=torch.long)
+    >>> aligned(torch.zeros(2, 7, 100), tokens).shape
+    torch.Size([2, 100, 7])
     """
     if outputs.ndim != labels.ndim + 1:
         return outputs
@@ -57,7 +61,7 @@ def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return outputs if outputs.ndim == 2 else outputs.movedim(-1, 1)
 
 
-def make(
+def make_metric(
     part: MetricPart, codes: Mapping[str, Code], loss: str, classes: int
 ) -> Metric:
     """Return a new metric; raises `InputError` for an unknown one, or without an installed torchmetrics.
@@ -71,24 +75,29 @@ def make(
         "torchmetrics", "metrics", f"the metric '{part.name}'", KEY
     )
     factory = named.find(part, codes, KEY, torchmetrics, torchmetrics.Metric, "Score")
-    several = "multilabel" if classes > 1 else "binary"
-    task = (
-        several
-        if loss.lower().startswith(("bce", "multi-label", "multilabel"))
-        else "multiclass"
-    )
-    offered = {"task": task, "num_classes": classes, "num_labels": classes}
-    taken = inspect.signature(factory).parameters
-    options = {
-        key: value for key, value in offered.items() if key in taken
-    } | part.options()
+    defaults = {
+        "task": _task_of(loss, classes),
+        "num_classes": classes,
+        "num_labels": classes,
+    }
+    accepted = inspect.signature(factory).parameters
+    options = {key: value for key, value in defaults.items() if key in accepted}
+    options |= part.options()
     if options.get("task") == "multilabel":
+        # torchmetrics rejects both numbers together.
         options.pop("num_classes", None)
     made: Metric = named.make(factory, part, KEY, **options)
     return made
 
 
-def update(
+def _task_of(loss: str, classes: int) -> str:
+    """Return the task of torchmetrics for a loss: binary losses take several labels for each sample."""
+    if not loss.lower().startswith(("bce", "multi-label", "multilabel")):
+        return "multiclass"
+    return "multilabel" if classes > 1 else "binary"
+
+
+def update_metric(
     metric: Metric, name: str, outputs: torch.Tensor, labels: torch.Tensor
 ) -> None:
     """Add outputs and labels, both (samples, ...), to a metric; raises `InputError` if the metric rejects them.
@@ -96,13 +105,14 @@ def update(
     Token classes stay last for the perplexity, which expects this layout, and come second for all others; binary labels
     of several classes become integers.
     """
+    kind = type(metric).__name__
+    is_binary = kind.startswith(("Multilabel", "Binary"))
+    keeps_layout = isinstance(metric, _OfFile) or kind.endswith("Perplexity")
     try:
-        yes_or_no = type(metric).__name__.startswith(("Multilabel", "Binary"))
-        if not isinstance(metric, _OfFile) and not type(metric).__name__.endswith(
-            "Perplexity"
-        ):
-            outputs = aligned(outputs, labels.float() if yes_or_no else labels)
-        labels = labels.long() if yes_or_no else labels
+        if not keeps_layout:
+            outputs = aligned(outputs, labels.float() if is_binary else labels)
+        if is_binary:
+            labels = labels.long()
         metric.update(outputs, labels)
     except (TypeError, ValueError, RuntimeError) as error:
         text = f"'{name}' does not take outputs {tuple(outputs.shape)} and labels {tuple(labels.shape)}: {error}"

@@ -27,23 +27,35 @@ def find(
 
     Case, dashes, and a ``suffix`` common to all names of the module are optional. ``codes`` has the text of files by
     `NamedPart.title`. Raises `InputError` listing the valid names; ``without`` lists unsupported names.
+
+    >>> import torch
+    >>> part = NamedPart(name="smooth-l1")
+    >>> find(part, {}, ("training", "loss"), torch.nn, torch.nn.Module, "Loss").__name__
+    'SmoothL1Loss'
     """
     if part.file is not None:
         return usercode.function(codes[part.title], (*key, "file"))
-    known = {
-        _normalise_name(name, suffix): (name, each)
-        for name, each in vars(module).items()
-        if inspect.isclass(each) and issubclass(each, base) and each is not base
-        if not name.startswith("_") and name not in without
-    }
-    if (wanted := _normalise_name(part.name, suffix)) not in known:
-        names = ", ".join(sorted(name for name, _ in known.values()))
-        raise InputError(
-            f"{module.__name__} has no '{part.name}' supported here; available: {names}",
-            (*key, "name"),
-        )
-    definition: Callable[..., Any] = known[wanted][1]
-    return definition
+    known = _subclasses(module, base, without)
+    for name, definition in known.items():
+        if _normalise_name(name, suffix) == _normalise_name(part.name, suffix):
+            return definition
+    raise InputError(
+        f"{module.__name__} has no '{part.name}' supported here; available: {', '.join(sorted(known))}",
+        (*key, "name"),
+    )
+
+
+def _subclasses(
+    module: ModuleType, base: type, without: Collection[str]
+) -> dict[str, Callable[..., Any]]:
+    """Return the public classes of a module that are derived from ``base``, by name."""
+    classes = {}
+    for name, value in vars(module).items():
+        if name.startswith("_") or name in without:
+            continue
+        if inspect.isclass(value) and issubclass(value, base) and value is not base:
+            classes[name] = value
+    return classes
 
 
 def make(
@@ -53,6 +65,7 @@ def make(
     try:
         return called(*given, **options)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        # "SGD.__init__() got an unexpected ..." names a method that the user never sees.
         text = re.sub(r"\w+\.__init__\(\) ", "", str(error))
         raise InputError(
             f"{part.title}: {text or type(error).__name__}", key
@@ -60,10 +73,5 @@ def make(
 
 
 def _normalise_name(name: str, suffix: str) -> str:
-    return (
-        name.lower()
-        .replace("-", "")
-        .replace("_", "")
-        .replace(" ", "")
-        .removesuffix(suffix.lower())
-    )
+    letters = re.sub("[-_ ]", "", name.lower())
+    return letters.removesuffix(suffix.lower())

@@ -55,25 +55,35 @@ class Sgd:
         ``settings`` are those of this step, such as ``lr``, if a schedule changes them. With gradient g, decay d,
         momentum m and learning rate r: g += d w; b = m b + g (b = g at first); w -= r b. The decay uses the updated
         parameters, regardless of the version the gradients were computed with.
+
+        >>> weight = torch.tensor([1.0])
+        >>> Sgd(OptimizerPart(learning_rate=0.5)).step({"w": weight}, {"w": torch.tensor([1.0])})
+        >>> weight
+        tensor([0.5000])
         """
-        rate, share = (
-            settings.get("lr", self._rate),
-            settings.get("momentum", self._momentum),
-        )
+        rate = settings.get("lr", self._rate)
+        share = settings.get("momentum", self._momentum)
+        # The order of operations is that of ``torch.optim.SGD``, for equal bits.
         with torch.no_grad():
             for name, gradient in gradients.items():
                 parameter = parameters[name]
                 if self._decay:
                     gradient = gradient.add(parameter, alpha=self._decay)
                 if share:
-                    running = self.momentum.get(name)
-                    running = (
-                        gradient.clone()
-                        if running is None
-                        else running.mul_(share).add_(gradient)
-                    )
-                    self.momentum[name] = gradient = running
+                    gradient = self._add_momentum(name, gradient, share)
                 parameter.add_(gradient, alpha=-rate)
+
+    def _add_momentum(
+        self, name: str, gradient: torch.Tensor, share: float
+    ) -> torch.Tensor:
+        """Return the running sum of a parameter's gradients, including this one."""
+        running = self.momentum.get(name)
+        if running is None:
+            running = gradient.clone()
+        else:
+            running.mul_(share).add_(gradient)
+        self.momentum[name] = running
+        return running
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the momentum."""
@@ -83,13 +93,10 @@ class Sgd:
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore momentum; missing momentum starts from zero."""
-        momentum = {
-            name: tensor for name, tensor in state.items() if name.startswith(MOMENTUM)
-        }
-        self.momentum = {
-            name.removeprefix(MOMENTUM): tensor.clone()
-            for name, tensor in momentum.items()
-        }
+        self.momentum = {}
+        for name, tensor in state.items():
+            if name.startswith(MOMENTUM):
+                self.momentum[name.removeprefix(MOMENTUM)] = tensor.clone()
 
 
 class TorchOptimizer:
@@ -99,9 +106,10 @@ class TorchOptimizer:
         self, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
     ) -> None:
         self._make = make
+        # torch's classes refuse an empty list of parameters.
         self._optimizer = make([torch.nn.Parameter(torch.zeros(1, 1))])
         self._state: dict[str, dict[str, Any]] = {}
-        """By parameter."""
+        """State by kind, for each parameter by name: torch has it by object, which differs in each version."""
 
     def step(
         self,
@@ -111,16 +119,15 @@ class TorchOptimizer:
     ) -> None:
         """Take one step along the gradients; a parameter without a gradient is unchanged."""
         (group,) = self._optimizer.param_groups
-        group |= {"params": [parameters[name] for name in gradients], **settings}
+        group["params"] = [parameters[name] for name in gradients]
+        group |= settings
+        known: dict[torch.Tensor, Any] = {}
         for name in gradients:
+            parameter = parameters[name]
             if name not in self._state:
-                # Some of older torch are made with a state, which others make in their first step.
-                self._state[name] = self._make([parameters[name]]).state[
-                    parameters[name]
-                ]
-        known: dict[torch.Tensor, Any] = {
-            parameters[name]: self._state[name] for name in gradients
-        }
+                # Some optimizers of older torch have a state when they are made, others from their first step.
+                self._state[name] = self._make([parameter]).state[parameter]
+            known[parameter] = self._state[name]
         self._optimizer.state = defaultdict(dict, known)
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
@@ -133,13 +140,11 @@ class TorchOptimizer:
         tensors: dict[str, torch.Tensor] = {}
         for name, kept in self._state.items():
             for kind, value in kept.items():
-                if isinstance(value, int | float):
-                    value = torch.tensor(
-                        value,
-                        dtype=torch.float64
-                        if isinstance(value, float)
-                        else torch.int64,
-                    )
+                # 64 bits mark a number for `load`: torch's own counters are tensors of float32.
+                if isinstance(value, float):
+                    value = torch.tensor(value, dtype=torch.float64)
+                elif isinstance(value, int):
+                    value = torch.tensor(value, dtype=torch.int64)
                 if isinstance(value, torch.Tensor):
                     tensors[f"{kind}:{name}"] = value.detach().clone()
         return tensors
@@ -147,16 +152,14 @@ class TorchOptimizer:
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore the result of `state`."""
         self._state = {}
+        numbers = (torch.int64, torch.float64)
         for key, tensor in state.items():
-            if not is_weight(key) and not key.startswith(AVERAGE):
-                kind, name = key.split(":", 1)
-                number = not tensor.ndim and tensor.dtype in (
-                    torch.int64,
-                    torch.float64,
-                )
-                self._state.setdefault(name, {})[kind] = (
-                    tensor.item() if number else tensor.clone()
-                )
+            if is_weight(key) or key.startswith(AVERAGE):
+                continue
+            kind, name = key.split(":", 1)
+            is_number = tensor.ndim == 0 and tensor.dtype in numbers
+            value = tensor.item() if is_number else tensor.clone()
+            self._state.setdefault(name, {})[kind] = value
 
 
 Optimizer = Sgd | TorchOptimizer
@@ -167,9 +170,9 @@ class Measured(NamedTuple):
 
     kept: Kept
     values: float
-    """Kept for each value of the weight."""
+    """Number of state values for each value of the weight."""
     flops: float
-    """For each value of the weight in a step: 2 for each operation whose result is as large as the weight."""
+    """FLOPs of a step for each value of the weight: 2 for each operation whose result is as large as the weight."""
 
 
 def measure(optimizer: TorchOptimizer, shape: tuple[int, ...]) -> Measured:
@@ -183,19 +186,21 @@ def measure(optimizer: TorchOptimizer, shape: tuple[int, ...]) -> Measured:
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             made = function(*args, **(kwargs or {}))
-            self.count += (
-                isinstance(made, torch.Tensor) and made.numel() == weight.numel()
-            )
+            if isinstance(made, torch.Tensor) and made.numel() == weight.numel():
+                self.count += 1
             return made
 
-    weight, gradient = torch.nn.Parameter(torch.zeros(shape)), torch.ones(shape)
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    gradient = torch.ones(shape)
+    # The first step also makes the state: the second is that of all later ones.
     optimizer.step({"0": weight}, {"0": gradient})
     with Counting() as counting:  # type: ignore[no-untyped-call]
         optimizer.step({"0": weight}, {"0": gradient})
-    state = optimizer.state()
-    values = sum(tensor.numel() for tensor in state.values()) / weight.numel()
-    kept = {
-        f"{name.partition(':')[0]}:": (tuple(tensor.shape), tensor.dtype)
-        for name, tensor in state.items()
-    }
-    return Measured(kept, round(values, 2), 2.0 * counting.count)
+    kept = {}
+    values = 0
+    for name, tensor in optimizer.state().items():
+        kind, _, _ = name.partition(":")
+        kept[f"{kind}:"] = (tuple(tensor.shape), tensor.dtype)
+        values += tensor.numel()
+    # Rounded, since counters are a value for the whole weight.
+    return Measured(kept, round(values / weight.numel(), 2), 2.0 * counting.count)

@@ -23,7 +23,7 @@ _WITHOUT = (
     "LambdaLR",
     "MultiplicativeLR",
 )
-"""The first is no function of the step, but of what was measured; the others are made of others, or of functions."""
+"""Unsupported schedulers: the first depends on measurements and not on the step, the others on further objects."""
 _LENGTHS = ("T_max", "total_steps")
 """Arguments that are the workload's steps by default."""
 
@@ -40,46 +40,50 @@ class Schedule:
     ) -> None:
         """``steps`` is the length of the workload, None if unknown. Raises `InputError`."""
         _check_lengths(parts)
-        self._every = every = parts[0].every
+        every = parts[0].every
+        self._every = every
+        """Training steps for each step of the schedule."""
         self._last = None if steps is None else (steps - 1) // every
         self._optimizer = optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
-        ends = [*accumulate((part.steps or 0) // every for part in parts[:-1])]
-        total = None
+        lengths = [(part.steps or 0) // every for part in parts[:-1]]
+        ends = list(accumulate(lengths))
+        remaining = None
         if steps is not None:
-            total = math.ceil(steps / every) - (ends[-1] if ends else 0)
-        made = []
+            remaining = math.ceil(steps / every) - (ends[-1] if ends else 0)
+        schedulers = []
         for part in parts:
-            length = total if part.steps is None else part.steps // every
-            made.append(_scheduler(part, codes, length, self._optimizer))
-        self._scheduler = made[0]
-        if len(made) > 1:
+            length = remaining if part.steps is None else part.steps // every
+            schedulers.append(_make_scheduler(part, codes, length, self._optimizer))
+        self._scheduler = schedulers[0]
+        if len(schedulers) > 1:
             self._scheduler = torch.optim.lr_scheduler.SequentialLR(
-                self._optimizer, made, ends
+                self._optimizer, schedulers, ends
             )
         self._known = [self._current_settings()]
+        """The settings of all steps of the schedule so far."""
 
     def at(self, step: int) -> Mapping[str, Any]:
         """Return the settings of a step, counted from 0, such as ``lr``; later steps have those of the last."""
-        wanted = min(step // self._every, step if self._last is None else self._last)
+        wanted = step // self._every
+        if self._last is not None:
+            wanted = min(wanted, self._last)
         while len(self._known) <= wanted:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # that no optimizer took a step, and that SequentialLR names steps
+                # torch warns that no optimizer took a step, and that SequentialLR names steps.
+                warnings.simplefilter("ignore")
                 try:
                     self._scheduler.step()
-                except ValueError:  # one cycle knows no more steps than it was made for
+                except ValueError:
+                    # One-cycle knows no more steps than it was made for.
                     return self._known[-1]
             self._known.append(self._current_settings())
         return self._known[wanted]
 
     def _current_settings(self) -> Mapping[str, Any]:
         (group,) = self._optimizer.param_groups
-        return {
-            key: float(group[key]) if key == "lr" else group[key]
-            for key in ("lr", "momentum", "betas")
-            if key in group
-        }
+        # One-cycle changes the momentum, too, under the name that the optimizer has for it.
+        settings = {key: group[key] for key in ("momentum", "betas") if key in group}
+        return {"lr": float(group["lr"]), **settings}
 
 
 def _check_lengths(parts: Sequence[SchedulePart]) -> None:
@@ -101,30 +105,31 @@ def _check_lengths(parts: Sequence[SchedulePart]) -> None:
             raise InputError(f"{text}: make 'steps' more, or 'every' less", _KEY)
 
 
-def _scheduler(
+def _make_scheduler(
     part: SchedulePart,
     codes: Mapping[str, Code],
     steps: int | None,
     optimizer: torch.optim.Optimizer,
 ) -> Any:
+    """Return a scheduler of torch; ``steps`` is its length, None if unknown."""
     from torch.optim import lr_scheduler
 
     factory = named.find(
         part, codes, _KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", _WITHOUT
     )
     if part.file is not None:
+        # A function of the step.
         return named.make(
             lr_scheduler.LambdaLR, part, _KEY, optimizer, lr_lambda=factory
         )
     options = part.options()
-    wanted = [
-        name
-        for name in _LENGTHS
-        if name in inspect.signature(factory).parameters and name not in options
-    ]
-    if wanted and "epochs" not in options:
+    accepted = inspect.signature(factory).parameters
+    missing = [name for name in _LENGTHS if name in accepted and name not in options]
+    # One-cycle takes either its steps, or epochs and steps of an epoch.
+    if missing and "epochs" not in options:
+        length = missing[0]
         if steps is None:
-            text = f"{part.title}: write '{wanted[0]}', since how many steps there are is only known with the data"
+            text = f"{part.title}: write '{length}', since how many steps there are is only known with the data"
             raise InputError(text, _KEY)
-        options[wanted[0]] = steps
+        options[length] = steps
     return named.make(factory, part, _KEY, optimizer, **options)

@@ -29,18 +29,23 @@ class NamedPart(ConfigModel):
         return self.name if self.file is None else f"{self.file}:{self.name}"
 
     def options(self) -> dict[str, Any]:
-        """Return the further keys; lists become tuples, as torch expects."""
-        extra = self.model_extra or {}
-        return {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in extra.items()
-        }
+        """Return the further keys; lists become tuples, as torch expects.
+
+        >>> NamedPart(name="adamw", betas=[0.9, 0.95]).options()
+        {'betas': (0.9, 0.95)}
+        """
+        options = dict(self.model_extra or {})
+        for key, value in options.items():
+            if isinstance(value, list):
+                options[key] = tuple(value)
+        return options
 
 
 def named_in(part: BaseModel, key: Key) -> Iterator[tuple[Key, NamedPart]]:
     """Yield all named parts within a part, with their keys relative to the part."""
     for name in type(part).model_fields:
-        if isinstance(value := getattr(part, name), NamedPart):
+        value = getattr(part, name)
+        if isinstance(value, NamedPart):
             yield (*key, name), value
         elif isinstance(value, BaseModel):
             yield from named_in(value, (*key, name))
@@ -81,9 +86,13 @@ class OptimizerPart(NamedPart):
         return self
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether the optimizer is stochastic gradient descent with options of this class only."""
-        return self.file is None and self.name.lower() == SGD and not self.model_extra
+        return self._is_sgd and not self.model_extra
+
+    @property
+    def _is_sgd(self) -> bool:
+        return self.file is None and self.name.lower() == SGD
 
     @property
     def rate(self) -> float:
@@ -91,16 +100,16 @@ class OptimizerPart(NamedPart):
         return 0.05 if self.learning_rate is None else self.learning_rate
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments for the optimizer's class from the scenario."""
-        rate = (
-            self.rate
-            if self.file is None and self.name.lower() == SGD
-            else self.learning_rate
-        )
+        """Return the arguments for the optimizer's class from the scenario.
+
+        >>> OptimizerPart(name="adam", learning_rate=0.001).arguments()
+        {'lr': 0.001}
+        """
+        # torch has no default rate for SGD; the other classes have their own.
+        rate = self.rate if self._is_sgd else self.learning_rate
         own = {"lr": rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
-        return {
-            key: value for key, value in own.items() if value is not None
-        } | self.options()
+        given = {key: value for key, value in own.items() if value is not None}
+        return given | self.options()
 
 
 class SchedulePart(NamedPart):
@@ -142,7 +151,7 @@ class LossPart(NamedPart):
     )
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether the loss is cross-entropy without options."""
         return self.file is None and self.name == CROSS_ENTROPY and not self.model_extra
 
@@ -254,38 +263,44 @@ class TrainingPart(ConfigModel):
         return bool(self.until or self.patience or self.best)
 
     @model_validator(mode="after")
-    def _figures_of_evaluations(self) -> Self:
+    def _check_evaluated_names(self) -> Self:
         known = ["accuracy", "test_loss", *(f"metrics.{name}" for name in self.metrics)]
-        if unknown := [
-            name
-            for name in (*self.until, *filter(None, [self.best]))
-            if name not in known
-        ]:
-            raise ValueError(
-                f"an evaluation has no '{unknown[0]}'; available: {', '.join(known)}"
-            )
+        used = list(self.until)
+        if self.best:
+            used.append(self.best)
+        for name in used:
+            if name not in known:
+                raise ValueError(
+                    f"an evaluation has no '{name}'; available: {', '.join(known)}"
+                )
+        # Raises ValueError for a condition that cannot be parsed.
         self.conditions()
         return self
 
     def conditions(self) -> dict[str, Condition]:
         """Return the stopping conditions; raises ValueError for invalid ones."""
-        return {
-            name: parse_condition(text, "share" if name == "accuracy" else "number")
-            for name, text in self.until.items()
-        }
+        conditions = {}
+        for name, text in self.until.items():
+            unit = "share" if name == "accuracy" else "number"
+            conditions[name] = parse_condition(text, unit)
+        return conditions
 
     def given(self) -> set[str]:
-        """Return the keys beyond plain descent on cross-entropy, such as ``clip.norm``."""
-        asked = {
-            "optimizer": not self.optimizer.plain,
+        """Return the keys beyond plain descent on cross-entropy, such as ``clip.norm``.
+
+        >>> sorted(TrainingPart(clip={"norm": 1.0}, ema=0.99).given())
+        ['clip', 'clip.norm', 'ema']
+        """
+        uses = {
+            "optimizer": not self.optimizer.is_plain,
             "schedule": self.schedules,
-            "loss": not self.loss.plain,
+            "loss": not self.loss.is_plain,
             "clip": self.clip,
-            "clip.norm": self.clip and self.clip.norm,
+            "clip.norm": self.clip is not None and self.clip.norm,
             "ema": self.ema,
             "metrics": self.metrics,
         }
-        return {key for key, value in asked.items() if value}
+        return {key for key, value in uses.items() if value}
 
     until: dict[str, str] = Field(
         default_factory=dict,
@@ -320,25 +335,29 @@ class TrainingPart(ConfigModel):
 
     @field_validator("metrics", mode="before")
     @classmethod
-    def _named_by_their_keys(cls, value: Any) -> Any:
+    def _name_metrics_by_key(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        if odd := [name for name in value if not re.fullmatch(r"[\w-]+", str(name))]:
-            raise ValueError(
-                f"'{odd[0]}' is not a valid metric name: use letters, digits and dashes"
-            )
-        return {
-            key: {"name": key, **(part or {})}
-            if isinstance(part, Mapping | None)
-            else part
-            for key, part in value.items()
-        }
+        metrics: dict[Any, Any] = {}
+        for key, part in value.items():
+            if not re.fullmatch(r"[\w-]+", str(key)):
+                raise ValueError(
+                    f"'{key}' is not a valid metric name: use letters, digits and dashes"
+                )
+            metrics[key] = part
+            # Anything but a mapping is left for pydantic to reject.
+            if part is None or isinstance(part, Mapping):
+                metrics[key] = {"name": key, **(part or {})}
+        return metrics
 
     @property
     def schedules(self) -> tuple[SchedulePart, ...]:
         """The schedules in order."""
-        one = self.schedule
-        return () if one is None else (one,) if isinstance(one, SchedulePart) else one
+        if self.schedule is None:
+            return ()
+        if isinstance(self.schedule, SchedulePart):
+            return (self.schedule,)
+        return self.schedule
 
     def parts(self) -> list[tuple[str, NamedPart]]:
         """Return the parts that may come from a file, with their keys."""

@@ -59,7 +59,7 @@ def divided(members, by_outputs=True):
 @pytest.mark.parametrize("members", [1, 2, 3])
 def test_members_together_hold_and_multiply_as_much_as_the_whole(members, by_outputs):
     held = divided(members, by_outputs)
-    assert sum(map(parameters, held)) == MODEL.parameters
+    assert sum(map(count_values, held)) == MODEL.parameters
     works = [product_cost(*each, SAMPLES).of() for own in held for each in own]
     assert sum(work.flops for work in works) == pytest.approx(
         SAMPLES * MODEL.forward_flops

@@ -10,7 +10,7 @@ import torchmetrics
 
 from testbed.common.errors import InputError
 from testbed.common.usercode import Code
-from testbed.ml.training.metrics import aligned, make, update
+from testbed.ml.training.metrics import aligned, make_metric, update_metric
 from testbed.ml.training.schema import MetricPart
 
 
@@ -24,9 +24,9 @@ def measured(
     **keys,
 ):
     """Return a metric of what is taken in by so many pieces."""
-    made = make(MetricPart(name=name, **keys), {}, loss, classes)
+    made = make_metric(MetricPart(name=name, **keys), {}, loss, classes)
     for some, theirs in zip(outputs.chunk(pieces), labels.chunk(pieces), strict=True):
-        update(made, name, some, theirs)
+        update_metric(made, name, some, theirs)
     return made.compute()
 
 
@@ -126,21 +126,21 @@ def test_a_function_of_a_file_sees_all_outputs_and_labels_as_they_are() -> None:
             name="span", module="metric_of_a_test", sources={"metric_of_a_test": text}
         )
     }
-    made = make(MetricPart(name="span", file="own.py", times=2), codes, "mse", 1)
+    made = make_metric(MetricPart(name="span", file="own.py", times=2), codes, "mse", 1)
     for outputs, labels in (([[1.0], [4.0]], [3.0, 0.5]), ([[2.0]], [9.0])):
-        update(made, "span", torch.tensor(outputs), torch.tensor(labels))
+        update_metric(made, "span", torch.tensor(outputs), torch.tensor(labels))
     value, shape = made.compute()
     assert (float(value), tuple(shape)) == (7.0, (3, 1))
 
 
 def test_what_a_metric_does_not_take_is_said_with_shapes() -> None:
-    made = make(MetricPart(name="mean-absolute-error"), {}, "mse", 1)
+    made = make_metric(MetricPart(name="mean-absolute-error"), {}, "mse", 1)
     with pytest.raises(
         InputError, match=r"'mae' does not take outputs \(4, 2\) and labels \(4,\)"
     ):
-        update(made, "mae", torch.zeros(4, 2), torch.zeros(4))
+        update_metric(made, "mae", torch.zeros(4, 2), torch.zeros(4))
     with pytest.raises(InputError, match="torchmetrics has no 'acuracy'"):
-        make(MetricPart(name="acuracy"), {}, "mse", 1)
+        make_metric(MetricPart(name="acuracy"), {}, "mse", 1)
 
 
 def test_without_torchmetrics_a_metric_by_name_is_refused_and_one_of_a_file_is_not(
@@ -151,13 +151,13 @@ def test_without_torchmetrics_a_metric_by_name_is_refused_and_one_of_a_file_is_n
         InputError,
         match=r"'recall' needs torchmetrics: pip install 'edge-testbed\[metrics\]'",
     ):
-        make(MetricPart(name="recall"), {}, "mse", 1)
+        make_metric(MetricPart(name="recall"), {}, "mse", 1)
     text = "def count(outputs, labels):\n    return len(labels)\n"
     code = Code(
         name="count", module="count_of_a_test", sources={"count_of_a_test": text}
     )
-    made = make(
+    made = make_metric(
         MetricPart(name="count", file="own.py"), {"own.py:count": code}, "mse", 1
     )
-    update(made, "count", torch.zeros(4, 2), torch.zeros(4))
+    update_metric(made, "count", torch.zeros(4, 2), torch.zeros(4))
     assert made.compute() == 4

@@ -151,7 +151,7 @@ def test_every_task_is_learned_as_in_plain_torch_and_measured_by_torchmetrics(
     model = problem.model.build(0, len(problem.model.units), problem.seed)
     made = (
         problem.training._make_optimizer
-        if not problem.training.part.optimizer.plain
+        if not problem.training.part.optimizer.is_plain
         else None
     )
     optimizer = (
