@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def _empty_batch(part: torch.Tensor, rows: int) -> torch.Tensor:
     """Return an empty tensor of ``rows`` rows with the memory format of ``part``."""
     # Random numbers fill the memory in order, so the axes of the whole batch must lie in it as those of the part do.
     axes = range(part.ndim)
-    order = sorted(axes, key=lambda axis: -part.stride(axis))
+    strides: Sequence[int] = part.stride()
+    order = sorted(axes, key=lambda axis: -strides[axis])
     sizes = (rows, *part.shape[1:])
     whole = part.new_empty([sizes[axis] for axis in order])
     return whole.permute([order.index(axis) for axis in axes])

@@ -68,7 +68,8 @@ def mlp(options: MlpOptions, shape: Shape, classes: int) -> Model:
     >>> mlp(MlpOptions(hidden=(128, 64)), (1, 28, 28), 10).parameters
     109386
     """
-    units = [*_hidden_units(options.hidden), ("output", [Linear(classes)])]
+    units = _hidden_units(options.hidden)
+    units.append(("output", [Linear(classes)]))
     _, first_layers = units[0]
     first_layers.insert(0, Flatten())
     return chain("mlp", shape, classes, units)

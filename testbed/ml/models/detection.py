@@ -106,7 +106,8 @@ def _class_scores(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     # The largest is subtracted, so that no exponential overflows.
     odds = np.exp(values[:, 5:] - values[:, 5:].max(axis=1, keepdims=True))
     objectness = _sigmoid(values[:, 4])[:, None]
-    return objectness * odds / odds.sum(axis=1, keepdims=True)
+    scores: npt.NDArray[np.float64] = objectness * odds
+    return scores / odds.sum(axis=1, keepdims=True)
 
 
 def overlap(one: Box, other: Box) -> float:

@@ -102,7 +102,7 @@ def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
             f"the input needs three channels and sides that are multiples of {STRIDE}, such as 3x416x416"
         )
     units = [_name_unit(index, layer) for index, layer in enumerate(_LAYERS)]
-    labels = COCO
+    labels: tuple[str, ...] = COCO
     if classes != CLASSES:
         labels = tuple(f"class {index}" for index in range(classes))
     detector = Detector(ANCHORS, labels, options.threshold)

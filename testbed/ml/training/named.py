@@ -49,7 +49,7 @@ def _subclasses(
     module: ModuleType, base: type, without: Collection[str]
 ) -> dict[str, Callable[..., Any]]:
     """Return the public classes of a module that are derived from ``base``, by name."""
-    classes = {}
+    classes: dict[str, Callable[..., Any]] = {}
     for name, value in vars(module).items():
         if name.startswith("_") or name in without:
             continue

@@ -82,8 +82,11 @@ class Schedule:
     def _current_settings(self) -> Mapping[str, Any]:
         (group,) = self._optimizer.param_groups
         # One-cycle changes the momentum, too, under the name that the optimizer has for it.
-        settings = {key: group[key] for key in ("momentum", "betas") if key in group}
-        return {"lr": float(group["lr"]), **settings}
+        settings: dict[str, Any] = {"lr": float(group["lr"])}
+        for key in ("momentum", "betas"):
+            if key in group:
+                settings[key] = group[key]
+        return settings
 
 
 def _check_lengths(parts: Sequence[SchedulePart]) -> None:

@@ -281,8 +281,9 @@ class TrainingPart(ConfigModel):
         """Return the stopping conditions; raises ValueError for invalid ones."""
         conditions = {}
         for name, text in self.until.items():
-            unit = "share" if name == "accuracy" else "number"
-            conditions[name] = parse_condition(text, unit)
+            conditions[name] = parse_condition(
+                text, "share" if name == "accuracy" else "number"
+            )
         return conditions
 
     def given(self) -> set[str]:

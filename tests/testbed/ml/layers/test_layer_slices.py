@@ -6,6 +6,11 @@ import torch
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.ml.layers.layer_slices import (
+    count_values,
+    finish_cost,
+    place_slices,
+    product_cost,
+)
     finish_cost,
     place_slices,
     product_cost,
