@@ -383,9 +383,9 @@ class Shard:
         The draws are therefore independent of the cuts, of the number of micro-batches, and of other devices in the
         process.
         """
-        batch, _ = key
-        seed_key = repr((batch, 0) if rows else key)
-        return self._seed_units(inputs, seed_key, rows).float()
+        # Parts of a batch draw what the whole batch draws, and take their rows of it.
+        seed_key = (key[0], 0) if rows else key
+        return self._seed_units(inputs, repr(seed_key), rows).float()
 
     def _seed_units(
         self, inputs: torch.Tensor, key: str, rows: Rows | None = None

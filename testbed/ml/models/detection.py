@@ -107,7 +107,8 @@ def _class_scores(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     odds = np.exp(values[:, 5:] - values[:, 5:].max(axis=1, keepdims=True))
     objectness = _sigmoid(values[:, 4])[:, None]
     scores: npt.NDArray[np.float64] = objectness * odds
-    return scores / odds.sum(axis=1, keepdims=True)
+    total: npt.NDArray[np.float64] = odds.sum(axis=1, keepdims=True)
+    return scores / total
 
 
 def overlap(one: Box, other: Box) -> float:

@@ -11,10 +11,6 @@ from testbed.ml.layers.layer_slices import (
     place_slices,
     product_cost,
 )
-    finish_cost,
-    place_slices,
-    product_cost,
-)
 from testbed.ml.method import Options, Problem
 from testbed.ml.models import create
 from testbed.ml.models.graph import graph_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from testbed.ml.preparation import load_data
-from testbed.ml.training.config import read_right
+from testbed.ml.training.config import count_decoded
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -52,8 +52,8 @@ def written(folder, method):
 
 def test_what_is_read_is_compared_as_a_whole():
     outputs = torch.eye(4)[torch.tensor([[1, 1, 0, 1, 2], [3, 0, 0, 0, 3]])]
-    assert read_right(0, outputs, torch.tensor([[1, 1, 2], [3, 3, -100]])) == 2
-    assert read_right(0, outputs, torch.tensor([[1, 2, -100], [3, 3, -100]])) == 1
+    assert count_decoded(0, outputs, torch.tensor([[1, 1, 2], [3, 3, -100]])) == 2
+    assert count_decoded(0, outputs, torch.tensor([[1, 2, -100], [3, 3, -100]])) == 1
 
 
 def test_it_learns_to_read_and_in_a_pipeline_alike(tmp_path):
