@@ -18,14 +18,12 @@ def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
     result = []
     for name, tensor in tensors.items():
         dtype = type_of(name, tensor)
-        # A tensor without numbers weighs as much as one with them. Not `zeros_like`, nor arithmetic or `cat` of them:
-        # there torch imports sympy, which takes every device a second or more.
-        real = (
-            torch.zeros(tensor.shape, dtype=tensor.dtype)
-            if tensor.is_meta
-            else tensor.detach().to("cpu")
-        )
-        flat = real.contiguous().reshape(-1).view(torch.uint8)
+        values = tensor.detach()
+        if tensor.is_meta:
+            # A tensor without numbers weighs as much as one with them. Not `zeros_like`, nor arithmetic or `cat` of
+            # meta tensors: there torch imports sympy, which takes every device a second or more.
+            values = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        flat = values.to("cpu").contiguous().reshape(-1).view(torch.uint8)
         result.append(Raw(name, dtype, tuple(tensor.shape), flat.numpy().data))
     return result
 
@@ -35,10 +33,12 @@ def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
     result = {}
     for raw in raws:
         dtype = getattr(torch, NAMES[raw.dtype])
+        # `frombuffer` rejects an empty buffer.
         if raw.data.nbytes == 0:
             try:
                 result[raw.name] = torch.empty(raw.shape, dtype=dtype)
-            except RuntimeError as error:  # strides beyond 64 bits
+            except RuntimeError as error:
+                # An axis of zero beside ones whose strides exceed 64 bits.
                 raise TensorError(
                     f"tensor '{raw.name}': its shape is too large"
                 ) from error
@@ -58,7 +58,8 @@ def mask(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a tensor with its gaps set to zero, and the mask of the gaps, of the same shape."""
     missing = torch.from_numpy(gaps)
-    return (tensor if tensor.is_meta else tensor.masked_fill(missing, 0)), missing
+    filled = tensor if tensor.is_meta else tensor.masked_fill(missing, 0)
+    return filled, missing
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,11 @@ def all_whole(fields: Sequence[Field]) -> bool:
 
 
 def width(fields: Sequence[Field]) -> int:
-    """Return the length of a row."""
+    """Return the length of a row.
+
+    >>> width([Field("tokens", (128,), "int64"), Field("age", (), "float32")])
+    129
+    """
     return sum(math.prod(each.shape) for each in fields)
 
 
@@ -60,20 +64,25 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], Fiel
 
     ``arrays`` are (samples, ...) each, of float32, int64 or bool. Raises `InputError` for integers that float32 cannot
     represent exactly beside float inputs.
+
+    >>> rows, fields = pack({"a": np.ones((2, 3), np.int64), "b": np.zeros(2, bool)})
+    >>> rows
+    array([[1, 1, 1, 0],
+           [1, 1, 1, 0]])
     """
     fields = tuple(
         Field(name, each.shape[1:], each.dtype.name)  # type: ignore[arg-type]
         for name, each in arrays.items()
     )
-    whole = all_whole(fields)
+    is_whole = all_whole(fields)
     for name, each in arrays.items():
-        if each.dtype.kind == "i" and not whole and abs(each).max(initial=0) > EXACT:
+        if is_whole or each.dtype.kind != "i":
+            continue
+        if abs(each).max(initial=0) > EXACT:
             text = f"input '{name}' has whole numbers above {EXACT}, inexact in float32: renumber the values"
             raise InputError(text, ("data",))
-    rows = [
-        each.reshape(len(each), -1).astype(np.int64 if whole else np.float32)
-        for each in arrays.values()
-    ]
+    dtype = np.int64 if is_whole else np.float32
+    rows = [each.reshape(len(each), -1).astype(dtype) for each in arrays.values()]
     return np.concatenate(rows, axis=1), fields
 
 
@@ -81,15 +90,18 @@ def entry(
     samples: torch.Tensor, begin: int, end: int, shape: tuple[int, ...], kind: str
 ) -> torch.Tensor:
     """Extract one input of a batch, (samples, *shape), from rows, (samples, values)."""
-    return (
-        samples[:, begin:end].reshape(samples.shape[0], *shape).to(getattr(torch, kind))
-    )
+    values = samples[:, begin:end].reshape(samples.shape[0], *shape)
+    return values.to(getattr(torch, kind))
 
 
 def entries(
     fields: Sequence[Field],
 ) -> dict[str, tuple[int, int, tuple[int, ...], str]]:
-    """Return by input name the arguments of `entry` besides the rows."""
+    """Return by input name the arguments of `entry` besides the rows.
+
+    >>> entries([Field("tokens", (128,), "int64"), Field("age", (), "float32")])["age"]
+    (128, 129, (), 'float32')
+    """
     slices: dict[str, tuple[int, int, tuple[int, ...], str]] = {}
     begin = 0
     for each in fields:
@@ -102,26 +114,30 @@ def entries(
 def arguments(
     forward: Callable[..., Any], inputs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return how ``forward`` accepts inputs: by position, by keyword, or as one mapping; raises `InputError`."""
+    """Return how ``forward`` accepts inputs: by position, by keyword, or as one mapping; raises `InputError`.
+
+    >>> def forward(tokens, mask): ...
+    >>> arguments(forward, {"mask": 1, "tokens": 2})
+    ([], {'mask': 1, 'tokens': 2})
+    """
+    if all(name.isdecimal() for name in inputs):
+        return list(inputs.values()), {}
     parameters = [
         each
         for each in inspect.signature(forward).parameters.values()
         if each.name != "self"
     ]
-    if all(name.isdecimal() for name in inputs):
-        return list(inputs.values()), {}
     names = {each.name for each in parameters}
-    if inputs.keys() <= names or any(
-        each.kind is each.VAR_KEYWORD for each in parameters
-    ):
+    accepts_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    if accepts_all or inputs.keys() <= names:
         return [], dict(inputs)
-    required = [
-        each
-        for each in parameters
-        if each.default is each.empty and each.kind is not each.VAR_POSITIONAL
-    ]
+    required = []
+    for each in parameters:
+        if each.default is each.empty and each.kind is not each.VAR_POSITIONAL:
+            required.append(each)
     if len(required) == 1 and not names & inputs.keys():
+        # One argument, by any name, is a mapping of all inputs.
         return [dict(inputs)], {}
-    taken = ", ".join(each.name for each in parameters)
-    text = f"forward takes {taken}, and the data have {', '.join(inputs)}: give them the same names"
+    accepted = ", ".join(each.name for each in parameters)
+    text = f"forward takes {accepted}, and the data have {', '.join(inputs)}: give them the same names"
     raise InputError(text, ("model", "file"))

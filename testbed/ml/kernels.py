@@ -47,20 +47,20 @@ def fix_or_restart() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
-def switch(reproducible: bool) -> None:
+def switch(*, reproducible: bool) -> None:
     """Disable or enable the libraries with processor-specific kernels."""
     torch.backends.mkldnn.set_flags(not reproducible)  # type: ignore[no-untyped-call]
     torch.backends.nnpack.set_flags(not reproducible)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def chosen(reproducible: bool) -> Iterator[None]:
+def fixed_kernels(*, reproducible: bool) -> Iterator[None]:
     """Context with fixed kernels if requested; `fix` must run before the import of torch."""
-    switch(reproducible)
+    switch(reproducible=reproducible)
     try:
         yield
     finally:
-        switch(False)
+        switch(reproducible=False)
 
 
 @contextmanager
@@ -77,9 +77,10 @@ def one_thread() -> Iterator[None]:
 def computing() -> dict[str, Any] | None:
     """Return the environment numerics depend on: processor, instruction set and torch version; None without torch.
 
-    >>> computing()
+    >>> computing()  # doctest: +SKIP
     {'processor': 'AMD EPYC', 'instruction_set': 'AVX512', 'torch': '2.13.0+cpu'}
     """
+    # A process that never needed torch need not import it for this.
     if "torch" not in sys.modules:
         return None
     return {
@@ -90,11 +91,16 @@ def computing() -> dict[str, Any] | None:
 
 
 def named(kinds: Sequence[Mapping[str, Any]]) -> str:
-    """Format the processors of a run as text."""
-    return " and ".join(
-        f"{each['processor']} ({each['instruction_set']}, torch {each['torch']})"
-        for each in kinds
-    )
+    """Format the processors of a run as text.
+
+    >>> named([{"processor": "Cortex-A72", "instruction_set": "DEFAULT", "torch": "2.9.0"}])
+    'Cortex-A72 (DEFAULT, torch 2.9.0)'
+    """
+    texts = []
+    for kind in kinds:
+        instructions = f"{kind['instruction_set']}, torch {kind['torch']}"
+        texts.append(f"{kind['processor']} ({instructions})")
+    return " and ".join(texts)
 
 
 @cache

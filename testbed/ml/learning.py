@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from testbed.ml.data.dataset import Dataset
     from testbed.scenario.schema import Scenario
 else:
-    preparation = Lazy("testbed.ml.preparation")  # devices prepare nothing
+    # Devices prepare nothing.
+    preparation = Lazy("testbed.ml.preparation")
 
 Weights = Mapping[str, "torch.Tensor"]
 
@@ -99,11 +100,9 @@ class Learning(Workload):
     def hint(self, problem: core.Problem, error: InputError) -> str:
         """Return the line of the user's network at which no unit can begin, if a model has too few units."""
         assert isinstance(problem, Problem)
-        return (
-            problem.model.undivided_reasons[0]
-            if error.key[-1:] == ("stages",) and problem.model.undivided_reasons
-            else ""
-        )
+        reasons = problem.model.undivided_reasons
+        is_about_stages = error.key[-1:] == ("stages",)
+        return reasons[0] if is_about_stages and reasons else ""
 
     def total(self, scenario: Scenario) -> int | None:
         """Return the number of steps or requests; None if the number depends on the data files or on the split."""
@@ -113,18 +112,18 @@ class Learning(Workload):
         """Return the facts of the model and the data."""
         assert isinstance(problem, Problem)
         model = problem.model
+        code = problem.model_code
+        codes = {}
+        for name, text in problem.codes.items():
+            codes[name] = text.model_dump(mode="json")
         return {
             "shape": model.input,
             "classes": model.classes,
             "integers": model.integers,
             "fields": TypeAdapter(Fields).dump_python(model.fields, mode="json"),
             "samples": dict(problem.samples),
-            "model_code": problem.model_code
-            and problem.model_code.model_dump(mode="json"),
-            "codes": {
-                name: code.model_dump(mode="json")
-                for name, code in problem.codes.items()
-            },
+            "model_code": None if code is None else code.model_dump(mode="json"),
+            "codes": codes,
         }
 
     def rebuild_problem(
@@ -158,7 +157,7 @@ class Learning(Workload):
         """Import torch and fix its kernels if the scenario asks for them."""
         assert isinstance(problem, Problem)
         import_torch()
-        kernels.switch(problem.workload.reproducible)
+        kernels.switch(reproducible=problem.workload.reproducible)
         return kernels.computing()
 
     def read_data(self, body: bytearray) -> Dataset:
@@ -178,23 +177,16 @@ class Learning(Workload):
     ) -> Job:
         """Return the job with the device's samples; frozen weights become part of the model."""
         assert isinstance(problem, Problem)
-        return _make_job(
-            device,
-            problem,
-            plan,
-            data,
-            weights,
-            frozen_part(problem, weights),
-            on_weights,
-        )
+        frozen = frozen_part(problem, weights)
+        return _make_job(device, problem, plan, data, weights, frozen, on_weights)
 
     @contextmanager
     def _fixed_computation(self, problem: Problem) -> Iterator[None]:
-        reproducible = problem.workload.reproducible
         with (
+            # The devices of a simulation share the process, and sums of several threads differ from those of one.
             kernels.one_thread(),
             torch.random.fork_rng(devices=[]),
-            kernels.chosen(reproducible),
+            kernels.fixed_kernels(reproducible=problem.workload.reproducible),
         ):
             torch.manual_seed(derive(problem.seed, "torch"))
             yield
@@ -258,32 +250,29 @@ class LearningInputs(Inputs):
     ) -> Job:
         """Return the job with the samples a device owns."""
         assert isinstance(problem, Problem)
-        lead = device == self._prepared.plan.coordinator
-        own = (
-            None
-            if self._dataset is None
-            else preparation.samples_of(self._prepared, self._dataset, device)
-        )
+        is_lead = device == self._prepared.plan.coordinator
+        weights = self._weights if is_lead else None
         job = _make_job(
             device,
             problem,
             plan,
-            own,
-            self._weights if lead else None,
+            self._samples_of(device),
+            weights,
             self._frozen,
             on_weights,
         )
         return replace(job, shared=shared)
 
+    def _samples_of(self, device: str) -> Dataset | None:
+        if self._dataset is None:
+            return None
+        return preparation.samples_of(self._prepared, self._dataset, device)
+
     def data(self, device: str) -> bytes | None:
         """Return the samples a device owns; augmented ones for all epochs."""
         from testbed.ml.data.dataset import pack
 
-        own = (
-            None
-            if self._dataset is None
-            else preparation.samples_of(self._prepared, self._dataset, device)
-        )
+        own = self._samples_of(device)
         return None if own is None else pack(own)
 
     def weights(self, device: str) -> bytes | None:
@@ -292,13 +281,14 @@ class LearningInputs(Inputs):
             return arrays.pack(self._weights)
         return self._frozen_body
 
+    # Packed once for all devices.
     @cached_property
     def _frozen_body(self) -> bytes | None:
         return arrays.pack(self._frozen) if self._frozen else None
 
     def complete(self, weights: bytes) -> bytes:
         """Add the frozen weights, never sent in messages, to the weights of a finished run."""
-        return complete(self._problem, weights, self._weights)
+        return add_frozen(self._problem, weights, self._weights)
 
 
 def _pose_problem(
@@ -349,6 +339,7 @@ def frozen_part(problem: Problem, weights: Weights | None) -> dict[str, torch.Te
         return {}
     from testbed.ml.models.modules import frozen_names
 
+    # The names alone, without drawing weights.
     with torch.device("meta"):
         names = frozen_names(model.build(0, len(model.units), 0))
     return {name: tensor for name, tensor in weights.items() if name in names}
@@ -356,14 +347,12 @@ def frozen_part(problem: Problem, weights: Weights | None) -> dict[str, torch.Te
 
 def with_frozen(problem: Problem, frozen: Weights) -> Problem:
     """Return a problem whose model builds frozen weights with these values instead of the seed's."""
-    return (
-        replace(problem, model=replace(problem.model, given=frozen))
-        if frozen
-        else problem
-    )
+    if not frozen:
+        return problem
+    return replace(problem, model=replace(problem.model, given=frozen))
 
 
-def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
+def add_frozen(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
     """Add the frozen weights, never sent in messages, to the weights of a finished run; both are safetensors."""
     model = problem.model
     if problem.training.frozen_travels or not model.frozen:
@@ -372,11 +361,12 @@ def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
 
     placed = with_frozen(problem, frozen_part(problem, given)).model
     module = placed.build(0, len(model.units), problem.seed)
-    whole, frozen = arrays.unpack(bytearray(trained)), frozen_names(module)
-    whole |= {
-        name: tensor for name, tensor in module.state_dict().items() if name in frozen
-    }
-    return arrays.pack(whole)
+    frozen = frozen_names(module)
+    weights = arrays.unpack(bytearray(trained))
+    for name, tensor in module.state_dict().items():
+        if name in frozen:
+            weights[name] = tensor
+    return arrays.pack(weights)
 
 
 def model_of(
@@ -389,9 +379,8 @@ def model_of(
         if lora is not None:
             text = f"'{part.title}' is built from layer descriptions, but adapters need a network from a 'file'"
             raise InputError(text, ("training", "lora"))
-        return create(part.name, part.options(), entering.shape, classes).initialised(
-            workload.initialisation or "lecun"
-        )
+        model = create(part.name, part.options(), entering.shape, classes)
+        return model.initialised(workload.initialisation or "lecun")
     if workload.initialisation is not None:
         text = f"'{part.title}' initialises its own weights: remove the key, and initialise the weights in its file"
         raise InputError(text, ("initialisation",))
@@ -412,6 +401,7 @@ def import_torch() -> None:
     """Import torch and trigger its lazy setup, so no program's first batch pays for the setup."""
     with keep_imports():
         torch.set_num_threads(1)
+        # A forward and a backward of the usual operations: each loads its kernels when first used.
         image = torch.zeros(1, 1, 4, 4)
         kernel = torch.zeros(1, 1, 3, 3, requires_grad=True)
         convolved = torch.nn.functional.conv2d(image, kernel)

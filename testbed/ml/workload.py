@@ -135,28 +135,26 @@ class SplitPart(ConfigModel):
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         ways = ("sizes", "dirichlet", "shards", "quantity", "noise", "column")
-        if sum(getattr(self, key) is not None for key in ways) != 1:
-            raise ValueError(
-                f"takes exactly one of {', '.join(map(repr, ways[:-1]))} and '{ways[-1]}'"
-            )
-        if (
-            self.min_samples is not None
-            and self.dirichlet is None
-            and self.quantity is None
-        ):
+        given = [way for way in ways if getattr(self, way) is not None]
+        if len(given) != 1:
+            names = ", ".join(map(repr, ways[:-1]))
+            raise ValueError(f"takes exactly one of {names} and '{ways[-1]}'")
+        if self.min_samples is not None and given[0] not in ("dirichlet", "quantity"):
             raise ValueError(
                 "'min_samples' requires 'dirichlet' or 'quantity', whose shares are random"
             )
         return self
 
 
+def _split_tag(value: Any) -> str:
+    """Return which form of the key is meant, so that an error is about this form alone."""
+    return "[keys]" if isinstance(value, dict | SplitPart) else "[name]"
+
+
 Split = Annotated[
     Annotated[Literal["coordinator", "iid"], Tag("[name]")]
     | Annotated[SplitPart, Tag("[keys]")],
-    # Which of the two is meant shows, so that an error is about that one alone.
-    Discriminator(
-        lambda value: "[keys]" if isinstance(value, dict | SplitPart) else "[name]"
-    ),
+    Discriminator(_split_tag),
 ]
 
 
@@ -273,16 +271,15 @@ class DataPart(ConfigModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _named_by_its_path(cls, value: Any) -> Any:
-        if (
-            isinstance(value, dict)
-            and isinstance(value.get("path"), str)
-            and "name" not in value
-        ):
-            path = PurePath(value["path"])
-            # Unlike any name of the list: those have neither a suffix nor a stroke.
-            return {**value, "name": path.name if path.suffix else f"{path.name}/"}
-        return value
+    def _name_by_path(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "name" in value:
+            return value
+        if not isinstance(value.get("path"), str):
+            return value
+        path = PurePath(value["path"])
+        # Unlike any name of the catalogue: those have neither a suffix nor a stroke.
+        name = path.name if path.suffix else f"{path.name}/"
+        return {**value, "name": name}
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -369,14 +366,15 @@ class LearningPart(WorkloadPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _moved_optimizer(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "optimizer" in value:
+    def _refuse_moved_keys(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if "optimizer" in value:
             raise ValueError(
                 "'optimizer' is a key of 'training' now: write training: {optimizer: {...}}"
             )
-        if (
-            isinstance(value, dict) and value.get("programs") == {}
-        ):  # results of version 1.0 have it
+        if value.get("programs") == {}:
+            # Results of version 1.0 have this key.
             value = {key: each for key, each in value.items() if key != "programs"}
         return value
 
@@ -386,16 +384,13 @@ class LearningPart(WorkloadPart):
             raise ValueError(
                 "weights read from a file exclude 'initialisation': remove one of the two"
             )
-        given = [
-            key
-            for key in ("epochs", "steps", "requests")
-            if getattr(self, key) is not None
-        ]
+        lengths = ("epochs", "steps", "requests")
+        given = [key for key in lengths if getattr(self, key) is not None]
         if self.task == "infer" and given not in ([], ["requests"]):
             raise ValueError(
                 "the length of an inference workload is given by 'requests'"
             )
-        if self.task == "train" and (len(given) != 1 or given == ["requests"]):
+        if self.task == "train" and given not in (["epochs"], ["steps"]):
             raise ValueError(
                 "a training workload needs exactly one of 'epochs' and 'steps'"
             )
@@ -413,11 +408,9 @@ class LearningPart(WorkloadPart):
 
     def on_containers(self) -> Self:
         """Return the keys without stacked numerics: a container computes for one device only."""
-        return (
-            self.model_copy(update={"numerics": "full"})
-            if self.numerics == "stacked"
-            else self
-        )
+        if self.numerics != "stacked":
+            return self
+        return self.model_copy(update={"numerics": "full"})
 
     @property
     def is_computed(self) -> bool:
@@ -441,7 +434,8 @@ class LearningPart(WorkloadPart):
 
     def paths(self) -> Iterator[tuple[str, str | None]]:
         """Yield the keys naming data and weights beside the scenario."""
-        yield from (("data.folder", self.data.folder), ("data.path", self.data.path))
+        yield "data.folder", self.data.folder
+        yield "data.path", self.data.path
         yield "model.weights", self.model.weights
 
     def sources(self) -> Mapping[str, Any]:
@@ -450,9 +444,9 @@ class LearningPart(WorkloadPart):
 
     def files(self) -> Iterator[str]:
         """Yield the Python files named by the training."""
-        yield from (
-            part.file for _, part in self.training.parts() if part.file is not None
-        )
+        for _, part in self.training.parts():
+            if part.file is not None:
+                yield part.file
 
     def title(self) -> str:
         """Return the name of the work in reports."""
@@ -465,6 +459,5 @@ class LearningPart(WorkloadPart):
 
     @property
     def _progress_verb(self) -> str:
-        return (
-            f"{self.method.name} {'training' if self.task == 'train' else 'inference'}"
-        )
+        kind = "training" if self.task == "train" else "inference"
+        return f"{self.method.name} {kind}"

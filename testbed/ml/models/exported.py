@@ -53,9 +53,8 @@ class TensorOutput(nn.Module):
         named: dict[str, Any] = {}
         if self._fields:
             names = [each.name for each in self._fields]
-            ordered, named = arguments(
-                self.network.forward, dict(zip(names, inputs, strict=True))
-            )
+            by_name = dict(zip(names, inputs, strict=True))
+            ordered, named = arguments(self.network.forward, by_name)
         output = single_tensor(self.network(*ordered, **named))
         if not isinstance(output, torch.Tensor):
             raise InputError(
@@ -69,48 +68,56 @@ def trace_by_export(maker: Maker, entering: InputSpec) -> Traced:
     evaluation.
     """
     root = seeded_network(maker, 0).train()
-    given = TensorOutput(root, entering.fields)
-    batches = [samples_of(entering, size) for size in BATCHES]
-    parts = entries(entering.fields).values()
-    inputs = tuple(entry(batches[0], *part) for part in parts) or (batches[0],)
     try:
-        with torch.random.fork_rng(devices=[]):
-            dynamic = (({0: torch.export.Dim("samples", min=2)},) * len(inputs),)
-            program = torch.export.export(
-                given, inputs, dynamic_shapes=dynamic, strict=False
-            )
-        graph, constants = _Flat(program, [*parts]).graph, _find_constants(program)
-        for name, value in constants.items():
-            setattr(root, name, value)
-        weights = storage_ids(root)
-        runs: tuple[dict[str, Measure], ...] = ({}, {})
-        for samples, measured_inputs in zip(batches, runs, strict=True):
-            for node in graph.nodes:
-                if node.op != "output":
-                    measured_inputs[node.name] = (
-                        Measure(samples)
-                        if node.op == "placeholder"
-                        else measure_step(root, node, measured_inputs, weights)
-                    )
-        _check_results(given, graph, batches[0], inputs)
+        return _export_network(root, entering)
     except InputError as error:
-        raise InputError(
-            f"{usercode.line_of(error, maker.code)}: {error.text}", KEY
-        ) from error
+        where = usercode.line_of(error, maker.code)
+        raise InputError(f"{where}: {error.text}", KEY) from error
     except Exception as error:
+        # Any exception: the user's code runs here, on values that it was not written for.
         where = usercode.line_of(error, maker.code)
         raise InputError(
             f"{where}: cannot be exported by torch either: {first_line(error)}", KEY
         ) from error
+
+
+def _export_network(root: nn.Module, entering: InputSpec) -> Traced:
+    wrapped = TensorOutput(root, entering.fields)
+    batches = [samples_of(entering, size) for size in BATCHES]
+    parts = list(entries(entering.fields).values())
+    inputs = tuple(entry(batches[0], *part) for part in parts) or (batches[0],)
+    # At least two samples: torch makes a constant of the size 1.
+    samples_axis = torch.export.Dim("samples", min=2)
+    with torch.random.fork_rng(devices=[]):
+        program = torch.export.export(
+            wrapped,
+            inputs,
+            dynamic_shapes=(({0: samples_axis},) * len(inputs),),
+            strict=False,
+        )
+    graph = _Flat(program, parts).graph
+    constants = _find_constants(program)
+    for name, value in constants.items():
+        setattr(root, name, value)
+    weights = storage_ids(root)
+    runs: tuple[dict[str, Measure], ...] = ({}, {})
+    for samples, measures in zip(batches, runs, strict=True):
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                measures[node.name] = Measure(samples)
+            elif node.op != "output":
+                measures[node.name] = measure_step(root, node, measures, weights)
+    _check_results(wrapped, graph, batches[0], inputs)
     return Traced(root, graph, runs, constants)
 
 
 def _find_constants(program: Any) -> dict[str, torch.Tensor]:
     """Return the tensors `forward` creates independently of its inputs."""
     signature = program.graph_signature.inputs_to_lifted_tensor_constants
-    return {
-        _constant_name(name): program.constants[name] for name in signature.values()
-    }
+    constants = {}
+    for name in signature.values():
+        constants[_constant_name(name)] = program.constants[name]
+    return constants
 
 
 def _constant_name(name: str) -> str:
@@ -118,28 +125,30 @@ def _constant_name(name: str) -> str:
 
 
 def _check_results(
-    given: TensorOutput,
+    network: TensorOutput,
     graph: fx.Graph,
     samples: torch.Tensor,
     inputs: Sequence[torch.Tensor],
 ) -> None:
     """Reject a graph whose results differ from the network's, in training or in evaluation."""
-    made = fx.GraphModule(given.network, graph)
+    exported = fx.GraphModule(network.network, graph)
     for training in (True, False):
-        results = []
-        for module, entering in (
-            (given.train(training), inputs),
-            (made.train(training), (samples,)),
-        ):
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(0)
-                results.append(module(*entering))
-        ours, theirs = results
-        if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True):
+        wanted = _run_seeded(network.train(training), inputs)
+        actual = _run_seeded(exported.train(training), (samples,))
+        # Not to the bit: the export may replace an operation by several.
+        if not torch.allclose(wanted, actual, rtol=1e-4, atol=1e-5, equal_nan=True):
             mode = "training" if training else "evaluation"
             text = f"behaves differently in {mode} than its export: write this as a module of torch.nn"
             raise InputError(text)
-    given.train()
+    network.train()
+
+
+def _run_seeded(module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a module's output, with the same random numbers for each module."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        output: torch.Tensor = module(*inputs)
+    return output
 
 
 class _Flat:
@@ -158,58 +167,56 @@ class _Flat:
         """For each view, the node whose memory it shares."""
         self._mode = self.graph.get_attr("training")
         self._inline_graph(program.graph, [])
+        # Backwards, so that a node read only by erased ones is erased as well.
         for node in reversed(self.graph.nodes):
             if not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
 
     def _inline_graph(
-        self, graph: fx.Graph, given: Sequence[Any], inner: bool = False
+        self, graph: fx.Graph, given: Sequence[Any], *, inner: bool = False
     ) -> Any:
         """Copy a graph and return copies of its results. ``given`` are the placeholders' values in a nested graph."""
         arguments = iter(given)
         for node in graph.nodes:
-            if node.op == "placeholder":
-                self._copies[node] = (
-                    next(arguments) if inner else self._copy_inputs(node)
-                )
-            elif node.op == "get_attr":
-                self._copies[node] = getattr(
-                    node.graph.owning_module, str(node.target), None
-                )
-            elif node.op == "output":
-                results = fx.map_arg(node.args[0], lambda each: self._copies[each])
+            if node.op == "output":
+                results = fx.map_arg(node.args[0], self._copy_of)
                 if not inner:
+                    # The results before the last are buffers that the network changes.
                     self.graph.output(results[-1])
                 return results
+            if node.op == "placeholder":
+                copy = next(arguments) if inner else self._copy_inputs(node)
+            elif node.op == "get_attr":
+                copy = getattr(node.graph.owning_module, str(node.target), None)
             else:
-                self._copies[node] = self._copy_call(node)
-                if isinstance(self._copies[node], fx.Node):
-                    self._copies[node].meta = _node_location(node)
+                copy = self._copy_call(node)
+                if isinstance(copy, fx.Node):
+                    copy.meta = _node_location(node)
+            self._copies[node] = copy
         raise AssertionError("a graph ends with its output")
+
+    def _copy_of(self, node: fx.Node) -> Any:
+        return self._copies[node]
 
     def _copy_inputs(self, node: fx.Node) -> fx.Node:
         signature = self._program.graph_signature
         for named in (signature.inputs_to_parameters, signature.inputs_to_buffers):
             if node.name in named:
                 return self.graph.get_attr(named[node.name].removeprefix(_NETWORK))
-        if node.name in signature.inputs_to_lifted_tensor_constants:
-            return self.graph.get_attr(
-                _constant_name(signature.inputs_to_lifted_tensor_constants[node.name])
-            )
+        constants = signature.inputs_to_lifted_tensor_constants
+        if node.name in constants:
+            return self.graph.get_attr(_constant_name(constants[node.name]))
         if self._samples is None:
             self._samples = self.graph.placeholder("samples")
         part = next(self._parts, None)
-        return (
-            self._samples
-            if part is None
-            else self.graph.call_function(entry, (self._samples, *part))
-        )
+        if part is None:
+            return self._samples
+        # One of several inputs, cut from the samples' row.
+        return self.graph.call_function(entry, (self._samples, *part))
 
     def _copy_call(self, node: fx.Node) -> Any:
         target = node.target
-        args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda each: self._copies[each]
-        )
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._copy_of)
         if isinstance(target, HigherOrderOperator):
             return self._copy_nested(node, args)
         if target is operator.getitem and isinstance(args[0], tuple | list):
@@ -219,9 +226,13 @@ class _Flat:
             return self.graph.call_function(target, args, kwargs)
         if target in _VALUES:
             raise InputError(f"{_source_line(node)}reads values of a tensor")
-        if target in _NORMALISATIONS and (path := _normalisation_path(node)):
-            return self.graph.call_module(path, (args[0],))
-        if target._schema.is_mutable and str(target).split(".")[1].endswith("_"):
+        if target in _NORMALISATIONS:
+            # As a module, since its running statistics are part of the unit's state.
+            path = _normalisation_path(node)
+            if path:
+                return self.graph.call_module(path, (args[0],))
+        name = str(target).split(".")[1]
+        if target._schema.is_mutable and name.endswith("_"):
             return self._in_place(node, target, args, kwargs)
         if target.is_view and isinstance(node.args[0], fx.Node):
             self._views[node] = self._views.get(node.args[0], node.args[0])
@@ -235,14 +246,14 @@ class _Flat:
         """Return arguments in which training-only flags follow the unit's mode."""
         changed = list(args)
         for place, argument in enumerate(target._schema.arguments[: len(args)]):
-            if (
-                argument.name in ("train", "training", "use_input_stats")
-                and changed[place] is True
-            ):
+            value = changed[place]
+            is_flag = argument.name in ("train", "training", "use_input_stats")
+            if is_flag and value is True:
                 changed[place] = self._mode
-            elif argument.name == "dropout_p" and changed[place]:
+            elif argument.name == "dropout_p" and value:
+                # Attention's dropout, which has no flag.
                 changed[place] = self.graph.call_function(
-                    by_mode, (self._mode, changed[place], 0.0)
+                    by_mode, (self._mode, value, 0.0)
                 )
         return tuple(changed)
 
@@ -253,37 +264,47 @@ class _Flat:
         changed = node.args[0]
         assert isinstance(changed, fx.Node)
         if changed.op == "placeholder" and changed.name.endswith("num_batches_tracked"):
-            return None  # the module counts
-        base = self._views.get(changed, changed)
-        shared = [other for other, of in self._views.items() if of is base] + [base]
-        later = {
-            other
-            for other in shared
-            if other is not changed and any(user > node for user in other.users)
-        }
-        if changed.op == "placeholder" or later:
+            # The module of the normalisation counts.
+            return None
+        if changed.op == "placeholder" or self._is_read_later(changed, node):
             raise InputError(
                 f"{_source_line(node)}changes a tensor in place that is read under another name: make a new one"
             )
-        name, overload = str(target).split(".")[1:]
+        _, name, overload = str(target).split(".")
         functional = getattr(getattr(torch.ops.aten, name.rstrip("_")), overload)
-        self._copies[changed] = self.graph.call_function(
+        copy = self.graph.call_function(
             functional, self._following_mode(functional, args), kwargs
         )
-        self._copies[changed].meta = _node_location(node)
-        return self._copies[changed]
+        copy.meta = _node_location(node)
+        self._copies[changed] = copy
+        return copy
+
+    def _is_read_later(self, changed: fx.Node, node: fx.Node) -> bool:
+        """Return whether another view of a tensor's memory is read after ``node``, which changes the tensor."""
+        base = self._views.get(changed, changed)
+        shared = [view for view, owner in self._views.items() if owner is base]
+        readers: list[fx.Node] = []
+        for other in (*shared, base):
+            if other is not changed:
+                readers += other.users
+        return any(reader > node for reader in readers)
 
     def _copy_nested(self, node: fx.Node, args: Sequence[Any]) -> Any:
         """Copy the contents of `with` statements."""
         name = str(node.target)
         if name == "wrap_with_set_grad_enabled":
-            results = self._inline_graph(args[1].graph, args[2:], inner=True)
-            if args[0]:
+            is_enabled, body, *given = args
+            results = self._inline_graph(body.graph, given, inner=True)
+            if is_enabled:
                 return results
+            # `torch.no_grad` has no node of its own: its results are cut off from their gradients.
             detach = torch.ops.aten.detach.default
             return tuple(self.graph.call_function(detach, (each,)) for each in results)
-        if name == "wrap_with_autocast" and not args[2]:
-            return self._inline_graph(args[4].graph, args[5:], inner=True)
+        if name == "wrap_with_autocast":
+            _, _, is_enabled, _, body, *given = args
+            # Autocast that is switched off changes nothing.
+            if not is_enabled:
+                return self._inline_graph(body.graph, given, inner=True)
         raise InputError(
             f"{_source_line(node)}{name}: cannot be cut into units: leave it out"
         )
@@ -292,20 +313,22 @@ class _Flat:
 def _module_stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
     """Return the modules a node was created in, outermost first, without the network itself."""
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    named = {
-        key: (f"{path.partition('@')[0]}.".removeprefix(_NETWORK), kind)
-        for key, (path, kind) in stack.items()
-    }
-    return {
-        key: (path.rstrip("."), kind)
-        for key, (path, kind) in named.items()
-        if path not in ("", ".", _NETWORK)
-    }
+    modules = {}
+    for key, (path, kind) in stack.items():
+        # A module called several times has "@1", "@2" ... in its path.
+        plain_path, _, _ = path.partition("@")
+        own_path = f"{plain_path}.".removeprefix(_NETWORK).rstrip(".")
+        if own_path not in ("", "network"):
+            modules[key] = (own_path, kind)
+    return modules
 
 
 def _normalisation_path(node: fx.Node) -> str:
     """Return the path of the torch.nn normalisation a node belongs to; empty for other nodes."""
-    path, kind = next(reversed(_module_stack(node).values()), ("", ""))
+    modules = list(_module_stack(node).values())
+    if not modules:
+        return ""
+    path, kind = modules[-1]
     return path if "norm" in str(kind).lower() else ""
 
 
@@ -318,14 +341,10 @@ def _node_location(node: fx.Node) -> dict[str, Any]:
 
 def _source_line(node: fx.Node) -> str:
     """Return the source line of a node, for an error."""
-    lines = [
-        each.strip()
-        for each in (node.stack_trace or "").splitlines()
-        if each.strip().startswith("File ")
-    ]
-    file, _, rest = (
-        lines[-1].removeprefix('File "').partition('", line ')
-        if lines
-        else ("", "", "")
-    )
-    return f"{file}:{rest.split(',')[0]}: " if lines else ""
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
+    frames = [line for line in lines if line.startswith("File ")]
+    if not frames:
+        return ""
+    file, _, position = frames[-1].removeprefix('File "').partition('", line ')
+    number, _, _ = position.partition(",")
+    return f"{file}:{number}: "

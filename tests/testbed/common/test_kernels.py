@@ -78,7 +78,7 @@ def test_a_process_whose_torch_has_chosen_is_told_how_to_start(
 def test_libraries_that_compile_for_the_processor_are_off_inside_and_on_again_after() -> (
     None
 ):
-    with kernels.chosen(reproducible=True):
+    with kernels.fixed_kernels(reproducible=True):
         assert not torch.backends.mkldnn.enabled
     assert torch.backends.mkldnn.enabled
 
