@@ -15,7 +15,6 @@ from testbed.common.part import ConfigModel
 from testbed.common.quantities import Fraction
 from testbed.common.usercode import Code
 from testbed.ml.lazy import torch
-from testbed.ml.training.named import make
 from testbed.ml.training.schema import NamedPart
 from testbed.wire.message import Message
 

@@ -168,7 +168,7 @@ class ShapeShard:
                 tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
                 if not is_trained or not self._updated:
                     continue
-                for kind, (size, type_) in self._training.kept(shape).items():
+                for kind, (size, type_) in self._training.kept_shapes(shape).items():
                     values = torch.empty(size, dtype=type_, device="meta")
                     optimizer[kind + name] = values
         return tensors | optimizer

@@ -26,7 +26,11 @@ Adjust = Callable[[str, "torch.Tensor", "torch.Tensor"], None]
 
 
 def weights_of(state: State) -> dict[str, torch.Tensor]:
-    """Return a state without the tensors of the optimizer."""
+    """Return a state without the tensors of the optimizer.
+
+    >>> sorted(weights_of({"0.weight": torch.ones(1), "momentum:0.weight": torch.ones(1)}))
+    ['0.weight']
+    """
     return {name: tensor for name, tensor in state.items() if is_weight(name)}
 
 
@@ -51,10 +55,17 @@ def unit_of(name: str) -> int:
 
 
 def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of units ``first`` to ``last`` (exclusive)."""
-    return {
-        name: tensor for name, tensor in state.items() if first <= unit_of(name) < last
-    }
+    """Return the tensors of units ``first`` to ``last`` (exclusive), those of the optimizer included.
+
+    >>> state = {"0.weight": torch.ones(1), "1.weight": torch.ones(1), "momentum:1.weight": torch.ones(1)}
+    >>> list(restrict(state, 1, 2))
+    ['1.weight', 'momentum:1.weight']
+    """
+    tensors = {}
+    for name, tensor in state.items():
+        if first <= unit_of(name) < last:
+            tensors[name] = tensor
+    return tensors
 
 
 def has_random_numbers(network: torch.nn.Module) -> bool:
@@ -80,6 +91,17 @@ class Shard:
     backwards. Asynchronous training names a version in each forward, and each backward is followed by an `advance`, its
     own update. Running statistics of batch normalisation then include only batches whose backward is done: a batch
     whose forward must be repeated has left no trace.
+
+    >>> from testbed.ml.models import create
+    >>> shard = Shard(create("mlp", {"hidden": [8]}, (1, 4, 4), 10), 0, 2, seed=1, training=TrainingConfig())
+    >>> samples, labels = torch.zeros(3, 1, 4, 4), torch.tensor([0, 1, 2])
+    >>> loss = shard.forward_loss((0, 0), samples, labels, whole=3.0)
+    >>> round(loss, 3)
+    2.303
+    >>> shard.backward((0, 0))
+    >>> shard.update(step=0)
+    >>> shard.infer(samples).shape
+    torch.Size([3, 10])
     """
 
     def __init__(
@@ -246,7 +268,7 @@ class Shard:
         gradients: dict[str, torch.Tensor],
         norms: torch.Tensor | None = None,
     ) -> None:
-        self._training.prepare(gradients, norms)
+        self._training.clip_gradients(gradients, norms)
         self._optimizer.step(parameters, gradients, self._training.settings(step))
         decay = self._training.part.ema
         if decay is None:

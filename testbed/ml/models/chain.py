@@ -397,7 +397,12 @@ def cost_of(units: Sequence[Unit]) -> Cost:
 
 
 def forward_of(cost: Cost, samples: int) -> Cost:
-    """Return the forward cost of a batch from ``cost``, the cost of one sample: a batch reads the weights once."""
+    """Return the forward cost of a batch from ``cost``, the cost of one sample: a batch reads the weights once.
+
+    >>> batch = forward_of(Cost(flops=100.0, accessed=40, weights=20), samples=8).of()
+    >>> batch.flops, batch.accessed, batch.weights
+    (800.0, 320.0, 20.0)
+    """
     return cost.scaled(flops=samples, accessed=samples, weights=1)
 
 

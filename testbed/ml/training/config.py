@@ -23,7 +23,7 @@ from testbed.ml.training.optimizers import (
     Optimizer,
     Sgd,
     TorchOptimizer,
-    measure,
+    measure_optimizer,
 )
 from testbed.ml.training.schedules import Schedule
 from testbed.ml.training.schema import TrainingPart
@@ -39,7 +39,7 @@ _MEASURED: dict[tuple[str, str, tuple[int, ...]], Measured] = {}
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The training configuration; `check` reports its errors."""
+    """The configuration of training: optimizer, schedule, loss, metrics and clipping. `check` reports errors."""
 
     part: TrainingPart = field(default_factory=TrainingPart)
     codes: Mapping[str, Code] = field(default_factory=dict)
@@ -64,11 +64,15 @@ class TrainingConfig:
     def settings(self, step: int) -> Mapping[str, Any]:
         """Return the schedule's settings of a step, counted from 0, such as ``lr``; empty without a schedule."""
         schedule = self._schedule
-        return {} if schedule is None else schedule.at(step)
+        return {} if schedule is None else schedule.settings_at(step)
 
-    def kept(self, shape: tuple[int, ...]) -> Kept:
-        """Return the additional values of a weight of a shape after its first update: optimizer state and moving
-        average.
+    def kept_shapes(self, shape: tuple[int, ...]) -> Kept:
+        """Return shape and type of the tensors kept beside a weight of ``shape``: optimizer state, moving average.
+
+        Keys are kinds with a colon, such as ``momentum:``.
+
+        >>> TrainingConfig(TrainingPart(ema=0.99)).kept_shapes((10, 4))
+        {'average:': ((10, 4), torch.float32)}
         """
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if not self.part.optimizer.is_plain:
@@ -194,10 +198,10 @@ class TrainingConfig:
         is_correct = (answers == labels) & is_counted
         return int(is_correct.sum()), int(is_counted.sum())
 
-    def prepare(
+    def clip_gradients(
         self, gradients: Mapping[str, torch.Tensor], norms: torch.Tensor | None
     ) -> None:
-        """Clip gradients in place; ``norms`` are those of the whole model, (tensors,), if these are only a part."""
+        """Clip gradients in place; ``norms`` are the norms of the whole model, (tensors,), None for these gradients."""
         clip = self.part.clip
         if clip is None or not gradients:
             return
@@ -216,7 +220,7 @@ class TrainingConfig:
 
     @staticmethod
     def norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of each gradient, (tensors,), as torch's ``clip_grad_norm_`` takes them."""
+        """Return the norm of each gradient, (tensors,), as torch's ``clip_grad_norm_`` does."""
         # A stage may hold nothing that is trained.
         if not gradients:
             return torch.zeros(0)
@@ -228,20 +232,22 @@ class TrainingConfig:
         part = self.part.loss
         if part.is_plain:
             return None
-        factory = named.find(part, self.codes, _LOSS, torch.nn, torch.nn.Module, "Loss")
+        factory = named.find_definition(
+            part, self.codes, _LOSS, torch.nn, torch.nn.Module, "Loss"
+        )
         if part.file is not None and not isinstance(factory, type):
             return partial(factory, **part.options())
         options = {}
         for name, value in part.options().items():
             # Class weights, for example, which torch wants as a tensor.
             options[name] = torch.tensor(value) if isinstance(value, tuple) else value
-        return named.make(factory, part, _LOSS, **options)
+        return named.call_definition(factory, part, _LOSS, **options)
 
     def _make_optimizer(
         self, parameters: list[torch.nn.Parameter]
     ) -> torch.optim.Optimizer:
         part = self.part.optimizer
-        factory = named.find(
+        factory = named.find_definition(
             part,
             self.codes,
             _OPTIMIZER,
@@ -249,7 +255,7 @@ class TrainingConfig:
             torch.optim.Optimizer,
             without=_WITHOUT,
         )
-        made: torch.optim.Optimizer = named.make(
+        made: torch.optim.Optimizer = named.call_definition(
             factory, part, _OPTIMIZER, parameters, **part.arguments()
         )
         return made
@@ -261,7 +267,9 @@ class TrainingConfig:
         # Cached outside of this object, since a sweep makes one for each of its runs.
         key = (part.model_dump_json(), module, shape)
         if key not in _MEASURED:
-            _MEASURED[key] = measure(TorchOptimizer(self._make_optimizer), shape)
+            _MEASURED[key] = measure_optimizer(
+                TorchOptimizer(self._make_optimizer), shape
+            )
         return _MEASURED[key]
 
     @cached_property

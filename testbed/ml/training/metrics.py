@@ -70,11 +70,15 @@ def make_metric(
     and several labels.
     """
     if part.file is not None:
-        return _OfFile(named.find(part, codes, KEY, inspect, object), part.options())
+        return _OfFile(
+            named.find_definition(part, codes, KEY, inspect, object), part.options()
+        )
     torchmetrics = require_extra(
         "torchmetrics", "metrics", f"the metric '{part.name}'", KEY
     )
-    factory = named.find(part, codes, KEY, torchmetrics, torchmetrics.Metric, "Score")
+    factory = named.find_definition(
+        part, codes, KEY, torchmetrics, torchmetrics.Metric, "Score"
+    )
     defaults = {
         "task": _task_of(loss, classes),
         "num_classes": classes,
@@ -86,7 +90,7 @@ def make_metric(
     if options.get("task") == "multilabel":
         # torchmetrics rejects both numbers together.
         options.pop("num_classes", None)
-    made: Metric = named.make(factory, part, KEY, **options)
+    made: Metric = named.call_definition(factory, part, KEY, **options)
     return made
 
 

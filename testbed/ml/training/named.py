@@ -14,7 +14,7 @@ from testbed.common.usercode import Code
 from testbed.ml.training.schema import NamedPart
 
 
-def find(
+def find_definition(
     part: NamedPart,
     codes: Mapping[str, Code],
     key: Key,
@@ -30,7 +30,7 @@ def find(
 
     >>> import torch
     >>> part = NamedPart(name="smooth-l1")
-    >>> find(part, {}, ("training", "loss"), torch.nn, torch.nn.Module, "Loss").__name__
+    >>> find_definition(part, {}, ("training", "loss"), torch.nn, torch.nn.Module, "Loss").__name__
     'SmoothL1Loss'
     """
     if part.file is not None:
@@ -58,7 +58,7 @@ def _subclasses(
     return classes
 
 
-def make(
+def call_definition(
     called: Callable[..., Any], part: NamedPart, key: Key, *given: Any, **options: Any
 ) -> Any:
     """Call a class or function with the options of a part; raises `InputError` for wrong options."""

@@ -100,7 +100,7 @@ class Sgd:
 
 
 class TorchOptimizer:
-    """A torch optimizer for parameters that differ in each version of the weights."""
+    """A torch optimizer for parameters of any version of the weights."""
 
     def __init__(
         self, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -175,7 +175,7 @@ class Measured(NamedTuple):
     """FLOPs of a step for each value of the weight: 2 for each operation whose result is as large as the weight."""
 
 
-def measure(optimizer: TorchOptimizer, shape: tuple[int, ...]) -> Measured:
+def measure_optimizer(optimizer: TorchOptimizer, shape: tuple[int, ...]) -> Measured:
     """Measure two steps of a new optimizer on a weight of a shape."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

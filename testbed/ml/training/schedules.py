@@ -62,8 +62,8 @@ class Schedule:
         self._known = [self._current_settings()]
         """The settings of all steps of the schedule so far."""
 
-    def at(self, step: int) -> Mapping[str, Any]:
-        """Return the settings of a step, counted from 0, such as ``lr``; later steps have those of the last."""
+    def settings_at(self, step: int) -> Mapping[str, Any]:
+        """Return the settings of a step, counted from 0, such as ``lr``; the last settings stay."""
         wanted = step // self._every
         if self._last is not None:
             wanted = min(wanted, self._last)
@@ -117,12 +117,12 @@ def _make_scheduler(
     """Return a scheduler of torch; ``steps`` is its length, None if unknown."""
     from torch.optim import lr_scheduler
 
-    factory = named.find(
+    factory = named.find_definition(
         part, codes, _KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", _WITHOUT
     )
     if part.file is not None:
         # A function of the step.
-        return named.make(
+        return named.call_definition(
             lr_scheduler.LambdaLR, part, _KEY, optimizer, lr_lambda=factory
         )
     options = part.options()
@@ -135,4 +135,4 @@ def _make_scheduler(
             text = f"{part.title}: write '{length}', since how many steps there are is only known with the data"
             raise InputError(text, _KEY)
         options[length] = steps
-    return named.make(factory, part, _KEY, optimizer, **options)
+    return named.call_definition(factory, part, _KEY, optimizer, **options)

@@ -17,7 +17,7 @@ SGD, CROSS_ENTROPY = "sgd", "cross-entropy"
 
 
 class NamedPart(ConfigModel):
-    """A torch name or a definition in a file, with its options."""
+    """A torch name or a definition in a file, with options."""
 
     model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
     name: str = Field(description="name of the class")

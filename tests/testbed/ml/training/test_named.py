@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 
 from testbed.common.errors import InputError
 from testbed.common.usercode import Code
-from testbed.ml.training.named import find, make
+from testbed.ml.training.named import call_definition, find_definition
 from testbed.ml.training.schema import NamedPart
 
 KEY = ("training", "schedule")
@@ -16,7 +16,9 @@ KEY = ("training", "schedule")
 
 def found(name: str, **keys):
     part = NamedPart(name=name)
-    return find(part, {}, KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", **keys)
+    return find_definition(
+        part, {}, KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", **keys
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_every_class_of_torch_is_found_by_its_own_name() -> None:
     for each in classes:
         part = NamedPart(name=each.__name__)
         assert (
-            find(
+            find_definition(
                 part, {}, ("training", "optimizer"), torch.optim, torch.optim.Optimizer
             )
             is each
@@ -72,7 +74,7 @@ def test_a_file_of_ones_own_goes_before_torch() -> None:
     )
     part = NamedPart(name="StepLR", file="own.py")
     assert (
-        find(
+        find_definition(
             part, {"own.py:StepLR": code}, KEY, lr_scheduler, lr_scheduler.LRScheduler
         )()
         == 7
@@ -83,20 +85,20 @@ def test_what_a_class_says_of_its_options_is_said_with_the_name_that_the_scenari
     None
 ):
     part = NamedPart(name="dropout")
-    assert make(torch.nn.Dropout, part, KEY, p=0.25).p == 0.25
+    assert call_definition(torch.nn.Dropout, part, KEY, p=0.25).p == 0.25
     with pytest.raises(
         InputError,
         match=r"training\.schedule: dropout: got an unexpected keyword argument 'share'",
     ):
-        make(torch.nn.Dropout, part, KEY, share=0.5)
+        call_definition(torch.nn.Dropout, part, KEY, share=0.5)
     with pytest.raises(
         InputError,
         match="dropout: dropout probability has to be between 0 and 1, but got 2",
     ):
-        make(torch.nn.Dropout, part, KEY, 2)
+        call_definition(torch.nn.Dropout, part, KEY, 2)
 
     def refuse() -> None:
         raise AssertionError
 
     with pytest.raises(InputError, match="dropout: AssertionError"):
-        make(refuse, part, KEY)
+        call_definition(refuse, part, KEY)

@@ -85,7 +85,7 @@ def test_every_optimizer_of_torch_goes_on_from_its_state_to_the_bit(keys):
         for name, tensor in second.state().items()
     }
     assert kept == {
-        f"{kind}0.w": described for kind, described in made.kept((6, 4)).items()
+        f"{kind}0.w": described for kind, described in made.kept_shapes((6, 4)).items()
     }
 
 

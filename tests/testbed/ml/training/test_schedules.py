@@ -154,4 +154,4 @@ def test_a_schedule_of_unknown_length_says_which_argument_it_lacks():
     ):
         Schedule([SchedulePart(name="one-cycle", max_lr=0.5)], {}, None, sgd)
     steady = Schedule([SchedulePart(name="exponential", gamma=0.5)], {}, None, sgd)
-    assert steady.at(10)["lr"] == pytest.approx(0.1 / 1024)
+    assert steady.settings_at(10)["lr"] == pytest.approx(0.1 / 1024)

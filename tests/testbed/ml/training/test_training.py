@@ -94,7 +94,7 @@ def test_clipping_by_norm_is_the_same_to_the_bit_wherever_the_model_is_cut():
 def test_a_stage_without_anything_trained_has_no_norms():
     problem, _ = problem_of(spec({"name": "single"}))
     assert problem.training.norms([]).shape == (0,)
-    problem.training.prepare({}, torch.ones(3))
+    problem.training.clip_gradients({}, torch.ones(3))
 
 
 def test_an_asynchronous_pipeline_keeps_adams_state_over_a_death():
