@@ -131,7 +131,7 @@ def test_mnist_files(tmp_path: Path, name: str, zipped: bool) -> None:
     assert found.test_labels.tolist() == [0, 1, 2, 3]
 
 
-def test_the_scenarios_folder_is_used_where_no_other_is_given(tmp_path: Path) -> None:
+def test_folder_of_the_scenario_is_the_default(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     assert load(DataPart(name="mnist", folder=str(tmp_path))).name == "mnist"
 
@@ -311,7 +311,7 @@ def test_missing_files_and_unknown_names(tmp_path: Path) -> None:
         load(part("digits", train=1500))
 
 
-def test_synthetic_sets_say_so_and_can_be_learned() -> None:
+def test_synthetic_sets_are_named_so_and_can_be_learned() -> None:
     made = load(part("synthetic-3x12x16-4", train=200, test=80))
     assert made.name == "synthetic-3x12x16-4"
     assert describe("synthetic-3x12x16-4").shape == made.shape == (3, 12, 16)
@@ -331,7 +331,7 @@ def test_synthetic_sets_say_so_and_can_be_learned() -> None:
 @pytest.mark.parametrize(
     "name", ["synthetic-3x32", "synthetic-0x3x3", "synthetic-1x8x8-1", "synthetics"]
 )
-def test_synthetic_names_that_mean_nothing(name: str) -> None:
+def test_malformed_synthetic_names_are_rejected(name: str) -> None:
     with pytest.raises(InputError, match=f"'{name}'"):
         load(part(name))
 
@@ -396,7 +396,7 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
         steps_per_epoch(0, 4)
 
 
-def test_micro_batches_of_a_batch_that_does_not_divide() -> None:
+def test_uneven_batches_are_cut_into_micro_batches() -> None:
     assert [piece.stop - piece.start for piece in cut_batch(10, 4)] == [3, 3, 2, 2]
     assert [list(range(10))[piece] for piece in cut_batch(10, 4)][1:3] == [
         [3, 4, 5],
@@ -445,7 +445,7 @@ def publish(
     monkeypatch.setitem(DATASETS, name, replace(source, remotes=remotes))
 
 
-def test_fetch_downloads_what_is_missing_once(
+def test_fetch_downloads_missing_files_once(
     tmp_path: Path, server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, root = server
@@ -533,7 +533,7 @@ def test_fetch_of_sets_without_files(tmp_path: Path) -> None:
         fetch("imagenet", tmp_path)
 
 
-def test_an_archive_without_what_is_wanted(
+def test_archive_without_the_wanted_members_is_rejected(
     tmp_path: Path, server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, root = server

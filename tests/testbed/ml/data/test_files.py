@@ -117,7 +117,7 @@ def test_sizes_of_images_are_read_from_the_header_alone(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_idx_file_says_how(
+def test_malformed_idx_files_are_rejected(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):

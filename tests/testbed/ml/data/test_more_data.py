@@ -67,9 +67,7 @@ def test_samples_are_drawn_anew_in_each_epoch_whoever_owns_them() -> None:
             assert np.array_equal(some, expected.reshape(2, -1)[:, 2:5])
 
 
-def test_steps_are_as_many_epochs_as_they_make_of_the_samples_that_a_device_owns() -> (
-    None
-):
+def test_augmented_copies_follow_from_the_steps_of_a_device() -> None:
     whole = drawn(small(), steps=7)
     assert len(unpack(pack(whole)).train_images) == 4 * 20  # two batches of 8 an epoch
     assert (

@@ -48,7 +48,7 @@ def test_arrays_are_read_from_npz_and_safetensors(tmp_path: Path) -> None:
         assert np.array_equal(found.test_labels, LABELS[30:])
 
 
-def test_a_fifth_is_kept_for_tests_where_there_are_none(tmp_path: Path) -> None:
+def test_one_fifth_becomes_the_test_part_if_data_have_none(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", x_train=IMAGES.astype(np.float64), y_train=LABELS)
     found = read(tmp_path / "mine.npz")
     assert np.bincount(found.test_labels).tolist() == [2, 2, 2, 2]
@@ -75,7 +75,7 @@ def test_pictures_by_class(tmp_path: Path) -> None:
     assert read(tmp_path / "pets", size="8x8").shape == (3, 8, 8)
 
 
-def test_what_a_function_returns(tmp_path: Path) -> None:
+def test_functions_may_return_arrays_and_data_sets(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\n"
@@ -134,7 +134,9 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, changed: dict, message: str) -> None:
+def test_malformed_data_are_rejected_with_the_reason(
+    tmp_path: Path, changed: dict, message: str
+) -> None:
     np.savez(tmp_path / "mine.npz", **(arrays() | changed))
     with pytest.raises(InputError, match=message):
         read(tmp_path / "mine.npz")
@@ -148,7 +150,7 @@ def test_tests_without_labels_are_refused(tmp_path: Path) -> None:
         read(tmp_path / "mine.npz")
 
 
-def test_types_that_numpy_lacks_are_refused(tmp_path: Path) -> None:
+def test_types_unknown_to_numpy_are_rejected(tmp_path: Path) -> None:
     tensors = {
         "x_train": torch.zeros(4, 2).bfloat16(),
         "y_train": torch.zeros(4, dtype=torch.int64),
@@ -174,7 +176,7 @@ def test_folders_without_pictures_are_named(tmp_path: Path) -> None:
         read(tmp_path / "pets")
 
 
-def test_what_functions_may_return(tmp_path: Path) -> None:
+def test_results_of_functions_are_checked(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "import numpy as np, torch, sys\nfrom PIL import Image\n"
@@ -213,7 +215,7 @@ def test_a_size_is_for_pictures_and_has_two_sides(tmp_path: Path) -> None:
         DataPart.model_validate({"path": "pets", "size": "8"})
 
 
-def test_files_that_are_no_arrays(tmp_path: Path) -> None:
+def test_files_without_arrays_are_rejected(tmp_path: Path) -> None:
     for name in ("mine.npz", "mine.safetensors", "mine.txt"):
         (tmp_path / name).write_bytes(b"nothing of the kind")
         with pytest.raises(InputError, match=name):
@@ -222,7 +224,7 @@ def test_files_that_are_no_arrays(tmp_path: Path) -> None:
         read(tmp_path / "none.npz")
 
 
-def test_a_scenario_with_its_own_data_is_split_and_needs_them_on_no_device(
+def test_own_data_are_split_and_devices_need_no_files(
     tmp_path: Path,
 ) -> None:
     np.savez(tmp_path / "mine.npz", **arrays())
@@ -239,7 +241,7 @@ def test_a_scenario_with_its_own_data_is_split_and_needs_them_on_no_device(
         assert deployed.read(body)[1].model == prepared.problem.model
 
 
-def test_the_documented_example_is_one() -> None:
+def test_documented_example_of_own_data_works() -> None:
     text = (ROOT / "docs" / "own.md").read_text()
     file = ROOT / "scenarios" / "examples" / "own.yaml"
     assert text.split("```yaml\n")[1].split("```")[0] in file.read_text()
@@ -287,7 +289,7 @@ def tokens(folder: Path, *changes: str):
     return prepare(trials(load_scenario(folder / "tokens.yaml", changes))[0])
 
 
-def test_whole_numbers_stay_whole_for_a_network_that_takes_them(tmp_path: Path) -> None:
+def test_integers_stay_integers_for_networks_accepting_them(tmp_path: Path) -> None:
     prepared = tokens(tmp_path)
     model, data = prepared.problem.model, load_data(prepared)
     assert (model.input, model.integers) == ((7,), True)
@@ -307,7 +309,7 @@ def test_whole_numbers_stay_whole_for_a_network_that_takes_them(tmp_path: Path) 
     assert losses["single"][-1] < losses["single"][0]
 
 
-def test_a_network_that_takes_no_whole_numbers_is_given_floats(tmp_path: Path) -> None:
+def test_networks_rejecting_integers_get_floats(tmp_path: Path) -> None:
     prepared = tokens(tmp_path, "workload.model={name: mlp, hidden: [8, 8]}")
     assert not prepared.problem.model.integers
     data = load_data(prepared)

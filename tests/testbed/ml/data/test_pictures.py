@@ -69,7 +69,7 @@ def test_a_picture_is_read_from_its_file_turned_as_the_camera_says(
     assert np.allclose(image.test_images[0, 0, :, 0], 128 / 255)
 
 
-def test_what_is_no_picture_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_malformed_pictures_are_rejected_by_name(tmp_path: Path) -> None:
     (tmp_path / "one.jpg").write_bytes(b"no picture at all")
     with pytest.raises(InputError, match=r"one\.jpg: cannot be read as an image"):
         load(DataPart(name="image"), tmp_path / "one.jpg")
@@ -84,7 +84,7 @@ def test_what_is_no_picture_is_refused_with_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["photos-", "photos-32", "image-0x32", "photos-99999x32", "image-axb"]
 )
-def test_sizes_that_are_none_are_refused(name: str) -> None:
+def test_malformed_picture_sizes_are_rejected(name: str) -> None:
     with pytest.raises(
         InputError, match=r"data\.name: .*such as (photos|image)-608x608"
     ):

@@ -29,9 +29,7 @@ def refusal(*arguments) -> InputError:
 
 @pytest.mark.parametrize("way", WAYS)
 @given(seed=st.integers(0, 99))
-def test_no_sample_goes_to_two_devices_and_the_seed_decides(
-    way: str, seed: int
-) -> None:
+def test_each_sample_has_one_owner_drawn_from_the_seed(way: str, seed: int) -> None:
     shares = split(LABELS, 10, OWNERS, WAYS[way], seed)
     assert list(shares) == OWNERS
     together = np.concatenate(list(shares.values()))
@@ -61,14 +59,14 @@ def test_iid_gives_each_as_many(samples: int, devices: int, seed: int) -> None:
     assert sum(sizes) == samples
 
 
-def test_sizes_are_those_that_were_asked_for() -> None:
+def test_shares_have_the_requested_sizes() -> None:
     shares = split(LABELS, 10, OWNERS, WAYS["sizes"], 7)
     assert [len(share) for share in shares.values()] == [100, 200, 300, 400]
     assert min(len(counts) for counts in class_counts(LABELS, shares).values()) == 10
 
 
 @given(each=st.integers(1, 10), devices=st.integers(1, 15), seed=st.integers(0, 20))
-def test_shards_give_each_device_so_many_classes(
+def test_shards_give_each_device_the_requested_number_of_classes(
     each: int, devices: int, seed: int
 ) -> None:
     owners = [f"d{index}" for index in range(devices)]
@@ -136,7 +134,7 @@ def test_a_small_concentration_skews_and_a_large_one_does_not() -> None:
         (np.arange(3), "iid", None, "3 samples are too few for 4 devices"),
     ],
 )
-def test_what_cannot_be_names_the_key(labels, how, key, text) -> None:
+def test_impossible_splits_name_the_key(labels, how, key, text) -> None:
     error = refusal(labels, 10, OWNERS, how, 4)
     assert error.key == ("data", "split") + ((key,) if key else ())
     assert text in error.text
@@ -165,13 +163,13 @@ def test_shares_are_drawn_again_until_each_device_has_enough(way: str) -> None:
         assert all(np.array_equal(drawn[0][name], drawn[1][name]) for name in OWNERS)
 
 
-def test_a_least_number_that_no_draw_gives_is_refused_with_the_best_draw() -> None:
+def test_unreachable_min_samples_is_rejected_with_the_best_draw() -> None:
     error = refusal(LABELS, 10, OWNERS, SplitPart(quantity=0.05, min_samples=300), 1)
     assert error.key == ("data", "split", "min_samples")
     assert "1,000 draws left a device with fewer than 300 samples" in error.text
 
 
-def test_a_least_number_goes_with_shares_that_are_drawn() -> None:
+def test_min_samples_requires_a_random_split() -> None:
     with pytest.raises(
         ValueError, match="'min_samples' requires 'dirichlet' or 'quantity'"
     ):

@@ -17,7 +17,7 @@ from testbed.ml.data.synthetic import make, parse, train_labels
         ("synthetic-3x5x7-4", (3, 5, 7), 4),
     ],
 )
-def test_a_name_says_shape_and_classes(
+def test_name_contains_shape_and_classes(
     name: str, shape: tuple[int, ...], classes: int
 ) -> None:
     assert parse(name) == (shape, classes)
@@ -38,7 +38,7 @@ def test_a_name_says_shape_and_classes(
         "x",
     ],
 )
-def test_other_names_are_refused(name: str) -> None:
+def test_malformed_names_are_rejected(name: str) -> None:
     with pytest.raises(InputError):
         parse(name)
 

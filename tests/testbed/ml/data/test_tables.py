@@ -73,7 +73,7 @@ def test_a_row_is_a_sample_and_words_are_classes(tmp_path: Path) -> None:
         ([], {}, "holds no rows"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(
+def test_malformed_tables_are_rejected_with_the_row(
     tmp_path: Path, rows: list[str], keys: dict, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said_with_its_place(
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("pyarrow")), reason="pyarrow is here")
-def test_parquet_says_what_it_needs(tmp_path: Path) -> None:
+def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path) -> None:
     file = tmp_path / "sales.parquet"
     file.write_bytes(b"")
     with pytest.raises(InputError, match=r"pip install 'edge-testbed\[frames\]'"):
@@ -207,7 +207,7 @@ def test_pictures_with_their_colours_last_are_refused(tmp_path: Path) -> None:
         load(DataPart(path=str(file)), file)
 
 
-def test_a_look_shows_classes_and_who_would_own_what(
+def test_data_show_lists_classes_and_owners(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = table(tmp_path)
@@ -259,7 +259,7 @@ def test_columns_are_whole_numbers_numbers_or_words_in_the_order_of_the_alphabet
     assert mixed.groups is None
 
 
-def test_the_column_that_splits_is_no_part_of_a_sample_unless_it_is_named(
+def test_split_column_is_part_of_samples_only_if_named(
     tmp_path: Path,
 ) -> None:
     text = "town,size,price\nx,5,1\na,7,0\nx,8,0\n"
@@ -283,9 +283,7 @@ def test_columns_of_several_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cell", ["", " ", "nan", "NaN", "NAN", "None", "-nan"])
-def test_cells_that_hold_no_number_are_refused_however_they_are_written(
-    tmp_path: Path, cell: str
-) -> None:
+def test_empty_cells_are_rejected_in_every_notation(tmp_path: Path, cell: str) -> None:
     with pytest.raises(InputError, match="column 'size' is empty in row 2"):
         of(tmp_path, f"size,price\n5,1\n{cell},0\n")
 
@@ -321,7 +319,7 @@ def test_two_columns_of_one_name_are_refused_in_parquet_too(tmp_path: Path) -> N
         read_table(file, "price", None, None)
 
 
-def test_a_table_without_a_label_says_which_columns_there_are(tmp_path: Path) -> None:
+def test_table_without_a_label_lists_its_columns(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match="has the columns size, price: name the one of the labels"
     ):

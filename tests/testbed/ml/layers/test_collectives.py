@@ -68,7 +68,7 @@ def test_an_all_reduce_sends_its_share_over_each_link_of_the_ring_and_takes_time
     assert {work["flops"] for work in works} == {1000}
 
 
-def test_an_all_reduce_leaves_what_it_was_given_alone():
+def test_all_reduce_does_not_modify_its_input():
     given = [values(rank, 6) for rank in range(3)]
 
     async def operation(group, rank):
@@ -101,7 +101,7 @@ def test_broadcast_gather_and_scatter_have_a_root(root):
             ]
 
 
-def test_an_all_gather_gives_everybody_what_each_has():
+def test_all_gather_returns_the_tensors_of_all_members():
     async def operation(group, rank):
         return await group.all_gather(values(rank, 2))
 

@@ -17,7 +17,7 @@ def workload(**keys):
     return LearningPart.model_validate(tree)
 
 
-def test_training_is_as_long_as_the_workload_says(dataset):
+def test_number_of_training_steps_follows_the_workload(dataset):
     assert (
         Training(dataset, workload(epochs=3), 1).steps == 3 * 2
     )  # 10 samples, whole batches of 4

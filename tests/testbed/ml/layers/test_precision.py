@@ -62,7 +62,7 @@ def test_layers_take_their_rates_and_updates_those_of_float32() -> None:
     }
 
 
-def test_bytes_follow() -> None:
+def test_memory_follows_the_precision() -> None:
     units = range(len(MODEL.units))
     assert (
         inference_bytes(MODEL, units, 8, "f16") == inference_bytes(MODEL, units, 8) / 2
@@ -93,7 +93,7 @@ def test_training_learns(method: str, precision: str) -> None:
     assert losses[1][-1] < losses[1][0]
 
 
-def test_a_profile_knows_its_speeds_and_what_is_not_known_is_asked_for() -> None:
+def test_profiles_have_speeds_of_precisions_and_unknown_ones_are_asked_for() -> None:
     assert PROFILES["jetson-nano"].precisions["f16"] == pytest.approx(
         2 * PROFILES["jetson-nano"].speed, rel=0.01
     )
@@ -110,7 +110,7 @@ def test_a_profile_knows_its_speeds_and_what_is_not_known_is_asked_for() -> None
         )
 
 
-def test_who_does_not_do_it_says_so() -> None:
+def test_methods_without_precision_support_reject_it() -> None:
     infer = {"task": "infer", "steps": None, "training": {}}
     with pytest.raises(InputError, match="'distributed' computes in float32"):
         trial("int8", workload=infer, method={"name": "distributed"})

@@ -65,7 +65,7 @@ def test_state_has_the_same_tensors_with_momentum_after_the_first_update_only():
     assert len(shapes.state()) > len(shapes_before)
 
 
-def test_momentum_comes_and_goes_with_a_state():
+def test_state_and_load_preserve_momentum():
     _, shapes = both(MODEL, 0, 2)
     before = shapes.state()
     shapes.update(0)
@@ -96,7 +96,7 @@ def test_versions_are_counted_as_with_numbers():
         assert shapes.versions.newest == real.versions.newest
 
 
-def test_a_loss_is_no_number_and_its_backward_has_the_shape_of_the_inputs():
+def test_loss_is_nan_and_backward_has_the_shape_of_the_inputs():
     _, shapes = both(MODEL, 2, 5)
     inputs = entering(MODEL, 2).to("meta")
     assert math.isnan(shapes.forward_loss(0, inputs, torch.zeros(2), 2))
@@ -104,7 +104,7 @@ def test_a_loss_is_no_number_and_its_backward_has_the_shape_of_the_inputs():
 
 
 @pytest.mark.parametrize(("numerics", "kind"), [("full", Shard), ("none", ShapeShard)])
-def test_the_workload_says_whether_there_are_numbers(numerics, kind):
+def test_timing_only_workloads_get_shape_shards(numerics, kind):
     keys = {
         "task": "train",
         "model": {"name": "mlp"},

@@ -35,7 +35,7 @@ def test_module_computes_with_the_version_asked_for():
     assert set(net.state_dict()) == set(versions.latest)
 
 
-def test_a_forward_is_backwarded_with_its_own_version():
+def test_backward_uses_the_version_of_its_forward():
     net = module()
     inputs, versions = torch.rand(5, 3), Versions(net)
     loss = net(inputs).sum()
@@ -49,7 +49,7 @@ def test_a_forward_is_backwarded_with_its_own_version():
     assert all(parameter.grad is None for parameter in versions.latest.values())
 
 
-def test_nothing_is_copied_where_nobody_needs_the_old_one():
+def test_unneeded_versions_are_updated_in_place():
     versions = Versions(module())
     places = {name: parameter.data_ptr() for name, parameter in versions.latest.items()}
     moved(versions, 1)

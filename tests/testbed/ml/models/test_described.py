@@ -93,7 +93,7 @@ def kinds_of(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["ResNet", "UNet", "Transformer", "Gpt", "layered"])
-def test_layer_by_layer_a_network_is_what_it_was(name: str) -> None:
+def test_described_layers_compute_the_same_as_the_network(name: str) -> None:
     model = create_own(usercode.read(NETWORKS, name, KEY), {}, (1, 8, 8), 10)
     assert same_by_layers(model).weights >= model.weights
 
@@ -122,7 +122,7 @@ def test_rows_of_layers_are_described(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("network", ["ResNet", "UNet", "Net"])
-def test_divided_by_layers_it_answers_as_on_one_device(
+def test_network_divided_by_layers_answers_as_on_one_device(
     tmp_path: Path, network: str
 ) -> None:
     found = []
@@ -151,7 +151,9 @@ def test_divided_by_layers_it_answers_as_on_one_device(
     ("method", "network"),
     [("edgepipe", "perceptron"), ("versatile", "perceptron"), ("edgepipe", "Plain")],
 )
-def test_timeslots_train_it(tmp_path: Path, method: str, network: str) -> None:
+def test_timeslots_train_a_user_network(
+    tmp_path: Path, method: str, network: str
+) -> None:
     plain = OWN.replace("self.norm(self.one(x))", "self.one(x)").replace(
         "class Net", "class Plain"
     )
@@ -166,7 +168,7 @@ def test_timeslots_train_it(tmp_path: Path, method: str, network: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_the_layer_that_stops_a_method_is_named(tmp_path: Path) -> None:
+def test_layer_that_a_method_cannot_divide_is_named(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"'layer1\.0' of .* must be a convolution"):
         prepared(tmp_path, "ResNet", TRAIN, "edgepipe", NETWORKS.read_text())
 
@@ -234,7 +236,7 @@ def net():
         ),
     ],
 )
-def test_what_a_layer_does_not_do_alike_is_computed_as_a_whole(
+def test_modules_unlike_our_layers_are_computed_as_a_whole(
     tmp_path: Path, module: str, body: str, kinds: str
 ) -> None:
     assert (
@@ -263,7 +265,7 @@ def test_a_module_with_a_hook_does_more_than_its_layer(
     assert kinds_of(tmp_path, text + twice) == "Conv2d whole Linear"
 
 
-def test_what_is_dropped_in_tests_too_is_dropped_by_the_network_itself(
+def test_dropout_active_in_evaluation_stays_in_the_network(
     tmp_path: Path,
 ) -> None:
     text = ONE_OF_A_KIND.replace("MODULE", "nn.Identity()").replace(

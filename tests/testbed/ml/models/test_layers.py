@@ -47,7 +47,7 @@ def test_weights_reach_as_far_from_zero_as_torch_draws_them(how, shape):
     assert 0.98 * limit < reached <= limit
 
 
-def test_all_layers_of_a_network_are_drawn_so_and_shards_have_the_same():
+def test_initialisation_applies_to_all_layers_and_to_shards():
     plain = create("resnet18", {}, (3, 32, 32), 10)
     model = plain.initialised("torch")
     whole = model.build(0, len(model.units), 1).state_dict()
@@ -65,7 +65,7 @@ def test_all_layers_of_a_network_are_drawn_so_and_shards_have_the_same():
     assert model == plain  # the same network, whatever it begins with
 
 
-def test_a_scenario_says_how_and_methods_begin_with_the_same():
+def test_initialisation_of_a_scenario_is_the_same_for_all_methods():
     def loss(method, how):
         keys = {"initialisation": how} if how else {}
         return of(
@@ -78,7 +78,7 @@ def test_a_scenario_says_how_and_methods_begin_with_the_same():
     assert loss("pipeline", "torch") == pytest.approx(loss("single", "torch"), abs=1e-6)
 
 
-def test_what_draws_no_weights_of_the_catalogue_refuses_it(tmp_path):
+def test_initialisation_is_rejected_for_other_models(tmp_path):
     network = "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     code = Code(name="net", module="net", sources={"net": network})
     workload = scenario(

@@ -156,7 +156,7 @@ def test_weights_of_the_network_without_adapters_are_a_beginning(folder: Path) -
         ),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(
+def test_impossible_adapters_are_rejected(
     folder: Path, changes: dict[str, object], text: str
 ) -> None:
     with pytest.raises(InputError, match=text):

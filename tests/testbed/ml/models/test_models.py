@@ -228,14 +228,14 @@ def test_an_empty_or_impossible_range_of_units() -> None:
         ("cnn", (64,), r"needs \(channels, height, width\), not \(64,\)"),
     ],
 )
-def test_what_cannot_be_made_says_why(
+def test_impossible_models_are_rejected_with_the_reason(
     name: str, shape: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
         create(name, {}, shape, 10)
 
 
-def test_layers_refuse_what_does_not_fit() -> None:
+def test_layers_reject_unsuitable_inputs() -> None:
     with pytest.raises(ValueError, match="put a Flatten before it"):
         Linear(3).output((1, 2, 2))
     with pytest.raises(ValueError, match="cannot have 2 groups"):

@@ -24,7 +24,7 @@ def test_a_sum_feeds_each_child_the_same() -> None:
     assert Sum(Plus(1))(torch.tensor([2.0])).tolist() == [3.0]
 
 
-def test_channels_are_joined_in_the_order_of_what_enters() -> None:
+def test_channels_are_joined_in_the_order_of_the_inputs() -> None:
     one, two = torch.zeros(2, 1, 3), torch.ones(2, 2, 3)
     assert Joined()(one, two)[0, :, 0].tolist() == [0, 1, 1]
     assert Joined(Plus(5))(two, one)[1, :, 2].tolist() == [6, 6, 5]
@@ -35,9 +35,7 @@ def test_the_mean_of_a_channel_is_that_of_its_pixels() -> None:
     assert ChannelMean()(image).tolist() == [[2.5, 8.5]]
 
 
-def test_a_unit_that_reads_several_is_given_them_along_one_axis_and_keeps_its_names() -> (
-    None
-):
+def test_unit_with_several_inputs_gets_them_on_one_axis_and_keeps_its_names() -> None:
     apart = SplitInputs(Plus(1), [(2, 2), (4,), (1, 4)])
     values = torch.arange(24.0).reshape(2, 12)
 
@@ -78,7 +76,7 @@ def segment(first: int, last: int) -> Segment:
     )
 
 
-def test_units_read_what_they_name_and_parts_compose_to_the_whole() -> None:
+def test_units_read_their_sources_and_parts_compose_to_the_whole() -> None:
     inputs = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
     whole = segment(0, 4)(inputs)
     # x + 1, then + 10 and + 100, and the sum of the first and that, + 1000.

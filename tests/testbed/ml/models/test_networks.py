@@ -32,7 +32,7 @@ SMALL = create("yolov2", {}, (3, 64, 96), 0)
 # ------------------------------------------------------------------------------------------------------ published sizes
 
 
-def test_yolov2_has_the_sizes_that_darknet_prints() -> None:
+def test_yolov2_has_the_sizes_printed_by_darknet() -> None:
     # Darknet: "62.94 BFLOPs" for 608x608; its weight file holds 50,983,561 values, four for each normalised channel.
     assert 2 * YOLO.multiplications == 62_938_253_312
     normalised = sum(
@@ -124,9 +124,7 @@ def test_reorganisation_moves_values_as_darknet_does() -> None:
         Reorganise(2).output((4, 3, 2))
 
 
-def test_yolov2_computes_what_its_layer_list_says_whole_and_cut_where_routes_cross() -> (
-    None
-):
+def test_yolov2_equals_its_layer_list_whole_and_cut_across_routes() -> None:
     images = torch.rand(1, *SMALL.input, generator=torch.Generator().manual_seed(1))
     whole = SMALL.build(0, 31, seed=2)
     with torch.no_grad():
@@ -141,7 +139,7 @@ def test_yolov2_computes_what_its_layer_list_says_whole_and_cut_where_routes_cro
             del front, back
 
 
-def test_what_crosses_the_cuts_of_yolov2() -> None:
+def test_tensors_crossing_the_cuts_of_yolov2() -> None:
     crossing = {cut: [index for index, _ in YOLO.crossing(cut)] for cut in range(32)}
     assert crossing[0] == [INPUT]
     assert [crossing[cut] for cut in range(1, 18)] == [
@@ -211,7 +209,7 @@ def test_segments_of_any_routed_model_compose_to_the_whole_with_their_gradients(
             assert torch.allclose(got, wanted, atol=1e-6), name
 
 
-def test_routes_that_cannot_be() -> None:
+def test_impossible_routes_are_rejected() -> None:
     convolutions = [
         ("a", [Conv2d(2, 1)]),
         ("b", [Conv2d(2, 1), MaxPool2d()]),
@@ -233,7 +231,7 @@ def test_routes_that_cannot_be() -> None:
         ("mlp", (3, 32, 32), "mlp needs data with labels.*or alexnet, vgg16, yolov2"),
     ],
 )
-def test_inputs_that_do_not_fit(
+def test_unsuitable_inputs_are_rejected(
     name: str, shape: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):

@@ -121,7 +121,7 @@ def test_partitioned_equals_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_what_is_counted_is_what_our_formulas_say(name: str, tmp_path: Path) -> None:
+def test_measured_costs_equal_our_formulas(name: str, tmp_path: Path) -> None:
     pixels = {"alexnet": 224, "vgg16": 224, "yolov2": 64}.get(name, 32)
     ours = create(name, {}, (3, pixels, pixels), 1000 if pixels == 224 else 80)
     file = written(
@@ -164,7 +164,7 @@ def test_what_is_counted_is_what_our_formulas_say(name: str, tmp_path: Path) -> 
         assert cost_of(counted.units).of([kind]) == cost_of(ours.units).of([kind])
 
 
-def test_units_by_hand() -> None:
+def test_units_named_by_the_user() -> None:
     assert [unit.name for unit in own("ResNet", units=["layer1", "layer2"]).units] == [
         "conv1",
         "layer1",
@@ -217,7 +217,9 @@ def test_units_by_hand() -> None:
         ),
     ],
 )
-def test_what_is_in_the_way_is_named(tmp_path: Path, body: str, message: str) -> None:
+def test_error_names_the_line_that_prevents_tracing(
+    tmp_path: Path, body: str, message: str
+) -> None:
     head = (
         "class Net(nn.Module):\n    def __init__(self, size=64):\n        super().__init__()\n"
         "        self.fc = nn.Linear(size, 10)\n    def forward(self, x):\n"
@@ -227,7 +229,7 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, body: str, message: str) ->
         own("Net", file)
 
 
-def test_functions_that_are_told_the_mode_follow_it(tmp_path: Path) -> None:
+def test_functions_with_a_training_argument_follow_the_mode(tmp_path: Path) -> None:
     file = written(
         tmp_path,
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -240,7 +242,7 @@ def test_functions_that_are_told_the_mode_follow_it(tmp_path: Path) -> None:
     assert not (unit.eval()(samples) == 0).any()
 
 
-def test_what_cannot_be_traced_may_be_a_unit(tmp_path: Path) -> None:
+def test_untraceable_module_can_be_a_unit(tmp_path: Path) -> None:
     file = written(
         tmp_path,
         "class Halved(nn.Module):\n    def forward(self, x):\n        while x.norm() > 1:\n            x = x / 2\n"
@@ -373,7 +375,7 @@ def test_a_pipeline_learns_what_a_single_device_does(tmp_path: Path) -> None:
     assert divided == pytest.approx(alone, rel=1e-5)
 
 
-def test_what_is_drawn_does_not_depend_on_the_cuts(tmp_path: Path) -> None:
+def test_random_numbers_are_independent_of_the_cuts(tmp_path: Path) -> None:
     network = "Transformer, dropout: 0.3"
     two, three = (
         losses(
@@ -388,7 +390,9 @@ def test_what_is_drawn_does_not_depend_on_the_cuts(tmp_path: Path) -> None:
     assert three == pytest.approx(two, rel=1e-5)
 
 
-def test_asynchronous_and_collaborative_methods_take_it(tmp_path: Path) -> None:
+def test_asynchronous_and_collaborative_methods_train_a_user_network(
+    tmp_path: Path,
+) -> None:
     assert len(losses(scenario(tmp_path, "{name: pipedream}", "ResNet"))) == 4
     file = scenario(tmp_path, "{name: federated}", "ResNet")
     file.write_text(file.read_text().replace("test: 20}", "test: 20, split: iid}"))

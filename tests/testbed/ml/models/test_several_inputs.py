@@ -73,7 +73,9 @@ def test_inputs_are_parts_of_a_row() -> None:
     ("network", "data", "units"),
     [("Masked", "tokens", 3), ("Whole", "tokens", 3), ("Towers", "pairs", 5)],
 )
-def test_in_parts_as_whole(tmp_path: Path, network: str, data: str, units: int) -> None:
+def test_parts_compose_to_the_whole(
+    tmp_path: Path, network: str, data: str, units: int
+) -> None:
     found = prepared(tmp_path, network, data)
     model = found.problem.model
     assert len(model.units) >= units
@@ -89,7 +91,7 @@ def test_in_parts_as_whole(tmp_path: Path, network: str, data: str, units: int) 
         assert torch.allclose(values, whole, atol=1e-6)
 
 
-def test_a_mask_is_what_its_user_meant(tmp_path: Path) -> None:
+def test_a_mask_input_reaches_the_network_as_booleans(tmp_path: Path) -> None:
     from tests.helpers.own_inputs import Masked
 
     found = prepared(tmp_path, "Masked", "tokens")
@@ -122,7 +124,7 @@ def test_a_pipeline_learns_what_a_single_device_does(
     assert losses[0][-1] < losses[0][0]
 
 
-def test_names_that_a_network_does_not_take_are_said(tmp_path: Path) -> None:
+def test_inputs_unknown_to_forward_are_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(
         Exception,
         match="forward takes first, second, and the data have input_ids, attention_mask",

@@ -59,7 +59,7 @@ def test_outputs_and_gradients_are_those_of_autograd(
         ),
     ],
 )
-def test_layers_that_are_fully_connected_with_a_relu_at_most(
+def test_dense_layers_are_fully_connected_with_at_most_a_relu(
     name: str, options: dict, dense: list[bool]
 ) -> None:
     found = [

@@ -93,7 +93,7 @@ def test_a_file_computes_what_darknet_computes(
     assert facts(path, model)["format"] == f"darknet {'.'.join(map(str, version))}"
 
 
-def test_the_files_of_yolov2_have_the_values_that_are_known() -> None:
+def test_yolov2_files_have_their_published_sizes() -> None:
     # yolov2.weights, trained on COCO, is 203,934,260 bytes long, its header 16.
     values = sum(
         each.values for each in convolutions(create("yolov2", {}, (3, 608, 608), 0))
@@ -117,7 +117,9 @@ def test_the_files_of_yolov2_have_the_values_that_are_known() -> None:
         (written((2000, 2, 0)), "is not a Darknet weights file"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, content: bytes, told: str) -> None:
+def test_files_in_other_formats_are_rejected(
+    tmp_path: Path, content: bytes, told: str
+) -> None:
     path = tmp_path / "small.weights"
     path.write_bytes(content)
     with pytest.raises(InputError, match=told):

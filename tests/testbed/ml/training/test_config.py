@@ -56,7 +56,7 @@ def test_what_is_read_is_compared_as_a_whole():
     assert count_decoded(0, outputs, torch.tensor([[1, 2, -100], [3, 3, -100]])) == 1
 
 
-def test_it_learns_to_read_and_in_a_pipeline_alike(tmp_path):
+def test_temporal_loss_trains_alike_in_a_pipeline(tmp_path):
     losses = []
     for method in ("name: single", "name: pipeline, micro_batches: 4, partition: even"):
         prepared = written(tmp_path, method)

@@ -73,7 +73,7 @@ def test_parts_add_up_to_loss_and_gradient_of_plain_torch(
     torch.testing.assert_close(gradient, outputs.grad, rtol=0, atol=1e-6)
 
 
-def test_one_label_a_sample_is_weighed_likewise() -> None:
+def test_single_labels_are_weighted_in_the_same_way() -> None:
     outputs, labels = torch.rand((6, 5)), torch.tensor([1, -100, 2, -100, -100, 3])
     loss, _ = in_parts(recipe(), outputs, labels, 3)
     assert loss == pytest.approx(

@@ -30,7 +30,7 @@ def measured(
     return made.compute()
 
 
-def test_outputs_stand_as_torchs_losses_want_them() -> None:
+def test_outputs_are_laid_out_for_the_losses_of_torch() -> None:
     tokens = torch.rand(2, 5, 7)
     whole = aligned(tokens, torch.zeros(2, 5, dtype=torch.int64))
     assert whole.shape == (2, 7, 5)

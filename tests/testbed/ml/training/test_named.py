@@ -51,7 +51,7 @@ def test_every_class_of_torch_is_found_by_its_own_name() -> None:
 @pytest.mark.parametrize(
     "name", ["", "LR", "LRScheduler", "_LRScheduler", "Optimizer", "Any", "exponentiel"]
 )
-def test_other_names_are_refused_with_those_there_are(name: str) -> None:
+def test_unknown_names_are_rejected_with_the_valid_ones(name: str) -> None:
     with pytest.raises(InputError) as refused:
         found(name)
     assert refused.value.key == ("training", "schedule", "name")

@@ -72,7 +72,7 @@ def prepared_in(folder, **changed):
     return prepare(trials(load(str(folder / "scenario.yaml"), []))[0])
 
 
-def test_a_device_is_sent_the_text_of_all_of_them(tmp_path):
+def test_devices_receive_the_text_of_all_user_files(tmp_path):
     prepared = prepared_in(tmp_path)
     addresses = {device.name: "10.0.0.1" for device in prepared.problem.devices}
     body = deployments(prepared, "run", "token", addresses, None).of("a2")
@@ -87,7 +87,7 @@ def test_a_device_is_sent_the_text_of_all_of_them(tmp_path):
     assert set(problem.training.metrics()) == {"certainty"}
 
 
-def test_their_state_outlives_a_stage(tmp_path):
+def test_optimizer_state_outlives_a_stage(tmp_path):
     fault = (
         "faults: [{kill: a2, when: {device: a2, begins: backward, batch: 7}, for: 1s}]"
     )
