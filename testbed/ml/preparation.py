@@ -101,8 +101,8 @@ def samples_of(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | N
     if own is None:
         if not is_coordinator:
             return None
-        return dataset.part(np.empty(0, np.int64), is_coordinator)
-    part = dataset.part(own, is_coordinator)
+        return dataset.part(np.empty(0, np.int64), tests=is_coordinator)
+    part = dataset.part(own, tests=is_coordinator)
     split = part_of(prepared.scenario).data.split
     if not isinstance(split, SplitPart) or split.noise is None:
         return part

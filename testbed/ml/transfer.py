@@ -15,6 +15,7 @@ from testbed.common.part import ConfigModel
 from testbed.common.quantities import Fraction
 from testbed.common.usercode import Code
 from testbed.ml.lazy import torch
+from testbed.ml.training.named import call_definition
 from testbed.ml.training.schema import NamedPart
 from testbed.wire.message import Message
 
@@ -202,7 +203,7 @@ def make_codec(
         return _Largest(how.top_k)
     if isinstance(how, OwnPart):
         definition = usercode.function(codes[how.title], KEY)
-        encoder = make(definition, how, KEY, **how.options())
+        encoder = call_definition(definition, how, KEY, **how.options())
         return _Own(encoder, how.share)
     casts: dict[str, Codec] = {
         "f16": _Cast("float16"),

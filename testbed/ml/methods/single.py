@@ -13,8 +13,7 @@ from testbed.ml.data.batches import IntervalTrigger
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Answers, Requests, Score, Training, loss_fields
-from testbed.ml.layers.shape_shard import ShapeShard
-from testbed.ml.layers.shape_shard import shard as make_shard
+from testbed.ml.layers.shape_shard import ShapeShard, make_shard
 from testbed.ml.layers.shard import Shard, State, result_of
 from testbed.ml.lazy import torch
 from testbed.ml.method import Job, Method, Options, Problem, StepsOrTime
@@ -115,7 +114,7 @@ async def _train_model(
     for step in range(training.steps):
         images, labels = training.batch(step)
         loss = await _train_step(device, problem, shard, step, images, labels)
-        fields = loss_fields(loss, problem.workload.numerics != "none")
+        fields = loss_fields(loss, computed=problem.workload.numerics != "none")
         device.record("step", step=step, samples=len(labels), **fields)
         done = step + 1
         if done == training.steps or due(done, device.now()):

@@ -115,8 +115,13 @@ def _read_header(path: Path) -> dict[str, torch.Tensor]:
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
-        raw_tensors, _ = tensors.read(memoryview(content))
-        return {raw.name: arrays.empty(raw) for raw in raw_tensors}
+        return _empty_tensors(content)
+
+
+def _empty_tensors(content: mmap.mmap) -> dict[str, torch.Tensor]:
+    # A function of its own, whose views end with it: a file cannot be unmapped while there are views of it.
+    raw_tensors, _ = tensors.read(memoryview(content))
+    return {raw.name: arrays.empty(raw) for raw in raw_tensors}
 
 
 def _load_pickle(path: Path) -> object:
