@@ -11,6 +11,7 @@ from testbed.ml.layers.layer_slices import (
     LayerSlices,
     finish_cost,
     load_slices,
+    place_slices,
     product_cost,
 )
 from testbed.ml.method import Job, Method, Problem
@@ -54,7 +55,7 @@ class TensorParallel(Method):
         names = [device.name for device in problem.devices]
         pieces = []
         for name, slices in zip(names, divide(problem), strict=True):
-            pieces.append(piece(problem, name, slices, "an equal share"))
+            pieces.append(place_slices(problem, name, slices, "an equal share"))
         return Plan(method=self.name, coordinator=names[0], pieces=tuple(pieces))
 
     async def program(self, device: Device, job: Job) -> None:

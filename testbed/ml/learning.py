@@ -250,8 +250,8 @@ class LearningInputs(Inputs):
     ) -> Job:
         """Return the job with the samples a device owns."""
         assert isinstance(problem, Problem)
-        is_lead = device == self._prepared.plan.coordinator
-        weights = self._weights if is_lead else None
+        is_coordinator = device == self._prepared.plan.coordinator
+        weights = self._weights if is_coordinator else None
         job = _make_job(
             device,
             problem,
