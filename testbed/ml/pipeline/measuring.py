@@ -15,7 +15,7 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.supervision import Supervisor
 from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Training
-from testbed.ml.layers.shape_shard import shard as make_shard
+from testbed.ml.layers.shape_shard import make_shard
 from testbed.ml.lazy import torch
 from testbed.ml.method import Problem
 from testbed.ml.partition.asynchronous import UnitTimes

@@ -15,8 +15,7 @@ from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed.ml.data.batches import cut_batch
 from testbed.ml.layers import costs
-from testbed.ml.layers.shape_shard import ShapeShard
-from testbed.ml.layers.shape_shard import shard as make_shard
+from testbed.ml.layers.shape_shard import ShapeShard, make_shard
 from testbed.ml.layers.shard import Shard, State, result_of
 from testbed.ml.lazy import torch
 from testbed.ml.method import Problem

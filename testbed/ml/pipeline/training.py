@@ -149,7 +149,7 @@ class SynchronousTrainer:
             "step",
             step=loss.batch,
             samples=self._training.count(loss.batch),
-            **loss_fields(loss.loss, self._computed),
+            **loss_fields(loss.loss, computed=self._computed),
         )
         self._supervisor.progress += 1
 
@@ -370,7 +370,9 @@ class AsynchronousTrainer:
         assert updated.loss is not None
         batch = updated.batch
         self._partitioner.store_times(self._recovery.partition, updated.times)
-        loss = loss_fields(updated.loss, self._problem.workload.numerics != "none")
+        loss = loss_fields(
+            updated.loss, computed=self._problem.workload.numerics != "none"
+        )
         self._device.record(
             "step", step=batch, samples=self._training.count(batch), **loss
         )
