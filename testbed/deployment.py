@@ -211,6 +211,7 @@ class Deployments:
             nameless = adapter.dump_python(replace(spec, name=""), mode="json")
             number = numbers.setdefault(_to_json_text(nameless), len(numbers))
             devices[spec.name] = number
+            # A specification is listed once: most devices of a large run are alike.
             if number == len(specs):
                 specs.append(nameless)
         workload = problem.workload.on_containers()

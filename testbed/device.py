@@ -128,7 +128,7 @@ class Span:
     micro: int | None = None
 
     def row(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return the names and the values of all fields that are set."""
+        """Return the names and the values of all set fields."""
         # Spelled out: two events of each computation call this, up to ten million times in a run.
         if self.micro is None:
             if self.batch is None:
@@ -139,12 +139,12 @@ class Span:
         return ("span", "batch", "micro"), (self.name, self.batch, self.micro)
 
     def fields(self) -> dict[str, Any]:
-        """Return all fields that are set, for use in an event."""
+        """Return all set fields, for use in an event."""
         return dict(zip(*self.row(), strict=True))
 
 
 class Device(Protocol):
-    """A device as seen by its program."""
+    """The interface between a program and the device."""
 
     @property
     def name(self) -> str:

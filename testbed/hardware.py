@@ -165,6 +165,7 @@ def largest_message(*ends: DeviceSpec) -> int:
     >>> largest_message(DeviceSpec("a", 1e9, memory=8e9), DeviceSpec("b", 1e9, memory=1e9))
     500000000
     """
+    # Half the memory: see `_COPIES`.
     memory = min(device.memory for device in ends)
     return max(_ALWAYS_HELD, int(memory / _COPIES))
 
@@ -224,6 +225,7 @@ class Profile:
             kinds=self.kinds,
             watts=self.watts,
             precision=precision,
+            # A ratio, which stays true for a device that shares a machine.
             faster=self.precisions.get(precision, self.speed) / self.speed,
         )
 

@@ -294,7 +294,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         return ()
 
     def alternatives(self, problem: Any) -> tuple[Alternative, ...]:
-        """Return the plans that the method chose from, for `testbed plan`. Pure. Empty by default."""
+        """Return all candidate plans, for `testbed plan`. Pure. Empty by default."""
         return ()
 
     def advice(self, problem: Any, plan: Plan[MethodDetails]) -> tuple[str, ...]:

@@ -39,8 +39,9 @@ __all__ = [
 def prepare(trial: Trial) -> Prepared:
     """Check and plan a trial. Raises `InputError`, one line for each problem, naming file and line."""
     scenario = trial.scenario
-    if problems := list(validation.problems(trial)):
-        # What is left to check follows from a plan, and there is none without a method and its problem.
+    problems = list(validation.problems(trial))
+    # All further checks need a plan, which needs a valid method and problem.
+    if problems:
         raise scenario.source.error(problems)
     method, problem = build_problem(trial)
     work = workload_of(scenario.workload)
@@ -50,7 +51,8 @@ def prepare(trial: Trial) -> Prepared:
         work.check(method, problem, plan)
     except InputError as error:
         located = _locate_error(error, trial)
-        if hint := work.hint(problem, error):
+        hint = work.hint(problem, error)
+        if hint:
             located = replace(located, text=f"{located.text}; {hint}")
         raise scenario.source.error([located]) from None
     problems = _memory_problems(trial, plan)
@@ -150,7 +152,7 @@ def _memory_problems(trial: Trial, plan: Plan) -> list[Diagnostic]:
 def _message_problems(
     trial: Trial, method: Method, problem: Problem, plan: Plan
 ) -> list[Diagnostic]:
-    """Report the first planned message that a device would reject during the run, with the same text."""
+    """Report the first planned message too large for a device, with the text of the error during a run."""
     devices = {device.name: device for device in problem.devices}
     for sender, receiver, size in method.largest_messages(problem, plan):
         # A message to oneself is handed over without being encoded.
@@ -189,6 +191,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
         action = fault.action
         if not isinstance(action, Retire):
             continue
+        # Without support, the device would stay until the run ends, as if the fault had never struck.
         if "retirement" not in method.supports:
             text = (
                 f"method '{method.name}' does not support graceful shutdown: use kill"

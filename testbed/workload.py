@@ -74,7 +74,7 @@ class Inputs:
         return Job(problem, plan, shared)
 
     def data(self, device: str) -> bytes | None:
-        """Return the data for a device as bytes, parsed there by `Workload.job`."""
+        """Return the data for a device as bytes; the device parses them with `Workload.read_data`."""
         return None
 
     def weights(self, device: str) -> bytes | None:
@@ -82,7 +82,7 @@ class Inputs:
         return None
 
     def complete(self, weights: bytes) -> bytes:
-        """Add the weights that no message has carried to the final weights of a run; both as safetensors."""
+        """Add weights that were never sent to the final weights of a run; both as safetensors."""
         return weights
 
 
@@ -143,7 +143,7 @@ class Workload(ABC):
         return
 
     def hint(self, problem: Problem, error: InputError) -> str:
-        """Return what the kind of work adds to the error of a plan that failed; empty if nothing."""
+        """Return an addition to the error of a failed plan; empty by default."""
         return ""
 
     def total(self, scenario: Scenario) -> int | None:
@@ -221,5 +221,6 @@ class Workload(ABC):
 
 def workload_of(part: WorkloadPart) -> Workload:
     """Return the kind of work of a scenario's workload."""
+    # `testbed.work` cannot name the type: this module imports it.
     workload: Workload = find_workload(part.task)
     return workload

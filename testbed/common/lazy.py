@@ -39,6 +39,7 @@ def require_extra(module: str, extra: str, feature: str, key: Key = ()) -> Any:
     """Import an optional module for a feature. Raises `InputError` naming the missing extra."""
     try:
         return importlib.import_module(module)
+    # The cause is named, too: a library may be installed and lack one of its own.
     except ImportError as error:
         missing = module.partition(".")[0]
         raise InputError(

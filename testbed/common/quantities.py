@@ -79,6 +79,7 @@ def _suggest_unit(
 ) -> str:
     """Suggest the intended unit for an unknown one."""
     if kind == "rate":
+        # `bps` are bytes to tc and bits to most people, so neither is assumed.
         if match := _TC_BYTE_RATE.fullmatch(unit):
             return f"tc reads '{unit}' as bytes a second, most people mean bits: write '{match[1].lower()}bit'"
         if match := _BYTE_RATE.fullmatch(unit):
@@ -87,6 +88,7 @@ def _suggest_unit(
             return f"write '{match[1].lower()}bit', which means bits a second"
     if unit in _MEANT.get(kind, {}):
         return f"write '{_MEANT[kind][unit]}'"
+    # Another case of letters is suggested, not assumed: a unit that is guessed is wrong for somebody.
     for known in units:
         if known.lower() == unit.lower():
             return f"write '{known}'"

@@ -87,9 +87,9 @@ class _TextImporter(MetaPathFinder, InspectLoader):
         if fullname not in self.sources:
             return None
         file = self.files.get(fullname)
-        spec = importlib.util.spec_from_loader(
-            fullname, self, origin=file and str(Path(file).absolute())
-        )
+        origin = None if file is None else str(Path(file).absolute())
+        spec = importlib.util.spec_from_loader(fullname, self, origin=origin)
+        # With a location, a module has `__file__`, beside which a user's code may read data.
         if spec is not None:
             spec.has_location = file is not None
         return spec
@@ -304,7 +304,6 @@ def _other_origin(name: str, path: Path) -> str | None:
 
 
 def _source_digest(source: _Source, folder: Path) -> str:
-    """Return a digest of a source and its transitive imports."""
     sources: dict[Path, _Source] = {}
     waiting = [source]
     while waiting:
@@ -327,6 +326,7 @@ def code_of_module(name: str, module: str) -> Code | None:
         return None
     roots: list[str] = []
     waiting = [_root_package(module)]
+    # Imports may be circular, so each module is visited once.
     while waiting:
         root = waiting.pop()
         if root not in roots:
@@ -358,7 +358,6 @@ def code_of_package(name: str, module: str, key: Key) -> Code:
 
 
 def _package_modules(package: str) -> list[str]:
-    """Return the names of a package and all its modules."""
     imported = importlib.import_module(package)
     paths = getattr(imported, "__path__", None)
     inner = pkgutil.walk_packages(paths, f"{package}.") if paths is not None else ()
@@ -389,6 +388,7 @@ def load(code: Code, key: Key) -> ModuleType:
     _IMPORTER.add(code)
     try:
         return importlib.import_module(code.module)
+    # Before the others, since a syntax error has no frame in the traceback.
     except SyntaxError as error:
         raise InputError(
             f"{error.filename}:{error.lineno}: is not Python: {error.msg}", key

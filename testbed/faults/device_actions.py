@@ -32,6 +32,7 @@ class StateAction(FaultAction[str]):
     restores: ClassVar[States] = {}
     """Transitions of the reversal."""
 
+    # States are not kept in force under a handle: a device that was restarted by hand is simply up.
     def apply(self, now: SystemState, handle: str) -> SystemState:
         """Move the device to its next state."""
         return now.switch(self.value, self.changes)

@@ -199,6 +199,7 @@ class Obstruct(LinkFault[ObstructPart]):
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Raise the loss to the share of packets received below the sensitivity."""
+        # `problems` has refused an obstruction without a radio.
         assert now.radio is not None, "checked before the run"
         lost = 1 - now.radio.reception_ratio(pair, self.value.path_loss_exponent)
         return replace(link, message_loss=max(link.message_loss, lost))

@@ -125,13 +125,13 @@ class FaultScript:
         self, time: float, device: str, event: str, fields: Mapping[str, Any]
     ) -> list[FaultOperation]:
         """Return the operations triggered by an event. Each trigger fires once."""
+        # Most runs have no triggers, and each event of a run comes here.
         if not self._triggers:
             return []
-        fired = [
-            index
-            for index, trigger in self._triggers.items()
-            if trigger.device == device and _matches_event(trigger, event, fields)
-        ]
+        fired = []
+        for index, trigger in self._triggers.items():
+            if trigger.device == device and _matches_event(trigger, event, fields):
+                fired.append(index)
         for index in fired:
             del self._triggers[index]
         operations = [self._make_operation(index, "strike", time) for index in fired]
@@ -161,6 +161,7 @@ class FaultScript:
         self._under_way.remove(operation)
         index = self._index[operation.handle]
         part, action = self._faults[index]
+        # A repeating action strikes again and again; `for` and `after` count from its first strike.
         first = operation.phase == "strike" and index not in self._struck
         if action.turns(0.0, 0.0) is not None:
             self._schedule_turn(index, operation.phase, actual)

@@ -221,6 +221,7 @@ class Mailbox:
     ) -> None:
         """``codecs`` convert the tensors of messages to other devices, by kind of message."""
         self.configuration = 0
+        """Number of the current assignment of roles; 0 before the first one."""
         self.arrived = 0
         """Number of messages received in the configuration that was current at their arrival."""
         self.device = device
@@ -235,7 +236,9 @@ class Mailbox:
         self._in_configuration: dict[asyncio.Task[Any], None] = {}
         self._waiters: list[_Waiter] = []
         self._kept: dict[str, dict[Hashable, Typed]] = {}
+        """Stored messages by kind and key, oldest first."""
         self._expired: dict[str, Any] = {}
+        """Lowest valid key by kind; see `discard_before`."""
         self._numbers = count()
         self._news: list[asyncio.Future[Any]] = []
 
@@ -349,6 +352,7 @@ class Mailbox:
         try:
             return await _wait_for(future, timeout)
         finally:
+            # Also after a cancellation: a message must not go to a waiter that is gone.
             self._waiters.remove(waiter)
 
     async def peek(self, kind: type[K]) -> K:
@@ -387,6 +391,7 @@ class Mailbox:
         try:
             return bool(await _wait_for(news, seconds))
         finally:
+            # Waits that time out again and again would fill the list.
             if news in self._news:
                 self._news.remove(news)
 

@@ -146,6 +146,7 @@ class Membership:
         self._probes: dict[str, asyncio.Future[None]] = {}
         self._question = 0
         mailbox.on_open(self._reset_presence)
+        # A greeting without a probe: the device has started, maybe again.
         mailbox.on(
             Hello, lambda hello: self._note_presence(hello.sender, hello.incarnation)
         )
@@ -229,6 +230,7 @@ class Membership:
             now = self._device.now()
             left = []
             for name, until in deadlines.items():
+                # `heard` grows while this function waits.
                 if name not in heard and name not in ignored and until > now:
                     left.append(until - now)
             if not left:
@@ -296,6 +298,7 @@ class RoleHolder:
     ) -> None:
         """``status`` may extend the device's report when the coordinator probes the device."""
         self.role: Role | None = None
+        # Last in the chain: a method adds its replicas to the report of the role.
         self.presence = Presence(
             mailbox, coordinator, lambda: status(self._report_status())
         )

@@ -125,6 +125,7 @@ def _classify_fields(kind: type[Typed]) -> _Form:
     fixed: list[str] = []
     state = None
     for item in fields(kind):
+        # These three belong to every message, not to the content of its kind.
         if item.name in ("sender", "padding", "missing"):
             continue
         hint = _without_none(hints[item.name])

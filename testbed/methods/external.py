@@ -92,6 +92,7 @@ def code_of(method: Method | Workload) -> Code | None:
     Raises `InputError` for none or too much text.
     """
     module = type(method).__module__
+    # Every device has the testbed's own packages.
     if module == "testbed" or module.startswith("testbed."):
         return None
     if (code := usercode.code_of_module(method.name, module)) is not None:

@@ -118,6 +118,7 @@ def _fraction_problems(name: str, value: float) -> list[Impossible]:
 
 
 def _correlation_problems(name: str, value: float) -> list[Impossible]:
+    # A chain that never turns would have the share of losses of its first draw.
     if value == 1:
         return [
             Impossible(
@@ -151,6 +152,7 @@ def _jitter_problems(link: Link) -> Iterator[Impossible]:
 
 def _loss_problems(link: Link) -> Iterator[Impossible]:
     if link.bursts is None:
+        # Correlated losses without losses are most likely a forgotten key.
         if link.loss_correlation > 0 and link.loss == 0:
             text = "requires a loss: set `loss`, or remove the correlation"
             yield Impossible("loss_correlation", text)

@@ -55,7 +55,7 @@ def loss_chain(link: Link) -> GilbertElliott | None:
 
 
 def loss_process(link: Link, seed: str) -> Callable[[], bool] | None:
-    """Return a function that draws whether the next packet is lost; None for a link without loss."""
+    """Return a function for the fate of the next packet, True if lost; None for a link without loss."""
     states = loss_chain(link)
     if states is None:
         return bernoulli_process(link.loss, seed)
@@ -79,7 +79,7 @@ def _chained_losses(states: GilbertElliott, seed: str) -> Callable[[], bool]:
 
 
 def bernoulli_process(probability: float, seed: str) -> Callable[[], bool] | None:
-    """Return a function that draws independent events of a probability; None for probability 0."""
+    """Return a function for independent draws with a probability; None for probability 0."""
     if not probability:
         return None
     random = Random(seed).random
@@ -87,7 +87,7 @@ def bernoulli_process(probability: float, seed: str) -> Callable[[], bool] | Non
 
 
 def delay_process(link: Link, seed: str) -> Callable[[], float] | None:
-    """Return a function that draws the delay of the next packet in seconds; None for a constant delay."""
+    """Return a function for the delay of the next packet in seconds; None for a constant delay."""
     vary = _jittered_delays(link, seed) if link.jitter else None
     # A stream of its own: whether packets are reordered must not change their jitter.
     overtakes = bernoulli_process(link.reorder, f"{seed} reorder")

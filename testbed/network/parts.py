@@ -42,6 +42,7 @@ class BurstsPart(ConfigModel):
     )
 
 
+# RFC 1122: "this host on this network", which Python counts as private.
 _THIS_HOST = IPv4Network("0.0.0.0/8")
 
 
@@ -281,6 +282,7 @@ class NetworkPart(ConfigModel):
         return str(network)
 
 
+# `up` is a fault's to change, and a frame belongs to the whole network.
 PROPERTIES = tuple(
     field.name for field in fields(Link) if field.name not in ("up", "frame")
 )

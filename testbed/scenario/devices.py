@@ -120,7 +120,6 @@ _OWN_VALUES = (
 
 
 def _with_own_values(device: DeviceSpec, part: DevicePart) -> DeviceSpec:
-    """Return a device with the explicit values of its part in place of its profile's."""
     if part.access is not None:
         preset = PRESETS[part.access]
         device = replace(device, uplink=preset.up, downlink=preset.down)
@@ -157,6 +156,7 @@ def _name_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     for name, part in scenario.devices.items():
         key: Key = ("devices", name)
         names = device_names(name, part)
+        # The last name of a group is the longest, since it has the most digits.
         if len(names[-1]) > _MAX_NAME:
             yield Diagnostic(
                 key,

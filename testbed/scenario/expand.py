@@ -69,6 +69,7 @@ def _expand_points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, obj
 
 
 def _make_trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Trial:
+    # Profiles of files are included, so that the trial can be prepared again on another host.
     scenario = with_profiles(scenario)
     devices = expand_devices(scenario)
     names = [device.name for device in devices]
@@ -186,6 +187,7 @@ def _named_devices(
     """Return the devices of a list of names (all for an empty list); report invalid names."""
     members: list[str] = []
     for place, name in enumerate(given):
+        # The name of a group comes first: a group may have the name of another group's device.
         if name in scenario.devices:
             members += device_names(name, scenario.devices[name])
         elif name in names:

@@ -146,7 +146,8 @@ FORMER_KEYS = {"patience": "stall_timeout"}
 
 def _unknown_key(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
     name, known = str(key[-1]), _known_keys(key[:-1], model)
-    if name in known:  # of another kind of work
+    # The schema has the keys of all tasks, so the key belongs to another one.
+    if name in known:
         return f"'{name}' is not a key of this task: remove the key"
     present = FORMER_KEYS.get(name)
     if present in known:

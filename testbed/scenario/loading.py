@@ -60,7 +60,6 @@ def validate(tree: Mapping[str, Any], source: Source) -> Scenario:
 
 
 def _with_trace(scenario: Scenario, source: Source) -> Scenario:
-    """Return the scenario with the lines of its trace file included."""
     # Included, so that the scenario of the results folder needs no second file.
     if isinstance(scenario.trace, str):
         file = source.folder / scenario.trace
@@ -91,6 +90,7 @@ def _trace_lines(file: Path, named: str) -> dict[int, str]:
     if not lines:
         raise InputError(f"{file}: holds no entries: write {example}")
     number, first = next(iter(lines.items()))
+    # A file in a form of its own would give thousands of errors, one for each line.
     if first.count(",") < 2:
         raise InputError(
             f"{file}:{number}: '{first[:40]}' is not time,what,value: convert the trace to {example}"

@@ -21,7 +21,11 @@ def value_label(value: object) -> str | None:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a swept value without its label."""
+    """Return a swept value without label.
+
+    >>> plain_value({"label": "FedAvg", "value": {"name": "federated"}})
+    {'name': 'federated'}
+    """
     return value if value_label(value) is None else value["value"]
 
 

@@ -117,5 +117,6 @@ def _axis_problems(axes: Sequence[_Axis]) -> Iterator[Diagnostic]:
                 text = f"needs as many values as '{first}', {len(axis.values[first])}, and has {len(values)}"
                 yield Diagnostic(place, text)
             elif key in known:
+                # Of two values for one key, the second would silently win.
                 yield Diagnostic(place, "is swept twice: remove one of the two")
             known.add(key)

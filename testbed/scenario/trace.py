@@ -55,6 +55,7 @@ def parse(line: str) -> Change:
             f"has {len(cells)} values: a line must be time,what,value, as in 12.5,link a->b rate,10mbit"
         )
     written, what, value = cells
+    # Measured traces have plain seconds in their first column.
     time = float(written) if _NUMBER.fullmatch(written) else parse_duration(written)
     if match := _LINK.fullmatch(what):
         source, arrow, target, key = match.groups()

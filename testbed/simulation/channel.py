@@ -289,7 +289,7 @@ class Channel:
         return self.link.delay + self.back.link.delay
 
     def arrive(self, parcel: Parcel) -> None:
-        """Deliver a message at its arrival time."""
+        """Deliver a message."""
         # An interrupted message arrives at another time or never; its entry in the calendar is void.
         if parcel.due != self._calendar.now:
             return
@@ -370,7 +370,7 @@ class Channel:
             self._relaunch_parcels(self._calendar.now)
 
     def refresh(self, link: Link | None = None) -> None:
-        """Adapt to a changed link or to a host that changed state."""
+        """Adapt to a changed link, or to a changed state of a host."""
         now, was_open = self._calendar.now, self._open
         if was_open:
             self._interrupt_sending()
@@ -400,9 +400,11 @@ class Channel:
                 self._last_due = parcel.due
                 continue
             if parcel.start < now:
+                # The part that has left is not sent again.
                 parcel.remaining *= (parcel.end - now) / (parcel.end - parcel.start)
                 self._blocked_since = None
             elif parcel.begun == parcel.start:
+                # Its first byte has not left after all.
                 parcel.begun = -1.0
             parcel.answer = 0.0
             self._mark_for_relaunch(parcel)

@@ -37,7 +37,6 @@ CAST: Form = ("cast", ("peers", "message", "bytes", "start", "duration", "number
 
 @cache
 def _work_forms(span: tuple[str, ...]) -> tuple[Form, Form]:
-    """Return the begin and end events of work, by the fields of its span."""
     return ("begin", span), (
         "compute",
         (*span, "start", "duration", "flops", "busy", "deficit"),
@@ -180,6 +179,7 @@ class SimulatedDevice:
         if not self.alive:
             self._stop_program()
         channel = self._channels.get(peer) or self._channel_to(peer)
+        # A copy, since the program may change the message while it is in transit.
         sent, size = delivered(message, self.name)
         if size > channel.largest:
             check_message(size, self.host.spec, channel.target.spec)
@@ -189,6 +189,7 @@ class SimulatedDevice:
         try:
             await future
         except asyncio.CancelledError:
+            # A dead device's messages are discarded by `Channel.abandon`.
             if self.alive:
                 channel.withdraw(parcel)
             raise
@@ -226,7 +227,7 @@ class SimulatedDevice:
         self.add(CAST, (self._calendar.now, self.name, sorted(peers), *values_of_event))
 
     def _propagate_cast(self, leaving: tuple[list[Channel], Cast]) -> None:
-        """Propagate a broadcast, unless its sender died before the end of the transmission."""
+        # The sender died before the end of the transmission.
         if not self.alive:
             return
         channels, cast = leaving
@@ -260,6 +261,7 @@ class SimulatedDevice:
             duration,
             0.0,
         )
+        # The event comes before the program's reaction at the same instant, and may trigger a fault.
         if cast is None:
             self.add(RECEIVE, row)
         else:
@@ -342,8 +344,10 @@ class SimulatedDevice:
             work.start = self._calendar.now
             keys, values = work.span.row()
             self.add(_work_forms(keys)[0], (self._calendar.now, self.name, *values))
+            # A fault that waits for this event may have killed the device.
             if not self.alive:
                 return
+            # The result is computed now and handed over when the charged time has passed.
             try:
                 work.result = work.work()
             except Exception as error:  # noqa: BLE001 - it is the program's to handle
@@ -399,6 +403,7 @@ class SimulatedDevice:
         self.alive = False
         for work in self._under_way:
             self._halt_work(work)
+        # A paused device's tasks must run once more, to be cancelled.
         self._calendar.thaw(self)
         for task in list(self.tasks):
             task.cancel()

@@ -97,6 +97,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             raise RuntimeError("the loop is closed")
         if asyncio._get_running_loop() is not None:
             raise RuntimeError("another loop is running in this thread")
+        # As asyncio's own loops do: a generator that is not exhausted is closed by the loop.
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(
             firstiter=self._generators.add, finalizer=self._close_generator

@@ -221,7 +221,6 @@ class Transmission:
         return [lost() for _ in range(count)]
 
     def _draw_failure(self) -> bool:
-        """Draw the loss of a packet or of its acknowledgement."""
         self._attempts += 1
         if self._attempts > self._most_attempts:
             return False
@@ -267,12 +266,14 @@ class Transmission:
         due = since + self._probe_timer(lost + arrived % 2 if heard else count)
         delayed = gone + self._round_trip + _DELAYED_ACKNOWLEDGEMENT
         probes = True
+        # The receiver acknowledges an odd packet after a delay, which restarts the timer.
         if arrived % 2 and delayed < due:
             due = delayed + self._probe_timer(lost)
             if self._left:
                 due, probes = delayed, False
         if probes:
             self.sent += 1
+            # A probe is a new packet if there is one, else the last one once more.
             renews = self._left > 0
             if renews:
                 self._left -= 1

@@ -113,7 +113,6 @@ def simulate(
 
 
 def _run_world(world: World, experiment: Experiment) -> tuple[Status, str | None]:
-    """Run a world with faults and trace; return its end status and the error message."""
     try:
         # Before the devices: changes at 0 s are the state in which they start.
         TraceExecution(world, TraceScript(experiment.changes)).start()

@@ -184,6 +184,7 @@ def _raise_rates(
             weights[shared] = weights.get(shared, 0.0) + share
     level = min(left[shared] / weight for shared, weight in weights.items())
     slowest = min(flow.cap for flow in rising)
+    # A transmission's own link limits it alone; what it leaves is shared by the others in the next step.
     if slowest <= level:
         return slowest, set()
     full = set()

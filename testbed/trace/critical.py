@@ -141,11 +141,11 @@ class CriticalPaths:
             own.sort()
 
     def lateness(self, device: str, window: Interval) -> PathTime:
-        """Return the host's additions to the path that ends on a device at the end of a window."""
+        """Return the host's additions to the path from the end of a window on a device."""
         return self._sum_path(device, window, lambda own, index: own.late[index])
 
     def spent(self, device: str, window: Interval) -> PathTime:
-        """Return computation and messaging time of the path that ends on a device at the end of a window."""
+        """Return computation and messaging time of the path from the end of a window on a device."""
         return self._sum_path(
             device,
             window,
@@ -165,7 +165,7 @@ class CriticalPaths:
     def _walk_path(
         self, device: str, window: Interval
     ) -> Iterator[tuple[_Pieces, int]]:
-        """Yield the segments of the path that ends on a device at the end of a window, backwards."""
+        """Yield the segments of the path back from the end of a window on a device."""
         begun, instant = window
         # Each piece once: several that take no time would lead to one another for ever.
         passed: dict[str, int] = {}
@@ -215,12 +215,11 @@ class _LinksInForce:
         return link.delay + link.transmission_time(wire_bytes(content))
 
     def transmission(self, pair: Pair, content: float, instant: float) -> float | None:
-        """Return the seconds that a message occupies an unshared deterministic link."""
+        """Return the seconds for which a message occupies an unshared deterministic link; None for other links."""
         link = self._unshared_link(pair, instant)
         return None if link is None else link.transmission_time(wire_bytes(content))
 
     def _unshared_link(self, pair: Pair, instant: float) -> Link | None:
-        """Return the link between two devices if it is deterministic and unshared."""
         if pair not in self._links or self._crowded & set(pair):
             return None
         link = self._links[pair][bisect_right(self._begun.get(pair, []), instant)]
@@ -304,7 +303,7 @@ class _Outlet:
         return could
 
     def occupy(self, until: float, acknowledged: float, size: float) -> None:
-        """Record a message that has left by a given time."""
+        """Record the departure of a message."""
         self._free = until
         while self._unacknowledged and self._unacknowledged[0][0] <= until:
             self._unacknowledged.popleft()

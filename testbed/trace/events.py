@@ -208,7 +208,7 @@ def finite(value: Any) -> Any:
 
 
 def restore_loss(fields: dict[str, Any]) -> None:
-    """Restore a NaN loss that was written as null."""
+    """Restore a NaN loss after JSON has turned NaN into null."""
     if fields.get("loss", 0.0) is None:
         fields["loss"] = math.nan
 

@@ -35,6 +35,7 @@ class HostTime:
 def added_time(record: RunView) -> HostTime:
     """Return the time added by the host to undisturbed steps, or to requests."""
     windows = [(step.device, step.window) for step in record.steady]
+    # Requests are asked and answered at the coordinator.
     windows += [(record.plan.coordinator, window) for window in record.served]
     seconds = sum(end - start for _, (start, end) in windows)
     # The virtual clock has no host, so the search for paths through a million events would find nothing.

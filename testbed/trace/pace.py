@@ -17,6 +17,7 @@ from testbed.wire.framing import wire_bytes
 
 def _final_steps(record: RunView) -> list[Step]:
     """Return each step in its last execution."""
+    # A recovery repeats steps since the checkpoint; their first execution had no lasting effect.
     return list({(step.device, step.step): step for step in record.steps}.values())
 
 

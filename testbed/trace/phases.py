@@ -85,6 +85,7 @@ def phases(record: RunView) -> list[dict[str, Any]]:
 def _disturbance_names(record: RunView, cuts: Sequence[float]) -> list[str]:
     """Return the disturbances of each piece between two cuts."""
     active: dict[int, list[str]] = defaultdict(list)
+    # Disturbances begin and end at cuts, so each covers whole pieces.
     for name, (start, end) in record.disturbances:
         first, last = bisect_right(cuts, start) - 1, bisect_right(cuts, end) - 1
         for piece in range(max(0, first), min(last, len(cuts) - 1)):
@@ -102,7 +103,7 @@ def _disturbance_names(record: RunView, cuts: Sequence[float]) -> list[str]:
 
 
 def _piece_index(window: Interval, cuts: Sequence[float]) -> int | None:
-    """Return the index of the piece that contains a window; None for a window across a cut."""
+    """Return the index of the piece around a window; None for a window across a cut."""
     piece = bisect_right(cuts, window[0]) - 1
     if not 0 <= piece < len(cuts) - 1:
         return None

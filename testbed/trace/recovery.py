@@ -105,6 +105,7 @@ def recovery_list(record: RunView) -> list[dict[str, Any]]:
 
 def _recovery_item(item: Recovery, record: RunView) -> dict[str, Any]:
     begun = item.detected if item.struck is None else item.struck
+    # Without a resumption there is no time that the host could have prolonged.
     until = begun if item.resumed is None else item.resumed
     late = deficits(record.log.within(begun, until), intervals([(begun, until)]))
     processors = {spec.name: spec.processors for spec in record.experiment.devices}

@@ -54,6 +54,7 @@ def metrics_of(declared: MetricsSpec) -> dict[str, Metric]:
     Figures of packages come last, without those whose name the testbed or the method uses.
     """
     figures = by_name([*COMMON.values(), *declared.metrics])
+    # A package must not break a method whose metric has the same name.
     for name, figure in _packaged_metrics().items():
         figures.setdefault(name, figure)
     return figures

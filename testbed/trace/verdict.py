@@ -84,6 +84,7 @@ def verdict(record: RunView) -> dict[str, Any]:
         *_check_changes(record.log, experiment),
     ]
     is_emulated = outcome.runtime == "emulate"
+    # These measure the host and the shaper, which a simulation does not have.
     if is_emulated:
         checks += [
             _check_links(outcome, experiment),
@@ -102,6 +103,7 @@ def verdict(record: RunView) -> dict[str, Any]:
     for check in checks:
         if check.ok is False:
             reasons.append(check.detail)
+        # Both concern the meaning of the metrics, so the summary names them although they are no objection.
         elif check.ok is None and check.name in ("model", "rounds"):
             notes.append(check.detail)
     if reasons:
@@ -138,6 +140,7 @@ def _check_limits(fidelity: Mapping[str, Any]) -> list[Check]:
     unlimited: Sequence[str] = fidelity.get("unlimited", ())
     if not unlimited:
         return []
+    # Only memory decides what fits on a device.
     detail = f"this kernel held no device to limits on {' and '.join(unlimited)}"
     return [Check("limits", "memory" not in unlimited, detail)]
 

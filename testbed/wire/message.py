@@ -109,6 +109,7 @@ def encode(
     }
     text = _to_json(header, message.kind).encode()
     _check_header(len(text), message.kind)
+    # Without tensors there is no body, and no array library is imported.
     body: list[Buffer] = []
     if message.tensors:
         offset = _PREFIX.size + len(text)
@@ -262,6 +263,7 @@ def decode(data: Buffer) -> Envelope:
     if magic != MAGIC or version != VERSION:
         raise WireError(f"not a message of version {VERSION}")
     end = _PREFIX.size + header_size
+    # Sizes come from the network: nothing is allocated by them before this check.
     if header_size > HEADER_LIMIT or end + body_size > len(view):
         raise WireError("truncated message, or sizes that do not match its length")
     try:

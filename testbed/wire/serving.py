@@ -85,7 +85,8 @@ class Body(io.RawIOBase):
             poll.register(self._link, select.POLLIN)
             if poll.poll(STALLED_AFTER * 1000):
                 return int(self._link.recv_into(buffer))
-        except (OSError, ValueError):  # the connection is broken or closed
+        # The connection is broken, or closed by another thread.
+        except (OSError, ValueError):
             return 0
         raise TimeoutError(f"no data received for {STALLED_AFTER} s")
 
@@ -110,9 +111,8 @@ class Request(HTTPRequestParser):
         self.body = Body(
             self._channel, self.content_length, data[count:], self.expect_continue
         )
-        self.expect_continue = (
-            False  # otherwise waitress would request the body at once
-        )
+        # Otherwise waitress would request the body at once, before the application has authorised the request.
+        self.expect_continue = False
         self.completed = True
         return len(data)
 
@@ -120,9 +120,8 @@ class Request(HTTPRequestParser):
         """Parse the head; raises ParsingError if the head is malformed."""
         try:
             super().parse_header(head)
-        except (
-            ValueError
-        ) as error:  # invalid IPv6 addresses in brackets, and numbers of 5,000 digits
+        # Python refuses invalid IPv6 addresses in brackets, and numbers of 5,000 digits.
+        except ValueError as error:
             raise ParsingError(str(error)) from error
         if self.chunked:
             # Waitress removes this header, but the application has to refuse the request: chunks are not parsed here.

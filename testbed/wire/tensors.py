@@ -179,6 +179,7 @@ def _parse_entry(
             f"the header of tensor '{name}' must have the keys dtype, shape and data_offsets"
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # A list is not hashable, so its type is checked before the look-up.
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise TensorError(f"tensor '{name}' has an unknown dtype")
     if not _whole_numbers(offsets) or len(offsets) != 2:

@@ -228,6 +228,7 @@ def _place_files(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         place = folder / Path(name).name
         place.write_bytes(content)
+        # Executable, since a command may be one of the files.
         place.chmod(0o555)
 
 
@@ -336,6 +337,7 @@ def parse_event(line: str) -> dict[str, Any] | None:
     >>> parse_event('{"event": "step", "step": 3.0, "time": 12}')
     {'event': 'step', 'step': 3}
     """
+    # Most lines of a program are not JSON.
     try:
         fields = json.loads(line)
     except ValueError:
