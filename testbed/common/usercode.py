@@ -205,8 +205,9 @@ def _with_imports(main: _Source, named: Path, key: Key) -> list[_Source]:
             path = _find_beside(folder, name)
             if path is None:
                 continue
+            other = _other_origin(name, path)
             # Devices could import the other module instead, depending on the order of their search path.
-            if (other := _other_origin(name, path)) is not None:
+            if other is not None:
                 where = f"{named / file.relative_to(folder)}:{line}"
                 text = f"{where}: imports '{name}', which is {path.name} beside it and {other}: rename {path.name}"
                 raise InputError(text, key)
@@ -258,10 +259,9 @@ def _open_source(path: Path, key: Key) -> _Source:
             for depth in range(1, len(parts)):
                 inner = parts[:depth]
                 files.setdefault(".".join(inner), path.joinpath(*inner, "__init__.py"))
-    texts = {
-        name: _read_text(file, str(file), key) if file.is_file() else ""
-        for name, file in files.items()
-    }
+    texts = {}
+    for name, file in files.items():
+        texts[name] = _read_text(file, str(file), key) if file.is_file() else ""
     return _Source(path, files, texts, {})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -272,12 +273,13 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
 
     def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield errors for devices named twice and for groups without effect."""
-        listed = [name for group in self.value for name in group]
-        for name in sorted({name for name in listed if listed.count(name) > 1}):
-            yield (), f"'{name}' is named twice: a device is in one group"
-        groups = sum(1 for group in self.value if group)
+        listed = Counter(chain.from_iterable(self.value))
+        for name in sorted(listed):
+            if listed[name] > 1:
+                yield (), f"'{name}' is named twice: a device is in one group"
+        groups = sum(map(bool, self.value))
         # Unnamed devices are one more group.
-        if len(set(listed)) < len(setting.devices):
+        if len(listed) < len(setting.devices):
             groups += 1
         if groups < 2:
             yield (

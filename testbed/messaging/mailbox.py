@@ -401,10 +401,8 @@ class Mailbox:
             handler = self._handlers.get(message.kind)
             if handler is not None:
                 handler(message)
-            elif (waiter := self._find_waiter(message)) is not None:
-                waiter.message.set_result(message)
             else:
-                self._store_message(message)
+                self._hand_over(message)
         if self._news:
             # Swap the list: a woken task may wait again at once.
             news, self._news = self._news, []
@@ -412,11 +410,13 @@ class Mailbox:
                 if not waiting.done():
                     waiting.set_result(True)
 
-    def _find_waiter(self, message: Typed) -> _Waiter | None:
+    def _hand_over(self, message: Typed) -> None:
+        """Give a message to the first matching `take`, or store the message."""
         for waiter in self._waiters:
             if waiter.matches(message):
-                return waiter
-        return None
+                waiter.message.set_result(message)
+                return
+        self._store_message(message)
 
     def _is_current(self, message: Typed) -> bool:
         """Return whether a message belongs to the current configuration or opens a new one, and has not expired."""

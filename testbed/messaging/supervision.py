@@ -131,13 +131,14 @@ class Supervisor:
     async def until(self, done: Callable[[], bool]) -> None:
         """Wait for a condition that messages from the devices fulfil; raises `Lost` when a device fails first."""
         while not done():
-            if restarted := self.membership.restarted & self.membership.assigned:
+            # A device that is up again answers every probe, but its part of the work is gone.
+            restarted = self.membership.restarted & self.membership.assigned
+            if restarted:
                 raise Lost(restarted, back=restarted)
             heard = self._count_news()
-            if (
-                not await self.mailbox.changed(self.stall_timeout)
-                and self._count_news() == heard
-            ):
+            has_arrived = await self.mailbox.changed(self.stall_timeout)
+            # A message may arrive in the same turn of the loop as the time-out.
+            if not has_arrived and self._count_news() == heard:
                 await self._probe_devices()
 
     async def ready(self) -> None:

@@ -66,7 +66,8 @@ def _make_instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
             FILE_KEY,
         )
     method_class = classes[code.name]
-    if missing := sorted(method_class.__abstractmethods__):
+    missing = sorted(method_class.__abstractmethods__)
+    if missing:
         raise InputError(
             f"{file}: {method_class.__name__} lacks {' and '.join(missing)}", FILE_KEY
         )
@@ -95,6 +96,7 @@ def code_of(method: Method | Workload) -> Code | None:
     # Every device has the testbed's own packages.
     if module == "testbed" or module.startswith("testbed."):
         return None
-    if (code := usercode.code_of_module(method.name, module)) is not None:
+    code = usercode.code_of_module(method.name, module)
+    if code is not None:
         return code
     return usercode.code_of_package(method.name, module, ("method", "name"))

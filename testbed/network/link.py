@@ -171,7 +171,10 @@ class Cell:
 
 def cell_of(pair: Pair, cells: Iterable[Cell]) -> Cell | None:
     """Return the cell of a pair; at most one exists."""
-    return next((cell for cell in cells if cell.carries(pair)), None)
+    for cell in cells:
+        if cell.carries(pair):
+            return cell
+    return None
 
 
 Topology = Literal["mesh", "star", "line", "explicit"]

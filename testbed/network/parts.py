@@ -124,9 +124,8 @@ class PairLinkPart(LinkPart):
     def ends(self) -> list[tuple[Key, str]]:
         """Return each named device with its key."""
         if self.between is not None:
-            return [
-                (("between", index), name) for index, name in enumerate(self.between)
-            ]
+            one, other = self.between
+            return [(("between", 0), one), (("between", 1), other)]
         return [(("from",), str(self.from_)), (("to",), str(self.to))]
 
     def directions(self) -> list[tuple[str, str]]:

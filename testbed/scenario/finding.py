@@ -73,9 +73,11 @@ def _suggest_file(file: Path) -> str:
     similar = [
         *difflib.get_close_matches(str(file), beside, n=1),
         *difflib.get_close_matches(name, names, n=1),
-        # A name without its folder is not similar by its letters.
-        *(each for each in names if Path(each).name == file.stem),
     ]
+    # A name without its folder is not similar by its letters.
+    for candidate in names:
+        if Path(candidate).name == file.stem:
+            similar.append(candidate)
     if similar:
         return f"did you mean '{similar[0]}'?"
     return f"name a file, or a shipped scenario such as 'quickstart'; all of them are in {SHIPPED}"

@@ -46,10 +46,10 @@ def parse(line: str) -> Change:
     (12.5, (('a', 'b'), ('b', 'a')), 0.04)
     """
     try:
-        rows = list(csv.reader([line], skipinitialspace=True))
+        rows = csv.reader([line], skipinitialspace=True)
+        cells = [cell.strip() for cell in chain.from_iterable(rows)]
     except csv.Error as error:
         raise ValueError(f"is not a line of CSV: {error}") from None
-    cells = [cell.strip() for row in rows for cell in row]
     if len(cells) != 3:
         raise ValueError(
             f"has {len(cells)} values: a line must be time,what,value, as in 12.5,link a->b rate,10mbit"

@@ -204,11 +204,10 @@ class Channel:
 
     def waits(self, device: Guest) -> bool:
         """Return whether a message of this device is unacknowledged."""
-        unanswered = [parcel for _, parcel in self._unanswered]
-        for parcel in (*self._waiting, *self._at_door, *unanswered):
-            if parcel.sender is device and not parcel.future.done():
-                return True
-        return False
+        parcels = [*self._waiting, *self._at_door]
+        parcels += [parcel for _, parcel in self._unanswered]
+        own = [parcel for parcel in parcels if parcel.sender is device]
+        return not all(parcel.future.done() for parcel in own)
 
     def arrives(self) -> bool:
         """Return whether a message has arrived in part."""

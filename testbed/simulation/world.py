@@ -75,17 +75,16 @@ class World:
         time_limit: float = float("inf"),
         recorder: Recorder | None = None,
     ) -> None:
-        self.loop = VirtualLoop(time_limit)  # type: ignore[abstract]  # of what needs sockets or threads it has nothing
+        # The abstract methods that are missing need sockets or threads.
+        self.loop = VirtualLoop(time_limit)  # type: ignore[abstract]
         self.calendar = self.loop.calendar
         self.loop.set_task_factory(_make_owned)
         self.loop.set_exception_handler(self._lost_error)
-        self.hosts = {
-            spec.name: Host(spec.name, spec, number)
-            for number, spec in enumerate(devices)
-        }
-        self.shown = SystemState.of(
-            (host.spec for host in self.hosts.values()), links, radio
-        )
+        specs = list(devices)
+        self.hosts: dict[str, Host] = {}
+        for number, spec in enumerate(specs):
+            self.hosts[spec.name] = Host(spec.name, spec, number)
+        self.shown = SystemState.of(specs, links, radio)
         """Links and speeds in force; device states are those of the hosts."""
         self.recorder = recorder or Recorder()
         self.events = self.recorder.events

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 
@@ -78,25 +77,20 @@ def _overhead_share(record: RunView) -> float | None:
     return (sum(seconds.values()) - seconds["computing"]) / seconds["computing"]
 
 
-def _part_of_overhead(name: str) -> Callable[[RunView], float | None]:
-    return lambda record: (record.cached(processor_time) or {}).get(name)
+def _processor_metric(name: str, consumer: str) -> Metric:
+    def compute(record: RunView) -> float | None:
+        seconds = record.cached(processor_time)
+        return None if seconds is None else seconds[name]
+
+    meaning = f"processor time of {consumer}; in containers"
+    return Metric(f"processor_{name}", "seconds", meaning, compute)
 
 
 METRICS = (
-    *(
-        Metric(
-            f"processor_{name}",
-            "seconds",
-            f"processor time of {whose}; in containers",
-            _part_of_overhead(name),
-        )
-        for name, whose in {
-            "computing": "the devices' computations",
-            "agents": "the agents beside computations",
-            "shaper": "the shaper",
-            "controller": "the controller",
-        }.items()
-    ),
+    _processor_metric("computing", "the devices' computations"),
+    _processor_metric("agents", "the agents beside computations"),
+    _processor_metric("shaper", "the shaper"),
+    _processor_metric("controller", "the controller"),
     Metric(
         "overhead",
         "share",

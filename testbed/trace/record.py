@@ -174,19 +174,18 @@ class RunView:
     def steps(self) -> list[Step]:
         """All reported training steps in the order of time; repeated steps appear twice."""
         done = list(self.of("step").rows("device", "time", "step", "loss", "samples"))
-        windows = _step_windows([(device, time) for device, time, *_ in done])
+        if not done:
+            return []
+        devices, times, _, _, sizes = zip(*done, strict=True)
+        windows = _step_windows(zip(devices, times, strict=True))
         # The last batch of an epoch may be smaller: its step takes less time than the others.
-        counted = Counter(samples for *_, samples in done)
-        most = counted.most_common(1)[0][0] if counted else None
-        whole = [samples == most for *_, samples in done]
-        comparable = self._comparable_flags(
-            [device for device, *_ in done], windows, whole
-        )
+        usual_size, _ = Counter(sizes).most_common(1)[0]
+        whole = [samples == usual_size for samples in sizes]
+        comparable = self._comparable_flags(devices, windows, whole)
         disturbed = [interval for _, interval in self.disturbances]
         steps = []
-        for row, window, is_comparable, is_whole in zip(
-            done, windows, comparable, whole, strict=True
-        ):
+        rows = zip(done, windows, comparable, whole, strict=True)
+        for row, window, is_comparable, is_whole in rows:
             device, time, number, loss, samples = row
             usual = is_comparable and is_whole
             steps.append(

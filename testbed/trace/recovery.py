@@ -12,12 +12,30 @@ from testbed.trace.metrics_spec import Metric, Metrics, Row
 from testbed.trace.record import RunView
 
 
-def _longest_span(spans: list[float]) -> float | None:
-    return max(spans, default=None)
-
-
 def _completed_recoveries(record: RunView) -> list[Recovery]:
     return [item for item in record.recoveries if item.resumed is not None]
+
+
+def _detection_time(record: RunView) -> float | None:
+    times = []
+    for recovery in record.recoveries:
+        # Without a recorded fault, such as a link that is too slow, nobody knows when the cause began.
+        if recovery.struck is not None:
+            times.append(recovery.detected - recovery.struck)
+    return max(times, default=None)
+
+
+def _resume_time(record: RunView) -> float | None:
+    times = []
+    for recovery in record.recoveries:
+        if recovery.resumed is not None:
+            times.append(recovery.resumed - recovery.detected)
+    return max(times, default=None)
+
+
+def _recovery_time(record: RunView) -> float | None:
+    durations = [recovery.duration for recovery in record.recoveries]
+    return max((each for each in durations if each is not None), default=None)
 
 
 METRICS = (
@@ -44,34 +62,21 @@ METRICS = (
         "detection_time",
         "seconds",
         "maximum time from a fault to its detection",
-        lambda record: _longest_span(
-            [
-                item.detected - item.struck
-                for item in record.recoveries
-                if item.struck is not None
-            ]
-        ),
+        _detection_time,
         compared=True,
     ),
     Metric(
         "resume_time",
         "seconds",
         "maximum time from a detection to the resumption",
-        lambda record: _longest_span(
-            [
-                (item.resumed or 0.0) - item.detected
-                for item in _completed_recoveries(record)
-            ]
-        ),
+        _resume_time,
         compared=True,
     ),
     Metric(
         "recovery_time",
         "seconds",
         "maximum time from a fault to the resumption",
-        lambda record: _longest_span(
-            [item.duration or 0.0 for item in _completed_recoveries(record)]
-        ),
+        _recovery_time,
         brief=True,
         compared=True,
     ),

@@ -244,9 +244,11 @@ class PatientServer(TcpWSGIServer):
     def handle_accept(self) -> None:
         """Accept a connection; if too many wait, close the least recently active one."""
         super().handle_accept()
-        waiting = [
-            channel for channel in self.active_channels.values() if channel.is_waiting()
-        ]
+        waiting = []
+        for channel in self.active_channels.values():
+            if channel.is_waiting():
+                waiting.append(channel)
+        # Connections that send nothing must not keep others out.
         if len(waiting) > MOST_WAITING:
             stalest = min(waiting, key=lambda channel: channel.last_activity)
             stalest.handle_close()

@@ -204,6 +204,7 @@ def _is_shape(value: object) -> bool:
 
 
 def _whole_numbers(value: object) -> TypeGuard[list[int]]:
+    # Exactly int, since true is an instance; bounded, since a product of huge numbers takes long.
     return isinstance(value, list) and all(
         type(item) is int and 0 <= item <= _LARGEST for item in value
     )
