@@ -64,6 +64,7 @@ class Plan(BaseModel, Generic[PlanDetails]):
     (('a', 'b'), [2])
     """
 
+    # Built with the first use: commands that plan nothing start sooner.
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     method: str
     coordinator: str

@@ -216,6 +216,7 @@ def _device_key(name: str, scenario: Scenario) -> Key:
 
 def _locate_error(error: InputError, trial: Trial) -> Diagnostic:
     """Prefix an error with the scenario key of its workload field or device."""
+    # Most planners raise errors without a key: an option of the method is the likely cause.
     key = error.key or ("method",)
     if key[0] in type(trial.scenario.workload).model_fields:
         return Diagnostic(("workload", *key), error.text)

@@ -127,6 +127,7 @@ class WorkloadPart(ConfigModel):
     @classmethod
     def _of_its_kind(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate the section with the class of its `task`."""
+        # A derived class validates itself, and anything but a mapping is an error of its own.
         if cls is not WorkloadPart or not isinstance(value, Mapping):
             return read(value)
         task = value.get("task", _DEFAULT)

@@ -318,6 +318,7 @@ class RoleHolder:
     def assume(self, configuration: int, role_of: Callable[[], Role]) -> bool:
         """Assume a role and return True, or return False if another role is held or the configuration is outdated."""
         self._mailbox.open(configuration)
+        # The coordinator may send the assignment again, and a late one belongs to an earlier configuration.
         if self.role is not None or configuration < self._mailbox.configuration:
             return False
         self.role = role_of()

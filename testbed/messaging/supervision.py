@@ -88,6 +88,7 @@ class Supervisor:
         self.device = mailbox.device
         self.membership = Membership(mailbox, [spec.name for spec in problem.devices])
         self.timeouts = timeouts
+        # Until the first configuration is established: devices start at different times.
         self.stall_timeout = max(timeouts.startup, timeouts.stall_timeout)
         self.progress = 0
         """Number of completed tasks: if it is unchanged between two recoveries, the first was fruitless."""
@@ -125,6 +126,7 @@ class Supervisor:
         """Take a message as `Mailbox.take` does; raises `Lost` if a required device fails first."""
         await self.until(lambda: self.mailbox.holds(kind, key))
         message = self.mailbox.pop(kind, key)
+        # `until` has just returned, and nothing else ran meanwhile.
         assert message is not None
         return message
 
@@ -195,6 +197,7 @@ class Supervisor:
             raise Lost(silent)
         if has_news():
             return
+        # A device that replies without its role has restarted, or never received the role.
         without_role = set()
         for part in others:
             if members.answers[part.device].holds != self.mailbox.configuration:

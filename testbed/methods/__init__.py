@@ -74,6 +74,7 @@ def get(name: str, task: str = "") -> Method:
     >>> get("program").tasks
     ('program',)
     """
+    # A package's method for the task overrides the method of that name for all tasks.
     for key in (f"{task}.{name}", name):
         if key in METHODS:
             return METHODS[key]

@@ -161,6 +161,7 @@ def _loss_problems(link: Link) -> Iterator[Impossible]:
         text = "bursts have a memory of their own: give loss and loss_correlation, or bursts"
         yield Impossible("loss_correlation", text)
     wrong = _burst_problems(link.bursts)
+    # The average helps to choose: it is what `loss` would have to be.
     if link.loss > 0:
         average = "" if wrong else f"; these bursts lose {100 * link.bursts.loss:.3g}%"
         yield Impossible(

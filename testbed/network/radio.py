@@ -83,6 +83,7 @@ class Propagation:
     def reception_ratio(self, distance: float) -> float:
         """Return the probability, from 0 to 1, of receiving a transmission at a distance in metres."""
         margin = self.transmit_power - self.path_loss(distance) - self.sensitivity
+        # A normal distribution without deviation is not defined.
         if self.shadowing == 0:
             return float(margin >= 0)
         return NormalDist(0, self.shadowing).cdf(margin)

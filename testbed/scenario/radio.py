@@ -57,6 +57,7 @@ def _position_problems(
             yield Diagnostic(
                 key, "requires `network.radio`: add a radio, or remove this key"
             )
+        # Devices in one place would all have the reception of distance zero.
         elif device.count is not None:
             yield Diagnostic(
                 key,

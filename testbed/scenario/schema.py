@@ -412,6 +412,7 @@ class Scenario(ConfigModel):
 
     def with_source(self, source: Source) -> Self:
         """Return the same scenario with the given source positions."""
+        # A copy, since scenarios are frozen and shared by the trials of a sweep.
         scenario = self.model_copy()
         scenario._source = source
         return scenario

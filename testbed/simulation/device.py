@@ -89,7 +89,7 @@ class SimulatedDevice:
     """Implementation of `testbed.device.Device` on the virtual clock, from one boot to the next."""
 
     def __init__(self, world: Surroundings, host: Host) -> None:
-        # What each message needs comes first: see `Channel`.
+        # Attributes read for each message come first.
         self.name = host.name
         self.alive = True
         self._calendar = world.calendar
@@ -157,6 +157,7 @@ class SimulatedDevice:
 
     async def sleep(self, seconds: float) -> None:
         """Wait on the virtual clock."""
+        # Also a sleep of no length lets other tasks run, as asyncio's does.
         if seconds <= 0:
             await asyncio.sleep(0)
             return
@@ -317,6 +318,7 @@ class SimulatedDevice:
                 except Exception as error:  # noqa: BLE001 - it is the program's to handle
                     failed.set_exception(error)
 
+        # Messages that arrived before the program began to listen.
         while self._inbox:
             take(self._inbox.popleft())
         self._listener = deliver
@@ -339,6 +341,7 @@ class SimulatedDevice:
         """Start queued work on free processors, skipping cancelled work."""
         while self._queue and len(self._under_way) < self.host.spec.processors:
             work = self._queue.pop(0)
+            # The caller has been cancelled while the work waited.
             if work.future.done():
                 continue
             work.start = self._calendar.now
@@ -422,6 +425,7 @@ class SimulatedDevice:
         now, flops = self._calendar.now, self._charged(work.cost)[1]
         row = (now, self.name, *values, work.start, now - work.start, flops, 0.0, 0.0)
         self.add(_work_forms(keys)[1], row)
+        # The processor finishes work whose caller has been cancelled.
         if not work.future.done():
             work.future.set_result(work.result)
         self._begin_work()

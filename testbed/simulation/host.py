@@ -75,6 +75,7 @@ class Host:
     """Number of the boot under way."""
     boots: int = 0
     """Number of restarts."""
+    # On the host, since the device object ends with each boot.
     disk: dict[str, Message] = field(default_factory=dict)
     """Messages saved by programs; persistent across restarts."""
     paused: bool = False

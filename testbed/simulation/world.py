@@ -116,6 +116,7 @@ class World:
 
     def channel(self, source: str, target: str) -> Channel:
         """Return the channel between two devices. Raises ValueError without a link."""
+        # Checked for each message, so the common case comes first.
         known = self._channels.get((source, target))
         if known is not None:
             return known
@@ -277,6 +278,7 @@ class World:
         self._cast_rates.clear()
         for (source, target), link in changed.links.items():
             self.record("link", **link_fields(source, target, link))
+            # A channel that is opened later starts with the new properties.
             if (source, target) in self._channels:
                 self._channels[source, target].refresh(link)
         for name, factor in changed.speeds.items():
@@ -311,6 +313,7 @@ class World:
         # The host was switched off again meanwhile.
         if host.booting != number:
             return
+        # A pause during the boot delays the rest of the boot.
         if host.paused:
             host.held.append((self._boot_device, boot))
             return
@@ -325,6 +328,7 @@ class World:
         )
 
     async def _run_program(self, device: SimulatedDevice) -> None:
+        # The owner is inherited by all tasks and timers that the program starts.
         OWNER.set(device)
         task = asyncio.current_task()
         assert task is not None
@@ -352,6 +356,7 @@ class World:
             self.kill(device.name)
 
     def _fail_run(self, device: Guest, error: BaseException) -> None:
+        # The first failure is the cause; others usually follow from it.
         if not self._end.done():
             failure = ProgramError(f"the program of {device.name} failed")
             failure.__cause__ = error

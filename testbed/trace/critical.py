@@ -179,7 +179,9 @@ class CriticalPaths:
                 return
             passed[device] = index
             yield own, index
-            device, instant = own.senders[index] or device, own.starts[index]
+            # A message leads to its sender, a computation to what its device waited for before.
+            device = own.senders[index] or device
+            instant = own.starts[index]
 
 
 class _LinksInForce:
@@ -305,6 +307,7 @@ class _Outlet:
     def occupy(self, until: float, acknowledged: float, size: float) -> None:
         """Record the departure of a message."""
         self._free = until
+        # Acknowledged before the next message could leave: no longer in its way.
         while self._unacknowledged and self._unacknowledged[0][0] <= until:
             self._unacknowledged.popleft()
         self._unacknowledged.append((acknowledged, size))

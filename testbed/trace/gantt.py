@@ -226,6 +226,7 @@ def spans(
         indices.append(numbers[bar.device, bar.kind, bar.label])
         began.append(bar.start)
         ended.append(bar.end)
+    # By device, kind and label, then by start, then by end.
     order = np.lexsort((np.asarray(ended), np.asarray(began), np.asarray(indices)))
     counts = np.bincount(indices, minlength=len(numbers)).tolist()
     # Each of these columns has 80 MB for ten million bars, so they are freed as early as possible.

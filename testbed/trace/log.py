@@ -78,6 +78,7 @@ class _Store:
 
     def keep(self, chunk: Any) -> None:
         """Write the columns of a chunk."""
+        # Column 0 has the places, 1 the times, 2 the devices.
         self._devices.update(*(columns[2] for _, columns in chunk.parts.values()))
         parts = {
             form: (count, self._write_columns([*map(_pack_column, columns)]))
@@ -143,6 +144,7 @@ class _Store:
 
     def _write_columns(self, packed: list[_Packed]) -> tuple[int, int]:
         content = marshal.dumps(packed)
+        # A run with fewer events than a chunk opens no file.
         self._file = self._file or tempfile.TemporaryFile()  # noqa: SIM115 - is gone with this store
         place, self._size = self._size, self._size + len(content)
         os.pwrite(self._file.fileno(), content, place)
@@ -361,6 +363,7 @@ class EventLog(Sequence[Event]):
     def ordered(self) -> EventLog:
         """Return the whole log in the order of time; the log itself if already ordered."""
         times = np.fromiter((time for (time,) in self.rows("time")), float)
+        # A simulation writes its events in order already.
         if bool((times[1:] >= times[:-1]).all()):
             return self
         order = np.argsort(times, kind="stable")

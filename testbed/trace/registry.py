@@ -97,6 +97,7 @@ def _as_metrics(declared: Any) -> tuple[Metric, ...]:
 
 def rows_of(declared: MetricsSpec) -> tuple[Row, ...]:
     """Return the summary rows of the report."""
+    # The method's rows come between the results and the rows about the run itself.
     common = (*learning.ROWS, *pace.ROWS, *requests.ROWS, *recovery.ROWS)
     return (*common, *declared.rows, *recovery.LAST_ROWS, *course.ROWS, *host.ROWS)
 

@@ -240,4 +240,5 @@ def _encode_length(value: int) -> bytes:
 
 def _encode_text(value: str) -> bytes:
     encoded = value.encode()
+    # `bytes` raises ValueError beyond 255, which `header` turns into a WireError.
     return bytes([len(encoded)]) + encoded

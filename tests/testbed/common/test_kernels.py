@@ -65,7 +65,7 @@ def test_reproducible_runs_have_equal_weights_on_two_instruction_sets(
     assert weights[0] == weights[1]
 
 
-def test_a_process_whose_torch_has_chosen_is_told_how_to_start(
+def test_conflicting_environment_is_refused_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")

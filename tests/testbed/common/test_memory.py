@@ -26,7 +26,7 @@ print(first, faults())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="is about glibc")
-def test_tensors_of_megabytes_are_made_of_memory_that_is_there():
+def test_large_tensors_reuse_freed_memory():
     # A fixed threshold, since by default glibc changes it by what was freed before, which differs from run to run.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     command = [sys.executable, "-c", TENSORS]

@@ -30,7 +30,7 @@ def test_neither_true_nor_text_with_underscores_is_a_number(key, value):
     assert problem(**{key: value}) == ("int_type" if key == "count" else "float_type")
 
 
-def test_true_and_underscores_are_left_where_they_mean_something():
+def test_booleans_and_underscores_are_valid_outside_of_numbers():
     assert Example(named=True).named is True
     assert Example(named="a_b").named == "a_b"
 
@@ -40,7 +40,7 @@ def test_numbers_are_finite(value):
     assert problem(share=value) == "finite_number"
 
 
-def test_numbers_end_unless_their_key_says_otherwise():
+def test_numbers_are_bounded_by_default():
     assert problem(count=MOST + 1) == "less_than_equal"
     assert problem(share=-2.0 * MOST) == "greater_than_equal"
     assert problem(pair=(0.0, 2.0 * MOST)) == "less_than_equal"
@@ -54,7 +54,7 @@ def test_unknown_keys_and_changes_are_refused():
         Example().count = 2
 
 
-def test_the_schema_says_the_bounds_of_all_plain_numbers():
+def test_schema_contains_bounds_of_all_plain_numbers():
     described = Example.model_json_schema()["properties"]
     assert (described["count"]["minimum"], described["count"]["maximum"]) == (
         -MOST,

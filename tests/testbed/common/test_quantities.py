@@ -75,14 +75,14 @@ def test_reads_a_number_and_a_unit(parse, text, value):
         (q.parse_speed, "4GFLOPS", "write 'gflops'"),
     ],
 )
-def test_says_what_would_be_right(parse, text, said):
+def test_error_suggests_a_valid_quantity(parse, text, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         parse(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_what_is_written_reads_back_exactly(kind, data):
+def test_formatted_quantity_parses_to_the_same_value(kind, data):
     parse, write, _ = KINDS[kind]
     top = 1.0 if kind == "fraction" else 1e15
     values = (

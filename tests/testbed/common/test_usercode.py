@@ -122,7 +122,7 @@ def test_a_file_knows_where_it_lies(tmp_path: Path) -> None:
         ("testbed", ""),
     ],
 )
-def test_a_name_that_stands_for_two_modules_is_refused(
+def test_ambiguous_module_name_is_refused(
     tmp_path: Path, name: str, other: str
 ) -> None:
     file = lay(
@@ -209,7 +209,7 @@ def test_errors_of_elsewhere_are_not_located() -> None:
     assert usercode.describe_error(ValueError("x")) is None
 
 
-def test_texts_lie_as_they_lay_beside_each_other(tmp_path: Path) -> None:
+def test_texts_keep_their_relative_paths(tmp_path: Path) -> None:
     file = lay(tmp_path, main="import tools.inner\n", tools__inner="")
     assert (
         next(iter(usercode.texts_of(usercode.read(file, "answer", KEY)))) == "main.py"

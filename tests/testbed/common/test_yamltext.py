@@ -36,7 +36,7 @@ WORDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_a_word_is_what_the_core_schema_says(word: str) -> None:
+def test_words_have_types_of_the_core_schema(word: str) -> None:
     assert values(f"a: {word}")["a"] == WORDS[word]
     assert type(values(f"a: {word}")["a"]) is type(WORDS[word])
 
@@ -56,19 +56,17 @@ def test_a_word_is_what_the_core_schema_says(word: str) -> None:
     ),
     st.booleans(),
 )
-def test_what_is_written_is_read_again(plain: Any, lines: bool) -> None:
+def test_written_values_are_read_back(plain: Any, lines: bool) -> None:
     assert values(written(plain, lines=lines)) == plain
 
 
-def test_a_value_that_stands_twice_is_written_twice() -> None:
+def test_repeated_value_is_written_without_alias() -> None:
     shared = [1]
     assert written({"a": shared, "b": shared}) == "a:\n- 1\nb:\n- 1\n"
 
 
 @pytest.mark.parametrize("deep", [DEEPEST + 1, 17_000, 100_000])
 @pytest.mark.parametrize(("opened", "closed"), [("[", "]"), ("{a: ", "}"), ("- ", "")])
-def test_what_is_nested_too_deeply_is_refused(
-    deep: int, opened: str, closed: str
-) -> None:
+def test_deep_nesting_is_refused(deep: int, opened: str, closed: str) -> None:
     with pytest.raises(yaml.YAMLError, match="nested too deeply"):
         nodes(opened * deep + "1" + closed * deep)

@@ -35,7 +35,7 @@ def down(now: SystemState) -> set[tuple[str, str]]:
     return {pair for pair in now.links if not now.link(pair).up}
 
 
-def test_partition_cuts_between_groups_and_those_not_named():
+def test_partition_cuts_links_between_groups():
     cut = apply(MESH, partition=[["a", "b"], ["c"]])
     assert set(MESH.links) - down(cut) == {("a", "b"), ("b", "a")}
     assert set(links(cut)) == down(cut)
@@ -47,7 +47,7 @@ def test_single_group_is_cut_from_the_rest():
     }
 
 
-def test_degradation_replaces_only_what_it_gives():
+def test_degradation_replaces_only_given_properties():
     worse = apply(MESH, degrade={"from": "a", "to": "b", "rate": "1mbit"})
     assert links(worse) == {("a", "b"): Link(rate=1e6, delay=0.005)}
     assert worse.link(("b", "a")) == BASE
@@ -175,7 +175,7 @@ def test_change_that_changes_nothing_touches_no_pair():
         MESH.link(("a", "z"))
 
 
-def test_flap_takes_links_down_until_it_is_undone():
+def test_flap_takes_links_down_until_undone():
     flap = {"between": ["a", "b"], "down": "1s", "up": "1s"}
     flapped = apply(MESH, flap=flap)
     assert down(flapped) == {("a", "b"), ("b", "a")}
@@ -187,7 +187,7 @@ def test_flap_takes_links_down_until_it_is_undone():
     assert down(of_device) == {pair for pair in MESH.links if "d" in pair}
 
 
-def test_what_is_set_lies_under_the_faults():
+def test_faults_apply_on_top_of_set_links():
     slow = MESH.with_links({("a", "b"): Link(1e6, 0.005)})
     assert links(slow) == {("a", "b"): Link(1e6, 0.005)}
     both = apply(slow, degrade={"between": ["a", "b"], "delay": "1s"})
@@ -221,7 +221,7 @@ def test_throttles_pile_up_and_go_by_their_handles():
     assert apply(slower, unthrottle="b") == slower
 
 
-def test_a_speed_that_is_set_lies_under_the_throttles():
+def test_throttles_apply_on_top_of_a_set_speed():
     traced = MESH.set_speed("a", 0.5)
     both = apply(traced, throttle=SLOW)
     assert traced.diff_since(MESH) == StateDiff(speeds={"a": 0.5})
@@ -231,7 +231,7 @@ def test_a_speed_that_is_set_lies_under_the_throttles():
     assert fixed.set_speed("a", 0.1).diff_since(both) == StateDiff(speeds={"a": 1.0})
 
 
-def test_devices_go_down_stand_still_and_come_back():
+def test_devices_stop_pause_and_restart():
     off = apply(MESH, kill="b")
     assert off.diff_since(MESH) == StateDiff({"b": "down"})
     assert (
@@ -245,7 +245,7 @@ def test_devices_go_down_stand_still_and_come_back():
     assert apply(still, resume="b") == undo(still, pause="b") == MESH
 
 
-def test_what_mends_what_is_told_from_recorded_names():
+def test_repairs_follow_from_recorded_names():
     assert repair_action("kill", "b") is None
     assert repair_action("no such action", "b") is None
     table = {
@@ -329,7 +329,7 @@ def scripts(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(scripts())
-def test_after_everything_is_undone_the_conditions_are_the_first_ones(script):
+def test_undoing_everything_restores_the_initial_state(script):
     now = MESH
     for operation in script:
         now = operation.apply(now)
@@ -388,7 +388,7 @@ class Remembered:
 
 @settings(max_examples=200, deadline=None)
 @given(scripts(), st.integers(0, 24))
-def test_machines_have_the_conditions_that_the_script_says(script, length):
+def test_machines_follow_the_state_of_the_script(script, length):
     machines, now = Remembered(), MESH
     for operation in script[:length]:
         apply_step(operation, machines)

@@ -47,7 +47,7 @@ def test_links_are_one_or_both_directions_or_all_of_a_device() -> None:
         {"device": "a", "from": "a", "to": "b"},
     ],
 )
-def test_links_are_named_in_one_way_and_nothing_beside_it_is_ignored(keys) -> None:
+def test_links_have_exactly_one_form_of_naming(keys) -> None:
     with pytest.raises(
         ValidationError,
         match="name the links with one of 'between', 'from' and 'to', or 'device'",
@@ -55,7 +55,7 @@ def test_links_are_named_in_one_way_and_nothing_beside_it_is_ignored(keys) -> No
         LinkSetPart.model_validate(keys)
 
 
-def test_targets_and_devices_are_said_as_the_scenario_has_them() -> None:
+def test_targets_and_devices_are_named_as_in_the_scenario() -> None:
     both, one, all_of = (
         LinkSetPart.model_validate(keys)
         for keys in ({"between": ["a", "b"]}, {"from": "a", "to": "b"}, {"device": "c"})
@@ -68,7 +68,7 @@ def test_targets_and_devices_are_said_as_the_scenario_has_them() -> None:
 
 
 @given(st.lists(st.sets(st.sampled_from("abcd")), max_size=3))
-def test_devices_are_cut_off_from_those_of_other_groups_and_the_rest_is_a_group(
+def test_unnamed_devices_form_one_more_group(
     groups,
 ) -> None:
     found = NetworkPartition(tuple(tuple(sorted(group)) for group in groups if group))
@@ -98,7 +98,7 @@ def test_turns_are_counted_from_the_first_and_the_links_are_up_at_the_end(
     assert found == expected
 
 
-def test_a_flap_without_an_end_goes_on_for_ever() -> None:
+def test_flap_without_end_repeats_forever() -> None:
     flap = Flap(FlapPart(device="a", down="1s", up="2s"))
     assert flap.takes_no_for is None
     assert [moment for _, moment in islice(flap.turns(0.0, math.inf), 2000, 2004)] == [
@@ -109,7 +109,7 @@ def test_a_flap_without_an_end_goes_on_for_ever() -> None:
     ]
 
 
-def test_heal_mends_what_was_done_to_links_and_nothing_else() -> None:
+def test_heal_repairs_links_only() -> None:
     heal = Heal("all")
     for name in ("partition", "degrade", "obstruct", "flap"):
         assert heal.mends(ACTIONS[name], "a <-> b")

@@ -128,7 +128,7 @@ def test_faults_that_cannot_be(part, key, text):
     assert text in problem.text
 
 
-def test_nothing_joins_before_it_is_away():
+def test_join_before_departure_is_refused():
     (problem,) = problems(
         *script({"join": "a", "at": "3s"}, {"kill": "a", "at": "5s"}),
         spans,

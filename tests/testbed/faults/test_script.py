@@ -174,7 +174,7 @@ def test_throttle_is_undone_by_its_handle():
     assert play(script, 10) == [("throttle", 1), ("undo throttle", 3)]
 
 
-def test_links_that_go_down_while_they_are_healed_come_up_at_once():
+def test_link_down_during_heal_comes_up_at_once():
     script = FaultScript(faults({"flap": FLAP, "at": 0}, {"heal": "all", "at": "3s"}))
     (first,) = script.due(0)
     script.done(first, 0)
@@ -187,7 +187,7 @@ def test_links_that_go_down_while_they_are_healed_come_up_at_once():
     assert script.next_deadline() is None
 
 
-def test_what_may_start_a_device_is_to_come_or_under_way() -> None:
+def test_pending_and_running_operations_may_start_a_device() -> None:
     script = FaultScript(
         faults(
             {"kill": "a", "at": "1s"},

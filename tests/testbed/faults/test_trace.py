@@ -81,7 +81,7 @@ def test_every_kind_of_line():
         ("", "has 0 values"),
     ],
 )
-def test_lines_that_say_nothing(line, said):
+def test_invalid_lines_are_refused(line, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         parse(line)
 
@@ -165,7 +165,7 @@ def test_traces_that_cannot_be(tmp_path, trace, said):
     assert said in refusal(tmp_path, trace)
 
 
-def test_file_that_is_not_there_is_named_where_the_scenario_names_it(tmp_path):
+def test_missing_trace_file_is_located_in_the_scenario(tmp_path):
     file = tmp_path / "traced.yaml"
     file.write_text(SCENARIO)
     with pytest.raises(
@@ -178,7 +178,7 @@ def test_file_that_is_not_there_is_named_where_the_scenario_names_it(tmp_path):
         load(file)
 
 
-def test_trace_that_is_no_trace():
+def test_malformed_trace_is_refused():
     tree = {
         "name": "x",
         "devices": {"a": {}},
@@ -192,7 +192,7 @@ def test_trace_that_is_no_trace():
         validate({**tree, "trace": [{"at": 1}]}, Source("x.yaml"))
 
 
-def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
+def test_degradation_is_checked_against_traced_links():
     from testbed.faults.conditions import FaultContext
     from testbed.faults.parts import problems
 
@@ -243,7 +243,7 @@ def test_script_keeps_to_its_schedule():
     assert not script.due(999)
 
 
-def test_what_a_change_changes():
+def test_changes_of_links_and_speeds():
     before = SystemState.of(
         [DeviceSpec("a", 1e9, 1e9)], {("a", "b"): Link(1e6), ("b", "a"): Link(1e6)}
     )

@@ -66,7 +66,7 @@ def test_messages_are_taken_by_key_in_any_order():
     talk(count, listen)
 
 
-def test_take_says_that_it_did_not_come():
+def test_take_returns_none_after_its_deadline():
     async def listen(mailbox):
         assert await mailbox.take(Word, 7, deadline=0.5) is None
         assert mailbox.device.now() == 0.5
@@ -104,7 +104,7 @@ def test_peeking_leaves_the_message_there():
     talk(count, listen)
 
 
-def test_second_message_of_a_key_is_dropped_and_those_without_a_key_queue_up():
+def test_second_message_of_a_key_is_dropped():
     async def speak(mailbox):
         for text in ("a", "b"):
             mailbox.post("ear", Word(0, 1))
@@ -160,7 +160,7 @@ def test_only_messages_of_the_present_configuration_count():
     talk(speak, listen)
 
 
-def test_a_newer_configuration_voids_everything_of_the_older_one():
+def test_newer_configuration_discards_older_state():
     opened = []
 
     async def speak(mailbox):
@@ -183,7 +183,7 @@ def test_a_newer_configuration_voids_everything_of_the_older_one():
     talk(speak, listen)
 
 
-def test_messages_to_oneself_are_delivered_at_once():
+def test_message_to_the_sender_is_delivered_at_once():
     async def listen(mailbox):
         mailbox.post("ear", Shout("me"))
         assert mailbox.pop(Shout).sender == "ear"
@@ -191,7 +191,7 @@ def test_messages_to_oneself_are_delivered_at_once():
     talk(count, listen)
 
 
-def test_what_is_under_way_and_overdue_is_known():
+def test_messages_in_transit_and_overdue_are_counted():
     async def listen(mailbox):
         mailbox.links = {}
         sends = mailbox.sends
@@ -244,7 +244,7 @@ def test_transfer_time_is_there_and_back():
     assert transfer_time(links, "a", "c", 1000) == 0
 
 
-def test_failure_ends_the_program_with_what_went_wrong():
+def test_failure_of_a_task_fails_the_program():
     ended = []
 
     async def patient():
@@ -268,7 +268,7 @@ def test_failure_ends_the_program_with_what_went_wrong():
     assert ended == ["patient"]
 
 
-def test_what_the_program_raises_is_raised():
+def test_exception_of_the_program_is_raised():
     async def program():
         async with Tasks() as tasks:
             tasks.start(asyncio.sleep(60))

@@ -54,7 +54,7 @@ def test_devices_that_greet_are_present_and_may_join():
     ]
 
 
-def test_answers_carry_what_a_device_says_of_itself():
+def test_answers_contain_the_status_of_a_device():
     async def lead(mailbox, members):
         mailbox.open(7)
         assert await members.ping_all({"one": 1.0, "two": 1.0}) == set()
@@ -79,7 +79,7 @@ def test_silent_devices_are_named_at_the_deadline():
     led(lead, faults=[{"kill": "one", "at": "200ms"}])
 
 
-def test_restart_is_told_from_a_slow_answer():
+def test_restart_is_distinguished_from_a_slow_answer():
     async def lead(mailbox, members):
         await mailbox.device.sleep(0.5)
         members.mark_configured()

@@ -173,7 +173,7 @@ def test_device_without_its_role_is_lost():
     assert error.missing == ["one", "two"]
 
 
-def test_standstill_is_noticed_though_all_answer():
+def test_standstill_is_detected_although_all_answer():
     when, error = lost(lambda lead: supervised(lead))
     assert str(error) == "no progress"
     assert 4 <= when < 6
@@ -244,7 +244,7 @@ class Plan:
         asyncio.run(run_with_recovery(self, self, self.supervisor))
 
 
-def test_work_goes_on_after_a_loss():
+def test_work_resumes_after_a_loss():
     plan = Plan(Lost(["one"]))
     plan.run_with_recovery()
     assert plan.calls == ["establish", ("recover", ["one"], 5), "establish", "resumed"]
@@ -272,7 +272,7 @@ def test_device_lost_again_and_again_is_left_out_though_it_answers():
     assert plan.excluded == {"one"}
 
 
-def test_without_progress_it_is_given_up():
+def test_run_fails_after_recoveries_without_progress():
     plan = Plan(*(Lost(["one"]) for _ in range(MAX_RETRIES)))
     with pytest.raises(
         TestbedError,

@@ -63,12 +63,12 @@ def test_a_state_is_all_other_tensors_under_their_own_names():
     assert decode(Whole, message).state.keys() == state.keys()
 
 
-def test_only_what_is_none_by_default_is_left_out():
+def test_only_fields_with_default_none_are_omitted():
     assert "note" not in encode(Piece(0, 0, torch.ones(1))).fields
     assert encode(Piece(0, 0, torch.ones(1), "late")).fields["note"] == "late"
 
 
-def test_key_tells_messages_apart():
+def test_key_distinguishes_messages():
     assert Piece(4, 2, torch.ones(1)).identity == (4, 2)
     assert Whole(4, None, torch.ones(1), {}).identity == 4
     assert Noted(4, 2, torch.ones(1), first=True).identity == (4, 2)
@@ -80,7 +80,7 @@ def test_message_with_other_fields_is_refused():
 
 
 @pytest.mark.parametrize("loss", [0.1, -2.3025850929940455, 1e-300, math.nan, 0.0])
-def test_a_fixed_number_takes_as_many_bytes_whatever_it_is(loss: float) -> None:
+def test_fixed_number_has_constant_size(loss: float) -> None:
     sent = encode(Lost(loss=loss))
     assert content_size(sent, "one") == content_size(encode(Lost(loss=1.0)), "one")
     assert decode(Lost, sent).loss == pytest.approx(loss, rel=0, nan_ok=True)

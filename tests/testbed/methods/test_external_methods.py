@@ -173,7 +173,7 @@ def test_results_keep_the_file_and_load_without_the_original(tmp_path: Path) -> 
         (SMALL.replace("def plan", "def plans"), r"Nothing lacks plan"),
     ],
 )
-def test_a_file_that_is_no_method_is_refused_in_one_line(
+def test_file_without_method_is_refused_in_one_line(
     tmp_path: Path, text: str, said: str
 ) -> None:
     with pytest.raises(InputError, match=said) as refused:
@@ -257,7 +257,7 @@ def test_a_package_registers_methods_by_entry_points(
     assert (method.name, method.summary) == ("nothing", "from the package")
 
 
-def test_a_method_that_says_nothing_of_its_spans_is_refused_no_fault() -> None:
+def test_method_without_span_names_accepts_all_faults() -> None:
     (trial,) = trials(load(RING, ["faults.0.when.begins=anything"]))
     assert find_method(trial.scenario).spans(recorded.plan(), "worker2") is None
     assert prepare(trial)

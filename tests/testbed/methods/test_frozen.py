@@ -128,9 +128,7 @@ def test_frozen_weights_neither_travel_nor_change_and_are_among_those_that_a_run
 
 
 @pytest.mark.parametrize("method", ["single", *ROUNDS, *PIPELINES])
-def test_that_they_stay_changes_nothing_that_is_learnt(
-    folder: Path, method: str
-) -> None:
+def test_keeping_frozen_weights_changes_no_results(folder: Path, method: str) -> None:
     trained, everything = (
         run_of(folder, method, exchange) for exchange in ("trained", "all")
     )

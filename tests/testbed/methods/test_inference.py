@@ -38,7 +38,7 @@ def accuracy_of_plain_model(spec, weights=None, requests=7):
 
 @pytest.mark.parametrize("partition", ["even", "latency", "bottleneck"])
 @pytest.mark.parametrize("in_flight", [1, 3])
-def test_answers_are_those_of_the_undivided_model(partition, in_flight):
+def test_answers_equal_the_undivided_model(partition, in_flight):
     weights = run(scenario()).weights
     spec = sequential(method={"partition": partition, "in_flight": in_flight})
     outcome = run(spec, weights=weights)
@@ -54,7 +54,7 @@ def test_seeded_weights_where_none_are_given():
     assert of(run(spec), "evaluate")[-1]["accuracy"] == accuracy_of_plain_model(spec)
 
 
-def test_one_pass_over_the_test_part_unless_told_otherwise():
+def test_default_is_one_pass_over_the_test_samples():
     assert (
         len(of(run(sequential(workload={"task": "infer"})), "request")) == 3
     )  # 40 samples, 16 a request
@@ -136,7 +136,7 @@ def test_single_device_answers_requests():
     assert len(of(outcome, "request")) == 7
 
 
-def test_single_device_that_is_not_there_or_too_small():
+def test_missing_or_small_single_device_is_refused():
     with pytest.raises(InputError, match=r"method\.device: unknown device 'elsewhere'"):
         METHODS["single"].plan(
             problem_of(scenario(method={"name": "single", "device": "elsewhere"}))[0]

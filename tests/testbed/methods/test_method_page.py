@@ -40,7 +40,7 @@ def test_the_page_shows_the_example():
     assert example[-len(program) :] == program
 
 
-def test_the_example_goes_on_without_the_device_that_died():
+def test_example_continues_without_the_dead_device():
     prepared = prepare(trials(load(EXAMPLES / "mean.yaml"))[0])
     outcome = simulate(prepared, None)
     assert outcome.status == "finished", outcome.error

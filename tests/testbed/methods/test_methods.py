@@ -23,7 +23,7 @@ def test_methods_are_registered_under_their_names():
         assert method.Options()
 
 
-def test_unknown_method_is_named_with_those_there_are():
+def test_unknown_method_is_refused_with_the_available_ones():
     with pytest.raises(
         InputError, match="unknown method 'gossip': choose one of single, sequential,"
     ):

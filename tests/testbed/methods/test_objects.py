@@ -47,7 +47,7 @@ def weights_that_see_dogs(problem):
 
 
 @pytest.mark.parametrize("method", ["single", "sequential", "distributed"])
-def test_every_method_finds_what_the_plain_model_finds(method):
+def test_every_method_detects_the_objects_of_the_plain_model(method):
     problem, data = problem_of(spec(method))
     state = weights_that_see_dogs(problem)
     model = problem.model.build(0, len(problem.model.units), problem.seed).eval()
@@ -81,7 +81,7 @@ def test_every_method_finds_what_the_plain_model_finds(method):
     assert not of(outcome, "evaluate")
 
 
-def test_results_hold_boxes_and_pictures_and_say_which_weights(tmp_path):
+def test_results_contain_boxes_pictures_and_weights(tmp_path):
     chosen = spec()
     (trial,) = trials(chosen)
     problem, data = problem_of(chosen)

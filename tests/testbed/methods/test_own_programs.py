@@ -21,7 +21,7 @@ def prepared(*changes: str) -> Prepared:
     return prepare(trials(load(EXAMPLE, changes))[0])
 
 
-def test_a_role_stands_for_its_devices_and_ranks_are_in_their_order() -> None:
+def test_role_expands_to_devices_in_the_order_of_ranks() -> None:
     found = prepared(
         "workload.programs.stage2={command: serve, background: true}", "devices.idle={}"
     )
@@ -90,12 +90,12 @@ def test_files_travel_and_the_device_needs_none() -> None:
         ),
     ],
 )
-def test_mistakes_are_said(change: str, message: str) -> None:
+def test_mistakes_are_reported(change: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         prepared(change)
 
 
-def test_they_are_not_simulated() -> None:
+def test_programs_are_not_simulated() -> None:
     with pytest.raises(InputError, match="programs require containers"):
         simulate(prepared(), None)
 

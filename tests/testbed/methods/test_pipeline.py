@@ -176,7 +176,7 @@ def test_spans_are_all_that_devices_begin():
         assert begun == method.spans(plan, device)
 
 
-def test_devices_without_a_stage_stand_by_and_step_in():
+def test_spare_devices_replace_lost_stages():
     fault = {
         "kill": "worker1",
         "when": {"device": "worker1", "begins": "backward", "batch": 6},

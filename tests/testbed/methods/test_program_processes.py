@@ -130,7 +130,7 @@ def test_a_daemon_ends_with_its_program(tmp_path: Path, keep: str) -> None:
     assert not is_running(int(Path(place).read_text()))
 
 
-def test_a_program_that_is_stopped_ends_with_all_it_started(tmp_path: Path) -> None:
+def test_stopped_program_ends_with_all_descendants(tmp_path: Path) -> None:
     place = str(tmp_path / "pid")
     with pytest.raises(TimeoutError):
         run(DAEMON.format(place=place, keep="pass") + "time.sleep(600)", seconds=1.5)

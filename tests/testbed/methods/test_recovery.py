@@ -89,7 +89,7 @@ def test_one_comes_back_and_one_does_not(undisturbed):
     assert partition_at_the_end(outcome) == ["source", "worker2", "worker3"]
 
 
-def test_all_stay_away_and_the_lead_goes_on_alone(undisturbed):
+def test_lead_continues_alone_after_losing_all_devices(undisturbed):
     when = {"device": "worker1", "begins": "backward", "batch": 5}
     outcome = faulty(*({"kill": victim, "when": when} for victim in WORKERS))
     assert_recovered(outcome, undisturbed)
@@ -188,7 +188,7 @@ def test_paused_for_long_is_replaced_and_joins_again(undisturbed):
     }
 
 
-def test_devices_that_lost_each_other_are_told_apart(undisturbed):
+def test_devices_without_contact_to_each_other_are_identified(undisturbed):
     link = {"between": ["worker1", "worker2"], "rate": "1bit"}
     fault = {
         "degrade": link,
@@ -224,7 +224,7 @@ def test_lead_that_restarts_starts_over(undisturbed):
     assert [step["step"] for step in of(outcome, "step")] == [*range(6), *range(12)]
 
 
-def test_a_device_that_is_off_at_the_start_costs_seconds():
+def test_device_off_at_the_start_delays_the_run():
     outcome = faulty({"kill": "worker2", "at": "0s"})
     assert outcome.status == "finished", outcome.error
     detected, _resumed = of(outcome, "recovery")

@@ -48,7 +48,7 @@ def answers(devices=3, hidden=(9, 7), weights=None):
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 @pytest.mark.parametrize("hidden", [(9,), (9, 7), (13, 5, 6)])
-def test_divided_outputs_are_those_of_the_undivided_model(devices, hidden):
+def test_divided_outputs_equal_the_undivided_model(devices, hidden):
     found, wanted = answers(devices, hidden)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 

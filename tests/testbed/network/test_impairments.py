@@ -176,7 +176,7 @@ def test_sources_take_turns_at_a_bottleneck() -> None:
     assert shared.due == 5.0
 
 
-def test_a_bottleneck_that_is_lifted_lets_all_pass() -> None:
+def test_removed_bottleneck_lets_all_messages_pass() -> None:
     shared: Bottleneck[int] = Bottleneck(rate=8, limit=10)
     for number in range(5):
         shared.enter("a", 0.0, 1000, number)

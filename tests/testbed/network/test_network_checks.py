@@ -82,7 +82,7 @@ def refusal(**parts) -> str:
         (Link(limit=0), "limit", "use at least 1"),
     ],
 )
-def test_what_cannot_be(link, figure, said):
+def test_impossible_links_are_reported(link, figure, said):
     (found,) = problems(link)
     assert found.figure == figure
     assert said in found.text
@@ -102,7 +102,7 @@ CORRELATION = st.floats(0, 0.99)
     limit=st.none() | st.integers(1, 10**6),
     rate=st.none() | st.floats(8e3, 1e11),
 )
-def test_what_can_be_is_let_through(
+def test_possible_links_are_accepted(
     delay, share, distribution, loss, correlations, others, limit, rate
 ):
     link = Link(rate=rate, delay=delay, loss=loss, limit=limit)
@@ -172,7 +172,7 @@ def test_loss_and_bursts_of_different_levels_replace_each_other():
     assert overlay(Link(loss=0.1, loss_correlation=0.5), part(loss=0), False) == Link()
 
 
-def test_without_jitter_what_described_it_goes():
+def test_zero_jitter_removes_its_distribution():
     link = Link(delay=0.1, jitter=0.01, distribution="pareto", jitter_correlation=0.5)
     assert overlay(link, part(jitter=0), False) == Link(delay=0.1)
     assert overlay(link, part(jitter="5ms"), False).distribution == "pareto"

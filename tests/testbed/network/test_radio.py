@@ -103,7 +103,7 @@ def test_measured_ratios_differ_by_direction_and_are_whole_packets():
 
 
 @pytest.mark.parametrize("packets", [None, 50])
-def test_what_a_lower_exponent_loses_a_higher_one_loses_as_well(packets):
+def test_higher_exponent_loses_all_that_a_lower_one_loses(packets):
     radio = Radio(
         EDGEPIPE,
         draw_positions([f"d{number}" for number in range(12)], {}, (50, 50), 1),

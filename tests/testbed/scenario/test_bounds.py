@@ -94,7 +94,7 @@ def answer(file: Path) -> str:
         ),
     ],
 )
-def test_what_was_too_much_is_refused_in_one_line(
+def test_excessive_input_is_refused_in_one_line(
     tmp_path: Path, text: str, wrong: str
 ) -> None:
     file = tmp_path / "x.yaml"

@@ -48,7 +48,7 @@ def test_more_runs_than_anybody_waits_for_are_refused_at_once() -> None:
             expand(**keys)
 
 
-def test_devices_with_a_count_are_numbered_from_one():
+def test_counted_devices_are_numbered_from_one():
     (trial,) = expand(
         devices={"source": {}, "worker": {"count": 2}, "single": {"count": 1}}
     )
@@ -276,7 +276,7 @@ def test_labels_of_swept_values_and_points_set_no_key():
         ({"together": {}}, "under 'together', not {}"),
     ],
 )
-def test_what_is_no_sweep_is_said_in_one_line(sweep, said):
+def test_invalid_sweep_is_refused_in_one_line(sweep, said):
     message = refusal(sweep=sweep)
     assert said in message
     assert "\n" not in message
@@ -302,7 +302,7 @@ def test_the_lines_of_a_file_are_not_copied_for_each_point():
         assert trial.scenario.source.where(("workload", "steps")) == "a.yaml:5"
 
 
-def test_what_is_in_a_key_that_something_else_set_has_its_place():
+def test_key_below_an_override_has_its_position():
     source = Source("a.yaml", {("a",): 1, ("a", "b"): 2}).override({("a",): "set"})
     assert source.where(("a", "b")) == "set"
 

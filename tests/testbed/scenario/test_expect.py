@@ -74,12 +74,12 @@ def test_any_text_is_a_condition_or_a_value_error(text, kind):
     assert condition.holds(object()) is False
 
 
-def test_true_is_not_one():
+def test_true_does_not_equal_one():
     assert not parse_condition("== 1", "number").holds(True)
     assert not parse_condition("== true", "bool").holds(1)
 
 
-def test_evaluates_in_the_order_of_the_scenario_and_keeps_what_is_missing():
+def test_expectations_keep_order_and_missing_values():
     metrics = {
         "accuracy": 0.95,
         "recovery_time": None,

@@ -217,12 +217,12 @@ def test_names_line_key_and_remedy(write, old, new, number, expected):
     assert all(re.match(r"small\.yaml:\d+: ", line) for line in lines)
 
 
-def test_a_condition_without_quotes_is_told_to_use_them(write):
+def test_unquoted_condition_is_refused_with_quotes_suggested(write):
     (line,) = refusal(write(GOOD.replace('">= 0.9"', ">= 0.9")))
     assert "in quotes, as in accuracy: '>= 0.9'" in line
 
 
-def test_tells_all_problems_in_the_order_of_the_file(write):
+def test_all_problems_are_reported_in_the_order_of_the_file(write):
     lines = refusal(
         write(
             GOOD.replace("laptop", "[]")
@@ -254,12 +254,12 @@ def test_tells_all_problems_in_the_order_of_the_file(write):
         ), "small.yaml: unfolds to more than 40000 values"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_scenario(write, text, expected):
+def test_file_without_scenario_is_refused(write, text, expected):
     (line,) = refusal(write(text))
     assert line.startswith(expected)
 
 
-def test_a_file_that_is_not_there(write, tmp_path):
+def test_missing_file_is_refused(write, tmp_path):
     write(GOOD)
     (tmp_path / "scenarios" / "smoke").mkdir(parents=True)
     (tmp_path / "scenarios" / "quickstart.yaml").write_text(GOOD)
@@ -307,7 +307,7 @@ def test_yaml_1_2_scalars(write):
     assert workload.training.optimizer.momentum == 0.5
 
 
-def test_aliases_stand_for_whole_values(write):
+def test_aliases_repeat_whole_values(write):
     text = GOOD.replace("{profile: laptop}", "&pi {profile: raspberry-pi-3b}").replace(
         "{profile: raspberry-pi-4b, count: 2}", "*pi"
     )
@@ -469,7 +469,7 @@ def test_damaged_files_are_refused_or_read(write, position, length, new):
     _only_input_errors(write(GOOD[:position] + new + GOOD[position + length :]))
 
 
-def test_an_anchor_that_is_used_again_is_refused(write):
+def test_duplicate_anchor_is_refused(write):
     with pytest.raises(
         InputError, match=r"^small.yaml:3: is not YAML: duplicate anchor: rename"
     ):

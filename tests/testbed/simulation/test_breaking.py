@@ -137,7 +137,7 @@ def test_message_in_flight_to_a_killed_device_is_sent_again_from_the_start():
     )
 
 
-def test_messages_of_a_killed_sender_are_lost_unless_they_have_left_it():
+def test_unsent_messages_of_a_killed_sender_are_lost():
     async def talks(device: Device):
         for i in range(3):
             asyncio.create_task(device.send("lead", Message(f"m{i}", padding=100_000)))  # noqa: RUF006
@@ -152,7 +152,7 @@ def test_messages_of_a_killed_sender_are_lost_unless_they_have_left_it():
     assert [event["message"] for event in events(run, "receive")] == ["m0"]
 
 
-def test_pause_stands_still_and_goes_on():
+def test_pause_freezes_and_resumes():
     run = world(
         {"lead": lead_for(10.5), "b": ticking},
         faults=[{"pause": "b", "at": "2.5s", "for": "3s"}],
@@ -219,7 +219,7 @@ def test_partition_lets_nothing_through_and_delivers_at_a_retransmission_after_i
     ]
 
 
-def test_partition_in_mid_message_keeps_what_got_through():
+def test_partition_in_mid_message_keeps_sent_bytes():
     async def lead(device: Device):
         await device.send("b", Message("large", padding=1_000_000))
 

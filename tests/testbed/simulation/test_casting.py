@@ -243,7 +243,7 @@ def test_the_devices_of_a_cell_take_turns_and_a_gateway_waits_for_both_of_its_ce
     assert left["gate"] == pytest.approx(seconds["a"] + seconds["b"] + seconds["gate"])
 
 
-def test_who_is_no_neighbour_cannot_be_told():
+def test_message_without_a_link_is_refused():
     async def lead(device: Device):
         with pytest.raises(ValueError, match="no link from a to nobody"):
             await device.cast(["nobody"], Message("m"))

@@ -16,7 +16,7 @@ def computing(flops=4e6):
     return program
 
 
-def test_throttle_slows_what_is_being_computed():
+def test_throttle_slows_running_work():
     # 4 s of work: 1 s at full speed, 2 s at a quarter, the rest at full speed.
     run = world(
         {"a": computing()},
@@ -93,7 +93,7 @@ def test_device_that_boots_again_is_as_slow_as_before():
     assert events(run, "compute", "b")[0]["duration"] == pytest.approx(4)
 
 
-def test_flap_stops_what_is_under_way_each_time():
+def test_flap_interrupts_transmissions_each_time():
     async def lead(device: Device):
         await device.sleep(0.05)
         await device.send("b", Message("m", padding=10_000_000))
@@ -178,7 +178,7 @@ def test_trace_begins_before_any_device_does():
     assert [event["time"] for event in events(run, "trace")] == [0, 0]
 
 
-def test_trace_changes_the_speed_of_what_is_being_computed_under_a_throttle():
+def test_trace_changes_the_speed_of_throttled_work():
     trace = ["1,device a speed,500kflops", "3,device a slowdown,1"]
     faults = [{"throttle": {"device": "a", "slowdown": 2}, "at": "2s", "for": "2s"}]
     run = world({"a": computing()}, trace=trace, faults=faults)

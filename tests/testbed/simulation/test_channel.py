@@ -189,7 +189,7 @@ def test_lone_segment_waits_for_the_time_out_when_lost():
     assert min(durations) < 0.03
 
 
-def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn():
+def test_cancelled_send_to_a_stopped_peer_is_withdrawn():
     got = []
 
     async def lead(device: Device):
@@ -214,7 +214,7 @@ def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn():
     assert got == ["kept"]
 
 
-def test_what_was_withdrawn_after_it_had_left_is_not_sent_to_a_peer_that_comes_back():
+def test_withdrawn_message_is_not_sent_to_a_restarted_peer():
     got = []
 
     async def lead(device: Device):
@@ -236,7 +236,7 @@ def test_what_was_withdrawn_after_it_had_left_is_not_sent_to_a_peer_that_comes_b
     assert got == ["kept"]
 
 
-def test_what_a_dead_sender_had_sent_is_not_sent_again():
+def test_messages_of_a_dead_sender_are_not_repeated():
     got = []
 
     async def lead(device: Device):

@@ -85,7 +85,7 @@ def test_corruption_is_loss():
     assert min(late) == pytest.approx(0.01 + 0.02 + RETRANSMISSION_TIMEOUT)
 
 
-def test_bursts_hit_what_is_sent_again_as_well():
+def test_bursts_affect_retransmissions():
     bursts = GilbertElliott(p=0.02, r=0.1)
     way = Crossing(Link(bursts=bursts), "seed")
     fates = [way.lost() for _ in range(100_000)]

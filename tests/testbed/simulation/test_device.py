@@ -180,7 +180,7 @@ def test_tasks_of_many_devices_hash_apart_and_alike_in_each_run() -> None:
     assert hashes() == hashes()
 
 
-def test_a_listener_takes_what_came_before_it_and_then_each_message_as_it_arrives():
+def test_listener_receives_earlier_and_arriving_messages():
     heard = []
 
     async def source(device: Device):
@@ -200,7 +200,7 @@ def test_a_listener_takes_what_came_before_it_and_then_each_message_as_it_arrive
     assert heard == [(0, 0.05), (1, arrivals[1]), (2, arrivals[2])]
 
 
-def test_what_a_listener_raises_is_the_failure_of_its_program():
+def test_exception_of_a_listener_fails_its_program():
     def take(message):
         raise ValueError("not for me")
 

@@ -46,7 +46,7 @@ def test_states_follow_the_faults_that_strike() -> None:
     ]
 
 
-def test_what_is_saved_outlives_the_program() -> None:
+def test_saved_messages_survive_a_restart() -> None:
     from testbed.wire.message import Message
 
     found = []

@@ -67,7 +67,7 @@ def test_stillness_and_limit():
         loop.close()
 
 
-def test_frozen_code_stands_still_and_catches_up_in_order(loop):
+def test_frozen_callbacks_run_in_order_after_thawing(loop):
     seen = []
 
     async def ticks(owner):
@@ -89,7 +89,7 @@ def test_frozen_code_stands_still_and_catches_up_in_order(loop):
     assert [time for owner, time in seen if owner == "b"] == [1, 2, 3]
 
 
-def test_error_of_a_callback_goes_to_the_handler_and_the_loop_goes_on(loop):
+def test_error_of_a_callback_goes_to_the_handler(loop):
     seen = []
     loop.set_exception_handler(lambda _, context: seen.append(context["exception"]))
 
@@ -117,7 +117,7 @@ def test_error_that_nobody_awaits_is_logged(loop, caplog):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
-def test_error_of_what_runs_comes_out_and_the_loop_can_run_again(loop, error):
+def test_loop_can_run_again_after_an_error(loop, error):
     async def main():
         await asyncio.sleep(1)
         raise error
@@ -192,7 +192,7 @@ def test_asynchronous_generators_are_closed(loop):
     del kept
 
 
-def test_what_an_event_loop_may_not_do(loop):
+def test_forbidden_uses_of_the_event_loop_raise(loop):
     async def within():
         with pytest.raises(RuntimeError, match="another loop is running"):
             VirtualLoop().run_forever()
@@ -210,7 +210,7 @@ def test_what_an_event_loop_may_not_do(loop):
         loop.run_forever()
 
 
-def test_tasks_are_made_with_name_and_context_by_the_factory_if_there_is_one(loop):
+def test_factory_makes_tasks_with_name_and_context(loop):
     made = []
 
     def factory(loop, coroutine, **options):

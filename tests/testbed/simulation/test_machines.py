@@ -60,7 +60,7 @@ def test_a_device_takes_one_core_at_most_and_others_are_not_concerned():
         ),  # 1.5 s of a and 3 of b are left then
     ],
 )
-def test_what_strikes_one_device_leaves_the_cores_to_the_other(fault, a, b):
+def test_fault_of_one_device_frees_the_shared_cores(fault, a, b):
     found = durations(
         ONE_CORE, {"a": computing(2e6), "b": computing(2e6)}, faults=[fault]
     )

@@ -43,5 +43,5 @@ def test_whoever_has_to_wait_hears_of_each_reservation() -> None:
     assert heard == [(0.0, 2.0), (9.0, 12.0)]
 
 
-def test_what_needs_no_medium_begins_at_once() -> None:
+def test_transmission_without_medium_begins_at_once() -> None:
     assert occupy([], 3.0, 2.0) == (3.0, 5.0)

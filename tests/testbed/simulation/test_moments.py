@@ -190,7 +190,7 @@ def test_any_actions_at_any_moments(logged, drawn, access):
     assert_sound(faults, logged, access=access)
 
 
-def test_device_killed_as_it_hears_what_came_while_it_was_paused(logged):
+def test_device_killed_while_it_receives_held_messages(logged):
     async def sender(device: Device) -> None:
         async with asyncio.TaskGroup() as group:
             for number in range(3):
@@ -215,7 +215,7 @@ def test_device_killed_as_it_hears_what_came_while_it_was_paused(logged):
     assert not logged
 
 
-def test_device_killed_while_it_was_paused_sends_again_once_it_is_back():
+def test_device_killed_during_a_pause_sends_after_its_restart():
     async def sender(device: Device) -> None:
         await device.sleep(0 if device.saved("sent") else 0.5)
         await device.save("sent", Message("sent"))

@@ -92,7 +92,7 @@ def test_some_events_are_seen_live_and_all_as_lines():
     assert "".join(lines) == "".join(event.to_json() + "\n" for event in outcome.events)
 
 
-def test_a_run_that_the_user_stops_keeps_what_was_seen():
+def test_run_stopped_by_the_user_keeps_its_events():
     seen = []
 
     def see(event):
