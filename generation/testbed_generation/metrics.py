@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -53,10 +54,7 @@ class RequestTimes:
     @property
     def between(self) -> list[float]:
         """Seconds between tokens."""
-        return [
-            later - earlier
-            for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)
-        ]
+        return [later - earlier for earlier, later in pairwise(self.tokens)]
 
 
 def request_times(record: RunView) -> list[RequestTimes]:

@@ -45,13 +45,12 @@ def draft_of(device: Device, job: GenerateJob[Any, Any]) -> Draft | None:
         return None
     source: Source = Seeded(problem.draft.architecture, problem.seed)
     if problem.workload.draft.weights is not None and job.weights is not None:
-        source = Given(
-            {
-                name.removeprefix(DRAFT): job.weights[name]
-                for name in job.weights
-                if name.startswith(DRAFT)
-            }
-        )
+        # The weights of both models travel together, and a prefix tells whose they are.
+        own = {}
+        for name, weight in job.weights.items():
+            if name.startswith(DRAFT):
+                own[name.removeprefix(DRAFT)] = weight
+        source = Given(own)
     return Draft(
         device,
         problem.draft,
@@ -64,13 +63,10 @@ def draft_of(device: Device, job: GenerateJob[Any, Any]) -> Draft | None:
 def load_seconds(problem: GenerateProblem[Any], layers: int) -> float:
     """Return the seconds of reading so many layers from a device's disk."""
     rate = problem.workload.load_rate
-    return (
-        0.0
-        if rate is None
-        else layers
-        * problem.model.architecture.layer_bytes(problem.model.storage)
-        / rate
-    )
+    if rate is None:
+        return 0.0
+    layer_bytes = problem.model.architecture.layer_bytes(problem.model.storage)
+    return layers * layer_bytes / rate
 
 
 def service_of(device: Device, job: GenerateJob[Any, Any]) -> Service:

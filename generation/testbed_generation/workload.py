@@ -79,21 +79,19 @@ class LanguageModelPart(ConfigModel):
 
     def architecture(self) -> Architecture:
         """Return the network's shape; raises `InputError` for a key that is missing or numbers that do not fit."""
-        given = {
-            name: value
-            for name in (
-                "layers",
-                "width",
-                "heads",
-                "kv_heads",
-                "hidden",
-                "vocabulary",
-                "context",
-                "rope_base",
-                "tied",
-            )
-            if (value := getattr(self, name)) is not None
+        shape = {
+            "layers": self.layers,
+            "width": self.width,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "hidden": self.hidden,
+            "vocabulary": self.vocabulary,
+            "context": self.context,
+            "rope_base": self.rope_base,
+            "tied": self.tied,
         }
+        # Keys of the scenario replace those of the preset one by one.
+        given = {name: value for name, value in shape.items() if value is not None}
         if self.preset is not None:
             base = asdict(preset(self.preset))
         else:
@@ -550,13 +548,19 @@ def _draft(
         None if part.draft.weights is None else _path(scenario, part.draft.weights)
     )
     architecture = _architecture(part.draft, weights)
-    for name in ("vocabulary", "context"):
-        own, needed = getattr(architecture, name), getattr(model.architecture, name)
-        if own != needed if name == "vocabulary" else own < model.longest:
-            raise InputError(
-                f"the draft has a {name} of {own} tokens, the model of {needed}: choose a draft of the same family",
-                ("workload", "draft", name),
-            )
+    # Proposed tokens are compared with those of the model by their numbers.
+    if architecture.vocabulary != model.architecture.vocabulary:
+        raise InputError(
+            f"the draft has a vocabulary of {architecture.vocabulary} tokens, the model of "
+            f"{model.architecture.vocabulary}: choose a draft of the same family",
+            ("workload", "draft", "vocabulary"),
+        )
+    if architecture.context < model.longest:
+        raise InputError(
+            f"the draft has a context of {architecture.context} tokens, the longest sequence {model.longest}: choose "
+            "a draft with a longer context, or generate fewer tokens",
+            ("workload", "draft", "context"),
+        )
     return CostModel(architecture, part.draft.storage, model.longest, model.sequences)
 
 
