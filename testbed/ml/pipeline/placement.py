@@ -259,7 +259,7 @@ class FailureCase:
 def classify_failure(
     stages: Mapping[str, float], answers: Mapping[str, float]
 ) -> FailureCase:
-    """Compare incarnations: those at the configuration of the stages, and those in the answers.
+    """Compare the incarnations at the configuration of the stages with the incarnations in the answers.
 
     A device with a changed incarnation has lost its memory, whatever its answer contains. Answers of devices without a
     stage are ignored.
@@ -360,7 +360,7 @@ class RunningStage(Protocol):
 
     @property
     def point(self) -> Point:
-        """The point that stands for the weights the stage trains with."""
+        """The point of the weights under training."""
 
     @property
     def held_units(self) -> list[int]:
@@ -386,7 +386,7 @@ class ReplicaStore:
         mailbox.on(Keep, self._free_others)
 
     def inventory(self) -> ReplicaList:
-        """Return the held units by point in message form, those of the running stage included."""
+        """Return the held units by point in message form, including the units of the running stage."""
         held = list(self.replicas.inventory())
         if self.running is not None and self.running.held_units:
             point = self.running.point

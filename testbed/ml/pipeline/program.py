@@ -240,7 +240,7 @@ class ReplicatingMember:
         fetch: Mapping[str, Sequence[int]],
         origins: Sequence[tuple[int, int, Sequence[int]]],
     ) -> None:
-        """Fetch units from the points they come from, and copy those that are here."""
+        """Fetch units from their points of origin, and copy the units held by this device."""
         local: dict[Point, list[int]] = {}
         for made, step, units in origins:
             point = Point(made, step)
@@ -257,7 +257,7 @@ class ReplicatingMember:
             self._mailbox.start_in_configuration(self._copy_local(local))
 
     async def _copy_local(self, units_by_origin: Mapping[Point, Sequence[int]]) -> None:
-        """Make units of this device part of the state to resume with."""
+        """Add units held by this device to the state to resume with."""
         replicas = self.store.replicas
         for origin, units in units_by_origin.items():
             if origin.step == RUNNING:

@@ -256,7 +256,7 @@ class Client:
         self._mailbox.start(self._report_idle(ping.sender))
 
     async def _report_idle(self, server: str) -> None:
-        """Answer once this device is idle: a device invited earlier would be late again."""
+        """Answer once the device is idle: a device invited earlier would be late again."""
         running = self._running
         if running is not None and not running.done():
             if self._alone:
@@ -269,7 +269,7 @@ class Client:
         self._mailbox.post(server, Here())
 
     def _begin_round(self, begin: Begin) -> None:
-        """Start this round, cancelling a previous one still running."""
+        """Start a round, cancelling a previous one still running."""
         self._mailbox.open(begin.configuration)
         if self._running is not None:
             self._running.cancel()

@@ -101,7 +101,7 @@ class PairProfile:
         return len(self.device)
 
     def durations(self, split: int, samples: int) -> dict[Kind, float]:
-        """Return t(r) of each kind of stage for a mini-batch of this many samples: equations (5) to (10)."""
+        """Return t(r) of each kind of stage for a mini-batch of ``samples`` samples: equations (5) to (10)."""
         own = self.device[:split]
         rest = self.server[split:]
         volume = self.volumes[split - 1]
@@ -132,7 +132,7 @@ class PairProfile:
         return iteration_time(durations, choice.parallel, delays) + update
 
     def training_time(self, choice: Choice, samples: int, batch_size: int) -> float:
-        """Return the seconds of a device's training with this many samples in an epoch, without exchanging models.
+        """Return the seconds of a device's training with ``samples`` samples in an epoch, without exchanging models.
 
         The samples of an incomplete iteration count by their share: no N is quicker because some samples are left out.
         """
@@ -235,7 +235,7 @@ def make_profile(
 
 
 def aggregation_time(model: Model, server: DeviceSpec, devices: int) -> float:
-    """Return the seconds the server needs to average this many models."""
+    """Return the seconds in which the server averages the models of ``devices`` devices."""
     return server.seconds(Cost(AGGREGATION_FLOPS * model.parameters * devices))
 
 

@@ -158,7 +158,7 @@ class Rounds:
         return updates
 
     async def present(self, devices: Sequence[str], least: int) -> list[str]:
-        """Return the devices known to be present, once there are at least this many."""
+        """Wait until at least ``least`` devices are known to be present; return their names."""
         while True:
             present = [name for name in devices if name not in self._absent]
             if len(present) >= least:
@@ -241,7 +241,7 @@ class Rounds:
         return name in self._updates or name in self._restarted
 
     def _drop_devices(self, number: int, names: Collection[str]) -> None:
-        """Continue without these devices; those never started are invited again only after an answer."""
+        """Continue without late devices; one that has not restarted is invited again only after an answer."""
         if names:
             self._device.record("missed", round=number, devices=names)
         for name in names:

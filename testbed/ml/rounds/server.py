@@ -136,7 +136,7 @@ class GlobalModel:
         merge: Merge = mean,
         extra: Extra = no_extra,
     ) -> None:
-        """Load the model from the server's disk; otherwise use the job's initial weights, or those of the seed."""
+        """Load the model from the server's disk; otherwise use the job's initial weights, or the seed's."""
         problem = job.problem
         saved = device.saved(GLOBAL)
         assert job.dataset is not None
@@ -193,7 +193,7 @@ class GlobalModel:
         return self._extra(self._memory)
 
     async def merge(self, trained: Sequence[Trained]) -> None:
-        """Replace the model by the merged models of the devices; keep the model if there are none."""
+        """Replace the model by the merged models of the devices; without any, the model is unchanged."""
         if not trained:
             return
         merge = self._merge
