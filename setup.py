@@ -1,4 +1,4 @@
-"""Names the packages of a checkout's folders, and puts the files beside them into the wheel."""
+"""Map the folders of a checkout to packages, and add scenarios and image recipes to the wheel."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ BESIDE = {
     "testbed.scenario.shipped": "scenarios",
     "testbed_controller.lab.recipes": "images",
 }
-"""Folders of the shipped scenarios, and of the images' recipes."""
+"""Package -> folder of data files: shipped scenarios and image recipes."""
 
 FOLDERS = {
     "testbed": "testbed",
     "testbed_agent": "agent/testbed_agent",
     "testbed_controller": "controller/testbed_controller",
 }
-"""Where each package lies in a checkout. Their names cannot clash with a user's `agent.py` or `controller.py`."""
+"""Package -> folder in a checkout. The package names cannot clash with a user's `agent.py` or `controller.py`."""
 
 for scenarios in sorted(Path("papers").glob("*/scenarios")):
     [paper] = scenarios.parent.glob("testbed_*")

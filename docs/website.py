@@ -1,7 +1,7 @@
-"""Lay out the documentation as a site: these pages, and one for each method and paper, made of what the code declares.
+"""Lay out the documentation as a site: the pages of ``docs``, and a page for each method, paper and command.
 
-``python docs/website.py FOLDER`` writes the sources and mkdocs.yml into FOLDER, new or made by it; `make site` builds
-them with mkdocs-material.
+``python docs/website.py FOLDER`` replaces FOLDER by the sources of the site and mkdocs.yml; `make site` builds them
+with mkdocs-material.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAPERS = {
     "edgepipe": "EdgePipe",
     "versatilefl": "VersatileFL",
 }
-"""Folder below `papers` -> title of its page."""
+"""Folder in `papers` -> title of the page."""
 PAPER_OF = {
     "distributed": "stahl",
     "ftpipehd": "ftpipehd",
@@ -44,10 +44,10 @@ PAPER_OF = {
     "edgepipe": "edgepipe",
     "versatile": "versatilefl",
 }
-"""By method."""
+"""Method -> folder of its paper."""
 SETTINGS: dict[str, Any] = yamltext.values((ROOT / "docs/mkdocs.yml").read_text())
 EXTRA = Path("docs/papers.md")
-"""The headlines of all papers."""
+"""Page with the headlines of all papers."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,26 @@ class Shipped:
     """A scenario of the testbed."""
 
     name: str
-    """As `testbed run` takes it."""
+    """Name for `testbed run`."""
     scenario: Scenario
 
     @property
     def file(self) -> str:
-        """Its place in the repository."""
+        """Path in the repository."""
         return find(self.name).resolve().relative_to(ROOT).as_posix()
 
     @property
     def runs(self) -> int:
-        """Points of its sweep times repetitions."""
+        """Number of runs: points of the sweep times repetitions."""
         return len(list(sweep_points(self.scenario))) * self.scenario.repetitions
 
 
 Navigation = list[dict[str, Any]]
-"""Titles with their pages, or with a list of such."""
+"""Titles, each with a page or a list of further titles."""
 
 
 def grouped() -> Navigation:
-    """Return the pages that are taken as they are, in the groups of the settings; others end the last group."""
+    """Return the pages of the repository in the groups of mkdocs.yml; pages without a group end the last group."""
     groups: Navigation = [dict(group) for group in SETTINGS["nav"]]
     known = set(places(groups))
     last = next(iter(groups[-1].values()))
@@ -87,7 +87,7 @@ def grouped() -> Navigation:
 
 
 def places(navigation: Navigation) -> Iterator[str]:
-    """Yield the pages of a navigation."""
+    """Yield the pages of a navigation, at all levels."""
     for group in navigation:
         for content in group.values():
             if isinstance(content, str):
@@ -102,81 +102,90 @@ def shipped() -> list[Shipped]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table, or nothing without rows."""
+    """Return a Markdown table; empty without rows."""
     if not rows:
         return ""
-    cells = [
-        [
-            str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
-            for cell in row
-        ]
-        for row in rows
-    ]
-    return (
-        "\n".join(
-            "| " + " | ".join(row) + " |"
-            for row in [header, ["---"] * len(header), *cells]
-        )
-        + "\n\n"
-    )
+    lines = [header, ["---"] * len(header)]
+    for row in rows:
+        lines.append([_escape_cell(cell) for cell in row])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
+
+
+def _escape_cell(cell: object) -> str:
+    return str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
-    """Return the page of a method: what it is, its options, what it reports of its runs, scenarios to try."""
-    text = f"# {method.name}\n\n{method.summary[:1].upper()}{method.summary[1:]}. Tasks: {', '.join(method.tasks)}.\n\n"
+    """Return the page of a method: summary, options, metrics, events and scenarios."""
+    summary = method.summary[:1].upper() + method.summary[1:]
+    text = f"# {method.name}\n\n{summary}. Tasks: {', '.join(method.tasks)}.\n\n"
     text += inspect.cleandoc(type(method).__doc__ or "") + "\n\n"
     if method.name in PAPER_OF:
-        text += f"[What its paper prints, and ours](../papers/{PAPER_OF[method.name]}/README.md).\n\n"
-    rows = [
-        (f"`{each['name']}`", _default(each), each["description"])
-        for each in options(method.Options)
-    ]
-    text += "## Options\n\nKeys beside `name` in `workload.method`.\n\n" if rows else ""
-    text += table(("option", "default", "meaning"), rows)
-    stand = [
-        (f"`baseline: {name}`", f"`{json.dumps(given)}`")
-        for name, given in method.Options.baselines.items()
-    ]
-    text += table(("baseline", "stands for"), stand)
-    figures = [
-        (f"`{each.name}`", each.kind, each.meaning) for each in method.declared.metrics
-    ]
-    text += (
-        "## Metrics\n\nIn addition to [the metrics of every method](../docs/scenario/metrics.md).\n\n"
-        if figures
-        else ""
-    )
-    text += table(("metric", "unit", "meaning"), figures)
-    events = [
-        (f"`{each.name}`", each.meaning, ", ".join(each.fields))
-        for each in method.declared.events
-    ]
-    text += "## Events\n\n" if events else ""
-    text += table(("event", "meaning", "fields"), events)
-    of_it = []
+        text += f"[Results of the paper beside ours](../papers/{PAPER_OF[method.name]}/README.md).\n\n"
+    text += _options_tables(method)
+    text += _metrics_table(method)
+    text += _events_table(method)
+    own = []
     for each in scenarios:
         workload = each.scenario.workload
+        # Methods of several tasks may share a name.
         if workload.method.name == method.name and workload.task in method.tasks:
-            of_it.append(each)
-    return text + ("## Scenarios\n\n" + _scenario_table(of_it) if of_it else "")
+            own.append(each)
+    if own:
+        text += "## Scenarios\n\n" + _scenario_table(own)
+    return text
+
+
+def _options_tables(method: Method) -> str:
+    """Return the options of a method and its baselines as tables."""
+    rows = []
+    for each in options(method.Options):
+        rows.append((f"`{each['name']}`", _default(each), each["description"]))
+    text = ""
+    if rows:
+        text += "## Options\n\nKeys beside `name` in `workload.method`.\n\n"
+        text += table(("option", "default", "meaning"), rows)
+    baselines = []
+    for name, values in method.Options.baselines.items():
+        baselines.append((f"`baseline: {name}`", f"`{json.dumps(values)}`"))
+    return text + table(("baseline", "stands for"), baselines)
+
+
+def _metrics_table(method: Method) -> str:
+    rows = []
+    for each in method.declared.metrics:
+        rows.append((f"`{each.name}`", each.kind, each.meaning))
+    if not rows:
+        return ""
+    text = "## Metrics\n\nIn addition to [the metrics of every method](../docs/scenario/metrics.md).\n\n"
+    return text + table(("metric", "unit", "meaning"), rows)
+
+
+def _events_table(method: Method) -> str:
+    rows = []
+    for each in method.declared.events:
+        rows.append((f"`{each.name}`", each.meaning, ", ".join(each.fields)))
+    if not rows:
+        return ""
+    return "## Events\n\n" + table(("event", "meaning", "fields"), rows)
 
 
 def _default(option: Mapping[str, Any]) -> str:
-    default = (
-        "required"
-        if option["required"]
-        else f"`{json.dumps(option['default'])}`".replace("`null`", "")
-    )
+    default = ""
+    if option["required"]:
+        default = "required"
+    elif option["default"] is not None:
+        default = f"`{json.dumps(option['default'])}`"
     choices = ", ".join(f"`{each}`" for each in option["choices"])
     return f"{default} (one of {choices})" if choices else default
 
 
 def _scenario_table(scenarios: Sequence[Shipped]) -> str:
-    rows = [
-        (f"[{each.name}](../{each.file})", each.scenario.description, each.runs)
-        for each in scenarios
-    ]
-    return table(("scenario", "what it is", "runs"), rows)
+    rows = []
+    for each in scenarios:
+        link = f"[{each.name}](../{each.file})"
+        rows.append((link, each.scenario.description, each.runs))
+    return table(("scenario", "description", "runs"), rows)
 
 
 def paper_pages() -> Iterator[tuple[str, str]]:
@@ -188,28 +197,24 @@ def paper_pages() -> Iterator[tuple[str, str]]:
 
 
 def pages(scenarios: Sequence[Shipped]) -> dict[str, str]:
-    """Return the text of every page by its place, links as they are in the repository."""
-    found = {place: (ROOT / place).read_text() for place in places(grouped())}
-    found |= {
-        f"docs/commands/{name}.md": (ROOT / f"docs/commands/{name}.md").read_text()
-        for name in COMMANDS
-    }
-    found |= {
-        f"methods/{name}.md": method_page(method, scenarios)
-        for name, method in METHODS.items()
-    }
-    return found | dict(paper_pages())
+    """Return the text of every page by its path, with links as in the repository."""
+    texts = {place: (ROOT / place).read_text() for place in places(grouped())}
+    for name in COMMANDS:
+        place = f"docs/commands/{name}.md"
+        texts[place] = (ROOT / place).read_text()
+    for name, method in METHODS.items():
+        texts[f"methods/{name}.md"] = method_page(method, scenarios)
+    return texts | dict(paper_pages())
 
 
 def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
-    """Return a page whose links lead somewhere: files that are no pages are copied, folders are named only.
+    """Return a page with links valid in the site: linked files are copied, links to folders become plain text.
 
-    The marks of generated parts go: a table that follows one at once would be none to mkdocs.
+    The marks of generated parts are removed, as mkdocs does not recognize a table directly after a comment.
     """
-
     folder = Path(place).parent
 
-    def lead(match: re.Match[str]) -> str:
+    def replace_link(match: re.Match[str]) -> str:
         words, target, anchor = match.groups(default="")
         path = os.path.normpath(folder / target)
         if path == "docs/README.md":
@@ -221,43 +226,38 @@ def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
             shutil.copyfile(ROOT / path, site / path)
         return f"[{words}]({os.path.relpath(path, folder)}{anchor})"
 
-    return re.sub(
-        r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)",
-        lead,
-        re.sub(r"<!-- /?\w+ -->", "", text),
-    )
+    unmarked = re.sub(r"<!-- /?\w+ -->", "", text)
+    return re.sub(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", replace_link, unmarked)
 
 
 def navigation() -> Navigation:
-    """Return mkdocs' navigation: titles with their pages, or with a list of such."""
-    families = [
-        {title: f"papers/{family}/README.md"} for family, title in PAPERS.items()
-    ]
+    """Return the navigation for mkdocs."""
+    families = []
+    for family, title in PAPERS.items():
+        families.append({title: f"papers/{family}/README.md"})
     return [
         *grouped(),
         {"Methods": [{name: f"methods/{name}.md"} for name in METHODS]},
-        {"Papers": [{"Figures, theirs and ours": str(EXTRA)}, *families]},
+        {"Papers": [{"Published and reproduced figures": str(EXTRA)}, *families]},
         {"Commands": [{name: f"docs/commands/{name}.md"} for name in COMMANDS]},
     ]
 
 
 def main(folder: Path) -> None:
-    """Write everything that mkdocs needs."""
+    """Write the sources of the site for mkdocs."""
     site = folder / "pages"
     shutil.rmtree(folder, ignore_errors=True)
-    found = pages(shipped())
-    for place, text in found.items():
+    texts = pages(shipped())
+    for place, text in texts.items():
         file = site / place
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(linked(place, text, found, site))
+        file.write_text(linked(place, text, texts, site))
     colours = " ".join(f"--{name}: {colour};" for name, colour in COLOURS.items())
-    (site / "tables.css").write_text(
-        f":root {{ {colours} }}\n" + (ROOT / "docs/tables.css").read_text()
-    )
-    # JSON is YAML.
-    (folder / "mkdocs.yml").write_text(
-        json.dumps({**SETTINGS, "nav": navigation()}, indent=2)
-    )
+    styles = (ROOT / "docs/tables.css").read_text()
+    (site / "tables.css").write_text(f":root {{ {colours} }}\n{styles}")
+    # JSON is valid YAML.
+    settings = json.dumps({**SETTINGS, "nav": navigation()}, indent=2)
+    (folder / "mkdocs.yml").write_text(settings)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Hold the figures of every scenario at this revision against those of another, to the bit.
+"""Compare the metrics of scenarios at this revision with those at another revision, to the bit.
 
     python tools/same_figures.py REVISION [--keep FOLDER] [NAME ...]
 
-Each scenario whose file name contains one of the names (all, without names) is simulated in both checkouts: shortened
-where it is one of a paper's, with two points of a sweep and one repetition. Prints what differs, and exits with 1 where
-anything does. With ``--keep`` the other revision's figures are written to a folder, and read from it the next time.
+Each scenario whose name contains one of NAME (default: every scenario) is simulated in both checkouts. Scenarios of
+papers are shortened, to two points of a sweep and one repetition. Differences are printed, and cause exit status 1.
+``--keep`` stores the metrics of the other revision in a folder, and uses the stored metrics the next time.
 """
 
 from __future__ import annotations
@@ -25,43 +25,46 @@ from testbed.common import yamltext
 COMMAND = "from testbed_controller.cli.main import main; main()"
 HERE = Path(__file__).resolve().parents[1]
 LONGEST = {"steps": 24, "epochs": 1, "requests": 3}
-"""At most this of a paper's workload."""
+"""Maximum amounts of work of a shortened scenario."""
 LONGEST_METHOD = {"time": "60s", "test_runs": 4}
+"""Values of method options in a shortened scenario."""
 
 
-def shortened(scenario: dict[str, Any]) -> dict[str, Any]:
-    """Return a paper's scenario cut to seconds: little work, the first and the last point, nothing to expect."""
-    work = scenario["workload"]
-    for key, most in LONGEST.items():
-        if isinstance(work.get(key), int):
-            work[key] = min(work[key], most)
+def shorten(scenario: dict[str, Any]) -> dict[str, Any]:
+    """Return a paper's scenario that runs in seconds: little work, the first and last point, no expectations."""
+    _shorten_work(scenario["workload"])
+    steps = scenario["workload"].get("steps")
     for fault in scenario.get("faults", ()):
         moment = fault.get("when")
-        # A fault of a batch that the shortened run never reaches would be refused.
-        if isinstance(moment, dict) and "steps" in work and "batch" in moment:
-            moment["batch"] = min(moment["batch"], work["steps"] // 2)
-    work.get("method", {}).update(
-        {
-            key: most
-            for key, most in LONGEST_METHOD.items()
-            if key in work.get("method", {})
-        }
-    )
+        # A fault at a batch that the shortened run never reaches would be rejected.
+        if steps is not None and isinstance(moment, dict) and "batch" in moment:
+            moment["batch"] = min(moment["batch"], steps // 2)
     for key in ("points", "sweep"):
-        if isinstance(scenario.get(key), list):
-            scenario[key] = scenario[key][:: max(len(scenario[key]) - 1, 1)]
-    if isinstance(scenario.get("sweep"), dict):
-        scenario["sweep"] = {
-            key: values[:1] if isinstance(values, list) else values
-            for key, values in scenario["sweep"].items()
-        }
-    for key in ("expect", "paper"):  # older revisions have publications in the scenario
-        scenario.pop(key, None)
+        points = scenario.get(key)
+        if isinstance(points, list):
+            scenario[key] = points[:: max(len(points) - 1, 1)]
+    sweep = scenario.get("sweep")
+    if isinstance(sweep, dict):
+        for key, values in sweep.items():
+            sweep[key] = values[:1] if isinstance(values, list) else values
+    scenario.pop("expect", None)
+    # Older revisions have the publication in the scenario.
+    scenario.pop("paper", None)
     return scenario | {"repetitions": 1}
 
 
+def _shorten_work(work: dict[str, Any]) -> None:
+    for key, most in LONGEST.items():
+        if isinstance(work.get(key), int):
+            work[key] = min(work[key], most)
+    method = work.get("method", {})
+    for key, value in LONGEST_METHOD.items():
+        if key in method:
+            method[key] = value
+
+
 def code_path(checkout: Path) -> str:
-    """Return the folders with the packages of a checkout, which precede the installed ones."""
+    """Return a PYTHONPATH with the packages of a checkout, which then precede the installed packages."""
     folders = [
         checkout,
         checkout / "agent",
@@ -71,84 +74,88 @@ def code_path(checkout: Path) -> str:
     return os.pathsep.join(map(str, folders))
 
 
-def scenarios(checkout: Path) -> dict[str, Path]:
-    """Return the files of a checkout's scenarios by the names that `testbed run` takes."""
-    found = {}
+def scenario_files(checkout: Path) -> dict[str, Path]:
+    """Return the scenario files of a checkout by their names for `testbed run`."""
+    files = {}
     for file in checkout.glob("scenarios/**/*.yaml"):
-        found[file.relative_to(checkout / "scenarios").with_suffix("").as_posix()] = (
-            file
-        )
+        name = file.relative_to(checkout / "scenarios").with_suffix("")
+        files[name.as_posix()] = file
     for file in checkout.glob("papers/*/scenarios/*.yaml"):
-        found[f"papers/{file.stem}"] = file
-    return found
+        files[f"papers/{file.stem}"] = file
+    return files
 
 
-def figures(checkout: Path, file: Path, folder: Path) -> dict[str, Any]:
-    """Return the figures of each run of a scenario, simulated by the code in ``checkout``; raises RuntimeError."""
-    given, short = file, folder / file.name
+def simulate_metrics(checkout: Path, file: Path, folder: Path) -> dict[str, Any]:
+    """Return the metrics of each run of a scenario, simulated by the code in ``checkout``.
+
+    Raises RuntimeError if the scenario has no results.
+    """
+    scenario = file
     if "papers" in file.relative_to(checkout).parts:
-        for other in file.parent.iterdir():
-            if other.suffix != ".yaml" and other.is_file():
-                (folder / other.name).write_bytes(other.read_bytes())
-        short.write_text(
-            yamltext.written(shortened(yamltext.values(file.read_text())), lines=False)
-        )
-        given = short
+        scenario = _write_shortened(file, folder)
     results = folder / "results"
+    command = [sys.executable, "-c", COMMAND, "run", str(scenario)]
+    command += ["--runtime", "simulate", "--out", str(results)]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            COMMAND,
-            "run",
-            str(given),
-            "--runtime",
-            "simulate",
-            "--out",
-            str(results),
-        ],
+        command,
         cwd=checkout,
         env={
             **os.environ,
             "PYTHONPATH": code_path(checkout),
+            # One thread, as sums of floats depend on the number of threads.
             "OMP_NUM_THREADS": "1",
+            # Wide enough that error messages are one line.
             "COLUMNS": "400",
         },
         capture_output=True,
         text=True,
         check=False,
     )
-    found = {
-        str(each.parent.relative_to(results)): json.loads(each.read_text())
-        for each in sorted(results.rglob("metrics.json"))
-    }
-    if not found:
-        raise RuntimeError(
-            f"{file.name} in {checkout}: {(done.stderr.strip().splitlines() or ['no figures'])[-1]}"
-        )
-    return found
+    metrics = {}
+    for each in sorted(results.rglob("metrics.json")):
+        metrics[str(each.parent.relative_to(results))] = json.loads(each.read_text())
+    if not metrics:
+        errors = done.stderr.strip().splitlines() or ["no metrics"]
+        raise RuntimeError(f"{file.name} in {checkout}: {errors[-1]}")
+    return metrics
+
+
+def _write_shortened(file: Path, folder: Path) -> Path:
+    """Write a shortened scenario, with the files beside the original, into a folder."""
+    for other in file.parent.iterdir():
+        if other.suffix != ".yaml" and other.is_file():
+            (folder / other.name).write_bytes(other.read_bytes())
+    tree = shorten(yamltext.values(file.read_text()))
+    copy = folder / file.name
+    copy.write_text(yamltext.written(tree, lines=False))
+    return copy
 
 
 def differences(ours: Any, theirs: Any, place: str = "") -> Iterator[str]:
-    """Yield each place where two figures differ."""
+    """Yield a line for each difference between two JSON values.
+
+    >>> list(differences({"loss": 0.5, "steps": [1, 2]}, {"loss": 0.5, "steps": [1, 3]}))
+    ['/steps[1]: 2 here, 3 there']
+    """
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in sorted(ours.keys() | theirs.keys()):
-            yield from differences(
-                ours.get(key, "absent"), theirs.get(key, "absent"), f"{place}/{key}"
-            )
-    elif (
-        isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs)
-    ):
+            our_value = ours.get(key, "absent")
+            their_value = theirs.get(key, "absent")
+            yield from differences(our_value, their_value, f"{place}/{key}")
+        return
+    are_lists = isinstance(ours, list) and isinstance(theirs, list)
+    if are_lists and len(ours) == len(theirs):
         for number, pair in enumerate(zip(ours, theirs, strict=True)):
             yield from differences(*pair, f"{place}[{number}]")
-    elif ours != theirs and not (
-        ours != ours and theirs != theirs
-    ):  # not a number differs from itself
+        return
+    # NaN, which differs from itself, is equal in both revisions.
+    are_nan = ours != ours and theirs != theirs
+    if ours != theirs and not are_nan:
         yield f"{place}: {str(ours)[:80]} here, {str(theirs)[:80]} there"
 
 
 def main() -> None:
-    """Compare, and say what differs."""
+    """Compare this checkout with another revision and print the differences."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -159,79 +166,58 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as temporary:
         other = Path(temporary, "other")
-        subprocess.run(
-            [
-                "git",
-                "worktree",
-                "add",
-                "--quiet",
-                "--detach",
-                str(other),
-                given.revision,
-            ],
-            cwd=HERE,
-            check=True,
-        )
+        stored = given.keep or Path(temporary, "kept")
+        _run_git("worktree", "add", "--quiet", "--detach", str(other), given.revision)
         try:
-            sys.exit(
-                compare(
-                    other,
-                    given.keep or Path(temporary, "kept"),
-                    given.names,
-                    given.jobs,
-                )
-            )
+            all_equal = compare(other, stored, given.names, given.jobs)
         finally:
-            subprocess.run(
-                ["git", "worktree", "remove", "--force", str(other)],
-                cwd=HERE,
-                check=True,
-            )
+            _run_git("worktree", "remove", "--force", str(other))
+    sys.exit(0 if all_equal else 1)
 
 
-def compare(other: Path, kept: Path, names: list[str], jobs: int) -> int:
-    """Compare this checkout with another; return how many scenarios differ, at most 1."""
-    kept.mkdir(parents=True, exist_ok=True)
+def _run_git(*arguments: str) -> None:
+    subprocess.run(["git", *arguments], cwd=HERE, check=True)
 
-    theirs = scenarios(other)
 
-    def one(name: str, file: Path) -> list[str]:
-        there = kept / f"{name.replace('/', '-')}.json"
-        if not there.exists():
+def compare(other: Path, stored: Path, names: list[str], jobs: int) -> bool:
+    """Compare this checkout with another and print the differences; return whether all metrics are equal.
+
+    ``stored`` is the folder with the metrics of the other checkout.
+    """
+    stored.mkdir(parents=True, exist_ok=True)
+    their_files = scenario_files(other)
+
+    def compare_scenario(name: str, file: Path) -> list[str]:
+        their_metrics = stored / f"{name.replace('/', '-')}.json"
+        if not their_metrics.exists():
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    there.write_text(
-                        json.dumps(figures(other, theirs[name], Path(folder)))
-                    )
+                    theirs = simulate_metrics(other, their_files[name], Path(folder))
                 except RuntimeError as error:
                     return [f"nothing to compare with: {error}"]
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                return list(
-                    differences(
-                        figures(HERE, file, Path(folder)), json.loads(there.read_text())
-                    )
-                )
-        except RuntimeError as error:
-            return [str(error)]
+            their_metrics.write_text(json.dumps(theirs))
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                ours = simulate_metrics(HERE, file, Path(folder))
+            except RuntimeError as error:
+                return [str(error)]
+        return list(differences(ours, json.loads(their_metrics.read_text())))
 
     chosen = {}
-    for name, file in sorted(scenarios(HERE).items()):
-        if name in theirs and (not names or any(each in name for each in names)):
+    for name, file in sorted(scenario_files(HERE).items()):
+        is_selected = not names or any(each in name for each in names)
+        if is_selected and name in their_files:
             chosen[name] = file
-    differing = 0
+    all_equal = True
     with ThreadPoolExecutor(jobs) as pool:
-        for name, found in zip(
-            chosen, pool.map(one, chosen, chosen.values()), strict=True
-        ):
-            differing += bool(found)
-            print(
-                f"{name}: {'equal' if not found else f'{len(found)} differ'}",
-                flush=True,
-            )
-            for line in found[:10]:
+        compared = pool.map(compare_scenario, chosen, chosen.values())
+        for name, lines in zip(chosen, compared, strict=True):
+            all_equal = all_equal and not lines
+            result = f"{len(lines)} differ" if lines else "equal"
+            print(f"{name}: {result}", flush=True)
+            for line in lines[:10]:
                 print(f"    {line}", flush=True)
-    return int(differing > 0)
+    return all_equal
 
 
 if __name__ == "__main__":

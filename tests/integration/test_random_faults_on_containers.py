@@ -19,7 +19,7 @@ from tests.helpers.delayed import Reference
 from tests.helpers.runs import scenario, written
 from tests.helpers.schedules import STEPS, random_keys
 from tools.stress import containers
-from tools.stress.generate import scenario as random_scenario
+from tools.stress.generate import random_scenario
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(240)]
 
@@ -29,7 +29,7 @@ SEEDS = int(os.environ.get("RANDOM_FAULTS_ON_CONTAINERS", "1"))
 
 def test_a_random_scenario_on_containers_violates_nothing() -> None:
     """One of those of `make stress ARGS=--containers`: a pipeline of which a device is killed."""
-    assert containers.violations(random_scenario(72)) == []
+    assert containers.find_violations(random_scenario(72)) == []
 
 
 @pytest.mark.parametrize("seed", range(2, 2 + SEEDS))

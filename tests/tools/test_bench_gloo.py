@@ -84,5 +84,5 @@ def test_what_the_host_added_is_told_beside() -> None:
 
 def test_what_ours_takes_beside_computing_is_a_share_of_what_torchs_takes() -> None:
     taken = {"computing": 7.0, "agents": 0.5, "shaper": 0.25, "controller": 0.25}
-    *_, share = gloo.beside("gpipe", taken, 5.0)
+    *_, share = gloo.compare_processor_time("gpipe", taken, 5.0)
     assert (share.value, share.reached) == (0.2, True)

@@ -17,11 +17,16 @@ from testbed_controller.api import build
 from tools.stress import attack as command
 from tools.stress import files, messages
 from tools.stress.attack import attack
-from tools.stress.check import ended, every_step, repeats, run
-from tools.stress.containers import as_virtual
-from tools.stress.generate import OPTIONS, scenario
+from tools.stress.check import (
+    check_end,
+    check_repetition,
+    check_steps,
+    simulate_trial,
+)
+from tools.stress.containers import compare_with_virtual
+from tools.stress.generate import OPTIONS, random_scenario
 from tools.stress.listeners import listeners
-from tools.stress.reduce import reduced
+from tools.stress.reduce import reduce_scenario
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -31,19 +36,19 @@ def test_random_scenarios_violate_nothing(seed: int) -> None:
 
 
 def test_a_seed_gives_one_scenario_and_seeds_give_all_methods() -> None:
-    assert scenario(7) == scenario(7)
-    assert {scenario(seed)["workload"]["method"]["name"] for seed in range(200)} == set(
-        OPTIONS
-    )
+    assert random_scenario(7) == random_scenario(7)
+    assert {
+        random_scenario(seed)["workload"]["method"]["name"] for seed in range(200)
+    } == set(OPTIONS)
 
 
 def test_what_is_reduced_still_violates_and_has_nothing_needless() -> None:
-    tree = scenario(3)
+    tree = random_scenario(3)
     tree["faults"] = [
         {"kill": "source", "at": "1s", "for": "1s"},
         {"pause": "source", "at": "2s", "for": "1s"},
     ]
-    smaller = reduced(
+    smaller = reduce_scenario(
         tree, lambda each: any("pause" in fault for fault in each["faults"])
     )
     assert smaller["faults"] == [{"pause": "source", "at": "2s", "for": "1s"}]
@@ -53,7 +58,7 @@ def test_what_is_reduced_still_violates_and_has_nothing_needless() -> None:
 
 def pipeline() -> Prepared:
     """Return four steps of a pipeline of two devices without faults."""
-    tree = scenario(0) | {
+    tree = random_scenario(0) | {
         "faults": [],
         "devices": {"source": {}, "w0": {}},
         "network": {"link": {}},
@@ -70,35 +75,38 @@ def pipeline() -> Prepared:
 
 def test_what_containers_compute_otherwise_than_the_virtual_clock_is_seen() -> None:
     prepared = pipeline()
-    outcome = run(prepared)
-    assert list(as_virtual(prepared, outcome, outcome)) == []
+    outcome = simulate_trial(prepared)
+    assert list(compare_with_virtual(prepared, outcome, outcome)) == []
     events = [
         Event(each.time, each.device, "step", {**each.fields, "loss": 9.0})
         if each.event == "step"
         else each
         for each in outcome.events
     ]
-    (violation,) = as_virtual(prepared, replace(outcome, events=events), outcome)
+    (violation,) = compare_with_virtual(
+        prepared, replace(outcome, events=events), outcome
+    )
     assert violation.startswith("clocks: step 0 has loss 9.0")
 
 
 def test_a_step_that_is_not_recorded_is_seen() -> None:
     prepared = pipeline()
-    outcome = run(prepared)
+    outcome = simulate_trial(prepared)
     assert [
-        *ended(prepared, outcome),
-        *every_step(prepared, outcome),
-        *repeats(outcome, run(prepared)),
+        *check_end(prepared, outcome),
+        *check_steps(prepared, outcome),
+        *check_repetition(outcome, simulate_trial(prepared)),
     ] == []
     lacking = replace(
         outcome,
         events=[each for each in outcome.events if each.fields.get("step") != 2],
     )
-    assert list(every_step(prepared, lacking)) == [
+    assert list(check_steps(prepared, lacking)) == [
         "steps: 3 of 4 are recorded: [0, 1, 3]"
     ]
     assert any(
-        each.startswith("repetition") for each in repeats(lacking, run(prepared))
+        each.startswith("repetition")
+        for each in check_repetition(lacking, simulate_trial(prepared))
     )
 
 
@@ -107,7 +115,9 @@ def test_files_that_are_wrong_are_refused_in_few_words_and_little_time(
     seed: int,
 ) -> None:
     assert [
-        each for each in files.attack(*files.file(seed)) if not each.startswith("time")
+        each
+        for each in files.attack(*files.damaged_file(seed))
+        if not each.startswith("time")
     ] == []
 
 
@@ -122,7 +132,7 @@ def test_an_attack_that_is_ended_goes_on_after_the_seeds_that_it_tried(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "FOLDER", tmp_path)
-    monkeypatch.setattr(command, "side_by_side", ended_after_three)
+    monkeypatch.setattr(command, "run_attacks", ended_after_three)
     monkeypatch.setattr("sys.argv", ["stress", "--files"])
     for kept in ("3", "6"):
         with pytest.raises(KeyboardInterrupt):

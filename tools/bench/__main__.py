@@ -1,4 +1,4 @@
-"""`python -m tools.bench`: what the testbed itself costs on this machine."""
+"""`python -m tools.bench`: measurements of the testbed's own costs on this machine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ PARTS = (
     "hosts",
 )
 BESIDE = ("peers",)
-"""Measured when they are named: they install others' packages."""
+"""Parts measured only by name, since they install packages of others."""
 
 
-def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
-    measure: Callable[[], Iterator[Measurement]] = importlib.import_module(
-        f"tools.bench.{part}"
-    ).measure
+def _measure_function(part: str) -> Callable[[], Iterator[Measurement]]:
+    module = importlib.import_module(f"tools.bench.{part}")
+    measure: Callable[[], Iterator[Measurement]] = module.measure
     return measure
 
 
@@ -49,23 +48,22 @@ def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
 @click.option(
     "--compare",
     metavar="REV",
-    help="Show each figure over that of another revision, measured before.",
+    help="Show the ratio to the stored figures of another revision.",
 )
 def bench(
     parts: tuple[str, ...], as_json: bool, out: Path | None, compare: str | None
 ) -> None:
-    """Measure these parts, all by default; docs/bench.md describes them."""
+    """Measure the given parts (default: all); docs/bench.md describes them."""
     before = kept.of_revision(compare) if compare else {}
     console = Console(stderr=as_json, highlight=False)
     figures: list[Measurement] = []
     for part in parts or PARTS:
         console.print(f"[cyan]measuring {part}[/]")
-        for figure in _measure(part)():
+        for figure in _measure_function(part)():
             figures.append(figure)
             mark = {None: " ", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]
-            console.print(
-                f"  {mark} {figure.name}: {figure.value:.4g} {figure.unit}  [dim]{figure.detail}[/]"
-            )
+            value = f"{figure.value:.4g} {figure.unit}"
+            console.print(f"  {mark} {figure.name}: {value}  [dim]{figure.detail}[/]")
     kept.keep(figures)
     document = json.dumps([figure.to_json() for figure in figures], indent=2)
     if out:
@@ -73,10 +71,10 @@ def bench(
     if as_json:
         click.echo(document)
         return
-    console.print(tables.draw(_section(figures, compare, before), console.width))
+    console.print(tables.draw(_make_section(figures, compare, before), console.width))
 
 
-def _section(
+def _make_section(
     figures: list[Measurement], compare: str | None, before: Mapping[str, float]
 ) -> Section:
     rows = []
@@ -86,16 +84,17 @@ def _section(
             Cell(figure.name),
             Cell(f"{figure.value:.4g} {figure.unit}"),
             Cell(figure.to_json()["target"] or ""),
+            Cell(mark, tone="no" if figure.reached is False else ""),
         ]
-        cells.append(Cell(mark, tone="no" if figure.reached is False else ""))
         if compare:
-            text, worse = kept.ratio(figure, before)
-            cells.append(Cell(text, tone="no" if worse else ""))
+            text, is_worse = kept.ratio(figure, before)
+            cells.append(Cell(text, tone="no" if is_worse else ""))
         rows.append(cells)
-    heads = ("Value", "Target", "", *([f"Over {compare}"] if compare else []))
-    return Section(
-        "", "", "", (Column("Figure", "name"), *tables.figures(*heads)), rows
-    )
+    headings = ["Value", "Target", ""]
+    if compare:
+        headings.append(f"Over {compare}")
+    columns = (Column("Figure", "name"), *tables.figures(*headings))
+    return Section("", "", "", columns, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Bare network namespaces on a bridge: what containers would be to the shaper, without an engine."""
+"""Bare network namespaces on a bridge, which the shaper treats like containers, without an engine."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from testbed_controller.shaping.plan import Endpoint
 T = TypeVar("T")
 _COUNT = itertools.count()
 _SETTINGS = {
-    # As devices have them: windows that fill 1 Gbit/s over 100 ms each way.
+    # The settings of devices: windows that fill 1 Gbit/s over 100 ms each way.
     "tcp_rmem": "4096 131072 67108864",
     "tcp_wmem": "4096 16384 67108864",
     "tcp_slow_start_after_idle": "0",
-    # Nothing that an earlier connection learned may help or hinder a later one.
+    # Connections are independent: the kernel would start a new one with the metrics of earlier ones.
     "tcp_no_metrics_save": "1",
 }
 
 
 class Network:
-    """Processes that sleep in namespaces of their own, each with a veth to one bridge in a further namespace.
+    """Sleeping processes in namespaces of their own, each connected by a veth to a bridge in a further namespace.
 
-    Or without that, where a shaper is to plug them in.
+    With ``plugged=False`` they have no interface, and a shaper connects them.
     """
 
     def __init__(self, names: Sequence[str], *, plugged: bool = True) -> None:
         self._plugged = plugged
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._bridge = self._sleeper()
+        self._bridge = self._start_sleeper()
         self.endpoints: dict[str, Endpoint] = {}
         self.namespaces: dict[str, Namespace] = {}
-        self._sh(
+        _run_script(
             self._bridge,
             "ip link add bridge type bridge mcast_snooping 0; ip link set bridge up",
         )
@@ -44,31 +44,34 @@ class Network:
             self.add(name, f"198.18.0.{index + 2}")
 
     def add(self, name: str, address: str) -> Endpoint:
-        """Start a device (or start it again) and plug it in."""
-        pid = self._sleeper()
-        settings = "; ".join(
-            f"echo {value} > /proc/sys/net/ipv4/{key}"
-            for key, value in _SETTINGS.items()
-        )
-        self._sh(pid, f"ip link set lo up; {settings}")
+        """Start or restart a device, and connect it to the bridge if ``plugged``."""
+        pid = self._start_sleeper()
+        commands = ["ip link set lo up"]
+        for key, value in _SETTINGS.items():
+            commands.append(f"echo {value} > /proc/sys/net/ipv4/{key}")
+        _run_script(pid, "; ".join(commands))
         if self._plugged:
-            port = f"p{next(_COUNT)}"
-            self._sh(
-                self._bridge,
-                f"ip link add {port} type veth peer name data netns {pid}; ip link set {port} master bridge up",
-            )
-            self._sh(
-                pid,
-                f"ip address add {address}/15 broadcast + dev data; ip link set data up",
-            )
-        self.endpoints[name] = Endpoint(
-            name, pid, address, network=None if self._plugged else "198.18.0.0/15"
-        )
+            self._plug_in(pid, address)
+        # The shaper creates an interface in the given network.
+        network = None if self._plugged else "198.18.0.0/15"
+        endpoint = Endpoint(name, pid, address, network=network)
+        self.endpoints[name] = endpoint
         self.namespaces[name] = Namespace.of_process(pid)
-        return self.endpoints[name]
+        return endpoint
+
+    def _plug_in(self, pid: int, address: str) -> None:
+        port = f"p{next(_COUNT)}"
+        _run_script(
+            self._bridge,
+            f"ip link add {port} type veth peer name data netns {pid}; ip link set {port} master bridge up",
+        )
+        _run_script(
+            pid,
+            f"ip address add {address}/15 broadcast + dev data; ip link set data up",
+        )
 
     def stop(self, name: str) -> None:
-        """End a device as a kill does."""
+        """Kill the process of a device."""
         pid = self.endpoints[name].pid
         self.namespaces.pop(name).close()
         for process in self._processes:
@@ -77,35 +80,35 @@ class Network:
                 process.wait()
 
     def inside(self, name: str, work: Callable[[], T]) -> T:
-        """Call something in a device's namespace."""
+        """Call a function in the namespace of a device."""
         return self.namespaces[name].run(work)
 
     def sh(self, name: str, script: str) -> str:
-        """Run a shell script in a device's namespace; return what it prints."""
-        return self._sh(self.endpoints[name].pid, script)
+        """Run a shell script in the namespace of a device and return its output."""
+        return _run_script(self.endpoints[name].pid, script)
 
-    def _sleeper(self) -> int:
+    def _start_sleeper(self) -> int:
         with contextlib.closing(Namespace.scratch()) as scratch:
             process = scratch.run(lambda: subprocess.Popen(["sleep", "inf"]))
         self._processes.append(process)
         return process.pid
 
-    @staticmethod
-    def _sh(pid: int, script: str) -> str:
-        done = subprocess.run(
-            ["nsenter", "-t", str(pid), "-n", "sh", "-ec", script],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise HostError(f"a bare network cannot be set up: {done.stderr.strip()}")
-        return done.stdout
-
     def close(self) -> None:
-        """Take everything down."""
+        """Remove all namespaces."""
         for namespace in self.namespaces.values():
             namespace.close()
         for process in self._processes:
             process.kill()
             process.wait()
+
+
+def _run_script(pid: int, script: str) -> str:
+    done = subprocess.run(
+        ["nsenter", "-t", str(pid), "-n", "sh", "-ec", script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise HostError(f"a bare network cannot be set up: {done.stderr.strip()}")
+    return done.stdout

@@ -1,11 +1,11 @@
-"""Conformance: whether each backend's links do what is asked of them, measured on bare network namespaces.
+"""Conformance of each backend's links with the requested properties, measured on bare network namespaces.
 
     python -m tools.bench.conformance --links userspace --json out.json
 
-`measure` is a part of ``python -m tools.bench``: each backend at all points, netem in the virtual machine of
-``tests/netem`` where this kernel has none. The tests take the same cases at fewer points. Bounds are those of
-`testbed_controller.shaping.tolerance` and, for what is random, the 99 % binomial interval; since one sound
-measurement in a hundred lies outside of that, what lies outside of its bounds is measured once more.
+`measure` is a part of ``python -m tools.bench``: it measures each backend at all points, netem in the virtual machine
+of ``tests/netem`` if this kernel lacks the modules. Tests use the same cases at fewer points. Bounds are those of
+`testbed_controller.shaping.tolerance`, and the 99 % binomial interval for random properties. As one correct measurement
+in a hundred is outside this interval, measurements outside their bounds are repeated once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean, median, pstdev
@@ -45,11 +46,11 @@ from tools.bench.figure import Measurement
 from tools.bench.flows import flows, tcp_rates, udp_rates
 
 RESULTS = BUILD / "conformance"
-"""Where `measure` leaves what it found, for the table in the documentation."""
+"""Folder for the results of `measure`, from which `tools.bench.page` makes the table in the documentation."""
 JITTER_FRACTION = 0.1
 BURSTS_FRACTION = 0.1
 TCP_LOWEST = 0.92
-"""Content of TCP, of the rate on the wire: headers alone take 4.4 %."""
+"""Minimum share of TCP content in the rate on the wire: headers alone take 4.4 %."""
 CHANGE_SECONDS = 0.05
 DELAYS = (0.0005, 0.001, 0.005, 0.02, 0.1, 0.5)
 LOSSES = (0.001, 0.01, 0.05, 0.1, 0.3, 0.5)
@@ -57,14 +58,14 @@ RATES = (250e3, 1e6, 10e6, 100e6, 1e9)
 RATE_DELAYS = (0.0, 0.02, 0.1)
 PACKETS = 20_000
 _SECONDS_TO_FILL = 0.35
-"""Seconds that a train of datagrams lasts at a link's rate."""
+"""Duration of a train of datagrams at the rate of a link, in seconds."""
 
 
 _DOWN = Link(up=False)
 
 
 class NamespaceLab:
-    """Namespaces whose links one backend shapes: all down but those that a case needs."""
+    """Namespaces with links shaped by a backend; all links are down, except those that a case sets."""
 
     def __init__(self, backend: str, devices: int = 6) -> None:
         self.names = [f"d{index}" for index in range(devices)]
@@ -79,7 +80,7 @@ class NamespaceLab:
         )
 
     def __enter__(self) -> NamespaceLab:
-        # What is under test is the links, not how busy the machine is.
+        # At a higher priority, as the measurement is of the links and not of the load of the machine.
         self._priority = os.getpriority(os.PRIO_PROCESS, 0)
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, -10)
@@ -92,12 +93,12 @@ class NamespaceLab:
 
     @contextlib.contextmanager
     def links(self, wanted: Sequence[Link]) -> Iterator[dict[Pair, Link]]:
-        """Have these links for a while, and ways back of the same rates; yield which pair has which link."""
-        apart = sorted(self.pairs, key=lambda pair: (self._distance(pair), pair))
-        given = dict(zip(apart, wanted, strict=False))
-        back = {
-            (pair[1], pair[0]): Link(rate=link.rate) for pair, link in given.items()
-        }
+        """Set these links within the block, with reverse links of the same rates; yield the link of each pair."""
+        ordered = sorted(self.pairs, key=lambda pair: (self._distance(pair), pair))
+        given = dict(zip(ordered, wanted, strict=False))
+        back = {}
+        for (source, destination), link in given.items():
+            back[destination, source] = Link(rate=link.rate)
         assert len(given) == len(wanted)
         assert not given.keys() & back.keys()
         self.shaping.set({**back, **given})
@@ -107,75 +108,71 @@ class NamespaceLab:
             self.shaping.set(dict.fromkeys([*given, *back], _DOWN))
 
     def _distance(self, pair: Pair) -> int:
-        """Order pairs so that the first ones load all devices evenly."""
-        one, other = (self.names.index(name) for name in pair)
-        return (other - one) % len(self.names)
+        """Return a sort key for pairs by which the first ones load all devices evenly."""
+        source, destination = (self.names.index(name) for name in pair)
+        return (destination - source) % len(self.names)
 
 
 def settled(case: Callable[[], Iterator[Measurement]]) -> Iterator[Measurement]:
-    """Yield a case's figures; those outside of their bounds as found the second time."""
+    """Yield the measurements of a case; those outside their bounds are replaced by a second measurement."""
     first = list(case())
-    again = (
-        {}
-        if all(figure.reached for figure in first)
-        else {figure.name: figure for figure in case()}
-    )
+    second = {}
+    if not all(figure.reached for figure in first):
+        second = {figure.name: figure for figure in case()}
     for figure in first:
-        yield (
-            figure
-            if figure.reached
-            else replace(again[figure.name], detail="measured a second time")
-        )
+        if figure.reached:
+            yield figure
+        else:
+            yield replace(second[figure.name], detail="measured a second time")
 
 
 def delays(
     lab: NamespaceLab, points: Sequence[float] = DELAYS, packets: int = 200
 ) -> Iterator[Measurement]:
-    """The median of one-way delays, on links of all these delays at once."""
+    """Measure the median of one-way delays, on links of all given delays at once."""
     with lab.links([Link(delay=delay) for delay in points]) as links:
-        found = flows(lab.net, list(links), packets, 0.003, linger=max(points) + 0.2)
+        measured = flows(lab.net, list(links), packets, 0.003, linger=max(points) + 0.2)
     for pair, link in links.items():
         bound = delay_tolerance(link.delay) * 1e3
-        middle = median(found[pair].delays) * 1e3
-        asked = link.delay * 1e3
+        middle = median(measured[pair].delays) * 1e3
+        requested = link.delay * 1e3
         yield Measurement(
-            f"delay {asked:g} ms: median",
+            f"delay {requested:g} ms: median",
             middle,
             "ms",
-            between=(asked - bound, asked + bound),
+            between=(requested - bound, requested + bound),
         )
 
 
 def jitters(
     lab: NamespaceLab, jitter: float = 0.004, delay: float = 0.02, packets: int = 3000
 ) -> Iterator[Measurement]:
-    """The standard deviation of delays of each distribution, and their correlation where the backend has one."""
-    links = [
-        Link(delay=delay, jitter=jitter, distribution=each)
-        for each in ("normal", "uniform", "pareto")
-    ]
+    """Measure the standard deviation of delays of each distribution, and their correlation if supported."""
+    links = []
+    for distribution in ("normal", "uniform", "pareto"):
+        links.append(Link(delay=delay, jitter=jitter, distribution=distribution))
     correlated = Link(delay=delay, jitter=jitter, jitter_correlation=0.5)
     if LINK_BACKENDS.find(lab.backend).link_problem(correlated, None) is None:
         links.append(correlated)
+    linger = delay + 8 * jitter + 0.2
     with lab.links(links) as given:
-        found = flows(
-            lab.net, list(given), packets, 0.001, linger=delay + 8 * jitter + 0.2
-        )
+        measured = flows(lab.net, list(given), packets, 0.001, linger=linger)
     for pair, link in given.items():
-        asked = link.jitter * 1e3
-        name = f"jitter {asked:g} ms {link.distribution}"
-        values = found[pair].delays
+        requested = link.jitter * 1e3
+        name = f"jitter {requested:g} ms {link.distribution}"
+        values = measured[pair].delays
         if link.jitter_correlation:
-            by_number = [delay for _, delay in sorted(found[pair].arrived)]
+            by_number = [delay for _, delay in sorted(measured[pair].arrived)]
             name += f", correlation {link.jitter_correlation:g}"
             yield Measurement(
                 f"{name}: correlation", _correlation(by_number), "", between=(0.4, 0.6)
             )
-        bounds = (asked * (1 - JITTER_FRACTION), asked * (1 + JITTER_FRACTION))
+        bounds = (requested * (1 - JITTER_FRACTION), requested * (1 + JITTER_FRACTION))
         yield Measurement(
             f"{name}: deviation", pstdev(values) * 1e3, "ms", between=bounds
         )
-        bound = delay_tolerance(link.delay) * 1e3 + 3 * asked / math.sqrt(packets)
+        # Three standard errors of the mean beside the tolerance of the delay.
+        bound = delay_tolerance(link.delay) * 1e3 + 3 * requested / math.sqrt(packets)
         mean = fmean(values) * 1e3
         yield Measurement(
             f"{name}: mean",
@@ -188,37 +185,35 @@ def jitters(
 def losses(
     lab: NamespaceLab, points: Sequence[float] = LOSSES, packets: int = PACKETS
 ) -> Iterator[Measurement]:
-    """The packets lost of links of all these losses at once."""
+    """Measure the share of lost packets, on links of all given losses at once."""
     with lab.links([Link(loss=loss) for loss in points]) as links:
-        found = flows(lab.net, list(links), packets, 0.0, read_every=50)
+        measured = flows(lab.net, list(links), packets, 0.0, read_every=50)
     for pair, link in links.items():
-        yield _counted(
-            f"loss {100 * link.loss:g} %", found[pair].lost, packets, link.loss
-        )
+        name = f"loss {100 * link.loss:g} %"
+        yield _random_share(name, measured[pair].lost, packets, link.loss)
 
 
 def bursts(lab: NamespaceLab, packets: int = 2 * PACKETS) -> Iterator[Measurement]:
-    """Loss and mean burst length of Gilbert-Elliott links, and of one with correlated loss."""
+    """Measure loss and mean burst length of Gilbert-Elliott links and of a link with correlated loss."""
     wanted = [
         Link(bursts=GilbertElliott(p=0.05, r=0.5)),
         Link(bursts=GilbertElliott(p=0.04, r=0.25)),
         Link(loss=0.1, loss_correlation=0.4),
     ]
     with lab.links(wanted) as links:
-        found = flows(lab.net, list(links), packets, 0.0, read_every=50)
+        measured = flows(lab.net, list(links), packets, 0.0, read_every=50)
     for pair, link in links.items():
         states = loss_chain(link)
         assert states is not None
         name = "loss 10 %, correlation 0.4"
         if link.bursts:
             name = f"Gilbert-Elliott p {100 * states.p:g} % r {100 * states.r:g} %"
-        fates = found[pair].fates
-        share, length = 100 * states.loss, 1 / states.r
+        fates = measured[pair].fates
+        share = 100 * states.loss
+        length = 1 / states.r
         bounds = (1 - BURSTS_FRACTION, 1 + BURSTS_FRACTION)
-        lost, mean = (
-            100 * sum(fates) / packets,
-            fmean(len([*run]) for gone, run in groupby(fates) if gone),
-        )
+        lost = 100 * sum(fates) / packets
+        mean = fmean(len([*run]) for is_lost, run in groupby(fates) if is_lost)
         yield Measurement(
             f"{name}: loss", lost, "%", between=(share * bounds[0], share * bounds[1])
         )
@@ -231,39 +226,40 @@ def bursts(lab: NamespaceLab, packets: int = 2 * PACKETS) -> Iterator[Measuremen
 
 
 def alterations(lab: NamespaceLab, packets: int = PACKETS) -> Iterator[Measurement]:
-    """Duplication, reordering and corruption, each on a link of its own."""
+    """Measure duplication, reordering and corruption, each on a link of its own, and all on a fourth link."""
     wanted = [
         Link(delay=0.005, duplicate=0.05),
         Link(delay=0.005, reorder=0.05),
         Link(delay=0.005, corrupt=0.05),
         Link(delay=0.005, duplicate=0.02, reorder=0.03, corrupt=0.01, loss=0.02),
     ]
-    # Large enough that the Ethernet header, whose bits nobody checks, is a small part.
+    # Large datagrams, in which the unchecked bits of the Ethernet header are a small part.
     with lab.links(wanted) as links:
-        found = flows(lab.net, list(links), packets, 0.0002, size=1000)
-    twice, overtaking, damaged, all_of_it = links
-    yield _counted("duplicate 5 %", found[twice].twice, packets, 0.05)
-    yield Measurement("duplicate 5 %: lost", found[twice].lost, "packets", 0)
-    early = sum(delay < 0.0025 for delay in found[overtaking].delays)
-    yield _counted("reorder 5 %", early, packets, 0.05)
-    yield _counted("corrupt 5 %", found[damaged].lost, packets, 0.05)
+        measured = flows(lab.net, list(links), packets, 0.0002, size=1000)
+    duplicating, reordering, corrupting, combined = (measured[pair] for pair in links)
+    yield _random_share("duplicate 5 %", duplicating.twice, packets, 0.05)
+    yield Measurement("duplicate 5 %: lost", duplicating.lost, "packets", 0)
+    # A reordered packet skips the delay of 5 ms.
+    early = sum(delay < 0.0025 for delay in reordering.delays)
+    yield _random_share("reorder 5 %", early, packets, 0.05)
+    yield _random_share("corrupt 5 %", corrupting.lost, packets, 0.05)
     yield Measurement(
         "corrupt 5 %: seen without checksum",
-        found[damaged].damaged,
+        corrupting.damaged,
         "packets",
         1,
         at_most=False,
     )
-    yield _counted(
+    yield _random_share(
         "2 % lost, 1 % corrupt, 2 % twice",
-        found[all_of_it].lost,
+        combined.lost,
         packets,
-        _gone(links[all_of_it]),
+        _lost_share(wanted[-1]),
     )
 
 
-def _gone(link: Link) -> float:
-    """Return the share of datagrams of which no copy arrives intact."""
+def _lost_share(link: Link) -> float:
+    """Return the expected share of datagrams without an intact copy."""
     lost = expected_loss(link)
     return lost * (1 - link.duplicate) + lost * lost * link.duplicate
 
@@ -275,47 +271,55 @@ def rates(
     tcp: bool = True,
     patience: float = 1.0,
 ) -> Iterator[Measurement]:
-    """What UDP and TCP get of links of these (rate, delay): the slow ones together, the fast ones one by one."""
-    slow = [Link(rate=rate, delay=delay) for rate, delay in points if rate <= 10e6]
-    alone = [[Link(rate=rate, delay=delay)] for rate, delay in points if rate > 10e6]
-    for together in ([slow] if slow else []) + alone:
-        with lab.links(together) as links:
-            yield from _udp(lab, links)
+    """Measure the throughput of UDP and TCP on links with these (rate, delay).
+
+    Slow links are measured together; fast links one by one, as the host may be too slow for several.
+    """
+    slow = []
+    groups = []
+    for rate, delay in points:
+        link = Link(rate=rate, delay=delay)
+        if rate <= 10e6:
+            slow.append(link)
+        else:
+            groups.append([link])
+    if slow:
+        groups.insert(0, slow)
+    for group in groups:
+        with lab.links(group) as links:
+            yield from _udp_shares(lab, links)
             if tcp:
-                yield from _tcp(lab, links, patience)
+                yield from _tcp_shares(lab, links, patience)
 
 
-def _udp(lab: NamespaceLab, links: Mapping[Pair, Link]) -> Iterator[Measurement]:
+def _udp_shares(lab: NamespaceLab, links: Mapping[Pair, Link]) -> Iterator[Measurement]:
     slowest = min(link.rate or math.inf for link in links.values())
     seconds = max(_SECONDS_TO_FILL, 60 * FRAME * 8 / slowest)
-    found = udp_rates(lab.net, links, seconds, skip=0.1 * seconds)
+    measured = udp_rates(lab.net, links, seconds, skip=0.1 * seconds)
+    bounds = (100 * RATE_LOWEST, 100 * RATE_HIGHEST)
     for pair, link in links.items():
-        yield _share(
-            "UDP on the wire",
-            link,
-            found[pair],
-            (100 * RATE_LOWEST, 100 * RATE_HIGHEST),
-        )
+        yield _rate_share("UDP on the wire", link, measured[pair], bounds)
 
 
-def _tcp(
+def _tcp_shares(
     lab: NamespaceLab, links: Mapping[Pair, Link], patience: float
 ) -> Iterator[Measurement]:
-    # A window grows to what the link holds in some ten round trips, and the slower the more there is to fill.
+    # The window reaches the capacity of the link in some ten round trips; a slow link with a long queue needs more.
     longest = max(link.delay for link in links.values())
     slowest = min(link.rate or math.inf for link in links.values())
     skip = patience * (0.1 + 30 * longest + 20 * FRAME * 8 / slowest)
     counted = max(0.5, skip, 80 * FRAME * 8 / slowest)
-    found = tcp_rates(lab.net, links, skip + counted, skip=skip)
+    measured = tcp_rates(lab.net, links, skip + counted, skip=skip)
+    bounds = (100 * TCP_LOWEST, 100.0)
     for pair, link in links.items():
-        yield _share("TCP content", link, found[pair], (100 * TCP_LOWEST, 100.0))
+        yield _rate_share("TCP content", link, measured[pair], bounds)
 
 
-def _share(
-    what: str, link: Link, rate: float, bounds: tuple[float, float]
+def _rate_share(
+    traffic: str, link: Link, rate: float, bounds: tuple[float, float]
 ) -> Measurement:
     assert link.rate
-    name = f"{_bits(link.rate)}, {1e3 * link.delay:g} ms: {what}"
+    name = f"{_bits(link.rate)}, {1e3 * link.delay:g} ms: {traffic}"
     return Measurement(name, 100 * rate / link.rate, "%", between=bounds)
 
 
@@ -329,18 +333,16 @@ def _bits(rate: float) -> str:
 def many(
     backend: str, pairs: int = 20, rate: float = 20e6, delay: float = 0.02
 ) -> Iterator[Measurement]:
-    """As many pairs at once, full, and half full: rates and delays must hold for all of them."""
+    """Measure many pairs at once: the rates of full links, then the delays of half full links."""
     link = Link(rate=rate, delay=delay)
     with NamespaceLab(backend, pairs) as lab:
-        # A ring, for its evenness: every device sends to one and receives from another.
+        # A ring loads all devices evenly: each sends to one neighbour and receives from the other.
         ring = dict.fromkeys(
             [*pairwise(lab.names), (lab.names[-1], lab.names[0])], link
         )
         lab.shaping.set(ring)
-        shares = [
-            100 * each / rate
-            for each in udp_rates(lab.net, ring, 1.0, skip=0.2).values()
-        ]
+        measured_rates = udp_rates(lab.net, ring, 1.0, skip=0.2)
+        shares = [100 * each / rate for each in measured_rates.values()]
         bounds = (100 * RATE_LOWEST, 100 * RATE_HIGHEST)
         name = f"{pairs} pairs at {_bits(rate)}, {1e3 * delay:g} ms"
         yield Measurement(
@@ -350,11 +352,9 @@ def many(
             f"{name}: UDP on the wire, most", max(shares), "%", between=bounds
         )
         gap = 2 * FRAME * 8 / rate
-        found = flows(lab.net, list(ring), round(0.8 / gap), gap, size=FRAME - 42)
-        worst = max(
-            (median(flow.delays) for flow in found.values()),
-            key=lambda each: abs(each - delay),
-        )
+        measured = flows(lab.net, list(ring), round(0.8 / gap), gap, size=FRAME - 42)
+        medians = [median(flow.delays) for flow in measured.values()]
+        worst = max(medians, key=lambda each: abs(each - delay))
         bound = delay_tolerance(delay)
         yield Measurement(
             f"{name}: half full, worst median delay",
@@ -364,7 +364,7 @@ def many(
         )
         yield Measurement(
             f"{name}: half full, lost",
-            sum(flow.lost for flow in found.values()),
+            sum(flow.lost for flow in measured.values()),
             "packets",
             0,
         )
@@ -373,35 +373,32 @@ def many(
 def live_change(
     lab: NamespaceLab, packets: int = 10_000, gap: float = 0.0003
 ) -> Iterator[Measurement]:
-    """How soon a change takes effect, and what a flow between two others loses by many changes."""
+    """Measure the losses on a link while another is changed many times, and the time until a change takes effect."""
     with lab.links([Link(delay=0.1), Link(rate=100e6, delay=0.002)]) as links:
         changed, third = links
         stop = threading.Event()
-        lags: list[float] = []
 
         def change() -> None:
             for step in range(10_000):
                 if stop.wait(0.05):
                     return
-                asked = time.monotonic()
-                lab.shaping.set({changed: _changed(step)})
-                lags.append(time.monotonic() - asked)
+                lab.shaping.set({changed: _link_at_step(step)})
 
         changing = threading.Thread(target=change)
         changing.start()
-        found = flows(lab.net, [third], packets, gap)
+        undisturbed = flows(lab.net, [third], packets, gap)[third]
         stop.set()
         changing.join()
     yield Measurement(
-        f"changes of another link: lost of {packets}", found[third].lost, "packets", 0
+        f"changes of another link: lost of {packets}", undisturbed.lost, "packets", 0
     )
     with lab.links([Link(delay=0.1)]) as links:
         [pair] = links
-        asked: list[float] = []
+        requested: list[float] = []
 
         def shorten() -> None:
             time.sleep(0.2)
-            asked.append(time.monotonic())
+            requested.append(time.monotonic())
             lab.shaping.set({pair: Link(delay=0.001)})
 
         changing = threading.Thread(target=shorten)
@@ -411,13 +408,13 @@ def live_change(
     late = [flow.sent[number] for number, delay in flow.arrived if delay > 0.05]
     yield Measurement(
         "a change takes effect after",
-        1e3 * (max(late) - asked[0]),
+        1e3 * (max(late) - requested[0]),
         "ms",
         1e3 * CHANGE_SECONDS,
     )
 
 
-def _changed(step: int) -> Link:
+def _link_at_step(step: int) -> Link:
     kinds = (
         Link(rate=5e6, delay=0.01),
         Link(delay=0.02, jitter=0.005, loss=0.1),
@@ -432,51 +429,48 @@ def _changed(step: int) -> Link:
 def access(
     backend: str, uplink: float = 20e6, downlink: float = 10e6
 ) -> Iterator[Measurement]:
-    """What two links together get of an uplink and of a downlink, of which each alone could take more."""
+    """Measure how two links share an uplink and a downlink whose rate is below the sum of theirs."""
     with NamespaceLab(backend, 3) as lab:
         hub, one, other = lab.names
         endpoints = [replace(lab.net.endpoints[hub], uplink=uplink, downlink=downlink)]
         link = Link(rate=0.8 * uplink, delay=0.005)
         slower = Link(rate=0.8 * downlink, delay=0.005)
-        out, into = [(hub, one), (hub, other)], [(one, hub), (other, hub)]
-        lab.shaping.attach(
-            endpoints, {**dict.fromkeys(out, link), **dict.fromkeys(into, slower)}
-        )
+        out = [(hub, one), (hub, other)]
+        into = [(one, hub), (other, hub)]
+        links = dict.fromkeys(out, link) | dict.fromkeys(into, slower)
+        lab.shaping.attach(endpoints, links)
         for name, pairs, each, limit in (
             ("uplink", out, link, uplink),
             ("downlink", into, slower, downlink),
         ):
-            found = udp_rates(
-                lab.net,
-                dict.fromkeys(pairs, replace(each, rate=limit / 2)),
-                1.0,
-                skip=0.3,
-            )
+            sent = dict.fromkeys(pairs, replace(each, rate=limit / 2))
+            measured = udp_rates(lab.net, sent, 1.0, skip=0.3)
             bounds = (100 * RATE_LOWEST, 100 * RATE_HIGHEST)
-            share, fair = (
-                100 * sum(found.values()) / limit,
-                100 * min(found.values()) / (limit / 2),
-            )
+            share = 100 * sum(measured.values()) / limit
+            smaller = 100 * min(measured.values()) / (limit / 2)
             yield Measurement(
                 f"{name} {_bits(limit)}: two links together", share, "%", between=bounds
             )
             yield Measurement(
                 f"{name} {_bits(limit)}: the smaller part of its half",
-                fair,
+                smaller,
                 "%",
                 90,
                 at_most=False,
             )
         lab.shaping.attach([lab.net.endpoints[hub]], {})
-        found = udp_rates(lab.net, dict.fromkeys(into, slower), 0.6, skip=0.2)
-        share = 100 * sum(found.values()) / (2 * 0.8 * downlink)
+        measured = udp_rates(lab.net, dict.fromkeys(into, slower), 0.6, skip=0.2)
+        share = 100 * sum(measured.values()) / (2 * 0.8 * downlink)
         bounds = (100 * RATE_LOWEST, 100 * RATE_HIGHEST)
         yield Measurement(
             "downlink lifted: two links together", share, "%", between=bounds
         )
 
 
-def _counted(name: str, count: int, packets: int, probability: float) -> Measurement:
+def _random_share(
+    name: str, count: int, packets: int, probability: float
+) -> Measurement:
+    """Return the share of affected packets, with the 99 % binomial interval as bounds."""
     lowest, highest = binomial_interval(packets, probability)
     return Measurement(
         name,
@@ -487,15 +481,16 @@ def _counted(name: str, count: int, packets: int, probability: float) -> Measure
 
 
 def _correlation(values: Sequence[float]) -> float:
+    """Return the autocorrelation of successive values."""
     mean = fmean(values)
-    return (
-        fmean((one - mean) * (other - mean) for one, other in pairwise(values))
-        / pstdev(values) ** 2
-    )
+    products = [
+        (one - mean) * (following - mean) for one, following in pairwise(values)
+    ]
+    return fmean(products) / pstdev(values) ** 2
 
 
 def conformance(backend: str, *, slow_host: bool = False) -> Iterator[Measurement]:
-    """Measure every case; on a host as slow as a virtual machine without those that ask for a fast one."""
+    """Measure every case; with ``slow_host``, such as a virtual machine, only those that a slow host can measure."""
     with NamespaceLab(backend) as lab:
         cases: list[Callable[[], Iterator[Measurement]]] = [
             lambda: delays(lab),
@@ -509,7 +504,7 @@ def conformance(backend: str, *, slow_host: bool = False) -> Iterator[Measuremen
         for delay in RATE_DELAYS:
             points = [(rate, delay) for rate in RATES if not delay or rate <= fastest]
             points += [(fastest, delay)] if delay and fastest not in RATES else []
-            cases.append(lambda points=points: rates(lab, points))  # type: ignore[misc]
+            cases.append(partial(rates, lab, points))
         for case in cases:
             yield from settled(case)
     yield from settled(lambda: access(backend))
@@ -517,7 +512,7 @@ def conformance(backend: str, *, slow_host: bool = False) -> Iterator[Measuremen
 
 
 def measure() -> Iterator[Measurement]:
-    """Yield the figures of each backend, or why there are none, and keep them in `RESULTS`."""
+    """Yield the measurements of each backend, or the reason for their absence, and store them in `RESULTS`."""
     if os.geteuid() != 0:
         yield Measurement(
             "links", 0, "", detail="not measured: network namespaces need root"
@@ -530,11 +525,9 @@ def measure() -> Iterator[Measurement]:
         try:
             if missing_modules()[backend]:
                 document = _in_virtual_machine(backend)
-                figures = [_figure(entry) for entry in document["figures"]]
-                yield from (
-                    replace(figure, name=f"{backend}: {figure.name}")
-                    for figure in figures
-                )
+                for entry in document["figures"]:
+                    figure = _measurement_of(entry)
+                    yield replace(figure, name=f"{backend}: {figure.name}")
             else:
                 figures = []
                 for figure in conformance(backend):
@@ -552,7 +545,7 @@ def measure() -> Iterator[Measurement]:
 def _document(
     backend: str, figures: Sequence[Measurement], arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what `tools.bench.page` makes a table of."""
+    """Return the content of a results file for `tools.bench.page`."""
     machine = ["python tests/netem/vm.py --"] if os.environ.get("TESTBED_IN_VM") else []
     return {
         "backend": backend,
@@ -565,7 +558,7 @@ def _document(
     }
 
 
-def _figure(entry: Mapping[str, Any]) -> Measurement:
+def _measurement_of(entry: Mapping[str, Any]) -> Measurement:
     between = entry["between"]
     return Measurement(**{**entry, "between": tuple(between) if between else None})
 
@@ -574,56 +567,40 @@ def _in_virtual_machine(backend: str) -> dict[str, Any]:
     machine = ROOT / "tests/netem/vm.py"
     if not machine.exists():
         raise HostError(
-            "this kernel has none, and a virtual machine is booted only from a checkout"
+            "this kernel lacks the modules, and the virtual machine is available only in a checkout"
         )
-    found = ROOT / ".build/vm/out/conformance.json"
-    found.unlink(missing_ok=True)
-    inside = [
-        "-m",
-        "tools.bench.conformance",
-        "--links",
-        backend,
-        "--slow-host",
-        "--json",
-        str(found),
-    ]
-    booted = [
-        sys.executable,
-        str(machine),
-        "--timeout",
-        "3600",
-        "--",
-        sys.executable,
-        *inside,
-    ]
-    done = subprocess.run(booted, check=False, capture_output=True, text=True)
-    if not found.exists():
-        raise HostError(
-            f"the virtual machine gave no figures: {done.stderr.strip().splitlines()[-1:]}"
-        )
-    document: dict[str, Any] = json.loads(found.read_text())
+    results = ROOT / ".build/vm/out/conformance.json"
+    results.unlink(missing_ok=True)
+    command = [sys.executable, str(machine), "--timeout", "3600", "--"]
+    command += [sys.executable, "-m", "tools.bench.conformance", "--links", backend]
+    command += ["--slow-host", "--json", str(results)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if not results.exists():
+        errors = done.stderr.strip().splitlines()[-1:]
+        raise HostError(f"the virtual machine wrote no results: {errors}")
+    document: dict[str, Any] = json.loads(results.read_text())
     return document
 
 
 def main() -> int:
-    """Measure one backend and write its figures as JSON; status 1 when one is outside of its bounds."""
+    """Measure one backend and write the results as JSON; return 1 if any is outside its bounds."""
     parser = argparse.ArgumentParser(
-        description="Measure whether a backend's links do what is asked of them."
+        description="Measure the conformance of a backend's links with the requested properties."
     )
     parser.add_argument("--links", choices=[*LINK_BACKENDS], required=True)
     parser.add_argument(
         "--slow-host",
         action="store_true",
-        help="leave out what only a fast host can do",
+        help="omit measurements that require a fast host",
     )
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     figures = []
     for figure in conformance(arguments.links, slow_host=arguments.slow_host):
         figures.append(figure)
-        print(
-            f"{'ok ' if figure.reached else 'BAD'} {figure.name}: {figure.value:.5g} {figure.unit} {figure.detail}"
-        )
+        mark = "ok " if figure.reached else "BAD"
+        value = f"{figure.value:.5g} {figure.unit}"
+        print(f"{mark} {figure.name}: {value} {figure.detail}")
         sys.stdout.flush()
     if arguments.json:
         document = _document(arguments.links, figures, _without_files(sys.argv[1:]))
@@ -632,11 +609,12 @@ def main() -> int:
 
 
 def _without_files(words: Sequence[str]) -> list[str]:
-    return [
-        word
-        for before, word in pairwise(["", *words])
-        if "--json" not in (before, word)
-    ]
+    """Return the words of a command line without ``--json`` and its file."""
+    kept = []
+    for previous, word in pairwise(["", *words]):
+        if "--json" not in (previous, word):
+            kept.append(word)
+    return kept
 
 
 if __name__ == "__main__":

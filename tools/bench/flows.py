@@ -1,4 +1,4 @@
-"""Traffic between bare namespaces, and what became of it: the measuring side of the links' conformance."""
+"""Traffic between bare namespaces with measured delays, losses and rates, for tests of the links' conformance."""
 
 from __future__ import annotations
 
@@ -26,45 +26,46 @@ _CONTENT = struct.Struct("=8sId")
 _SO_NO_CHECK, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _UDP_SEGMENT = 11, 32, 33, 103
 _RECEIVE_BUFFER = 256 << 20
 _BUFFER_PER_FRAME = 2304
-"""What the kernel charges to a socket for a full frame."""
+"""Bytes that the kernel charges to a socket's buffer for a full frame."""
 _PORT = 5001
 _AT_ONCE = 0.004
-"""Seconds of a link's rate that one call sends."""
+"""Amount of data per call of `send`, in seconds at the rate of the link."""
 _MOST_FRAMES = 40
-"""In one call: a datagram that the kernel cuts up has at most 64 KiB."""
+"""Maximum number of frames per call: the kernel segments at most 64 KiB."""
 _WAIT_TO_SEND = 0.0005
-"""Seconds between attempts to send where the socket's buffer is full."""
+"""Seconds between attempts to send while the socket's buffer is full."""
 
 
 @dataclass
 class Flow:
-    """Datagrams of one link: when each was sent, and what came of them, in the order of arrival."""
+    """Datagrams of one link, with the times of sending and the arrivals."""
 
     sent: list[float] = field(default_factory=list)
     arrived: list[tuple[int, float]] = field(default_factory=list)
-    """(number, delay in seconds) of those that arrived intact; one that came twice is there twice."""
+    """(number, delay in seconds) of intact arrivals, in the order of arrival; duplicates have two entries."""
     damaged: int = 0
-    """Those that arrived altered."""
+    """Number of altered arrivals."""
 
     @property
     def delays(self) -> list[float]:
-        """Return the delays of what arrived, first copies only."""
+        """Delays of the arrivals in seconds, without duplicates."""
+        # A dict keeps the last entry of a number: reversed, the first copy.
         return list(dict(reversed(self.arrived)).values())
 
     @property
     def fates(self) -> list[bool]:
-        """Return of each datagram whether it was lost, in the order of sending."""
-        got = {number for number, _ in self.arrived}
-        return [number not in got for number in range(len(self.sent))]
+        """Whether each datagram was lost, in the order of sending."""
+        received = {number for number, _ in self.arrived}
+        return [number not in received for number in range(len(self.sent))]
 
     @property
     def lost(self) -> int:
-        """Return how many never arrived intact."""
+        """Number of datagrams that never arrived intact."""
         return sum(self.fates)
 
     @property
     def twice(self) -> int:
-        """Return how many arrived more than once."""
+        """Number of duplicates."""
         return len(self.arrived) - len({number for number, _ in self.arrived})
 
 
@@ -78,23 +79,19 @@ def flows(
     linger: float = 0.2,
     read_every: int = 1,
 ) -> dict[Pair, Flow]:
-    """Send ``count`` datagrams over each link, ``gap`` seconds apart (links in turn), and wait for the last.
+    """Send ``count`` datagrams over each link, ``gap`` seconds apart (links in turn), and return the measured flows.
 
-    ``linger`` is the longest that one may be under way. The datagrams bear no checksum, so that damage is seen.
-    What has arrived is read after each number, for its delay; where that is of no interest, after ``read_every``.
+    ``linger`` is the time to wait for the last datagram. The datagrams have no checksum, so that altered ones arrive.
+    Arrivals are read after every ``read_every`` numbers; delays are accurate only for 1, the default.
     """
     run = os.urandom(8)
-    made = {pair: Flow() for pair in pairs}
-    filler = bytes(range(256)) * 6
-    rest = size - _CONTENT.size
+    measured = {pair: Flow() for pair in pairs}
+    filler = (bytes(range(256)) * 6)[: size - _CONTENT.size]
     with contextlib.ExitStack() as stack:
-        receivers = {pair: stack.enter_context(_bound(net, pair[1])) for pair in pairs}
-        senders = {
-            name: stack.enter_context(_bound(net, name))
-            for name in {pair[0] for pair in pairs}
-        }
-        for sender in senders.values():
-            sender.setsockopt(socket.SOL_SOCKET, _SO_NO_CHECK, 1)
+        senders = _open_senders(net, pairs, stack)
+        receivers = {}
+        for pair in pairs:
+            receivers[pair] = stack.enter_context(_bound_socket(net, pair[1]))
         targets = {pair: receiver.getsockname() for pair, receiver in receivers.items()}
         by_descriptor = {
             receiver.fileno(): pair for pair, receiver in receivers.items()
@@ -106,32 +103,41 @@ def flows(
         def drain(until: float) -> None:
             while True:
                 wait = until - time.monotonic()
+                # The time-out of epoll is in milliseconds, which is too coarse.
                 select.select([epoll.fileno()], [], [], max(0.0, wait))
                 for descriptor, _ in epoll.poll(0):
                     pair = by_descriptor[descriptor]
-                    _take(receivers[pair], made[pair], run, filler[:rest])
+                    _receive_all(receivers[pair], measured[pair], run, filler)
                 if time.monotonic() >= until:
                     return
 
+        # Empty datagrams resolve the addresses of all peers before the measurement.
         for pair in pairs:
-            senders[pair[0]].sendto(b"", targets[pair])  # makes the addresses known
+            senders[pair[0]].sendto(b"", targets[pair])
         drain(time.monotonic() + 0.02)
         start = time.monotonic()
         for first in range(0, count, read_every):
             numbers = range(first, min(first + read_every, count))
-            for number, (pair, flow) in itertools.product(numbers, made.items()):
-                flow.sent.append(
-                    _send(
-                        senders[pair[0]],
-                        targets[pair],
-                        (run, number),
-                        filler[:rest],
-                        drain,
-                    )
-                )
+            for number, (pair, flow) in itertools.product(numbers, measured.items()):
+                sender = senders[pair[0]]
+                sent = _send(sender, targets[pair], (run, number), filler, drain)
+                flow.sent.append(sent)
             drain(start + numbers.stop * gap)
         drain(time.monotonic() + linger)
-    return made
+    return measured
+
+
+def _open_senders(
+    net: Network, pairs: Sequence[Pair], stack: contextlib.ExitStack
+) -> dict[str, socket.socket]:
+    """Return a socket for each sending device, whose datagrams have no checksum."""
+    senders: dict[str, socket.socket] = {}
+    for source, _ in pairs:
+        if source not in senders:
+            sender = stack.enter_context(_bound_socket(net, source))
+            sender.setsockopt(socket.SOL_SOCKET, _SO_NO_CHECK, 1)
+            senders[source] = sender
+    return senders
 
 
 def _send(
@@ -141,69 +147,83 @@ def _send(
     filler: bytes,
     drain: Callable[[float], None],
 ) -> float:
-    """Send a datagram, once there is room for it; return when."""
+    """Send a datagram, as soon as the socket's buffer has room, and return the time of sending."""
     while True:
         now = time.monotonic()
         try:
             sender.sendto(_CONTENT.pack(*mark, now) + filler, target)
-        except BlockingIOError:  # the kernel has yet to carry off what was sent before
+        except BlockingIOError:
+            # The kernel still holds earlier datagrams in the buffer.
             drain(now + _WAIT_TO_SEND)
         else:
             return now
 
 
-def _take(receiver: socket.socket, flow: Flow, run: bytes, filler: bytes) -> None:
-    """Note all that a socket has received."""
+def _receive_all(
+    receiver: socket.socket, flow: Flow, run: bytes, filler: bytes
+) -> None:
+    """Record all datagrams in a socket's buffer."""
     with contextlib.suppress(BlockingIOError):
         while True:
             data = receiver.recv(MTU)
             now = time.monotonic()
+            # An empty datagram only resolves addresses.
             if not data:
                 continue
-            if len(data) == _CONTENT.size + len(filler) and data.endswith(filler):
-                stamp, number, sent = _CONTENT.unpack_from(data)
-                if (
-                    stamp == run
-                    and number < len(flow.sent)
-                    and sent == flow.sent[number]
-                ):
-                    flow.arrived.append((number, now - sent))
-                    continue
-            flow.damaged += 1
+            number = _intact_number(data, flow, run, filler)
+            if number is None:
+                flow.damaged += 1
+            else:
+                flow.arrived.append((number, now - flow.sent[number]))
 
 
-def _bound(net: Network, name: str) -> socket.socket:
-    def make() -> socket.socket:
-        made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        made.bind((net.endpoints[name].address, 0))
-        return made
+def _intact_number(data: bytes, flow: Flow, run: bytes, filler: bytes) -> int | None:
+    """Return the number of an intact datagram; None for an altered one."""
+    if len(data) != _CONTENT.size + len(filler) or not data.endswith(filler):
+        return None
+    stamp, number, sent = _CONTENT.unpack_from(data)
+    if stamp != run or number >= len(flow.sent) or sent != flow.sent[number]:
+        return None
+    return int(number)
 
-    made = net.inside(name, make)
-    made.setblocking(False)
-    made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER)
-    return made
+
+def _bound_socket(net: Network, name: str) -> socket.socket:
+    """Return a non-blocking UDP socket in the namespace of a device."""
+
+    def bind() -> socket.socket:
+        inside = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        inside.bind((net.endpoints[name].address, 0))
+        return inside
+
+    bound = net.inside(name, bind)
+    bound.setblocking(False)
+    bound.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER)
+    return bound
 
 
 @dataclass
 class _Received:
-    """How much had come in on one link, and when."""
+    """Cumulative bytes received on one link over time."""
 
     steps: list[tuple[float, int]] = field(default_factory=list)
     """(time, bytes so far)"""
 
     def add(self, when: float, count: int) -> None:
-        self.steps.append((when, (self.steps[-1][1] if self.steps else 0) + count))
+        before = self.steps[-1][1] if self.steps else 0
+        self.steps.append((when, before + count))
 
     def rate(self, skip: float, until: float) -> float:
-        """Return bit/s after the first seconds, up to a time."""
+        """Return the mean rate in bit/s, from ``skip`` seconds after the first arrival to the time ``until``."""
         if not self.steps:
             return 0.0
-        later = [
-            step for step in self.steps if self.steps[0][0] + skip <= step[0] <= until
-        ]
-        if len(later) < 2 or later[-1][0] <= later[0][0]:
+        since = self.steps[0][0] + skip
+        counted = [step for step in self.steps if since <= step[0] <= until]
+        if len(counted) < 2:
             return 0.0
-        return (later[-1][1] - later[0][1]) * 8 / (later[-1][0] - later[0][0])
+        seconds = counted[-1][0] - counted[0][0]
+        if seconds <= 0:
+            return 0.0
+        return (counted[-1][1] - counted[0][1]) * 8 / seconds
 
 
 def udp_rates(
@@ -214,17 +234,17 @@ def udp_rates(
     skip: float,
     frame: int = FRAME,
 ) -> dict[Pair, float]:
-    """Send over all of these links at once, as fast as each takes it; return bit/s on the wire, as programs see it.
+    """Send datagrams over all links at once, as fast as possible; return the received rates in bit/s on the wire.
 
-    The first ``skip`` seconds do not count: what an idle link may send at once passes then.
+    The first ``skip`` seconds do not count, in which an idle link passes its burst.
     """
     content = bytes(frame - HEADERS)
     with contextlib.ExitStack() as stack:
         senders, receivers = {}, {}
         for pair, link in links.items():
-            receivers[pair] = stack.enter_context(_bound(net, pair[1]))
-            senders[pair] = sender = stack.enter_context(_bound(net, pair[0]))
-            # Less than the queue before the link holds, or it would lose some.
+            receivers[pair] = stack.enter_context(_bound_socket(net, pair[1]))
+            senders[pair] = sender = stack.enter_context(_bound_socket(net, pair[0]))
+            # Below the length of the queue before the link, which would drop the excess.
             buffer = int(0.5 * queue_limit(link)) * _BUFFER_PER_FRAME
             sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
             sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, len(content))
@@ -259,7 +279,10 @@ def _frames_at_once(link: Link, frame: int) -> int:
 def tcp_rates(
     net: Network, pairs: Iterable[Pair], seconds: float, *, skip: float
 ) -> dict[Pair, float]:
-    """Send over one TCP connection per link, all at once; return bit/s of content after the first ``skip`` seconds."""
+    """Send over one TCP connection per link, all at once; return the rates of content in bit/s.
+
+    The first ``skip`` seconds of each connection do not count.
+    """
     with contextlib.ExitStack() as stack:
         senders: dict[Pair, socket.socket] = {}
         receivers: dict[Pair, socket.socket] = {}
@@ -285,7 +308,7 @@ def tcp_rates(
                 return receivers[pair].recv_into(buffer)
             return 0
 
-        # What is under way when time is up does not count, and is not waited for.
+        # Data in transit at the end does not count, so there is no time to wait for it.
         return _pump(senders, push, receivers, pull, seconds, skip, 0.0)
 
 
@@ -298,9 +321,9 @@ def _pump(
     skip: float,
     quiet: float,
 ) -> dict[Pair, float]:
-    """Keep the senders busy for so long, in a process of their own, while this one receives until nothing comes.
+    """Send for ``seconds`` in a child process, and receive in this one until ``quiet`` seconds without data.
 
-    In one process the two would wait for each other, and a link that had nothing to send looks like one that is slow.
+    A single process would delay sending while it receives, and a link without data to send looks like a slow link.
     """
     received = {pair: _Received() for pair in receivers}
     end = time.monotonic() + seconds
@@ -322,7 +345,7 @@ def _pump(
                 heard = now = time.monotonic()
                 received[pair].add(now, count)
         sending.join()
-    # Once nobody sends any more, a link may be alone with what several shared before.
+    # Only up to the end of sending: later, a link may have capacity alone that several links shared before.
     return {pair: each.rate(skip, end) for pair, each in received.items()}
 
 

@@ -1,4 +1,4 @@
-"""Our pipeline beside torch's own over gloo: the same model, cuts, devices and links; links decide, not computing."""
+"""Comparison of our pipeline with torch's own over gloo: the same model, cuts, devices and (limiting) links."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ DEVICES = 4
 INPUTS, CLASSES = 64, 10
 """Sizes of the data set digits."""
 HIDDEN = (8, 512, 8, 512, 8, 512, 8)
-"""512 values a sample cross each cut, as in a perceptron of seven times 512. Layers of 8 between them make computing
-so light that no host of few cores is late, which would be the host's time and not the transport's."""
+"""Each cut transfers 512 values per sample, as in a perceptron of seven layers of 512. The layers of 8 between them
+keep computation so light that a host with few cores is never late, and only the transport is measured."""
 BATCH = 256
 MICRO_BATCHES = 4
 WARM_UP = 3
-"""Steps left out at the beginning: connections are made and their windows open."""
+"""Steps not measured at the beginning, while connections are established and their windows open."""
 STEPS = 10
 SHARE = 0.8
-"""Share of gloo's time that ours may take."""
+"""Maximum ratio of our step time to that of gloo."""
 BESIDE = 0.25
-"""Share of the processor time of torch's own pipelining that all of ours may take which does not compute."""
+"""Maximum ratio of our processor time without computation to the processor time of torch's pipelining."""
 AWAY = 0.05
-"""Share of the plan by which ours may differ from it."""
+"""Maximum relative difference of our step time from the plan."""
 PORT = 29500
 _TAIL = 2000
-"""Characters of a failed program's output that are shown."""
+"""Number of characters shown of a failed program's output."""
 
 
 def scenario(schedule: str) -> Scenario:
-    """Return the comparison's scenario by one of our schedules, two layers a device."""
+    """Return the scenario of the comparison for a schedule, with two layers per device."""
     return Scenario.model_validate(
         {
             "name": "bench-gloo",
@@ -67,7 +67,7 @@ def scenario(schedule: str) -> Scenario:
                     "name": "pipeline",
                     "schedule": schedule,
                     "micro_batches": MICRO_BATCHES,
-                    # The optimal cuts would leave devices out: links, and not computing, take the time.
+                    # The optimal partition would use fewer devices, as the links limit the step time.
                     "partition": "even",
                 },
                 "batch_size": BATCH,
@@ -79,7 +79,7 @@ def scenario(schedule: str) -> Scenario:
 
 @dataclass(frozen=True)
 class GlooTimes:
-    """What torch's pipelining over gloo takes, in seconds."""
+    """Times of torch's pipelining over gloo, in seconds."""
 
     step: float
     """Median of the first stage's steps."""
@@ -88,7 +88,7 @@ class GlooTimes:
 
 
 def jobs(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
-    """Return what each device's gloo program is given: the plan's cuts, a rank for each stage."""
+    """Return the argument of the gloo program for each device: the cuts of the plan, with a rank per stage."""
     common = {
         "world": len(plan.pieces),
         "schedule": schedule,
@@ -97,19 +97,20 @@ def jobs(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
         "micro_batches": MICRO_BATCHES,
         "steps": WARM_UP + STEPS,
     }
-    return {
-        piece.device: {"rank": rank, "first": piece.first, "last": piece.last, **common}
-        for rank, piece in enumerate(plan.pieces)
-    }
+    arguments = {}
+    for rank, piece in enumerate(plan.pieces):
+        own = {"rank": rank, "first": piece.first, "last": piece.last}
+        arguments[piece.device] = {**own, **common}
+    return arguments
 
 
-def _execute(
+def _run_program(
     client: docker.DockerClient,
     device: DeviceContainer,
     first: str,
     job: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Run the program in a device's container and return what its steps took."""
+    """Run the gloo program in the container of a device and return the measured times."""
     program = Path(gloo_program.__file__).read_text()
     environment = {
         "MASTER_ADDR": first,
@@ -119,44 +120,41 @@ def _execute(
     }
     command = ["python3", "-c", program, json.dumps(job)]
     started = client.api.exec_create(device.id, command, environment=environment)["Id"]
-    output, errors = (
-        part or b"" for part in client.api.exec_start(started, demux=True)
-    )
+    output, errors = client.api.exec_start(started, demux=True)
     if client.api.exec_inspect(started)["ExitCode"] != 0:
-        said = (output + errors).decode(errors="replace")[-_TAIL:]
-        raise TestbedError(
-            f"torch's pipelining failed on {device.name}: {said.strip()}"
-        )
-    took: dict[str, Any] = json.loads(output)
-    return took
+        # docker returns None for a stream without output.
+        text = ((output or b"") + (errors or b"")).decode(errors="replace")
+        end = text[-_TAIL:].strip()
+        raise TestbedError(f"torch's pipelining failed on {device.name}: {end}")
+    times: dict[str, Any] = json.loads(output or b"")
+    return times
 
 
 def gloo_times(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
-    """Return what torch's pipelining takes, without the steps to warm up."""
-    work = jobs(plan, schedule)
-    leader = lab.devices[plan.coordinator]
+    """Run torch's pipelining on a lab and return its times; the step time is that of steps after the warm-up."""
+    arguments = jobs(plan, schedule)
+    first = lab.devices[plan.coordinator].address
     client = connect()
-    with ThreadPoolExecutor(len(work)) as pool:
-        running = {
-            name: pool.submit(_execute, client, lab.devices[name], leader.address, job)
-            for name, job in work.items()
-        }
-    took = {name: future.result() for name, future in running.items()}
-    return GlooTimes(
-        median(took[plan.coordinator]["seconds"][WARM_UP:]),
-        sum(each["processor"] for each in took.values()),
-    )
+    running = {}
+    # All stages at once, as each waits for the others to join the process group.
+    with ThreadPoolExecutor(len(arguments)) as pool:
+        for name, job in arguments.items():
+            device = lab.devices[name]
+            running[name] = pool.submit(_run_program, client, device, first, job)
+    times = {name: future.result() for name, future in running.items()}
+    step = median(times[plan.coordinator]["seconds"][WARM_UP:])
+    return GlooTimes(step, sum(each["processor"] for each in times.values()))
 
 
 def our_times(steps: Sequence[Step]) -> list[float]:
-    """Return the seconds of our undisturbed steps of whole batches, without those to warm up."""
+    """Return the times of our undisturbed steps after the warm-up, in seconds."""
     return [step.seconds for step in steps if step.steady and step.step >= WARM_UP]
 
 
 def judge(
     schedule: str, ours: float, gloo: float, planned: float, host: HostTime
 ) -> Iterator[Measurement]:
-    """Yield the three step times, in seconds, and their ratios; ``host`` is what the host added to our steps."""
+    """Yield the three step times in seconds and their ratios; ``host`` is the delay of our steps by a slow host."""
     step = f"step by {schedule}"
     late = host.computing / host.seconds
     detail = f"of this the host added {host.share:.1%}: {late:.1%} by computing late, the rest by late messages"
@@ -179,14 +177,12 @@ def judge(
     )
 
 
-def beside(
+def compare_processor_time(
     schedule: str, ours: Mapping[str, float], gloo: float
 ) -> Iterator[Measurement]:
-    """Yield what a run takes of the processors; ``ours`` as `processor_time` has it, ``gloo`` in seconds."""
-    run, taken = (
-        f"{WARM_UP + STEPS} steps by {schedule}",
-        sum(ours.values()) - ours["computing"],
-    )
+    """Yield processor times in seconds; ``ours`` is the result of `processor_time`, ``gloo`` that of all stages."""
+    run = f"{WARM_UP + STEPS} steps by {schedule}"
+    taken = sum(ours.values()) - ours["computing"]
     detail = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ours.items())
     yield Measurement(
         f"{run}, processor time of torch's pipelining over gloo", gloo, "s"
@@ -203,27 +199,27 @@ def beside(
 
 
 def with_gloo(prepared: Mapping[str, Prepared]) -> dict[str, GlooTimes]:
-    """Return what each schedule takes over gloo, all on one lab."""
-    lab = Lab.create(next(iter(prepared.values())).trial)
+    """Return the times of each schedule over gloo, all on one lab."""
+    first = next(iter(prepared.values()))
+    lab = Lab.create(first.trial)
+    times = {}
     try:
-        return {
-            schedule: gloo_times(lab, each.plan, schedule)
-            for schedule, each in prepared.items()
-        }
+        for schedule, each in prepared.items():
+            times[schedule] = gloo_times(lab, each.plan, schedule)
     finally:
         lab.down()
+    return times
 
 
 def measure() -> Iterator[Measurement]:
-    """Yield for each schedule a step over gloo, with ours and by the plan, their ratios, and processor time."""
-    prepared = {
-        schedule: prepare(trials(scenario(schedule))[0]) for schedule in SCHEDULES
-    }
+    """Yield for each schedule the step time over gloo, of ours and of the plan, their ratios, and processor time."""
+    prepared = {}
+    for schedule in SCHEDULES:
+        prepared[schedule] = prepare(trials(scenario(schedule))[0])
     gloo = with_gloo(prepared)
     for schedule, each in prepared.items():
-        outcome = emulate(
-            each, load_data(part_of(each.scenario).data), accept_links=True
-        )
+        dataset = load_data(part_of(each.scenario).data)
+        outcome = emulate(each, dataset, accept_links=True)
         record = RunView(outcome, each.experiment, each.plan)
         assert each.plan.step_time is not None
         theirs = gloo[schedule]
@@ -234,5 +230,6 @@ def measure() -> Iterator[Measurement]:
             each.plan.step_time,
             added_time(record),
         )
-        if taken := processor_time(record):
-            yield from beside(schedule, taken, theirs.processor)
+        taken = processor_time(record)
+        if taken:
+            yield from compare_processor_time(schedule, taken, theirs.processor)

@@ -1,4 +1,4 @@
-"""Several hosts, those of ``TESTBED_HOSTS``: what they cost against one, and what one costs without devices."""
+"""Costs of runs on several hosts (``TESTBED_HOSTS``), compared with one host, and of a host without devices."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from tools.bench.startup import scenario
 DEVICES = 64
 RATIO = 1.2
 EMPTY = 60e6
-"""Bytes that the testbed may take on a host without devices."""
+"""Maximum memory of the testbed on a host without devices, in bytes."""
 
 
 def measure(devices: int = DEVICES) -> Iterator[Measurement]:
-    """Yield seconds until devices are shaped and healthy, on one host and on all, and the bytes of an empty host.
+    """Yield the seconds until devices are shaped and healthy, on one host and on all, and the memory of an empty host.
 
-    Nothing where no hosts are named.
+    Without ``TESTBED_HOSTS``, nothing is measured.
     """
-    hosts = [
-        each.strip()
-        for each in os.environ.get("TESTBED_HOSTS", "").split(",")
-        if each.strip()
-    ]
+    names_given = os.environ.get("TESTBED_HOSTS", "").split(",")
+    hosts = [each.strip() for each in names_given if each.strip()]
     if not hosts:
         return
     names = f"of {devices} devices"
-    one = _start_up(devices, hosts[:1])
+    one = _time_start_up(devices, hosts[:1])
     yield Measurement(f"start-up {names} on {hosts[0]}", one, "s")
-    several = _start_up(devices, hosts)
+    several = _time_start_up(devices, hosts)
     yield Measurement(f"start-up {names} on {len(hosts)} hosts", several, "s")
     yield Measurement(
         "start-up on several hosts, ratio to one", several / one, "x", RATIO
     )
     if len(hosts) > 1:
         yield Measurement(
-            "memory on a host without devices", _empty(hosts) / 1e6, "MB", EMPTY / 1e6
+            "memory on a host without devices",
+            _empty_host_bytes(hosts) / 1e6,
+            "MB",
+            EMPTY / 1e6,
         )
 
 
-def _start_up(devices: int, hosts: Sequence[str]) -> float:
+def _time_start_up(devices: int, hosts: Sequence[str]) -> float:
     trial = trials(scenario(devices))[0]
     began = time.monotonic()
     lab = HostsLab.create(trial, hosts, {})
@@ -57,25 +57,27 @@ def _start_up(devices: int, hosts: Sequence[str]) -> float:
     return seconds
 
 
-def _empty(hosts: Sequence[str]) -> float:
-    """Return the bytes that containers have on a host on which no device is."""
+def _empty_host_bytes(hosts: Sequence[str]) -> float:
+    """Return the memory of the containers on a host without devices."""
     trial = trials(scenario(2))[0]
-    lab = HostsLab.create(
-        trial, hosts[:2], {each.name: hosts[0] for each in trial.experiment.devices}
-    )
+    place = {each.name: hosts[0] for each in trial.experiment.devices}
+    lab = HostsLab.create(trial, hosts[:2], place)
     try:
-        return _used(reach(hosts[1]).client, lab.run_id)
+        return _containers_bytes(reach(hosts[1]).client, lab.run_id)
     finally:
         lab.down()
 
 
-def _used(client: docker.DockerClient, run: str) -> float:
-    found = client.containers.list(filters={"label": f"{RUN}={run}"})
-    looked: list[Any] = [each.stats(stream=False) for each in found]
-    usages = [each["memory_stats"] for each in looked]
-    # As `docker stats` has it: files that can be read again are not taken.
-    files = [
-        each["stats"].get("total_inactive_file", each["stats"].get("inactive_file", 0))
-        for each in usages
-    ]
-    return float(sum(each["usage"] for each in usages) - sum(files))
+def _containers_bytes(client: docker.DockerClient, run: str) -> float:
+    total = 0
+    for container in client.containers.list(filters={"label": f"{RUN}={run}"}):
+        report: Any = container.stats(stream=False)
+        usage = report["memory_stats"]
+        statistics = usage["stats"]
+        # As in `docker stats`: cached files, which the kernel can drop, do not count. The key differs between versions
+        # of control groups.
+        cached = statistics.get("total_inactive_file")
+        if cached is None:
+            cached = statistics.get("inactive_file", 0)
+        total += usage["usage"] - cached
+    return float(total)

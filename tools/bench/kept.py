@@ -1,4 +1,4 @@
-"""Figures of the bench by revision, so that a slower commit is seen."""
+"""Storage of the bench's figures by revision, to detect slower commits."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ from tools.bench.figure import Measurement
 
 KEPT = ROOT / "results/bench.json"
 WORSE = 1.1
-"""Ratio to the other revision from which on a figure is marked."""
+"""Ratio to the other revision above which a figure is marked as worse."""
 
 
 def keep(figures: Iterable[Measurement], file: Path = KEPT) -> None:
-    """Note figures as those of the present revision, the newest of each name."""
-    found = _read(file)
-    found.setdefault(revision() or "unknown", {}).update(
-        {each.name: each.value for each in figures}
-    )
+    """Store figures for the current revision; they replace earlier figures of the same names."""
+    stored = _read_file(file)
+    own = stored.setdefault(revision() or "unknown", {})
+    for each in figures:
+        own[each.name] = each.value
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(found, indent=1) + "\n")
+    file.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 def of_revision(name: str, file: Path = KEPT) -> Mapping[str, float]:
-    """Return the figures of a revision, which may be named by its beginning; raise UsageError where there are none."""
-    found = _read(file)
-    fitting = [each for each in found if each.startswith(name)]
-    if len(fitting) != 1:
-        known = (
-            ", ".join(each[:12] for each in found) or "none: run the bench there first"
-        )
+    """Return the figures of a revision, given by the beginning of its name. Raises UsageError without figures."""
+    stored = _read_file(file)
+    matches = [each for each in stored if each.startswith(name)]
+    if len(matches) != 1:
+        known = ", ".join(each[:12] for each in stored)
+        if not known:
+            known = "none: run the bench there first"
         raise click.UsageError(
-            f"{len(fitting)} revisions '{name}' have figures in {file}; there are {known}"
+            f"{len(matches)} revisions '{name}' have figures in {file}; available: {known}"
         )
-    return found[fitting[0]]
+    return stored[matches[0]]
 
 
 def ratio(figure: Measurement, before: Mapping[str, float]) -> tuple[str, bool]:
-    """Return the figure over that of before, empty where there is none, and whether it got worse by a tenth."""
+    """Return the ratio to the earlier figure as text (empty without one), and whether it is worse by a tenth."""
     if not before.get(figure.name):
         return "", False
-    found = figure.value / before[figure.name]
-    return f"{found:.2f}×", (found if figure.at_most else 1 / max(found, 1e-9)) > WORSE
+    value = figure.value / before[figure.name]
+    loss = value if figure.at_most else 1 / max(value, 1e-9)
+    return f"{value:.2f}×", loss > WORSE
 
 
-def _read(file: Path) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = (
-        json.loads(file.read_text()) if file.exists() else {}
-    )
-    return found
+def _read_file(file: Path) -> dict[str, dict[str, float]]:
+    if not file.exists():
+        return {}
+    stored: dict[str, dict[str, float]] = json.loads(file.read_text())
+    return stored

@@ -1,9 +1,9 @@
-"""Losses: messages over one TCP connection and lossy links, measured in bare namespaces, against the virtual clock.
+"""Message times over TCP connections and lossy links, measured in bare namespaces and compared with the virtual clock.
 
     python -m tools.bench.losses reno.json [--algorithm cubic]
 
-Measures, unless the file is there, and prints a table. A message counts from its first byte until the byte that answers
-it. The links and sizes were fixed before the first measurement. The simulated mean is of ten times as many messages.
+Measures unless the file exists, and prints a table. The time of a message ends with the receiver's one-byte answer. The
+links and sizes were fixed before the first measurement. The simulated mean is of ten times as many messages.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from testbed_controller.shaping.shaper import Shaping
 from tools.bench.bare import Network
 
 MESSAGES = {1_000: 400, 20_000: 300, 200_000: 60, 2_000_000: 20}
-"""Messages of each size in bytes."""
+"""Size of messages in bytes -> number of messages."""
 SECONDS = 240.0
 """Time after which no further message of a size is sent."""
 LEAST = 5
-"""Messages without which a point has no figure."""
+"""Minimum number of messages for a result."""
 _TCP_NOTSENT_LOWAT = 25
 
 
 def waves() -> Iterator[list[Link]]:
-    """Yield the links that are measured at the same time, the same in both directions."""
+    """Yield groups of links that are measured at the same time; each link is the same in both directions."""
     for delay in (0.001, 0.01, 0.05):
-        yield [
-            Link(rate, delay, loss=loss)
-            for rate, loss in product((10e6, 100e6), (0.001, 0.01, 0.05))
-        ]
+        links = []
+        for rate, loss in product((10e6, 100e6), (0.001, 0.01, 0.05)):
+            links.append(Link(rate, delay, loss=loss))
+        yield links
     yield [
         Link(50e6, 0.025, loss=0.01),
         Link(50e6, 0.025, jitter=0.004, loss=0.01),
@@ -65,33 +65,39 @@ def waves() -> Iterator[list[Link]]:
 
 @dataclass
 class Point:
-    """The seconds that messages of one size took over one link."""
+    """Times of messages of one size over one link, in seconds."""
 
     link: Link
     size: int
     seconds: list[float]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return JSON values."""
         return {"link": self.link.to_json(), "size": self.size, "seconds": self.seconds}
 
 
 def measure_wave(links: Sequence[Link], algorithm: str, seed: int) -> Iterator[Point]:
-    """Measure every size over these links at once."""
-    names = [f"{end}{index}" for index in range(len(links)) for end in ("a", "b")]
-    net, shaping = Network(names), Shaping("auto", seed=seed)
-    wanted: dict[Pair, Link] = {}
+    """Measure all message sizes over a group of links at the same time."""
+    names: list[str] = []
+    shaped: dict[Pair, Link] = {}
     for index, link in enumerate(links):
-        wanted |= {(f"a{index}", f"b{index}"): link, (f"b{index}", f"a{index}"): link}
+        a, b = f"a{index}", f"b{index}"
+        names += [a, b]
+        shaped[a, b] = link
+        shaped[b, a] = link
+    net = Network(names)
+    shaping = Shaping("auto", seed=seed)
+
+    def measure(index: int) -> list[tuple[int, list[float]]]:
+        return list(_measure_link(net, index, algorithm))
+
     try:
-        shaping.attach(net.endpoints.values(), wanted)
+        shaping.attach(net.endpoints.values(), shaped)
         with ThreadPoolExecutor(len(links)) as pool:
-            found = pool.map(
-                lambda index: list(_measure_link(net, index, algorithm)),
-                range(len(links)),
-            )
-            for link, sizes in zip(links, found, strict=True):
-                yield from (Point(link, size, seconds) for size, seconds in sizes)
+            measured = pool.map(measure, range(len(links)))
+            for link, sizes in zip(links, measured, strict=True):
+                for size, seconds in sizes:
+                    yield Point(link, size, seconds)
     finally:
         shaping.close()
         net.close()
@@ -114,14 +120,15 @@ def _measure_link(
             )
         sender.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         with sender, listening, ThreadPoolExecutor(1) as answering:
-            answering.submit(_answer, listening, size)
+            answering.submit(_answer_messages, listening, size)
             sender.connect((address, port))
-            yield size, list(_exchange(sender, size, count))
+            yield size, list(_time_messages(sender, size, count))
             sender.shutdown(socket.SHUT_WR)
 
 
-def _exchange(sender: socket.socket, size: int, count: int) -> Iterator[float]:
-    body, until = bytes(size), time.monotonic() + SECONDS
+def _time_messages(sender: socket.socket, size: int, count: int) -> Iterator[float]:
+    body = bytes(size)
+    until = time.monotonic() + SECONDS
     for _ in range(count):
         began = time.monotonic()
         sender.sendall(body)
@@ -131,53 +138,60 @@ def _exchange(sender: socket.socket, size: int, count: int) -> Iterator[float]:
             return
 
 
-def _answer(listening: socket.socket, size: int) -> None:
+def _answer_messages(listening: socket.socket, size: int) -> None:
+    """Answer each message with one byte, until the sender closes the connection."""
     connection, _ = listening.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with connection:
-        left = size
-        while got := len(connection.recv(min(left, 1 << 18))):
-            left -= got
-            if not left:
+        remaining = size
+        while True:
+            received = len(connection.recv(min(remaining, 1 << 18)))
+            if not received:
+                return
+            remaining -= received
+            if not remaining:
                 connection.sendall(b"k")
-                left = size
+                remaining = size
 
 
 def simulated(link: Link, size: int, count: int) -> float:
-    """Return the mean seconds of ten connections, each of so many messages, on the virtual clock."""
+    """Return the mean time of messages over ten simulated connections, each with ``count`` messages, in seconds."""
     assert link.rate
-    wire = float(size) + math.ceil(size / SEGMENT) * (TCP_HEADERS + ETHERNET_HEADER)
-    trip, took = 2 * link.delay, []
+    packets = math.ceil(size / SEGMENT)
+    wire_bytes = float(size) + packets * (TCP_HEADERS + ETHERNET_HEADER)
+    round_trip = 2 * link.delay
+    times = []
     for seed in range(10):
-        there, back, window = (
-            make_crossing(link, f"{seed} there"),
-            make_crossing(link, f"{seed} back"),
-            Window(),
-        )
+        forward = make_crossing(link, f"{seed} there")
+        backward = make_crossing(link, f"{seed} back")
+        window = Window()
         for _ in range(count):
-            sent, least, late = wire, 0.0, 0.0
-            if there is not None and back is not None:
-                course = there.message(
-                    wire, PACKET * 8 / link.rate, trip, window, back.lost
+            sent_bytes = wire_bytes
+            least = late = 0.0
+            # A link without losses and jitter has no random crossing.
+            if forward is not None and backward is not None:
+                packet_time = PACKET * 8 / link.rate
+                sent_bytes, least, late, *_ = forward.message(
+                    wire_bytes, packet_time, round_trip, window, backward.lost
                 )
-                sent, least, late = course[0], course[1], course[2] + back.answer(trip)
-            took.append(max(sent * 8 / link.rate, least) + late + trip)
-    return fmean(took)
+                late += backward.answer(round_trip)
+            times.append(max(sent_bytes * 8 / link.rate, least) + late + round_trip)
+    return fmean(times)
 
 
 def rows(points: Sequence[Point]) -> Iterator[str]:
-    """Yield the lines of the table: in each cell the measured mean, its standard error, its ratio to the clock's."""
+    """Yield the lines of the table: in each cell mean, standard error, and the ratio to the simulated mean."""
     sizes = [*MESSAGES]
     yield "| link | " + " | ".join(f"{size // 1000} kB" for size in sizes) + " |"
     yield "|---" * (1 + len(sizes)) + "|"
     by_link: dict[Link, list[str]] = {}
     for point in points:
-        by_link.setdefault(point.link, []).append(_cell(point))
+        by_link.setdefault(point.link, []).append(_format_point(point))
     for link, cells in by_link.items():
-        yield f"| {_name(link)} | {' | '.join(cells)} |"
+        yield f"| {_describe_link(link)} | {' | '.join(cells)} |"
 
 
-def _name(link: Link) -> str:
+def _describe_link(link: Link) -> str:
     name = f"{format_rate(link.rate or 0)}, {1e3 * link.delay:g} ms"
     name += f" ± {1e3 * link.jitter:g} ms" if link.jitter else ""
     if link.bursts is not None:
@@ -185,16 +199,18 @@ def _name(link: Link) -> str:
     return f"{name}, {100 * link.loss:g} %"
 
 
-def _cell(point: Point) -> str:
-    if len(point.seconds) < LEAST:
+def _format_point(point: Point) -> str:
+    count = len(point.seconds)
+    if count < LEAST:
         return "–"
-    mean, count = fmean(point.seconds), len(point.seconds)
+    mean = fmean(point.seconds)
     error = stdev(point.seconds) / math.sqrt(count) / mean
-    return f"{mean:.3g} s ± {error:.0%}: {mean / simulated(point.link, point.size, count):.2f}"
+    ratio = mean / simulated(point.link, point.size, count)
+    return f"{mean:.3g} s ± {error:.0%}: {ratio:.2f}"
 
 
 def main() -> None:
-    """Measure, unless that was done, and print the table."""
+    """Measure unless the file exists, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

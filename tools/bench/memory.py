@@ -1,4 +1,4 @@
-"""Memory: what a device takes, idle and with a torch shard, and whether messages leave any behind."""
+"""Memory of a device, idle and with a torch shard, and its growth by messages."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from tools.bench.transfer import exchange_scenario
 
 MESSAGES = 10_000
 IDLE = 38e6
-"""Bytes of a device that is there and was asked for its metrics, and has imported Flask."""
+"""Maximum memory of an idle device in bytes, after it has imported Flask and reported its metrics once."""
 GROWTH = 5e6
-"""Bytes that 10,000 messages of 1 kB may add: noise of the allocator, not a leak of them, which would be 10 MB."""
+"""Maximum growth by 10,000 messages of 1 kB, in bytes: noise of the allocator; a leak would be 10 MB."""
 RESIDENT = "testbed_resident_bytes"
 SETTLE_MESSAGES = 1_000
-"""Sent before the first look: buffers and pools reach their size."""
+"""Messages before the first measurement, by which buffers and pools reach their size."""
 
 
 def measure() -> Iterator[Measurement]:
     """Yield resident memory of a device in megabytes: idle, ready with torch, and growth by messages."""
-    prepared = prepare(
-        trials(exchange_scenario("1kB", SETTLE_MESSAGES + MESSAGES, None))[0]
-    )
+    scenario = exchange_scenario("1kB", SETTLE_MESSAGES + MESSAGES, None)
+    prepared = prepare(trials(scenario)[0])
     dataset = load_data(part_of(prepared.scenario).data)
     lab = Lab.create(prepared.trial)
     try:
@@ -40,10 +39,12 @@ def measure() -> Iterator[Measurement]:
             "MB",
             IDLE / 1e6,
         )
-        addresses = {name: found.address for name, found in lab.devices.items()}
-        given = deployments(prepared, lab.run_id, lab.token, addresses, lab.broadcast)
+        addresses = {name: device.address for name, device in lab.devices.items()}
+        deployed = deployments(
+            prepared, lab.run_id, lab.token, addresses, lab.broadcast
+        )
         for name, agent in agents.items():
-            agent.deploy(given.of(name))
+            agent.deploy(deployed.of(name))
         agents["source"].put_data(pack(dataset))
         yield Measurement(
             "resident memory, device with torch", sink.metrics()[RESIDENT] / 1e6, "MB"
@@ -57,7 +58,7 @@ def measure() -> Iterator[Measurement]:
                     name: agent.metrics()[RESIDENT] for name, agent in agents.items()
                 }
         for name, agent in agents.items():
-            # Events are kept until they are fetched to the end of the run, so that a controller can come back.
+            # Includes the events, which a device keeps until the end of the run for a controller that reconnects.
             grown = agent.metrics()[RESIDENT] - before[name]
             yield Measurement(
                 f"growth over {MESSAGES} messages, {name}",

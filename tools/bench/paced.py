@@ -1,7 +1,7 @@
-"""``python -m tools.bench.paced CHARGES SECONDS``: how exactly this host paces work, as JSON.
+"""``python -m tools.bench.paced CHARGES SECONDS``: the accuracy of pacing on this host, as JSON.
 
-``CHARGES`` is a JSON list of seconds. Work is charged with one after the other until ``SECONDS`` are over, each as
-soon as the one before is done. Prints ``spans`` (charge, duration, late, deficit; seconds) and ``wall`` (seconds).
+``CHARGES`` is a JSON list of seconds. Pieces of work with these charges run one after another, in turns, for
+``SECONDS``. Prints ``spans`` (charge, duration, late, deficit of each piece in seconds) and ``wall`` (total seconds).
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Any
 from testbed_agent.pacing import Processors, constant_charge
 
 LOAD = 0.1
-"""Share of its charge for which work really computes, as torch does for small layers."""
+"""Share of its charge in which a piece of work computes, as for small layers of torch."""
 
 
 def busy_wait(seconds: float) -> None:
-    """Keep the processor busy for some seconds of processor time."""
+    """Compute for some seconds of processor time."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
 
 
 def measure(charges: list[float], seconds: float) -> dict[str, Any]:
-    """Return ``spans`` and ``wall``."""
-    processors, over = Processors(), threading.Event()
+    """Return ``spans`` and ``wall``, as printed."""
+    processors = Processors()
+    over = threading.Event()
     spans: list[list[float]] = []
     began = time.monotonic()
 

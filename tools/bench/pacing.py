@@ -1,4 +1,4 @@
-"""Pacing: whether spans of 5 ms and more take what they are charged, on four devices at once, also on a loaded host."""
+"""Accuracy of pacing: spans of 5 ms and more on four devices at once, on an idle and on a loaded host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Paced:
-    """One span."""
+    """A paced span; times are in seconds."""
 
     charge: float
     duration: float
@@ -37,41 +37,39 @@ class Paced:
 
     @property
     def unreported(self) -> float:
-        """The same, without what was reported to be late."""
+        """Error of the span without the time reported as late."""
         return abs((self.duration - self.late) / self.charge - 1)
 
 
 @dataclass(frozen=True)
 class Series:
-    """The spans of one device, one after the other."""
+    """The successive spans of one device."""
 
     spans: list[Paced]
     wall: float
-    """Seconds that all of them took by the clock."""
+    """Real time of all spans in seconds."""
 
 
 def pace(devices: int = DEVICES, seconds: float = SECONDS) -> list[Series]:
-    """Have as many processes of the agent as there are devices pace work at once."""
-    command = [
-        sys.executable,
-        "-m",
-        "tools.bench.paced",
-        json.dumps(CHARGES),
-        str(seconds),
-    ]
-    running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
-        for _ in range(devices)
-    ]
-    said = [json.loads(process.communicate()[0]) for process in running]
-    return [
-        Series([Paced(*span) for span in each["spans"]], each["wall"]) for each in said
-    ]
+    """Pace work in one process per device, all at the same time."""
+    command = [sys.executable, "-m", "tools.bench.paced"]
+    command += [json.dumps(CHARGES), str(seconds)]
+    running = []
+    for _ in range(devices):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+        running.append(process)
+    series = []
+    for process in running:
+        output, _ = process.communicate()
+        result = json.loads(output)
+        spans = [Paced(*span) for span in result["spans"]]
+        series.append(Series(spans, result["wall"]))
+    return series
 
 
 @contextlib.contextmanager
 def loaded() -> Iterator[None]:
-    """Keep one core of the host busy."""
+    """Keep one core of the host busy within the block."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
@@ -81,15 +79,17 @@ def loaded() -> Iterator[None]:
 
 
 def measure() -> Iterator[Measurement]:
-    """Yield the error of spans on an idle host and with one core loaded: all, and what was not reported as late."""
+    """Yield the error of spans on an idle host and with one core loaded, with and without time reported as late."""
     for name, load in (
         ("idle", contextlib.nullcontext()),
         ("one core loaded", loaded()),
     ):
+        spans: list[Paced] = []
         with load:
-            found = [span for series in pace() for span in series.spans]
-        errors = [span.error for span in found]
-        detail = f"{len(found)} spans of {min(CHARGES) * 1e3:g} to {max(CHARGES) * 1e3:g} ms on {DEVICES} devices"
+            for series in pace():
+                spans += series.spans
+        errors = [span.error for span in spans]
+        detail = f"{len(spans)} spans of {min(CHARGES) * 1e3:g} to {max(CHARGES) * 1e3:g} ms on {DEVICES} devices"
         mean, worst = fmean(errors), float(np.percentile(errors, 99))
         yield Measurement(
             f"pacing, {name}: mean error of a span", mean, "", TOLERANCE, detail=detail
@@ -97,10 +97,10 @@ def measure() -> Iterator[Measurement]:
         yield Measurement(
             f"pacing, {name}: 99th percentile of the error", worst, "", detail=detail
         )
-        untold = float(np.percentile([span.unreported for span in found], 99))
+        unreported = float(np.percentile([span.unreported for span in spans], 99))
         yield Measurement(
             f"pacing, {name}: the same beyond what is reported as late",
-            untold,
+            unreported,
             "",
             TOLERANCE,
             detail=detail,

@@ -1,8 +1,8 @@
-"""Writes what `tools.bench.conformance` measured into the documentation.
+"""Write the measurements of `tools.bench.conformance` into the documentation.
 
 python -m tools.bench.page userspace.json netem.json
 
-``make bench`` does that with what its part ``conformance`` found.
+``make bench`` runs this with the files of its part ``conformance``.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ _BEGIN, _END = "<!-- figures -->\n", "<!-- /figures -->\n"
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with one row per figure and one column per run, in Markdown."""
+    """Return a Markdown table with one row per figure and one column per run, and the commands that measure them."""
     heads = [f"{run['backend']}, kernel {run['kernel']}, {run['date']}" for run in runs]
     lines = [
         f"| property | bounds | {' | '.join(heads)} |",
         "|---|---" + "|---" * len(runs) + "|",
     ]
-    found = [{figure["name"]: figure for figure in run["figures"]} for run in runs]
-    for name in dict.fromkeys(name for each in found for name in each):
-        figures = [each.get(name) for each in found]
-        first = next(figure for figure in figures if figure)
-        cells = [
-            "" if figure is None else f"{figure['value']:.4g} {figure['unit']}".strip()
-            for figure in figures
-        ]
-        lines.append(f"| {name} | {_bounds(first)} | {' | '.join(cells)} |")
-    commands = "".join(
-        f"    {run['command']} --json {run['backend']}.json\n" for run in runs
-    )
+    columns = []
+    bounds: dict[str, str] = {}
+    for run in runs:
+        column = {}
+        for figure in run["figures"]:
+            value = f"{figure['value']:.4g} {figure['unit']}"
+            column[figure["name"]] = value.strip()
+            bounds.setdefault(figure["name"], _format_bounds(figure))
+        columns.append(column)
+    for name, text in bounds.items():
+        cells = [column.get(name, "") for column in columns]
+        lines.append(f"| {name} | {text} | {' | '.join(cells)} |")
+    lines += ["", "Made by", ""]
+    for run in runs:
+        lines.append(f"    {run['command']} --json {run['backend']}.json")
     files = " ".join(f"{run['backend']}.json" for run in runs)
-    return (
-        "\n".join(lines)
-        + f"\n\nMade by\n\n{commands}    python -m tools.bench.page {files}\n"
-    )
+    lines.append(f"    python -m tools.bench.page {files}\n")
+    return "\n".join(lines)
 
 
-def _bounds(figure: Mapping[str, Any]) -> str:
+def _format_bounds(figure: Mapping[str, Any]) -> str:
     if figure["between"]:
         lowest, highest = figure["between"]
         return f"{lowest:.4g} to {highest:.4g}"
@@ -53,8 +54,9 @@ def _bounds(figure: Mapping[str, Any]) -> str:
 
 
 def main(files: Sequence[str]) -> None:
-    """Put the table of these files, those that are there, between the page's marks."""
-    runs = [json.loads(Path(file).read_text()) for file in files if Path(file).exists()]
+    """Put the table of the existing files between the marks of the page."""
+    present = [path for path in map(Path, files) if path.exists()]
+    runs = [json.loads(path.read_text()) for path in present]
     if not runs:
         return
     text = PAGE.read_text()

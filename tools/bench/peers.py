@@ -1,6 +1,7 @@
-"""Beside others: Flower's simulation of the same training, and the simulator's queues as a SimPy model.
+"""Comparison with other simulators: Flower for the same training, and SimPy for the same queues.
 
-They are installed into an environment of their own, ``.build/peers``, which sees this one's torch and scikit-learn.
+Their packages are installed into a separate environment, ``.build/peers``, which can import torch and scikit-learn from
+this one.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from tools.bench.figure import Measurement
 HOME = ROOT / ".build/peers"
 PACKAGES = ("flwr[simulation]", "simpy")
 CLIENTS = {100: 10, 1000: 3}
-"""Rounds by the number of clients, which all take part in each."""
+"""Number of clients -> rounds; all clients take part in each round."""
 HIDDEN, BATCH, RATE = 64, 32, 0.2
 
 
 def measure() -> Iterator[Measurement]:
-    """Yield processor seconds, seconds, megabytes and accuracy of both; ratios are ours over theirs."""
-    queues = _told("simpy", {})
-    ours = _told("ours", {})
+    """Yield processor time, time, memory and accuracy of both; ratios are ours over theirs."""
+    queues = _run_peer("simpy", {})
+    ours = _run_peer("ours", {})
     yield Measurement(
         "messages between 1,000 devices, SimPy",
         queues["rate"],
@@ -49,45 +50,41 @@ def measure() -> Iterator[Measurement]:
             "batch": BATCH,
             "rate": RATE,
         }
-        flower, ours = _told("flower", training), _ours(training)
+        flower = _run_peer("flower", training)
+        ours = _simulate_training(training)
         of = f"of {clients} clients, {rounds} rounds"
-        for name, found, detail in (
+        for name, result, detail in (
             ("Flower", flower, flower["version"]),
             ("ours, with links and report", ours, ""),
         ):
             yield Measurement(
-                f"processor time {of}, {name}", found["processor"], "s", detail=detail
+                f"processor time {of}, {name}", result["processor"], "s", detail=detail
             )
-            yield Measurement(f"time {of}, {name}", found["seconds"], "s")
-            yield Measurement(f"memory {of}, {name}", found["bytes"] / 1e6, "MB")
-            yield Measurement(f"accuracy {of}, {name}", found["accuracy"], "")
-        for what in ("processor", "seconds", "bytes"):
-            yield Measurement(
-                f"{what} {of}, ours over Flower", ours[what] / flower[what], "x", 1.0
-            )
+            yield Measurement(f"time {of}, {name}", result["seconds"], "s")
+            yield Measurement(f"memory {of}, {name}", result["bytes"] / 1e6, "MB")
+            yield Measurement(f"accuracy {of}, {name}", result["accuracy"], "")
+        for cost in ("processor", "seconds", "bytes"):
+            ratio = ours[cost] / flower[cost]
+            yield Measurement(f"{cost} {of}, ours over Flower", ratio, "x", 1.0)
 
 
-def _told(part: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a part of ``peers_program`` in the environment of others; return what it says, with what it took."""
+def _run_peer(part: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a part of ``peers_program`` in the environment of the peers; return its result and its costs."""
     python = HOME / "bin/python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(HOME)], check=True)
         subprocess.run(
             [str(python), "-m", "pip", "install", "--quiet", *PACKAGES], check=True
         )
-        # After the environment's own packages, of which some have other versions here.
-        own = Path(
-            sysconfig.get_path(
-                "purelib", vars={"base": str(HOME), "platbase": str(HOME)}
-            )
-        )
-        (own / "testbed.pth").write_text(sysconfig.get_path("purelib"))
-    return _timed(
-        [str(python), "-m", "tools.bench.peers_program", part, json.dumps(given)]
-    )
+        # A .pth file adds this environment behind the packages of the peers, which may need other versions.
+        prefix = {"base": str(HOME), "platbase": str(HOME)}
+        site_packages = Path(sysconfig.get_path("purelib", vars=prefix))
+        (site_packages / "testbed.pth").write_text(sysconfig.get_path("purelib"))
+    command = [str(python), "-m", "tools.bench.peers_program"]
+    return _run_timed([*command, part, json.dumps(arguments)])
 
 
-def _ours(training: Mapping[str, Any]) -> dict[str, Any]:
+def _simulate_training(training: Mapping[str, Any]) -> dict[str, Any]:
     tree = {
         "name": "peers",
         "devices": {
@@ -115,13 +112,17 @@ def _ours(training: Mapping[str, Any]) -> dict[str, Any]:
             "--runtime",
             "simulate",
         ]
-        found = _timed([*command, "--out", str(out)], output=False)
-        found["accuracy"] = json.loads((out / "metrics.json").read_text())["accuracy"]
-    return found
+        result = _run_timed([*command, "--out", str(out)], has_output=False)
+        metrics = json.loads((out / "metrics.json").read_text())
+        result["accuracy"] = metrics["accuracy"]
+    return result
 
 
-def _timed(command: list[str], output: bool = True) -> dict[str, Any]:
-    """Run a command; return its last line as JSON, with seconds, processor seconds and bytes of it and its children."""
+def _run_timed(command: list[str], *, has_output: bool = True) -> dict[str, Any]:
+    """Run a command; return its last line of output as JSON, with seconds, processor time and memory of all processes.
+
+    Without ``has_output``, only the costs are returned.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -143,8 +144,9 @@ def _timed(command: list[str], output: bool = True) -> dict[str, Any]:
         text=True,
         check=True,
     )
-    *_, said, took = (
-        done.stdout.splitlines() if output else ("{}", done.stdout.splitlines()[-1])
-    )
-    found: dict[str, Any] = json.loads(said) | json.loads(took)
-    return found
+    # The last line is that of `watch`, the line before that of the command.
+    *_, costs = done.stdout.splitlines()
+    result: dict[str, Any] = json.loads(costs)
+    if has_output:
+        result = json.loads(done.stdout.splitlines()[-2]) | result
+    return result

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""What `tools.bench.peers` runs in processes of their own: ``python -m tools.bench.peers_program PART JSON``.
+"""Programs of `tools.bench.peers`, run in separate processes: ``python -m tools.bench.peers_program PART JSON``.
 
-Prints one line of JSON at its end.
+The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -15,37 +15,31 @@ import time
 from typing import Any
 
 DEVICES, MESSAGES, PEERS = 1000, 200_000, 8
-"""As of `tools.bench.simulation.messages_per_second`."""
+"""The same amounts as in `tools.bench.simulation.messages_per_second`."""
 
 
 def simpy(_: dict[str, Any]) -> dict[str, Any]:
-    """Return messages per second of processor time over links with a rate, a delay and a queue, each acknowledged."""
+    """Return the messages per second of processor time of a SimPy model.
+
+    Links have a rate, a delay and a queue, and every message is acknowledged.
+    """
     import simpy
 
-    chance, world, events = random.Random(1), simpy.Environment(), []
+    chance = random.Random(1)
+    world = simpy.Environment()
+    events = []
     inboxes = [simpy.Store(world) for _ in range(DEVICES)]
-    links: dict[tuple[int, int], tuple[Any, float, float]] = {}
-    chosen = {
-        me: chance.sample([other for other in range(DEVICES) if other != me], PEERS)
-        for me in range(DEVICES)
-    }
-    for me, others in chosen.items():
-        for pair in [(me, other) for other in others] + [
-            (other, me) for other in others
-        ]:
-            links[pair] = (
-                simpy.Resource(world),
-                chance.uniform(1e6, 1e8),
-                chance.uniform(1e-3, 5e-2),
-            )
+    chosen = _draw_peers(chance)
+    links = _draw_links(world, chance, chosen)
 
-    def carry(pair: tuple[int, int], what: Any, size: int, delay: float) -> Any:
+    def carry_message(pair: tuple[int, int], acknowledged: Any, delay: float) -> Any:
         yield world.timeout(delay)
-        if size:
-            events.append((world.now, pair, "receive", size))
-            inboxes[pair[1]].put((pair, what))
-        else:
-            what.succeed()
+        events.append((world.now, pair, "receive", 1000))
+        inboxes[pair[1]].put((pair, acknowledged))
+
+    def carry_acknowledgement(acknowledged: Any, delay: float) -> Any:
+        yield world.timeout(delay)
+        acknowledged.succeed()
 
     def sender(me: int) -> Any:
         for number in range(MESSAGES // DEVICES):
@@ -56,13 +50,14 @@ def simpy(_: dict[str, Any]) -> dict[str, Any]:
                 yield turn
                 yield world.timeout(8 * 1000 / rate)
             events.append((world.now, pair, "send", 1000))
-            world.process(carry(pair, acknowledged, 1000, delay))
+            world.process(carry_message(pair, acknowledged, delay))
             yield acknowledged
 
     def receiver(me: int) -> Any:
         while True:
             pair, acknowledged = yield inboxes[me].get()
-            world.process(carry(pair, acknowledged, 0, links[pair[::-1]][2]))
+            _, _, delay = links[pair[::-1]]
+            world.process(carry_acknowledgement(acknowledged, delay))
 
     for me in range(DEVICES):
         world.process(sender(me))
@@ -76,15 +71,41 @@ def simpy(_: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _draw_peers(chance: random.Random) -> dict[int, list[int]]:
+    """Return the random peers to which each device sends."""
+    chosen = {}
+    for me in range(DEVICES):
+        others = [other for other in range(DEVICES) if other != me]
+        chosen[me] = chance.sample(others, PEERS)
+    return chosen
+
+
+def _draw_links(
+    world: Any, chance: random.Random, chosen: dict[int, list[int]]
+) -> dict[tuple[int, int], tuple[Any, float, float]]:
+    """Return queue, rate (bit/s) and delay (seconds) of the links to all peers and back."""
+    import simpy
+
+    links = {}
+    for me, others in chosen.items():
+        there = [(me, other) for other in others]
+        back = [(other, me) for other in others]
+        for pair in there + back:
+            rate = chance.uniform(1e6, 1e8)
+            delay = chance.uniform(1e-3, 5e-2)
+            links[pair] = (simpy.Resource(world), rate, delay)
+    return links
+
+
 def ours(_: dict[str, Any]) -> dict[str, Any]:
-    """Return what `simpy` does of the testbed's simulator."""
+    """Return the messages per second of processor time of the testbed's simulator."""
     from tools.bench.simulation import messages_per_second
 
     return {"rate": messages_per_second(DEVICES, MESSAGES, PEERS).rate}
 
 
 def flower(given: dict[str, Any]) -> dict[str, Any]:
-    """Train a perceptron on the digits by federated averaging in Flower's simulation; return its accuracy."""
+    """Train a perceptron on the digits by federated averaging in Flower's simulation; return accuracy and versions."""
     import flwr
     import numpy as np
     import torch
@@ -181,38 +202,35 @@ def flower(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def watch(command: list[str]) -> dict[str, Any]:
-    """Run a command; return its seconds, and the processor seconds and most bytes (PSS) of it and what descends of it.
+    """Run a command; return its seconds, and the processor time and peak memory (PSS) of all its processes.
 
-    Of each process that counts which it has when it is seen last, twenty times a second.
+    Processes are sampled twenty times a second. The processor time of a process is that of its last sample.
     """
     import psutil
 
-    began, took, most = time.monotonic(), {}, 0
+    began = time.monotonic()
+    processor_times = {}
+    peak = 0
     root = psutil.Popen(command)
     while root.poll() is None:
         size = 0
         for process in (root, *root.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
-                took[process.pid] = times.user + times.system
+                processor_times[process.pid] = times.user + times.system
                 size += process.memory_full_info().pss
-        most = max(most, size)
+        peak = max(peak, size)
         time.sleep(0.05)
     if root.returncode:
         sys.exit(root.returncode)
     return {
         "seconds": time.monotonic() - began,
-        "processor": sum(took.values()),
-        "bytes": most,
+        "processor": sum(processor_times.values()),
+        "bytes": peak,
     }
 
 
 if __name__ == "__main__":
-    part, given = sys.argv[1], json.loads(sys.argv[2])
-    print(
-        json.dumps(
-            {"simpy": simpy, "ours": ours, "flower": flower, "watch": watch}[part](
-                given
-            )
-        )
-    )
+    parts = {"simpy": simpy, "ours": ours, "flower": flower, "watch": watch}
+    run_part = parts[sys.argv[1]]
+    print(json.dumps(run_part(json.loads(sys.argv[2]))))

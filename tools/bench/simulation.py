@@ -1,4 +1,4 @@
-"""How fast the simulator is: messages per second of processor time, timing only."""
+"""Speed of the simulator in messages per second of processor time, for runs with timing only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testbed.wire.message import Message
 
 @dataclass(frozen=True)
 class Throughput:
-    """One measurement of `messages_per_second`."""
+    """Result of `messages_per_second`."""
 
     devices: int
     messages: int
@@ -32,20 +32,22 @@ class Throughput:
 def messages_per_second(
     devices: int = 1000, messages: int = 200_000, peers: int = 8, padding: int = 1000
 ) -> Throughput:
-    """Let devices send to random peers, each one message at a time, every link with its own rate and delay."""
+    """Measure devices that send to random peers, one message at a time, over links with random rates and delays.
+
+    ``padding`` is the size of each message in bytes.
+    """
     names = [f"device{number}" for number in range(devices)]
     random = Random(1)
-    chosen = {
-        name: random.sample([other for other in names if other != name], peers)
-        for name in names
-    }
+    chosen = {}
+    for name in names:
+        others = [other for other in names if other != name]
+        chosen[name] = random.sample(others, peers)
     links = {}
     for name, others in chosen.items():
         for other in others:
             for pair in ((name, other), (other, name)):
-                links[pair] = Link(
-                    rate=random.uniform(1e6, 1e8), delay=random.uniform(1e-3, 5e-2)
-                )
+                rate = random.uniform(1e6, 1e8)
+                links[pair] = Link(rate=rate, delay=random.uniform(1e-3, 5e-2))
     each = messages // devices
     finished = 0
     over = asyncio.Event()
@@ -75,6 +77,6 @@ def messages_per_second(
     began = time.process_time()
     world.start()
     world.run()
-    taken = time.process_time() - began
+    seconds = time.process_time() - began
     world.close()
-    return Throughput(devices, each * devices, len(world.events), taken)
+    return Throughput(devices, each * devices, len(world.events), seconds)

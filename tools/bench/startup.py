@@ -1,4 +1,4 @@
-"""Start-up: devices created, shaped and healthy, against bare containers of the same image started the same way."""
+"""Start-up time of devices until shaped and healthy, compared with bare containers of the same image."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TARGET = 1.5
 
 
 def scenario(devices: int) -> Scenario:
-    """Return that of devices that only have to be there."""
+    """Return a scenario of devices without work."""
     return Scenario.model_validate(
         {
             "name": "bench-startup",
@@ -46,45 +46,44 @@ def scenario(devices: int) -> Scenario:
 
 
 def with_testbed(devices: int) -> tuple[float, float]:
-    """Return the seconds until all devices of a mesh are created, shaped and healthy; and until they are gone again."""
+    """Return the seconds to create a mesh of devices, shaped and healthy, and the seconds to remove it."""
     trial = trials(scenario(devices))[0]
     began = time.monotonic()
     lab = Lab.create(trial)
-    there = time.monotonic()
+    created = time.monotonic()
     lab.down()
-    return there - began, time.monotonic() - there
+    return created - began, time.monotonic() - created
 
 
 def bare(devices: int) -> float:
-    """Return the seconds until as many containers, set up and made in the same way, answer their health check.
+    """Return the seconds until as many containers, created in the same way, answer their health check.
 
-    There is no shaper, and no network: they are asked from within, which takes root.
+    They have no shaper and no network: the check runs inside their namespaces, which needs root.
     """
     client = connect()
     image = ensure_images(client, lambda _text: None).device
     specs = trials(scenario(devices))[0].experiment.devices
     state = RunState(f"bench-bare-{secrets.token_hex(4)}", "token")
-    addresses = {
-        spec.name: f"198.18.0.{number}" for number, spec in enumerate(specs, 2)
-    }
+    addresses = {}
+    for number, spec in enumerate(specs, 2):
+        addresses[spec.name] = f"198.18.0.{number}"
     began = time.monotonic()
 
     def launch(spec: DeviceSpec) -> Namespace:
-        make_container(
-            client, state.run, spec.name, device_settings(state, image, spec, addresses)
-        )
-        found = inspect(client, state.run, spec.name, "", lambda _name, _found: "")
-        return Namespace.of_process(found.pid)
+        settings = device_settings(state, image, spec, addresses)
+        make_container(client, state.run, spec.name, settings)
+        container = inspect(client, state.run, spec.name, "", lambda _name, _found: "")
+        return Namespace.of_process(container.pid)
+
+    def is_ready(namespace: Namespace) -> bool:
+        url = f"http://127.0.0.1:{CONTROL_PORT}"
+        return namespace.run(lambda: is_healthy(url))
 
     try:
         with ThreadPoolExecutor(WORKERS) as pool:
             waiting = list(pool.map(launch, specs))
         while waiting:
-            waiting = [
-                each
-                for each in waiting
-                if not each.run(lambda: is_healthy(f"http://127.0.0.1:{CONTROL_PORT}"))
-            ]
+            waiting = [each for each in waiting if not is_ready(each)]
             time.sleep(0.02)
         return time.monotonic() - began
     finally:

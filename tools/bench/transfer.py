@@ -1,4 +1,4 @@
-"""Transfer: tensors and small messages between two devices, against what the link itself takes."""
+"""Transfer of tensors and small messages between two devices, compared with the capacity of the link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testbed_controller.running.emulation import emulate
 from tools.bench.figure import Measurement
 
 WARM_UP = 5
-"""Messages left out at the beginning: the connection is made and its window opens."""
+"""Messages not measured at the beginning, while the connection is established and its window opens."""
 TENSOR = 1_000_000
 SHARE = 0.9
 OVERHEAD = 2e-3
@@ -44,44 +44,46 @@ def exchange_scenario(
 
 
 def exchange(scenario: Scenario) -> RunView:
-    """Run such a scenario in containers and return what happened."""
+    """Run a scenario in containers and return its record."""
     prepared = prepare(trials(scenario)[0])
     outcome = emulate(prepared, load_data(part_of(scenario).data), accept_links=True)
     return RunView(outcome, prepared.experiment, prepared.plan)
 
 
-def _own(record: RunView, kind: str, device: str) -> list[Event]:
-    return [
-        each
-        for each in record.log.of(kind)
-        if (each.device, each.fields["message"]) == (device, "payload")
-    ]
+def _payload_events(record: RunView, kind: str, device: str) -> list[Event]:
+    """Return the events of a device about payload messages."""
+    events = []
+    for each in record.log.of(kind):
+        if each.device == device and each.fields["message"] == "payload":
+            events.append(each)
+    return events
 
 
 def one_way_times(record: RunView) -> list[float]:
-    """Return, for each message but the first few, the seconds from the call of `send` to its last byte's arrival."""
-    sent = _own(record, "send", "source")
-    received = _own(record, "receive", "sink")
-    return [
-        there.fields["start"] + there.fields["duration"] - here.fields["start"]
-        for here, there in zip(sent, received, strict=True)
-    ][WARM_UP:]
+    """Return the seconds from each call of `send` to the arrival of the last byte, without the first messages."""
+    sends = _payload_events(record, "send", "source")
+    receptions = _payload_events(record, "receive", "sink")
+    times = []
+    for send, reception in zip(sends, receptions, strict=True):
+        arrival = reception.fields["start"] + reception.fields["duration"]
+        times.append(arrival - send.fields["start"])
+    return times[WARM_UP:]
 
 
 def per_gigabit(link: str, record: RunView) -> Iterator[Measurement]:
-    """Yield the processor time that a run took for each gigabit of its messages, headers not counted."""
+    """Yield the processor time of a run per gigabit of its messages, without headers."""
     gigabits = 8e-9 * sum(size for (size,) in record.of("send").rows("bytes"))
-    for what, seconds in (processor_time(record) or {}).items():
-        if what in ("agents", "shaper"):
+    for part, seconds in (processor_time(record) or {}).items():
+        if part in ("agents", "shaper"):
             yield Measurement(
-                f"processor time for a gigabit over {link}, {what}",
+                f"processor time for a gigabit over {link}, {part}",
                 seconds / gigabits,
                 "s",
             )
 
 
 def measure() -> Iterator[Measurement]:
-    """Yield what tensors and small messages reach, and what large ones take of the processors."""
+    """Yield the throughput of tensors, the overhead of small messages, and the processor time of large ones."""
     for rate, bits in (("100mbit", 1e8), ("1gbit", 1e9)):
         record = exchange(exchange_scenario("1MB", 40, rate))
         times = one_way_times(record)
@@ -100,9 +102,8 @@ def measure() -> Iterator[Measurement]:
         "100mbit and 5 ms", exchange(exchange_scenario("1MB", 40, "100mbit", "5ms"))
     )
     record = exchange(exchange_scenario("1kB", 200, "100mbit", "5ms"))
-    answered = [event.fields["duration"] for event in _own(record, "send", "source")][
-        WARM_UP:
-    ]
+    sends = _payload_events(record, "send", "source")[WARM_UP:]
+    answered = [event.fields["duration"] for event in sends]
     delays = [link.delay for link in record.outcome.links if link.delay is not None]
     trip = sum(delays) if len(delays) == 2 else 10e-3
     detail = f"round trip of the link {trip * 1e3:.2f} ms, acknowledged message {median(answered) * 1e3:.2f} ms"

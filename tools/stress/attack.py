@@ -1,10 +1,10 @@
-"""Attack the testbed: random scenarios and faults on either clock, wrong files and messages, signals and lost engines.
+"""Attack the testbed: random scenarios and faults on either clock, invalid files and messages, signals, lost engines.
 
     python -m tools.stress [--containers | --files | --messages | --signals] [--seconds 600] [--jobs 2]
         [--first SEED] [--count N] [--only METHOD] [--fresh] [--keep]
 
-Goes on after the last seed that was tried (--fresh: from 0). Prints each violation with its seed, makes its scenario as
-small as it can be (not on containers), and writes that to .build/stress/. Exits with 1 when anything was violated.
+Continues after the last seed tried (with --fresh from seed 0). Prints each violation with its seed, reduces the
+scenario (except on containers), and writes the reduced scenario to .build/stress/. Exits with 1 after any violation.
 """
 
 from __future__ import annotations
@@ -16,109 +16,114 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 from testbed.common import yamltext
 from tools.stress import containers, files, messages, signals
-from tools.stress.check import violations
-from tools.stress.generate import Tree, scenario
-from tools.stress.reduce import reduced
+from tools.stress.check import find_violations
+from tools.stress.generate import Tree, random_scenario
+from tools.stress.reduce import reduce_scenario
 
 FOLDER = Path(".build/stress")
 Attack = Callable[[int], tuple[int, str, list[str]]]
+"""Function of a seed that returns the seed, a name for the statistics, and the violations."""
 REPEATED = 4
 """One scenario in this many is run twice, and compared with the undivided model."""
 
 
-def kind(violation: str) -> str:
-    """Return the word that says what kind of violation it is."""
+def violation_kind(violation: str) -> str:
+    """Return the kind of a violation.
+
+    >>> violation_kind("hang: not finished after 120 s of real time")
+    'hang'
+    """
     return violation.partition(":")[0]
 
 
 def attack(seed: int) -> tuple[int, str, list[str]]:
-    """Return the seed, the method of its scenario, and what it violates."""
-    logging.disable(
-        logging.ERROR
-    )  # asyncio's words about tasks; what matters of them is in the violations
-    tree = scenario(seed)
-    return (
-        seed,
-        tree["workload"]["method"]["name"],
-        violations(tree, repeat=seed % REPEATED == 0),
-    )
+    """Simulate a random scenario; return the seed, the method and the violations."""
+    # asyncio logs tasks that failed; the oracles report failures that matter.
+    logging.disable(logging.ERROR)
+    tree = random_scenario(seed)
+    violations = find_violations(tree, repeat=seed % REPEATED == 0)
+    return seed, tree["workload"]["method"]["name"], violations
 
 
 def attack_on_containers(seed: int) -> tuple[int, str, list[str]]:
-    """Do as `attack` does, on containers."""
-    tree = scenario(seed)
-    return seed, tree["workload"]["method"]["name"], containers.violations(tree)
+    """Run a random scenario on containers; return the seed, the method and the violations."""
+    tree = random_scenario(seed)
+    violations = containers.find_violations(tree)
+    return seed, tree["workload"]["method"]["name"], violations
 
 
 def attack_by_file(seed: int) -> tuple[int, str, list[str]]:
-    """Return the seed, the folder of the scenario that its file was made of, and what is wrong with the answer."""
-    original, content = files.file(seed)
+    """Read a damaged scenario file; return the seed, the folder of the original scenario and the violations."""
+    original, content = files.damaged_file(seed)
     return seed, original.parent.name, files.attack(original, content)
 
 
-def smallest(seed: int, found: str) -> Tree:
-    """Return the smallest scenario that violates the same as that of a seed."""
+def smallest_scenario(seed: int, kind: str) -> Tree:
+    """Return the smallest scenario with the same kind of violation as the scenario of a seed."""
+    repeat = kind in ("repetition", "weights")
 
     def violates(tree: Tree) -> bool:
-        return any(
-            kind(other) == found
-            for other in violations(tree, repeat=found in ("repetition", "weights"))
-        )
+        violations = find_violations(tree, repeat=repeat)
+        return any(violation_kind(each) == kind for each in violations)
 
-    return reduced(scenario(seed), violates)
+    return reduce_scenario(random_scenario(seed), violates)
 
 
-def written(tree: Tree) -> bytes:
-    """Return a scenario as a file has it."""
+def to_yaml(tree: Tree) -> bytes:
+    """Return a scenario as the content of a file."""
+    # Through JSON, as YAML would write shared lists as aliases.
     return yamltext.written(json.loads(json.dumps(tree)), lines=False).encode()
 
 
 def attack_by_messages(seed: int) -> tuple[int, str, list[str]]:
-    """Return the seed, and what is wrong with the answers to its thousand messages."""
+    """Send a thousand random messages; return the seed, "messages" and the violations."""
     from tools.stress.listeners import listeners
 
     return seed, "messages", messages.attack(seed, listeners)
 
 
 def attack_by_signals(seed: int) -> tuple[int, str, list[str]]:
-    """Return the seed, what a run on containers is struck by, and what is wrong after that."""
-    way, after, gap = signals.drawn(seed)
-    return seed, way, signals.violations(way, after, gap)
+    """Interrupt a run on containers; return the seed, the kind of interruption and the violations."""
+    way, after, gap = signals.draw_interruption(seed)
+    return seed, way, signals.find_violations(way, after, gap)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to attack: what is done for a seed, and the file that shows what it violated."""
+    """A way to attack the testbed."""
 
-    by: Attack
-    shown: Callable[[int, str], bytes]
-    """Makes bytes of a seed and a kind of violation."""
+    attack: Attack
+    evidence: Callable[[int, str], bytes]
+    """Returns the content of a file that reproduces a violation, given the seed and the kind of violation."""
 
 
 WAYS = {
-    "seed": Way(attack, lambda seed, found: written(smallest(seed, found))),
-    "containers": Way(attack_on_containers, lambda seed, _: written(scenario(seed))),
-    "file": Way(attack_by_file, lambda seed, _: files.file(seed)[1]),
+    "seed": Way(attack, lambda seed, kind: to_yaml(smallest_scenario(seed, kind))),
+    "containers": Way(
+        attack_on_containers, lambda seed, _: to_yaml(random_scenario(seed))
+    ),
+    "file": Way(attack_by_file, lambda seed, _: files.damaged_file(seed)[1]),
     "messages": Way(
         attack_by_messages,
         lambda seed, _: f"{messages.MESSAGES} messages of seed {seed}\n".encode(),
     ),
     "signals": Way(
-        attack_by_signals, lambda seed, _: f"{signals.drawn(seed)}\n".encode()
+        attack_by_signals,
+        lambda seed, _: f"{signals.draw_interruption(seed)}\n".encode(),
     ),
 }
-"""By the name under which the next seed is kept."""
+"""Ways to attack, by the name of the file with the next seed."""
 
 
-def main() -> int:
-    """Attack until the time is over or all seeds are tried; return the exit status."""
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="stress",
         description=__doc__,
@@ -130,28 +135,28 @@ def main() -> int:
         dest="way",
         action="store_const",
         const="containers",
-        help="run them on containers",
+        help="run the scenarios on containers",
     )
     way.add_argument(
         "--files",
         dest="way",
         action="store_const",
         const="file",
-        help="files that are wrong, which are not run",
+        help="read damaged scenario files",
     )
     way.add_argument(
         "--messages",
         dest="way",
         action="store_const",
         const="messages",
-        help="requests, casts; 1,000 a seed",
+        help="send random requests and casts, 1,000 per seed",
     )
     way.add_argument(
         "--signals",
         dest="way",
         action="store_const",
         const="signals",
-        help="runs on containers that are ended",
+        help="interrupt runs on containers",
     )
     parser.add_argument(
         "--seconds",
@@ -160,76 +165,89 @@ def main() -> int:
         help="stop after this time (default 120)",
     )
     parser.add_argument(
-        "--jobs", type=int, default=2, help="processes side by side (default 2)"
+        "--jobs", type=int, default=2, help="number of parallel processes (default 2)"
     )
-    parser.add_argument("--first", type=int, help="begin with this seed")
-    parser.add_argument("--count", type=int, help="try this number of seeds at most")
+    parser.add_argument("--first", type=int, help="start with this seed")
+    parser.add_argument("--count", type=int, help="maximum number of seeds")
     parser.add_argument("--only", help="only scenarios of this method")
-    parser.add_argument("--fresh", action="store_true", help="begin with seed 0")
+    parser.add_argument("--fresh", action="store_true", help="start with seed 0")
     parser.add_argument(
-        "--keep", action="store_true", help="do not make scenarios smaller"
+        "--keep", action="store_true", help="do not write evidence of violations"
     )
     parser.set_defaults(way="seed")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Attack until the time is over or all seeds have been tried; return the exit status."""
+    given = parse_arguments()
+    way = WAYS[given.way]
     FOLDER.mkdir(parents=True, exist_ok=True)
-    last_seed = FOLDER / f"next-{given.way}"
-    known = int(last_seed.read_text()) if last_seed.exists() and not given.fresh else 0
-    first = known if given.first is None else given.first
-    seeds = (
-        itertools.count(first)
-        if given.count is None
-        else iter(range(first, first + given.count))
-    )
-    chosen = (
-        seed
-        for seed in seeds
-        if given.only is None
-        or given.only == scenario(seed)["workload"]["method"]["name"]
-    )
+    next_seed = FOLDER / f"next-{given.way}"
+    first = 0
+    if given.first is not None:
+        first = given.first
+    elif next_seed.exists() and not given.fresh:
+        first = int(next_seed.read_text())
+    seeds = _select_seeds(first, given.count, given.only)
     print(f"seeds from {first}, for {given.seconds:g} s")
-    tried, refused, bad, last = Counter[str](), 0, 0, first
-    for seed, method, found in side_by_side(
-        WAYS[given.way].by, chosen, given.jobs, time.monotonic() + given.seconds
-    ):
+    tried = Counter[str]()
+    refused = 0
+    violation_count = 0
+    last = first
+    until = time.monotonic() + given.seconds
+    for seed, name, violations in run_attacks(way.attack, seeds, given.jobs, until):
         last = max(last, seed)
-        tried[method] += 1
-        refused += any(kind(each) == "refused" for each in found)
-        for violation in found:
-            if kind(violation) != "refused":
-                bad += 1
-                print(f"seed {seed}, {method}: {violation}", flush=True)
-                if not given.keep:
-                    path = FOLDER / f"{given.way}-{seed}-{kind(violation)}.yaml"
-                    path.write_bytes(WAYS[given.way].shown(seed, kind(violation)))
-                    print(f"    {path}", flush=True)
-        if (
-            given.first is None and given.only is None
-        ):  # kept now, so that an attack that is killed goes on from here
-            last_seed.write_text(str(last + 1))
-    by_method = ", ".join(f"{name} {count}" for name, count in sorted(tried.items()))
+        tried[name] += 1
+        for violation in violations:
+            kind = violation_kind(violation)
+            if kind == "refused":
+                refused += 1
+                continue
+            violation_count += 1
+            print(f"seed {seed}, {name}: {violation}", flush=True)
+            if not given.keep:
+                path = FOLDER / f"{given.way}-{seed}-{kind}.yaml"
+                path.write_bytes(way.evidence(seed, kind))
+                print(f"    {path}", flush=True)
+        # After each seed, so that an attack that is killed continues from here.
+        if given.first is None and given.only is None:
+            next_seed.write_text(str(last + 1))
+    by_name = ", ".join(f"{name} {count}" for name, count in sorted(tried.items()))
     print(
-        f"{tried.total()} tried up to seed {last}: {bad} violations, {refused} refused ({by_method})"
+        f"{tried.total()} tried up to seed {last}: {violation_count} violations, {refused} refused ({by_name})"
     )
-    return 1 if bad else 0
+    return 1 if violation_count else 0
 
 
-def side_by_side(
-    by: Attack, seeds: Iterator[int], jobs: int, until: float
+def _select_seeds(first: int, count: int | None, only: str | None) -> Iterator[int]:
+    """Yield seeds from ``first``, at most ``count``; with ``only``, those whose scenario has this method."""
+    seeds = itertools.islice(itertools.count(first), count)
+    for seed in seeds:
+        if only in (None, random_scenario(seed)["workload"]["method"]["name"]):
+            yield seed
+
+
+def run_attacks(
+    attack: Attack, seeds: Iterator[int], jobs: int, until: float
 ) -> Iterator[tuple[int, str, list[str]]]:
-    """Attack with so many processes; begin nothing after ``until``, an instant of the monotonic clock."""
+    """Attack with several processes; start no attack after ``until``, a time of the monotonic clock."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "testbed_controller.api", __name__]
-    )  # which takes longer than many seeds
+    # Importing these in each process would take longer than many attacks.
+    context.set_forkserver_preload(["torch", "testbed_controller.api", __name__])
     with ProcessPoolExecutor(
         jobs, mp_context=context, max_tasks_per_child=1000
     ) as pool:
-        pending = {pool.submit(by, seed) for seed in itertools.islice(seeds, jobs)}
+
+        def submit(count: int) -> set[Future[tuple[int, str, list[str]]]]:
+            return {
+                pool.submit(attack, seed) for seed in itertools.islice(seeds, count)
+            }
+
+        pending = submit(jobs)
         while pending:
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
             for each in done:
                 yield each.result()
-            fresh = 0 if time.monotonic() > until else jobs - len(pending)
-            pending |= {
-                pool.submit(by, seed) for seed in itertools.islice(seeds, fresh)
-            }
+            if time.monotonic() <= until:
+                pending |= submit(jobs - len(pending))

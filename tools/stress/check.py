@@ -1,7 +1,7 @@
-"""What must be true of any run, whatever its scenario: the oracles.
+"""Oracles: conditions that every run must meet, whatever its scenario.
 
-Each takes what happened and yields violations, one line each, that begin with a word for their kind. None of them reads
-a figure without computing it again from the events by itself.
+An oracle examines the outcome of a run and yields violations: one line each, beginning with the kind of violation.
+Oracles recompute metrics from the events, independently of the testbed's own code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from testbed_controller.api import build
 from tools.stress.generate import COLLABORATIVE, LOSSLESS, SYNCHRONOUS, Tree
 
 LONGEST = 120
-"""Seconds of this host's time that a run of a few steps may take before it counts as hanging."""
+"""Seconds of real time after which a run of a few steps counts as hanging."""
 GAVE_UP = (
     "not enough devices",
     "is left",
@@ -41,23 +41,27 @@ GAVE_UP = (
     "are needed",
     "too few",
 )
-"""Words by which a method says that the devices which are there cannot go on: its right, under faults."""
+"""Words in the error of a method that cannot continue with the remaining devices, which is correct under faults."""
 
 
 class HangError(Exception):
-    """A run takes longer than any could."""
+    """Raised when a run takes longer than its limit."""
 
 
-def violations(tree: Tree, repeat: bool = False) -> list[str]:
-    """Run a scenario on the virtual clock and return what must not be; ``["refused: ..."]`` where it is no scenario."""
-    return held_against(tree, partial(_on_the_virtual_clock, tree, repeat), LONGEST)
+def find_violations(tree: Tree, *, repeat: bool = False) -> list[str]:
+    """Run a scenario on the virtual clock and return its violations; ``["refused: ..."]`` for an invalid scenario.
+
+    With ``repeat``, the scenario is run twice, and compared with training of the undivided model.
+    """
+    oracles = partial(_check_simulation, tree, repeat)
+    return apply_oracles(tree, oracles, LONGEST)
 
 
-def held_against(
+def apply_oracles(
     tree: Tree, oracles: Callable[[Prepared], Iterable[str]], longest: int
 ) -> list[str]:
-    """Prepare a scenario and return what its oracles yield in ``longest`` seconds, or that they took longer."""
-    previous = signal.signal(signal.SIGALRM, _too_long)
+    """Prepare a scenario and return the violations, one of them a hang if the oracles take ``longest`` seconds."""
+    previous = signal.signal(signal.SIGALRM, _raise_hang)
     signal.alarm(longest)
     try:
         try:
@@ -67,8 +71,8 @@ def held_against(
             return [f"refused: {refused}"]
         return list(oracles(prepared))
     except HangError:
-        return [f"hang: not over after {longest} s of this host's time"]
-    except Exception:  # noqa: BLE001  (whatever it is, it is what is looked for)
+        return [f"hang: not finished after {longest} s of real time"]
+    except Exception:  # noqa: BLE001 - an unexpected exception of any kind is a violation
         return ["traceback: " + one_line(traceback.format_exc())]
     finally:
         signal.alarm(0)
@@ -80,140 +84,145 @@ def one_line(text: str) -> str:
     return text.strip().replace("\n", " | ")[-600:]
 
 
-def _too_long(*_: object) -> None:
+def _raise_hang(*_: object) -> None:
     raise HangError
 
 
-def _on_the_virtual_clock(
-    tree: Tree, repeat: bool, prepared: Prepared
-) -> Iterator[str]:
-    outcome = run(prepared)
-    yield from of_any_run(prepared, outcome)
+def _check_simulation(tree: Tree, repeat: bool, prepared: Prepared) -> Iterator[str]:
+    outcome = simulate_trial(prepared)
+    yield from check_run(prepared, outcome)
     if repeat:
-        yield from repeats(outcome, run(prepared))
-        yield from as_undivided(tree, outcome)
+        yield from check_repetition(outcome, simulate_trial(prepared))
+        yield from compare_with_undivided(tree, outcome)
 
 
-def of_any_run(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
-    """Yield what must not be of any run, on either clock."""
-    yield from ended(prepared, outcome)
-    yield from every_step(prepared, outcome)
-    yield from same_figures(prepared, outcome)
+def check_run(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
+    """Yield the violations of a run on either clock."""
+    yield from check_end(prepared, outcome)
+    yield from check_steps(prepared, outcome)
+    yield from check_metrics(prepared, outcome)
 
 
-def run(prepared: Prepared) -> Outcome:
-    """Simulate a trial."""
+def simulate_trial(prepared: Prepared) -> Outcome:
+    """Simulate a trial with its data."""
     return simulate(prepared, load(part_of(prepared.scenario).data))
 
 
-def ended(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
-    """Yield how a run ended that did not end as it should."""
+def check_end(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
+    """Yield a violation for a run that crashed, hung, or failed without a good reason."""
     error = outcome.error or ""
     if "Traceback" in error:
         yield "traceback: " + one_line(error)
     elif outcome.status == "timed out":
         yield f"hang: {error[:300]}"
     elif outcome.status == "failed":
-        faults = bool(prepared.scenario.faults)
-        if not (faults and any(word in error for word in GAVE_UP)):
+        has_given_up = any(word in error for word in GAVE_UP)
+        if not (prepared.scenario.faults and has_given_up):
             yield f"failed: {error[:300]}"
 
 
 def expected_steps(prepared: Prepared) -> int | None:
-    """Return how many steps a run that says finished has recorded; None where the method may leave some out."""
+    """Return the number of steps that a finished run records; None for a method that may omit steps."""
     workload = part_of(prepared.scenario)
     if workload.method.name not in LOSSLESS or workload.steps is None:
         return None
-    if workload.method.name in COLLABORATIVE:
-        return math.ceil(
-            workload.steps / (workload.method.options().get("local_steps") or 1)
-        )
-    return workload.steps
+    if workload.method.name not in COLLABORATIVE:
+        return workload.steps
+    # These methods record one step per round.
+    local_steps = workload.method.options().get("local_steps") or 1
+    return math.ceil(workload.steps / local_steps)
 
 
-def every_step(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
-    """Yield the steps, evaluations and requests that a finished run has not, or has too often."""
+def check_steps(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
+    """Yield the steps and requests that a finished run lacks or has recorded too often."""
     if outcome.status != "finished":
         return
     expected = expected_steps(prepared)
     if expected is not None:
-        found = Counter(
-            event.fields["step"] for event in outcome.events if event.event == "step"
-        )
-        numbers = sorted(found)
-        if len(numbers) != expected:
-            yield f"steps: {len(numbers)} of {expected} are recorded: {numbers}"
-        recoveries = any(
-            event.event in ("recovery", "fault") for event in outcome.events
-        )
-        if not recoveries and any(count > 1 for count in found.values()):
-            yield f"steps: some are recorded more than once though nothing failed: {found.most_common(3)}"
+        yield from _check_step_numbers(outcome, expected)
     requests = part_of(prepared.scenario).requests
     if prepared.scenario.workload.task == "infer" and requests is not None:
-        done = Counter(
-            event.fields["request"]
-            for event in outcome.events
-            if event.event in ("request", "failed")
-        )
-        again = any(
-            event.event == "fault" for event in outcome.events
-        )  # a source that boots asks all of them again
-        if sorted(done) != list(range(requests)) or (
-            not again and any(count > 1 for count in done.values())
-        ):
-            yield f"requests: {requests} were asked for, answered or given up are {sorted(done.elements())}"
+        yield from _check_request_numbers(outcome, requests)
 
 
-def same_figures(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
-    """Yield figures that are not what the lines of events say, read back and added up here."""
+def _check_step_numbers(outcome: Outcome, expected: int) -> Iterator[str]:
+    counts = _count_values(outcome, "step", ("step",))
+    numbers = sorted(counts)
+    if len(numbers) != expected:
+        yield f"steps: {len(numbers)} of {expected} are recorded: {numbers}"
+    # After a failure, a pipeline repeats the steps since its last checkpoint.
+    if _has_event(outcome, "recovery") or _has_event(outcome, "fault"):
+        return
+    if any(count > 1 for count in counts.values()):
+        yield f"steps: some are recorded more than once although nothing failed: {counts.most_common(3)}"
+
+
+def _check_request_numbers(outcome: Outcome, requests: int) -> Iterator[str]:
+    counts = _count_values(outcome, "request", ("request", "failed"))
+    is_complete = sorted(counts) == list(range(requests))
+    has_repeated = any(count > 1 for count in counts.values())
+    # A source that boots again repeats all requests.
+    may_repeat = _has_event(outcome, "fault")
+    if not is_complete or (has_repeated and not may_repeat):
+        yield f"requests: {requests} expected; answered or given up: {sorted(counts.elements())}"
+
+
+def _count_values(outcome: Outcome, field: str, kinds: Sequence[str]) -> Counter[Any]:
+    """Count the values of a field in the events of some kinds."""
+    counts = Counter[Any]()
+    for event in outcome.events:
+        if event.event in kinds:
+            counts[event.fields[field]] += 1
+    return counts
+
+
+def _has_event(outcome: Outcome, kind: str) -> bool:
+    return any(event.event == kind for event in outcome.events)
+
+
+def check_metrics(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
+    """Yield metrics that differ from those recomputed here from the event lines."""
     declared = find_method(prepared.scenario).declared
     figures = metrics(outcome, prepared.experiment, prepared.plan, declared)
     lines = [json.loads(event.to_json()) for event in outcome.events]
-    last_evaluation = next(
-        (line for line in reversed(lines) if line["event"] == "evaluate"), None
-    )
-    if last_evaluation is not None and figures.get("accuracy") != last_evaluation.get(
-        "accuracy"
-    ):
-        yield f"figures: accuracy {figures.get('accuracy')}, the last evaluation says {last_evaluation.get('accuracy')}"
-    struck = sum(
-        line["event"] == "fault" and line["phase"] == "strike" for line in lines
-    )
-    if struck != sum(
-        fault.get("phase", "strike") == "strike" for fault in figures["fault_list"]
-    ):
-        yield f"figures: {len(figures['fault_list'])} faults, but {struck} struck"
+    evaluations = [line for line in lines if line["event"] == "evaluate"]
+    accuracy = figures.get("accuracy")
+    if evaluations and accuracy != evaluations[-1].get("accuracy"):
+        yield f"figures: accuracy {accuracy}, in the last evaluation {evaluations[-1].get('accuracy')}"
+    faults = [line for line in lines if line["event"] == "fault"]
+    injected = sum(line["phase"] == "strike" for line in faults)
+    listed = figures["fault_list"]
+    if injected != sum(fault.get("phase", "strike") == "strike" for fault in listed):
+        yield f"figures: {len(listed)} faults, but {injected} were injected"
     for name, value in figures.items():
-        if (
-            isinstance(value, float)
-            and value < 0
-            and name not in ("loss", "accuracy_risen")
-        ):
+        may_be_negative = name in ("loss", "accuracy_risen")
+        if isinstance(value, float) and value < 0 and not may_be_negative:
             yield f"figures: {name} is {value}"
-    if any(
-        later["time"] < earlier["time"] - 1e-9 for earlier, later in _of_device(lines)
-    ):
+    if not _is_ordered(lines):
         yield "figures: events of one device are not in the order of time"
 
 
-def _of_device(
-    lines: Sequence[dict[str, Any]],
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    last: dict[str, dict[str, Any]] = {}
+def _is_ordered(lines: Sequence[dict[str, Any]]) -> bool:
+    """Return whether the events of each device are in the order of time."""
+    last_times: dict[str, float] = {}
     for line in lines:
-        if line["device"] in last:
-            yield last[line["device"]], line
-        last[line["device"]] = line
+        device = line["device"]
+        # Times are rounded when written.
+        if line["time"] < last_times.get(device, -math.inf) - 1e-9:
+            return False
+        last_times[device] = line["time"]
+    return True
 
 
-def repeats(first: Outcome, second: Outcome) -> Iterator[str]:
-    """Yield where two runs of one scenario differ."""
+def check_repetition(first: Outcome, second: Outcome) -> Iterator[str]:
+    """Yield the first differences between two runs of one scenario."""
     if (first.status, first.error) != (second.status, second.error):
         yield f"repetition: {first.status} ({first.error}), then {second.status} ({second.error})"
-    for number, (one, other) in enumerate(
-        zip(first.events, second.events, strict=False)
-    ):
-        if (first_line := one.to_json()) != (second_line := other.to_json()):
+    pairs = zip(first.events, second.events, strict=False)
+    for number, (first_event, second_event) in enumerate(pairs):
+        first_line = first_event.to_json()
+        second_line = second_event.to_json()
+        if first_line != second_line:
             yield f"repetition: event {number} differs: {first_line[:150]} / {second_line[:150]}"
             return
     if len(first.events) != len(second.events):
@@ -222,25 +231,29 @@ def repeats(first: Outcome, second: Outcome) -> Iterator[str]:
         yield "repetition: the weights differ"
 
 
-def as_undivided(tree: Tree, outcome: Outcome) -> Iterator[str]:
-    """Yield weights that are not those of the undivided model, where a method computes the same whatever happens."""
+def compare_with_undivided(tree: Tree, outcome: Outcome) -> Iterator[str]:
+    """Yield weights of a synchronous method that differ from those of the undivided model."""
     work = tree["workload"]
     if work["method"]["name"] not in SYNCHRONOUS or outcome.status != "finished":
         return
     alone = {**tree, "faults": [], "workload": {**work, "method": {"name": "single"}}}
     (trial,) = trials(build(**json.loads(json.dumps(alone))))
-    yield from same_weights(run(prepare(trial)), outcome, "the undivided model's")
+    undivided = simulate_trial(prepare(trial))
+    yield from compare_weights(undivided, outcome, "the undivided model's")
 
 
-def same_weights(expected: Outcome, found: Outcome, whose: str) -> Iterator[str]:
-    """Yield the first tensor that differs by more than rounding between the weights that two runs have left."""
-    right, seen = weights(expected), weights(found)
-    for name, tensor in right.items():
-        if not torch.allclose(seen[name], tensor, rtol=1e-4, atol=1e-5):
-            yield f"weights: {name} is {float((seen[name] - tensor).abs().max()):.3g} from {whose}"
+def compare_weights(expected: Outcome, actual: Outcome, origin: str) -> Iterator[str]:
+    """Yield the first tensor of two runs' final weights that differs by more than rounding."""
+    actual_weights = final_weights(actual)
+    for name, tensor in final_weights(expected).items():
+        other = actual_weights[name]
+        # Devices sum gradients in another order than the undivided model.
+        if not torch.allclose(other, tensor, rtol=1e-4, atol=1e-5):
+            distance = float((other - tensor).abs().max())
+            yield f"weights: {name} is {distance:.3g} from {origin}"
             return
 
 
-def weights(outcome: Outcome) -> dict[str, torch.Tensor]:
-    """Return the weights that a run has left, by name."""
+def final_weights(outcome: Outcome) -> dict[str, torch.Tensor]:
+    """Return the weights at the end of a run by name."""
     return arrays.unpack(outcome.weights_file or b"")

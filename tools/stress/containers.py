@@ -1,7 +1,7 @@
-"""Random scenarios on containers: held against the oracles of any run, and against the same run on the virtual clock.
+"""Random scenarios on containers, checked by the oracles and compared with the same run on the virtual clock.
 
-What both clocks must agree on is what no time decides: the losses and weights of synchronous training, the answers of
-inference. A container's log must have no traceback, and nothing may be left of a run.
+Both clocks must agree on values that do not depend on timing: losses and weights of synchronous training, and answers
+of inference. Logs of containers must contain no traceback, and nothing may remain of a run.
 """
 
 from __future__ import annotations
@@ -26,93 +26,104 @@ from testbed_controller.lab.engine import connect
 from testbed_controller.lab.lab import Lab
 from testbed_controller.lab.removal import labelled_runs
 from testbed_controller.running.emulation import emulate
-from tools.stress.check import held_against, of_any_run, one_line, run, same_weights
+from tools.stress.check import (
+    apply_oracles,
+    check_run,
+    compare_weights,
+    one_line,
+    simulate_trial,
+)
 from tools.stress.generate import INFERENCE, SYNCHRONOUS, Tree
 
 LONGEST = 240
-"""Seconds that a run on containers may take before it counts as hanging, its lab included."""
+"""Seconds after which a run on containers, including the creation of its lab, counts as hanging."""
 TIME_LIMIT = 120.0
-"""Seconds, the scenario's own limit; a run that reaches it counts as hanging too."""
+"""Time limit of the scenario in seconds; a run that reaches this limit counts as hanging as well."""
 MOST_VIRTUAL = 20.0
-"""Seconds on the virtual clock; scenarios that take longer are left to it, since real time is dear."""
+"""Longest scenario that runs on containers, in seconds of the virtual clock, since they take as much real time."""
 PATIENCE = 20.0
-"""Seconds after which what the engine still holds of a run has been left behind."""
+"""Seconds in which the remains of a run must disappear."""
 
 
-def violations(tree: Tree) -> list[str]:
-    """Run a scenario on containers and return what must not be; ``["refused: ..."]`` where it is none or too long."""
-    return held_against(
-        {**tree, "time_limit": f"{TIME_LIMIT:g}s"}, _on_containers, LONGEST
-    )
+def find_violations(tree: Tree) -> list[str]:
+    """Run a scenario on containers and return the violations; ``["refused: ..."]`` if invalid or too long."""
+    limited = {**tree, "time_limit": f"{TIME_LIMIT:g}s"}
+    return apply_oracles(limited, _check_containers, LONGEST)
 
 
-def _on_containers(prepared: Prepared) -> Iterator[str]:
-    virtual = run(prepared)
-    if (
-        seconds := max((event.time for event in virtual.events), default=0.0)
-    ) > MOST_VIRTUAL:
+def _check_containers(prepared: Prepared) -> Iterator[str]:
+    virtual = simulate_trial(prepared)
+    seconds = max((event.time for event in virtual.events), default=0.0)
+    if seconds > MOST_VIRTUAL:
         yield f"refused: takes {seconds:.0f} s on the virtual clock"
         return
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_STATE_HOME"] = folder  # no run of anybody else's is counted
+        # A state folder of its own: runs of other users are not counted.
+        os.environ["XDG_STATE_HOME"] = folder
         lab = Lab.create(prepared.trial)
         try:
             dataset = load(part_of(prepared.scenario).data)
             outcome = emulate(prepared, dataset, standing=lab, accept_links=True)
-            yield from _logged(lab)
+            yield from _check_logs(lab)
         finally:
             lab.down()
-        yield from of_any_run(prepared, outcome)
-        yield from as_virtual(prepared, outcome, virtual)
-        yield from _left(lab.run_id, Path(folder))
+        yield from check_run(prepared, outcome)
+        yield from compare_with_virtual(prepared, outcome, virtual)
+        yield from _check_removal(lab.run_id, Path(folder))
 
 
-def as_virtual(prepared: Prepared, real: Outcome, virtual: Outcome) -> Iterator[str]:
-    """Yield where a run on containers differs from the virtual clock in what no time decides."""
+def compare_with_virtual(
+    prepared: Prepared, real: Outcome, virtual: Outcome
+) -> Iterator[str]:
+    """Yield differences between both clocks in values that do not depend on timing."""
     if real.status != "finished" or virtual.status != "finished":
         return
     method = prepared.scenario.workload.method.name
     if method in (*SYNCHRONOUS, "single"):
-        yield from same_losses(virtual, real, "step")
-        yield from same_weights(virtual, real, "the virtual clock's")
-    elif method in INFERENCE and not any(
-        event.event == "failed" for each in (real, virtual) for event in each.events
-    ):
-        yield from same_losses(virtual, real, "evaluate")
+        yield from compare_losses(virtual, real, "step")
+        yield from compare_weights(virtual, real, "the virtual clock's")
+    # Which requests fail depends on timing.
+    elif method in INFERENCE and not (_has_failed(real) or _has_failed(virtual)):
+        yield from compare_losses(virtual, real, "evaluate")
 
 
-def same_losses(virtual: Outcome, real: Outcome, of: str) -> Iterator[str]:
-    """Yield where the last losses recorded for each step differ by more than rounding."""
-    found, expected = (
-        {
-            event.fields.get("step"): event.fields["loss"]
-            for event in outcome.events
-            if event.event == of
-        }
-        for outcome in (real, virtual)
-    )
-    for step, loss in expected.items():
-        if step not in found or not math.isclose(
-            found[step], loss, rel_tol=1e-3, abs_tol=1e-5
-        ):
-            yield f"clocks: {of} {step} has loss {found.get(step)}, on the virtual clock {loss}"
+def _has_failed(outcome: Outcome) -> bool:
+    return any(event.event == "failed" for event in outcome.events)
+
+
+def compare_losses(virtual: Outcome, real: Outcome, kind: str) -> Iterator[str]:
+    """Yield the first step whose last recorded losses differ by more than rounding."""
+    real_losses = _last_losses(real, kind)
+    for step, loss in _last_losses(virtual, kind).items():
+        real_loss = real_losses.get(step, math.nan)
+        if not math.isclose(real_loss, loss, rel_tol=1e-3, abs_tol=1e-5):
+            yield f"clocks: {kind} {step} has loss {real_losses.get(step)}, on the virtual clock {loss}"
             return
 
 
-def _logged(lab: Lab) -> Iterator[str]:
+def _last_losses(outcome: Outcome, kind: str) -> dict[int | None, float]:
+    losses = {}
+    for event in outcome.events:
+        if event.event == kind:
+            losses[event.fields.get("step")] = event.fields["loss"]
+    return losses
+
+
+def _check_logs(lab: Lab) -> Iterator[str]:
     """Yield the tracebacks in the containers' logs."""
     for name in (*lab.devices, SHAPER):
+        # Raised for a container that a fault has removed.
         with suppress(InputError):
-            log = b"".join(container_logs(connect(), lab.run_id, name)).decode(
-                errors="replace"
-            )
+            content = b"".join(container_logs(connect(), lab.run_id, name))
+            log = content.decode(errors="replace")
             if "Traceback" in log or "never retrieved" in log:
                 yield f"traceback: {name} logged {one_line(log)}"
 
 
-def _left(run_id: str, state: Path) -> Iterator[str]:
-    """Yield that something is left of a run."""
-    client, until = connect(), time.monotonic() + PATIENCE
+def _check_removal(run_id: str, state: Path) -> Iterator[str]:
+    """Yield a violation if a run still has containers, networks or state after `PATIENCE` seconds."""
+    client = connect()
+    until = time.monotonic() + PATIENCE
     while run_id in labelled_runs(client) or run_id in runstate.runs():
         if time.monotonic() > until:
             yield f"left: {run_id} on the engine or in {[path.name for path in state.rglob('*')]}"

@@ -1,10 +1,10 @@
-"""Something between the controller and the engine that can be cut."""
+"""A proxy between the controller and the engine, whose connections can be cut."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,11 +13,11 @@ from testbed_controller.lab.engineaddress import chosen_engine
 
 
 class EngineProxy:
-    """Passes connections on to the engine, unless it is cut."""
+    """Forwards connections to the engine, except while cut."""
 
     def __init__(self, path: Path) -> None:
         self.address = f"unix://{path}"
-        """For ``DOCKER_HOST``."""
+        """Address of the proxy for ``DOCKER_HOST``."""
         self._path = path
         self._engine = urlsplit(chosen_engine().url).path
         self._open: set[socket.socket] = set()
@@ -25,37 +25,34 @@ class EngineProxy:
         self.mend()
 
     def cut(self) -> None:
-        """End all connections, and take no new ones."""
-        assert self._listener is not None
-        listener, self._listener = self._listener, None
+        """Close all connections, and accept no new ones."""
+        listener = self._listener
+        assert listener is not None
+        self._listener = None
         self._path.unlink()
-        for one in [listener, *self._open]:
+        for each in [listener, *self._open]:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                each.shutdown(socket.SHUT_RDWR)
         listener.close()
 
     def mend(self) -> None:
-        """Take connections again."""
+        """Accept connections again."""
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._path))
         self._listener.listen(64)
-        threading.Thread(
-            target=self._accept, args=(self._listener,), daemon=True
-        ).start()
+        _start_thread(self._accept_connections, self._listener)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept_connections(self, listener: socket.socket) -> None:
         with suppress(OSError):
             while True:
-                near, _ = listener.accept()
-                far = socket.socket(socket.AF_UNIX)
-                far.connect(self._engine)
-                self._open |= {near, far}
-                for one, other in ((near, far), (far, near)):
-                    threading.Thread(
-                        target=self._pass, args=(one, other), daemon=True
-                    ).start()
+                client, _ = listener.accept()
+                engine = socket.socket(socket.AF_UNIX)
+                engine.connect(self._engine)
+                self._open |= {client, engine}
+                _start_thread(self._forward_bytes, client, engine)
+                _start_thread(self._forward_bytes, engine, client)
 
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward_bytes(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
                 sink.sendall(data)
@@ -63,9 +60,13 @@ class EngineProxy:
         self._open.discard(source)
 
 
+def _start_thread(function: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=function, args=arguments, daemon=True).start()
+
+
 @contextmanager
 def proxied(folder: Path) -> Iterator[EngineProxy]:
-    """Have a proxy in a folder, whose path is short."""
+    """Run a proxy whose socket is in a folder; the path of a socket has at most 107 characters."""
     proxy = EngineProxy(folder / "engine.sock")
     try:
         yield proxy

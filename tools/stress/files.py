@@ -1,7 +1,7 @@
-"""Scenario files that are wrong in random ways: each is refused in few words and little time, or it is a scenario.
+"""Randomly damaged scenario files: each must be valid, or be rejected with a short message in little time.
 
-Starts from the scenarios that the testbed comes with. A file is changed as text, or as what the text means: values of
-other types and sizes, keys that are missing or doubled, bytes that are no text.
+The originals are the scenarios of the testbed. A file is damaged as text (bytes that are changed, removed or doubled)
+or as a tree (values of other types and sizes, keys that are missing or renamed).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,11 @@ from testbed.scenario.finding import scenarios_in
 from testbed.scenario.loading import load
 
 LONGEST = 2.0
-"""Seconds of processor time in which a file is answered, once what it names is imported."""
+"""Maximum processor time in seconds to read a file, after the imports."""
 LARGEST = 500 << 20
-"""Bytes by which answering one may let the process grow."""
+"""Maximum growth of the process by reading a file, in bytes."""
 WORDIEST = 5000
-"""Characters that an answer may have."""
+"""Maximum length of an error message in characters."""
 
 HOSTILE: tuple[Any, ...] = (
     *(
@@ -99,9 +99,8 @@ SYNTAX = (
 
 @cache
 def _originals() -> tuple[Path, ...]:
-    return tuple(
-        sorted(path for path in scenarios_in().values() if path.stat().st_size < 8000)
-    )
+    paths = scenarios_in().values()
+    return tuple(sorted(path for path in paths if path.stat().st_size < 8000))
 
 
 @cache
@@ -109,20 +108,20 @@ def _tree(original: Path) -> Any:
     return yamltext.values(original.read_text())
 
 
-def file(seed: int) -> tuple[Path, bytes]:
-    """Return the scenario that a seed starts from, and what it has become."""
+def damaged_file(seed: int) -> tuple[Path, bytes]:
+    """Return the original scenario file of a seed, and its damaged content."""
     draw = random.Random(seed)
     original = draw.choice(_originals())
     if draw.random() < 0.4:
-        return original, torn(draw, original.read_bytes())
+        return original, damage_bytes(draw, original.read_bytes())
     tree = copy.deepcopy(_tree(original))
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
-        bend(draw, tree)
-    return original, _dumped(tree)
+        damage_tree(draw, tree)
+    return original, _to_yaml(tree)
 
 
-def torn(draw: random.Random, content: bytes) -> bytes:
-    """Return bytes of which some are changed, or a piece of which is missing, doubled or foreign."""
+def damage_bytes(draw: random.Random, content: bytes) -> bytes:
+    """Return content with some bytes changed, removed, doubled or inserted."""
     data = bytearray(content)
     for _ in range(draw.randint(1, 4)):
         if not data:
@@ -142,8 +141,8 @@ def torn(draw: random.Random, content: bytes) -> bytes:
     return bytes(data)
 
 
-def bend(draw: random.Random, tree: Any) -> None:
-    """Change one value or key of a tree."""
+def damage_tree(draw: random.Random, tree: Any) -> None:
+    """Change, rename or remove one value of a tree."""
     places = list(_places(tree))
     if not places:
         return
@@ -157,73 +156,74 @@ def bend(draw: random.Random, tree: Any) -> None:
         case 1 if isinstance(parent, dict):
             parent[f"{last}{draw.choice(['', 's', ' ', '_x'])}x"] = parent.pop(last)
         case _:
-            parent[last] = copy.deepcopy(
-                draw.choice(HOSTILE)
-            )  # which may be changed in turn
+            # A copy, as the next change may be inside the value.
+            parent[last] = copy.deepcopy(draw.choice(HOSTILE))
 
 
 def _places(tree: Any, way: Key = ()) -> Iterator[Key]:
-    items = (
-        tree.items()
-        if isinstance(tree, dict)
-        else enumerate(tree)
-        if isinstance(tree, list)
-        else ()
-    )
+    """Yield the keys of all values of a tree, depth first."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, list):
+        items = enumerate(tree)
     for key, value in items:
         yield (*way, key)
         yield from _places(value, (*way, key))
 
 
-def _dumped(tree: Any) -> bytes:
+def _to_yaml(tree: Any) -> bytes:
     try:
         return yamltext.written(tree).encode()
-    except (YAMLError, ValueError):  # nothing that YAML can say
+    except (YAMLError, ValueError):
+        # The tree has a value that YAML cannot represent.
         return b"name: [\n"
 
 
 def attack(original: Path, content: bytes) -> list[str]:
-    """Return what is wrong with the answer to a file that was made of another."""
+    """Read a damaged file beside the other files of the original scenario; return the violations."""
     with tempfile.TemporaryDirectory() as folder:
         for beside in original.parent.iterdir():
             if beside.is_file() and beside.suffix != ".yaml":
                 shutil.copy(beside, folder)
         path = Path(folder, original.name)
         path.write_bytes(content)
-        return [
-            f"{text} ({original.parent.name}/{original.name})"
-            for text in answered(path)
-        ]
+        name = f"{original.parent.name}/{original.name}"
+        return [f"{violation} ({name})" for violation in check_reading(path)]
 
 
 @cache
-def _import() -> None:
-    """Have imported what networks and data of one's own need, which takes longer than any answer."""
+def _import_libraries() -> None:
+    """Import the libraries of user models and data, which takes longer than reading any file."""
     for name in ("own", "fromtorch"):
         prepare(trials(load(f"examples/{name}"))[0])
 
 
-def answered(path: Path) -> Iterator[str]:
-    """Yield what is wrong with the answer to a file."""
-    _import()
-    size, began = (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        time.process_time(),
-    )
+def check_reading(path: Path) -> Iterator[str]:
+    """Read a scenario file; yield a violation for a crash, a bad message, or much time or memory."""
+    _import_libraries()
+    size_before = peak_memory()
+    began = time.process_time()
     try:
         for trial in trials(load(path))[:2]:
             prepare(trial)
     except InputError as refused:
-        answer = escape_control(str(refused))  # as the command shows it
-        if len(answer) > WORDIEST or any(
-            not letter.isprintable() and letter not in "\n\t" for letter in answer
-        ):
-            yield f"words: an answer of {len(answer)} characters: {answer[:200]!r}"
-    except Exception:  # noqa: BLE001  (whatever it is, it is what is looked for)
+        # As the command line prints the message.
+        message = escape_control(str(refused))
+        letters = message.replace("\n", "").replace("\t", "")
+        if len(message) > WORDIEST or not letters.isprintable():
+            yield f"words: a message of {len(message)} characters: {message[:200]!r}"
+    except Exception:  # noqa: BLE001 - an unexpected exception of any kind is a violation
         yield "traceback: " + traceback.format_exc().strip().replace("\n", " | ")[-500:]
-    if (took := time.process_time() - began) > LONGEST:
-        yield f"time: answered after {took:.1f} s"
-    if (
-        grown := (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size) << 10
-    ) > LARGEST:
-        yield f"memory: {grown >> 20} MiB more for an answer"
+    seconds = time.process_time() - began
+    if seconds > LONGEST:
+        yield f"time: read in {seconds:.1f} s"
+    growth = peak_memory() - size_before
+    if growth > LARGEST:
+        yield f"memory: {growth >> 20} MiB more to read the file"
+
+
+def peak_memory() -> int:
+    """Return the peak resident memory of this process in bytes."""
+    # Linux reports kilobytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -1,7 +1,6 @@
-"""Random scenarios: any method, topology, network, link and option, and any fault at any moment that a file can name.
+"""Random scenarios with any method, options, topology, links and faults that a scenario file can describe.
 
-All of it follows from one number, the seed. Every fault is undone again, so that a run that does not end has something
-wrong with it.
+A scenario is a function of its seed. Every fault is reverted after a while, so a run that does not end has a bug.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Tree = dict[str, Any]
-"""A scenario as a file has it."""
+"""A scenario as the tree of values in its file."""
 
 PIPELINE: Mapping[str, Sequence[Any]] = {
     "stall_timeout": ["200ms", "500ms", "2s"],
@@ -89,9 +88,9 @@ INFERENCE = ("sequential", "distributed")
 COLLABORATIVE = ("federated", "split-learning", "split-federated", "pipelearn")
 SLOTTED = ("edgepipe", "versatile")
 SYNCHRONOUS = ("pipeline", "gpipe", "model-parallelism")
-"""Methods that compute what the undivided model does, whatever happens."""
+"""Methods that compute the same as the undivided model, even under faults."""
 LOSSLESS = (*COLLABORATIVE, "single", *SYNCHRONOUS, "ftpipehd", "pipedream", "respipe")
-"""Methods that train every step however often it takes."""
+"""Methods that finish every step, after any number of attempts."""
 
 SPANS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(
@@ -106,73 +105,74 @@ SPANS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(INFERENCE, ("forward", "load")),
     **dict.fromkeys(SLOTTED, ("forward", "backward", "evaluate")),
 }
-"""What a device of a method may be about to do; all do these: forward and backward."""
+"""Activities of a device that a fault can wait for, by method; any other method has forward and backward."""
 EVENTS = ("send", "receive", "begin", "compute", "memory", "state")
 TRAINING_EVENTS = (*EVENTS, "step", "evaluate")
 
 
-def scenario(seed: int) -> Tree:
+def random_scenario(seed: int) -> Tree:
     """Return the scenario of a seed."""
     draw = random.Random(seed)
     method = draw.choice(list(OPTIONS))
     names = ["source", *(f"w{number}" for number in range(draw.randint(1, 4)))]
-    devices: Tree = {name: _device(draw) for name in names}
-    options = {
-        name: draw.choice(values)
-        for name, values in OPTIONS[method].items()
-        if draw.random() < 0.4
+    devices = {name: _draw_device(draw) for name in names}
+    workload = _draw_workload(draw, method, len(names))
+    scenario_seed = draw.randint(0, 9)
+    network = _draw_network(draw, method, names)
+    faults: list[Tree] = []
+    for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4])):
+        faults.append(_draw_fault(draw, workload, names, is_first=not faults))
+    return {
+        "name": f"stress-{seed}",
+        "seed": scenario_seed,
+        "devices": devices,
+        "network": network,
+        "workload": workload,
+        "faults": faults,
+        "time_limit": "3000s",
     }
-    hidden = [
-        draw.choice([8, 12, 16, 24])
-        for _ in range(draw.randint(max(2, len(names) - 1), 6))
-    ]
+
+
+def _draw_workload(draw: random.Random, method: str, device_count: int) -> Tree:
+    options: Tree = {"name": method}
+    for name, values in OPTIONS[method].items():
+        if draw.random() < 0.4:
+            value = draw.choice(values)
+            if value is not None:
+                options[name] = value
+    # A pipeline needs at least a layer per device.
+    layers = draw.randint(max(2, device_count - 1), 6)
+    hidden = [draw.choice([8, 12, 16, 24]) for _ in range(layers)]
     workload: Tree = {
         "model": {"name": "mlp", "hidden": hidden},
         "data": {"name": "digits", "train": 160, "test": 32},
-        "method": {
-            "name": method,
-            **{key: value for key, value in options.items() if value is not None},
-        },
+        "method": options,
         "batch_size": draw.choice([8, 16]),
     }
     if method in INFERENCE:
         workload |= {"task": "infer", "requests": draw.randint(1, 12)}
     else:
-        workload |= {
-            "steps": draw.randint(1, 16),
-            "training": {
-                "optimizer": {"learning_rate": 0.05, "momentum": draw.choice([0, 0.9])}
-            },
-        }
+        workload["steps"] = draw.randint(1, 16)
+        momentum = draw.choice([0, 0.9])
+        optimizer = {"learning_rate": 0.05, "momentum": momentum}
+        workload["training"] = {"optimizer": optimizer}
     if method in COLLABORATIVE:
-        workload["data"]["split"] = draw.choice(
-            ["iid", {"dirichlet": 0.5}, {"shards": 3}]
-        )
-        workload["steps"] = workload["method"].get("local_steps", 1) * draw.randint(
-            1, 6
-        )
-    return {
-        "name": f"stress-{seed}",
-        "seed": draw.randint(0, 9),
-        "devices": devices,
-        "network": _network(draw, method, names),
-        "workload": workload,
-        "faults": [
-            _fault(draw, workload, names, number == 0)
-            for number in range(draw.choice([0, 1, 1, 2, 2, 3, 4]))
-        ],
-        "time_limit": "3000s",
-    }
+        splits = ["iid", {"dirichlet": 0.5}, {"shards": 3}]
+        workload["data"]["split"] = draw.choice(splits)
+        # Whole rounds, each of which has this number of steps.
+        rounds = draw.randint(1, 6)
+        workload["steps"] = options.get("local_steps", 1) * rounds
+    return workload
 
 
-def _device(draw: random.Random) -> Tree:
+def _draw_device(draw: random.Random) -> Tree:
     device: Tree = {"speed": draw.choice(["3mflops", "20mflops", "300mflops"])}
     if draw.random() < 0.2:
         device["uplink"] = draw.choice(["2mbit", "10mbit"])
     return device
 
 
-def _link(draw: random.Random) -> Tree:
+def _draw_link(draw: random.Random) -> Tree:
     link: Tree = {
         "rate": draw.choice(["1mbit", "10mbit", "100mbit"]),
         "delay": draw.choice(["2ms", "20ms"]),
@@ -184,12 +184,12 @@ def _link(draw: random.Random) -> Tree:
     return link
 
 
-def _network(draw: random.Random, method: str, names: Sequence[str]) -> Tree:
-    network: Tree = {"link": _link(draw)}
+def _draw_network(draw: random.Random, method: str, names: Sequence[str]) -> Tree:
+    network: Tree = {"link": _draw_link(draw)}
     if method in COLLABORATIVE and draw.random() < 0.5:
         network["topology"] = "star"
     if draw.random() < 0.3:
-        network["links"] = [{"between": draw.sample(names, 2), **_link(draw)}]
+        network["links"] = [{"between": draw.sample(names, 2), **_draw_link(draw)}]
         if network.get("topology") == "star":
             network["links"][0]["between"] = [names[0], draw.choice(names[1:])]
     if method in SLOTTED and draw.random() < 0.5:
@@ -197,61 +197,48 @@ def _network(draw: random.Random, method: str, names: Sequence[str]) -> Tree:
     return network
 
 
-def _fault(
-    draw: random.Random, workload: Tree, names: Sequence[str], first: bool
+def _draw_fault(
+    draw: random.Random, workload: Tree, names: Sequence[str], *, is_first: bool
 ) -> Tree:
     victim = draw.choice(names)
     kind = draw.choice(
         ["kill", "kill", "kill", "pause", "partition", "degrade", "throttle", "flap"]
     )
-    lasting = draw.choice(["1ms", "300ms", "1s", "2500ms", "6s"])
-    fault: Tree
+    duration = draw.choice(["1ms", "300ms", "1s", "2500ms", "6s"])
+    value: Any = victim
     if kind == "partition":
         group = draw.sample(names, draw.randint(1, len(names) - 1))
-        fault = {"partition": [sorted(group)]}
+        value = [sorted(group)]
     elif kind == "degrade":
-        fault = {
-            "degrade": {
-                "device": victim,
-                "rate": draw.choice(["20kbit", "500kbit"]),
-                "delay": "50ms",
-            }
-        }
+        rate = draw.choice(["20kbit", "500kbit"])
+        value = {"device": victim, "rate": rate, "delay": "50ms"}
     elif kind == "throttle":
-        fault = {"throttle": {"device": victim, "slowdown": draw.choice([2, 20])}}
+        value = {"device": victim, "slowdown": draw.choice([2, 20])}
     elif kind == "flap":
-        fault = {
-            "flap": {
-                "between": draw.sample(names, 2),
-                "down": draw.choice(["50ms", "1s"]),
-                "up": "500ms",
-            }
-        }
-    else:
-        fault = {kind: victim}
-    watched = draw.choice(names)
+        ends = draw.sample(names, 2)
+        down = draw.choice(["50ms", "1s"])
+        value = {"between": ends, "down": down, "up": "500ms"}
+    moment = _draw_moment(draw, workload, names, is_first=is_first)
+    return {kind: value, "for": duration} | moment
+
+
+def _draw_moment(
+    draw: random.Random, workload: Tree, names: Sequence[str], *, is_first: bool
+) -> Tree:
+    """Return the moment of a fault: a time, or an activity or event of a device."""
+    device = draw.choice(names)
     method = workload["method"]["name"]
     batch = draw.randrange(workload.get("requests") or workload["steps"])
+    time = f"{draw.randint(0, 4000)}ms"
+    span = draw.choice(SPANS.get(method, ("forward", "backward", "update")))
+    event = draw.choice(EVENTS if method in INFERENCE else TRAINING_EVENTS)
     moments: list[Tree] = [
-        {"at": f"{draw.randint(0, 4000)}ms"},
-        {"when": {"device": watched, "begins": "forward", "batch": batch}},
-        {
-            "when": {
-                "device": watched,
-                "begins": draw.choice(
-                    SPANS.get(method, ("forward", "backward", "update"))
-                ),
-            }
-        },
-        {
-            "when": {
-                "device": watched,
-                "event": draw.choice(
-                    EVENTS if method in INFERENCE else TRAINING_EVENTS
-                ),
-            }
-        },
+        {"at": time},
+        {"when": {"device": device, "begins": "forward", "batch": batch}},
+        {"when": {"device": device, "begins": span}},
+        {"when": {"device": device, "event": event}},
     ]
-    if not first:
+    # The first fault has no other whose time it could count from.
+    if not is_first:
         moments.append({"after": f"{draw.choice([1, 200, 2000])}ms"})
-    return fault | {"for": lasting} | draw.choice(moments)
+    return draw.choice(moments)

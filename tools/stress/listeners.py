@@ -1,7 +1,7 @@
-"""All that listens in a run, for random messages: the two ports of a device, casts, the shaper, and the page.
+"""The listeners of a run, as targets of random messages: the two ports of a device, casts, the shaper, and the page.
 
-The applications are those of the agent, the shaper and the page. The shaper plans what it is asked for and does not
-carry it out; the page reads what it is to strike.
+The applications are those of the agent, the shaper and the page. Their effects are replaced: the shaper plans links
+without applying them, and the page parses faults without injecting them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,15 @@ from testbed_controller.shaping import sender, server
 from testbed_controller.shaping.plan import Endpoint
 from testbed_controller.shaping.shaper import check_links
 from testbed_controller.watch.server import application as page
-from tools.stress.files import torn
-from tools.stress.messages import LONGEST, Application, Request, Target, asking, sending
+from tools.stress.files import damage_bytes
+from tools.stress.messages import (
+    LONGEST,
+    Application,
+    Request,
+    Target,
+    call_target,
+    port_target,
+)
 
 TOKEN = "t" * 32
 BEARER = {"HTTP_AUTHORIZATION": f"Bearer {TOKEN}"}
@@ -62,39 +69,43 @@ MESSAGE = Message(
     "activation", {"step": 1, "to": ["a", {"b": None}]}, {"x": torch.ones(3, 4)}
 )
 INBOX = 1 << 20
-"""Bytes."""
+"""Size of an inbox in bytes."""
 
 
 def listeners(stack: ExitStack) -> dict[str, Target]:
-    """Return all that listens, as a run begins, until the stack is closed."""
+    """Return the targets of a run that begins; the listeners exist until the stack is closed."""
     settings = Settings(run="r", device="source", token=TOKEN, data=("127.0.0.1", 0))
-    data, ready = DataServer(settings), _runner(settings)
-    data.inbox = _emptied("worker")
+    data = DataServer(settings)
+    ready = _make_runner(settings)
+    data.inbox = _make_inbox("worker")
     loop = asyncio.new_event_loop()
     loop.call_soon(data.serve)
     threading.Thread(target=loop.run_forever, daemon=True).start()
     stack.callback(loop.call_soon_threadsafe, loop.stop)
-    own = deployments(prepared(), "r", TOKEN, ADDRESSES, None).of("source")
+    own = deployments(prepared_run(), "r", TOKEN, ADDRESSES, None).of("source")
     ready.deploy(bytearray(own))
-    controls = [Request("PUT", "/deployment", BEARER, json.loads(own)), *_controls()]
-    idle = control_application(_runner(settings))
-    # No program is started: what is asked is asked before.
+    deployment = Request("PUT", "/deployment", BEARER, json.loads(own))
+    controls = [deployment, *_control_requests()]
+    idle = control_application(_make_runner(settings))
+    # Only for the idle device, which has no program to start.
     starts = Request("POST", "/start", BEARER, {"origin": 12.5})
     control = control_application(ready)
+    shaper = server.create_application(_Planner(), TOKEN)  # type: ignore[arg-type]
+    watch_page = page(_run_folder(), TOKEN, ORIGIN, _parse_fault)
     return {
-        "control": asking(control, controls),
-        "control of an idle device": asking(idle, [starts, *_controls()]),
-        "shaper": asking(server.create_application(_Planning(), TOKEN), _shapings()),  # type: ignore[arg-type]
-        "page": asking(page(_run(), TOKEN, ORIGIN, _struck), _watchings()),
+        "control": call_target(control, controls),
+        "control of an idle device": call_target(idle, [starts, *_control_requests()]),
+        "shaper": call_target(shaper, _shaper_requests()),
+        "page": call_target(watch_page, _page_requests()),
         "casts": _Casts(stack).send,
-        "control port": sending(_port(stack, control), controls),
-        "data port": sending(data.address, _messages()),
+        "control port": port_target(_serve(stack, control), controls),
+        "data port": port_target(data.address, _data_requests()),
     }
 
 
 @cache
-def prepared() -> Prepared:
-    """Return a run of two devices."""
+def prepared_run() -> Prepared:
+    """Return a prepared run of two devices."""
     workload = {
         "model": {"name": "mlp"},
         "data": {"name": "digits", "train": 16, "test": 16},
@@ -111,12 +122,12 @@ def prepared() -> Prepared:
     return prepare(trial)
 
 
-def _runner(settings: Settings) -> Runner:
+def _make_runner(settings: Settings) -> Runner:
     return Runner(settings, DataServer(settings))
 
 
-def _emptied(peer: str) -> Inbox:
-    """Return an inbox for the messages of a peer, which the program takes at once."""
+def _make_inbox(peer: str) -> Inbox:
+    """Return an inbox for the messages of a peer, which are released on arrival."""
     inbox: Inbox
 
     def deliver(arrival: Arrival) -> None:
@@ -126,12 +137,13 @@ def _emptied(peer: str) -> Inbox:
     return inbox
 
 
-# What each is asked
+# Valid requests to each listener
 
 
-def _controls() -> list[Request]:
-    """Return requests to a device's control API, but those that deploy and start."""
-    dataset = samples_of(prepared(), load(part_of(prepared().scenario).data), "source")
+def _control_requests() -> list[Request]:
+    """Return requests to a device's control API, except deployment and start."""
+    run = prepared_run()
+    dataset = samples_of(run, load(part_of(run.scenario).data), "source")
     assert dataset is not None
     return [
         Request("PUT", "/data", BEARER, pack(dataset)),
@@ -147,16 +159,18 @@ def _controls() -> list[Request]:
     ]
 
 
-def _messages() -> list[Request]:
+def _data_requests() -> list[Request]:
     """Return messages of a peer."""
-    way = {"HTTP_AUTHORIZATION": f"Bearer {data_token(TOKEN, 'worker', 'source')}"}
-    return [
-        Request("POST", "/messages", way, encode(MESSAGE, "worker", 1, number))
-        for number in range(3)
-    ]
+    token = data_token(TOKEN, "worker", "source")
+    headers = {"HTTP_AUTHORIZATION": f"Bearer {token}"}
+    requests = []
+    for number in range(3):
+        content = encode(MESSAGE, "worker", 1, number)
+        requests.append(Request("POST", "/messages", headers, content))
+    return requests
 
 
-def _shapings() -> list[Request]:
+def _shaper_requests() -> list[Request]:
     """Return requests to the shaper."""
     links = {
         ("source", "worker"): Link(1e6, 0.01),
@@ -176,7 +190,7 @@ def _shapings() -> list[Request]:
     ]
 
 
-def _watchings() -> list[Request]:
+def _page_requests() -> list[Request]:
     """Return requests to the page of a run."""
     own = {**BEARER, "HTTP_HOST": ORIGIN.partition("//")[2]}
     faults: list[dict[str, Any]] = [
@@ -191,11 +205,11 @@ def _watchings() -> list[Request]:
     ]
 
 
-# What takes the place of the kernel, and of a run
+# Replacements of the kernel and of a run
 
 
-class _Planning:
-    """What is to be shaped, checked and planned as the shaper does it."""
+class _Planner:
+    """A shaper that checks and plans links without applying them."""
 
     seed = 0
 
@@ -232,31 +246,32 @@ class _Planning:
     host_load = statistics
 
 
-def _struck(given: Mapping[str, object]) -> str:
-    return str(parse(ActionPart, dict(given)).action)
+def _parse_fault(fault: Mapping[str, object]) -> str:
+    return str(parse(ActionPart, dict(fault)).action)
 
 
 @cache
-def _run() -> Path:
+def _run_folder() -> Path:
     """Return the folder of a run that begins."""
     folder = Path(tempfile.mkdtemp(), "run")
-    Recorder(folder, prepared().trial, prepared().plan, "simulate")
+    run = prepared_run()
+    Recorder(folder, run.trial, run.plan, "simulate")
     return folder
 
 
-# What is reached over loopback
+# Listeners on loopback
 
 
-def _port(stack: ExitStack, application: Application) -> tuple[str, int]:
-    """Have an application answer on a port until the stack is closed; return its address."""
-    found = PatientServer(("127.0.0.1", 0), application, 4)
-    threading.Thread(target=found.serve, daemon=True).start()
-    stack.callback(found.stop)
-    return found.address
+def _serve(stack: ExitStack, application: Application) -> tuple[str, int]:
+    """Serve an application until the stack is closed; return the address."""
+    http_server = PatientServer(("127.0.0.1", 0), application, 4)
+    threading.Thread(target=http_server.serve, daemon=True).start()
+    stack.callback(http_server.stop)
+    return http_server.address
 
 
 class _Casts:
-    """Datagrams to a device that hears casts."""
+    """Datagrams to a device that receives casts."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._link = stack.enter_context(
@@ -265,7 +280,7 @@ class _Casts:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind(("127.0.0.1", 0))
             self._address: tuple[str, int] = probe.getsockname()
-        self._heard: list[Arrival] = []
+        self._received: list[Arrival] = []
         self._inbox = Inbox({"worker": ""}, INBOX, self._deliver)
         addresses = Addresses(self._address, None, "127.0.0.1", {"worker": "127.0.0.1"})
         caster = Caster(
@@ -277,56 +292,59 @@ class _Casts:
         )
         caster.start(self._inbox)
         stack.callback(caster.close)
-        self._whole = CastForm("worker", ADDRESSES).encode(MESSAGE, ["source"])
+        self._content = CastForm("worker", ADDRESSES).encode(MESSAGE, ["source"])
 
     def _deliver(self, arrival: Arrival) -> None:
-        self._heard.append(arrival)
+        self._received.append(arrival)
         self._inbox.release(arrival.size)
 
     def send(self, draw: random.Random) -> Iterator[str]:
-        """Send a datagram that is changed; now and then a right one, which must be heard."""
-        chance, number = draw.random(), draw.randrange(1 << 20)
+        """Send a damaged datagram; one in a hundred is valid, and must be received."""
+        chance = draw.random()
+        number = draw.randrange(1 << 20)
         count = draw.choice([1, 2, 2000, 65535])
         if chance < 0.01:
-            yield from self._right()
+            yield from self._send_valid()
         elif chance < 0.1:
-            self._cast(draw.randbytes(draw.randrange(40)))
+            self._send_datagram(draw.randbytes(draw.randrange(40)))
         elif chance < 0.3:
-            self._cast(
-                _datagram(number, self._whole, draw.randrange(count), count)[
-                    : CAST_CHUNK + 20
-                ]
-            )
+            index = draw.randrange(count)
+            fragment = _make_datagram(number, self._content, index, count)
+            self._send_datagram(fragment[: CAST_CHUNK + 20])
         elif chance < 0.6:
-            self._cast(torn(draw, _datagram(number, self._whole)))
+            datagram = _make_datagram(number, self._content)
+            self._send_datagram(damage_bytes(draw, datagram))
         else:
-            self._cast(_datagram(number, torn(draw, self._whole)))
+            content = damage_bytes(draw, self._content)
+            self._send_datagram(_make_datagram(number, content))
 
-    def _cast(self, datagram: bytes) -> None:
+    def _send_datagram(self, datagram: bytes) -> None:
         self._link.sendto(datagram, self._address)
 
-    def _right(self) -> Iterator[str]:
-        until, before = time.monotonic() + LONGEST, len(self._heard)
-        newest = self._heard[-1].envelope if self._heard else None
-        incarnation, number = (
-            (newest.incarnation, newest.sequence + 1) if newest else (1, 0)
-        )
-        while len(self._heard) == before:  # a full buffer loses datagrams
+    def _send_valid(self) -> Iterator[str]:
+        until = time.monotonic() + LONGEST
+        before = len(self._received)
+        incarnation, number = 1, 0
+        # A receiver ignores numbers and incarnations below the newest.
+        if self._received:
+            newest = self._received[-1].envelope
+            incarnation, number = newest.incarnation, newest.sequence + 1
+        datagram = _make_datagram(number, self._content, incarnation=incarnation)
+        # Repeated, as a full buffer loses datagrams.
+        while len(self._received) == before:
             if time.monotonic() > until:
-                yield "casts: a right one is not heard any more"
+                yield "casts: a valid cast is no longer received"
                 return
-            self._cast(_datagram(number, self._whole, incarnation=incarnation))
+            self._send_datagram(datagram)
             time.sleep(0.002)
         if self._inbox.bytes:
             yield f"casts: {self._inbox.bytes} bytes of the inbox stay reserved"
 
 
-def _datagram(
+def _make_datagram(
     number: int, content: bytes, index: int = 0, count: int = 1, incarnation: int = 1
 ) -> bytes:
-    return (
-        struct.pack(
-            "<4sQIHH", run_mark("r"), incarnation, number % (1 << 32), index, count
-        )
-        + content
+    header = struct.pack(
+        "<4sQIHH", run_mark("r"), incarnation, number % (1 << 32), index, count
     )
+    return header + content

@@ -1,6 +1,6 @@
-"""Random messages: requests and datagrams that are changed at random, and what may not come of them.
+"""Random messages to the listeners of a run: requests and datagrams with random damage, and checks of the answers.
 
-Most begin as right ones (`listeners`), of which bytes, values, lengths, tokens or paths are then changed.
+Most messages are valid ones of `listeners` with bytes, values, lengths, tokens or paths changed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import io
 import json
 import logging
 import random
-import resource
 import socket
 import time
 import traceback
@@ -18,27 +17,33 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tools.stress.files import SYNTAX, WORDIEST, bend, torn
+from tools.stress.files import (
+    SYNTAX,
+    WORDIEST,
+    damage_bytes,
+    damage_tree,
+    peak_memory,
+)
 
 MESSAGES = 1000
-"""How many messages belong to one seed."""
+"""Number of messages per seed."""
 LONGEST = 5.0
-"""Seconds in which a message is answered; who asks for events waits for 2 s where there are none."""
+"""Maximum seconds until an answer; a request for events is answered after 2 s if there are none."""
 LARGEST = 500 << 20
-"""Bytes by which the messages of one seed may let the process grow."""
+"""Maximum growth of the process by the messages of a seed, in bytes."""
 HANGS_UP = 0.05
-"""Seconds after which a sender of bytes that are hardly HTTP waits no more for an answer."""
+"""Seconds after which a sender of damaged HTTP closes the connection."""
 LENGTHS = ("", "-1", "abc", "0", "1", "9" * 20, "1e3", " 5", "0x10", "\u0663")
 TOKENS = ("", "Bearer", "Bearer ", "Bearer \xff", "Basic dDp0", "Bearer " + "t" * 9000)
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 Target = Callable[[random.Random], Iterator[str]]
-"""Sends one message and yields what is wrong with the answer."""
+"""Function that sends one message and yields the violations in the answer."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What an application is asked, as WSGI has it."""
+    """A request to a WSGI application."""
 
     method: str
     path: str
@@ -46,57 +51,44 @@ class Request:
     body: bytes | dict[str, Any] = b""
     query: str = ""
     length: str | None = None
-    """What its head says of the length of its body; None: the truth."""
+    """Content-Length header; None for the actual length of the body."""
 
     @property
     def content(self) -> bytes:
-        """The body as it travels."""
-        return (
-            self.body
-            if isinstance(self.body, bytes)
-            else json.dumps(self.body).encode()
-        )
+        """The body as bytes."""
+        if isinstance(self.body, bytes):
+            return self.body
+        return json.dumps(self.body).encode()
 
-    def changed(self, draw: random.Random) -> Request:
-        """Return a request that is like this one but for one thing; or the same."""
+    def damaged(self, draw: random.Random) -> Request:
+        """Return this request with one random change, or unchanged."""
         match draw.randrange(10):
             case 0:
                 return self
             case 1:
-                return replace(
-                    self,
-                    headers={**self.headers, "HTTP_AUTHORIZATION": draw.choice(TOKENS)},
-                )
+                token = {"HTTP_AUTHORIZATION": draw.choice(TOKENS)}
+                return replace(self, headers={**self.headers, **token})
             case 2:
                 return replace(self, length=draw.choice(LENGTHS))
             case 3:
-                path, query = (
-                    torn(draw, part.encode()).decode("latin1")
-                    for part in (self.path, self.query)
-                )
-                return replace(
-                    self,
-                    path=path,
-                    query=query,
-                    method=draw.choice([self.method, "DELETE", "\0"]),
-                )
+                path = damage_bytes(draw, self.path.encode()).decode("latin1")
+                query = damage_bytes(draw, self.query.encode()).decode("latin1")
+                method = draw.choice([self.method, "DELETE", "\0"])
+                return replace(self, path=path, query=query, method=method)
             case 4 | 5 | 6 if isinstance(self.body, dict):
                 body = json.loads(self.content)
                 for _ in range(draw.choice([1, 1, 2])):
-                    bend(draw, body)
+                    damage_tree(draw, body)
                 return replace(self, body=body)
             case 7:
-                return replace(
-                    self,
-                    body=draw.choice(
-                        [b"[" * 100_000, b'{"a":' * 50_000, b"null", b"[1]", b'"a"']
-                    ),
-                )
+                # Valid JSON of another type, or nested deeper than a parser allows.
+                bodies = [b"[" * 100_000, b'{"a":' * 50_000, b"null", b"[1]", b'"a"']
+                return replace(self, body=draw.choice(bodies))
             case _:
-                return replace(self, body=torn(draw, self.content))
+                return replace(self, body=damage_bytes(draw, self.content))
 
-    def raw(self) -> bytes:
-        """Return it as HTTP has it, for a sender that waits for no other answer."""
+    def to_http(self) -> bytes:
+        """Return the request in HTTP/1.1, for a connection with a single request."""
         length = str(len(self.content)) if self.length is None else self.length
         lines = [
             f"{self.method} {self.path}?{self.query} HTTP/1.1",
@@ -115,53 +107,55 @@ class Request:
 def attack(
     seed: int, listeners: Callable[[ExitStack], Mapping[str, Target]]
 ) -> list[str]:
-    """Send the messages of a seed to what listens, and return what is wrong with the answers."""
-    logging.disable(logging.CRITICAL)  # what Flask says of an error is in its answer
-    draw, found = random.Random(seed), list[str]()
+    """Send the messages of a seed to the listeners, and return the violations."""
+    # The answer of Flask has the error as well.
+    logging.disable(logging.CRITICAL)
+    draw = random.Random(seed)
+    violations: list[str] = []
     with ExitStack() as stack:
         targets = listeners(stack)
-        size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        size_before = peak_memory()
         for number in range(MESSAGES):
-            name, began = draw.choice(list(targets)), time.monotonic()
+            name = draw.choice(list(targets))
+            suffix = f"({name}, message {number})"
+            began = time.monotonic()
             try:
-                found += [
-                    f"{each} ({name}, message {number})" for each in targets[name](draw)
-                ]
-            except Exception:  # noqa: BLE001  (whatever it is, it is what is looked for)
-                found.append(
-                    f"traceback: {traceback.format_exc()[-700:]!r} ({name}, message {number})"
-                )
-            if (took := time.monotonic() - began) > LONGEST:
-                found.append(
-                    f"time: answered after {took:.1f} s ({name}, message {number})"
-                )
-    if (
-        grown := (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size) << 10
-    ) > LARGEST:
-        found.append(f"memory: {grown >> 20} MiB more")
-    return found
+                violations += [f"{each} {suffix}" for each in targets[name](draw)]
+            except Exception:  # noqa: BLE001 - an unexpected exception of any kind is a violation
+                text = traceback.format_exc()[-700:]
+                violations.append(f"traceback: {text!r} {suffix}")
+            seconds = time.monotonic() - began
+            if seconds > LONGEST:
+                violations.append(f"time: answered after {seconds:.1f} s {suffix}")
+    growth = peak_memory() - size_before
+    if growth > LARGEST:
+        violations.append(f"memory: {growth >> 20} MiB more")
+    return violations
 
 
-def asking(application: Application, requests: Sequence[Request]) -> Target:
-    """Return what calls an application as its server does."""
+def call_target(application: Application, requests: Sequence[Request]) -> Target:
+    """Return a target that calls an application directly, as a server would."""
 
-    def ask(draw: random.Random) -> Iterator[str]:
-        request = draw.choice(requests).changed(draw)
-        status, said = _called(application, request)
-        if status not in (200, 204, 308) and (
-            (not 400 <= status < 500 and status != 503) or len(said) > WORDIEST
-        ):
-            yield f"answer: {status}, {len(said)} bytes, {said[:200]!r} to {_shown(request)}"
+    def call(draw: random.Random) -> Iterator[str]:
+        request = draw.choice(requests).damaged(draw)
+        status, answer = _call_application(application, request)
+        if status in (200, 204, 308):
+            return
+        # 503: a device that is not ready.
+        is_client_error = 400 <= status < 500 or status == 503
+        if not is_client_error or len(answer) > WORDIEST:
+            text = f"{status}, {len(answer)} bytes, {answer[:200]!r}"
+            yield f"answer: {text} to {_describe_request(request)}"
 
-    return ask
+    return call
 
 
-def _shown(request: Request) -> str:
+def _describe_request(request: Request) -> str:
     return f"{request.method} {request.path[:60]!r} {request.content[:300]!r}"
 
 
-def _called(application: Application, request: Request) -> tuple[int, bytes]:
-    """Return the status and what comes first of the answer."""
+def _call_application(application: Application, request: Request) -> tuple[int, bytes]:
+    """Return the status and the first block of the answer."""
     environ = {
         "REQUEST_METHOD": request.method,
         "SCRIPT_NAME": "",
@@ -186,34 +180,34 @@ def _called(application: Application, request: Request) -> tuple[int, bytes]:
     statuses: list[str] = []
     answer = application(environ, lambda status, *_: statuses.append(status))
     try:
-        said = next(iter(answer), b"")
+        first = next(iter(answer), b"")
     finally:
+        # Optional in WSGI.
         getattr(answer, "close", lambda: None)()
-    return int(statuses[0].split()[0]), said
+    return int(statuses[0].split()[0]), first
 
 
-def sending(address: tuple[str, int], requests: Sequence[Request]) -> Target:
-    """Return what sends bytes that are hardly HTTP to a port, and hangs up soon."""
+def port_target(address: tuple[str, int], requests: Sequence[Request]) -> Target:
+    """Return a target that sends damaged HTTP to a port and soon closes the connection."""
 
     def send(draw: random.Random) -> Iterator[str]:
-        whole = draw.choice(requests).changed(draw).raw()
+        content = draw.choice(requests).damaged(draw).to_http()
         for _ in range(draw.randrange(3)):
-            whole = (
-                torn(draw, whole)
-                if draw.random() < 0.8
-                else whole + draw.choice(SYNTAX)
-            )
-        said = b""
+            if draw.random() < 0.8:
+                content = damage_bytes(draw, content)
+            else:
+                content += draw.choice(SYNTAX)
+        answer = b""
         with (
             socket.create_connection(address, timeout=LONGEST) as connection,
             suppress(OSError),
         ):
-            connection.sendall(whole)
+            connection.sendall(content)
             if draw.random() < 0.5:
                 connection.shutdown(socket.SHUT_WR)
             connection.settimeout(HANGS_UP)
-            said = connection.recv(WORDIEST)
-        if said.startswith(b"HTTP/1.1 500"):
-            yield f"answer: {said[:300]!r} to {whole[:300]!r}"
+            answer = connection.recv(WORDIEST)
+        if answer.startswith(b"HTTP/1.1 500"):
+            yield f"answer: {answer[:300]!r} to {content[:300]!r}"
 
     return send

@@ -1,4 +1,4 @@
-"""Random networks of one's own: whatever `validate` accepts must run in a simulation.
+"""Random user networks: a network that `testbed validate` accepts must run in a simulation.
 
 python -m tools.stress.networks [COUNT] [SEED]
 """
@@ -74,102 +74,113 @@ OPTIMIZERS = (
 )
 
 
+ACTIVATIONS = {
+    "skip": "x + torch.relu(x)",
+    "noise": "x + 0.1 * torch.randn_like(x)",
+    "drop": "F.dropout(x, 0.2)",
+}
+"""Expressions without a module, which keep the width."""
+
+
+def layer_kinds(
+    width: int, next_width: int, *, has_positions: bool
+) -> dict[str, tuple[str, int]]:
+    """Return the expression that makes a layer of each kind, and the width of its output."""
+    layers = {
+        "linear": (f"nn.Linear({width}, {next_width})", next_width),
+        "tied": (f"nn.Linear({width}, {width})", width),
+        "double": (f"nn.Linear({width}, {next_width}).double()", next_width),
+        "norm": (f"nn.LayerNorm({width})", width),
+        "dropout": ("nn.Dropout(0.3)", width),
+    }
+    if has_positions:
+        gru = f"nn.GRU({width}, {next_width}, batch_first=True)"
+        attention = f"nn.MultiheadAttention({width}, 2, batch_first=True)"
+        layers["gru"] = (gru, next_width)
+        layers["attention"] = (attention, width)
+    else:
+        layers["batch"] = (f"nn.BatchNorm1d({width})", width)
+        layers["group"] = (f"nn.GroupNorm(2, {width})", width)
+    return layers
+
+
 def draw_layers(
-    draws: random.Random, width: int, places: bool
+    draws: random.Random, width: int, *, has_positions: bool
 ) -> tuple[list[str], list[str], int]:
-    """Return lines that make and run some layers of a network, and the width of what leaves them."""
-    made, done = [], []
+    """Return the lines that make and call some layers, and the width of their output."""
+    made = []
+    called = []
     for index in range(draws.randint(1, 4)):
-        name, following = f"self.m{index}", draws.choice(WIDTHS)
-        layers = {
-            "linear": (f"nn.Linear({width}, {following})", following),
-            "tied": (f"nn.Linear({width}, {width})", width),
-            "double": (f"nn.Linear({width}, {following}).double()", following),
-            "norm": (f"nn.LayerNorm({width})", width),
-            "dropout": ("nn.Dropout(0.3)", width),
+        name = f"self.m{index}"
+        next_width = draws.choice(WIDTHS)
+        layers = layer_kinds(width, next_width, has_positions=has_positions)
+        kind = draws.choice([*layers, "linear", *ACTIVATIONS])
+        if kind in ACTIVATIONS:
+            called.append(f"x = {ACTIVATIONS[kind]}")
+            continue
+        calls = {
+            "gru": f"{name}(x)[0]",
+            "attention": f"{name}(x, x, x)[0]",
+            "tied": f"torch.tanh({name}({name}(x)))",
         }
-        if places:
-            layers |= {
-                "gru": (f"nn.GRU({width}, {following}, batch_first=True)", following)
-            }
-            layers |= {
-                "attention": (
-                    f"nn.MultiheadAttention({width}, 2, batch_first=True)",
-                    width,
-                )
-            }
-        else:
-            layers |= {
-                "batch": (f"nn.BatchNorm1d({width})", width),
-                "group": (f"nn.GroupNorm(2, {width})", width),
-            }
-        kind = draws.choice([*layers, "linear", "skip", "noise", "drop"])
-        if kind in layers:
-            text, leaving = layers[kind]
-            made.append(f"{name} = {text}")
-            calls = {
-                "gru": f"{name}(x)[0]",
-                "attention": f"{name}(x, x, x)[0]",
-                "tied": f"torch.tanh({name}({name}(x)))",
-            }
-            cast = draws.random() < 0.5 and kind == "double"
-            done.append(
-                f"x = {name}(x.double()).float()"
-                if cast
-                else f"x = {calls.get(kind, f'{name}(x)')}"
-            )
-            width = leaving
-        else:
-            texts = {
-                "skip": "x + torch.relu(x)",
-                "noise": "x + 0.1 * torch.randn_like(x)",
-                "drop": "F.dropout(x, 0.2)",
-            }
-            done.append(f"x = {texts[kind]}")
-    return made, done, width
+        call = calls.get(kind, f"{name}(x)")
+        # Without the conversion, half of these networks are rejected for their precision.
+        if draws.random() < 0.5 and kind == "double":
+            call = f"{name}(x.double()).float()"
+        made.append(f"{name} = {layers[kind][0]}")
+        called.append(f"x = {call}")
+        width = layers[kind][1]
+    return made, called, width
 
 
 def draw_network(draws: random.Random) -> str:
     """Return the text of a file with a network and its data."""
     kind = draws.choice(("vector", "vector", "tokens", "image"))
-    width, made, done, places = 16, [], [], draws.random() < 0.5 and kind == "tokens"
-    samples = {
-        "vector": "torch.randn(60, 16, generator=g)",
-        "image": "torch.randn(60, 1, 6, 6, generator=g)",
-    }
-    if kind == "tokens":
-        width = draws.choice(WIDTHS)
-        made.append(f"self.embed = nn.Embedding(20, {width})")
-        done.append("x = self.embed(x)" if places else "x = self.embed(x).mean(1)")
-    if kind == "image":
-        width = draws.choice(WIDTHS)
-        made.append(f"self.conv = nn.Conv2d(1, {width}, 3)")
-        if draws.random() < 0.5:
-            made.append(f"self.norm = nn.BatchNorm2d({width})")
-            done.append(
-                "x = self.norm(F.adaptive_avg_pool2d(self.conv(x), 1)).flatten(1)"
-            )
-        else:
-            done.append("x = self.conv(x).amax((2, 3))")
-    more, then, width = draw_layers(draws, width, places)
-    made, done = (
-        [*made, *more, f"self.head = nn.Linear({width}, {CLASSES})"],
-        [*done, *then, "x = self.head(x)"],
+    has_positions = draws.random() < 0.5 and kind == "tokens"
+    made, called, width = _draw_input(draws, kind, has_positions=has_positions)
+    layers_made, layers_called, width = draw_layers(
+        draws, width, has_positions=has_positions
     )
+    made += [*layers_made, f"self.head = nn.Linear({width}, {CLASSES})"]
+    called += [*layers_called, "x = self.head(x)"]
     if draws.random() < 0.1:
         made.append(f"self.{draws.choice(('double', 'half', 'bfloat16'))}()")
+    samples = {
+        "vector": "torch.randn(60, 16, generator=g)",
+        "tokens": "torch.randint(0, 20, (60, 7), generator=g)",
+        "image": "torch.randn(60, 1, 6, 6, generator=g)",
+    }
     return HEAD.format(
         made="\n".join(f"        {line}" for line in made),
-        done="\n".join(f"        {line}" for line in done),
-        samples=samples.get(kind, "torch.randint(0, 20, (60, 7), generator=g)"),
+        done="\n".join(f"        {line}" for line in called),
+        samples=samples[kind],
         classes=CLASSES,
-        places=", 7" if places else "",
-        ignored="y[::3] = -100" if places and draws.random() < 0.5 else "",
+        places=", 7" if has_positions else "",
+        ignored="y[::3] = -100" if has_positions and draws.random() < 0.5 else "",
     )
 
 
-def try_one(draws: random.Random, folder: Path) -> str:
-    """Return what came of one network: refused, ran, or how it failed though it was accepted."""
+def _draw_input(
+    draws: random.Random, kind: str, *, has_positions: bool
+) -> tuple[list[str], list[str], int]:
+    """Return the lines that make and call the first layers for a kind of sample, and the width of their output."""
+    if kind == "vector":
+        return [], [], 16
+    width = draws.choice(WIDTHS)
+    if kind == "tokens":
+        made = [f"self.embed = nn.Embedding(20, {width})"]
+        call = "x = self.embed(x)" if has_positions else "x = self.embed(x).mean(1)"
+        return made, [call], width
+    made = [f"self.conv = nn.Conv2d(1, {width}, 3)"]
+    call = "x = self.conv(x).amax((2, 3))"
+    if draws.random() < 0.5:
+        made.append(f"self.norm = nn.BatchNorm2d({width})")
+        call = "x = self.norm(F.adaptive_avg_pool2d(self.conv(x), 1)).flatten(1)"
+    return made, [call], width
+
+
+def try_network(draws: random.Random, folder: Path) -> str:
+    """Return the result for one network: "refused", "ran", or "ACCEPTED" with the failure of its run."""
     method = draws.choice(METHODS)
     split = ", split: iid" if any(name in method for name in OWNERS) else ""
     keys = {
@@ -188,30 +199,26 @@ def try_one(draws: random.Random, folder: Path) -> str:
         outcome = simulate(load(folder / "random.yaml"), out=folder / "run").run.outcome
     except InputError as error:
         return f"ACCEPTED, refused by the run: {error}"
-    except Exception:  # noqa: BLE001 - this is what is looked for
+    except Exception:  # noqa: BLE001 - an unexpected exception of any kind is a violation
         return f"ACCEPTED, raised: {traceback.format_exc()[-300:]}"
-    return (
-        "ran"
-        if outcome.status == "finished"
-        else f"ACCEPTED, failed: {(outcome.error or '')[-300:]}"
-    )
+    if outcome.status == "finished":
+        return "ran"
+    return f"ACCEPTED, failed: {(outcome.error or '')[-300:]}"
 
 
 def main(count: int = 200, seed: int = 1) -> int:
-    """Try random networks; print those that were accepted and did not run, and how many there were of each kind."""
-    found: Counter[str] = Counter()
+    """Try random networks; print the accepted ones that did not run, and the number of networks by result."""
+    results: Counter[str] = Counter()
     for number in range(count):
         with tempfile.TemporaryDirectory() as folder:
-            result = try_one(random.Random(f"{seed}-{number}"), Path(folder))
-            found[result.partition(":")[0]] += 1
+            result = try_network(random.Random(f"{seed}-{number}"), Path(folder))
+            results[result.partition(":")[0]] += 1
             if result.startswith("ACCEPTED"):
-                print(
-                    f"{number}: {result}\n{(Path(folder) / 'own.py').read_text()}",
-                    flush=True,
-                )
+                network = (Path(folder) / "own.py").read_text()
+                print(f"{number}: {result}\n{network}", flush=True)
                 print((Path(folder) / "random.yaml").read_text(), flush=True)
-    print(", ".join(f"{kind}: {times}" for kind, times in sorted(found.items())))
-    return int(any(kind.startswith("ACCEPTED") for kind in found))
+    print(", ".join(f"{kind}: {times}" for kind, times in sorted(results.items())))
+    return int(any(kind.startswith("ACCEPTED") for kind in results))
 
 
 if __name__ == "__main__":

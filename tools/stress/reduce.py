@@ -1,4 +1,4 @@
-"""A scenario that violates something, made as small as it can be while it still does."""
+"""Reduction of a scenario with a violation to a smaller one with the same violation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from testbed.common.errors import Key
 from tools.stress.generate import Tree
 
 MOST = 200
-"""Scenarios that are tried at most."""
+"""Maximum number of scenarios tried."""
 
 
-def reduced(tree: Tree, violates: Callable[[Tree], bool]) -> Tree:
-    """Return a smaller scenario that still violates: takes the first smaller one that does, until none does."""
+def reduce_scenario(tree: Tree, violates: Callable[[Tree], bool]) -> Tree:
+    """Return a smaller scenario for which ``violates`` is still true.
+
+    Replaces the scenario by its first smaller variant with the violation, until no variant has the violation.
+    """
     tried = 0
     while True:
-        for smaller in _smaller(tree):
+        for smaller in _smaller_variants(tree):
             tried += 1
             if tried > MOST:
                 return tree
@@ -28,62 +31,58 @@ def reduced(tree: Tree, violates: Callable[[Tree], bool]) -> Tree:
             return tree
 
 
-def _smaller(tree: Tree) -> Iterator[Tree]:
-    """Yield scenarios that lack one thing of this one, the largest things first."""
-    for key in [*_faults(tree), *_devices(tree), *_options(tree)]:
-        yield _changed(tree, key)
+def _smaller_variants(tree: Tree) -> Iterator[Tree]:
+    """Yield variants of a scenario without one of its parts, the largest parts first."""
+    parts = [*_removable_faults(tree), *_removable_devices(tree)]
+    for key in [*parts, *_optional_keys(tree)]:
+        yield _change_value(tree, key)
     for name in ("steps", "requests"):
         count = tree["workload"].get(name, 0)
         for fewer in sorted({count // 2, count - 1}):
             if fewer > 0:
-                yield _changed(tree, ("workload", name), fewer)
+                yield _change_value(tree, ("workload", name), fewer)
 
 
-def _faults(tree: Tree) -> Iterator[Key]:
-    """Yield faults that no other counts from."""
-    for number in range(len(tree["faults"])):
-        if not any(
-            "after" in following
-            for following in tree["faults"][number + 1 : number + 2]
-        ):
+def _removable_faults(tree: Tree) -> Iterator[Key]:
+    """Yield the faults without a following fault whose time counts from them."""
+    faults = tree["faults"]
+    for number in range(len(faults)):
+        following = faults[number + 1 : number + 2]
+        if not any("after" in fault for fault in following):
             yield ("faults", number)
 
 
-def _devices(tree: Tree) -> Iterator[Key]:
-    """Yield devices that nothing else names; two are left."""
+def _removable_devices(tree: Tree) -> Iterator[Key]:
+    """Yield the devices that no fault or link names, while more than two remain."""
     named = f"{tree['faults']} {tree['network'].get('links')}"
     for name in list(tree["devices"])[1:]:
         if len(tree["devices"]) > 2 and f"'{name}'" not in named:
             yield ("devices", name)
 
 
-def _options(tree: Tree) -> Iterator[Key]:
-    """Yield keys that have defaults."""
-    yield from (("network", key) for key in tree["network"] if key != "link")
-    yield from (("network", "link", key) for key in tree["network"]["link"])
-    yield from (
-        ("devices", name, key)
-        for name, device in tree["devices"].items()
-        for key in device
-    )
-    yield from (
-        ("workload", "method", key)
-        for key in tree["workload"]["method"]
-        if key != "name"
-    )
-    if len(tree["workload"]["model"]["hidden"]) > 1:
-        yield (
-            "workload",
-            "model",
-            "hidden",
-            len(tree["workload"]["model"]["hidden"]) - 1,
-        )
-    if "training" in tree["workload"]:
+def _optional_keys(tree: Tree) -> Iterator[Key]:
+    """Yield the keys with defaults."""
+    for key in tree["network"]:
+        if key != "link":
+            yield ("network", key)
+    for key in tree["network"]["link"]:
+        yield ("network", "link", key)
+    for name, device in tree["devices"].items():
+        for key in device:
+            yield ("devices", name, key)
+    workload = tree["workload"]
+    for key in workload["method"]:
+        if key != "name":
+            yield ("workload", "method", key)
+    layers = len(workload["model"]["hidden"])
+    if layers > 1:
+        yield ("workload", "model", "hidden", layers - 1)
+    if "training" in workload:
         yield ("workload", "training")
 
 
-def _changed(tree: Tree, key: Key, value: object = None) -> Tree:
-    """Return a copy with another value at a key, or without the key."""
+def _change_value(tree: Tree, key: Key, value: object = None) -> Tree:
+    """Return a copy with another value at a key, or without the key for None."""
     other = copy.deepcopy(tree)
     place: Any = other
     for part in key[:-1]:

@@ -1,10 +1,10 @@
-"""Runs on containers are ended by signals at random instants, or have no engine for a while, and must leave nothing.
+"""Interruptions of runs on containers, by signals or by a loss of the engine; nothing may remain of a run.
 
-Each seed starts a short run, waits for a random time, and sends what its draw says: SIGINT once, twice or three times,
-SIGTERM, SIGHUP, SIGKILL of the controller, or of the controller and its reaper together, after which `testbed down` has
-to find everything; or the engine does not answer for some seconds. A violation is what the engine or the state folder
-still holds `PATIENCE` seconds later, a traceback, a results folder that cannot be read, or a run without its engine for
-a while that does not end as it should.
+Each seed starts a short run, waits for a random time, and interrupts the run: by SIGINT once, twice or three times,
+SIGTERM, SIGHUP, SIGKILL of the controller, SIGKILL of the controller and its reaper (after which `testbed down` must
+remove everything), or by an engine that does not respond for some seconds. Violations are containers, networks and
+state that remain after `PATIENCE` seconds, tracebacks, unreadable results, and a run that does not end properly after a
+loss of the engine.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from testbed_controller.lab import runstate
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.removal import labelled_runs
 from testbed_controller.results import files
-from tools.stress.engineproxy import proxied
+from tools.stress.engineproxy import EngineProxy, proxied
 
 CUT = "engine cut"
 TESTBED = [str(Path(sys.executable).with_name("testbed"))]
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "smoke" / "pause.yaml"
 LONGEST = 25.0
-"""Seconds after its start at which a run is struck, at most: it may be over by then."""
+"""Latest interruption, in seconds from the start of the run, which may have finished by then."""
 PATIENCE = 40.0
+"""Seconds in which the remains of a run must disappear."""
 LONGEST_CUT = 12.0
-"""Seconds."""
+"""Longest loss of the engine in seconds."""
 WAYS: dict[str, Sequence[signal.Signals]] = {
     "SIGINT": [signal.SIGINT],
     "SIGINT twice": [signal.SIGINT] * 2,
@@ -47,82 +48,88 @@ WAYS: dict[str, Sequence[signal.Signals]] = {
 }
 
 
-def drawn(seed: int) -> tuple[str, float, float]:
-    """Return the way of a seed, after how many seconds it strikes, and how many lie between its signals."""
+def draw_interruption(seed: int) -> tuple[str, float, float]:
+    """Return the kind of interruption, the seconds before it, and the seconds between signals or without engine."""
     draw = random.Random(seed)
-    way, after, gap = (
-        draw.choice(list(WAYS)),
-        draw.uniform(0.5, LONGEST),
-        draw.uniform(0.05, 1.5),
-    )
-    return way, after, LONGEST_CUT * gap / 1.5 if way == CUT else gap
+    way = draw.choice(list(WAYS))
+    after = draw.uniform(0.5, LONGEST)
+    gap = draw.uniform(0.05, 1.5)
+    if way == CUT:
+        gap = LONGEST_CUT * gap / 1.5
+    return way, after, gap
 
 
-def violations(way: str, after: float, gap: float) -> list[str]:
-    """Strike one run; return what is wrong then."""
+def find_violations(way: str, after: float, gap: float) -> list[str]:
+    """Interrupt a run and return the violations; see `draw_interruption` for the arguments."""
     with tempfile.TemporaryDirectory() as folder, proxied(Path(folder)) as proxy:
-        os.environ["XDG_STATE_HOME"] = (
-            folder  # no run of anybody else's is counted, nor struck
-        )
+        # A state folder of its own: runs of other users are neither interrupted nor counted.
+        os.environ["XDG_STATE_HOME"] = folder
         results = Path(folder) / "results"
-        command = [
-            *TESTBED,
-            "run",
-            str(SCENARIO),
-            "--accept-links",
-            "--out",
-            str(results),
-        ]
-        environment = (
-            {**os.environ, "DOCKER_HOST": proxy.address} if way == CUT else None
-        )
-        with (Path(folder) / "said").open("w+") as said:
-            run = subprocess.Popen(
-                command,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-                env=environment,
-            )
-            with suppress(subprocess.TimeoutExpired):
-                run.wait(after)
-            known = set(runstate.runs())
-            if way == CUT:
-                proxy.cut()
-                time.sleep(gap)
-                proxy.mend()
-            _strike(run, way, gap)
-            ended = run.wait()
-            if way == "SIGKILL of both":
-                for each in known | set(runstate.runs()):
-                    subprocess.run(
-                        [*TESTBED, "down", each], stdout=said, stderr=said, check=False
-                    )
-            wrong = _left(known | set(runstate.runs()))
-            said.seek(0)
-            text = said.read()
-            wrong += ["a traceback"] if "Traceback" in text else []
-            # Before a run has begun, that there is no engine is all there is to say.
-            well = ended == 0 or (
-                ended == HostError.exit_code and "no Docker engine responds" in text
-            )
+        status, output, remains = _interrupt_run(proxy, Path(folder), way, after, gap)
+        violations = list(remains)
+        if "Traceback" in output:
+            violations.append("a traceback")
+        summary = ""
         if (results / "manifest.json").exists():
             try:
                 summary = files.load(results).metrics["verdict"]["summary"]
             except TestbedError as error:
-                wrong.append(f"results: {error}")
-            else:
-                # A pause that the engine was to end lasts until it answers: the method may recover, unlike expected.
-                well |= (
-                    ended == ExpectationError.exit_code
-                    and "longer than it should" in summary
-                )
-        wrong += [f"status {ended}: {text[-500:]}"] if way == CUT and not well else []
-        return [f"left: {each}" for each in wrong]
+                violations.append(f"results: {error}")
+        if way == CUT and not _has_ended_well(status, output, summary):
+            violations.append(f"status {status}: {output[-500:]}")
+        return [f"left: {each}" for each in violations]
 
 
-def _strike(run: subprocess.Popen[bytes], way: str, gap: float) -> None:
-    """Send the signals to a run that goes on, and to its reaper where both are meant."""
+def _interrupt_run(
+    proxy: EngineProxy, folder: Path, way: str, after: float, gap: float
+) -> tuple[int, str, list[str]]:
+    """Start a run and interrupt it; return its exit status, its output, and the remains of all runs."""
+    command = [*TESTBED, "run", str(SCENARIO), "--accept-links"]
+    command += ["--out", str(folder / "results")]
+    environment = None
+    if way == CUT:
+        environment = {**os.environ, "DOCKER_HOST": proxy.address}
+    with (folder / "output").open("w+") as output:
+        run = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=environment,
+        )
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(after)
+        known = set(runstate.runs())
+        if way == CUT:
+            proxy.cut()
+            time.sleep(gap)
+            proxy.mend()
+        _send_signals(run, way, gap)
+        status = run.wait()
+        known |= set(runstate.runs())
+        if way == "SIGKILL of both":
+            for each in known:
+                down = [*TESTBED, "down", each]
+                subprocess.run(down, stdout=output, stderr=output, check=False)
+        remains = _find_remains(known | set(runstate.runs()))
+        output.seek(0)
+        return status, output.read(), remains
+
+
+def _has_ended_well(status: int, output: str, summary: str) -> bool:
+    """Return whether a run that lost its engine for a while ended as it should."""
+    if status == 0:
+        return True
+    # Before the run has started, the command can only report the missing engine.
+    if status == HostError.exit_code and "no Docker engine responds" in output:
+        return True
+    # A pause lasts until the engine responds again, so the method may recover, which the scenario does not expect.
+    is_unmet = status == ExpectationError.exit_code
+    return is_unmet and "longer than it should" in summary
+
+
+def _send_signals(run: subprocess.Popen[bytes], way: str, gap: float) -> None:
+    """Send the signals to a run in progress, and for "SIGKILL of both" to its reaper as well."""
     if way == "SIGKILL of both":
         for path in Path(f"/proc/{run.pid}/task").glob("*/children"):
             for child in path.read_text().split():
@@ -134,12 +141,13 @@ def _strike(run: subprocess.Popen[bytes], way: str, gap: float) -> None:
             time.sleep(gap)
 
 
-def _left(runs: set[str]) -> list[str]:
-    """Return what is still there of these runs after some time."""
-    client, until = connect(), time.monotonic() + PATIENCE
+def _find_remains(runs: set[str]) -> list[str]:
+    """Return the remains of runs after at most `PATIENCE` seconds."""
+    client = connect()
+    until = time.monotonic() + PATIENCE
     while True:
-        left = [f"{each} on the engine" for each in labelled_runs(client) & runs]
-        left += [f"{each}'s state" for each in runstate.runs()]
-        if not left or time.monotonic() > until:
-            return left
+        remains = [f"{each} on the engine" for each in labelled_runs(client) & runs]
+        remains += [f"{each}'s state" for each in runstate.runs()]
+        if not remains or time.monotonic() > until:
+            return remains
         time.sleep(0.5)

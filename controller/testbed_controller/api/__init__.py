@@ -96,15 +96,17 @@ class Result:
     def plots(self) -> dict[str, Figure]:
         """Matplotlib plots of the report by title: notebooks display them, and `savefig` writes files.
 
-        Raises `InputError` where matplotlib, the extra ``plots``, is not installed.
+        Raises `InputError` if matplotlib (the extra ``plots``) is not installed.
         """
         require_extra("matplotlib", "plots", "drawing plots")
         from testbed_controller.report.drawing import draw
         from testbed_controller.report.html import charts
 
-        return {
-            title: draw(plot) for title, _, plot in charts(self.run) if plot is not None
-        }
+        plots = {}
+        for title, _, plot in charts(self.run):
+            if plot is not None:
+                plots[title] = draw(plot)
+        return plots
 
     def plot(self, title: str) -> Figure:
         """Return a plot by title. Raises `InputError` listing the available titles."""
@@ -169,7 +171,7 @@ class Live:
     def strike(self, **action: Any) -> str:
         """Apply an action in scenario form, such as ``kill="worker1"``; return the handle for `undo`.
 
-        Raises `InputError` where a scenario could not have it either.
+        Raises `InputError` for an action that a scenario could not have either.
         """
         return str(self._ask_lab({"strike": action})["handle"])
 
@@ -206,6 +208,7 @@ def load(scenario: str | Path, changes: Mapping[str, Any] | None = None) -> Scen
     >>> testbed.load("quickstart", {"seed": 7}).seed
     7
     """
+    # A notebook may have changed the user's files since the last scenario.
     usercode.clear_cache()
     overrides = [f"{key}={json.dumps(value)}" for key, value in (changes or {}).items()]
     return loading.load(scenario, overrides)
@@ -243,8 +246,8 @@ def run(
     >>> testbed.run(scenario, runtime="simulate").metrics["steps"]
     44
     """
-    act = {"emulate": emulate, "simulate": simulate}[runtime]
-    return act(scenario, out, **options)
+    execute = {"emulate": emulate, "simulate": simulate}[runtime]
+    return execute(scenario, out, **options)
 
 
 def simulate(
@@ -329,15 +332,14 @@ def sweep(
         scenario = loading.validate(tree, scenario.source)
     prepared, refused = prepare_all(trials(scenario))
     folder = Path(out) if out is not None else numbered(Path("results") / scenario.name)
-    runs = {
-        number: PlannedRun(each, folder / run_name(each.trial))
-        for number, each in prepared.items()
-    }
+    runs = {}
+    for number, each in prepared.items():
+        runs[number] = PlannedRun(each, folder / run_name(each.trial))
     executor: Executor = InTurn(runtime)
     if cluster is not None:
         if runtime != "simulate":
             raise InputError(
-                "cluster: containers need a host to themselves: runtime has to be 'simulate'"
+                "cluster: containers need a host to themselves: runtime must be 'simulate'"
             )
         from testbed_controller.api.cluster import Cluster
 
@@ -362,9 +364,8 @@ def open_results(folder: str | Path) -> Results:
     >>> testbed.open_results("results/kept")[0].metrics["steps"]
     44
     """
-    return Results(
-        Result(files.load_any(place)) for place in files.places(Path(folder))
-    )
+    folders = files.places(Path(folder))
+    return Results(Result(files.load_any(each)) for each in folders)
 
 
 def _run_one(
@@ -379,14 +380,12 @@ def _run_one(
     runs = trials(scenario)
     if len(runs) > 1:
         raise InputError(
-            f"{scenario.name} has {len(runs)} runs: use sweep(), or leave out its sweep and repetitions"
+            f"{scenario.name} has {len(runs)} runs: use sweep(), or remove its sweep and repetitions"
         )
     prepared: Prepared = prepare(change(runs[0]) if change else runs[0])
-    folder = (
-        Path(out)
-        if out is not None
-        else numbered(Path("results") / run_name(prepared.trial))
-    )
+    if out is None:
+        out = numbered(Path("results") / run_name(prepared.trial))
+    folder = Path(out)
     silent = _silent_console()
     initial = InitialWeights(silent)
     run = _in_its_own_loop(
@@ -400,7 +399,7 @@ def _silent_console() -> Console:
 
 
 def _in_its_own_loop(act: Callable[[], T]) -> T:
-    """Run a function with an event loop, in a new thread if one is already running, as in a notebook."""
+    """Run a function that starts an event loop; in a new thread if this one has a running loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,6 +38,7 @@ PATIENCE = 600.0
 DEATHS = 3
 """Maximum number of workers that may die during a trial before giving up."""
 _ONE_AT_A_TIME = threading.Lock()
+"""Held by a simulation in a worker process."""
 
 Files = dict[str, bytes]
 """Files of a folder by relative name."""
@@ -47,7 +48,7 @@ Files = dict[str, bytes]
 def connected(address: str) -> Iterator[Client]:
     """Connect to the scheduler at an address such as ``tcp://10.0.0.1:8786`` within the block.
 
-    Raises InputError where the extra is not installed, HostError where no scheduler answers.
+    Raises InputError if the extra ``cluster`` is not installed, HostError if no scheduler answers.
     """
     try:
         from distributed import Client
@@ -71,8 +72,9 @@ def connected(address: str) -> Iterator[Client]:
 class Cluster:
     """Simulate runs on the workers of a cluster, one task per run, and store the returned folders.
 
-    A trial whose worker dies is run by another one; after `DEATHS` deaths it is given up, and named at the end. Dask
-    counts a death for all tasks that a worker was to run, so the trials that really began are counted here.
+    A trial whose worker dies is run by another worker. After `DEATHS` deaths the trial is given up, and named at the
+    end. Dask counts the death of a worker for all tasks assigned to that worker, so this class counts the trials that
+    had started.
     """
 
     scheduler: Client | str
@@ -87,19 +89,20 @@ class Cluster:
         Raises HostError for a cluster without workers (at the start, or later for `PATIENCE` seconds) or with another
         version of the testbed; InputError for files that cannot be sent; TestbedError for abandoned trials.
         """
+        # First, as files that cannot be sent are an error of the input, whatever the state of the cluster.
         packed = {number: _pack_trial(run.trial) for number, run in runs.items()}
-        scheduler = self.scheduler
-        with (
-            connected(scheduler)
-            if isinstance(scheduler, str)
-            else nullcontext(scheduler) as client
-        ):
+        with self._connect() as client:
             _check_workers(client)
             client.run_on_scheduler(_bound_deaths)
-            console.print(
-                f"{len(runs)} runs on {_count_workers(client)} workers of {client.scheduler.address}"
-            )
+            workers = f"{_count_workers(client)} workers of {client.scheduler.address}"
+            console.print(f"{len(runs)} runs on {workers}")
             _Batch(runs, packed, client, console, self.options).execute(done)
+
+    def _connect(self) -> AbstractContextManager[Client]:
+        if isinstance(self.scheduler, str):
+            return connected(self.scheduler)
+        # A client of the user's is not closed.
+        return nullcontext(self.scheduler)
 
 
 class _Batch:
@@ -113,10 +116,14 @@ class _Batch:
         console: Console,
         options: RunOptions,
     ) -> None:
-        self._runs, self._pack_trial, self._options = runs, packed, options
-        self._client, self._console = client, console
+        self._runs = runs
+        self._packed = packed
+        self._options = options
+        self._client = client
+        self._console = console
         self._executor = client.get_executor(pure=False)
-        self._id, self._version = secrets.token_hex(4), version()
+        self._id = secrets.token_hex(4)
+        self._version = version()
         self._attempts = Counter[int]()
         self._given_up: list[str] = []
 
@@ -133,12 +140,13 @@ class _Batch:
                 look=_Watch(self._client, self._console),
             )
         except BaseException:
-            self._executor.shutdown(wait=False)  # cancels them
+            # Cancels the submitted tasks.
+            self._executor.shutdown(wait=False)
             raise
         if self._given_up:
             raise TestbedError(
-                f"{len(self._given_up)} of {len(self._runs)} runs ended with their workers {DEATHS} times "
-                f"({', '.join(self._given_up)}): look at the workers' memory and logs, then go on with --resume"
+                f"{len(self._given_up)} of {len(self._runs)} runs were lost with their workers {DEATHS} times "
+                f"({', '.join(self._given_up)}): check the memory and logs of the workers, then continue with --resume"
             )
 
     def _start_counter(self, number: int) -> str:
@@ -147,20 +155,20 @@ class _Batch:
 
     def _submit_run(self, number: int) -> Future[Files]:
         self._attempts[number] += 1
-        begun, place = (
-            self._start_counter(number),
-            str(self._runs[number].folder.absolute()),
-        )
-        given = (
-            *self._pack_trial[number],
+        counter = self._start_counter(number)
+        trial, files = self._packed[number]
+        submitted: Future[Files] = self._executor.submit(
+            _run_task,
+            _simulate_files,
+            counter,
+            trial,
+            files,
             list(sys.argv),
             self._version,
-            place,
+            str(self._runs[number].folder.absolute()),
             self._options,
-        )
-        key = f"{begun}-{self._attempts[number]}"
-        submitted: Future[Files] = self._executor.submit(
-            _run_task, _simulate_files, begun, *given, key=key
+            # Dask returns the old result of a known key, so each attempt has its own.
+            key=f"{counter}-{self._attempts[number]}",
         )
         return submitted
 
@@ -186,7 +194,7 @@ class _Batch:
             return "again"
         name = self._runs[number].folder.name
         self._given_up.append(name)
-        self._console.print(f"{name} is given up: {DEATHS} workers died that ran it")
+        self._console.print(f"{name} is given up: {DEATHS} of its workers died")
         return "given up"
 
 
@@ -203,11 +211,11 @@ class _Watch:
         elif self._since is None:
             self._since = time.monotonic()
             self._console.print(
-                f"no worker is left: waiting {PATIENCE:.0f} s for one, as started by 'dask worker'"
+                f"no worker is left: waiting {PATIENCE:.0f} s for a new one; start it with 'dask worker'"
             )
         elif time.monotonic() - self._since > PATIENCE:
             raise HostError(
-                f"--cluster: no worker for {PATIENCE:.0f} s: start some, then go on with --resume"
+                f"--cluster: no worker for {PATIENCE:.0f} s: start workers, then continue with --resume"
             )
 
 
@@ -219,26 +227,19 @@ def version() -> str:
     """Return the version of the testbed with a hash of all code, because results may differ between versions."""
     digest = hashlib.sha256()
     names = {"testbed", "testbed_controller"}
-    names |= {
-        point.module.partition(".")[0]
-        for point in plugins.installed("testbed.methods").values()
-    }
+    for point in plugins.installed("testbed.methods").values():
+        names.add(point.module.partition(".")[0])
     for name in sorted(names):
         spec = importlib.util.find_spec(name)
-        if (
-            spec is None or spec.origin is None
-        ):  # a broken package, which a scenario that needs it reports
+        # A broken package; a scenario that needs it reports the error.
+        if spec is None or spec.origin is None:
             continue
         origin = Path(spec.origin)
-        files = (
-            sorted(origin.parent.rglob("*.py"))
-            if spec.submodule_search_locations
-            else [origin]
-        )
+        is_package = bool(spec.submodule_search_locations)
+        files = sorted(origin.parent.rglob("*.py")) if is_package else [origin]
         for path in files:
-            digest.update(
-                path.relative_to(origin.parent).as_posix().encode() + path.read_bytes()
-            )
+            digest.update(path.relative_to(origin.parent).as_posix().encode())
+            digest.update(path.read_bytes())
     return f"{VERSION}-{digest.hexdigest()[:8]}"
 
 
@@ -247,18 +248,18 @@ def _check_workers(client: Client) -> None:
     ours = version()
     try:
         versions: Mapping[str, str] = client.run(_version_there)
-    except Exception as error:  # noqa: BLE001 - whatever a worker raises that has none of our code
+    except Exception as error:  # noqa: BLE001 - a worker without the testbed may raise anything
         raise HostError(
             f"--cluster: a worker cannot run the testbed ({error}): install {ours} on all of them"
         ) from None
     if not versions:
         raise HostError(
-            "--cluster: no worker is there: start some with 'dask worker ADDRESS --nthreads 1'"
+            "--cluster: the scheduler has no workers: start them with 'dask worker ADDRESS --nthreads 1'"
         )
     for worker, theirs in versions.items():
         if theirs != ours:
             raise HostError(
-                f"--cluster: the worker {worker} has the testbed {theirs}, and here is {ours}: make them one"
+                f"--cluster: worker {worker} has testbed {theirs}, this machine {ours}: install one version"
             )
 
 
@@ -279,7 +280,7 @@ def _pack_trial(trial: Trial) -> tuple[Trial, Files]:
     for key, named in scenario.workload.paths():
         if named is not None and not Path(named).is_absolute():
             raise InputError(
-                f"--cluster: workload.{key}: {named} does not travel: name it by a path of every worker"
+                f"--cluster: workload.{key}: {named} is not sent to workers: give an absolute path that all have"
             )
     moved, sources = with_local_sources(scenario)
     experiment = replace(trial.experiment, workload=moved.workload)
@@ -298,7 +299,7 @@ def _run_task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Fi
     """Count the start of a trial in a queue and simulate the trial."""
     from distributed import Queue
 
-    # One at a time in a process: user code and random numbers are global in it.
+    # A worker may have several threads, and user code and random numbers are global in a process.
     with _ONE_AT_A_TIME:
         Queue(begun).put(1)
         return simulate(*arguments)
@@ -313,26 +314,28 @@ def _simulate_files(
     options: RunOptions,
 ) -> Files:
     """Simulate a trial in a worker and return the files for the folder ``there``."""
-    if version() != wanted:  # a worker that joined later
+    # A worker that joined after `_check_workers`.
+    if version() != wanted:
         raise HostError(
-            f"this worker has the testbed {version()}, and {wanted} was asked for"
+            f"this worker has the testbed {version()}, but the run requires {wanted}"
         )
     with tempfile.TemporaryDirectory(prefix="testbed-") as name:
         _write_files(files, Path(name))
         source = replace(trial.scenario.source, file=str(Path(name, "scenario.yaml")))
         trial = replace(trial, scenario=trial.scenario.with_source(source))
-        sys.argv, before = list(argv), sys.argv
+        # The manifest records the command line of the user, not that of the worker.
+        own_argv = sys.argv
+        sys.argv = list(argv)
         try:
             folder = simulate_trial(trial, Path(name, "run"), options)
         finally:
-            sys.argv = before
-        contents = {
-            str(path.relative_to(folder)): path.read_bytes()
-            for path in folder.rglob("*")
-            if path.is_file()
-        }
-    # The page says where the run lies.
-    return {
-        name: text.replace(str(folder).encode(), there.encode())
-        for name, text in contents.items()
-    }
+            sys.argv = own_argv
+        contents = {}
+        for path in folder.rglob("*"):
+            if path.is_file():
+                # The report contains the path of the results folder.
+                content = path.read_bytes().replace(
+                    str(folder).encode(), there.encode()
+                )
+                contents[str(path.relative_to(folder))] = content
+    return contents

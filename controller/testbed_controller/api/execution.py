@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -72,46 +72,39 @@ def run_recorded(
     from testbed_controller.results.recorder import Recorder
     from testbed_controller.results.streams import Following
 
+    # The memory of the last simulation, before that of this run is allocated.
     drop_finished()
-    weights, owned = (
-        prepared.workload.initial_weights(prepared),
-        prepared.workload.sample_counts(prepared),
-    )
-    events = options.events
+    workload = prepared.workload
     recorder = Recorder(
         folder,
         prepared.trial,
         prepared.plan,
         runtime,
-        weights=weights,
-        owned=owned,
-        events=events,
+        weights=workload.initial_weights(prepared),
+        owned=workload.sample_counts(prepared),
+        events=options.events,
     )
     try:
-        page = (
-            _live_page(recorder.path, runtime, console)
-            if options.watch
-            else nullcontext()
-        )
-        wanted = dict.fromkeys([*options.streams, *prepared.scenario.results.to])
-        with page, Following(recorder.path, wanted, options.callbacks) as stream:
+        page: AbstractContextManager[None] = nullcontext()
+        if options.watch:
+            page = _live_page(recorder.path, runtime, console)
+        # An exporter named twice, by the scenario and by an option, writes once.
+        exporters = dict.fromkeys([*options.streams, *prepared.scenario.results.to])
+        with page, Following(recorder.path, exporters, options.callbacks) as stream:
             outcome = _follow_run(
                 prepared, runtime, initial, console, recorder, stream, options
             )
-            finished = stream.finished = recorder.finish(
-                prepared.workload.export_outcome(prepared, outcome)
-            )
+            finished = recorder.finish(workload.export_outcome(prepared, outcome))
+            stream.finished = finished
     except BaseException as error:
         recorder.abandon(error)
         raise
-    from testbed_controller.report import (
-        boxes,
-        html,
-    )  # not before the run, which would begin later by that
+    # Imported after the run, whose start would be later by the time of the import.
+    from testbed_controller.report import boxes, html
 
     html.write(finished)
     if finished.metrics["series"]["objects"]:
-        boxes.write(finished.path, outcome.events, prepared.workload.load(prepared))
+        boxes.write(finished.path, outcome.events, workload.load(prepared))
     return finished
 
 
@@ -122,12 +115,11 @@ def _live_page(folder: Path, runtime: str, console: Console) -> Iterator[None]:
     from testbed_controller.running.control import strike
     from testbed_controller.watch.server import PageServer
 
-    page = PageServer(
-        folder,
-        (lambda given: strike(runstate.writing(folder), given))
-        if runtime == "emulate"
-        else None,
-    )
+    def strike_run(action: Mapping[str, object]) -> str:
+        return strike(runstate.writing(folder), action)
+
+    # The virtual clock does not wait for anybody, so faults cannot be injected into a simulation.
+    page = PageServer(folder, strike_run if runtime == "emulate" else None)
     console.print(page.address, soft_wrap=True)
     page.show()
     try:
@@ -148,19 +140,17 @@ def _follow_run(
 ) -> Outcome:
     """Execute a trial and show its progress in the terminal."""
     scenario = prepared.scenario
-    weights, data = initial.weights_for(prepared), prepared.workload.load(prepared)
-    with LiveProgress(
-        console,
-        scenario.name,
-        count_batches(scenario, prepared.plan),
-        f"{scenario.workload.unit}s",
-    ) as live:
+    weights = initial.weights_for(prepared)
+    data = prepared.workload.load(prepared)
+    total = count_batches(scenario, prepared.plan)
+    units = f"{scenario.workload.unit}s"
+    with LiveProgress(console, scenario.name, total, units) as live:
 
         def show(event: Event) -> None:
             stream.event(event)
             live.event(event)
 
-        def see(event: Event) -> None:
+        def record_and_show(event: Event) -> None:
             recorder.event(event)
             show(event)
 
@@ -169,6 +159,7 @@ def _follow_run(
             from testbed_controller.results.streams import FOLLOWED
 
             live.stage("simulating")
+            # Events become objects only if shown; the recorder takes them as lines of text, which is much faster.
             shown = {*FOLLOWED, *SHOWN}
             lines = recorder.lines if recorder.keeps_events else None
             return simulate(prepared, data, show, weights, names=shown, on_lines=lines)
@@ -177,7 +168,7 @@ def _follow_run(
         return emulate(
             prepared,
             data,
-            see,
+            record_and_show,
             weights,
             on_stage=live.stage,
             results=recorder.path,

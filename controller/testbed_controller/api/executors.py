@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOOK_SECONDS = 5.0
+"""Time without a finished run after which the executor checks its workers."""
 Done = Callable[[int, Run], None]
 """Callback with the number of a run and the finished run."""
 
@@ -64,7 +65,7 @@ class Executor(Protocol):
     ) -> None:
         """Execute all runs, given by number; call ``done`` with each finished run.
 
-        A run that cannot be executed ends all, once those under way are over.
+        An error of a run is raised after the runs in progress have ended, and later runs are not started.
         """
 
 
@@ -81,12 +82,11 @@ class InTurn:
         """See `Executor.execute`."""
         initial = InitialWeights(console)
         began = time.monotonic()
-        for over, (number, run) in enumerate(runs.items()):
+        for finished_runs, (number, run) in enumerate(runs.items()):
             if len(runs) > 1:
-                left = _estimate_rest(began, over, len(runs))
-                console.print(
-                    f"[bold]run {over + 1} of {len(runs)}[/] {_point_name(run.trial)}{left}"
-                )
+                rest = _estimate_rest(began, finished_runs, len(runs))
+                title = f"[bold]run {finished_runs + 1} of {len(runs)}[/]"
+                console.print(f"{title} {_point_name(run.trial)}{rest}")
             finished = run_recorded(
                 run.prepared, self.runtime, run.folder, initial, console, self.options
             )
@@ -126,10 +126,11 @@ class OneRunPerHost:
     def execute(
         self, runs: Mapping[int, PlannedRun], console: Console, done: Done
     ) -> None:
-        """See `Executor.execute`. Raises the errors of `reach_all` and `manager`."""
+        """See `Executor.execute`. Raises the errors of `reach_all` and `find_manager`."""
         from testbed_controller.hosts.contexts import find_manager, reach_all
 
-        managing = find_manager(reach_all(self.hosts)).name  # makes the networks of all
+        # Only the manager of the swarm can create the networks of a run.
+        managing = find_manager(reach_all(self.hosts)).name
         free = get_context("spawn").Manager().Queue()
         for host in self.hosts:
             free.put(host)
@@ -193,12 +194,14 @@ def _emulate_on_free_host(
 ) -> Path:
     from testbed_controller.hosts.placement import LabPart
 
-    prepared, host = prepare(trial), free.get()
+    # Prepared first, as a host is busy from `get` on.
+    prepared = prepare(trial)
+    host = free.get()
     place = {device.name: host for device in trial.experiment.devices}
     try:
         where = parse(LabPart, {"hosts": sorted({host, managing}), "place": place})
-        options = replace(options, where=where)
-        return _execute_run(prepared, "emulate", folder, options)
+        host_options = replace(options, where=where)
+        return _execute_run(prepared, "emulate", folder, host_options)
     finally:
         free.put(host)
 
@@ -207,9 +210,9 @@ def _execute_run(
     prepared: Prepared, runtime: Runtime, folder: Path, options: RunOptions
 ) -> Path:
     silent = Console(file=StringIO())
-    return run_recorded(
-        prepared, runtime, folder, InitialWeights(silent), silent, options
-    ).path
+    initial = InitialWeights(silent)
+    run = run_recorded(prepared, runtime, folder, initial, silent, options)
+    return run.path
 
 
 def _result_folder(_number: int, ended: Future[Path]) -> Path:
@@ -229,38 +232,42 @@ def collect(
     at_once: Callable[[], int] = lambda: sys.maxsize,
     look: Callable[[], None] = lambda: None,
 ) -> None:
-    """Submit runs, at most ``at_once()`` at a time, and call ``done`` with each finished one.
+    """Submit runs, at most ``at_once()`` at a time, and call ``done`` with each finished run.
 
-    ``place`` returns the folder of a run that ended. ``lost`` decides about one that has none: to submit it again or
-    to give it up. ``look`` is called every `LOOK_SECONDS` in which none ends.
+    ``place`` returns the results folder of a run. ``lost`` returns None for a run with results, or decides whether a
+    run without results is submitted again or given up. ``look`` is called every `LOOK_SECONDS` without a finished run.
     """
-    began, waiting, left = time.monotonic(), list(todo), dict[Future[T], int]()
+    began = time.monotonic()
+    waiting = list(todo)
+    submitted: dict[Future[T], int] = {}
     total = len(waiting)
-    while waiting or left:
-        while waiting and len(left) < at_once():
+    while waiting or submitted:
+        while waiting and len(submitted) < at_once():
             number = waiting.pop(0)
-            left[submit(number)] = number
-        over = wait(left, LOOK_SECONDS, return_when=FIRST_COMPLETED).done
-        if not over:
+            submitted[submit(number)] = number
+        ended_runs = wait(submitted, LOOK_SECONDS, return_when=FIRST_COMPLETED).done
+        if not ended_runs:
             look()
-        for ended in over:
-            number = left.pop(ended)
-            if (verdict := lost(number, ended)) is not None:
-                waiting += [number] if verdict == "again" else []
+        for ended in ended_runs:
+            number = submitted.pop(ended)
+            verdict = lost(number, ended)
+            if verdict == "again":
+                waiting.append(number)
+            if verdict is not None:
                 continue
-            count = total - len(left) - len(waiting)
+            count = total - len(submitted) - len(waiting)
             finished = load_metrics(place(number, ended))
-            console.print(
-                f"[bold]{count} of {total}[/] {finished.path.name}{_estimate_rest(began, count, total)}"
-            )
+            rest = _estimate_rest(began, count, total)
+            console.print(f"[bold]{count} of {total}[/] {finished.path.name}{rest}")
             done(number, finished)
 
 
-def _estimate_rest(began: float, over: int, total: int) -> str:
-    """Return the estimated rest of the time as text; empty before the first run is over."""
-    if not 0 < over < total:
+def _estimate_rest(began: float, finished: int, total: int) -> str:
+    """Return the estimated remaining time as text; empty before the first run has finished."""
+    if not 0 < finished < total:
         return ""
-    return f", about {formats.seconds((time.monotonic() - began) / over * (total - over))} left"
+    seconds_per_run = (time.monotonic() - began) / finished
+    return f", about {formats.seconds(seconds_per_run * (total - finished))} left"
 
 
 def _point_name(trial: Trial) -> str:

@@ -44,18 +44,21 @@ def draw(image: npt.NDArray[np.float32], boxes: Sequence[Mapping[str, Any]]) -> 
     """Return an image (channels, height, width) in [0, 1] with boxes and their labels, as PNG."""
     from PIL import Image, ImageDraw
 
-    grey_or_colour = (
-        np.broadcast_to(image, (3, *image.shape[1:])) if len(image) == 1 else image[:3]
-    )
-    picture = Image.fromarray(
-        (grey_or_colour.transpose(1, 2, 0) * 255).round().astype(np.uint8)
-    )
+    channels = image[:3]
+    if len(image) == 1:
+        channels = np.broadcast_to(image, (3, *image.shape[1:]))
+    pixels = (channels.transpose(1, 2, 0) * 255).round().astype(np.uint8)
+    picture = Image.fromarray(pixels)
+    width, height = picture.size
     pen = ImageDraw.Draw(picture)
+    # The first box has the highest score, and is drawn over the others.
     for box in reversed(boxes):
         colour = _label_colour(box["label"])
         corners = [
-            box[side] * size
-            for side, size in zip(_SIDES, picture.size * 2, strict=True)
+            box["left"] * width,
+            box["top"] * height,
+            box["right"] * width,
+            box["bottom"] * height,
         ]
         pen.rectangle(corners, outline=colour, width=2)
         place = (corners[0] + 3, corners[1] + 2)
@@ -67,12 +70,8 @@ def draw(image: npt.NDArray[np.float32], boxes: Sequence[Mapping[str, Any]]) -> 
     return content.getvalue()
 
 
-_SIDES = ("left", "top", "right", "bottom")
-
-
 def _label_colour(label: str) -> tuple[int, int, int]:
     """Return a light colour derived from the label."""
-    red, green, blue = colorsys.hls_to_rgb(
-        derive(0, "colour", label) % 360 / 360, 0.65, 0.9
-    )
+    hue = derive(0, "colour", label) % 360 / 360
+    red, green, blue = colorsys.hls_to_rgb(hue, 0.65, 0.9)
     return round(red * 255), round(green * 255), round(blue * 255)

@@ -32,11 +32,11 @@ def _render_row(row: Row, run: Run) -> tuple[str, str] | None:
     if row.when is not None and not row.when(run.metrics):
         return None
     texts = []
-    # In this order: the function that makes a note may count on the figures of the text.
+    # In this order: the function of a note may rely on the metrics of the text.
     for template in (row.text, row.note):
-        text = fill(
-            template if isinstance(template, str) else template(run.metrics), run
-        )
+        if not isinstance(template, str):
+            template = template(run.metrics)
+        text = fill(template, run)
         if text is None:
             return None
         texts.append(text)
@@ -62,27 +62,26 @@ def fill(template: str, run: Run) -> str | None:
 def tables(run: Run) -> Iterator[Section]:
     """Yield the non-empty defined tables; the terminal shows the first sentence of the note and the last rows."""
     for table in tables_of(run.declared):
-        columns = tuple(
-            Column(
-                each.heading,
-                _cell_kind(each, first=not number),
-                "wide" if each.wide else "",
-            )
-            for number, each in enumerate(table.columns)
-        )
-        rows = [
-            [Cell(_cell_text(column, item)) for column in table.columns]
-            for item in table.listed(run.metrics)
-        ]
+        columns = []
+        for number, each in enumerate(table.columns):
+            kind = _cell_kind(each, is_first=number == 0)
+            columns.append(Column(each.heading, kind, "wide" if each.wide else ""))
+        rows = []
+        for item in table.listed(run.metrics):
+            rows.append([Cell(_cell_text(column, item)) for column in table.columns])
         brief = table.note.partition(". ")[0].rstrip(".")
         if rows:
-            yield Section(table.title, table.note, brief, columns, rows, most=-12)
+            yield Section(
+                table.title, table.note, brief, tuple(columns), rows, most=-12
+            )
 
 
 def _cell_kind(
-    column: metrics_spec.Column, *, first: bool
+    column: metrics_spec.Column, *, is_first: bool
 ) -> Literal["name", "text", "figure"]:
-    return "figure" if column.kind != "text" else "name" if first else "text"
+    if column.kind != "text":
+        return "figure"
+    return "name" if is_first else "text"
 
 
 @dataclass(frozen=True)
@@ -108,16 +107,14 @@ def curves(run: Run) -> Iterator[Drawn]:
                 name = "" if curve.by is None else str(item.get(curve.by))
                 points.setdefault(name, []).append((item["time"], item[curve.value]))
         if points:
-            marks = tuple(
-                item["time"] for item in run.metrics.get(curve.marks or "", ())
-            )
+            marked_items = run.metrics.get(curve.marks or "", ())
             yield Drawn(
                 curve.title,
                 curve.note,
                 curve.kind,
                 list(points.items()),
                 curve.stacked,
-                marks,
+                tuple(item["time"] for item in marked_items),
             )
 
 
@@ -125,8 +122,6 @@ def _cell_text(column: metrics_spec.Column, item: Mapping[str, Any]) -> str:
     value = column.of(item)
     if column.kind == "text":
         return str(value) if value not in (None, "") else formats.NONE
-    return (
-        formats.moment(value)
-        if column.kind == "moment"
-        else formats.of_kind(column.kind, value)
-    )
+    if column.kind == "moment":
+        return formats.moment(value)
+    return formats.of_kind(column.kind, value)

@@ -68,9 +68,11 @@ def save_all(folder: Path, charts: Iterable[Chart]) -> list[str]:
     """Save the plots of a page, given with title and note, in a folder; return the names of their files."""
     names = []
     for number, (title, _, plot) in enumerate(charts, 1):
-        names.append(f"{number}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}")
+        words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+        name = f"{number}-{words}"
+        names.append(name)
         if plot is not None:
-            save(plot, folder / names[-1])
+            save(plot, folder / name)
     return names
 
 
@@ -80,6 +82,7 @@ def inline(plot: Plot, title: str) -> Markup:
     buffer = io.StringIO()
     draw(plot).savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()
+    # The page's own style applies, and metadata would name matplotlib's version.
     drawn = re.sub(
         r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>",
         "",

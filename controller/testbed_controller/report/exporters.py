@@ -13,22 +13,19 @@ from testbed_controller.results.run import Run
 from testbed_controller.results.summary import summary_of
 
 
-def _refuse_metrics(runs: Sequence[Run], metrics: Sequence[str]) -> None:
+def _refuse_metrics(metrics: Sequence[str]) -> None:
     if metrics:
         raise InputError(
-            "--metric needs --plots or --latex, and the results of a sweep"
+            "--metric requires --plots or --latex, and the results of a sweep"
         )
 
 
 def _write_tables(
     runs: Sequence[Run], folder: Path, metrics: Sequence[str], kind: str
 ) -> None:
-    _refuse_metrics(runs, metrics)
-    write_tables(
-        folder,
-        {"points": points(runs)} if len(runs) > 1 else every_table(runs[0]),
-        kind,
-    )
+    _refuse_metrics(metrics)
+    tables = {"points": points(runs)} if len(runs) > 1 else every_table(runs[0])
+    write_tables(folder, tables, kind)
 
 
 def write_csv(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
@@ -37,7 +34,7 @@ def write_csv(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None
 
 
 def write_parquet(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
-    """Write the same tables for pandas and others; raises `InputError` without pandas and pyarrow."""
+    """Write the tables of `write_csv` as Parquet. Raises `InputError` without pandas and pyarrow."""
     try:
         _write_tables(runs, folder, metrics, "parquet")
     except ImportError as error:
@@ -50,7 +47,7 @@ def write_perfetto(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) ->
         raise InputError(
             f"{runs[0].path.parent}: has {len(runs)} runs, and --perfetto exports a single run: name one of them"
         )
-    _refuse_metrics(runs, metrics)
+    _refuse_metrics(metrics)
     shutil.copy(runs[0].path / "trace.json", folder / "trace.json")
 
 
@@ -61,7 +58,7 @@ def write_plots(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> No
     from testbed_controller.report.drawing import save_all
 
     if len(runs) == 1:
-        _refuse_metrics(runs, metrics)
+        _refuse_metrics(metrics)
         save_all(folder, html.charts(runs[0]))
         return
     summary = summary_of(runs)
@@ -72,11 +69,12 @@ def write_plots(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> No
 def write_latex(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
     """Write the table of a sweep for LaTeX with the package booktabs; raises `InputError` for a single run."""
     if len(runs) == 1:
-        raise InputError(f"{runs[0].path}: has 1 run, and --latex exports a sweep")
+        raise InputError(
+            f"{runs[0].path}: is a single run, and --latex exports a sweep"
+        )
     from testbed_controller.report import sweep, tables
 
     summary = summary_of(runs)
     names = sweep.choose_metrics(summary, metrics) if metrics else None
-    (folder / "points.tex").write_text(
-        tables.latex(sweep.section(summary, names)), encoding="utf-8"
-    )
+    text = tables.latex(sweep.section(summary, names))
+    (folder / "points.tex").write_text(text, encoding="utf-8")

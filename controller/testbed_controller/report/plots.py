@@ -39,15 +39,15 @@ MARKS = ("o", "s", "^", "D", "v", "P")
 """Marks of the series in the order of their colours, distinguishable without colours."""
 HATCHES: dict[Dash, str] = {"solid": "", "dashed": "////", "dotted": "...."}
 WIDTH, HEIGHT = 4.2, 2.2
-"""Inches, on a page; a legend adds to the height."""
+"""Size on a page in inches, without the legend."""
 LOG_FROM = 10.0
-"""How many times the lowest value the highest is, from which on the y axis of lines is logarithmic."""
+"""Minimum ratio of the highest to the lowest value for a logarithmic y axis of lines."""
 LOG_BARS_FROM = 100.0
-"""The same of bars, whose lengths no longer compare then."""
+"""The same ratio for bars: larger, as lengths on a logarithmic axis cannot be compared."""
 LOG_X_FROM = 20.0
-"""The same of the places of points on the x axis."""
+"""The same ratio for the x axis."""
 LETTER = 0.075
-"""Inches: about the width of a letter."""
+"""Approximate width of a letter in inches."""
 MARK_LETTERS = 6
 """Width of the mark beside a name in a legend, in letters."""
 MOST_LABELLED = 10
@@ -96,7 +96,8 @@ def draw_lines(plot: LinePlot, width: float) -> Figure:
     several = sum(not line.marked for line in drawn) > 1
     spread = [line for line in drawn if line.marked and line.half_widths]
     for line in drawn:
-        _draw_line(axes, line, scale, _line_offset(axes, line, spread), several)
+        place = _line_offset(axes, line, spread)
+        _draw_line(axes, line, scale, place, several=several)
     _shade_windows(axes, plot.windows, width)
     legend(figure, axes)
     return figure
@@ -114,9 +115,8 @@ def _set_range(axes: Axes, plot: LinePlot, drawn: Sequence[Line]) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{place:g}"))
         axes.set_xlim(low / 1.1, high * 1.1)
     elif all(float(place).is_integer() for line in drawn for place, _ in line.points):
-        axes.xaxis.set_major_locator(
-            MaxNLocator("auto", integer=True)
-        )  # there is no epoch 1.5
+        # There is no epoch 1.5.
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _interval_ends(drawn: Sequence[Line], y: Axis) -> list[float]:
@@ -140,22 +140,17 @@ def _line_offset(axes: Axes, line: Line, spread: Sequence[Line]) -> Transform:
 
 
 def _draw_line(
-    axes: Axes, line: Line, scale: _Scale, place: Transform, several: bool
+    axes: Axes, line: Line, scale: _Scale, place: Transform, *, several: bool
 ) -> None:
     """Draw one line; several unmarked lines get a few marks each to distinguish them."""
     points = line.points if line.half_widths else thin(line.points)
     xs, ys = (np.array(part) for part in zip(*points, strict=True))
     number = SERIES.index(line.colour) if line.colour in SERIES else 0
     colour = COLOURS[line.colour]
-    if line.half_widths and line.marked:
-        _draw_whiskers(
-            axes, xs, ys, line.half_widths, scale, transform=place, ecolor=colour
-        )
-    elif line.half_widths:
-        down, up = scale.intervals(ys, line.half_widths)
-        axes.fill_between(
-            xs, scale(ys) - down, scale(ys) + up, color=colour, alpha=0.2, linewidth=0
-        )
+    if line.half_widths:
+        _draw_intervals(axes, line, xs, ys, scale, place)
+    # Marks of different lines at different shares of the length, so that they do not hide each other.
+    mark_places: Any = 1 if line.marked else (0.04 + 0.04 * number, 0.28)
     axes.plot(
         xs,
         scale(ys),
@@ -163,11 +158,26 @@ def _draw_line(
         color=colour,
         linestyle=line.dash if line.joined else "none",
         marker=MARKS[number] if line.marked or several else "",
-        markevery=1 if line.marked else (0.04 + 0.04 * number, 0.28),
+        markevery=mark_places,
         markersize=3.5,
         label=line.name,
         clip_on=line.joined and not line.marks,
     )
+
+
+def _draw_intervals(
+    axes: Axes, line: Line, xs: Numbers, ys: Numbers, scale: _Scale, place: Transform
+) -> None:
+    """Draw the confidence intervals of a line: error bars at marks, else a band."""
+    colour = COLOURS[line.colour]
+    halves = line.half_widths
+    if line.marked:
+        _draw_whiskers(axes, xs, ys, halves, scale, transform=place, ecolor=colour)
+        return
+    down, up = scale.intervals(ys, halves)
+    low = scale(ys) - down
+    high = scale(ys) + up
+    axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
 def _draw_whiskers(
@@ -180,32 +190,33 @@ def _draw_whiskers(
 ) -> None:
     """Draw intervals around values as error bars."""
     down, up = scale.intervals(ys, halves)
-    down = np.minimum(
-        down, scale(ys) - axes.get_ylim()[0]
-    )  # a logarithmic axis has no zero to reach
+    # A logarithmic axis has no zero that a whisker could reach.
+    down = np.minimum(down, scale(ys) - axes.get_ylim()[0])
     drawn = axes.errorbar(
         xs, scale(ys), [down, up], fmt="none", elinewidth=1, capthick=1, **looks
     )
     for artist in drawn.get_children():
-        artist.set_clip_on(
-            False
-        )  # at the first and the last x, half of the whisker lies outside the axes
+        # At the first and the last x, half of the whisker is outside the axes.
+        artist.set_clip_on(False)
 
 
 @mpl.rc_context(STYLE)
 def draw_stack(plot: StackedPlot, width: float) -> Figure:
-    """Draw the part of each line in the whole, over time."""
-    lines, end = plot.lines, plot.end
+    """Draw the shares of a whole over time."""
+    lines = plot.lines
     figure, axes = _make_axes(width, "time (s)")
-    axes.set_xlim(0.0, end)
-    times = sorted({0.0, end, *(x for line in lines for x, _ in line.points)})
-    held = np.array([_sample_steps(line.points, times) for line in lines])
-    whole = held.sum(axis=0)
+    axes.set_xlim(0.0, plot.end)
+    changes = {0.0, plot.end}
+    for line in lines:
+        changes.update(x for x, _ in line.points)
+    times = sorted(changes)
+    parts = np.array([_sample_steps(line.points, times) for line in lines])
+    whole = parts.sum(axis=0)
     scale = _scale_axis(axes, plot.y, whole, whole, math.inf)
     colours = [COLOURS[line.colour] for line in lines]
     axes.stackplot(
         times,
-        scale(held),
+        scale(parts),
         step="post",
         colors=colours,
         alpha=0.75,
@@ -229,7 +240,9 @@ def draw_bars(plot: BarPlot, width: float) -> Figure:
     groups, kinds = plot.groups, plot.kinds
     figure, axes = _make_axes(width, plot.x)
     bar = 0.8 / max(1, len(kinds))
-    values = [value for kind in kinds for value in kind.values if value is not None]
+    values: list[float] = []
+    for kind in kinds:
+        values += [value for value in kind.values if value is not None]
     scale = _scale_axis(axes, plot.y, values, values, LOG_BARS_FROM)
     for index, kind in enumerate(kinds):
         first = (index + 0.5) * bar - 0.4
@@ -330,7 +343,7 @@ def _tick_locator(lowest: float, highest: float, dense_to: float) -> LogLocator:
 
 
 def _shade_windows(axes: Axes, windows: Sequence[Window], width: float) -> None:
-    """Shade windows and name faults above the axes, except where a name would lie on the one before."""
+    """Shade windows and name faults above the axes; a name that would overlap the previous one is omitted."""
     begin, end = axes.get_xlim()
     letter = (end - begin) * LETTER / width
     free = -math.inf
@@ -349,15 +362,13 @@ def _shade_windows(axes: Axes, windows: Sequence[Window], width: float) -> None:
 
 
 def legend(figure: Figure, axes: Axes) -> None:
-    """Put the names of all series above the plot, in as many columns as fit; the figure grows with their rows."""
+    """Put the names of all series above the plot, in as many columns as fit, and enlarge the figure by their height."""
     handles, names = axes.get_legend_handles_labels()
     letters = int(figure.get_figwidth() / LETTER)
     wrapped = [textwrap.fill(name, letters - MARK_LETTERS) for name in names]
-    longest = max(
-        (len(line) for name in wrapped for line in name.split("\n")), default=0
-    )
+    lines = "\n".join(wrapped).split("\n")
+    longest = max(len(line) for line in lines)
     columns = max(1, letters // (longest + MARK_LETTERS))
-    made = figure.legend(handles, wrapped, ncols=columns, loc="outside upper left")
-    figure.set_figheight(
-        figure.get_figheight() + made.get_window_extent().height / figure.dpi
-    )
+    names_box = figure.legend(handles, wrapped, ncols=columns, loc="outside upper left")
+    height = names_box.get_window_extent().height / figure.dpi
+    figure.set_figheight(figure.get_figheight() + height)

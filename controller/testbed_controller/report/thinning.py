@@ -38,11 +38,14 @@ def standing_out(
 
 def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Select devices from ``metrics()["devices"]``, each with the reason."""
+
+    def busy_share(name: str) -> float:
+        row = devices[name]
+        return float(row["compute_share"] + row["communicate_share"])
+
     figures: dict[str, Callable[[str], float]] = {
         "longest down": lambda name: devices[name]["down"],
-        "busiest": lambda name: (
-            devices[name]["compute_share"] + devices[name]["communicate_share"]
-        ),
+        "busiest": busy_share,
         "computes longest": lambda name: devices[name]["compute"],
         "sends most": lambda name: devices[name]["bytes_sent"],
         "receives most": lambda name: devices[name]["bytes_received"],
@@ -66,24 +69,29 @@ def links_shown(
 
 
 def shortened(section: Section) -> Section:
-    """Return a table with no more rows than are shown: the first, or the last where a terminal has the last."""
-    if (beyond := len(section.rows) - MOST) <= 0:
+    """Return a table with at most `MOST` rows: the first ones, or the last if the terminal shows the last ones."""
+    excess = len(section.rows) - MOST
+    if excess <= 0:
         return section
-    rows = section.rows[beyond:] if section.most < 0 else section.rows[:MOST]
-    return replace(section, rows=rows, left_out=beyond)
+    rows = section.rows[excess:] if section.most < 0 else section.rows[:MOST]
+    return replace(section, rows=rows, left_out=excess)
 
 
 def abridged(value: Any, file: str) -> Any:
-    """Truncate long lists and mappings in plain values, with a reference to the file with all entries."""
+    """Truncate long lists and mappings in plain values, with a reference to the file with all entries.
+
+    >>> abridged({"seed": 1, "devices": list(range(1000))}, "plan.json")["devices"][-1]
+    '... 990 more are in plan.json'
+    """
     if not isinstance(value, Mapping | list):
         return value
-    many = len(value) > MOST
+    is_long = len(value) > MOST
+    count = EACH if is_long else len(value)
     more = f"{len(value) - EACH:,} more are in {file}"
     if isinstance(value, Mapping):
-        shown = {
-            key: abridged(each, file)
-            for key, each in islice(value.items(), EACH if many else None)
-        }
-        return {**shown, "...": more} if many else shown
-    begun = [abridged(each, file) for each in islice(value, EACH if many else None)]
-    return [*begun, f"... {more}"] if many else begun
+        entries = {}
+        for key, each in islice(value.items(), count):
+            entries[key] = abridged(each, file)
+        return {**entries, "...": more} if is_long else entries
+    items = [abridged(each, file) for each in islice(value, count)]
+    return [*items, f"... {more}"] if is_long else items

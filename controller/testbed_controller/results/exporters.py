@@ -38,10 +38,10 @@ class Callback:
         """Handle a finished training step."""
 
     def on_evaluate(self, event: Event) -> None:
-        """See a test of the model."""
+        """Handle a test of the model."""
 
     def on_request(self, event: Event) -> None:
-        """See an answer of an inference."""
+        """Handle an answer of an inference."""
 
     def on_fault(self, event: Event) -> None:
         """Handle an injected fault."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,9 @@ class Run:
 
     @property
     def pauses(self) -> list[Standstill]:
-        """When work stood still without a fault, as the method declares."""
-        return pauses(
-            EventLog.made_of(self.outcome.events).within(-math.inf, self.end),
-            self.declared.events,
-        )
+        """Pauses of the work without a fault, by the events that the method declares as pauses."""
+        log = EventLog.made_of(self.outcome.events)
+        return pauses(log.within(-math.inf, self.end), self.declared.events)
 
     @property
     def end(self) -> float:
@@ -90,11 +89,10 @@ def run_name(trial: Trial) -> str:
     if trial.repetition:
         parts.append(f"repetition={trial.repetition + 1}")
     text = ",".join([trial.scenario.name, *parts])
-    name = "".join(
-        character if character.isalnum() or character in "=,.-_" else "_"
-        for character in text
-    )
+    # Without characters that have a meaning in a path or in a shell.
+    name = re.sub(r"[^\w=,.-]", "_", text)
     if len(name) <= LONGEST_NAME:
         return name
-    # File systems allow 255 bytes; what is cut off must not make two runs one.
-    return f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    # File systems allow 255 bytes. The digest keeps apart two names that differ only in the part cut off.
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{name[: LONGEST_NAME - 9]}-{digest}"

@@ -44,7 +44,7 @@ class Logger(Callback, ABC):
 
 
 class Csv(Callback):
-    """Writes ``stream.csv``, a row an event."""
+    """Writer of ``stream.csv``, with one row per event."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "stream.csv").open(
@@ -54,16 +54,15 @@ class Csv(Callback):
         self._table.writeheader()
 
     def _write_row(self, event: Event) -> None:
-        row = {
+        row: dict[str, Any] = {
             "time": event.time,
             "device": event.device,
             "event": event.event,
             "step": _step_of_event(event),
         }
-        self._table.writerow(
-            row
-            | {name: event.fields.get(name) for name in ("loss", "accuracy", "latency")}
-        )
+        for name in ("loss", "accuracy", "latency"):
+            row[name] = event.fields.get(name)
+        self._table.writerow(row)
 
     on_step = on_evaluate = on_request = _write_row
 
@@ -97,17 +96,16 @@ class MlFlow(Logger):
 
     def __init__(self, folder: Path) -> None:
         library = require_extra("mlflow", "mlflow", "--stream mlflow")
-        named = library.get_tracking_uri() if library.is_tracking_uri_set() else None
-        self._client = library.MlflowClient(
-            named or f"sqlite:///{folder.resolve()}/mlflow.db"
-        )
-        found = self._client.get_experiment_by_name("testbed")
-        experiment = (
-            found.experiment_id if found else self._client.create_experiment("testbed")
-        )
-        self._run = self._client.create_run(
-            experiment, run_name=folder.name
-        ).info.run_id
+        address = f"sqlite:///{folder.resolve()}/mlflow.db"
+        if library.is_tracking_uri_set():
+            address = library.get_tracking_uri()
+        self._client = library.MlflowClient(address)
+        experiment = self._client.get_experiment_by_name("testbed")
+        number = experiment.experiment_id if experiment else None
+        if number is None:
+            number = self._client.create_experiment("testbed")
+        run = self._client.create_run(number, run_name=folder.name)
+        self._run = run.info.run_id
 
     def write(self, name: str, value: float, step: int, seconds: float) -> None:
         """Log a metric at a step; the timestamp is the time of the run in milliseconds."""
@@ -143,8 +141,8 @@ class WeightsAndBiases(Logger):
 class Following:
     """Passes the events of a run to callbacks and, as a context manager, the end of the run.
 
-    Callbacks are those of ``kinds``, names of exporters that write into a folder, and others. Raises `InputError` for
-    a logger whose package is not installed.
+    ``kinds`` names exporters that write into ``folder``; ``callbacks`` are further receivers. Raises `InputError` for a
+    logger whose package is not installed.
     """
 
     def __init__(

@@ -44,6 +44,7 @@ class Tail:
             return []
         size = sum(map(len, lines))
         self.more = size >= BLOCK
+        # The run is writing the last line, which is read again when complete.
         if lines and not lines[-1].endswith(b"\n"):
             size -= len(lines.pop())
         self._read += size
@@ -66,30 +67,42 @@ def batches(
 ) -> Iterator[dict[str, Any]]:
     """Yield batches of ``events`` (see `select_shown`), ``now`` (seconds of the run) and ``over`` (status at the end).
 
-    ``pace`` replays the run from its start at this multiple of real time; None yields all events at once and then
-    follows.
+    ``pace`` replays the run from its start at this multiple of real time. Without ``pace``, all existing events are
+    yielded at once, and new ones as they are written.
     """
     tail = Tail(folder / "events.jsonl")
     began = time.monotonic()
     waiting: deque[dict[str, Any]] = deque()
     now = 0.0
     while True:
-        facts = json.loads((folder / "manifest.json").read_text())
-        due = tail.newest() if pace is None else pace * (time.monotonic() - began)
-        if not waiting or waiting[-1]["time"] <= due:
+        # Read before the events: the status changes after the last event has been written.
+        status = _end_status(folder)
+        if pace is None:
+            newest = tail.newest()
+            due = math.inf
+        else:
+            newest = due = pace * (time.monotonic() - began)
+        if not waiting or waiting[-1]["time"] <= newest:
             waiting.extend(tail.read_lines())
-        ready = _pop_due(waiting, math.inf if pace is None else due)
-        behind = tail.more and not waiting
+        ready = _pop_due(waiting, due)
+        is_behind = tail.more and not waiting
         latest = max((event["time"] for event in ready), default=0.0)
-        now = max(now, latest) if pace is None or behind else due
-        over = None
-        if facts["status"] != RUNNING and not waiting and not behind:
-            over = {"status": facts["status"], "error": facts["error"]}
-        yield {"events": select_shown(ready, drawn, due), "now": now, "over": over}
+        # A replay that cannot keep pace shows the time of the last event read.
+        now = max(now, latest) if pace is None or is_behind else due
+        over = None if waiting or is_behind else status
+        yield {"events": select_shown(ready, drawn, newest), "now": now, "over": over}
         if over:
             return
-        if not behind:
+        if not is_behind:
             time.sleep(INTERVAL)
+
+
+def _end_status(folder: Path) -> dict[str, Any] | None:
+    """Return status and error of a run that has ended; None while in progress."""
+    facts = json.loads((folder / "manifest.json").read_text())
+    if facts["status"] == RUNNING:
+        return None
+    return {"status": facts["status"], "error": facts["error"]}
 
 
 def _pop_due(waiting: deque[dict[str, Any]], due: float) -> list[dict[str, Any]]:

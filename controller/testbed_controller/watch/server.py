@@ -82,10 +82,8 @@ def _authorise(token: str, origin: str) -> tuple[dict[str, str], int] | None:
     if not authorised(request.environ, token):
         return {"error": "the token is missing or wrong: open the printed address"}, 401
     # DNS rebinding: a foreign host name that resolves to loopback must not pass as our own page.
-    if (
-        f"http://{request.host}" != origin
-        or request.headers.get("Origin", origin) != origin
-    ):
+    is_own_host = f"http://{request.host}" == origin
+    if not is_own_host or request.headers.get("Origin", origin) != origin:
         return {"error": "requests from other origins are refused"}, 403
     return None
 
@@ -100,28 +98,27 @@ def _stream(folder: Path, drawn: Collection[str], pace: float | None) -> flask.R
 
 
 def describe_run(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
-    """Return the data that the page needs before the first event; of very many devices only the first."""
-    experiment, radio = trial.experiment, trial.experiment.radio
+    """Return the data that the page needs before the first event, with at most `MOST` devices."""
+    experiment = trial.experiment
+    radio = experiment.radio
     drawn = [device.name for device in experiment.devices[:MOST]]
     names = frozenset(drawn)
-    links = [
-        (pair, link)
-        for pair, link in experiment.links.items()
-        if names.issuperset(pair)
-    ]
+    links = []
+    for (source, destination), link in experiment.links.items():
+        if source in names and destination in names:
+            ends = {"source": source, "destination": destination}
+            links.append({**ends, "rate": link.rate, "delay": link.delay})
+    positions = {}
+    if radio is not None:
+        positions = {name: list(radio.positions[name]) for name in drawn}
     return {
         "name": trial.scenario.name,
         "steps": trial.scenario.workload.total,
         "devices": drawn,
         "left_out": len(experiment.devices) - len(drawn),
-        "positions": {}
-        if radio is None
-        else {name: list(radio.positions[name]) for name in drawn},
+        "positions": positions,
         "pauses": [each.name for each in declared.events if each.pause],
-        "links": [
-            {"source": a, "destination": b, "rate": link.rate, "delay": link.delay}
-            for (a, b), link in links
-        ],
+        "links": links,
     }
 
 
@@ -141,11 +138,8 @@ class PageServer:
 
     def show(self) -> None:
         """Open the page in a graphical browser; a text browser would take over the terminal."""
-        if (
-            sys.platform == "darwin"
-            or os.environ.get("DISPLAY")
-            or os.environ.get("WAYLAND_DISPLAY")
-        ):
+        has_display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+        if has_display or sys.platform == "darwin":
             webbrowser.open(self.address)
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
     runs = {number: planned(tmp_path / f"run{number}") for number in range(3)}
     monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: (str(counts), {}))
     with pytest.raises(
-        TestbedError, match=r"1 of 3 runs ended with their workers 3 times \(run1\)"
+        TestbedError, match=r"1 of 3 runs were lost with their workers 3 times \(run1\)"
     ):
         cluster.Cluster(client).execute(
             runs, SILENT, lambda number, _run: done.append(number)
@@ -176,7 +176,8 @@ def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
 
         threading.Thread(target=remove).start()
         with pytest.raises(
-            HostError, match="no worker for 1 s: start some, then go on with --resume"
+            HostError,
+            match="no worker for 1 s: start workers, then continue with --resume",
         ):
             cluster.Cluster(found).execute(
                 {0: planned(tmp_path / "r")}, Console(file=said), lambda *_: None
@@ -189,7 +190,7 @@ def test_workers_of_another_version_are_refused(
 ) -> None:
     monkeypatch.setattr(cluster, "version", lambda: "9.9-theirs")
     with pytest.raises(
-        HostError, match=r"the worker .* has the testbed .*, and here is 9.9-theirs"
+        HostError, match=r"worker .* has testbed .*, this machine 9.9-theirs"
     ):
         cluster.Cluster(client).execute({0: planned(tmp_path)}, SILENT, lambda *_: None)
 
@@ -202,7 +203,8 @@ def test_files_that_do_not_travel_are_refused(tmp_path: Path) -> None:
         update={"workload": workload.model_copy(update={"model": model})}
     )
     with pytest.raises(
-        InputError, match=r"workload.model.weights: w.safetensors does not travel"
+        InputError,
+        match=r"workload.model.weights: w.safetensors is not sent to workers",
     ):
         cluster._pack_trial(replace(trial, scenario=given))
 
