@@ -60,7 +60,7 @@ def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]
 
     lab = SimpleNamespace(agent=lambda _name: SimpleNamespace(weights=weights))
     inputs = SimpleNamespace(complete=lambda weights: weights)
-    execution = SimpleNamespace(_lab=lab, _lead="source", _inputs=inputs)
+    execution = SimpleNamespace(_lab=lab, _coordinator="source", _inputs=inputs)
     return Execution._final_weights(cast(Execution, execution), 1.0)
 
 
