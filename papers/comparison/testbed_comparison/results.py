@@ -18,7 +18,6 @@ import testbed
 from testbed import InputError, Result
 from testbed_comparison.rows import Expression, Figures, Value, terms
 from testbed_comparison.words import Ours, measure
-from testbed_controller.results.run import Run
 
 FILE = "results.json"
 RUNS = Path("results/papers")
@@ -181,9 +180,9 @@ def _value_key(value: Value) -> str:
 
 def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any]:
     """Return the values and the provenance of a scenario's runs; raises `InputError` for runs that do not count."""
+    for result in results:
+        _check_run(result)
     runs = [result.run for result in results]
-    for run in runs:
-        _check_run(run)
     manifests = [run.manifest for run in runs]
     computing: set[str] = set()
     for manifest in manifests:
@@ -201,7 +200,8 @@ def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str
     }
 
 
-def _check_run(run: Run) -> None:
+def _check_run(result: Result) -> None:
+    run = result.run
     is_trusted = run.metrics["verdict"]["kind"] != "not trusted"
     if run.outcome.status != "finished" or not is_trusted:
         raise InputError(
