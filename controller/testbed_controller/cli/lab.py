@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -102,30 +102,35 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
     A run of another user (or of another state folder) is removed if RUN is its full name, if the run is abandoned (no
     container is running), or with --everyone.
     """
-    from testbed_controller.hosts.removal import remove
-
     if everything and run:
         raise InputError("RUN and --all cannot be combined")
     pattern = "*" if everything or (everyone and run is None) else runstate.choose(run)
     engines, removable = _removable_runs(pattern)
     known = sorted({*engines, *runstate.runs()})
     matches = fnmatch.filter(known, pattern)
+    own = [each for each in matches if each in removable]
     others = [each for each in matches if each not in removable]
-    chosen = matches if everyone else [each for each in matches if each in removable]
+    chosen = matches if everyone else own
     if pattern != "*":
         _check_removable(pattern, known, chosen, others)
-    other_names = ", ".join(others)
     if others and everyone:
-        click.echo(f"removing the runs of other users: {other_names}")
-    for each in chosen:
-        count = remove(each, engines.get(each))
-        click.echo(f"{each}: removed {count} containers and networks")
-    if not chosen:
-        click.echo("nothing to remove")
+        click.echo(f"removing the runs of other users: {', '.join(others)}")
+    _remove_runs(chosen, engines)
     if others and not everyone:
+        names = ", ".join(others)
         click.echo(
-            f"kept, since they belong to other users: {other_names} (--everyone removes them as well)"
+            f"kept, since they belong to other users: {names} (--everyone removes them as well)"
         )
+
+
+def _remove_runs(runs: Sequence[str], engines: Mapping[str, DockerClient]) -> None:
+    from testbed_controller.hosts.removal import remove
+
+    for run in runs:
+        count = remove(run, engines.get(run))
+        click.echo(f"{run}: removed {count} containers and networks")
+    if not runs:
+        click.echo("nothing to remove")
 
 
 def _check_removable(
