@@ -141,18 +141,24 @@ class Checkpoint:
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:
         """Open the file with a weight."""
-        file = self._path / self._index[name] if name in self._index else self._path
+        file = self._path
+        if name in self._index:
+            file = self._path / self._index[name]
+        if file.is_dir():
+            raise _missing_weight(file, name)
         try:
             opened = safe_open(file, framework="pt")
         except SafetensorError as error:
             raise _broken_file(file, error) from None
         with opened as checkpoint:
             if name not in checkpoint.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                raise InputError(
-                    f"{file}: has no weight {name}: name a file in the Llama layout",
-                    ("workload", "model", "weights"),
-                )
+                raise _missing_weight(file, name)
             yield checkpoint
+
+
+def _missing_weight(file: Path, name: str) -> InputError:
+    text = f"{file}: has no weight {name}: name a file in the Llama layout"
+    return InputError(text, ("workload", "model", "weights"))
 
 
 _GGUF_NAMES = {

@@ -123,10 +123,11 @@ def _parse_quantity(
             f"'{unit}' is not a unit of {kind}: {_suggest_unit(kind, number, unit, units)}"
         )
     quantity = number * units[unit]
-    # Negated, since a number too long for a float is infinite.
-    if not quantity <= LARGEST:
+    # A number too long for a float is infinite, and thus too large as well.
+    if quantity > LARGEST:
+        base = _base_unit(units)
         raise ValueError(
-            f"'{text}' is too large for a {kind}: it is at most {LARGEST:g} {next(iter(units))}"
+            f"'{text}' is too large for a {kind}: it is at most {LARGEST:g} {base}"
         )
     return quantity
 
@@ -197,6 +198,11 @@ def parse_fraction(value: object) -> float:
     return fraction
 
 
+def _base_unit(units: Mapping[str, float]) -> str:
+    """Return the unit whose factor is closest to 1."""
+    return min(units, key=lambda unit: abs(units[unit] - 1))
+
+
 def _format_quantity(value: float, units: Mapping[str, float]) -> str:
     """Return the shortest text that parses to the same float, preferring numbers of at least 1."""
     if value == 0:
@@ -204,14 +210,14 @@ def _format_quantity(value: float, units: Mapping[str, float]) -> str:
     exact: list[tuple[int, bool, str]] = []
     for unit, factor in units.items():
         number = value / factor
-        # Six digits read best, 15 undo most rounding, and repr is exact before the division rounds again.
+        # Six digits read best, 15 hide the rounding of the division, and repr covers the rest.
         for digits in (f"{number:g}", f"{number:.15g}", f"{number!r}"):
             if float(digits) * factor == value:
                 text = digits + unit
                 exact.append((len(text), value < factor, text))
     if exact:
         return min(exact)[-1]
-    base = min(units, key=lambda unit: abs(units[unit] - 1))
+    base = _base_unit(units)
     return f"{value / units[base]!r}{base}"
 
 

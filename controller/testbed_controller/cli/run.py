@@ -39,7 +39,7 @@ from testbed_controller.cli.options import (
 )
 from testbed_controller.cli.printing import dump, make_console
 from testbed_controller.results.exporters import stream_of
-from testbed_controller.results.files import finished_among
+from testbed_controller.results.files import keep_finished_runs
 from testbed_controller.results.recorder import numbered
 from testbed_controller.results.run import Run, run_name
 
@@ -89,7 +89,7 @@ class RunRequest:
         folders = self._run_folders(planned)
         finished: dict[int, Run] = {}
         if self.resume is not None:
-            finished = finished_among(folders, planned)
+            finished = keep_finished_runs(folders, planned)
             console.print(f"{len(finished)} of {len(folders)} runs are already present")
         several = len(planned) > 1
         pending = {}

@@ -46,7 +46,7 @@ LOG_BARS_FROM = 100.0
 """The same ratio for bars: larger, as lengths on a logarithmic axis cannot be compared."""
 LOG_X_FROM = 20.0
 """The same ratio for the x axis."""
-LETTER = 0.075
+LETTER_WIDTH = 0.075
 """Approximate width of a letter in inches."""
 MARK_LETTERS = 6
 """Width of the mark beside a name in a legend, in letters."""
@@ -247,7 +247,7 @@ def draw_bars(plot: BarPlot, width: float) -> Figure:
     for index, kind in enumerate(kinds):
         first = (index + 0.5) * bar - 0.4
         _draw_kind(axes, kind, first, bar, scale, labelled=len(values) <= MOST_LABELLED)
-    letters = max(6, int(width * 0.85 / max(1, len(groups)) / LETTER))
+    letters = max(6, int(width * 0.85 / max(1, len(groups)) / LETTER_WIDTH))
     axes.set_xticks(
         range(len(groups)), [textwrap.fill(group, letters) for group in groups]
     )
@@ -345,7 +345,7 @@ def _tick_locator(lowest: float, highest: float, dense_to: float) -> LogLocator:
 def _shade_windows(axes: Axes, windows: Sequence[Window], width: float) -> None:
     """Shade windows and name faults above the axes; a name that would overlap the previous one is omitted."""
     begin, end = axes.get_xlim()
-    letter = (end - begin) * LETTER / width
+    letter = (end - begin) * LETTER_WIDTH / width
     free = -math.inf
     for window in windows:
         colour = COLOURS[window.style]
@@ -364,7 +364,7 @@ def _shade_windows(axes: Axes, windows: Sequence[Window], width: float) -> None:
 def legend(figure: Figure, axes: Axes) -> None:
     """Put the names of all series above the plot, in as many columns as fit, and enlarge the figure by their height."""
     handles, names = axes.get_legend_handles_labels()
-    letters = int(figure.get_figwidth() / LETTER)
+    letters = int(figure.get_figwidth() / LETTER_WIDTH)
     wrapped = [textwrap.fill(name, letters - MARK_LETTERS) for name in names]
     lines = "\n".join(wrapped).split("\n")
     longest = max(len(line) for line in lines)

@@ -135,9 +135,13 @@ def _load_run(folder: Path, events: EventLog, figures: dict[str, Any] | None) ->
             fidelity=fidelity.get("figures", {}),
             wall_seconds=facts["wall_seconds"],
         )
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise InputError(
             f"{folder}: was not written by this version of the testbed: lacks {error}"
+        ) from None
+    except TypeError as error:
+        raise InputError(
+            f"{folder}: was not written by this version of the testbed: {error}"
         ) from None
     except ValidationError as error:
         key = ".".join(map(str, error.errors()[0]["loc"]))
@@ -174,8 +178,12 @@ def _names_in_summary(folder: Path) -> list[str]:
     return names
 
 
-def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:
-    """Return the finished runs of the given trials by number, without events; delete the remains of the others.
+def keep_finished_runs(
+    folders: Sequence[Path], wanted: Sequence[Trial]
+) -> dict[int, Run]:
+    """Delete the folders of unfinished runs; return the finished runs of the given trials, without events.
+
+    The keys are the positions of the folders.
 
     Raises InputError if a folder contains a run of another trial.
     """

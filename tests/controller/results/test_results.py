@@ -258,15 +258,17 @@ def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
     recorded.write(
         places[1], trial, recorded.plan(), recorded.outcome(status="failed", error="x")
     )
-    assert list(files.finished_among(places, [trial] * 3)) == [0]
+    assert list(files.keep_finished_runs(places, [trial] * 3)) == [0]
     assert not places[1].exists()
     noted = replace(
         trial, scenario=trial.scenario.model_copy(update={"description": "other words"})
     )
-    assert list(files.finished_among(places, [noted] * 3)) == [0], "words change no run"
+    assert list(files.keep_finished_runs(places, [noted] * 3)) == [0], (
+        "words change no run"
+    )
     other = replace(trial, scenario=trial.scenario.model_copy(update={"seed": 99}))
     with pytest.raises(InputError, match="a run of another scenario"):
-        files.finished_among(places, [other] * 3)
+        files.keep_finished_runs(places, [other] * 3)
 
 
 def test_a_run_whose_scenario_says_null_is_gone_on_with(tmp_path: Path) -> None:
@@ -275,7 +277,7 @@ def test_a_run_whose_scenario_says_null_is_gone_on_with(tmp_path: Path) -> None:
         | {"method": {"name": "pipeline", "stall_timeout": None}}
     )
     recorded.write(tmp_path / "run", trial, recorded.plan(), recorded.outcome())
-    assert list(files.finished_among([tmp_path / "run"], [trial])) == [0]
+    assert list(files.keep_finished_runs([tmp_path / "run"], [trial])) == [0]
 
 
 def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
