@@ -146,6 +146,8 @@ def _scenario_value(given: dict[str, Any]) -> object:
         destination = values.pop("destination", None)
         one_way = values.pop("one_way")
         if destination is None:
+            if one_way:
+                raise InputError("--one-way needs a DESTINATION: name the receiver")
             return {**values, "device": source}
         if one_way:
             return {**values, "from": source, "to": destination}
@@ -343,6 +345,10 @@ def change(
     if both:
         pairs.append((destination, source))
     part = {key: value for key, value in figures.items() if value is not None}
+    if unlimited and "rate" in part:
+        raise InputError(
+            "--unlimited cannot be combined with --rate: remove one of them"
+        )
     if not part and not direct:
         raise InputError("has no effect: set at least one option")
     request = {"pairs": pairs, "part": part, "direct": direct}

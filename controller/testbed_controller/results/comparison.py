@@ -109,12 +109,10 @@ def _group_repetitions(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _worst_status(group: Sequence[Run]) -> dict[str, str]:
-    """Return status and verdict of the first unfinished or untrusted run of a group."""
-    worst = group[0]
-    for run in group:
-        if run.outcome.status != "finished" or not run.metrics["trusted"]:
-            worst = run
-            break
+    """Return status and verdict of the first unfinished run of a group, else of the first untrusted one."""
+    unfinished = [run for run in group if run.outcome.status != "finished"]
+    untrusted = [run for run in group if not run.metrics["trusted"]]
+    worst = (*unfinished, *untrusted, group[0])[0]
     return {"status": worst.outcome.status, "verdict": worst.metrics["verdict"]["kind"]}
 
 

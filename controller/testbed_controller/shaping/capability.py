@@ -34,7 +34,7 @@ DELAYS = (0.1e-3, 0.2e-3, 0.5e-3, 1e-3, 2e-3, 5e-3)
 """Delays in seconds, tried from the shortest."""
 LOAD_RATE = 100e6
 """Rate of the measurement of the cost per packet, in bit/s."""
-HEADROOM = 0.8
+BUSY_LIMIT = 0.8
 """Maximum share of busy processors without interference between devices."""
 DEVICE_RATE = 10e6
 """Continuous rate of each device in the estimate of the number of devices, in bit/s."""
@@ -96,7 +96,7 @@ def _first_faithful(shaping: Shaping, links: Sequence[Link]) -> LinkMeasurement 
 
 
 def _count_devices(packet_cost: float) -> int:
-    processors = HEADROOM * (os.cpu_count() or 1)
+    processors = BUSY_LIMIT * (os.cpu_count() or 1)
     packets_per_second = DEVICE_RATE / 8 / FRAME
     return int(processors / (packet_cost * packets_per_second))
 

@@ -127,3 +127,9 @@ class _State:
 
     def hosts_of(self, _run: str) -> dict[str, list[str]]:
         return self._hosts
+
+
+def test_one_way_without_a_destination_is_refused(lab: RememberedLab) -> None:
+    outcome = call("degrade", "a", "--one-way", "--loss", "1%")
+    assert "--one-way needs a DESTINATION" in str(outcome.exception)
+    assert lab.shaped == lab.experiment.links

@@ -192,3 +192,8 @@ def test_probe(memory: Memory) -> None:
     failed = call("measure")
     assert isinstance(failed.exception, TestbedError)
     assert "carries too little" in failed.output
+
+
+def test_unlimited_with_a_rate_is_refused(memory: Memory) -> None:
+    outcome = call("set", "a", "b", "--unlimited", "--rate", "1mbit")
+    assert "--unlimited cannot be combined with --rate" in str(outcome.exception)
