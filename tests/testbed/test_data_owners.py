@@ -176,6 +176,6 @@ def test_the_plan_shows_samples_and_classes_of_each_device(write, monkeypatch):
     counts = [sum(int(word.rstrip(",")) for word in row[4::2]) for row in rows]
     assert counts == [int(row[1]) for row in rows]
     assert (
-        f"{sum(counts)} of 300 training samples; the lead has the test samples"
+        f"{sum(counts)} of 300 training samples; the coordinator has the test samples"
         in result.output
     )

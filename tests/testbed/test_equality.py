@@ -69,7 +69,9 @@ DEVICES = ("federated", "split-learning", "pipelearn")
 def trained(folder: Any, method: str, workers: int, feature: str) -> Any:
     """Return the weights that a method leaves; None where it refuses."""
     extra, training = FEATURES[feature]
-    split = "iid" if any(f"name: {each}" in method for each in DEVICES) else "lead"
+    split = (
+        "iid" if any(f"name: {each}" in method for each in DEVICES) else "coordinator"
+    )
     keys = {
         "workers": workers,
         "extra": extra,

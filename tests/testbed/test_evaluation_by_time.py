@@ -14,9 +14,9 @@ from testbed.simulation import simulate
 from tests.helpers.runs import scenario
 
 METHODS = {
-    "single": ({}, "lead"),
-    "pipeline": ({}, "lead"),
-    "pipedream": ({}, "lead"),
+    "single": ({}, "coordinator"),
+    "pipeline": ({}, "coordinator"),
+    "pipedream": ({}, "coordinator"),
     "federated": ({}, "iid"),
 }
 
@@ -51,4 +51,4 @@ def test_there_is_one_as_often_as_its_time_passes(method: str) -> None:
 
 def test_what_judges_evaluations_counts_steps() -> None:
     with pytest.raises(InputError, match="require evaluations at steps or rounds"):
-        run("pipeline", "1s", stall_timeout=2)
+        run("pipeline", "1s", patience=2)

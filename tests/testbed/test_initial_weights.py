@@ -167,7 +167,7 @@ def test_every_method_begins_with_given_weights_or_refuses_them(name, tmp_path):
         "name": "digits",
         "train": 64,
         "test": 40,
-        "split": "iid" if own else "lead",
+        "split": "iid" if own else "coordinator",
     }
     radio = {
         "topology": "mesh",

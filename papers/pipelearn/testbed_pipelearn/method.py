@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Literal
 
 from pydantic import Field
 
 from testbed.ml.method import Problem
+from testbed.ml.models.chain import Unit
 from testbed.ml.rounds.estimate import Choice, PairProfile
 from testbed.ml.rounds.method import Hooks, SplitMethod
 from testbed.ml.rounds.options import SPLIT, GroupOptions, SplitPoints
@@ -28,8 +30,10 @@ class PipeLearnOptions(GroupOptions):
     least: int = Field(
         1,
         ge=1,
-        description="samples of a mini-batch at least, where N is chosen, since batch normalisation has only these; "
-        "1: no limit, as in the paper",
+        description=(
+            "minimum samples of a mini-batch, where N is chosen; with batch normalisation "
+            "at least 2. 1: no further limit, as in the paper"
+        ),
     )
     candidates: Literal["paper", "all"] = Field(
         "paper",
@@ -90,6 +94,17 @@ def candidates(
     return tuple(dict.fromkeys(choices))
 
 
+def fewest_trainable_samples(units: Sequence[Unit]) -> int:
+    """Return the fewest samples of a mini-batch that the units can train with.
+
+    Batch normalisation of maps of one pixel needs two samples: one has no deviation.
+    """
+    for unit in units:
+        if unit.cost.of(["normalisation"]).accessed > 0:
+            return 2
+    return 1
+
+
 @cache
 def choices(least: int, paper: bool) -> Choices:
     """Return the function that lists the candidates for P and N; with ``paper``, equation (14) alone gives N."""
@@ -117,12 +132,14 @@ class PipeLearn(SplitMethod[PipeLearnOptions]):
 
     def plan(self, problem: Problem[PipeLearnOptions]) -> Plan[RoundDetails]:
         """Choose P and N for each device; raises `InputError` if no choice fits the devices' memory."""
-        team, options = Participants(problem), problem.options
+        team = Participants(problem)
+        options = problem.options
+        least = max(options.least, fewest_trainable_samples(problem.model.units))
         return split_plan(
             self.name,
             team,
             options.split,
             concurrent_clients=len(team.devices),
             parallel=options.parallel,
-            choices=choices(options.least, options.candidates == "paper"),
+            choices=choices(least, options.candidates == "paper"),
         )

@@ -62,7 +62,7 @@ def test_figures_of_one_value_are_rows_with_what_they_mean(run: Run) -> None:
         "figure": "duration",
         "value": 8.6,
         "kind": "seconds",
-        "meaning": "from the start of the workload to the end of the lead's program",
+        "meaning": "time from the start of the workload to the end of the coordinator's program",
     }
     assert "reception" not in found, "what there is no ground for is left out"
 

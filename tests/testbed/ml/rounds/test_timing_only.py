@@ -112,6 +112,6 @@ def test_blank_data_have_the_labels_and_take_no_memory() -> None:
     full, blank = data(spec.workload.data), load(spec.workload.data, blank=True)
     assert (blank.train_labels == full.train_labels).all()
     assert blank.train_images.shape == full.train_images.shape
-    part = blank.part(full.train_labels[:7], True)
+    part = blank.part(full.train_labels[:7], tests=True)
     assert part.train_images.shape[0] == 7
     assert part.train_images.strides[0] == 0
