@@ -38,4 +38,4 @@ METRICS = (
     ),
 )
 
-ROWS = (Row("Duration", "{duration}", "of the workload, without setting up"),)
+ROWS = (Row("Duration", "{duration}", "of the workload, without setup"),)

@@ -226,7 +226,7 @@ ROWS = (
     Row(
         "Left out",
         "{left_out}",
-        "training samples of each epoch, which make no whole batch (drop_last)",
+        "training samples of each epoch that do not fill a batch (drop_last)",
     ),
     Row("Step time", "{step_time}", _time_note),
 )

@@ -125,7 +125,7 @@ def _phase_name(phase: Mapping[str, Any]) -> str:
 
 TABLE = Table(
     "Phases",
-    "Steps or requests with no beginning or end of a disturbance in them; medians",
+    "Steps or requests during which no disturbance starts or ends; medians",
     _timed_phases,
     (
         Column("Phase", "text", _phase_name),

@@ -129,7 +129,7 @@ def _recovery_item(item: Recovery, record: RunView) -> dict[str, Any]:
 
 
 def _recovery_note(metrics: Metrics) -> str:
-    note = "from the strike until work went on"
+    note = "from the fault until work continued"
     if metrics["recoveries"] > 1:
         note = f"the longest of {{recoveries}}, {note}"
     return note

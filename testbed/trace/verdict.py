@@ -274,7 +274,7 @@ def _check_faults(
         if beyond > FAULT_LATENESS:
             text = f"{fields['action']} of {fields['target']} lasted {beyond:.2f} s longer than intended"
             return [Check("faults", False, text)]
-    text = f"{len(struck)} struck, the latest {late * 1e3:z.0f} ms late"
+    text = f"{len(struck)} injected, the latest {late * 1e3:z.0f} ms late"
     return [Check("faults", True, text)]
 
 

@@ -82,7 +82,7 @@ def test_the_longest_of_several_recoveries_counts_in_each_of_its_parts() -> None
     assert (found["faults"], found["recoveries"], found["unrecovered"]) == (2, 2, 0)
     assert (
         ROWS[0].note(found)
-        == "the longest of {recoveries}, from the strike until work went on"
+        == "the longest of {recoveries}, from the fault until work continued"
     )
 
 
