@@ -125,7 +125,7 @@ def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((out / "metrics.json").read_text())["tokens_lost"] == 1
     assert (out / "ring.py").read_text() == ring.with_name("ring.py").read_text()
-    assert "tokens that did not come back" in (out / "report.html").read_text()
+    assert "tokens that were lost and replaced" in (out / "report.html").read_text()
     # Read from its own folder again: the figures are those of the file that lies there.
     again = command("report", out)
     assert again.returncode == 0, again.stderr
