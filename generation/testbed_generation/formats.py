@@ -7,12 +7,11 @@ has 8 or 4 bits. Vectors, such as the scales of a normalisation, are always stor
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 Format = Literal["f32", "f16", "q8_0", "q4_0"]
 """Storage format of weight matrices."""
 
-FORMATS: tuple[Format, ...] = get_args(Format)
 BLOCK = 32
 """Values in a block of the quantised formats."""
 

@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.wheels import unpack_wheel
 
 MAIN = "from testbed_controller.cli.main import main; main()"
 SCENARIO = """
@@ -40,25 +40,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = folder / "source" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    ]
-    subprocess.run(
-        [*pip, "--wheel-dir", folder, folder / "source"],
-        check=True,
-        stdin=subprocess.DEVNULL,
-    )
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "packages")
-    info = folder / "packages" / "torn-1.dist-info"
+    content = unpack_wheel(folder / "source", folder)
+    info = content / "torn-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torn\nVersion: 1\n")
     groups = set(
@@ -69,10 +52,10 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "".join([*entries, "[testbed.metrics]\nwrong = torn:WRONG\n"])
     )
     figure = "Metric('wrong', 'number', 'a wrong figure', lambda run: 1 / 0)"
-    (folder / "packages" / "torn.py").write_text(
+    (content / "torn.py").write_text(
         f"from testbed.trace.metrics_spec import Metric\nWRONG = {figure}\n"
     )
-    return folder / "packages"
+    return content
 
 
 def run(

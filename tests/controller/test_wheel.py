@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from testbed_controller.lab.images import image_tags
 from tests.helpers import copy_sources
+from tests.helpers.wheels import unpack_wheel
 
 MAIN = "from testbed_controller.cli.main import main; main()"
 """What pip writes into `testbed`."""
@@ -25,26 +25,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that holds what the wheel does, made from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     copy_sources(folder / "source")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    ]
-    subprocess.run(
-        [*pip, "--wheel-dir", folder, folder / "source"],
-        check=True,
-        stdin=subprocess.DEVNULL,
-    )
+    content = unpack_wheel(folder / "source", folder)
     shutil.rmtree(folder / "source")
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "packages")
-    return folder / "packages"
+    return content
 
 
 def run(installed: Path, here: Path, *command: str) -> subprocess.CompletedProcess[str]:
