@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from testbed.device import Device
+from testbed_generation.ring import read_seconds
 
 
 class Disk:
     """Reads windows of layers, the next one while other devices compute.
 
-    The time of reads follows `testbed_generation.ring.Ring.read_seconds`.
+    The time of a read is that of `testbed_generation.ring.read_seconds`.
     """
 
     def __init__(
@@ -57,11 +58,6 @@ class Disk:
             self._ready = self._device.now() + self._seconds(following)
 
     def _seconds(self, first: int) -> float:
+        held = sum(self._windows.values())
         window = self._windows[first]
-        layers = sum(self._windows.values())
-        missing = layers * self._layer_bytes - self._memory
-        if missing <= 0:
-            return 0.0
-        if window * self._layer_bytes <= self._memory:
-            return missing * window / layers / self._rate
-        return window * self._layer_bytes / self._rate
+        return read_seconds(window, held, self._layer_bytes, self._memory, self._rate)

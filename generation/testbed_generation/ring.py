@@ -22,6 +22,35 @@ from testbed.common.errors import InputError
 from testbed_generation.placement import REMEDY, Layers
 
 
+def read_seconds(
+    window: int, held: int, layer_bytes: float, memory: float, rate: float
+) -> float:
+    """Return how long a device reads one window of the layers that it holds.
+
+    A window that fits into memory is charged as by Halda, with its part of the bytes that memory has no room for. A
+    larger window is read whole: a page cache evicts the pages used longest ago, so each page is evicted before its
+    next use. Measured times of llama.cpp on one device are those of reading everything.
+
+    Args:
+        window: layers of the window.
+        held: layers of all windows of the device.
+        layer_bytes: bytes of a layer.
+        memory: bytes free for layers.
+        rate: bytes/s of the disk.
+
+    >>> read_seconds(2, 8, layer_bytes=100.0, memory=600.0, rate=50.0)  # 200 of 800 bytes, a quarter of them each time
+    1.0
+    >>> read_seconds(8, 8, layer_bytes=100.0, memory=600.0, rate=50.0)
+    16.0
+    """
+    missing = held * layer_bytes - memory
+    if missing <= 0:
+        return 0.0
+    if window * layer_bytes <= memory:
+        return missing / (held / window) / rate
+    return window * layer_bytes / rate
+
+
 @dataclass(frozen=True)
 class Member:
     """A device of the ring."""
@@ -62,18 +91,11 @@ class Ring:
         return math.inf if member.disk is None else computing + missing / member.disk
 
     def read_seconds(self, member: Member, window: int, rounds: int) -> float:
-        """Return how long a device reads one window.
-
-        A window that fits into memory is charged as by Halda, with its part of the bytes that memory has no room for.
-        A larger window is read whole: a page cache evicts the pages used longest ago, so each page is evicted before
-        its next use. llama.cpp's times on one device are those of reading everything.
-        """
-        missing = rounds * window * self.layer_bytes - member.memory
-        if missing <= 0 or member.disk is None:
+        """Return how long a device reads one window; 0 for a device without a disk."""
+        if member.disk is None:
             return 0.0
-        if self.can_prefetch(member, window):
-            return missing / rounds / member.disk
-        return window * self.layer_bytes / member.disk
+        held = rounds * window
+        return read_seconds(window, held, self.layer_bytes, member.memory, member.disk)
 
     def can_prefetch(self, member: Member, window: int) -> bool:
         """Return whether a window fits into a device's memory; of a larger one, pages are evicted before their use."""
