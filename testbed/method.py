@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeVar
 
-from testbed.common.errors import nearest
+from testbed.common.errors import nearest, reject_former_names
 from testbed.common.part import ConfigModel
 from testbed.common.quantities import Duration
 from testbed.device import Device
@@ -251,14 +251,10 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Reject class attributes without effect."""
         super().__init_subclass__(**keywords)
-        for name in _FORMER.keys() & vars(cls).keys():
-            raise TypeError(
-                f"{cls.__name__}.{name} has no effect: write '{_FORMER[name]}' in `supports` instead"
-            )
-        if "begins" in vars(cls):
-            raise TypeError(
-                f"{cls.__name__}.begins has no effect: write `span_names` instead"
-            )
+        remedies = {"begins": "write `span_names` instead"}
+        for name, capability in _FORMER.items():
+            remedies[name] = f"write '{capability}' in `supports` instead"
+        reject_former_names(cls, remedies)
 
     @abstractmethod
     def plan(self, problem: Any) -> Plan[MethodDetails]:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from testbed.common.errors import Diagnostic, InputError
+from testbed.common.errors import Diagnostic, InputError, reject_former_names
 from testbed.experiment import Experiment
 from testbed.method import Job, Method, Problem
 from testbed.plan import Plan
@@ -111,10 +111,10 @@ class Workload(ABC):
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Reject methods under a former name, which nothing would call."""
         super().__init_subclass__(**keywords)
-        for name in _FORMER.keys() & vars(cls).keys():
-            raise TypeError(
-                f"{cls.__name__}.{name} has no effect: rename the method to {_FORMER[name]}"
-            )
+        remedies = {}
+        for former, present in _FORMER.items():
+            remedies[former] = f"rename the method to {present}"
+        reject_former_names(cls, remedies)
 
     def problems(
         self, scenario: Scenario, method: Method | None

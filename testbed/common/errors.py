@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 Key = tuple[str | int, ...]
@@ -26,6 +26,19 @@ def format_key(key: Key) -> str:
     'faults.0.when'
     """
     return ".".join(str(part) for part in key)
+
+
+def reject_former_names(made: type, remedies: Mapping[str, str]) -> None:
+    """Raise TypeError if a class defines a name of an earlier version, which nothing would use any more.
+
+    >>> class Old:
+    ...     begins = ("forward",)
+    >>> reject_former_names(Old, {"begins": "write `span_names` instead"})
+    Traceback (most recent call last):
+    TypeError: Old.begins has no effect: write `span_names` instead
+    """
+    for name in remedies.keys() & vars(made).keys():
+        raise TypeError(f"{made.__name__}.{name} has no effect: {remedies[name]}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
