@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed_generation.costs import VALUE_BYTES
 from testbed_generation.transport import Transport
 
 
 @dataclass(frozen=True)
-class Part(Typed, kind="part", key=("sender", "operation", "step")):
+class Part(TypedMessage, kind="part", key=("sender", "operation", "step")):
     """Values of an all-reduce on their way."""
 
     operation: int
@@ -33,7 +33,7 @@ class Part(Typed, kind="part", key=("sender", "operation", "step")):
 
 
 @dataclass(frozen=True)
-class PackedPart(Typed, kind="packed-part", key=("sender", "operation")):
+class PackedPart(TypedMessage, kind="packed-part", key=("sender", "operation")):
     """All values of a device for an exchange, packed for transport."""
 
     operation: int

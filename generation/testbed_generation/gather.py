@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from testbed.device import Span
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed_generation.costs import CostModel
 from testbed_generation.messages import Forward
 from testbed_generation.network import Cache, attend_to, normalise
@@ -33,7 +33,7 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Inputs(Typed, kind="inputs"):
+class Inputs(TypedMessage, kind="inputs"):
     """From the source: multiply with your rows of a product."""
 
     forward: int
@@ -45,7 +45,9 @@ class Inputs(Typed, kind="inputs"):
 
 
 @dataclass(frozen=True)
-class Outputs(Typed, kind="outputs", key=("sender", "forward", "layer", "product")):
+class Outputs(
+    TypedMessage, kind="outputs", key=("sender", "forward", "layer", "product")
+):
     """To the source: the rows of a product."""
 
     forward: int
@@ -54,7 +56,7 @@ class Outputs(Typed, kind="outputs", key=("sender", "forward", "layer", "product
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-KINDS: tuple[type[Typed], ...] = (Inputs, Outputs)
+KINDS: tuple[type[TypedMessage], ...] = (Inputs, Outputs)
 
 
 class Rows:

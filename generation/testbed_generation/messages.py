@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 
 
 @dataclass(frozen=True)
-class Assign(Typed, kind="assign"):
+class Assign(TypedMessage, kind="assign"):
     """From the source: hold one more range of layers."""
 
     assignment: int
@@ -27,7 +27,7 @@ class Assign(Typed, kind="assign"):
 
 
 @dataclass(frozen=True)
-class Assigned(Typed, kind="assigned"):
+class Assigned(TypedMessage, kind="assigned"):
     """To the source: the layers are loaded."""
 
     assignment: int
@@ -36,7 +36,7 @@ class Assigned(Typed, kind="assigned"):
 
 
 @dataclass(frozen=True)
-class Step(Typed, kind="step"):
+class Step(TypedMessage, kind="step"):
     """To a stage: compute the next tokens of a request, and send the result along the way."""
 
     assignment: int
@@ -56,7 +56,7 @@ class Step(Typed, kind="step"):
 
 @dataclass(frozen=True)
 class Result(
-    Typed, kind="result", key=("request", "attempt", "position", "assignment")
+    TypedMessage, kind="result", key=("request", "attempt", "position", "assignment")
 ):
     """To the source: the result of the last stage for a step."""
 
@@ -72,14 +72,14 @@ class Result(
 
 
 @dataclass(frozen=True)
-class Release(Typed, kind="release"):
+class Release(TypedMessage, kind="release"):
     """From the source: forget the KV caches of a complete request."""
 
     request: int
 
 
 @dataclass(frozen=True)
-class Copy(Typed, kind="copy"):
+class Copy(TypedMessage, kind="copy"):
     """To a neighbour: the new entries of a stage's KV caches after a step."""
 
     first: int
@@ -94,14 +94,14 @@ class Copy(Typed, kind="copy"):
 
 
 @dataclass(frozen=True)
-class Ping(Typed, kind="ping"):
+class Ping(TypedMessage, kind="ping"):
     """From the source: a request for a sign of life."""
 
     question: int
 
 
 @dataclass(frozen=True)
-class Pong(Typed, kind="pong"):
+class Pong(TypedMessage, kind="pong"):
     """The answer to a ping."""
 
     question: int
@@ -110,7 +110,7 @@ class Pong(Typed, kind="pong"):
 
 
 @dataclass(frozen=True)
-class Forward(Typed, kind="forward"):
+class Forward(TypedMessage, kind="forward"):
     """From the source: compute the next tokens of a request."""
 
     number: int
@@ -122,7 +122,7 @@ class Forward(Typed, kind="forward"):
     """Shape (tokens, width); None without numerics."""
 
 
-KINDS: tuple[type[Typed], ...] = (
+KINDS: tuple[type[TypedMessage], ...] = (
     Assign,
     Assigned,
     Step,

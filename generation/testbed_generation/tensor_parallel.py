@@ -15,7 +15,7 @@ from torch import Tensor
 
 from testbed.device import Span
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed_generation.collectives import AllReduce, PackedPart, Part
 from testbed_generation.costs import CostModel
 from testbed_generation.messages import Forward, Release
@@ -25,7 +25,7 @@ from testbed_generation.sharding import Shard
 from testbed_generation.source import Embedder, Progress
 from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, read_layer
 
-KINDS: tuple[type[Typed], ...] = (Forward, Part, PackedPart, Release)
+KINDS: tuple[type[TypedMessage], ...] = (Forward, Part, PackedPart, Release)
 
 
 class ShardHolder:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from testbed.common.seeds import derive
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.shard import State
 from testbed.ml.rounds.consensus import CONSENSUS, Consensus, Snapshot
 from testbed.ml.rounds.method import Hooks, RoundMethod, local_training
@@ -15,7 +15,7 @@ from testbed.ml.rounds.server import average
 
 
 @dataclass(frozen=True)
-class Weights(Typed, kind="weights"):
+class Weights(TypedMessage, kind="weights"):
     """To a neighbour: the sender's weights after a round."""
 
     state: State

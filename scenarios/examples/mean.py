@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from testbed.device import Cost, Device, Span
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.trace.events import EventType
@@ -13,14 +13,14 @@ from testbed.trace.record import RunView
 
 
 @dataclass(frozen=True)
-class Ask(Typed, kind="ask"):
+class Ask(TypedMessage, kind="ask"):
     """From the coordinator: measure a value in this round."""
 
     round: int
 
 
 @dataclass(frozen=True)
-class Reply(Typed, kind="reply", key=("round", "sender")):
+class Reply(TypedMessage, kind="reply", key=("round", "sender")):
     """To the coordinator: the value measured in a round."""
 
     round: int

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, overload
 
 from testbed.device import Device
-from testbed.messaging.typed import Typed, decode, encode
+from testbed.messaging.typed_messages import TypedMessage, decode, encode
 from testbed.network.link import Link, Pair
 from testbed.wire.message import Message, WireError, size
 
@@ -165,7 +165,7 @@ class Tasks:
             raise first from first.__cause__
 
 
-K = TypeVar("K", bound=Typed)
+K = TypeVar("K", bound=TypedMessage)
 Kinds = type[K] | tuple[type[K], ...]
 
 LIMIT = 10_000
@@ -180,7 +180,7 @@ class _Waiter:
     key: Hashable
     message: asyncio.Future[Any]
 
-    def matches(self, message: Typed) -> bool:
+    def matches(self, message: TypedMessage) -> bool:
         if message.kind not in self.kinds or self.key not in (ANY, message.identity):
             return False
         return not self.message.done()
@@ -215,7 +215,7 @@ class Mailbox:
         self,
         device: Device,
         links: Mapping[Pair, Link],
-        kinds: Iterable[type[Typed]],
+        kinds: Iterable[type[TypedMessage]],
         limit: int = LIMIT,
         codecs: Mapping[str, MessageCodec] = {},
     ) -> None:
@@ -235,7 +235,7 @@ class Mailbox:
         self._opened: list[Callable[[], None]] = []
         self._in_configuration: dict[asyncio.Task[Any], None] = {}
         self._waiters: list[_Waiter] = []
-        self._kept: dict[str, dict[Hashable, Typed]] = {}
+        self._kept: dict[str, dict[Hashable, TypedMessage]] = {}
         """Stored messages by kind and key, oldest first."""
         self._expired: dict[str, Any] = {}
         """Lowest valid key by kind; see `discard_before`."""
@@ -303,7 +303,7 @@ class Mailbox:
         for callback in self._opened:
             callback()
 
-    def post(self, peer: str, message: Typed) -> asyncio.Future[None]:
+    def post(self, peer: str, message: TypedMessage) -> asyncio.Future[None]:
         """Send in the background, after all earlier messages to the peer; the result ends with the acknowledgement.
 
         A message to the device itself is delivered at once. Raises `MailboxFullError`.
@@ -320,7 +320,7 @@ class Mailbox:
         done.set_result(None)
         return done
 
-    async def cast(self, peers: Collection[str], message: Typed) -> None:
+    async def cast(self, peers: Collection[str], message: TypedMessage) -> None:
         """Broadcast once, best effort; return when the message has left the device."""
         await self.device.cast(peers, encode(message))
 
@@ -361,7 +361,7 @@ class Mailbox:
             await self.changed()
         return next(iter(self._kept[kind.kind].values()))  # type: ignore[return-value]
 
-    def holds(self, kind: type[Typed], key: Hashable = ANY) -> bool:
+    def holds(self, kind: type[TypedMessage], key: Hashable = ANY) -> bool:
         """Return whether a matching message is stored."""
         kept = self._kept.get(kind.kind, {})
         return bool(kept) if key is ANY else key in kept
@@ -376,7 +376,7 @@ class Mailbox:
                 return kept.pop(key)  # type: ignore[no-any-return]
         return None
 
-    def discard_before(self, kind: type[Typed], key: Any) -> None:
+    def discard_before(self, kind: type[TypedMessage], key: Any) -> None:
         """Drop stored and future messages of a kind whose key is lower than ``key``."""
         self._expired[kind.kind] = key
         kept = self._kept.get(kind.kind, {})
@@ -395,7 +395,7 @@ class Mailbox:
             if news in self._news:
                 self._news.remove(news)
 
-    def _dispatch_message(self, message: Typed) -> None:
+    def _dispatch_message(self, message: TypedMessage) -> None:
         if self._is_current(message):
             # Handlers come first, so that a `take` never competes with them.
             handler = self._handlers.get(message.kind)
@@ -410,7 +410,7 @@ class Mailbox:
                 if not waiting.done():
                     waiting.set_result(True)
 
-    def _hand_over(self, message: Typed) -> None:
+    def _hand_over(self, message: TypedMessage) -> None:
         """Give a message to the first matching `take`, or store the message."""
         for waiter in self._waiters:
             if waiter.matches(message):
@@ -418,7 +418,7 @@ class Mailbox:
                 return
         self._store_message(message)
 
-    def _is_current(self, message: Typed) -> bool:
+    def _is_current(self, message: TypedMessage) -> bool:
         """Return whether a message belongs to the current configuration or opens a new one, and has not expired."""
         configuration = getattr(message, "configuration", None)
         if configuration == self.configuration:
@@ -428,7 +428,7 @@ class Mailbox:
         expired = self._expired.get(message.kind)
         return expired is None or message.identity >= expired
 
-    def _store_message(self, message: Typed) -> None:
+    def _store_message(self, message: TypedMessage) -> None:
         stored = self._kept.setdefault(message.kind, {})
         # A number keeps messages without a key apart; of two messages with one key, the first is kept.
         key = message.identity if message.key else next(self._numbers)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Numbered, Typed
+from testbed.messaging.typed_messages import ConfigurationMessage, TypedMessage
 
 ReplicaList = Sequence[tuple[int, int, Sequence[int]]]
 """Encoded replicas of a device: a (configuration, step, units) for each replicated state."""
 
 
 @dataclass(frozen=True)
-class Hello(Typed, kind="hello"):
+class Hello(TypedMessage, kind="hello"):
     """Message to the coordinator: the program has started without state."""
 
     incarnation: float
@@ -26,14 +26,14 @@ class Hello(Typed, kind="hello"):
 
 
 @dataclass(frozen=True)
-class Probe(Numbered, kind="probe", opens=True):
+class Probe(ConfigurationMessage, kind="probe", opens=True):
     """Message from the coordinator to request an `Alive`; lower configurations become void."""
 
     question: int
 
 
 @dataclass(frozen=True)
-class Alive(Numbered, kind="alive"):
+class Alive(ConfigurationMessage, kind="alive"):
     """A device's reply to a probe."""
 
     question: int
@@ -50,7 +50,7 @@ class Alive(Numbered, kind="alive"):
 
 
 @dataclass(frozen=True)
-class Configured(Numbered, kind="configured"):
+class Configured(ConfigurationMessage, kind="configured"):
     """Message to the coordinator: the device is ready for its role in the configuration."""
 
     incarnation: float
@@ -60,7 +60,7 @@ ARRIVING_INTERVAL = 0.5
 """Interval, in seconds, at which the arrival of a message's bytes is checked."""
 _NOBODY: Mapping[str, float] = {}
 
-MEMBERSHIP_KINDS: tuple[type[Typed], ...] = (Hello, Probe, Alive, Configured)
+MEMBERSHIP_KINDS: tuple[type[TypedMessage], ...] = (Hello, Probe, Alive, Configured)
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,9 @@ class RoleHolder:
         self._coordinator = coordinator
         mailbox.on_open(self._drop_role)
 
-    def follow(self, configure: type[Typed], role_of: Callable[[Any], Role]) -> None:
+    def follow(
+        self, configure: type[TypedMessage], role_of: Callable[[Any], Role]
+    ) -> None:
         """Assume each role assigned by a message of kind ``configure``; the message opens its configuration."""
 
         def assume_role(message: Any) -> None:

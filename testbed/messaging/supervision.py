@@ -21,12 +21,12 @@ from typing import Protocol, TypeVar
 from testbed.common.errors import TestbedError
 from testbed.messaging.mailbox import ANY, SLACK, Mailbox, transfer_time
 from testbed.messaging.membership import Membership, Presence
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.method import Problem
 from testbed.plan import Piece
 from testbed.wire.message import size_around
 
-K = TypeVar("K", bound=Typed)
+K = TypeVar("K", bound=TypedMessage)
 
 _LOG = logging.getLogger(__name__)
 

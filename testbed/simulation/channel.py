@@ -13,7 +13,6 @@ from functools import partial
 from testbed.hardware import largest_message
 from testbed.network.broadcast import is_received, received_part
 from testbed.network.link import Link
-from testbed.simulation.calendar import Calendar
 from testbed.simulation.crossing import (
     PACKET,
     Crossing,
@@ -21,6 +20,7 @@ from testbed.simulation.crossing import (
     is_passable,
     make_crossing,
 )
+from testbed.simulation.event_queue import EventQueue
 from testbed.simulation.host import Guest, Host
 from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Window
 from testbed.trace.log import Form
@@ -131,10 +131,10 @@ class Channel:
     """
 
     def __init__(
-        self, calendar: Calendar, source: Host, target: Host, link: Link, seed: int
+        self, event_queue: EventQueue, source: Host, target: Host, link: Link, seed: int
     ) -> None:
         # The properties of the two links are copied here, since every message reads them.
-        self._calendar = calendar
+        self._event_queue = event_queue
         self.target = target
         self._free_at = 0.0
         """When the last transmission scheduled so far ends."""
@@ -211,7 +211,7 @@ class Channel:
 
     def arrives(self) -> bool:
         """Return whether a message has arrived in part."""
-        now, delay = self._calendar.now, self.link.delay
+        now, delay = self._event_queue.now, self.link.delay
         return any(
             parcel.due >= 0 and parcel.start + delay <= now for parcel in self._waiting
         )
@@ -230,8 +230,8 @@ class Channel:
     def _launch_parcel(self, parcel: Parcel) -> None:
         # Comparisons instead of max(), which takes most of the time here.
         start = self._free_at
-        if start < self._calendar.now:
-            start = self._calendar.now
+        if start < self._event_queue.now:
+            start = self._event_queue.now
         self._unacknowledged += parcel.bytes
         wire, lag, least = parcel.remaining, 0.0, 0.0
         if self._chance:
@@ -248,7 +248,7 @@ class Channel:
         if due < self._last_due:
             due = self._last_due
         self._last_due = parcel.due = due
-        self._calendar.at(due, _on_arrival, parcel)
+        self._event_queue.at(due, _on_arrival, parcel)
 
     def _launch_waiting(self) -> None:
         """Launch queued messages within the window."""
@@ -289,8 +289,8 @@ class Channel:
 
     def arrive(self, parcel: Parcel) -> None:
         """Deliver a message."""
-        # An interrupted message arrives at another time or never; its entry in the calendar is void.
-        if parcel.due != self._calendar.now:
+        # An interrupted message arrives at another time or never; its entry in the event queue is void.
+        if parcel.due != self._event_queue.now:
             return
         parcel.due = -1.0
         del self._waiting[0]
@@ -307,7 +307,7 @@ class Channel:
 
     def _deliver_parcel(self, parcel: Parcel) -> None:
         """Deliver a message to the device and send the acknowledgement."""
-        now, device = self._calendar.now, self.target.device
+        now, device = self._event_queue.now, self.target.device
         assert device is not None
         start = parcel.begun + self.link.delay
         # Reordered packets skip the delay.
@@ -323,7 +323,7 @@ class Channel:
         if when < self._last_answer:
             when = self._last_answer
         self._last_answer = when
-        self._calendar.at(when, _on_acknowledgement, parcel)
+        self._event_queue.at(when, _on_acknowledgement, parcel)
 
     def acknowledge(self, parcel: Parcel) -> None:
         """Process an acknowledgement at the sender."""
@@ -340,7 +340,7 @@ class Channel:
         if parcel.future.done():
             return
         parcel.future.set_result(None)
-        now, called = self._calendar.now, parcel.called
+        now, called = self._event_queue.now, parcel.called
         queued = parcel.begun - called
         row = (
             now,
@@ -358,7 +358,7 @@ class Channel:
 
     def withdraw(self, parcel: Parcel) -> None:
         """Remove a message that has not left completely; later ones move up."""
-        has_left = parcel.due >= 0 and parcel.end <= self._calendar.now
+        has_left = parcel.due >= 0 and parcel.end <= self._event_queue.now
         if has_left or parcel not in self._waiting:
             return
         self._interrupt_sending()
@@ -366,11 +366,11 @@ class Channel:
         if not self._waiting:
             self._blocked_since = None
         if self._open:
-            self._relaunch_parcels(self._calendar.now)
+            self._relaunch_parcels(self._event_queue.now)
 
     def refresh(self, link: Link | None = None) -> None:
         """Adapt to a changed link, or to a changed state of a host."""
-        now, was_open = self._calendar.now, self._open
+        now, was_open = self._event_queue.now, self._open
         if was_open:
             self._interrupt_sending()
         if link is not None:
@@ -390,7 +390,7 @@ class Channel:
 
     def _interrupt_sending(self) -> None:
         """Stop unfinished transmissions and record their progress."""
-        now = self._calendar.now
+        now = self._event_queue.now
         self._last_due = 0.0
         for parcel in self._waiting:
             if parcel.due < 0:
@@ -446,7 +446,7 @@ class Channel:
 
     def _answer_late(self) -> None:
         """Send the acknowledgements blocked so far; the sender's next attempt reveals them."""
-        now, unanswered = self._calendar.now, self._unanswered
+        now, unanswered = self._event_queue.now, self._unanswered
         self._unanswered = []
         for since, parcel in unanswered:
             attempt = next_attempt(since, now, self.round_trip)
@@ -459,7 +459,7 @@ class Channel:
         self._open = self._is_passable()
         self._waiting = [parcel for parcel in self._waiting if parcel.due >= 0]
         self._blocked_since = None
-        self._free_at = self._calendar.now
+        self._free_at = self._event_queue.now
         self._unacknowledged = 0
 
     def cast_delay(self, cast: Cast) -> float | None:
@@ -502,7 +502,7 @@ class Channel:
             message.missing,
         )
         start = cast.start + delay
-        now = self._calendar.now
+        now = self._event_queue.now
         device.deliver(own, cast.bytes, start, now - start, cast.number)
 
 

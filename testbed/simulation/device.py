@@ -13,8 +13,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from testbed.device import Cost, Span
 from testbed.hardware import check_message
 from testbed.network.link import transmission_time
-from testbed.simulation.calendar import Calendar
 from testbed.simulation.channel import Cast, Channel, Parcel, hear
+from testbed.simulation.event_queue import EventQueue
 from testbed.simulation.host import Host
 from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.medium import Medium, occupy
@@ -52,7 +52,7 @@ class Surroundings(Protocol):
     """The simulated world as seen by a device."""
 
     loop: VirtualLoop
-    calendar: Calendar
+    event_queue: EventQueue
     recorder: Recorder
     hosts: dict[str, Host]
     sharing: Sharing
@@ -92,7 +92,7 @@ class SimulatedDevice:
         # Attributes read for each message come first.
         self.name = host.name
         self.alive = True
-        self._calendar = world.calendar
+        self._event_queue = world.event_queue
         self._loop = world.loop
         self._recorder = world.recorder
         self._channels: dict[str, Channel] = {}
@@ -124,7 +124,7 @@ class SimulatedDevice:
 
     def now(self) -> float:
         """Return the virtual time."""
-        return self._calendar.now
+        return self._event_queue.now
 
     def record(self, event: str, **fields: Any) -> None:
         """Write an event."""
@@ -133,7 +133,7 @@ class SimulatedDevice:
     def write(self, event: str, fields: dict[str, Any]) -> None:
         """Write an event, unless the device is dead."""
         if self.alive:
-            self._recorder.write(Event(self._calendar.now, self.name, event, fields))
+            self._recorder.write(Event(self._event_queue.now, self.name, event, fields))
 
     def add(self, form: Form, row: Row) -> None:
         """Record an event by its form, unless the device is dead."""
@@ -162,7 +162,7 @@ class SimulatedDevice:
             await asyncio.sleep(0)
             return
         over: asyncio.Future[None] = self._loop.create_future()
-        self._calendar.at(self._calendar.now + seconds, _wake_program, over)
+        self._event_queue.at(self._event_queue.now + seconds, _wake_program, over)
         await over
 
     def _cast_form(self) -> CastForm:
@@ -185,7 +185,7 @@ class SimulatedDevice:
         if size > channel.largest:
             check_message(size, self.host.spec, channel.target.spec)
         future = asyncio.Future[None](loop=self._loop)
-        parcel = Parcel(channel, self, sent, size, self._calendar.now, future)
+        parcel = Parcel(channel, self, sent, size, self._event_queue.now, future)
         channel.enqueue(parcel)
         try:
             await future
@@ -210,7 +210,7 @@ class SimulatedDevice:
             check_message(size, self.host.spec, channel.target.spec)
         on_wire = cast_wire_bytes(size)
         seconds = transmission_time(on_wire, self._world.cast_rate(self.name))
-        called = self._calendar.now
+        called = self._event_queue.now
         start, end = occupy(self._world.cast_media(self.name), called, seconds)
         # The wait behind the device's own casts is not part of this one's duration.
         ready = max(called, self._cast_until)
@@ -222,24 +222,28 @@ class SimulatedDevice:
         if seconds:
             first = seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / on_wire
         cast = Cast(sent, header, size, number, start + first)
-        self._calendar.at(end, self._propagate_cast, (channels, cast))
+        self._event_queue.at(end, self._propagate_cast, (channels, cast))
         await self.sleep(end - called)
         values_of_event = (message.kind, size, ready, end - ready, number)
-        self.add(CAST, (self._calendar.now, self.name, sorted(peers), *values_of_event))
+        self.add(
+            CAST, (self._event_queue.now, self.name, sorted(peers), *values_of_event)
+        )
 
     def _propagate_cast(self, leaving: tuple[list[Channel], Cast]) -> None:
         # The sender died before the end of the transmission.
         if not self.alive:
             return
         channels, cast = leaving
-        # One entry of the calendar for all receivers at the same delay, mostly one in all.
+        # One entry of the event queue for all receivers at the same delay, mostly one in all.
         arriving: dict[float, list[Channel]] = {}
         for channel in channels:
             delay = channel.cast_delay(cast)
             if delay is not None:
                 arriving.setdefault(delay, []).append(channel)
         for delay, together in arriving.items():
-            self._calendar.at(self._calendar.now + delay, hear, (together, cast, delay))
+            self._event_queue.at(
+                self._event_queue.now + delay, hear, (together, cast, delay)
+            )
 
     def deliver(
         self,
@@ -253,7 +257,7 @@ class SimulatedDevice:
         if self._listener is None and not self._hand_to_waiter(message):
             self._inbox.append(message)
         row = (
-            self._calendar.now,
+            self._event_queue.now,
             self.name,
             message.sender,
             message.kind,
@@ -344,9 +348,9 @@ class SimulatedDevice:
             # The caller has been cancelled while the work waited.
             if work.future.done():
                 continue
-            work.start = self._calendar.now
+            work.start = self._event_queue.now
             keys, values = work.span.row()
-            self.add(_work_forms(keys)[0], (self._calendar.now, self.name, *values))
+            self.add(_work_forms(keys)[0], (self._event_queue.now, self.name, *values))
             # A fault that waits for this event may have killed the device.
             if not self.alive:
                 return
@@ -369,33 +373,33 @@ class SimulatedDevice:
             work.share = SharedTransfer(work.remaining, 1.0, uses, finish)
             self._world.sharing.begin(work.share)
             return
-        work.ends = self._calendar.now + work.remaining
-        self._calendar.at(work.ends, self._end_work, work)
+        work.ends = self._event_queue.now + work.remaining
+        self._event_queue.at(work.ends, self._end_work, work)
 
     def _halt_work(self, work: _ChargedWork) -> None:
         if work.share is not None:
             work.remaining = self._world.sharing.stop(work.share)
             work.share = None
         elif work.ends >= 0:
-            work.remaining = work.ends - self._calendar.now
+            work.remaining = work.ends - self._event_queue.now
             work.ends = -1.0
 
     def pause(self) -> None:
         """Stop the processors and hold back the program."""
-        self._calendar.freeze(self)
+        self._event_queue.freeze(self)
         for work in self._under_way:
             self._halt_work(work)
 
     def resume(self) -> None:
         """Resume processors and program."""
-        self._calendar.thaw(self)
+        self._event_queue.thaw(self)
         for work in self._under_way:
             self._continue_work(work)
 
     def change_speed(self, factor: float) -> None:
         """Rescale the remaining work to ``factor`` times the previous speed."""
         for work in self._under_way:
-            is_unfinished = work.share is not None or work.ends > self._calendar.now
+            is_unfinished = work.share is not None or work.ends > self._event_queue.now
             if self.host.paused or is_unfinished:
                 self._halt_work(work)
                 work.remaining /= factor
@@ -407,22 +411,22 @@ class SimulatedDevice:
         for work in self._under_way:
             self._halt_work(work)
         # A paused device's tasks must run once more, to be cancelled.
-        self._calendar.thaw(self)
+        self._event_queue.thaw(self)
         for task in list(self.tasks):
             task.cancel()
 
     def _end_work(self, work: _ChargedWork) -> None:
-        if not self.alive or work.ends != self._calendar.now:
+        if not self.alive or work.ends != self._event_queue.now:
             return
         self._finish_work(work)
 
     def _finish_work(self, work: _ChargedWork) -> None:
-        # Reset, since a pause of no length leaves two entries in the calendar for this instant.
+        # Reset, since a pause of no length leaves two entries in the event queue for this instant.
         work.ends = -1.0
         work.share = None
         self._under_way.remove(work)
         keys, values = work.span.row()
-        now, flops = self._calendar.now, self._charged(work.cost)[1]
+        now, flops = self._event_queue.now, self._charged(work.cost)[1]
         row = (now, self.name, *values, work.start, now - work.start, flops, 0.0, 0.0)
         self.add(_work_forms(keys)[1], row)
         # The processor finishes work whose caller has been cancelled.

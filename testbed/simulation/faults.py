@@ -21,11 +21,11 @@ class TraceExecution:
 
     def _apply_changes(self, _nothing: None) -> None:
         # One by one: on this clock each is exactly on time, and each has its own events.
-        for change in self._script.due(self._world.calendar.now).changes:
+        for change in self._script.due(self._world.event_queue.now).changes:
             _record_and_apply(Changes([change]), self._world)
         deadline = self._script.next_deadline()
         if deadline is not None:
-            self._world.calendar.at(deadline, self._apply_changes, None)
+            self._world.event_queue.at(deadline, self._apply_changes, None)
 
 
 class FaultExecution:
@@ -45,10 +45,10 @@ class FaultExecution:
     def _schedule_next(self) -> None:
         deadline = self._script.next_deadline()
         if deadline is not None:
-            self._world.calendar.at(deadline, self._operate_due, None)
+            self._world.event_queue.at(deadline, self._operate_due, None)
 
     def _operate_due(self, _nothing: None) -> None:
-        for operation in self._script.due(self._world.calendar.now):
+        for operation in self._script.due(self._world.event_queue.now):
             self._apply_operation(operation)
 
     def _observe_event(self, event: Event) -> None:
@@ -64,7 +64,7 @@ class FaultExecution:
 
     def _apply_operation(self, operation: FaultOperation) -> None:
         _record_and_apply(operation, self._world)
-        self._script.done(operation, self._world.calendar.now)
+        self._script.done(operation, self._world.event_queue.now)
         self._world.end_without_coordinator(self._script.may_start)
         self._schedule_next()
 

@@ -16,7 +16,7 @@ from contextvars import Context
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from testbed.simulation.calendar import Calendar, Callback, Timer
+from testbed.simulation.event_queue import Callback, EventQueue, Timer
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """An asyncio event loop on the virtual clock of a calendar.
+    """An asyncio event loop on the virtual clock of an event queue.
 
     There is one thread and no input or output: the methods of `asyncio.AbstractEventLoop` for threads, sockets and
     files raise NotImplementedError.
@@ -38,10 +38,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     """
 
     def __init__(self, limit: float = float("inf")) -> None:
-        self.calendar = Calendar(limit, self._report_failure)
-        # The calendar's own methods under asyncio's names: a method in between would double the calls.
-        self.call_soon = self.call_soon_threadsafe = self.calendar.soon  # type: ignore[assignment]  # one thread
-        self.call_at = self.calendar.timer  # type: ignore[assignment]
+        self.event_queue = EventQueue(limit, self._report_failure)
+        # The event queue's own methods under asyncio's names: a method in between would double the calls.
+        self.call_soon = self.call_soon_threadsafe = self.event_queue.soon  # type: ignore[assignment]  # one thread
+        self.call_at = self.event_queue.timer  # type: ignore[assignment]
         self._running = self._closed = False
         self._task_factory: Callable[..., Any] | None = None
         self._exception_handler: ExceptionHandler | None = None
@@ -52,7 +52,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def time(self) -> float:
         """Return the virtual time in seconds."""
-        return self.calendar.now
+        return self.event_queue.now
 
     def call_later(  # type: ignore[override]
         self,
@@ -62,8 +62,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         context: Context | None = None,
     ) -> Timer:
         """Schedule a callback some seconds from now."""
-        return self.calendar.timer(
-            self.calendar.now + delay, callback, *args, context=context
+        return self.event_queue.timer(
+            self.event_queue.now + delay, callback, *args, context=context
         )
 
     # Tasks and futures
@@ -105,9 +105,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         asyncio._set_running_loop(self)
         self._running = True
         try:
-            self.calendar.run()
+            self.event_queue.run()
         finally:
-            self._running = self.calendar.stopping = False
+            self._running = self.event_queue.stopping = False
             asyncio._set_running_loop(None)
             sys.set_asyncgen_hooks(*hooks)
 
@@ -145,7 +145,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def stop(self) -> None:
         """Return from `run_forever` once nothing is ready."""
-        self.calendar.stopping = True
+        self.event_queue.stopping = True
 
     def is_running(self) -> bool:
         """Return whether `run_forever` is under way."""
@@ -160,7 +160,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if self._running:
             raise RuntimeError("a running loop cannot be closed")
         self._closed = True
-        self.calendar.clear()
+        self.event_queue.clear()
 
     async def shutdown_asyncgens(self) -> None:
         """Close all started asynchronous generators."""

@@ -12,8 +12,8 @@ from testbed.common.memory import keep_freed_memory
 from testbed.common.usercode import describe_error
 from testbed.experiment import Experiment
 from testbed.faults.script import FaultScript, TraceScript
-from testbed.simulation.calendar import EmptySchedule, TimeLimit
 from testbed.simulation.device import SimulatedDevice
+from testbed.simulation.event_queue import EmptySchedule, TimeLimit
 from testbed.simulation.faults import FaultExecution, TraceExecution
 from testbed.simulation.host import Guest
 from testbed.simulation.recorder import Recorder

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import inf
 
 from testbed.network.link import Link
-from testbed.simulation.calendar import Calendar
 from testbed.simulation.channel import Channel, Parcel
+from testbed.simulation.event_queue import EventQueue
 from testbed.simulation.host import Host
 from testbed.simulation.sharing import Shared, SharedTransfer, Sharing
 from testbed.wire.framing import WINDOW
@@ -21,7 +21,7 @@ class SharedChannel(Channel):
 
     def __init__(
         self,
-        calendar: Calendar,
+        event_queue: EventQueue,
         source: Host,
         target: Host,
         link: Link,
@@ -30,7 +30,7 @@ class SharedChannel(Channel):
         shareds: Sequence[Shared],
         cell: Shared | None,
     ) -> None:
-        super().__init__(calendar, source, target, link, seed)
+        super().__init__(event_queue, source, target, link, seed)
         self._sharing = sharing
         self._shareds = shareds
         """Limited uplink of the source and downlink of the target."""
@@ -46,12 +46,12 @@ class SharedChannel(Channel):
             return
         self._present = parcel
         self._unacknowledged += parcel.bytes
-        start = max(self._free_at, self._calendar.now)
+        start = max(self._free_at, self._event_queue.now)
         if parcel.begun < 0:
             parcel.begun = start
         # The end is unknown, since it depends on transmissions that begin meanwhile.
         parcel.start, parcel.end, parcel.due = start, inf, inf
-        self._calendar.at(start, self._start_leaving, (parcel, start))
+        self._event_queue.at(start, self._start_leaving, (parcel, start))
 
     def _launch_waiting(self) -> None:
         self._full = False
@@ -66,7 +66,7 @@ class SharedChannel(Channel):
 
     def _start_leaving(self, leaving: tuple[Parcel, float]) -> None:
         parcel, start = leaving
-        # An entry of the calendar cannot be cancelled: it is void if the message was interrupted before its start.
+        # An entry of the event queue cannot be cancelled: it is void if the message was interrupted before its start.
         is_present = parcel is self._present and self._flow is None
         if not is_present or parcel.start != start:
             return
@@ -85,13 +85,13 @@ class SharedChannel(Channel):
         self._sharing.begin(self._flow)
 
     def _finish_leaving(self) -> None:
-        parcel, now = self._present, self._calendar.now
+        parcel, now = self._present, self._event_queue.now
         assert parcel is not None
         self._present = self._flow = None
         parcel.end = now
         due = max(now + (self.link.delay + self._lag), self._last_due)
         self._last_due = parcel.due = due
-        self._calendar.at(due, self.arrive, parcel)
+        self._event_queue.at(due, self.arrive, parcel)
         self._launch_waiting()
 
     def _interrupt_sending(self) -> None:

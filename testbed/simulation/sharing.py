@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from testbed.simulation.calendar import Calendar
+from testbed.simulation.event_queue import EventQueue
 
 _NEARLY = 1 - 1e-12
 """Relative threshold for a full medium, because rates are sums of floats."""
@@ -61,13 +61,13 @@ class SharedTransfer:
 class Sharing:
     """All transmissions with shared rates."""
 
-    def __init__(self, calendar: Calendar) -> None:
-        self._calendar = calendar
+    def __init__(self, event_queue: EventQueue) -> None:
+        self._event_queue = event_queue
         self._touched: dict[Shared, None] = {}
 
     def begin(self, flow: SharedTransfer) -> None:
         """Add a transmission."""
-        flow.since = self._calendar.now
+        flow.since = self._event_queue.now
         for shared, _ in flow.uses:
             shared.flows[flow] = None
             self.touch(shared)
@@ -75,14 +75,14 @@ class Sharing:
     def stop(self, flow: SharedTransfer) -> float:
         """Stop a transmission early; return the unsent bits."""
         self._remove_flow(flow)
-        return max(0.0, flow.bits - flow.rate * (self._calendar.now - flow.since))
+        return max(0.0, flow.bits - flow.rate * (self._event_queue.now - flow.since))
 
     def reserve(self, shared: Shared, start: float, end: float) -> None:
         """Give casts all of a rate between two instants; times of several casts may not overlap."""
         # A cast at infinite rate takes no time and keeps nobody waiting.
         if end > start:
-            self._calendar.at(start, self._apply_reservation, (shared, end))
-            self._calendar.at(end, self.touch, shared)
+            self._event_queue.at(start, self._apply_reservation, (shared, end))
+            self._event_queue.at(end, self.touch, shared)
 
     def _apply_reservation(self, reservation: tuple[Shared, float]) -> None:
         shared, until = reservation
@@ -92,7 +92,7 @@ class Sharing:
     def touch(self, shared: Shared) -> None:
         """Schedule recomputation of affected rates after all events of this instant."""
         if not self._touched:
-            self._calendar.at(self._calendar.now, self._settle_rates, None)
+            self._event_queue.at(self._event_queue.now, self._settle_rates, None)
         self._touched[shared] = None
 
     def _remove_flow(self, flow: SharedTransfer) -> None:
@@ -102,7 +102,7 @@ class Sharing:
             self.touch(shared)
 
     def _settle_rates(self, _nothing: None) -> None:
-        now, flows = self._calendar.now, self._affected_transfers()
+        now, flows = self._event_queue.now, self._affected_transfers()
         for flow, rate in max_min_fair_rates(flows, now).items():
             # Recomputing an unchanged transmission would round its end differently.
             if rate == flow.rate and flow.ends >= 0:
@@ -111,7 +111,7 @@ class Sharing:
             flow.since, flow.rate = now, rate
             flow.ends = now + flow.bits / rate if rate > 0 else -1.0
             if rate > 0:
-                self._calendar.at(flow.ends, self._end_flow, flow)
+                self._event_queue.at(flow.ends, self._end_flow, flow)
 
     def _affected_transfers(self) -> list[SharedTransfer]:
         """Return all transmissions connected to the touched rates, directly or indirectly."""
@@ -134,7 +134,7 @@ class Sharing:
 
     def _end_flow(self, flow: SharedTransfer) -> None:
         # Void if the rate has changed meanwhile, or the transmission was stopped.
-        if flow.ends != self._calendar.now:
+        if flow.ends != self._event_queue.now:
             return
         self._remove_flow(flow)
         flow.ended()

@@ -15,9 +15,9 @@ from testbed.hardware import DeviceSpec, Machine
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Cell, Link, Pair
 from testbed.network.radio import Radio
-from testbed.simulation.calendar import OWNER, EmptySchedule, TimeLimit
 from testbed.simulation.channel import Channel
 from testbed.simulation.device import SimulatedDevice
+from testbed.simulation.event_queue import OWNER, EmptySchedule, TimeLimit
 from testbed.simulation.host import Guest, Host
 from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.medium import Medium
@@ -77,7 +77,7 @@ class World:
     ) -> None:
         # The abstract methods that are missing need sockets or threads.
         self.loop = VirtualLoop(time_limit)  # type: ignore[abstract]
-        self.calendar = self.loop.calendar
+        self.event_queue = self.loop.event_queue
         self.loop.set_task_factory(_make_owned)
         self.loop.set_exception_handler(self._lost_error)
         specs = list(devices)
@@ -92,7 +92,7 @@ class World:
         self._coordinator = coordinator
         self._seed = seed
         self._channels: dict[Pair, Channel] = {}
-        self.sharing = Sharing(self.calendar)
+        self.sharing = Sharing(self.event_queue)
         for machine in machines:
             cores = Shared(machine.cores)
             for name in machine.devices:
@@ -112,7 +112,7 @@ class World:
 
     def record(self, event: str, **fields: Any) -> None:
         """Write an event of the testbed itself."""
-        self.recorder.write(Event(self.calendar.now, TESTBED, event, fields))
+        self.recorder.write(Event(self.event_queue.now, TESTBED, event, fields))
 
     def channel(self, source: str, target: str) -> Channel:
         """Return the channel between two devices. Raises ValueError without a link."""
@@ -143,9 +143,9 @@ class World:
                 cell = candidate.shared
                 break
         if not shareds and cell is None:
-            return Channel(self.calendar, *ends, link, self._seed)
+            return Channel(self.event_queue, *ends, link, self._seed)
         return SharedChannel(
-            self.calendar, *ends, link, self._seed, self.sharing, shareds, cell
+            self.event_queue, *ends, link, self._seed, self.sharing, shareds, cell
         )
 
     def _cells_of(self, name: str) -> list[_Cell]:
@@ -192,7 +192,7 @@ class World:
                     device.write("state", {"state": "stopped"})
                 device.kill()
         # Cancelled tasks run their `finally` blocks, but no time passes for them.
-        self.calendar.limit = self.calendar.now
+        self.event_queue.limit = self.event_queue.now
         with suppress(EmptySchedule, TimeLimit):
             while True:
                 # A Ctrl-C that ended a task beside a program is raised again in each task that waited for that task.
@@ -224,8 +224,8 @@ class World:
         if host.device is None and host.booting is None:
             host.boots += 1
             host.booting = host.boots
-            booted = self.calendar.now + BOOT_SECONDS
-            self.calendar.at(booted, self._boot_device, (host, host.boots))
+            booted = self.event_queue.now + BOOT_SECONDS
+            self.event_queue.at(booted, self._boot_device, (host, host.boots))
 
     def retire(self, name: str) -> None:
         """Ask a device to leave; the device stops when its program returns. No effect on a stopped device."""
@@ -306,7 +306,7 @@ class World:
         texts = conditions[:DEVICES_NAMED]
         if len(conditions) > DEVICES_NAMED:
             texts.append(f"and {len(conditions) - DEVICES_NAMED} more")
-        return f"at {self.calendar.now:.6g} s {'; '.join(texts)}"
+        return f"at {self.event_queue.now:.6g} s {'; '.join(texts)}"
 
     def _boot_device(self, boot: tuple[Host, int]) -> None:
         host, number = boot

@@ -8,7 +8,7 @@ import torch
 
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.method import Job
 from testbed.ml.slots.arrangement import NeuronAssignment
@@ -25,7 +25,7 @@ class NeedsArrangement(Needs, kind=INFORMING[0]):
 
 
 @dataclass(frozen=True)
-class Arranged(Typed, kind=INFORMING[1]):
+class Arranged(TypedMessage, kind=INFORMING[1]):
     """From the coordinator: the task of each device, line 22 of Algorithm 1."""
 
     layers: list[dict[str, list[int]]]

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.shard import State
 from testbed.ml.lazy import torch
 from testbed.ml.method import Problem
@@ -31,7 +31,7 @@ from testbed_stahl.plan import Range
 from testbed_stahl.request_work import MemberContext, RequestWork
 from testbed_stahl.tile_work import TileWork
 
-K = TypeVar("K", bound=Typed)
+K = TypeVar("K", bound=TypedMessage)
 
 
 class InferenceMember:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.messaging.typed import Numbered, Typed
+from testbed.messaging.typed_messages import ConfigurationMessage, TypedMessage
 from testbed.ml.layers.shard import State
 from testbed.ml.lazy import torch
 from testbed.ml.pipeline.messages import Activation, Output
 
 
 @dataclass(frozen=True)
-class ConfigureMember(Numbered, kind="configure", opens=True):
+class ConfigureMember(ConfigurationMessage, kind="configure", opens=True):
     """From the coordinator on the source: join this plan as a member."""
 
     plan: Mapping[str, Any]
@@ -24,7 +24,7 @@ class ConfigureMember(Numbered, kind="configure", opens=True):
 
 
 @dataclass(frozen=True)
-class OutputPiece(Numbered, kind="piece"):
+class OutputPiece(ConfigurationMessage, kind="piece"):
     """To a member: elements of a layer's output, starting at ``first``."""
 
     request: int
@@ -35,7 +35,7 @@ class OutputPiece(Numbered, kind="piece"):
 
 
 @dataclass(frozen=True)
-class PartialSums(Numbered, kind="sums"):
+class PartialSums(ConfigurationMessage, kind="sums"):
     """To the merging member: partial sums for output channels ``first`` to ``last`` (exclusive)."""
 
     request: int
@@ -46,7 +46,7 @@ class PartialSums(Numbered, kind="sums"):
 
 
 @dataclass(frozen=True)
-class TileInput(Numbered, kind="tile"):
+class TileInput(ConfigurationMessage, kind="tile"):
     """From the source: input region of a tile, (samples, channels, height, width)."""
 
     request: int
@@ -55,7 +55,7 @@ class TileInput(Numbered, kind="tile"):
 
 
 @dataclass(frozen=True)
-class TileOutput(Numbered, kind="tiled"):
+class TileOutput(ConfigurationMessage, kind="tiled"):
     """To the source: output of a tile, (samples, channels, height, width)."""
 
     request: int
@@ -64,7 +64,7 @@ class TileOutput(Numbered, kind="tiled"):
 
 
 @dataclass(frozen=True)
-class TileOverlap(Numbered, kind="overlap"):
+class TileOverlap(ConfigurationMessage, kind="overlap"):
     """To the member computing tile ``borrower``, or to the source for forwarding: region reused from another tile.
 
     (samples, elements), map after map in the order of `tiles.overlaps`.
@@ -76,7 +76,7 @@ class TileOverlap(Numbered, kind="overlap"):
     tensor: torch.Tensor
 
 
-MEMBER_KINDS: tuple[type[Typed], ...] = (
+MEMBER_KINDS: tuple[type[TypedMessage], ...] = (
     ConfigureMember, Activation, OutputPiece, PartialSums, TileInput, TileOverlap, TileOutput, Output,
 )  # fmt: skip
 """`Activation` brings a request's images to the source, `Output` its result to the coordinator there."""

@@ -16,7 +16,7 @@ from testbed.common import formats
 from testbed.common.errors import TestbedError
 from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.lazy import torch
 from testbed.ml.models.chain import forward_of
 from testbed.ml.models.sliced import SlicedLayer, SlicedShape
@@ -98,7 +98,7 @@ class MemberContext:
         for task in self._tasks:
             task.cancel()
 
-    def post(self, device: int | None, message: Typed) -> None:
+    def post(self, device: int | None, message: TypedMessage) -> None:
         """Queue a message to a device of the plan or to the coordinator, without waiting."""
         self._mailbox.post(
             self._coordinator if device is None else self.flow.plan.devices[device],

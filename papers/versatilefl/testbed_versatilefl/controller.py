@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.method import Job
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.planner import timetable_of
@@ -32,14 +32,14 @@ from testbed_versatilefl.records import ReceptionRecords, is_silent, mean_credib
 
 
 @dataclass(frozen=True)
-class Join(Typed, kind="join"):
+class Join(TypedMessage, kind="join"):
     """Request for neurons: sent after a boot, cast by a device without neurons whose casts had been lost."""
 
     boot: bool = True
 
 
 @dataclass(frozen=True)
-class Leave(Typed, kind="leave"):
+class Leave(TypedMessage, kind="leave"):
     """Announcement of a leaving device, which hands over its neurons."""
 
     announced: bool = True
@@ -255,6 +255,6 @@ class ArrangementController:
             if known != version:
                 del self._joining[name]
 
-    def _post_to_all(self, message: Typed) -> None:
+    def _post_to_all(self, message: TypedMessage) -> None:
         for name in self._others:
             self._mailbox.post(name, message)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.shard import State
 from testbed.ml.models.slices import Channels, as_channels, pick
 from testbed.ml.slots.arrangement import NeuronAssignment
@@ -15,7 +15,7 @@ from testbed.ml.slots.neurons import Neurons
 
 
 @dataclass(frozen=True)
-class Arrange(Typed, kind="arrange"):
+class Arrange(TypedMessage, kind="arrange"):
     """From the coordinator: the new placement of neurons."""
 
     version: int
@@ -24,7 +24,7 @@ class Arrange(Typed, kind="arrange"):
 
 
 @dataclass(frozen=True)
-class Moved(Typed, kind="moved"):
+class Moved(TypedMessage, kind="moved"):
     """Neurons with their weights, for the holder by the given version or a newer one."""
 
     version: int

@@ -12,7 +12,7 @@ import torch
 
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.layers.shard import State
 from testbed.ml.models.slices import Channels
@@ -326,7 +326,7 @@ class Maintenance:
 
 
 @dataclass(frozen=True)
-class Complete(Typed, kind="complete", key=("batch", "layer", "sender")):
+class Complete(TypedMessage, kind="complete", key=("batch", "layer", "sender")):
     """Cast to the other devices of a layer: everything of a batch has arrived here. For the granularity ``layer``."""
 
     batch: int

@@ -24,7 +24,7 @@ from testbed.common import formats
 from testbed.common.errors import InputError, TestbedError
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.method import Job, Method, Options, Problem
 from testbed.methods.program.processes import ProcessTree, killed_for_memory
 from testbed.methods.program.workload import (
@@ -59,7 +59,7 @@ _KEPT = ("TESTBED_TOKEN",)
 
 
 @dataclass(frozen=True)
-class Ended(Typed, kind="ended", key=("sender",)):
+class Ended(TypedMessage, kind="ended", key=("sender",)):
     """To the coordinator: my program has ended well."""
 
 

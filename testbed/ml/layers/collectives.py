@@ -9,14 +9,16 @@ from itertools import count
 
 from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Numbered
+from testbed.messaging.typed_messages import ConfigurationMessage
 from testbed.ml.layers.shard import State
 from testbed.ml.lazy import torch
 
 
 @dataclass(frozen=True)
 class Contribution(
-    Numbered, kind="collective", key=("group", "operation", "step", "sender")
+    ConfigurationMessage,
+    kind="collective",
+    key=("group", "operation", "step", "sender"),
 ):
     """Message from one group member to another for one step of an operation."""
 

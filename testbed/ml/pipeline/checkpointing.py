@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from testbed.common.errors import InputError, TestbedError
 from testbed.messaging.supervision import Lost, Supervisor
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.shard import State, result_of
 from testbed.ml.lazy import torch
 from testbed.ml.pipeline.messages import UnitState
@@ -23,7 +23,7 @@ from testbed.plan import Piece
 
 Partitioner = Callable[[Collection[str]], Sequence[Piece]]
 """Available devices -> their parts; raises `InputError` if no partition fits."""
-MakeConfigure = Callable[[Piece, State | None], Typed]
+MakeConfigure = Callable[[Piece, State | None], TypedMessage]
 """(part, state of the checkpoint; None: the seed's) -> the configuration message of a device."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from testbed.messaging.membership import MEMBERSHIP_KINDS
-from testbed.messaging.typed import Fixed, Numbered, Typed
+from testbed.messaging.typed_messages import ConfigurationMessage, Fixed, TypedMessage
 from testbed.ml.layers.shard import State
 from testbed.ml.lazy import torch
 from testbed.ml.pipeline.metrics import MOVED
@@ -27,7 +27,7 @@ Points = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Configure(Numbered, kind="configure", opens=True):
+class Configure(ConfigurationMessage, kind="configure", opens=True):
     """From the coordinator: become this stage."""
 
     stages: Stages
@@ -39,7 +39,7 @@ class Configure(Numbered, kind="configure", opens=True):
 
 
 @dataclass(frozen=True)
-class Prepare(Numbered, kind="configure", opens=True):
+class Prepare(ConfigurationMessage, kind="configure", opens=True):
     """From the coordinator: obtain the state of this stage."""
 
     stages: Stages
@@ -57,7 +57,9 @@ class Prepare(Numbered, kind="configure", opens=True):
 
 
 @dataclass(frozen=True)
-class Activation(Numbered, kind="activation", key=("work", "batch", "micro")):
+class Activation(
+    ConfigurationMessage, kind="activation", key=("work", "batch", "micro")
+):
     """To the next stage, or from the coordinator to the first: inputs of a micro-batch."""
 
     work: Purpose
@@ -75,7 +77,7 @@ class Activation(Numbered, kind="activation", key=("work", "batch", "micro")):
 
 
 @dataclass(frozen=True)
-class Labels(Numbered, kind="labels", key=("batch",)):
+class Labels(ConfigurationMessage, kind="labels", key=("batch",)):
     """From the coordinator to the last stage: labels of a whole batch, (samples,)."""
 
     batch: int
@@ -83,7 +85,7 @@ class Labels(Numbered, kind="labels", key=("batch",)):
 
 
 @dataclass(frozen=True)
-class Gradient(Numbered, kind="gradient", key=("batch", "micro")):
+class Gradient(ConfigurationMessage, kind="gradient", key=("batch", "micro")):
     """To the previous stage: the gradient of its outputs; in asynchronous training also reports about the batch."""
 
     batch: int
@@ -97,7 +99,7 @@ class Gradient(Numbered, kind="gradient", key=("batch", "micro")):
 
 
 @dataclass(frozen=True)
-class Norms(Numbered, kind="norms", key=("batch", "whole")):
+class Norms(ConfigurationMessage, kind="norms", key=("batch", "whole")):
     """For clipping by norm: to the previous stage, gradient norms of this and later stages; back, the norms of all."""
 
     batch: int
@@ -108,7 +110,9 @@ class Norms(Numbered, kind="norms", key=("batch", "whole")):
 
 
 @dataclass(frozen=True)
-class TiedGradient(Numbered, kind="tied", key=("sender", "batch", "weight")):
+class TiedGradient(
+    ConfigurationMessage, kind="tied", key=("sender", "batch", "weight")
+):
     """For a weight shared by stages: its gradient, to the first of the stages; back, the sum of all gradients."""
 
     batch: int
@@ -118,7 +122,7 @@ class TiedGradient(Numbered, kind="tied", key=("sender", "batch", "weight")):
 
 
 @dataclass(frozen=True)
-class Output(Numbered, kind="output", key=("work", "batch")):
+class Output(ConfigurationMessage, kind="output", key=("work", "batch")):
     """From the last stage to the coordinator: outputs of a batch, (samples, ...)."""
 
     work: Purpose
@@ -127,7 +131,7 @@ class Output(Numbered, kind="output", key=("work", "batch")):
 
 
 @dataclass(frozen=True)
-class Loss(Numbered, kind="loss", key=("batch",)):
+class Loss(ConfigurationMessage, kind="loss", key=("batch",)):
     """From the last stage to the coordinator in synchronous training: mean loss of a batch."""
 
     batch: int
@@ -135,7 +139,7 @@ class Loss(Numbered, kind="loss", key=("batch",)):
 
 
 @dataclass(frozen=True)
-class Updated(Numbered, kind="updated", key=("batch",)):
+class Updated(ConfigurationMessage, kind="updated", key=("batch",)):
     """From the first stage, whose update ends the step, to the coordinator on the same device."""
 
     batch: int
@@ -146,7 +150,7 @@ class Updated(Numbered, kind="updated", key=("batch",)):
 
 
 @dataclass(frozen=True)
-class UnitState(Numbered, kind="state"):
+class UnitState(ConfigurationMessage, kind="state"):
     """To the coordinator, for a checkpoint: the state of one unit after a step."""
 
     step: int
@@ -156,7 +160,7 @@ class UnitState(Numbered, kind="state"):
 
 
 @dataclass(frozen=True)
-class End(Numbered, kind="end", key=("batch",)):
+class End(ConfigurationMessage, kind="end", key=("batch",)):
     """To the next stage, in place of an activation: no more batches from this one on until further notice."""
 
     batch: int
@@ -168,28 +172,28 @@ class End(Numbered, kind="end", key=("batch",)):
 
 
 @dataclass(frozen=True)
-class Drained(Numbered, kind="drained", key=("sender",)):
+class Drained(ConfigurationMessage, kind="drained", key=("sender",)):
     """To the coordinator: all updates before this step are done, and none after."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class Commit(Numbered, kind="commit"):
+class Commit(ConfigurationMessage, kind="commit"):
     """From the coordinator: all stages are prepared; begin, and free all other points."""
 
     keep: Points
 
 
 @dataclass(frozen=True)
-class Keep(Numbered, kind="keep"):
+class Keep(ConfigurationMessage, kind="keep"):
     """From the coordinator: free all points except these and later ones."""
 
     keep: Points
 
 
 @dataclass(frozen=True)
-class Fetch(Numbered, kind="fetch", opens=True):
+class Fetch(ConfigurationMessage, kind="fetch", opens=True):
     """To any device: send these units of a point."""
 
     made: int
@@ -198,7 +202,7 @@ class Fetch(Numbered, kind="fetch", opens=True):
 
 
 @dataclass(frozen=True)
-class FetchedUnit(Numbered, kind=MOVED):
+class FetchedUnit(ConfigurationMessage, kind=MOVED):
     """The answer to a fetch, one message per unit."""
 
     made: int
@@ -208,7 +212,7 @@ class FetchedUnit(Numbered, kind=MOVED):
 
 
 @dataclass(frozen=True)
-class Replica(Numbered, kind="replica"):
+class Replica(ConfigurationMessage, kind="replica"):
     """To the next stage, or to the coordinator: keep this replica."""
 
     step: int
@@ -217,33 +221,33 @@ class Replica(Numbered, kind="replica"):
 
 
 @dataclass(frozen=True)
-class Replicated(Numbered, kind="replicated"):
+class Replicated(ConfigurationMessage, kind="replicated"):
     """To the coordinator: the sender's units of this step have reached their keepers."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class Measure(Numbered, kind="measure"):
+class Measure(ConfigurationMessage, kind="measure"):
     """From the coordinator: measure the link to another stage."""
 
     target: str
 
 
 @dataclass(frozen=True)
-class Deviates(Numbered, kind="deviates"):
+class Deviates(ConfigurationMessage, kind="deviates"):
     """To the coordinator: the link to another stage deviates from its measured rate."""
 
     target: str
 
 
 @dataclass(frozen=True)
-class Packet(Numbered, kind="packet"):
+class Packet(ConfigurationMessage, kind="packet"):
     """To the measured peer; only the size of the message matters."""
 
 
 @dataclass(frozen=True)
-class Measured(Numbered, kind="measured"):
+class Measured(ConfigurationMessage, kind="measured"):
     """To the coordinator: the result of a measurement."""
 
     target: str
@@ -251,17 +255,17 @@ class Measured(Numbered, kind="measured"):
     """Bit/s on the wire; None: sending takes no time."""
 
 
-FORWARD_KINDS: tuple[type[Typed], ...] = (
+FORWARD_KINDS: tuple[type[TypedMessage], ...] = (
     *MEMBERSHIP_KINDS,
     Configure,
     Activation,
     Output,
 )
-SYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (
+SYNCHRONOUS_KINDS: tuple[type[TypedMessage], ...] = (
     *FORWARD_KINDS,
     *(Labels, Gradient, Norms, TiedGradient, UnitState, Loss, Updated),
 )
-ASYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (
+ASYNCHRONOUS_KINDS: tuple[type[TypedMessage], ...] = (
     *MEMBERSHIP_KINDS,
     *(Prepare, Commit, Keep, Fetch, FetchedUnit, Replica, Replicated),
     *(Activation, Labels, Gradient, End, Updated, Output, Drained),

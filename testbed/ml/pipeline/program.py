@@ -17,7 +17,7 @@ from testbed.messaging.supervision import (
     Timeouts,
     run_with_recovery,
 )
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Training
 from testbed.ml.layers.shard import State, restrict
@@ -108,7 +108,7 @@ O = TypeVar("O", bound=StagesOptions)  # noqa: E741
 async def _run_with_checkpoints(
     device: Device,
     job: Job[O],
-    kinds: Iterable[type[Typed]],
+    kinds: Iterable[type[TypedMessage]],
     updates: Callable[[Stage], UpdatePolicy] | None,
     partition: PlanStages,
     work: Callable[[Supervisor, CheckpointRecovery, Job[O]], ResumableWork],
@@ -136,7 +136,7 @@ async def _run_with_checkpoints(
 
 
 def _open_mailbox(
-    device: Device, job: Job[StagesOptions], kinds: Iterable[type[Typed]]
+    device: Device, job: Job[StagesOptions], kinds: Iterable[type[TypedMessage]]
 ) -> Mailbox:
     encoding = job.problem.options.transfer
     codecs = make_codecs(

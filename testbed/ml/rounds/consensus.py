@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.feed import Requests
 from testbed.ml.layers.shard import State
 from testbed.ml.method import Job
@@ -21,7 +21,7 @@ from testbed.trace.record import RunView
 
 
 @dataclass(frozen=True)
-class Snapshot(Typed, kind="snapshot", key=("step", "sender")):
+class Snapshot(TypedMessage, kind="snapshot", key=("step", "sender")):
     """To the coordinator: a device's weights after a number of rounds."""
 
     step: int

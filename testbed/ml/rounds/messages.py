@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from testbed.messaging.membership import Hello
-from testbed.messaging.typed import Fixed, Numbered, Typed
+from testbed.messaging.typed_messages import ConfigurationMessage, Fixed, TypedMessage
 from testbed.ml.layers.shard import State
 from testbed.ml.lazy import torch
 
@@ -39,17 +39,17 @@ def split_extra(
 
 
 @dataclass(frozen=True)
-class Ping(Typed, kind="ping"):
+class Ping(TypedMessage, kind="ping"):
     """From the server to a late device: answer on receipt."""
 
 
 @dataclass(frozen=True)
-class Here(Typed, kind="here"):
+class Here(TypedMessage, kind="here"):
     """To the server: the answer to a ping."""
 
 
 @dataclass(frozen=True)
-class Begin(Numbered, kind="begin", opens=True):
+class Begin(ConfigurationMessage, kind="begin", opens=True):
     """From the server: train a round from these weights."""
 
     round: int
@@ -59,7 +59,7 @@ class Begin(Numbered, kind="begin", opens=True):
 
 
 @dataclass(frozen=True)
-class Begun(Numbered, kind="begun"):
+class Begun(ConfigurationMessage, kind="begun"):
     """To the server: the round's training begins here."""
 
     incarnation: float
@@ -71,7 +71,7 @@ class Begun(Numbered, kind="begun"):
 
 @dataclass(frozen=True)
 class DeviceActivation(
-    Numbered, kind="activation", key=("sender", "iteration", "micro")
+    ConfigurationMessage, kind="activation", key=("sender", "iteration", "micro")
 ):
     """To the server: the output of the device's last layer."""
 
@@ -89,7 +89,9 @@ class DeviceActivation(
 
 
 @dataclass(frozen=True)
-class ActivationGradient(Numbered, kind="gradient", key=("iteration", "micro")):
+class ActivationGradient(
+    ConfigurationMessage, kind="gradient", key=("iteration", "micro")
+):
     """From the server: the gradient of an activation, with its shape."""
 
     iteration: int
@@ -98,7 +100,7 @@ class ActivationGradient(Numbered, kind="gradient", key=("iteration", "micro")):
 
 
 @dataclass(frozen=True)
-class Norms(Numbered, kind="norms", key=("sender", "iteration")):
+class Norms(ConfigurationMessage, kind="norms", key=("sender", "iteration")):
     """For clipping by norm: to the server, gradient norms of a device's layers; back, those of all layers."""
 
     iteration: int
@@ -107,7 +109,7 @@ class Norms(Numbered, kind="norms", key=("sender", "iteration")):
 
 
 @dataclass(frozen=True)
-class Update(Numbered, kind="update", key=("sender",)):
+class Update(ConfigurationMessage, kind="update", key=("sender",)):
     """To the server: the trained layers, PipeLearn's "stop epoch"."""
 
     samples: int
@@ -117,7 +119,7 @@ class Update(Numbered, kind="update", key=("sender",)):
     state: State
 
 
-KINDS: tuple[type[Typed], ...] = (
+KINDS: tuple[type[TypedMessage], ...] = (
     Hello,
     Ping,
     Here,

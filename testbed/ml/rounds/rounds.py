@@ -25,7 +25,7 @@ from typing import Any
 from testbed.common.seeds import derive
 from testbed.messaging.mailbox import Mailbox, Tasks
 from testbed.messaging.membership import Hello
-from testbed.messaging.typed import encode
+from testbed.messaging.typed_messages import encode
 from testbed.ml.rounds.messages import Begin, Begun, Here, Ping, Update
 from testbed.wire.message import Message
 

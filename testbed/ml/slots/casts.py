@@ -11,14 +11,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.models.slices import Channels, elements_of, pick
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.missing import Arrived, SenderPart, present_share
 
 
 @dataclass(frozen=True)
-class Values(Typed, key=("batch", "layer", "sender")):
+class Values(TypedMessage, key=("batch", "layer", "sender")):
     """The values a device casts for one batch. Batches are numbered in feeding order, including test batches."""
 
     batch: int
@@ -38,7 +38,7 @@ class Losses(Values, kind="losses"):
 
 
 @dataclass(frozen=True)
-class CastAck(Typed, kind="heard"):
+class CastAck(TypedMessage, kind="heard"):
     """Acknowledgement of a cast: kind of message, batch and layer."""
 
     what: str

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.data.batches import cut_batch
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers.feed import Requests, Score, Training
@@ -117,7 +117,7 @@ class TestRuns:
 
 
 @dataclass(frozen=True)
-class Tested(Typed, kind="tested", key=("step", "test", "sender")):
+class Tested(TypedMessage, kind="tested", key=("step", "test", "sender")):
     """To the coordinator: outputs and score of one test batch on another device of the output layer."""
 
     step: int

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.shard import State, weights_of
 from testbed.ml.method import Job
 from testbed.ml.models.graph import GraphLayer
@@ -24,7 +24,7 @@ from testbed.ml.slots.planner import SlotDetails, SlotOptions, layers_of
 
 
 @dataclass(frozen=True)
-class Needs(Typed):
+class Needs(TypedMessage):
     """Request to the device with the data that all others need before the first slot."""
 
     started: float
@@ -36,14 +36,14 @@ class NeedsWeights(Needs, kind="needs_weights"):
 
 
 @dataclass(frozen=True)
-class GivenWeights(Typed, kind="given_weights"):
+class GivenWeights(TypedMessage, kind="given_weights"):
     """From the coordinator: the weights of the whole network."""
 
     state: State
 
 
 @dataclass(frozen=True)
-class FinalWeights(Typed, kind="final_weights", key=("sender",)):
+class FinalWeights(TypedMessage, kind="final_weights", key=("sender",)):
     """To the coordinator: a device's weights after the last slot."""
 
     neurons: dict[str, list[int]]
@@ -51,7 +51,7 @@ class FinalWeights(Typed, kind="final_weights", key=("sender",)):
     state: State
 
 
-K = TypeVar("K", bound=Typed)
+K = TypeVar("K", bound=TypedMessage)
 KINDS = (NeedsWeights, GivenWeights, FinalWeights)
 
 

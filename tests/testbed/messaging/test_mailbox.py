@@ -8,25 +8,25 @@ from dataclasses import dataclass
 import pytest
 
 from testbed.messaging.mailbox import Mailbox, MailboxFullError, Tasks, transfer_time
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.network.link import Link
 from testbed.wire.message import Message, WireError
 from tests.helpers.simulated import LINK, simulate
 
 
 @dataclass(frozen=True)
-class Word(Typed, kind="word", key=("number",)):
+class Word(TypedMessage, kind="word", key=("number",)):
     configuration: int
     number: int
 
 
 @dataclass(frozen=True)
-class Shout(Typed, kind="shout"):
+class Shout(TypedMessage, kind="shout"):
     text: str
 
 
 @dataclass(frozen=True)
-class Opening(Typed, kind="opening", opens=True):
+class Opening(TypedMessage, kind="opening", opens=True):
     configuration: int
 
 

@@ -14,7 +14,7 @@ from testbed.messaging.membership import (
     RoleHolder,
     Status,
 )
-from testbed.messaging.typed import Typed
+from testbed.messaging.typed_messages import TypedMessage
 from testbed.wire.message import Message
 from tests.helpers.simulated import LINK, simulate
 
@@ -119,7 +119,7 @@ def test_ready_devices_are_known_until_the_next_configuration():
 
 
 @dataclass(frozen=True)
-class Be(Typed, kind="be", opens=True):
+class Be(TypedMessage, kind="be", opens=True):
     configuration: int
     what: str
 

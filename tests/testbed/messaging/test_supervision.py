@@ -22,7 +22,7 @@ from testbed.messaging.supervision import (
     Timeouts,
     run_with_recovery,
 )
-from testbed.messaging.typed import Numbered
+from testbed.messaging.typed_messages import ConfigurationMessage
 from testbed.network.link import Link
 from testbed.plan import Piece
 from testbed.wire.message import size_around
@@ -99,7 +99,7 @@ def test_silent_device_is_lost_after_its_stall_timeout():
 
 
 @dataclass(frozen=True)
-class State(Numbered, kind="state"):
+class State(ConfigurationMessage, kind="state"):
     """A large message of the role."""
 
     tensor: torch.Tensor

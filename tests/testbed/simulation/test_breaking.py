@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from testbed.device import Cost, Device, Span
-from testbed.simulation.calendar import EmptySchedule
+from testbed.simulation.event_queue import EmptySchedule
 from testbed.simulation.world import BOOT_SECONDS
 from testbed.wire.message import Message
 from tests.helpers.worlds import events, idle, on_wire, world
@@ -119,7 +119,7 @@ def test_inbox_is_lost_and_unacknowledged_messages_are_sent_again():
         event for event in events(run, "receive") if event["message"] == "after"
     ]
     assert up <= after["time"] < up + 0.3
-    assert run.calendar.now == pytest.approx(after["time"] + 0.01)
+    assert run.event_queue.now == pytest.approx(after["time"] + 0.01)
 
 
 def test_message_in_flight_to_a_killed_device_is_sent_again_from_the_start():
@@ -187,7 +187,7 @@ def test_paused_device_answers_when_it_wakes_and_sends_the_rest():
     )
     run.run()
     assert [event["time"] for event in events(run, "log")] == [4.5]
-    assert run.calendar.now == pytest.approx(4.51)
+    assert run.event_queue.now == pytest.approx(4.51)
     run = world(
         {"lead": lead_for(9.5), "b": talks},
         faults=[{"pause": "b", "at": "0.5s", "for": "4s"}],
@@ -261,7 +261,7 @@ def test_acknowledgement_waits_for_the_way_back():
     run.run()
     arrived = events(run, "receive")[0]["time"]
     assert arrived < 0.02
-    assert run.calendar.now == pytest.approx(arrived + 0.22 + 0.44 + 0.88 + 0.02)
+    assert run.event_queue.now == pytest.approx(arrived + 0.22 + 0.44 + 0.88 + 0.02)
 
 
 def test_peers_of_a_partition_are_unreachable():
@@ -291,7 +291,7 @@ def test_degrade_in_mid_message_slows_the_rest_of_it():
     assert events(run, "receive")[0]["time"] == pytest.approx(
         0.5 + 2 * (whole - 0.5) + 0.1
     )
-    assert run.calendar.now == pytest.approx(0.5 + 2 * (whole - 0.5) + 0.2)
+    assert run.event_queue.now == pytest.approx(0.5 + 2 * (whole - 0.5) + 0.2)
 
 
 def test_heal_undoes_all_and_a_later_undo_is_no_error():
@@ -338,7 +338,7 @@ def test_lead_that_restarts_ends_the_run_when_it_returns():
         faults=[{"kill": "lead", "at": "1s", "for": "0"}],
     )
     run.run()
-    assert run.calendar.now == 1 + BOOT_SECONDS + 3
+    assert run.event_queue.now == 1 + BOOT_SECONDS + 3
 
 
 def test_deadlock_behind_a_dead_peer_is_found_and_named():

@@ -69,7 +69,7 @@ def test_many_messages_fill_a_long_link(access):
     )
     run.run()
     carried = 100 * on_wire(run, "m") * 8
-    assert carried / (run.calendar.now - 0.04) / 50e6 == pytest.approx(1)
+    assert carried / (run.event_queue.now - 0.04) / 50e6 == pytest.approx(1)
 
 
 def test_acknowledgements_keep_the_order_when_a_link_becomes_faster():
@@ -167,7 +167,7 @@ def test_loss_costs_time_and_depends_on_the_seed_only():
             {"lead": lead, "b": idle}, link=Link(rate=8e6, delay=0.01, loss=loss)
         )
         run.run()
-        return run.calendar.now
+        return run.event_queue.now
 
     clean, lossy = duration(0.0), duration(0.02)
     # 70 segments a message: some are lost in about three of four messages, at a round trip of 20 ms each time.

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from testbed.device import Cost, Device, Span
-from testbed.simulation.calendar import EmptySchedule
+from testbed.simulation.event_queue import EmptySchedule
 from testbed.simulation.world import ProgramError
 from testbed.wire.message import Message
 from tests.helpers.worlds import events, on_wire, world

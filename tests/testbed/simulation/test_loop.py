@@ -5,7 +5,7 @@ from contextvars import Context, copy_context
 
 import pytest
 
-from testbed.simulation.calendar import OWNER, EmptySchedule, TimeLimit
+from testbed.simulation.event_queue import OWNER, EmptySchedule, TimeLimit
 from testbed.simulation.loop import VirtualLoop
 
 
@@ -79,9 +79,9 @@ def test_frozen_callbacks_run_in_order_after_thawing(loop):
     async def main():
         tasks = [asyncio.ensure_future(ticks(owner)) for owner in "ab"]
         await asyncio.sleep(1.5)
-        loop.calendar.freeze("a")
+        loop.event_queue.freeze("a")
         await asyncio.sleep(1)
-        loop.calendar.thaw("a")
+        loop.event_queue.thaw("a")
         await asyncio.gather(*tasks)
 
     loop.run_until_complete(main())

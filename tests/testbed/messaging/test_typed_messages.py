@@ -12,13 +12,19 @@ import pytest
 import torch
 
 from testbed.common import usercode
-from testbed.messaging.typed import Fixed, Typed, _classify_fields, decode, encode
+from testbed.messaging.typed_messages import (
+    Fixed,
+    TypedMessage,
+    _classify_fields,
+    decode,
+    encode,
+)
 from testbed.ml.layers.shard import State
 from testbed.wire.message import Message, WireError, content_size
 
 
 @dataclass(frozen=True)
-class Piece(Typed, kind="piece", key=("step", "part")):
+class Piece(TypedMessage, kind="piece", key=("step", "part")):
     step: int
     part: int
     tensor: torch.Tensor
@@ -26,7 +32,7 @@ class Piece(Typed, kind="piece", key=("step", "part")):
 
 
 @dataclass(frozen=True)
-class Whole(Typed, kind="whole", key=("step",)):
+class Whole(TypedMessage, kind="whole", key=("step",)):
     step: int
     rate: float | None
     labels: torch.Tensor
@@ -34,7 +40,7 @@ class Whole(Typed, kind="whole", key=("step",)):
 
 
 @dataclass(frozen=True)
-class Lost(Typed, kind="lost"):
+class Lost(TypedMessage, kind="lost"):
     loss: Fixed | None
 
 
@@ -95,16 +101,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 {torch}
 from testbed.ml.layers.shard import State
-from testbed.messaging.typed import Fixed, Typed
+from testbed.messaging.typed_messages import Fixed, TypedMessage
 
 @dataclass(frozen=True)
-class Update(Typed, kind="update"):
+class Update(TypedMessage, kind="update"):
     first: {tensor} | None
     state: State
     loss: Fixed = 0.0
 
 @dataclass(frozen=True)
-class Gradients(Typed, kind="gradients"):
+class Gradients(TypedMessage, kind="gradients"):
     gradients: Mapping[str, {tensor}]
 """
 
@@ -142,7 +148,7 @@ def test_the_spelling_of_annotations_does_not_matter(
 METHODS = [
     file
     for file in sorted(Path("scenarios/examples").glob("*.py"))
-    if "Typed" in file.read_text()
+    if "TypedMessage" in file.read_text()
 ]
 
 
@@ -162,7 +168,7 @@ def test_examples_send_the_same_messages_as_modules_and_as_scenario_code(
     for name, kind in vars(module).items():
         if (
             isinstance(kind, type)
-            and issubclass(kind, Typed)
+            and issubclass(kind, TypedMessage)
             and kind.__module__ == module.__name__
         ):
             assert _classify_fields(kind) == _classify_fields(getattr(loaded, name))
@@ -170,7 +176,7 @@ def test_examples_send_the_same_messages_as_modules_and_as_scenario_code(
 
 def test_an_annotation_that_names_nothing_is_reported() -> None:
     @dataclass(frozen=True)
-    class Wrong(Typed, kind="wrong"):
+    class Wrong(TypedMessage, kind="wrong"):
         value: Nothing  # type: ignore[name-defined]  # noqa: F821
 
     with pytest.raises(TypeError, match=r"Wrong.*cannot resolve.*Nothing"):

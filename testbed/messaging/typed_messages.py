@@ -25,18 +25,18 @@ Fixed = Annotated[float, "fixed length"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Typed:
+class TypedMessage:
     """Base class of all typed messages. For example::
 
         @dataclass(frozen=True)
-        class Gradient(Typed, kind="gradient", key=("batch", "micro")):
+        class Gradient(TypedMessage, kind="gradient", key=("batch", "micro")):
             configuration: int
             batch: int
             micro: int
             tensor: torch.Tensor
 
     >>> @dataclass(frozen=True)
-    ... class Vote(Typed, kind="vote", key=("round",)):
+    ... class Vote(TypedMessage, kind="vote", key=("round",)):
     ...     round: int
     ...     loss: Fixed
     >>> Vote(3, 0.25).identity
@@ -79,13 +79,13 @@ class Typed:
 
 
 @dataclass(frozen=True)
-class Numbered(Typed):
+class ConfigurationMessage(TypedMessage):
     """Base class of messages valid in one configuration; see `testbed.messaging.mailbox.Mailbox`."""
 
     configuration: int
 
 
-K = TypeVar("K", bound=Typed)
+K = TypeVar("K", bound=TypedMessage)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Torch:
 
 
 @cache
-def _classify_fields(kind: type[Typed]) -> _Form:
+def _classify_fields(kind: type[TypedMessage]) -> _Form:
     """Classify the fields of a message by type; raises TypeError for an unresolvable annotation."""
     try:
         hints = get_type_hints(kind, localns={"torch": _Torch()}, include_extras=True)
@@ -163,10 +163,10 @@ def _is_state(hint: Any) -> bool:
     )
 
 
-def encode(message: Typed) -> Message:
+def encode(message: TypedMessage) -> Message:
     """Return a typed message as an untyped one, ready to send.
 
-    >>> encode(Numbered(7)).fields
+    >>> encode(ConfigurationMessage(7)).fields
     {'configuration': 7}
     """
     form = _classify_fields(type(message))  # type: ignore[arg-type]  # the hash of a class, not of its instances

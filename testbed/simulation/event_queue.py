@@ -1,4 +1,4 @@
-"""The event calendar of a simulation and its virtual clock; `VirtualLoop` is the asyncio interface."""
+"""The event queue of a simulation and its virtual clock; `VirtualLoop` is the asyncio interface."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ class Timer(Callback):
         return self._when
 
 
-class Calendar:
+class EventQueue:
     """The event queue of a simulation: runs all ready callbacks, then advances the clock to the next scheduled one.
 
     ``failed`` is called with each callback that raised, and its exception.
 
-    >>> calendar, happened = Calendar(limit=10.0, failed=print), []
-    >>> calendar.at(2.5, happened.append, "an event")
-    >>> calendar.run()
+    >>> event_queue, happened = EventQueue(limit=10.0, failed=print), []
+    >>> event_queue.at(2.5, happened.append, "an event")
+    >>> event_queue.run()
     Traceback (most recent call last):
     ...
-    testbed.simulation.calendar.EmptySchedule
-    >>> calendar.now, happened
+    testbed.simulation.event_queue.EmptySchedule
+    >>> event_queue.now, happened
     (2.5, ['an event'])
     """
 
@@ -84,7 +84,7 @@ class Calendar:
     ) -> None:
         self.limit = limit
         self.now: float = 0.0
-        """Virtual time in seconds; set only by the calendar."""
+        """Virtual time in seconds; set only by the event queue."""
         self.stopping: bool = False
         """Whether `run` is to return once nothing is ready."""
         self._failed = failed
@@ -138,7 +138,7 @@ class Calendar:
         self._due.clear()
 
     def run(self) -> None:
-        """Run until stopped. Raises EmptySchedule for an empty calendar (deadlock), or TimeLimit."""
+        """Run until stopped. Raises EmptySchedule for an empty queue (deadlock), or TimeLimit."""
         # Local names, since a simulation spends most of its own time in this loop.
         due, frozen = self._due, self._frozen
         next_ready, pop = self._ready.popleft, heapq.heappop
