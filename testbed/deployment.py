@@ -26,7 +26,7 @@ from testbed import methods
 from testbed.common.errors import InputError, format_key
 from testbed.common.usercode import Code
 from testbed.hardware import DeviceSpec
-from testbed.method import Method, Problem
+from testbed.method import Method, PlanningProblem
 from testbed.methods.external import code_of, from_code, register_work
 from testbed.network.link import Link
 from testbed.plan import Plan
@@ -92,7 +92,7 @@ class Deployment(BaseModel):
             raise ValueError("a link's rate is not above 0 bit/s")
         return self
 
-    def problem(self) -> tuple[Method, Problem]:
+    def problem(self) -> tuple[Method, PlanningProblem]:
         """Import the method and build the device's view of the problem. Raises `InputError` for code that cannot be
         loaded."""
         workload, code = self.workload, self.method_code
@@ -112,7 +112,9 @@ class Deployment(BaseModel):
             for source, destination, index in self.links
         }
         options = method.Options.model_validate(workload.method.options())
-        given: Problem = Problem(tuple(devices), links, workload, options, self.seed)
+        given: PlanningProblem = PlanningProblem(
+            tuple(devices), links, workload, options, self.seed
+        )
         facts = {**self.facts, **self.own_facts}
         return method, workload_of(workload).rebuild_problem(given, method, facts)
 
@@ -149,7 +151,7 @@ class Deployments:
     """The deployments of all devices of a run. Common parts are serialised once."""
 
     method: Method
-    problem: Problem
+    problem: PlanningProblem
     plan: Plan
     run: str
     token: str

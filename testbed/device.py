@@ -1,8 +1,8 @@
 """The interface between a method's program and its device, on the wall clock and on the virtual clock.
 
 In a container ``testbed_agent.device`` implements it on the wall clock; in simulation ``testbed.simulation`` does on a
-virtual one. A program is an ``async`` function of a device and a job; it may start tasks of its own, but all
-waiting goes through the device or through asyncio primitives, never through threads or real time.
+virtual one. A program is an ``async`` function of a device and a `ProgramContext`; it may start tasks of its own, but
+all waiting goes through the device or through asyncio primitives, never through threads or real time.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from testbed.common.quantities import Duration
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
-from testbed.plan import Details, Plan, PlanDetails
+from testbed.plan import DetailsType, Plan, PlanDetails
 from testbed.trace.metrics_spec import MetricsSpec
 from testbed.work import MOST_STEPS, WorkloadPart
 
@@ -61,7 +61,7 @@ ProblemOptions = TypeVar(
     "ProblemOptions", bound=Options, default=Options, covariant=True
 )
 """Covariant type variable for read-only options."""
-MethodDetails = TypeVar("MethodDetails", bound=Details, default=Details)
+MethodDetails = TypeVar("MethodDetails", bound=PlanDetails, default=PlanDetails)
 """Type of the method-specific details of a plan."""
 
 
@@ -100,7 +100,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Problem(Generic[ProblemOptions]):
+class PlanningProblem(Generic[ProblemOptions]):
     """The input of a planner. On a device, the problem contains only the facts returned by `Method.facts`."""
 
     devices: tuple[DeviceSpec, ...]
@@ -153,11 +153,11 @@ class _LinksOf(Mapping[Pair, Link]):
 
 
 @dataclass(frozen=True)
-class Job(Generic[ProblemOptions, PlanDetails]):
+class ProgramContext(Generic[ProblemOptions, DetailsType]):
     """The input of a device's program."""
 
-    problem: Problem[ProblemOptions]
-    plan: Plan[PlanDetails]
+    problem: PlanningProblem[ProblemOptions]
+    plan: Plan[DetailsType]
     shared: Any = None
     """The `Method.simulation_state`, one object for all devices of a simulation; None on containers."""
 
@@ -193,7 +193,7 @@ Capability = Literal[
 - ``early_stopping``: training respects ``until``, ``patience`` and ``best``, with an option ``evaluate_every``.
 - ``fixed_units``: devices keep their units for the whole run, so given weights which are frozen are placed on all
   devices before the run; otherwise messages carry them. Frozen weights from the seed are on every device anyway.
-- ``initial_weights``: the program on the coordinator begins with `Job.weights`.
+- ``initial_weights``: the program on the coordinator begins with `ProgramContext.weights`.
 - ``precisions``: devices compute in the precision of the scenario; otherwise in float32 only.
 - ``retirement``: a device's program hands over its state and returns once `Device.leaving` is true.
 - ``smaller_batches``: the last batch of an epoch may be smaller (``workload.drop_last: false``).
@@ -220,14 +220,15 @@ _FORMER = {
 class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """A published system or a baseline, with its own types of options and plan details.
 
-    Stateless: state lives in the programs. Problem and job have the types of the supported workloads: `Problem` and
-    `Job`, or classes that a workload derives from them (`testbed.workload.Workload.problem`).
+    Stateless: state lives in the programs. Problem and context have the types of the supported workloads:
+    `PlanningProblem` and `ProgramContext`, or classes that a workload derives from them
+    (`testbed.workload.Workload.extend_problem`).
 
     >>> class Idle(Method):
     ...     name, summary, tasks = "idle", "does nothing", ("train",)
     ...     def plan(self, problem):
     ...         return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
-    ...     async def program(self, device, job):
+    ...     async def program(self, device, context):
     ...         await device.sleep(1.0)
     """
 
@@ -237,7 +238,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     tasks: ClassVar[tuple[str, ...]]
     """Supported workloads, as in the scenario's `task`."""
     Options: type[MethodOptions] = Options  # type: ignore[assignment]  # the default of its type
-    Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
+    Details: type[MethodDetails] = PlanDetails  # type: ignore[assignment]  # the default of its type
     needs_torch: ClassVar[bool] = True
     """Whether devices import the workload's libraries, such as torch, before the program starts. Devices without these
     libraries start sooner and use much less memory."""
@@ -261,7 +262,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         """Assign the work to devices. Pure. Raises `InputError` with a suggestion if no plan fits."""
 
     @abstractmethod
-    async def program(self, device: Device, job: Any) -> None:
+    async def program(self, device: Device, context: Any) -> None:
         """Run one device, in the role assigned by the plan. Runs again from the start after a restart."""
 
     def facts(

@@ -37,7 +37,7 @@ class Piece(BaseModel):
     """Seconds of a forward pass of a batch; None to derive the time from the cost of the units."""
 
 
-class Details(BaseModel):
+class PlanDetails(BaseModel):
     """Method-specific additions to a plan; a method derives its own class.
 
     The base class accepts any keys, so that a reader of results without the method keeps the details as plain values.
@@ -50,12 +50,14 @@ class Details(BaseModel):
         return self
 
 
-PlanDetails = TypeVar("PlanDetails", bound=Details, default=Details, covariant=True)
+DetailsType = TypeVar(
+    "DetailsType", bound=PlanDetails, default=PlanDetails, covariant=True
+)
 """The type of a plan's details."""
-OtherDetails = TypeVar("OtherDetails", bound=Details)
+OtherDetails = TypeVar("OtherDetails", bound=PlanDetails)
 
 
-class Plan(BaseModel, Generic[PlanDetails]):
+class Plan(BaseModel, Generic[DetailsType]):
     """The result of a planner, sent to every device and stored with the results.
 
     >>> stages = (Piece(device="a", first=0, last=2, memory=1.0), Piece(device="b", first=2, last=4, memory=1.0))
@@ -75,7 +77,7 @@ class Plan(BaseModel, Generic[PlanDetails]):
     steps: int | None = None
     """Maximum number of training steps if limited by the planner; the workload may have fewer."""
     # Without details the type's own default holds, which mypy does not follow.
-    details: SerializeAsAny[PlanDetails] = Field(default_factory=Details)  # type: ignore[assignment]
+    details: SerializeAsAny[DetailsType] = Field(default_factory=PlanDetails)  # type: ignore[assignment]
 
     @cached_property
     def devices(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from testbed.faults.conditions import FaultContext
 from testbed.faults.device_actions import Retire
 from testbed.faults.script import traced_links
 from testbed.hardware import check_message
-from testbed.method import Method, Problem
+from testbed.method import Method, PlanningProblem
 from testbed.plan import Plan
 from testbed.scenario.devices import device_names
 from testbed.scenario.points import point_parts
@@ -97,7 +97,7 @@ def raise_refused(refused: Sequence[str]) -> None:
         raise InputError("\n".join(refused))
 
 
-def _make_plan(method: Method, problem: Problem) -> Plan:
+def _make_plan(method: Method, problem: PlanningProblem) -> Plan:
     """Return the plan of a method; raises `InputError`, also where a user's own planner raises something else."""
     try:
         return method.plan(problem)
@@ -111,7 +111,7 @@ def _make_plan(method: Method, problem: Problem) -> Plan:
         raise InputError(text, ("method", "file")) from error
 
 
-def build_problem(trial: Trial) -> tuple[Method, Problem]:
+def build_problem(trial: Trial) -> tuple[Method, PlanningProblem]:
     """Return the method of a trial and the problem for its planner.
 
     Raises `InputError` where the workload names what does not exist or what does not fit. Needs no data files.
@@ -122,8 +122,10 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
         method = find_method(scenario)
         options = method.Options.model_validate(workload.method.options())
         links, devices = experiment.bounded_links(), experiment.sharing_devices()
-        given: Problem = Problem(devices, links, workload, options, scenario.seed)
-        return method, workload_of(workload).problem(given, scenario, method)
+        given: PlanningProblem = PlanningProblem(
+            devices, links, workload, options, scenario.seed
+        )
+        return method, workload_of(workload).extend_problem(given, scenario, method)
     except InputError as error:
         raise scenario.source.error([_locate_error(error, trial)]) from None
 
@@ -150,7 +152,7 @@ def _memory_problems(trial: Trial, plan: Plan) -> list[Diagnostic]:
 
 
 def _message_problems(
-    trial: Trial, method: Method, problem: Problem, plan: Plan
+    trial: Trial, method: Method, problem: PlanningProblem, plan: Plan
 ) -> list[Diagnostic]:
     """Report the first planned message too large for a device, with the text of the error during a run."""
     devices = {device.name: device for device in problem.devices}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from testbed.common.errors import Diagnostic, InputError, reject_former_names
 from testbed.experiment import Experiment
-from testbed.method import Job, Method, Problem
+from testbed.method import Method, PlanningProblem, ProgramContext
 from testbed.plan import Plan
 from testbed.trace.metrics_spec import NOTHING, MetricsSpec
 from testbed.trace.outcome import Outcome
@@ -35,7 +35,7 @@ class Prepared:
 
     trial: Trial
     method: Method
-    problem: Problem
+    problem: PlanningProblem
     plan: Plan
     division: Any = None
     """Result of `Workload.divide` for use by `Workload.inputs`; the type belongs to the workload."""
@@ -62,16 +62,16 @@ class Inputs:
     begins_with_weights: bool = False
     """Whether the coordinator's program has to load initial weights."""
 
-    def job(
+    def program_context(
         self,
         device: str,
-        problem: Problem,
+        problem: PlanningProblem,
         plan: Plan,
         on_weights: Callable[[], None],
         shared: Any = None,
-    ) -> Job:
+    ) -> ProgramContext:
         """Return the input of a device's program in a simulation."""
-        return Job(problem, plan, shared)
+        return ProgramContext(problem, plan, shared)
 
     def data(self, device: str) -> bytes | None:
         """Return the data for a device as bytes; the device parses them with `Workload.read_data`."""
@@ -92,6 +92,8 @@ _FORMER = {
     "owned": "sample_counts",
     "exported": "export_outcome",
     "described": "library_versions",
+    "problem": "extend_problem",
+    "job": "program_context",
 }
 """Methods of version 1.0 and their present names."""
 
@@ -122,7 +124,9 @@ class Workload(ABC):
         """Yield all problems of the workload's keys and files; ``method`` is None for an unknown method."""
         return iter(())
 
-    def problem(self, given: Problem, scenario: Scenario, method: Method) -> Problem:
+    def extend_problem(
+        self, given: PlanningProblem, scenario: Scenario, method: Method
+    ) -> PlanningProblem:
         """Extend the generic problem by the facts of this workload. Pure.
 
         Reads code that the scenario names, but no data. Raises `InputError` with keys below `workload`.
@@ -130,19 +134,19 @@ class Workload(ABC):
         return given
 
     def divide(
-        self, scenario: Scenario, method: Method, problem: Problem
-    ) -> tuple[Problem, Any]:
+        self, scenario: Scenario, method: Method, problem: PlanningProblem
+    ) -> tuple[PlanningProblem, Any]:
         """Return the problem for the planner, and the value of `Prepared.division`.
 
         May read data, for example to decide who owns which samples. Raises `InputError`.
         """
         return problem, None
 
-    def check(self, method: Method, problem: Problem, plan: Plan) -> None:
+    def check(self, method: Method, problem: PlanningProblem, plan: Plan) -> None:
         """Raise `InputError` for a plan not supported by this workload."""
         return
 
-    def hint(self, problem: Problem, error: InputError) -> str:
+    def hint(self, problem: PlanningProblem, error: InputError) -> str:
         """Return an addition to the error of a failed plan; empty by default."""
         return ""
 
@@ -150,17 +154,17 @@ class Workload(ABC):
         """Return the number of units of work of a run; None if unknown before the run."""
         return scenario.workload.total
 
-    def facts(self, problem: Problem) -> Mapping[str, Any]:
+    def facts(self, problem: PlanningProblem) -> Mapping[str, Any]:
         """Return the facts of the problem shared by all devices, as JSON values."""
         return {}
 
-    def own_facts(self, problem: Problem) -> Mapping[str, Any]:
+    def own_facts(self, problem: PlanningProblem) -> Mapping[str, Any]:
         """Return the facts of one device's problem (`Method.facts`), as JSON values."""
         return {}
 
     def rebuild_problem(
-        self, given: Problem, method: Method, facts: Mapping[str, Any]
-    ) -> Problem:
+        self, given: PlanningProblem, method: Method, facts: Mapping[str, Any]
+    ) -> PlanningProblem:
         """Rebuild the problem on a device from the generic problem and the facts. Raises `InputError`."""
         return given
 
@@ -178,7 +182,7 @@ class Workload(ABC):
         """Return the inputs of the devices; ``weights`` is an optional initial state."""
         return Inputs()
 
-    def prepare_device(self, problem: Problem) -> dict[str, Any] | None:
+    def prepare_device(self, problem: PlanningProblem) -> dict[str, Any] | None:
         """Import libraries before a device's program starts; return the versions that numerics depend on."""
         return None
 
@@ -186,19 +190,21 @@ class Workload(ABC):
         """Parse data from `Inputs.data`. Raises `testbed.wire.tensors.TensorError` for invalid bytes."""
         return None
 
-    def job(
+    def program_context(
         self,
         device: str,
-        problem: Problem,
+        problem: PlanningProblem,
         plan: Plan,
         data: Any,
         weights: Mapping[str, Any] | None,
         on_weights: Callable[[], None],
-    ) -> Job:
+    ) -> ProgramContext:
         """Return the input of a device's program in its container."""
-        return Job(problem, plan)
+        return ProgramContext(problem, plan)
 
-    def simulation_context(self, problem: Problem) -> AbstractContextManager[None]:
+    def simulation_context(
+        self, problem: PlanningProblem
+    ) -> AbstractContextManager[None]:
         """Return a context manager with seeds and library settings for a simulation."""
         return nullcontext()
 

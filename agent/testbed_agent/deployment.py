@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from testbed import deployment
 from testbed.common.errors import InputError
-from testbed.method import Method, Problem
+from testbed.method import Method, PlanningProblem
 from testbed.network.link import slowness
 from testbed.plan import Plan
 from testbed.wire.ports import CAST_PORT, DATA_PORT
@@ -37,7 +37,7 @@ class Deployment:
 
     work: Workload
     method: Method
-    problem: Problem
+    problem: PlanningProblem
     plan: Plan
     peers: Mapping[str, Peer]
     broadcast: Address | None

@@ -341,7 +341,7 @@ class Runner:
             self._slowness,
         )
         self._start_loop().on_timer = device.on_timer
-        job = deployment.work.job(
+        context = deployment.work.program_context(
             settings.device,
             problem,
             deployment.plan,
@@ -360,7 +360,7 @@ class Runner:
             watch = asyncio.create_task(_record_host_load(device))
             quota = asyncio.create_task(_enforce_disk_quota(device, self._task))
             try:
-                await deployment.method.program(device, job)
+                await deployment.method.program(device, context)
             except asyncio.CancelledError:
                 if quota.done():
                     quota.result()  # raises the error that caused the cancellation

@@ -33,7 +33,7 @@ from testbed_generation.planning import (
 )
 from testbed_generation.ring import Ring, Windows, best_windows, even_windows, halda
 from testbed_generation.sharding import check_rows
-from testbed_generation.workload import GenerateJob, GenerateProblem
+from testbed_generation.workload import GenerateContext, GenerateProblem
 
 
 class StagesOptions(Options):
@@ -151,7 +151,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                 yield sender, receiver, size
 
     async def program(
-        self, device: Device, job: GenerateJob[StagesOptions, StagesDetails]
+        self, device: Device, context: GenerateContext[StagesOptions, StagesDetails]
     ) -> None:
         """Hold layers; on the source, serve the requests."""
         from testbed_generation.messages import KINDS
@@ -175,9 +175,9 @@ class Sequential(Method[StagesOptions, StagesDetails]):
         from testbed_generation.stage import Holder
         from testbed_generation.weights import Given, assigned_weights
 
-        problem, lead = job.problem, job.plan.coordinator
+        problem, lead = context.problem, context.plan.coordinator
         options, model = problem.options, problem.model
-        source = weights_of(job)
+        source = weights_of(context)
         async with Mailbox(device, problem.links, KINDS) as mailbox:
             holder = Holder(
                 mailbox,
@@ -207,14 +207,14 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                         names.append(spares.pop(0))
 
             def sent_weights(name: str, assign: Any) -> Mapping[str, Any]:
-                placed = [(piece.first, piece.last) for piece in job.plan.of(name)]
+                placed = [(piece.first, piece.last) for piece in context.plan.of(name)]
                 if (
-                    job.weights is None
+                    context.weights is None
                     or name == lead
                     or (assign.first, assign.last) in placed
                 ):
                     return {}
-                return assigned_weights(job.weights, model.architecture, assign)
+                return assigned_weights(context.weights, model.architecture, assign)
 
             row = Row(
                 mailbox,
@@ -233,8 +233,10 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             if self.through_source:
                 drive = ThroughSource(calls, row, embedder)
             else:
-                drive = AlongRow(device, calls, row, embedder, draft_of(device, job))
-            await serve_requests(device, drive, service_of(device, job))
+                drive = AlongRow(
+                    device, calls, row, embedder, draft_of(device, context)
+                )
+            await serve_requests(device, drive, service_of(device, context))
 
 
 class EdgeShard(Sequential):
@@ -532,7 +534,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         )
 
     async def program(
-        self, device: Device, job: GenerateJob[ShardsOptions, GenerationDetails]
+        self, device: Device, context: GenerateContext[ShardsOptions, GenerationDetails]
     ) -> None:
         """Hold a shard; on the source, serve the requests."""
         from testbed_generation import gather
@@ -551,9 +553,9 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         )
         from testbed_generation.transport import Transport
 
-        problem = job.problem
+        problem = context.problem
         names = [each.name for each in problem.devices]
-        source = weights_of(job)
+        source = weights_of(context)
         if problem.options.dataflow == "gather":
             async with Mailbox(device, problem.links, gather.KINDS) as mailbox:
                 transport = Transport(problem.options.transport)
@@ -564,8 +566,8 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
                     transport,
                     source,
                 )
-                if device.name != job.plan.coordinator:
-                    await gather.serve_rows(mailbox, job.plan.coordinator, rows)
+                if device.name != context.plan.coordinator:
+                    await gather.serve_rows(mailbox, context.plan.coordinator, rows)
                 own = gather.GatherSource(mailbox, names[1:], rows, source)
                 embedder = Embedder(mailbox, problem.model, embedding_of(source))
                 drive = TensorParallelSource(
@@ -577,14 +579,14 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
                     sampling_of(problem),
                     source,
                 )
-                await serve_requests(device, drive, service_of(device, job))
+                await serve_requests(device, drive, service_of(device, context))
             return
         async with Mailbox(device, problem.links, KINDS) as mailbox:
             transport = Transport(problem.options.transport)
             reduce = make_all_reduce(problem.options.reduce, mailbox, names, transport)
             shard = shards_of(problem, problem.options.shares)[names.index(device.name)]
             holder = ShardHolder(mailbox, problem.model, shard, source, reduce)
-            if device.name != job.plan.coordinator:
+            if device.name != context.plan.coordinator:
                 await holder.serve()
             embedder = Embedder(mailbox, problem.model, embedding_of(source))
             drive = TensorParallelSource(
@@ -596,4 +598,4 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
                 sampling_of(problem),
                 source,
             )
-            await serve_requests(device, drive, service_of(device, job))
+            await serve_requests(device, drive, service_of(device, context))

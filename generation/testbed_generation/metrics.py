@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from testbed.plan import Details
+from testbed.plan import PlanDetails
 from testbed.trace.events import EventType
 from testbed.trace.metrics_spec import (
     Column,
@@ -27,7 +27,7 @@ from testbed.trace.metrics_spec import (
 from testbed.trace.record import RunView
 
 
-class GenerationDetails(Details):
+class GenerationDetails(PlanDetails):
     """Facts of a plan of any method of text generation."""
 
     model_config = ConfigDict(extra="forbid")

@@ -1,4 +1,4 @@
-"""Weights, sampling and requests of a job, for the programs of all methods."""
+"""Weights, sampling and requests of a context, for the programs of all methods."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from testbed_generation.sampling import Sampling
 from testbed_generation.source import Service
 from testbed_generation.tokens import text_of
 from testbed_generation.weights import DRAFT, EMBEDDING, Given, Seeded, Source
-from testbed_generation.workload import GenerateJob, GenerateProblem
+from testbed_generation.workload import GenerateContext, GenerateProblem
 
 
-def weights_of(job: GenerateJob[Any, Any]) -> Source | None:
+def weights_of(context: GenerateContext[Any, Any]) -> Source | None:
     """Return the source of a device's weights, a file or the seed; None without numerics."""
-    problem = job.problem
+    problem = context.problem
     if not problem.workload.is_computed:
         return None
-    if job.weights is None:
+    if context.weights is None:
         return Seeded(problem.model.architecture, problem.seed)
-    job.on_weights()
-    return Given(job.weights)
+    context.on_weights()
+    return Given(context.weights)
 
 
 def embedding_of(source: Source | None) -> Tensor | None:
@@ -38,16 +38,16 @@ def sampling_of(problem: GenerateProblem[Any]) -> Sampling:
     return Sampling(part.temperature, part.top_p, problem.seed)
 
 
-def draft_of(device: Device, job: GenerateJob[Any, Any]) -> Draft | None:
+def draft_of(device: Device, context: GenerateContext[Any, Any]) -> Draft | None:
     """Return the draft model, on the source; None without one."""
-    problem = job.problem
+    problem = context.problem
     if problem.draft is None or problem.workload.draft is None:
         return None
     source: Source = Seeded(problem.draft.architecture, problem.seed)
-    if problem.workload.draft.weights is not None and job.weights is not None:
+    if problem.workload.draft.weights is not None and context.weights is not None:
         # The weights of both models travel together, and a prefix tells whose they are.
         own = {}
-        for name, weight in job.weights.items():
+        for name, weight in context.weights.items():
             if name.startswith(DRAFT):
                 own[name.removeprefix(DRAFT)] = weight
         source = Given(own)
@@ -69,17 +69,17 @@ def load_seconds(problem: GenerateProblem[Any], layers: int) -> float:
     return layers * layer_bytes / rate
 
 
-def service_of(device: Device, job: GenerateJob[Any, Any]) -> Service:
+def service_of(device: Device, context: GenerateContext[Any, Any]) -> Service:
     """Return the work of the source; records the text of each complete request if tokens are computed."""
-    problem = job.problem
+    problem = context.problem
 
     def complete(number: int, tokens: Sequence[int]) -> None:
         if problem.workload.is_computed:
             shown = tokens[:-1] if tokens[-1] == problem.end else tokens
-            device.record("text", request=number, text=text_of(shown, job.pieces))
+            device.record("text", request=number, text=text_of(shown, context.pieces))
 
     def text(token: int) -> str:
-        return text_of([token], job.pieces)
+        return text_of([token], context.pieces)
 
     is_computed = problem.workload.is_computed
     return Service(

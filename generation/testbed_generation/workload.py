@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 from testbed.common.errors import Diagnostic, InputError
 from testbed.common.part import ConfigModel
 from testbed.common.quantities import ByteRate, Duration
-from testbed.method import Job, Method, Problem, ProblemOptions
-from testbed.plan import Plan, PlanDetails
+from testbed.method import Method, PlanningProblem, ProblemOptions, ProgramContext
+from testbed.plan import DetailsType, Plan
 from testbed.work import WorkloadPart
 from testbed.workload import Inputs, Prepared, Workload
 from testbed_generation.architecture import PRESETS, Architecture, preset
@@ -249,7 +249,7 @@ class GeneratePart(WorkloadPart):
 
 
 @dataclass(frozen=True)
-class GenerateProblem(Problem[ProblemOptions]):
+class GenerateProblem(PlanningProblem[ProblemOptions]):
     """A planning problem of text generation."""
 
     workload: GeneratePart
@@ -263,7 +263,7 @@ class GenerateProblem(Problem[ProblemOptions]):
 
 
 @dataclass(frozen=True)
-class GenerateJob(Job[ProblemOptions, PlanDetails]):
+class GenerateContext(ProgramContext[ProblemOptions, DetailsType]):
     """The arguments of a device's program."""
 
     problem: GenerateProblem[ProblemOptions]
@@ -293,8 +293,8 @@ class Generate(Workload):
         except InputError as error:
             yield Diagnostic(error.key, error.text)
 
-    def problem(
-        self, given: Problem, scenario: Scenario, method: Method
+    def extend_problem(
+        self, given: PlanningProblem, scenario: Scenario, method: Method
     ) -> GenerateProblem:
         """Describe the network and read the prompts."""
         model, requests, end = self._described(scenario)
@@ -335,7 +335,7 @@ class Generate(Workload):
             end,
         )
 
-    def facts(self, problem: Problem) -> Mapping[str, Any]:
+    def facts(self, problem: PlanningProblem) -> Mapping[str, Any]:
         """Return the network and the requests."""
         assert isinstance(problem, GenerateProblem)
         return {
@@ -346,7 +346,7 @@ class Generate(Workload):
         }
 
     def rebuild_problem(
-        self, given: Problem, method: Method, facts: Mapping[str, Any]
+        self, given: PlanningProblem, method: Method, facts: Mapping[str, Any]
     ) -> GenerateProblem:
         """Return the problem on a device."""
 
@@ -394,7 +394,7 @@ class Generate(Workload):
         """Return the text of each token."""
         return [piece.encode("latin-1") for piece in json.loads(body)]
 
-    def prepare_device(self, problem: Problem) -> dict[str, Any] | None:
+    def prepare_device(self, problem: PlanningProblem) -> dict[str, Any] | None:
         """Import torch where tokens are computed."""
         assert isinstance(problem, GenerateProblem)
         if not problem.workload.is_computed:
@@ -403,18 +403,18 @@ class Generate(Workload):
 
         return kernels.computing()
 
-    def job(
+    def program_context(
         self,
         device: str,
-        problem: Problem,
+        problem: PlanningProblem,
         plan: Plan,
         data: Any,
         weights: Mapping[str, Any] | None,
         on_weights: Callable[[], None],
-    ) -> GenerateJob:
-        """Return the job with the weights of the device."""
+    ) -> GenerateContext:
+        """Return the context with the weights of the device."""
         assert isinstance(problem, GenerateProblem)
-        return GenerateJob(
+        return GenerateContext(
             problem, plan, weights=weights, on_weights=on_weights, pieces=data or ()
         )
 
@@ -424,7 +424,9 @@ class Generate(Workload):
 
         return kernels.computing()
 
-    def simulation_context(self, problem: Problem) -> AbstractContextManager[None]:
+    def simulation_context(
+        self, problem: PlanningProblem
+    ) -> AbstractContextManager[None]:
         """Keep torch on one thread."""
         assert isinstance(problem, GenerateProblem)
         if not problem.workload.is_computed:
@@ -464,18 +466,20 @@ class GenerateInputs(Inputs):
         names = names_of_pieces(self._architecture, self._plan.of(device))
         return {name: self._weights[name] for name in names}
 
-    def job(
+    def program_context(
         self,
         device: str,
-        problem: Problem,
+        problem: PlanningProblem,
         plan: Plan,
         on_weights: Callable[[], None],
         shared: Any = None,
-    ) -> GenerateJob:
-        """Return the job of a device in the process of a simulation."""
+    ) -> GenerateContext:
+        """Return the context of a device in the process of a simulation."""
         assert isinstance(problem, GenerateProblem)
         pieces = self._pieces if device == self._plan.coordinator else ()
-        return GenerateJob(problem, plan, shared, self._of(device), on_weights, pieces)
+        return GenerateContext(
+            problem, plan, shared, self._of(device), on_weights, pieces
+        )
 
     def data(self, device: str) -> bytes | None:
         """Return the text of each token, for the source in a container."""
@@ -504,7 +508,7 @@ def _path(scenario: Scenario, name: str) -> Path:
 
 
 def _posed(
-    given: Problem,
+    given: PlanningProblem,
     model: CostModel,
     requests: tuple[Request, ...],
     end: int | None,

@@ -34,11 +34,11 @@ class FedBuff(RoundMethod[FedBuffOptions]):
         """Make devices send weight changes: weights of different versions cannot be averaged."""
         return Hooks(sent=send_difference)
 
-    async def serve(self, mailbox, job):
+    async def serve(self, mailbox, context):
         """Send a device the newest weights whenever the device starts or has sent a change."""
         device = mailbox.device
-        options = job.problem.options
-        model = GlobalModel(device, job, add_mean)
+        options = context.problem.options
+        model = GlobalModel(device, context, add_mean)
         version_of = {}
         """The version that each device is training from."""
         training_of = {}
@@ -60,7 +60,7 @@ class FedBuff(RoundMethod[FedBuffOptions]):
         mailbox.on(Begun, lambda _: None)
         start = device.now()
         buffer = []
-        for name in job.plan.details.portions:
+        for name in context.plan.details.portions:
             begin(name)
         while not model.finished:
             update = await mailbox.take(Update)

@@ -49,9 +49,9 @@ class Gossip(RoundMethod[GossipOptions]):
         """Give each device the whole model. Raises `InputError` if the memory of a device is too small."""
         return whole_plan(self.name, Participants(problem, serverless=True))
 
-    async def program(self, device, job):
+    async def program(self, device, context):
         """Train, send and average round by round; the first device evaluates the weights of all."""
-        problem = job.problem
+        problem = context.problem
         options = problem.options
         # A generator for each device: one for all would depend on the order in which devices run.
         draw = random.Random(derive(problem.seed, "gossip", device.name))
@@ -61,8 +61,8 @@ class Gossip(RoundMethod[GossipOptions]):
         codecs = options.codecs(problem.codes)
         messages = (Weights, Snapshot)
         async with Mailbox(device, problem.links, messages, codecs=codecs) as mailbox:
-            training = local_training(device, job)
-            consensus = Consensus(mailbox, job, options.stall_timeout)
+            training = local_training(device, context)
+            consensus = Consensus(mailbox, context, options.stall_timeout)
             rounds = training.length.rounds
             state = training.layers.weights()
             for number in range(rounds):

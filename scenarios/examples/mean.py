@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from testbed.device import Cost, Device, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed_messages import TypedMessage
-from testbed.ml.method import Job, Method, Options, Problem
+from testbed.ml.method import Method, Options, PlanningProblem, ProgramContext
 from testbed.plan import Plan
 from testbed.trace.events import EventType
 from testbed.trace.metrics_spec import Metric, MetricsSpec, Row
@@ -52,17 +52,21 @@ class Mean(Method[MeanOptions]):
         rows=(Row("Late", "{late}", "replies that were left out"),),
     )
 
-    def plan(self, problem: Problem[MeanOptions]) -> Plan:
+    def plan(self, problem: PlanningProblem[MeanOptions]) -> Plan:
         """Make the first device the coordinator; there is no model to partition."""
         return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
 
-    async def program(self, device: Device, job: Job[MeanOptions]) -> None:
+    async def program(
+        self,
+        device: Device,
+        context: ProgramContext[MeanOptions],
+    ) -> None:
         """Coordinate on the first device, reply on the others."""
-        async with Mailbox(device, job.problem.links, (Ask, Reply)) as mailbox:
-            if device.name == job.plan.coordinator:
-                await self.coordinate(mailbox, job)
+        async with Mailbox(device, context.problem.links, (Ask, Reply)) as mailbox:
+            if device.name == context.plan.coordinator:
+                await self.coordinate(mailbox, context)
             else:
-                await self.reply(mailbox, job.plan.coordinator)
+                await self.reply(mailbox, context.plan.coordinator)
 
     async def reply(self, mailbox: Mailbox, coordinator: str) -> None:
         """Measure a value whenever the coordinator asks."""
@@ -75,16 +79,18 @@ class Mean(Method[MeanOptions]):
             )
             mailbox.post(coordinator, Reply(ask.round, value))
 
-    async def coordinate(self, mailbox: Mailbox, job: Job[MeanOptions]) -> None:
+    async def coordinate(
+        self, mailbox: Mailbox, context: ProgramContext[MeanOptions]
+    ) -> None:
         """Ask all devices in each round, and record the mean of the replies that arrive in time."""
         device = mailbox.device
-        names = [spec.name for spec in job.problem.devices]
+        names = [spec.name for spec in context.problem.devices]
         others = [name for name in names if name != device.name]
-        for number in range(job.problem.workload.requests or 1):
+        for number in range(context.problem.workload.requests or 1):
             began = device.now()
             for name in others:
                 mailbox.post(name, Ask(number))
-            deadline = began + job.problem.options.deadline
+            deadline = began + context.problem.options.deadline
             values = []
             for name in others:
                 key = (number, name)

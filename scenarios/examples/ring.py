@@ -3,7 +3,7 @@
 import asyncio
 
 from testbed.device import Cost, Device, Span
-from testbed.ml.method import Job, Method, Options, Problem
+from testbed.ml.method import Method, Options, PlanningProblem, ProgramContext
 from testbed.plan import Plan
 from testbed.trace.events import EventType
 from testbed.trace.metrics_spec import Metric, MetricsSpec, Row
@@ -38,16 +38,18 @@ class Ring(Method[RingOptions]):
         rows=(Row("Lost", "{tokens_lost}", "tokens that were lost and replaced"),),
     )
 
-    def plan(self, problem: Problem[RingOptions]) -> Plan:
+    def plan(self, problem: PlanningProblem[RingOptions]) -> Plan:
         """Make the first device the coordinator; there is no model to partition."""
         return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
 
-    async def program(self, device: Device, job: Job[RingOptions]) -> None:
+    async def program(
+        self, device: Device, context: ProgramContext[RingOptions]
+    ) -> None:
         """Coordinate on the first device, pass the token on elsewhere."""
-        names = [spec.name for spec in job.problem.devices]
+        names = [spec.name for spec in context.problem.devices]
         following = names[(names.index(device.name) + 1) % len(names)]
-        if device.name == job.plan.coordinator:
-            await self.coordinate(device, following, job)
+        if device.name == context.plan.coordinator:
+            await self.coordinate(device, following, context)
         else:
             await self.pass_tokens(device, following)
 
@@ -60,11 +62,11 @@ class Ring(Method[RingOptions]):
             await device.send(following, token)
 
     async def coordinate(
-        self, device: Device, following: str, job: Job[RingOptions]
+        self, device: Device, following: str, context: ProgramContext[RingOptions]
     ) -> None:
         """Send a token in each round, and another whenever one is lost."""
-        stall_timeout = job.problem.options.stall_timeout
-        for number in range(job.problem.workload.requests or 1):
+        stall_timeout = context.problem.options.stall_timeout
+        for number in range(context.problem.workload.requests or 1):
             began = device.now()
             while not await self.returns(device, following, number, stall_timeout):
                 device.record("lost", step=number)

@@ -14,13 +14,13 @@ from testbed.ml.layers.layer_slices import (
     place_slices,
     product_cost,
 )
-from testbed.ml.method import Job, Method, Problem
+from testbed.ml.method import Method, PlanningProblem, ProgramContext
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.slices import even_ranges, pick
 from testbed.plan import Plan
 
 
-def divide(problem: Problem) -> list[LayerSlices]:
+def divide(problem: PlanningProblem) -> list[LayerSlices]:
     """Return each device's slices: of the last layer by inputs, of the one before by outputs, and so on.
 
     Raises `InputError` for networks with layers that are not fully connected.
@@ -50,7 +50,7 @@ class TensorParallel(Method):
     tasks = ("infer",)
     supports = frozenset({"initial_weights"})
 
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, problem: PlanningProblem) -> Plan:
         """Give every device an equal share of each layer. Raises `InputError` for layers of other kinds."""
         names = [device.name for device in problem.devices]
         pieces = []
@@ -58,19 +58,19 @@ class TensorParallel(Method):
             pieces.append(place_slices(problem, name, slices, "an equal share"))
         return Plan(method=self.name, coordinator=names[0], pieces=tuple(pieces))
 
-    async def program(self, device: Device, job: Job) -> None:
+    async def program(self, device: Device, context: ProgramContext) -> None:
         """Send and answer requests on the coordinator; compute a share of each request on the others."""
-        names = [spec.name for spec in job.problem.devices]
-        coordinator = job.plan.coordinator
-        async with Mailbox(device, job.problem.links, (Contribution,)) as mailbox:
+        names = [spec.name for spec in context.problem.devices]
+        coordinator = context.plan.coordinator
+        async with Mailbox(device, context.problem.links, (Contribution,)) as mailbox:
             group = Group(mailbox, names)
-            layers = await load_slices(group, job, divide(job.problem))
+            layers = await load_slices(group, context, divide(context.problem))
             # The others compute until they are stopped: the run ends with the coordinator's program.
             while device.name != coordinator:
                 await self.infer(group, layers, None, coordinator)
-            workload = job.problem.workload
-            requests = Requests(job.dataset, workload.batch_size, workload.requests)
-            answers = Answers(device, job.problem, requests)
+            workload = context.problem.workload
+            requests = Requests(context.dataset, workload.batch_size, workload.requests)
+            answers = Answers(device, context.problem, requests)
             for number in range(len(requests)):
                 began = device.now()
                 images = requests.images(number).flatten(1)

@@ -22,7 +22,7 @@ from testbed.common.errors import TestbedError
 from testbed.messaging.mailbox import ANY, SLACK, Mailbox, transfer_time
 from testbed.messaging.membership import Membership, Presence
 from testbed.messaging.typed_messages import TypedMessage
-from testbed.method import Problem
+from testbed.method import PlanningProblem
 from testbed.plan import Piece
 from testbed.wire.message import size_around
 
@@ -76,7 +76,7 @@ class Supervisor:
         self,
         mailbox: Mailbox,
         presence: Presence,
-        problem: Problem,
+        problem: PlanningProblem,
         timeouts: Timeouts,
         backlog: Callable[[Piece], float],
     ) -> None:

@@ -19,7 +19,7 @@ from testbed.common.usercode import Code
 from testbed.ml import kernels
 from testbed.ml.fields import Fields, InputSpec
 from testbed.ml.lazy import torch
-from testbed.ml.method import Job, Method, Problem
+from testbed.ml.method import Method, PlanningProblem, ProgramContext
 from testbed.ml.models import create
 from testbed.ml.models.chain import Model
 from testbed.ml.models.own import create_own
@@ -72,9 +72,9 @@ class Learning(Workload):
         """Yield problems of numerics, model, data and folders."""
         return preparation.find_problems(scenario, method)
 
-    def problem(
-        self, given: core.Problem, scenario: Scenario, method: core.Method
-    ) -> Problem:
+    def extend_problem(
+        self, given: core.PlanningProblem, scenario: Scenario, method: core.Method
+    ) -> PlanningProblem:
         """Describe the data and create the model, without weights."""
         workload = preparation.part_of(scenario)
         codes = preparation.codes_of(scenario, given.options)
@@ -84,22 +84,24 @@ class Learning(Workload):
         return _pose_problem(given, method, model, {}, codes, code)
 
     def divide(
-        self, scenario: Scenario, method: core.Method, problem: core.Problem
-    ) -> tuple[Problem, preparation.Division]:
+        self, scenario: Scenario, method: core.Method, problem: core.PlanningProblem
+    ) -> tuple[PlanningProblem, preparation.Division]:
         """Divide the samples among the devices with data, and check everything independent of a plan."""
         assert isinstance(method, Method)
-        assert isinstance(problem, Problem)
+        assert isinstance(problem, PlanningProblem)
         return preparation.divide(scenario, method, problem)
 
-    def check(self, method: core.Method, problem: core.Problem, plan: Plan) -> None:
+    def check(
+        self, method: core.Method, problem: core.PlanningProblem, plan: Plan
+    ) -> None:
         """Reject plans that separate units sharing a weight."""
         assert isinstance(method, Method)
-        assert isinstance(problem, Problem)
+        assert isinstance(problem, PlanningProblem)
         preparation.check_tied(method, problem, plan)
 
-    def hint(self, problem: core.Problem, error: InputError) -> str:
+    def hint(self, problem: core.PlanningProblem, error: InputError) -> str:
         """Return the line of the user's network at which no unit can begin, if a model has too few units."""
-        assert isinstance(problem, Problem)
+        assert isinstance(problem, PlanningProblem)
         reasons = problem.model.undivided_reasons
         is_about_stages = error.key[-1:] == ("stages",)
         return reasons[0] if is_about_stages and reasons else ""
@@ -108,9 +110,9 @@ class Learning(Workload):
         """Return the number of steps or requests; None if the number depends on the data files or on the split."""
         return preparation.planned_total(scenario)
 
-    def facts(self, problem: core.Problem) -> Mapping[str, Any]:
+    def facts(self, problem: core.PlanningProblem) -> Mapping[str, Any]:
         """Return the facts of the model and the data."""
-        assert isinstance(problem, Problem)
+        assert isinstance(problem, PlanningProblem)
         model = problem.model
         code = problem.model_code
         codes = {}
@@ -127,8 +129,8 @@ class Learning(Workload):
         }
 
     def rebuild_problem(
-        self, given: core.Problem, method: core.Method, facts: Mapping[str, Any]
-    ) -> Problem:
+        self, given: core.PlanningProblem, method: core.Method, facts: Mapping[str, Any]
+    ) -> PlanningProblem:
         """Create the model on a device."""
         known = Facts.model_validate(facts)
         assert isinstance(given.workload, LearningPart)
@@ -153,9 +155,9 @@ class Learning(Workload):
         """Return samples and weights by device."""
         return LearningInputs(prepared, data, weights)
 
-    def prepare_device(self, problem: core.Problem) -> dict[str, Any] | None:
+    def prepare_device(self, problem: core.PlanningProblem) -> dict[str, Any] | None:
         """Import torch and fix its kernels if the scenario asks for them."""
-        assert isinstance(problem, Problem)
+        assert isinstance(problem, PlanningProblem)
         import_torch()
         kernels.switch(reproducible=problem.workload.reproducible)
         return kernels.computing()
@@ -166,22 +168,22 @@ class Learning(Workload):
 
         return unpack(body)
 
-    def job(
+    def program_context(
         self,
         device: str,
-        problem: core.Problem,
+        problem: core.PlanningProblem,
         plan: Plan,
         data: Any,
         weights: Weights | None,
         on_weights: Callable[[], None],
-    ) -> Job:
-        """Return the job with the device's samples; frozen weights become part of the model."""
-        assert isinstance(problem, Problem)
+    ) -> ProgramContext:
+        """Return the context with the device's samples; frozen weights become part of the model."""
+        assert isinstance(problem, PlanningProblem)
         frozen = frozen_part(problem, weights)
-        return _make_job(device, problem, plan, data, weights, frozen, on_weights)
+        return _make_context(device, problem, plan, data, weights, frozen, on_weights)
 
     @contextmanager
-    def _fixed_computation(self, problem: Problem) -> Iterator[None]:
+    def _fixed_computation(self, problem: PlanningProblem) -> Iterator[None]:
         with (
             # The devices of a simulation share the process, and sums of several threads differ from those of one.
             kernels.one_thread(),
@@ -191,9 +193,11 @@ class Learning(Workload):
             torch.manual_seed(derive(problem.seed, "torch"))
             yield
 
-    def simulation_context(self, problem: core.Problem) -> AbstractContextManager[None]:
+    def simulation_context(
+        self, problem: core.PlanningProblem
+    ) -> AbstractContextManager[None]:
         """Seed torch, restrict torch to one thread, and fix its kernels if the scenario asks for them."""
-        assert isinstance(problem, Problem)
+        assert isinstance(problem, PlanningProblem)
         return self._fixed_computation(problem)
 
     def initial_weights(self, prepared: Prepared) -> Mapping[str, Any] | str:
@@ -231,28 +235,28 @@ class LearningInputs(Inputs):
     def __init__(
         self, prepared: Prepared, dataset: Dataset | None, weights: Weights | None
     ) -> None:
-        assert isinstance(prepared.problem, Problem)
+        assert isinstance(prepared.problem, PlanningProblem)
         self._prepared = prepared
-        self._problem: Problem = prepared.problem
+        self._problem: PlanningProblem = prepared.problem
         self._dataset = dataset
         self._weights = weights
         self._frozen = frozen_part(self._problem, weights)
         """The weights placed on all devices."""
         self.begins_with_weights = weights is not None
 
-    def job(
+    def program_context(
         self,
         device: str,
-        problem: core.Problem,
+        problem: core.PlanningProblem,
         plan: Plan,
         on_weights: Callable[[], None],
         shared: Any = None,
-    ) -> Job:
-        """Return the job with the samples a device owns."""
-        assert isinstance(problem, Problem)
+    ) -> ProgramContext:
+        """Return the context with the samples a device owns."""
+        assert isinstance(problem, PlanningProblem)
         is_coordinator = device == self._prepared.plan.coordinator
         weights = self._weights if is_coordinator else None
-        job = _make_job(
+        context = _make_context(
             device,
             problem,
             plan,
@@ -261,7 +265,7 @@ class LearningInputs(Inputs):
             self._frozen,
             on_weights,
         )
-        return replace(job, shared=shared)
+        return replace(context, shared=shared)
 
     def _samples_of(self, device: str) -> Dataset | None:
         if self._dataset is None:
@@ -292,15 +296,15 @@ class LearningInputs(Inputs):
 
 
 def _pose_problem(
-    given: core.Problem,
+    given: core.PlanningProblem,
     method: core.Method,
     model: Model,
     samples: Mapping[str, int],
     codes: Mapping[str, Code],
     model_code: Code | None,
-) -> Problem:
+) -> PlanningProblem:
     assert isinstance(given.workload, LearningPart)
-    return Problem(
+    return PlanningProblem(
         devices=given.devices,
         links=given.links,
         workload=given.workload,
@@ -314,25 +318,27 @@ def _pose_problem(
     )
 
 
-def _make_job(
+def _make_context(
     device: str,
-    problem: Problem,
+    problem: PlanningProblem,
     plan: Plan,
     dataset: Dataset | None,
     weights: Weights | None,
     frozen: Weights,
     on_weights: Callable[[], None],
-) -> Job:
+) -> ProgramContext:
     given = None
     if device == plan.coordinator and weights is not None:
         given = {name: tensor for name, tensor in weights.items() if name not in frozen}
     posed = with_frozen(problem, frozen)
-    return Job(
+    return ProgramContext(
         problem=posed, plan=plan, dataset=dataset, given=given, on_weights=on_weights
     )
 
 
-def frozen_part(problem: Problem, weights: Weights | None) -> dict[str, torch.Tensor]:
+def frozen_part(
+    problem: PlanningProblem, weights: Weights | None
+) -> dict[str, torch.Tensor]:
     """Return the initial weights placed on every device before the run; empty if messages carry all weights."""
     model = problem.model
     if weights is None or problem.training.frozen_travels or not model.frozen:
@@ -345,14 +351,16 @@ def frozen_part(problem: Problem, weights: Weights | None) -> dict[str, torch.Te
     return {name: tensor for name, tensor in weights.items() if name in names}
 
 
-def with_frozen(problem: Problem, frozen: Weights) -> Problem:
+def with_frozen(problem: PlanningProblem, frozen: Weights) -> PlanningProblem:
     """Return a problem whose model builds frozen weights with these values instead of the seed's."""
     if not frozen:
         return problem
     return replace(problem, model=replace(problem.model, given=frozen))
 
 
-def add_frozen(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
+def add_frozen(
+    problem: PlanningProblem, trained: bytes, given: Weights | None
+) -> bytes:
     """Add the frozen weights, never sent in messages, to the weights of a finished run; both are safetensors."""
     model = problem.model
     if problem.training.frozen_travels or not model.frozen:

@@ -1,4 +1,4 @@
-"""Methods for training and inference: their problem, job and contract, extending those of any method."""
+"""Methods for training and inference: their problem, context and contract, extending those of any method."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from testbed.method import (
 )
 from testbed.ml.training.config import TrainingConfig
 from testbed.ml.workload import LearningPart
-from testbed.plan import Plan, PlanDetails
+from testbed.plan import DetailsType, Plan
 
 if TYPE_CHECKING:
     import torch
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 __all__ = [
     "Alternative",
     "Baselines",
-    "Job",
     "Method",
     "Options",
     "PlannedMessage",
-    "Problem",
+    "PlanningProblem",
+    "ProgramContext",
     "StepsOrTime",
 ]
 
 
 @dataclass(frozen=True)
-class Problem(core.Problem[ProblemOptions]):
+class PlanningProblem(core.PlanningProblem[ProblemOptions]):
     """The planner's input; a device's program sees only the result of `Method.facts`."""
 
     workload: LearningPart
@@ -74,10 +74,10 @@ class Problem(core.Problem[ProblemOptions]):
 
 
 @dataclass(frozen=True)
-class Job(core.Job[ProblemOptions, PlanDetails]):
+class ProgramContext(core.ProgramContext[ProblemOptions, DetailsType]):
     """The start arguments of a device's program."""
 
-    problem: Problem[ProblemOptions]
+    problem: PlanningProblem[ProblemOptions]
     dataset: Dataset | None = field(kw_only=True)
     """The training samples of this device, and on the plan's coordinator the test samples; None without samples.
 
@@ -107,48 +107,53 @@ class Method(core.Method[MethodOptions, MethodDetails]):
     """Unsupported keys of ``workload.training``, such as ``ema`` or ``clip.norm``, with the reason."""
 
     @abstractmethod
-    def plan(self, problem: Problem[MethodOptions]) -> Plan[MethodDetails]:
+    def plan(self, problem: PlanningProblem[MethodOptions]) -> Plan[MethodDetails]:
         """Assign the work to devices; pure. Raises `InputError` with a remedy if no plan fits."""
 
     @abstractmethod
     async def program(
-        self, device: Device, job: Job[MethodOptions, MethodDetails]
+        self, device: Device, context: ProgramContext[MethodOptions, MethodDetails]
     ) -> None:
         """Run on one device in the role given by the plan. A restarted device runs this again without its memory."""
 
     def facts(
-        self, problem: Problem[MethodOptions], plan: Plan[MethodDetails], device: str
-    ) -> tuple[Problem[MethodOptions], Plan[MethodDetails]]:
+        self,
+        problem: PlanningProblem[MethodOptions],
+        plan: Plan[MethodDetails],
+        device: str,
+    ) -> tuple[PlanningProblem[MethodOptions], Plan[MethodDetails]]:
         """Return the facts about problem and plan for a device's program; pure."""
         return super().facts(problem, plan, device)
 
-    def data_owners(self, problem: Problem[MethodOptions]) -> tuple[str, ...]:
+    def data_owners(self, problem: PlanningProblem[MethodOptions]) -> tuple[str, ...]:
         """Return the devices sharing training samples by ``workload.data.split``; pure.
 
         By default no device does: the coordinator has all samples, and a split is rejected.
         """
         return ()
 
-    def samples_at_once(self, problem: Problem[MethodOptions]) -> int:
+    def samples_at_once(self, problem: PlanningProblem[MethodOptions]) -> int:
         """Return the number of a batch's samples passing through the model together; pure."""
         return problem.workload.batch_size
 
-    def simulation_state(self, problem: Problem[MethodOptions]) -> Any:
+    def simulation_state(self, problem: PlanningProblem[MethodOptions]) -> Any:
         """Return an object shared by the devices of a simulation for joint computation; None if each computes alone."""
         return None
 
     def largest_messages(
-        self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]
+        self, problem: PlanningProblem[MethodOptions], plan: Plan[MethodDetails]
     ) -> Iterable[PlannedMessage]:
         """Return the largest messages of a run without faults; pure."""
         return ()
 
-    def alternatives(self, problem: Problem[MethodOptions]) -> tuple[Alternative, ...]:
+    def alternatives(
+        self, problem: PlanningProblem[MethodOptions]
+    ) -> tuple[Alternative, ...]:
         """Return the alternatives shown by `testbed plan`; pure. Empty if a method has a single variant."""
         return ()
 
     def advice(
-        self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]
+        self, problem: PlanningProblem[MethodOptions], plan: Plan[MethodDetails]
     ) -> tuple[str, ...]:
         """Return probable mistakes with remedies, for `testbed plan` and `validate`; pure."""
         return ()

@@ -22,7 +22,7 @@ from testbed.ml.data.batches import Indices, steps_per_epoch
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.data.split import class_counts, is_class
 from testbed.ml.data.split import split as split_samples
-from testbed.ml.method import Method, Problem
+from testbed.ml.method import Method, PlanningProblem
 from testbed.ml.models import catalog as models
 from testbed.ml.models import weights
 from testbed.ml.models.chain import Model
@@ -130,7 +130,7 @@ def samples_by_class(prepared: Prepared) -> dict[str, dict[int, int]]:
 
 def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
     """Return the file of the initial weights with its digest, or the initialisation of drawn ones."""
-    assert isinstance(prepared.problem, Problem)
+    assert isinstance(prepared.problem, PlanningProblem)
     file = weights_file(prepared.scenario)
     if file is not None:
         return weights.facts(file, prepared.problem.model)
@@ -144,7 +144,7 @@ def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
 def export_weights(prepared: Prepared, outcome: Outcome) -> Outcome:
     """Return an outcome whose weights have the names of the user's own network, if there is one."""
     problem = prepared.problem
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, PlanningProblem)
     if problem.model.builder is None:
         return outcome
     parts = {}
@@ -165,7 +165,7 @@ def load_data(prepared: Prepared) -> Dataset:
     """Return the samples of an experiment; raises `InputError` if a batch exceeds the data set."""
     scenario = prepared.scenario
     workload = part_of(scenario)
-    assert isinstance(prepared.problem, Problem)
+    assert isinstance(prepared.problem, PlanningProblem)
     is_timing_only = workload.numerics == "none"
     dataset = data.load(workload.data, data_folder(scenario), blank=is_timing_only)
     samples = len(dataset.train_labels)
@@ -320,8 +320,8 @@ def find_problems(
 
 
 def divide(
-    scenario: Scenario, method: Method, problem: Problem
-) -> tuple[Problem, Division]:
+    scenario: Scenario, method: Method, problem: PlanningProblem
+) -> tuple[PlanningProblem, Division]:
     """Divide the samples among the devices with data, and check everything independent of a plan; raises
     `InputError`.
     """
@@ -365,7 +365,7 @@ def planned_total(scenario: Scenario) -> int | None:
     return workload.epochs * per_epoch
 
 
-def _check_training(method: Method, problem: Problem) -> None:
+def _check_training(method: Method, problem: PlanningProblem) -> None:
     has_weights = problem.workload.model.weights is not None
     if has_weights and "initial_weights" not in method.supports:
         text = f"'{method.name}' does not support initial weights: remove the key"
@@ -382,7 +382,7 @@ def _check_training(method: Method, problem: Problem) -> None:
             raise InputError(text, ("training", *key.split(".")))
 
 
-def _check_early_stopping(method: Method, problem: Problem) -> None:
+def _check_early_stopping(method: Method, problem: PlanningProblem) -> None:
     if "early_stopping" not in method.supports:
         text = f"'{method.name}' does not support early stopping: remove 'until', 'patience' and 'best'"
         raise InputError(text, ("training",))
@@ -396,7 +396,7 @@ def _check_early_stopping(method: Method, problem: Problem) -> None:
         raise InputError(text, ("method", "evaluate_every"))
 
 
-def check_tied(method: Method, problem: Problem, plan: Plan) -> None:
+def check_tied(method: Method, problem: PlanningProblem, plan: Plan) -> None:
     """Reject a plan separating units with a shared trained weight, unless the method ties copies; raises
     `InputError`.
     """
@@ -414,7 +414,7 @@ def check_tied(method: Method, problem: Problem, plan: Plan) -> None:
                 )
 
 
-def _check_precision(method: Method, problem: Problem) -> None:
+def _check_precision(method: Method, problem: PlanningProblem) -> None:
     for device in problem.devices:
         if device.precision == "f32":
             continue
@@ -426,7 +426,7 @@ def _check_precision(method: Method, problem: Problem) -> None:
             raise InputError(text, ("devices", device.name, "precision"))
 
 
-def _check_normalisation(method: Method, problem: Problem) -> None:
+def _check_normalisation(method: Method, problem: PlanningProblem) -> None:
     if problem.workload.task != "train":
         return
     samples = min([method.samples_at_once(problem), *problem.samples.values()])
@@ -439,7 +439,7 @@ def _check_normalisation(method: Method, problem: Problem) -> None:
             )
 
 
-def _check_last_batch(method: Method, problem: Problem) -> None:
+def _check_last_batch(method: Method, problem: PlanningProblem) -> None:
     """Raise `InputError` for an incomplete last batch if the method or the model does not support its size."""
     workload = problem.workload
     key: Key = ("drop_last",)
@@ -495,7 +495,7 @@ def _read_code(scenario: Scenario, part: NamedPart, key: Key) -> Code:
 
 
 def _divide_samples(
-    scenario: Scenario, method: Method, problem: Problem
+    scenario: Scenario, method: Method, problem: PlanningProblem
 ) -> dict[str, Indices]:
     """Return the owners of training samples; empty if all are at the coordinator. Raises `InputError`.
 
@@ -551,7 +551,7 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
             f"{file}: takes its own initial weights from a scenario: name one with another origin"
         )
     run = prepare(runs[0])
-    assert isinstance(run.problem, Problem)
+    assert isinstance(run.problem, PlanningProblem)
     other = run.problem.model
     if other.name != model.name:
         raise InputError(

@@ -56,14 +56,14 @@ def simulate(
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
         # The same facts as in a container, so that no program reads more on this clock.
         own_problem, own_plan = method.facts(problem, plan, device.name)
-        job = inputs.job(
+        context = inputs.program_context(
             device.name,
             own_problem,
             own_plan,
             lambda: device.record("weights"),
             shared,
         )
-        return method.program(device, job)
+        return method.program(device, context)
 
     recorder = Recorder(on_event, names)
     if on_lines is not None:

@@ -34,7 +34,7 @@ def ended(
     if any(event.event == "weights" for event in events):
         return status, error
     return "failed", (
-        "the run has initial weights, but the method's program never read them: read job.weights on the plan's "
+        "the run has initial weights, but the method's program never read them: read context.weights on the plan's "
         "coordinator, or remove the weights"
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 from testbed import methods
 from testbed.device import Cost, Device, Span
 from testbed.ml.lazy import torch
-from testbed.ml.method import Job, Method, Options, Problem
+from testbed.ml.method import Method, Options, PlanningProblem, ProgramContext
 from testbed.plan import Plan
 from testbed.wire.message import Message
 
@@ -37,20 +37,22 @@ class Scripted(Method):
     needs_torch = False
     Options = Instructions
 
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, problem: PlanningProblem) -> Plan:
         return Plan(method=self.name, coordinator="a", pieces=())
 
-    async def program(self, device: Device, job: Job) -> None:
-        options = job.problem.options
+    async def program(self, device: Device, context: ProgramContext) -> None:
+        options = context.problem.options
         assert isinstance(options, Instructions)
-        await PROGRAMS[options.do](device, job, options)
+        await PROGRAMS[options.do](device, context, options)
 
 
-async def nothing(device: Device, job: Job, options: Instructions) -> None:
+async def nothing(
+    device: Device, context: ProgramContext, options: Instructions
+) -> None:
     device.record("log", text=device.name)
 
 
-async def ping(device: Device, job: Job, options: Instructions) -> None:
+async def ping(device: Device, context: ProgramContext, options: Instructions) -> None:
     """Bounce tensors of ``size`` bytes between a and b."""
     if device.name == "a":
         for number in range(options.count):
@@ -79,7 +81,9 @@ async def ping(device: Device, job: Job, options: Instructions) -> None:
             await device.send("a", Message("pong", message.fields, tensors))
 
 
-async def stream(device: Device, job: Job, options: Instructions) -> None:
+async def stream(
+    device: Device, context: ProgramContext, options: Instructions
+) -> None:
     """Send many without waiting in between; b checks that they come in order, each once."""
     if device.name == "a":
         pending = [
@@ -99,14 +103,18 @@ async def stream(device: Device, job: Job, options: Instructions) -> None:
         device.record("log", text="received in order")
 
 
-async def slow_reader(device: Device, job: Job, options: Instructions) -> None:
+async def slow_reader(
+    device: Device, context: ProgramContext, options: Instructions
+) -> None:
     """Like `stream`, but b lets its inbox fill up first."""
     if device.name == "b":
         await device.sleep(1)
-    await stream(device, job, options)
+    await stream(device, context, options)
 
 
-async def withdraw(device: Device, job: Job, options: Instructions) -> None:
+async def withdraw(
+    device: Device, context: ProgramContext, options: Instructions
+) -> None:
     """Give a message up whose receiver is not there yet, and wait for the one behind it."""
     if device.name == "a":
         first = asyncio.create_task(
@@ -122,7 +130,9 @@ async def withdraw(device: Device, job: Job, options: Instructions) -> None:
         device.record("log", text=(await device.receive()).kind)
 
 
-async def persist(device: Device, job: Job, options: Instructions) -> None:
+async def persist(
+    device: Device, context: ProgramContext, options: Instructions
+) -> None:
     """Keep sending numbers to b whatever happens to it; b reports the ones it gets."""
     if device.name == "a":
         for number in range(options.count):
@@ -136,7 +146,7 @@ async def persist(device: Device, job: Job, options: Instructions) -> None:
                 return
 
 
-async def cast(device: Device, job: Job, options: Instructions) -> None:
+async def cast(device: Device, context: ProgramContext, options: Instructions) -> None:
     """A tells b but not c."""
     if device.name == "a":
         await device.sleep(0.3)
@@ -156,15 +166,17 @@ async def cast(device: Device, job: Job, options: Instructions) -> None:
         device.record("log", text=message.kind)
 
 
-async def hoard(device: Device, job: Job, options: Instructions) -> None:
+async def hoard(device: Device, context: ProgramContext, options: Instructions) -> None:
     """Fill the disk with ``size`` bytes, and wait."""
     Path(os.environ["TESTBED_DISK"], "hoard").write_bytes(bytes(options.size))
     await device.sleep(60)
 
 
-async def compute(device: Device, job: Job, options: Instructions) -> None:
+async def compute(
+    device: Device, context: ProgramContext, options: Instructions
+) -> None:
     """Work of known cost: quick, too slow, failing, queued."""
-    speed = job.problem.device(device.name).speed
+    speed = context.problem.device(device.name).speed
 
     async def work(seconds: float, charged: float, name: str) -> Any:
         return await device.compute(
@@ -183,23 +195,27 @@ async def compute(device: Device, job: Job, options: Instructions) -> None:
         device.record("log", text="caught")
 
 
-async def compute_last(device: Device, job: Job, options: Instructions) -> None:
+async def compute_last(
+    device: Device, context: ProgramContext, options: Instructions
+) -> None:
     """Its last event is that of a result."""
-    cost = Cost(0.02 * job.problem.device(device.name).speed)
+    cost = Cost(0.02 * context.problem.device(device.name).speed)
     await device.compute(lambda: None, cost, Span("last"))
     device.record("log", text="computed")
 
 
-async def fail(device: Device, job: Job, options: Instructions) -> None:
+async def fail(device: Device, context: ProgramContext, options: Instructions) -> None:
     raise RuntimeError("this program is broken")
 
 
-async def exits(device: Device, job: Job, options: Instructions) -> None:
+async def exits(device: Device, context: ProgramContext, options: Instructions) -> None:
     """Would end the process, as a script does."""
     sys.exit("enough")
 
 
-async def endless(device: Device, job: Job, options: Instructions) -> None:
+async def endless(
+    device: Device, context: ProgramContext, options: Instructions
+) -> None:
     number = 0
     while True:
         device.record("log", number=number, at=time.monotonic())
@@ -207,16 +223,21 @@ async def endless(device: Device, job: Job, options: Instructions) -> None:
         number += 1
 
 
-async def expose(device: Device, job: Job, options: Instructions) -> None:
+async def expose(
+    device: Device, context: ProgramContext, options: Instructions
+) -> None:
     """Shows what it was given to begin with, changed by one piece of work."""
-    weights = dict(job.weights or {})
+    weights = dict(context.weights or {})
     device.expose(lambda: weights)
     device.expose(lambda: {"w": weights["w"]} if weights["w"].any() else {}, part=True)
-    if job.dataset is not None:
-        train, tests = len(job.dataset.train_labels), len(job.dataset.test_labels)
-        owned = dict(job.problem.samples)
+    if context.dataset is not None:
+        train, tests = (
+            len(context.dataset.train_labels),
+            len(context.dataset.test_labels),
+        )
+        owned = dict(context.problem.samples)
         device.record(
-            "log", data=job.dataset.name, samples=train, tests=tests, owned=owned
+            "log", data=context.dataset.name, samples=train, tests=tests, owned=owned
         )
     await device.compute(
         lambda: weights.update(w=torch.ones(2, 3)), Cost(), Span("work")

@@ -17,7 +17,7 @@ import requests
 
 from testbed.deployment import Deployments
 from testbed.hardware import DeviceSpec
-from testbed.ml.method import Options, Problem
+from testbed.ml.method import Options, PlanningProblem
 from testbed.ml.models import create
 from testbed.network.link import Link
 from testbed.plan import Plan
@@ -94,7 +94,7 @@ def deployment(
         "steps": 1,
     }
     names = [each.name for each in devices]
-    problem: Problem[Any] = Problem(
+    problem: PlanningProblem[Any] = PlanningProblem(
         model=create("mlp", {}, (1, 28, 28), 10),
         devices=tuple(DeviceSpec(name, 1e9, memory) for name in names),
         links=dict.fromkeys(permutations(names, 2), Link()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from testbed import deployment
 from testbed.deployment import deployments
-from testbed.method import Method, Problem
+from testbed.method import Method, PlanningProblem
 from testbed.plan import Plan
 from testbed.prepare import Prepared
 
@@ -19,7 +19,7 @@ def bodies(prepared: Prepared) -> dict[str, bytes]:
     return {name: given.of(name) for name in addresses}
 
 
-def read(body: bytes) -> tuple[Method, Problem, Plan]:
+def read(body: bytes) -> tuple[Method, PlanningProblem, Plan]:
     """Return the method, the problem and the plan as a device has them."""
     found = deployment.read(body)
     method, problem = found.problem()

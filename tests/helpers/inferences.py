@@ -11,7 +11,7 @@ from testbed.experiment import Experiment
 from testbed.methods import METHODS
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers.feed import Answers
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.models.chain import Model
 from testbed.plan import Plan
 from testbed.prepare import Prepared
@@ -70,7 +70,7 @@ def infer(
         problem, data = problem_of(spec)
     else:
         options = method.Options.model_validate(workload.method.options())
-        problem = Problem(
+        problem = PlanningProblem(
             trial.experiment.devices,
             trial.experiment.links,
             workload,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from testbed.device import Device
-from testbed.ml.method import Job, Method, Options, Problem
+from testbed.ml.method import Method, Options, PlanningProblem, ProgramContext
 from testbed.plan import Plan
 from testbed.wire.message import Message
 
@@ -18,14 +18,14 @@ class Owners(Method):
     needs_torch = False
     Options = Options
 
-    def data_owners(self, problem: Problem) -> tuple[str, ...]:
+    def data_owners(self, problem: PlanningProblem) -> tuple[str, ...]:
         return tuple(device.name for device in problem.devices[1:])
 
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, problem: PlanningProblem) -> Plan:
         return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
 
-    async def program(self, device: Device, job: Job) -> None:
-        given = job.dataset
+    async def program(self, device: Device, context: ProgramContext) -> None:
+        given = context.dataset
         labels = None if given is None else given.train_labels.tolist()
         pixels = (
             0.0 if given is None else float(given.train_images.sum(dtype=np.float64))
@@ -36,11 +36,11 @@ class Owners(Method):
             labels=labels,
             pixels=pixels,
             tests=tests,
-            samples=dict(job.problem.samples),
+            samples=dict(context.problem.samples),
         )
-        if device.name != job.plan.coordinator:
-            await device.send(job.plan.coordinator, Message("done"))
+        if device.name != context.plan.coordinator:
+            await device.send(context.plan.coordinator, Message("done"))
             return
-        for _ in job.problem.samples:
+        for _ in context.problem.samples:
             await device.receive()
         device.record("step", step=0, loss=0.0, samples=1)

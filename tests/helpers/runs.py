@@ -9,7 +9,7 @@ from testbed.methods import METHODS
 from testbed.ml.data import load
 from testbed.ml.fields import InputSpec
 from testbed.ml.learning import model_of
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.plan import Plan
 from testbed.prepare import Prepared
 from testbed.scenario.expand import trials
@@ -63,7 +63,7 @@ def written(
 _load = cache(load)
 
 
-def problem_of(scenario: Scenario) -> tuple[Problem, object]:
+def problem_of(scenario: Scenario) -> tuple[PlanningProblem, object]:
     """Return the problem of a scenario and its data."""
     (trial,) = trials(scenario)
     workload = scenario.workload
@@ -73,7 +73,9 @@ def problem_of(scenario: Scenario) -> tuple[Problem, object]:
         workload.method.options()
     )
     devices, links = trial.experiment.devices, trial.experiment.links
-    return Problem(devices, links, workload, options, scenario.seed, model=model), data
+    return PlanningProblem(
+        devices, links, workload, options, scenario.seed, model=model
+    ), data
 
 
 def run(

@@ -92,7 +92,7 @@ class Careless(Single):
     name = "careless"
     supports = Method.supports if {without} else Single.supports
 
-    async def program(self, device, job):
+    async def program(self, device, context):
         {before}
 """
 
@@ -124,13 +124,13 @@ def test_a_run_fails_whose_program_never_reads_the_weights(tmp_path):
     assert done.exit_code == 1, done.output
     manifest = json.loads((tmp_path / "own" / "manifest.json").read_text())
     assert manifest["status"] == "failed"
-    assert "never read them: read job.weights" in manifest["error"]
+    assert "never read them: read context.weights" in manifest["error"]
     assert "read from this file" not in done.output
 
 
 def test_a_run_goes_well_whose_program_reads_the_weights(tmp_path):
     done = CliRunner().invoke(
-        command_line, careless(tmp_path, "await super().program(device, job)")
+        command_line, careless(tmp_path, "await super().program(device, context)")
     )
     assert done.exit_code == 0, done.output
 

@@ -16,7 +16,7 @@ from testbed.common.errors import InputError
 from testbed.device import Cost
 from testbed.methods.program.workload import programs_of
 from testbed.ml.layers import costs
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.preparation import data_folder, part_of
 from testbed.prepare import Prepared, prepare_all, raise_refused
 from testbed.scenario.expand import trials
@@ -180,7 +180,7 @@ def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
     idle = [each.name for each in experiment.devices if each.name not in chosen.devices]
     model_name = None
     batch_size = None
-    if isinstance(problem, Problem):
+    if isinstance(problem, PlanningProblem):
         model_name = problem.model.name
         batch_size = problem.workload.batch_size
     return PlanView(
@@ -253,7 +253,7 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
     Only plans whose devices share one copy of the model are compared: devices with copies of their own do more work.
     """
     problem, chosen = prepared.problem, prepared.plan
-    if not isinstance(problem, Problem):
+    if not isinstance(problem, PlanningProblem):
         return None
     if chosen.step_time is None or len(chosen.devices) < 2:
         return None
@@ -306,11 +306,11 @@ def _view_radio(prepared: Prepared) -> RadioView | None:
     )
 
 
-def _view_piece(problem: core.Problem, piece: Piece) -> PieceView:
+def _view_piece(problem: core.PlanningProblem, piece: Piece) -> PieceView:
     device = problem.device(piece.device)
     units: Sequence[Unit] = ()
     cost, samples = Cost(), 1
-    if isinstance(problem, Problem):
+    if isinstance(problem, PlanningProblem):
         samples = problem.workload.batch_size
         units = problem.model.units[piece.first : piece.last]
         cost = costs.forward_cost(units, samples)

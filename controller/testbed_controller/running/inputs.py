@@ -33,10 +33,10 @@ class InitialWeights:
         """
         if prepared.problem.workload.initial_weights is None:
             return None
-        from testbed.ml.method import Problem
+        from testbed.ml.method import PlanningProblem
         from testbed.ml.preparation import pretraining_of, weights_file
 
-        if not isinstance(prepared.problem, Problem):
+        if not isinstance(prepared.problem, PlanningProblem):
             return None  # other kinds of work read their weights in `Workload.load`
         file = weights_file(prepared.scenario)
         model = prepared.problem.model

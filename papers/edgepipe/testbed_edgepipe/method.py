@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from testbed.device import Device
-from testbed.ml.method import Job, Problem
+from testbed.ml.method import PlanningProblem, ProgramContext
 from testbed.ml.slots.metrics import DECLARED, details_of
 from testbed.ml.slots.planner import SlotDetails, SlotMethod, plan
 from testbed.plan import Plan
@@ -65,7 +65,7 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
     Details = SlotDetails
     declared = replace(DECLARED, metrics=(*METRICS, *DECLARED.metrics))
 
-    def plan(self, problem: Problem[EdgePipeOptions]) -> Plan[SlotDetails]:
+    def plan(self, problem: PlanningProblem[EdgePipeOptions]) -> Plan[SlotDetails]:
         """Divide the layers, map the super neurons and time the slots. Raises `InputError` for an impossible plan."""
         options = problem.options
         micro_batches = options.micro_batches
@@ -74,11 +74,11 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
         return plan(self.name, problem, options.divide, micro_batches, options.informs)
 
     async def program(
-        self, device: Device, job: Job[EdgePipeOptions, SlotDetails]
+        self, device: Device, context: ProgramContext[EdgePipeOptions, SlotDetails]
     ) -> None:
         """Work as a super neuron, slot by slot."""
-        if device.name in job.plan.devices:
+        if device.name in context.plan.devices:
             # Imported here, since only devices need torch.
             from testbed_edgepipe.program import run
 
-            await run(device, job)
+            await run(device, context)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from testbed.ml.method import Baselines, Problem
+from testbed.ml.method import Baselines, PlanningProblem
 from testbed.ml.slots.arrangement import Allocation, NeuronAssignment, partition
 from testbed.ml.slots.planner import Divide, SlotDetails, SlotOptions, neurons_of
 from testbed.plan import Plan
@@ -53,7 +53,7 @@ class EdgePipeOptions(SlotOptions):
 
 
 def arrangement(
-    problem: Problem[EdgePipeOptions], plan: Plan[SlotDetails]
+    problem: PlanningProblem[EdgePipeOptions], plan: Plan[SlotDetails]
 ) -> NeuronAssignment:
     """Return the placement of neurons in a plan."""
     return problem.options.divide(neurons_of(problem), plan.details.devices)

@@ -10,7 +10,7 @@ from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.layer_shard import LayerShard
-from testbed.ml.method import Job
+from testbed.ml.method import ProgramContext
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.missing import Arrived, Usable, Work, backpropagate
 from testbed.ml.slots.neurons import Neurons
@@ -128,11 +128,11 @@ class TreatedAsNull:
 
 
 async def receive_arrangement(
-    mailbox: Mailbox, job: Job[EdgePipeOptions, SlotDetails]
+    mailbox: Mailbox, context: ProgramContext[EdgePipeOptions, SlotDetails]
 ) -> NeuronAssignment:
     """Return the planned arrangement; if `informs` is set, as received from the coordinator."""
-    planned = arrangement(job.problem, job.plan)
-    if not job.problem.options.informs:
+    planned = arrangement(context.problem, context.plan)
+    if not context.problem.options.informs:
         return planned
 
     def make_answer() -> Arranged:
@@ -145,7 +145,7 @@ async def receive_arrangement(
 
     received = await request_data(
         mailbox,
-        job.plan.details.informer,
+        context.plan.details.informer,
         NeedsArrangement,
         Arranged,
         make_answer,
@@ -156,15 +156,19 @@ async def receive_arrangement(
     return replace(planned, layers=tuple(layers))
 
 
-async def run(device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
+async def run(
+    device: Device, context: ProgramContext[EdgePipeOptions, SlotDetails]
+) -> None:
     """Train and test, beginning in the current slot."""
-    problem, options = job.problem, job.problem.options
+    problem, options = context.problem, context.problem.options
     kinds = (*KINDS, NeedsArrangement, Arranged)
     async with Mailbox(device, problem.links, kinds) as mailbox:
-        arranged = await receive_arrangement(mailbox, job)
-        neurons = Neurons(device, problem, await receive_initial_weights(mailbox, job))
+        arranged = await receive_arrangement(mailbox, context)
+        neurons = Neurons(
+            device, problem, await receive_initial_weights(mailbox, context)
+        )
         held = FixedAssignment(arranged, neurons, device.name)
-        micro_batches = job.plan.details.micro_batches
+        micro_batches = context.plan.details.micro_batches
         policy = TreatedAsNull(options.learns, micro_batches, masks=options.masks)
-        transmit = transmit_of(mailbox, job)
-        await SlotProgram(mailbox, job, neurons, held, policy, transmit).run()
+        transmit = transmit_of(mailbox, context)
+        await SlotProgram(mailbox, context, neurons, held, policy, transmit).run()

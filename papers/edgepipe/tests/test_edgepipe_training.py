@@ -13,7 +13,7 @@ from testbed.common.errors import InputError
 from testbed.ml.data.batches import batch
 from testbed.ml.slots.planner import timetable_of
 from testbed.network.broadcast import is_received, received_part
-from testbed.plan import Details
+from testbed.plan import PlanDetails
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics
 from testbed.wire.cast import CastForm, size_around
@@ -530,7 +530,9 @@ def metrics_of(written, outcome):
     (trial,) = trials(written)
     plan = planned(written)[1]
     plain = plan.model_copy(
-        update={"details": Details.model_validate(plan.details.model_dump(mode="json"))}
+        update={
+            "details": PlanDetails.model_validate(plan.details.model_dump(mode="json"))
+        }
     )
     return metrics(outcome, trial.experiment, plain, EdgePipe.declared)
 

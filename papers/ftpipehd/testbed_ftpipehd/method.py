@@ -13,7 +13,7 @@ from pydantic import Field
 
 from testbed.common.errors import InputError
 from testbed.ml.data.batches import is_due
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.partition import Cuts
 from testbed.ml.partition.asynchronous import (
     AsynchronousPipeline,
@@ -64,7 +64,7 @@ class FTPipeHDOptions(AsynchronousOptions):
 class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
     """Capacities of devices as measured during the run; all devices count as equal before the first measurement."""
 
-    def __init__(self, problem: Problem[FTPipeHDOptions]) -> None:
+    def __init__(self, problem: PlanningProblem[FTPipeHDOptions]) -> None:
         super().__init__(problem)
         self._profile: UnitTimes | None = None
         self._rates: dict[Pair, float] = {}

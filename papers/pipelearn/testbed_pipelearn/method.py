@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.models.chain import Unit
 from testbed.ml.rounds.estimate import Choice, PairProfile
 from testbed.ml.rounds.method import Hooks, SplitMethod
@@ -130,7 +130,7 @@ class PipeLearn(SplitMethod[PipeLearnOptions]):
         """Average the models of a fraction of the devices."""
         return Hooks(choose=options.choose, min_updates=options.min_devices)
 
-    def plan(self, problem: Problem[PipeLearnOptions]) -> Plan[RoundDetails]:
+    def plan(self, problem: PlanningProblem[PipeLearnOptions]) -> Plan[RoundDetails]:
         """Choose P and N for each device; raises `InputError` if no choice fits the devices' memory."""
         team = Participants(problem)
         options = problem.options

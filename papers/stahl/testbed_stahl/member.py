@@ -14,7 +14,7 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.shard import State
 from testbed.ml.lazy import torch
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed.ml.models.sliced import SlicedLayer, SlicedShape, draw_tensors
 from testbed.ml.pipeline.messages import Activation
@@ -40,7 +40,7 @@ class InferenceMember:
     def __init__(
         self,
         mailbox: Mailbox,
-        problem: Problem,
+        problem: PlanningProblem,
         flow: Dataflow,
         coordinator: str,
         state: State | None,

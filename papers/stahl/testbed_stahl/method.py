@@ -12,7 +12,13 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import MEMBERSHIP_KINDS, RoleHolder
 from testbed.messaging.supervision import Supervisor, Timeouts, run_with_recovery
 from testbed.ml.layers.shard import State
-from testbed.ml.method import Alternative, Job, Method, PlannedMessage, Problem
+from testbed.ml.method import (
+    Alternative,
+    Method,
+    PlannedMessage,
+    PlanningProblem,
+    ProgramContext,
+)
 from testbed.ml.models.sliced import cut_copies
 from testbed.ml.pipeline.checkpointing import CheckpointRecovery
 from testbed.ml.pipeline.forwarding import Serving
@@ -42,7 +48,7 @@ from testbed_stahl.planner import (
 )
 from testbed_stahl.request_work import SPAN
 
-DistributedJob = Job[DistributedOptions, DistributedDetails]
+DistributedContext = ProgramContext[DistributedOptions, DistributedDetails]
 
 
 TILE_KINDS = (TileInput.kind, TileOverlap.kind, TileOutput.kind)
@@ -130,28 +136,32 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     declared = DECLARED
     span_names = frozenset({"load", SPAN})
 
-    def plan(self, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
+    def plan(
+        self, problem: PlanningProblem[DistributedOptions]
+    ) -> Plan[DistributedDetails]:
         """Divide every layer over the devices. Raises `InputError` if no division fits."""
         return plan(self.name, problem)
 
     def largest_messages(
-        self, problem: Problem[DistributedOptions], plan: Plan[DistributedDetails]
+        self,
+        problem: PlanningProblem[DistributedOptions],
+        plan: Plan[DistributedDetails],
     ) -> Iterator[PlannedMessage]:
         """Return the largest pieces of layer outputs and initial weights."""
         return part_messages(problem, plan)
 
     def alternatives(
-        self, problem: Problem[DistributedOptions]
+        self, problem: PlanningProblem[DistributedOptions]
     ) -> tuple[Alternative, ...]:
         """Return every scheme over the same devices."""
         return alternatives(problem)
 
-    async def program(self, device: Device, job: DistributedJob) -> None:
+    async def program(self, device: Device, context: DistributedContext) -> None:
         """Send requests from the source; act as a member on every device."""
         problem, source, options = (
-            job.problem,
-            job.plan.coordinator,
-            job.problem.options,
+            context.problem,
+            context.plan.coordinator,
+            context.problem.options,
         )
 
         def member_of(configure: ConfigureMember) -> InferenceMember:
@@ -180,29 +190,39 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
             )
             recovery = CheckpointRecovery(
                 supervisor,
-                partial(_configuration_for, job, supervisor),
+                partial(_configuration_for, context, supervisor),
                 partial(over, problem),
                 len(problem.model.units),
-                job.weights,
+                context.weights,
             )
-            supervisor.start(job.plan.pieces)
+            supervisor.start(context.plan.pieces)
             serving = Serving(
-                supervisor, job, options.in_flight, gives_up=options.on_loss == "fail"
+                supervisor,
+                context,
+                options.in_flight,
+                gives_up=options.on_loss == "fail",
             )
             await run_with_recovery(serving, recovery, supervisor)
 
 
 def _configuration_for(
-    job: DistributedJob, supervisor: Supervisor, part: Piece, state: State | None
+    context: DistributedContext,
+    supervisor: Supervisor,
+    part: Piece,
+    state: State | None,
 ) -> ConfigureMember:
     """Return the message for a member, with its slices of a state; None draws the weights from the seed."""
     there = {piece.device for piece in supervisor.layout}
-    planned = there == {piece.device for piece in job.plan.pieces}
+    planned = there == {piece.device for piece in context.plan.pieces}
     decided = (
-        job.plan.details.distributed if planned else distributed(job.problem, there)
+        context.plan.details.distributed
+        if planned
+        else distributed(context.problem, there)
     )
     given = (
-        {} if state is None else _slices_of(job.problem, decided, part.device, state)
+        {}
+        if state is None
+        else _slices_of(context.problem, decided, part.device, state)
     )
     configuration = supervisor.mailbox.configuration
     return ConfigureMember(
@@ -211,7 +231,7 @@ def _configuration_for(
 
 
 def _slices_of(
-    problem: Problem[DistributedOptions],
+    problem: PlanningProblem[DistributedOptions],
     decided: DistributedPlan,
     device: str,
     state: State,

@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict
 from testbed.common.errors import InputError, nearest
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.ml.method import Alternative, PlannedMessage, Problem
+from testbed.ml.method import Alternative, PlannedMessage, PlanningProblem
 from testbed.ml.models.graph import Graph, graph_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
-from testbed.plan import Details, Piece, Plan
+from testbed.plan import Piece, Plan, PlanDetails
 from testbed_stahl.candidates import Candidate, candidate, fitting_plan
 from testbed_stahl.communication import elements, interval, of_tiles, phases, transfers
 from testbed_stahl.dataflow import Dataflow, dataflow
@@ -66,7 +66,7 @@ class PlanFigures(BaseModel):
     """Multiplications that reuse saves all tiles."""
 
 
-class DistributedDetails(Details):
+class DistributedDetails(PlanDetails):
     """Plan details of a distributed inference."""
 
     model_config = ConfigDict(extra="forbid")
@@ -74,7 +74,9 @@ class DistributedDetails(Details):
     figures: PlanFigures
 
 
-def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
+def plan(
+    method: str, problem: PlanningProblem[DistributedOptions]
+) -> Plan[DistributedDetails]:
     """Plan for all devices. Raises `InputError` for an unknown source, missing links or insufficient memory."""
     names = [device.name for device in problem.devices]
     source = problem.options.source or names[0]
@@ -161,7 +163,7 @@ def formula(flow: Dataflow, reuse: Reuse) -> float:
 
 
 def _reuse_savings(
-    problem: Problem[DistributedOptions], flow: Dataflow
+    problem: PlanningProblem[DistributedOptions], flow: Dataflow
 ) -> dict[str, float]:
     """Return the savings of tile reuse over the same grid without reuse."""
     tiling = flow.plan.tiling
@@ -187,7 +189,7 @@ def _of_tiles(flow: Dataflow) -> int:
 
 
 def distributed(
-    problem: Problem[DistributedOptions], there: Collection[str]
+    problem: PlanningProblem[DistributedOptions], there: Collection[str]
 ) -> DistributedPlan:
     """Return the distributed plan over the present devices; raises `InputError` if their memory is insufficient."""
     devices = _present_devices(problem, there)
@@ -195,13 +197,15 @@ def distributed(
 
 
 def over(
-    problem: Problem[DistributedOptions], there: Collection[str]
+    problem: PlanningProblem[DistributedOptions], there: Collection[str]
 ) -> tuple[Piece, ...]:
     """Plan for the present devices; raises `InputError` if their memory is insufficient."""
     return pieces(problem, flow_of(problem, distributed(problem, there)))
 
 
-def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piece, ...]:
+def pieces(
+    problem: PlanningProblem[DistributedOptions], spread: Dataflow
+) -> tuple[Piece, ...]:
     """Return the placements of a plan, one part of every unit per device, with the source first as coordinator."""
     needs, work = (
         memory(spread),
@@ -224,7 +228,9 @@ def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piec
     return (placements.pop(spread.plan.source), *placements)
 
 
-def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> Dataflow:
+def flow_of(
+    problem: PlanningProblem[DistributedOptions], decided: DistributedPlan
+) -> Dataflow:
     """Return the dataflow of a plan."""
     settings = PlanSettings(
         problem.options, decided.source, problem.workload.batch_size
@@ -232,7 +238,9 @@ def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> D
     return dataflow(graph_of(problem.model), decided, settings)
 
 
-def alternatives(problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
+def alternatives(
+    problem: PlanningProblem[DistributedOptions],
+) -> tuple[Alternative, ...]:
     """Return every scheme over the same devices, except schemes requiring a missing link."""
     candidates = compare(
         graph_of(problem.model), problem.devices, settings_of(problem, problem.devices)
@@ -263,7 +271,7 @@ def compare(
     return candidates
 
 
-def _has_links(problem: Problem[DistributedOptions], flow: Dataflow) -> bool:
+def _has_links(problem: PlanningProblem[DistributedOptions], flow: Dataflow) -> bool:
     names = flow.plan.devices
     return all(
         (names[transfer.sender], names[transfer.receiver]) in problem.links
@@ -272,7 +280,7 @@ def _has_links(problem: Problem[DistributedOptions], flow: Dataflow) -> bool:
 
 
 def _describe_alternative(
-    problem: Problem[DistributedOptions], candidate: Candidate
+    problem: PlanningProblem[DistributedOptions], candidate: Candidate
 ) -> Alternative:
     flow, plan = candidate.flow, candidate.flow.plan
     names, layers, schemes = (
@@ -318,7 +326,7 @@ def _describe_alternative(
     )
 
 
-def _step_time(problem: Problem[DistributedOptions], spread: Dataflow) -> float:
+def _step_time(problem: PlanningProblem[DistributedOptions], spread: Dataflow) -> float:
     """Predict the seconds between two results; with one concurrent request, its latency."""
     devices = _present_devices(problem, spread.plan.devices)
     return interval(
@@ -327,13 +335,13 @@ def _step_time(problem: Problem[DistributedOptions], spread: Dataflow) -> float:
 
 
 def _present_devices(
-    problem: Problem[DistributedOptions], there: Collection[str]
+    problem: PlanningProblem[DistributedOptions], there: Collection[str]
 ) -> list[DeviceSpec]:
     return [device for device in problem.devices if device.name in there]
 
 
 def settings_of(
-    problem: Problem[DistributedOptions], devices: Collection[DeviceSpec]
+    problem: PlanningProblem[DistributedOptions], devices: Collection[DeviceSpec]
 ) -> PlanSettings:
     """Return the common settings of all plans over these devices."""
     options, names = problem.options, [device.name for device in devices]
@@ -341,7 +349,7 @@ def settings_of(
     return PlanSettings(options, source, problem.workload.batch_size)
 
 
-def _check_links(problem: Problem[DistributedOptions], source: str) -> None:
+def _check_links(problem: PlanningProblem[DistributedOptions], source: str) -> None:
     """Raise `InputError` for a missing link: between source and workers, or between any two devices.
 
     Idle devices need links too: they register with the source and may take over work.
@@ -360,7 +368,7 @@ def _check_links(problem: Problem[DistributedOptions], source: str) -> None:
 
 
 def part_messages(
-    problem: Problem[DistributedOptions], plan: Plan[DistributedDetails]
+    problem: PlanningProblem[DistributedOptions], plan: Plan[DistributedDetails]
 ) -> Iterator[PlannedMessage]:
     """Yield each transmitted part of an output, and the initial weights of each device."""
     decided, value_bytes = (

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.models import create
 from testbed.network.link import Link
 from testbed.plan import Plan
@@ -32,7 +32,7 @@ def problem(
     memory: float = 1e9,
     count: int = 3,
     mesh: bool = True,
-) -> Problem:
+) -> PlanningProblem:
     names = [f"d{index}" for index in range(count)]
     pairs = [
         (one, other)
@@ -46,7 +46,7 @@ def problem(
         "batch_size": 2,
         "requests": 1,
     }
-    return Problem(
+    return PlanningProblem(
         tuple(DeviceSpec(name, 1e9, memory) for name in names),
         dict.fromkeys(pairs, Link()),
         WorkloadPart.model_validate(workload),
@@ -166,10 +166,10 @@ def test_a_star_suffices_where_everything_passes_the_source() -> None:
     )
 
 
-def star_around_another(scheme: str) -> Problem:
+def star_around_another(scheme: str) -> PlanningProblem:
     posed = problem({"source": "d2", "scheme": scheme})
     links = {pair: link for pair, link in posed.links.items() if "d1" in pair}
-    return Problem(
+    return PlanningProblem(
         posed.devices,
         links,
         posed.workload,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed_messages import TypedMessage
-from testbed.ml.method import Job
+from testbed.ml.method import ProgramContext
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.planner import timetable_of
 from testbed.ml.slots.timeslots import LayerAction, SlotSegment
@@ -54,14 +54,14 @@ class ArrangementController:
     def __init__(
         self,
         mailbox: Mailbox,
-        job: Job[VersatileOptions, VersatileDetails],
+        context: ProgramContext[VersatileOptions, VersatileDetails],
         records: ReceptionRecords,
         handover: Handover,
         maintenance: Maintenance,
         window: int,
     ) -> None:
         """``window`` is the number of steps after which devices are judged."""
-        problem, details = job.problem, job.plan.details
+        problem, details = context.problem, context.plan.details
         options = problem.options
         self._mailbox = mailbox
         self._device = mailbox.device
@@ -69,7 +69,7 @@ class ArrangementController:
         self._handover = handover
         self._maintenance = maintenance
         self._rules = DecisionRules(
-            details.threshold, job.plan.coordinator, problem.seed
+            details.threshold, context.plan.coordinator, problem.seed
         )
         names = [device.name for device in problem.devices]
         self._others = [name for name in names if name != mailbox.device.name]

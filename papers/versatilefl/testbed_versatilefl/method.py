@@ -6,7 +6,7 @@ Layers and batches are numbered from 0.
 from __future__ import annotations
 
 from testbed.device import Device
-from testbed.ml.method import Job, Problem
+from testbed.ml.method import PlanningProblem, ProgramContext
 from testbed.ml.slots.planner import SlotMethod
 from testbed.plan import Plan
 from testbed_versatilefl.metrics import DECLARED
@@ -30,25 +30,29 @@ class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
     supports = SlotMethod.supports | {"retirement"}
     declared = DECLARED
 
-    def plan(self, problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
+    def plan(
+        self, problem: PlanningProblem[VersatileOptions]
+    ) -> Plan[VersatileDetails]:
         """Divide the layers, map the super neurons and time the slots. Raises `InputError` for an impossible plan."""
         return plan(problem)
 
     def facts(
         self,
-        problem: Problem[VersatileOptions],
+        problem: PlanningProblem[VersatileOptions],
         plan: Plan[VersatileDetails],
         device: str,
-    ) -> tuple[Problem[VersatileOptions], Plan[VersatileDetails]]:
+    ) -> tuple[PlanningProblem[VersatileOptions], Plan[VersatileDetails]]:
         """Return the whole problem and plan: any device may become the coordinator, which needs all links."""
         return problem, plan
 
     async def program(
-        self, device: Device, job: Job[VersatileOptions, VersatileDetails]
+        self,
+        device: Device,
+        context: ProgramContext[VersatileOptions, VersatileDetails],
     ) -> None:
         """Work slot by slot with the current neurons of the device."""
-        if device.name in job.plan.devices:
+        if device.name in context.plan.devices:
             # Imported here, since only devices need torch.
             from testbed_versatilefl.program import run
 
-            await run(device, job)
+            await run(device, context)

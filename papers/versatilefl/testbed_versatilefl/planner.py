@@ -12,7 +12,7 @@ from pydantic import Field
 from testbed.common.errors import InputError
 from testbed.common.quantities import Fraction
 from testbed.common.seeds import derive
-from testbed.ml.method import Baselines, Problem
+from testbed.ml.method import Baselines, PlanningProblem
 from testbed.ml.models.slices import as_channels
 from testbed.ml.slots import planner
 from testbed.ml.slots.arrangement import Allocation, NeuronAssignment, partition
@@ -97,7 +97,7 @@ class VersatileDetails(SlotDetails):
     """Whether each neuron was given to any device of the group."""
 
 
-def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
+def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
     """Plan as EdgePipe does; scattered neurons are planned as Horizontal ones. Raises `InputError`."""
     options = problem.options
     allocation: Allocation = (
@@ -130,7 +130,7 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
 
 
 def arrangement(
-    problem: Problem[VersatileOptions], details: VersatileDetails
+    problem: PlanningProblem[VersatileOptions], details: VersatileDetails
 ) -> NeuronAssignment:
     """Return the initial placement of neurons: EdgePipe's, or with `allocation: random` one drawn from the seed."""
     options, names = problem.options, details.devices

@@ -8,7 +8,7 @@ from typing import Any
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.ml.data.batches import steps_per_epoch
-from testbed.ml.method import Job
+from testbed.ml.method import ProgramContext
 from testbed.ml.models.slices import Channels
 from testbed.ml.slots import program
 from testbed.ml.slots.casts import Outputs, Sent, Values
@@ -28,7 +28,7 @@ from testbed_versatilefl.maintenance import (
 from testbed_versatilefl.planner import VersatileDetails, VersatileOptions, arrangement
 from testbed_versatilefl.records import ReceptionRecords
 
-VersatileJob = Job[VersatileOptions, VersatileDetails]
+VersatileContext = ProgramContext[VersatileOptions, VersatileDetails]
 KINDS: tuple[type[Any], ...] = (*program.KINDS, Complete, Arrange, Moved, Join, Leave)
 STARTED = "started"
 """A device's mark on its disk, by which a booting device recognizes a restart."""
@@ -75,19 +75,27 @@ class VersatileNotes:
         self.records.note_cast(sender, received=False)
 
 
-async def run(device: Device, job: VersatileJob) -> None:
+async def run(device: Device, context: VersatileContext) -> None:
     """Train and test, slot by slot; a restarted device first waits for neurons of the others."""
-    problem, details, options = job.problem, job.plan.details, job.problem.options
-    assert job.dataset is not None
+    problem, details, options = (
+        context.problem,
+        context.plan.details,
+        context.problem.options,
+    )
+    assert context.dataset is not None
     first = arrangement(problem, details)
     has_restarted = device.saved(STARTED) is not None
     await device.save(STARTED, Message(STARTED))
-    epoch = steps_per_epoch(len(job.dataset.train_labels), problem.workload.batch_size)
+    epoch = steps_per_epoch(
+        len(context.dataset.train_labels), problem.workload.batch_size
+    )
     # The paper's window is an epoch; small data have epochs shorter than the way of records.
     window = details.window or max(epoch, details.grace + 1)
     async with Mailbox(device, problem.links, KINDS) as mailbox:
         update = DynamicUpdate(options)
-        neurons = Neurons(device, problem, await receive_initial_weights(mailbox, job))
+        neurons = Neurons(
+            device, problem, await receive_initial_weights(mailbox, context)
+        )
         # The arrangement is asked for during training, when `handover` exists.
         confirm = Confirming(
             mailbox, lambda: handover.now, answering_time(mailbox, details)
@@ -102,12 +110,12 @@ async def run(device: Device, job: VersatileJob) -> None:
             device.name, ratios, options.alpha, window, details.grace
         )
         controller = ArrangementController(
-            mailbox, job, records, handover, maintenance, window
+            mailbox, context, records, handover, maintenance, window
         )
-        transmit = transmit_of(mailbox, job)
+        transmit = transmit_of(mailbox, context)
         if options.sharing == "ideal":
             transmit = Ideal(mailbox, transmit, first.output)
         notes = VersatileNotes(handover, records, maintenance, update)
         await SlotProgram(
-            mailbox, job, neurons, controller, maintenance, transmit, notes
+            mailbox, context, neurons, controller, maintenance, transmit, notes
         ).run()

@@ -25,7 +25,7 @@ from testbed.common.errors import InputError, TestbedError
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed_messages import TypedMessage
-from testbed.method import Job, Method, Options, Problem
+from testbed.method import Method, Options, PlanningProblem, ProgramContext
 from testbed.methods.program.processes import ProcessTree, killed_for_memory
 from testbed.methods.program.workload import (
     ProgramPart,
@@ -91,7 +91,7 @@ class Program(Method[Options]):
         ),
     )
 
-    def plan(self, problem: Problem[Options]) -> Plan:
+    def plan(self, problem: PlanningProblem[Options]) -> Plan:
         """Plan without dividing any work. Every device with a program has a link to the coordinator, which
         collects the exits.
 
@@ -121,8 +121,8 @@ class Program(Method[Options]):
         return Plan(method=self.name, coordinator=candidate, pieces=pieces)
 
     def facts(
-        self, problem: Problem[Options], plan: Plan, device: str
-    ) -> tuple[Problem[Options], Plan]:
+        self, problem: PlanningProblem[Options], plan: Plan, device: str
+    ) -> tuple[PlanningProblem[Options], Plan]:
         """Return the problem with only the files of the device's own program, and the device's part of the plan."""
         own, part = super().facts(problem, plan, device)
         program = _programs_by_device(problem).get(device)
@@ -130,18 +130,18 @@ class Program(Method[Options]):
         names = program.files if program is not None else ()
         return replace(own, files={name: own.files[name] for name in names}), part
 
-    async def program(self, device: Device, job: Job[Options]) -> None:
+    async def program(self, device: Device, context: ProgramContext[Options]) -> None:
         """Run the device's command, if any; the coordinator then waits for all others."""
-        programs = _programs_by_device(job.problem)
-        async with Mailbox(device, job.problem.links, (Ended,)) as mailbox:
+        programs = _programs_by_device(context.problem)
+        async with Mailbox(device, context.problem.links, (Ended,)) as mailbox:
             part = programs.get(device.name)
             if part is not None:
-                work = mailbox.start(execute(device, job.problem, [*programs]))
+                work = mailbox.start(execute(device, context.problem, [*programs]))
                 if not part.background:
                     await work
-            if device.name != job.plan.coordinator:
+            if device.name != context.plan.coordinator:
                 if part is not None and not part.background:
-                    await mailbox.post(job.plan.coordinator, Ended())
+                    await mailbox.post(context.plan.coordinator, Ended())
                 # The run ends with the coordinator's program; a return here would count as a failure.
                 await asyncio.Event().wait()
             for name, part in programs.items():
@@ -149,14 +149,16 @@ class Program(Method[Options]):
                     await mailbox.take(Ended, name)
 
 
-def _programs_by_device(problem: Problem[Options]) -> dict[str, ProgramPart]:
+def _programs_by_device(problem: PlanningProblem[Options]) -> dict[str, ProgramPart]:
     assert isinstance(problem.workload, ProgramsPart)
     return by_device(
         problem.workload.programs, [device.name for device in problem.devices]
     )
 
 
-def _is_linked(problem: Problem[Options], device: str, others: Sequence[str]) -> bool:
+def _is_linked(
+    problem: PlanningProblem[Options], device: str, others: Sequence[str]
+) -> bool:
     for other in others:
         if other == device:
             continue
@@ -166,7 +168,7 @@ def _is_linked(problem: Problem[Options], device: str, others: Sequence[str]) ->
 
 
 def environment(
-    problem: Problem[Options], device: str, names: list[str]
+    problem: PlanningProblem[Options], device: str, names: list[str]
 ) -> dict[str, str]:
     """Return the environment variables of a program besides those in the scenario.
 
@@ -184,7 +186,9 @@ def environment(
     }
 
 
-async def execute(device: Device, problem: Problem[Options], names: list[str]) -> None:
+async def execute(
+    device: Device, problem: PlanningProblem[Options], names: list[str]
+) -> None:
     """Run the command of a device, then end all its processes. Raises `TestbedError` for a failed command."""
     assert isinstance(problem, ProgramsProblem)
     part = _programs_by_device(problem)[device.name]

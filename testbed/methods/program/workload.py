@@ -12,7 +12,7 @@ from pydantic import Base64Bytes, Field, TypeAdapter, field_validator, model_val
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.common.part import ConfigModel
-from testbed.method import Method, Options, Problem
+from testbed.method import Method, Options, PlanningProblem
 from testbed.work import MethodPart, WorkloadPart
 from testbed.workload import Workload
 
@@ -153,7 +153,7 @@ class ProgramsPart(WorkloadPart):
 
 
 @dataclass(frozen=True)
-class ProgramsProblem(Problem[Options]):
+class ProgramsProblem(PlanningProblem[Options]):
     """The problem of programs."""
 
     workload: ProgramsPart
@@ -167,11 +167,13 @@ class Programs(Workload):
     name = "program"
     Part = ProgramsPart
 
-    def problem(self, given: Problem, scenario: Scenario, method: Method) -> Problem:
+    def extend_problem(
+        self, given: PlanningProblem, scenario: Scenario, method: Method
+    ) -> PlanningProblem:
         """Read the files of all programs; raises `InputError`."""
         return _with_files(given, _read_files(scenario))
 
-    def own_facts(self, problem: Problem) -> Mapping[str, Any]:
+    def own_facts(self, problem: PlanningProblem) -> Mapping[str, Any]:
         """Return the files of a device's program."""
         assert isinstance(problem, ProgramsProblem)
         encoded: Mapping[str, Any] = TypeAdapter(dict[str, Base64Bytes]).dump_python(
@@ -180,15 +182,15 @@ class Programs(Workload):
         return {"files": encoded}
 
     def rebuild_problem(
-        self, given: Problem, method: Method, facts: Mapping[str, Any]
-    ) -> Problem:
+        self, given: PlanningProblem, method: Method, facts: Mapping[str, Any]
+    ) -> PlanningProblem:
         """Rebuild the problem of a device with the files of its program."""
         return _with_files(
             given, TypeAdapter(dict[str, Base64Bytes]).validate_python(facts["files"])
         )
 
 
-def _with_files(given: Problem, files: Mapping[str, bytes]) -> ProgramsProblem:
+def _with_files(given: PlanningProblem, files: Mapping[str, bytes]) -> ProgramsProblem:
     assert isinstance(given.workload, ProgramsPart)
     return ProgramsProblem(
         given.devices, given.links, given.workload, given.options, given.seed, files

@@ -14,7 +14,7 @@ from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.models.chain import Unit, backward_of, cost_of, forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.partition.memory import inference_bytes, training_bytes
@@ -66,7 +66,7 @@ def state_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
     return BYTES_PER_VALUE * values
 
 
-def whole_memory(problem: Problem[Any], device: DeviceSpec) -> float:
+def whole_memory(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
     """Return the bytes a device needs to hold and compute the whole model."""
     model = problem.model
     units = range(len(model.units))
@@ -78,7 +78,7 @@ def whole_memory(problem: Problem[Any], device: DeviceSpec) -> float:
     )
 
 
-def whole_seconds(problem: Problem[Any], device: DeviceSpec) -> float:
+def whole_seconds(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
     """Return the seconds one device alone takes for a step or a request."""
     units = problem.model.units
     samples = problem.workload.batch_size

@@ -13,7 +13,7 @@ from testbed.device import Device
 from testbed.ml.data.batches import batch, batch_length, left_out, steps_per_epoch
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.lazy import torch
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.models.detection import Detector
 from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.metrics import update_metric
@@ -188,7 +188,9 @@ class Requests:
 class Answers:
     """Evaluates and records the output of every request on the requesting device."""
 
-    def __init__(self, device: Device, problem: Problem, requests: Requests) -> None:
+    def __init__(
+        self, device: Device, problem: PlanningProblem, requests: Requests
+    ) -> None:
         self._device = device
         self._detector = problem.model.detector
         self._requests = requests

@@ -7,7 +7,7 @@ from functools import partial
 
 from testbed.device import Cost, Span
 from testbed.ml.layers.collectives import Group
-from testbed.ml.method import Job, Problem
+from testbed.ml.method import PlanningProblem, ProgramContext
 from testbed.ml.models.chain import forward_of
 from testbed.ml.models.graph import GraphLayer
 from testbed.ml.models.shapes import BYTES_PER_VALUE
@@ -28,7 +28,9 @@ def count_values(held: LayerSlices) -> int:
     return values
 
 
-def place_slices(problem: Problem, device: str, held: LayerSlices, part: str) -> Piece:
+def place_slices(
+    problem: PlanningProblem, device: str, held: LayerSlices, part: str
+) -> Piece:
     """Return the placement of a device holding slices of all units; ``part`` describes the slices for display.
 
     The memory is that of the weights and, for a batch, of the largest sum of one layer's input and output.
@@ -67,21 +69,21 @@ def finish_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
 
 
 async def load_slices(
-    group: Group, job: Job, held: Sequence[LayerSlices]
+    group: Group, context: ProgramContext, held: Sequence[LayerSlices]
 ) -> list[SlicedLayer]:
-    """Return this device's slices with their initial weights, from the coordinator's job or from the seed.
+    """Return this device's slices with their initial weights, from the coordinator's context or from the seed.
 
     ``held`` has the slices of each group member. Loading costs the device one operation for each value.
     """
-    problem = job.problem
+    problem = context.problem
     own = held[group.rank]
     if problem.workload.model.weights is None:
         # Every device draws its own slices: nothing is transmitted.
         make = partial(draw_tensors, problem.model, own, problem.seed)
     else:
-        given = job.weights
+        given = context.weights
         # Only the coordinator has the file.
         sent = None if given is None else [cut_copies(slices, given) for slices in held]
-        make = partial(dict, await group.scatter(sent, job.plan.coordinator))
+        make = partial(dict, await group.scatter(sent, context.plan.coordinator))
     state = await group.device.compute(make, Cost(count_values(own)), Span("load"))
     return [SlicedLayer(layer, part, state) for layer, part in own]

@@ -14,7 +14,7 @@ from functools import lru_cache
 from testbed.ml.layers.shard import Adjust, Rows, Shard, State
 from testbed.ml.layers.versions import Versions
 from testbed.ml.lazy import torch
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.models.chain import Model, Tied
 from testbed.ml.models.shapes import Shape
 from testbed.ml.training.config import TrainingConfig
@@ -22,7 +22,7 @@ from testbed.ml.training.optimizers import is_weight
 
 
 def make_shard(
-    problem: Problem, first: int, last: int, device: str
+    problem: PlanningProblem, first: int, last: int, device: str
 ) -> Shard | ShapeShard:
     """Create units ``first`` to ``last`` (exclusive) on a device; timing-only workloads get shapes without values."""
     if problem.workload.numerics == "none":

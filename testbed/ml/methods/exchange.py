@@ -6,7 +6,7 @@ from testbed.common.errors import InputError, nearest
 from testbed.common.quantities import Size
 from testbed.device import Device
 from testbed.ml.lazy import torch
-from testbed.ml.method import Job, Method, Options, Problem
+from testbed.ml.method import Method, Options, PlanningProblem, ProgramContext
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Piece, Plan
 from testbed.wire.message import Message
@@ -42,7 +42,7 @@ class Exchange(Method[ExchangeOptions]):
     supports = frozenset({"timing_only"})
     span_names = frozenset()
 
-    def plan(self, problem: Problem[ExchangeOptions]) -> Plan:
+    def plan(self, problem: PlanningProblem[ExchangeOptions]) -> Plan:
         """Name the participating devices. Raises `InputError` for missing links."""
         source = problem.devices[0].name
         if problem.options.cast:
@@ -58,7 +58,7 @@ class Exchange(Method[ExchangeOptions]):
         return Plan(method=self.name, coordinator=source, pieces=tuple(pieces))
 
     def _cast_receivers(
-        self, problem: Problem[ExchangeOptions], source: str
+        self, problem: PlanningProblem[ExchangeOptions], source: str
     ) -> list[str]:
         if problem.options.peer is not None:
             text = "a cast goes to all neighbours; remove the peer"
@@ -69,7 +69,9 @@ class Exchange(Method[ExchangeOptions]):
             raise InputError(text, ("network",))
         return neighbours
 
-    def _linked_peer(self, problem: Problem[ExchangeOptions], source: str) -> str:
+    def _linked_peer(
+        self, problem: PlanningProblem[ExchangeOptions], source: str
+    ) -> str:
         if problem.options.everyone:
             raise InputError("requires casts: add cast: true", ("method", "everyone"))
         peer = self._peer_name(problem)
@@ -78,39 +80,45 @@ class Exchange(Method[ExchangeOptions]):
             raise InputError(text, ("method", "peer"))
         return peer
 
-    async def program(self, device: Device, job: Job[ExchangeOptions]) -> None:
+    async def program(
+        self, device: Device, context: ProgramContext[ExchangeOptions]
+    ) -> None:
         """Send or cast on the coordinator, cast on the others if all devices do, and receive messages everywhere."""
-        options = job.problem.options
-        is_coordinator = device.name == job.plan.coordinator
+        options = context.problem.options
+        is_coordinator = device.name == context.plan.coordinator
         if options.cast and (options.everyone or is_coordinator):
-            await self._cast_messages(device, job)
+            await self._cast_messages(device, context)
         elif is_coordinator:
-            await self._send_messages(device, job)
+            await self._send_messages(device, context)
         if not is_coordinator:
             while True:
                 await device.receive()
 
-    async def _send_messages(self, device: Device, job: Job[ExchangeOptions]) -> None:
-        peer = self._peer_name(job.problem)
-        for request, message in _message_sizes(job):
+    async def _send_messages(
+        self, device: Device, context: ProgramContext[ExchangeOptions]
+    ) -> None:
+        peer = self._peer_name(context.problem)
+        for request, message in _message_sizes(context):
             began = device.now()
             await device.send(peer, message)
             device.record("request", request=request, latency=device.now() - began)
 
-    async def _cast_messages(self, device: Device, job: Job[ExchangeOptions]) -> None:
-        neighbours = _linked_neighbours(job.problem, device.name)
-        for request, message in _message_sizes(job):
+    async def _cast_messages(
+        self, device: Device, context: ProgramContext[ExchangeOptions]
+    ) -> None:
+        neighbours = _linked_neighbours(context.problem, device.name)
+        for request, message in _message_sizes(context):
             began = device.now()
             await device.cast(neighbours, message)
-            if device.name == job.plan.coordinator:
+            if device.name == context.plan.coordinator:
                 device.record("request", request=request, latency=device.now() - began)
-        if device.name == job.plan.coordinator:
-            links = job.problem.links.values()
+        if device.name == context.plan.coordinator:
+            links = context.problem.links.values()
             # Four standard deviations: hardly any packet of a link with jitter takes longer.
             longest = max(link.delay + 4 * link.jitter for link in links)
             await device.sleep(LISTENING_SECONDS + longest)
 
-    def _peer_name(self, problem: Problem[ExchangeOptions]) -> str:
+    def _peer_name(self, problem: PlanningProblem[ExchangeOptions]) -> str:
         names = [device.name for device in problem.devices]
         if len(names) < 2:
             raise InputError("an exchange needs two of them", ("devices",))
@@ -123,18 +131,20 @@ class Exchange(Method[ExchangeOptions]):
         return peer
 
 
-def _linked_neighbours(problem: Problem, name: str) -> list[str]:
+def _linked_neighbours(problem: PlanningProblem, name: str) -> list[str]:
     names = [device.name for device in problem.devices]
     return [other for other in names if _has_both_links(problem, name, other)]
 
 
-def _has_both_links(problem: Problem, one: str, other: str) -> bool:
+def _has_both_links(problem: PlanningProblem, one: str, other: str) -> bool:
     return (one, other) in problem.links and (other, one) in problem.links
 
 
-def _message_sizes(job: Job[ExchangeOptions]) -> list[tuple[int, Message]]:
-    payload = torch.zeros(int(job.problem.options.payload) // BYTES_PER_VALUE)
-    requests = range(job.problem.workload.requests or DEFAULT_REQUESTS)
+def _message_sizes(
+    context: ProgramContext[ExchangeOptions],
+) -> list[tuple[int, Message]]:
+    payload = torch.zeros(int(context.problem.options.payload) // BYTES_PER_VALUE)
+    requests = range(context.problem.workload.requests or DEFAULT_REQUESTS)
     return [
         (request, Message("payload", {"request": request}, {"payload": payload}))
         for request in requests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.rounds.method import Hooks, RoundMethod, SplitMethod
 from testbed.ml.rounds.options import SPLIT, GroupOptions, SplitPoints, TransferOptions
 from testbed.ml.rounds.planner import Participants, RoundDetails, split_plan
@@ -49,7 +49,9 @@ class SplitLearning(SplitMethod[SplitLearningOptions]):
         """Give each device its turn."""
         return Hooks()
 
-    def plan(self, problem: Problem[SplitLearningOptions]) -> Plan[RoundDetails]:
+    def plan(
+        self, problem: PlanningProblem[SplitLearningOptions]
+    ) -> Plan[RoundDetails]:
         """Split the model for each device. Raises `InputError` for impossible splits."""
         return split_plan(
             self.name,
@@ -76,7 +78,9 @@ class SplitFederated(SplitMethod[SplitFederatedOptions]):
         """Average the models of a fraction of the devices."""
         return Hooks(choose=options.choose, min_updates=options.min_devices)
 
-    def plan(self, problem: Problem[SplitFederatedOptions]) -> Plan[RoundDetails]:
+    def plan(
+        self, problem: PlanningProblem[SplitFederatedOptions]
+    ) -> Plan[RoundDetails]:
         """Split the model for each device. Raises `InputError` for impossible splits."""
         team = Participants(problem)
         return split_plan(

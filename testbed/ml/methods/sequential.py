@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
-from testbed.ml.method import Job, Method, PlannedMessage, Problem
+from testbed.ml.method import Method, PlannedMessage, PlanningProblem, ProgramContext
 from testbed.ml.partition import Chain, Cuts
 from testbed.ml.pipeline.planning import (
     StagesOptions,
@@ -18,7 +18,7 @@ from testbed.ml.pipeline.planning import (
     stage_messages,
     stage_pieces,
 )
-from testbed.plan import Details, Piece, Plan
+from testbed.plan import Piece, Plan, PlanDetails
 from testbed.wire.message import size_around
 
 
@@ -52,7 +52,7 @@ class InferenceChain(Chain):
         return link.transmission_time(size), link.delay
 
 
-class SequentialDetails(Details):
+class SequentialDetails(PlanDetails):
     """Plan details of an inference chain, in seconds."""
 
     model_config = ConfigDict(extra="forbid")
@@ -80,7 +80,9 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     Details = SequentialDetails
     span_names = frozenset({"load", "forward"})
 
-    def plan(self, problem: Problem[SequentialOptions]) -> Plan[SequentialDetails]:
+    def plan(
+        self, problem: PlanningProblem[SequentialOptions]
+    ) -> Plan[SequentialDetails]:
         """Cut the model over the devices; raises `InputError` for too many stages, missing links or insufficient
         memory.
         """
@@ -99,27 +101,31 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         )
 
     def largest_messages(
-        self, problem: Problem[SequentialOptions], plan: Plan[SequentialDetails]
+        self, problem: PlanningProblem[SequentialOptions], plan: Plan[SequentialDetails]
     ) -> Iterator[PlannedMessage]:
         """Return the activations and initial weights as messages."""
         return stage_messages(problem, plan)
 
     async def program(
-        self, device: Device, job: Job[SequentialOptions, SequentialDetails]
+        self,
+        device: Device,
+        context: ProgramContext[SequentialOptions, SequentialDetails],
     ) -> None:
         """Send requests from the first device; run a stage on every device."""
         from testbed.ml.pipeline.program import run_inference
 
         def assign_stages(present: Collection[str]) -> tuple[Piece, ...]:
-            devices = devices_among(job.problem, present)
-            chain, cuts = _choose_cuts(job.problem, devices)
+            devices = devices_among(context.problem, present)
+            chain, cuts = _choose_cuts(context.problem, devices)
             return stage_pieces(chain, cuts)
 
-        await run_inference(device, job, assign_stages, job.problem.options.in_flight)
+        await run_inference(
+            device, context, assign_stages, context.problem.options.in_flight
+        )
 
 
 def _choose_cuts(
-    problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]
+    problem: PlanningProblem[SequentialOptions], devices: Sequence[DeviceSpec]
 ) -> tuple[InferenceChain, Cuts]:
     options = problem.options
     chain = InferenceChain(

@@ -16,7 +16,13 @@ from testbed.ml.layers.feed import Answers, Requests, Score, Training, loss_fiel
 from testbed.ml.layers.shape_shard import ShapeShard, make_shard
 from testbed.ml.layers.shard import Shard, State, result_of
 from testbed.ml.lazy import torch
-from testbed.ml.method import Job, Method, Options, Problem, StepsOrTime
+from testbed.ml.method import (
+    Method,
+    Options,
+    PlanningProblem,
+    ProgramContext,
+    StepsOrTime,
+)
 from testbed.ml.training.stopping import Stopping
 from testbed.plan import Piece, Plan
 
@@ -52,7 +58,7 @@ class Single(Method[SingleOptions]):
         }
     )
 
-    def plan(self, problem: Problem[SingleOptions]) -> Plan:
+    def plan(self, problem: PlanningProblem[SingleOptions]) -> Plan:
         """Assign all units to one device. Raises `InputError` for an unknown device or insufficient memory."""
         names = [device.name for device in problem.devices]
         chosen = problem.options.device or names[0]
@@ -73,15 +79,17 @@ class Single(Method[SingleOptions]):
             step_time=costs.whole_seconds(problem, device),
         )
 
-    async def program(self, device: Device, job: Job[SingleOptions]) -> None:
+    async def program(
+        self, device: Device, context: ProgramContext[SingleOptions]
+    ) -> None:
         """Train or answer requests on the coordinator; do nothing elsewhere."""
-        if device.name != job.plan.coordinator:
+        if device.name != context.plan.coordinator:
             return
-        assert job.dataset is not None
-        problem = job.problem
+        assert context.dataset is not None
+        problem = context.problem
         shard = make_shard(problem, 0, len(problem.model.units), device.name)
-        if job.weights is not None:
-            shard.load(job.weights)
+        if context.weights is not None:
+            shard.load(context.weights)
         stopping = Stopping(problem.training)
 
         def result() -> State:
@@ -89,9 +97,9 @@ class Single(Method[SingleOptions]):
 
         device.expose(result)
         if problem.workload.task == "train":
-            await _train_model(device, problem, job.dataset, shard, stopping)
+            await _train_model(device, problem, context.dataset, shard, stopping)
         else:
-            await _answer_requests(device, problem, job.dataset, shard)
+            await _answer_requests(device, problem, context.dataset, shard)
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of the one device; the others have none."""
@@ -102,7 +110,7 @@ class Single(Method[SingleOptions]):
 
 async def _train_model(
     device: Device,
-    problem: Problem[SingleOptions],
+    problem: PlanningProblem[SingleOptions],
     dataset: Dataset,
     shard: Shard | ShapeShard,
     stopping: Stopping,
@@ -128,7 +136,7 @@ async def _train_model(
 
 async def _train_step(
     device: Device,
-    problem: Problem,
+    problem: PlanningProblem,
     shard: Shard | ShapeShard,
     step: int,
     images: torch.Tensor,
@@ -153,7 +161,10 @@ async def _train_step(
 
 
 async def _evaluate(
-    device: Device, problem: Problem, shard: Shard | ShapeShard, requests: Requests
+    device: Device,
+    problem: PlanningProblem,
+    shard: Shard | ShapeShard,
+    requests: Requests,
 ) -> dict[str, Any]:
     """Return the score of the test samples, as fields of an event."""
     score = Score(problem.training)
@@ -165,7 +176,10 @@ async def _evaluate(
 
 
 async def _answer_requests(
-    device: Device, problem: Problem, dataset: Dataset, shard: Shard | ShapeShard
+    device: Device,
+    problem: PlanningProblem,
+    dataset: Dataset,
+    shard: Shard | ShapeShard,
 ) -> None:
     requests = Requests(dataset, problem.workload.batch_size, problem.workload.requests)
     answers = Answers(device, problem, requests)
@@ -180,7 +194,7 @@ async def _answer_requests(
 
 async def _infer(
     device: Device,
-    problem: Problem,
+    problem: PlanningProblem,
     shard: Shard | ShapeShard,
     images: torch.Tensor,
     span: Span,

@@ -9,7 +9,7 @@ from typing import Any
 from testbed.messaging.supervision import Lost, Supervisor
 from testbed.ml.layers.feed import Answers, Requests, Score
 from testbed.ml.lazy import torch
-from testbed.ml.method import Job
+from testbed.ml.method import ProgramContext
 from testbed.ml.pipeline.messages import Activation, Output, Purpose
 from testbed.ml.training.config import TrainingConfig
 
@@ -65,23 +65,25 @@ class Serving:
     def __init__(
         self,
         supervisor: Supervisor,
-        job: Job,
+        context: ProgramContext,
         in_flight: int,
         *,
         gives_up: bool = False,
     ) -> None:
         """``gives_up``: requests under way when a device is lost fail instead of being sent again."""
-        assert job.dataset is not None
-        workload = job.problem.workload
+        assert context.dataset is not None
+        workload = context.problem.workload
         self._device = supervisor.device
         self._supervisor = supervisor
         self._in_flight = in_flight
         self._gives_up = gives_up
-        self._requests = Requests(job.dataset, workload.batch_size, workload.requests)
+        self._requests = Requests(
+            context.dataset, workload.batch_size, workload.requests
+        )
         self._asked: dict[int, float] = {}
         """When each request was first sent."""
         self._unanswered = list(range(len(self._requests)))
-        self._answers = Answers(self._device, job.problem, self._requests)
+        self._answers = Answers(self._device, context.problem, self._requests)
 
     @property
     def start(self) -> int:

@@ -17,7 +17,7 @@ from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Training
 from testbed.ml.layers.shape_shard import make_shard
 from testbed.ml.lazy import torch
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.partition.asynchronous import UnitTimes
 from testbed.ml.pipeline.messages import Deviates, Measure, Measured, Packet
 from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner
@@ -45,7 +45,7 @@ DEVIATION = 1.5
 
 async def profile_units(
     device: Device,
-    problem: Problem,
+    problem: PlanningProblem,
     images: torch.Tensor,
     labels: torch.Tensor,
     runs: int,
@@ -181,7 +181,7 @@ class LinkProfiler:
         supervisor: Supervisor,
         recovery: ReplicaRecovery,
         partitioner: Partitioner,
-        problem: Problem[AsynchronousOptions],
+        problem: PlanningProblem[AsynchronousOptions],
         training: Training,
     ) -> None:
         self._supervisor = supervisor

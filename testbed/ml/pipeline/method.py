@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 from testbed.device import Device
-from testbed.ml.method import Job, Method, PlannedMessage, Problem
+from testbed.ml.method import Method, PlannedMessage, PlanningProblem, ProgramContext
 from testbed.ml.partition.asynchronous import divisible_limit
 from testbed.ml.pipeline.metrics import DECLARED
 from testbed.ml.pipeline.planning import (
@@ -54,7 +54,9 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         {"load", "forward", "backward", "update", "checkpoint", "evaluate"}
     )
 
-    def plan(self, problem: Problem[SynchronousOptions]) -> Plan[PipelineDetails]:
+    def plan(
+        self, problem: PlanningProblem[SynchronousOptions]
+    ) -> Plan[PipelineDetails]:
         """Cut the model over the devices. Raises `InputError` for impossible cuts."""
         options = problem.options
         pipeline, cuts = synchronous_cut(problem, all_devices(problem))
@@ -72,28 +74,30 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         )
 
     def largest_messages(
-        self, problem: Problem[SynchronousOptions], plan: Plan[PipelineDetails]
+        self, problem: PlanningProblem[SynchronousOptions], plan: Plan[PipelineDetails]
     ) -> Iterator[PlannedMessage]:
         """Return activations, gathered units and initial weights as messages."""
         return stage_messages(problem, plan)
 
-    def samples_at_once(self, problem: Problem[SynchronousOptions]) -> int:
+    def samples_at_once(self, problem: PlanningProblem[SynchronousOptions]) -> int:
         """Return the size of the smallest micro-batch."""
         return max(1, problem.workload.batch_size // problem.options.micro_batches)
 
     async def program(
-        self, device: Device, job: Job[SynchronousOptions, PipelineDetails]
+        self,
+        device: Device,
+        context: ProgramContext[SynchronousOptions, PipelineDetails],
     ) -> None:
         """Train from the first device; run a stage on every device."""
         from testbed.ml.pipeline.program import run_synchronous
 
         def assign_stages(present: Collection[str]) -> tuple[Piece, ...]:
-            devices = devices_among(job.problem, present)
-            pipeline, cuts = synchronous_cut(job.problem, devices)
+            devices = devices_among(context.problem, present)
+            pipeline, cuts = synchronous_cut(context.problem, devices)
             return stage_pieces(pipeline, cuts)
 
-        schedule = SCHEDULES[job.problem.options.schedule]
-        await run_synchronous(device, job, schedule, assign_stages)
+        schedule = SCHEDULES[context.problem.options.schedule]
+        await run_synchronous(device, context, schedule, assign_stages)
 
     def draw(self, plan: Plan[PipelineDetails]) -> str | None:
         """Draw a step as a grid with one row per stage and one column per slot."""
@@ -140,7 +144,9 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     Partitioner: ClassVar[type[Partitioner[Any]]]
     """What chooses the partitions."""
 
-    def plan(self, problem: Problem[SpecificOptions]) -> Plan[AsynchronousDetails]:
+    def plan(
+        self, problem: PlanningProblem[SpecificOptions]
+    ) -> Plan[AsynchronousDetails]:
         """Cut the model over the devices; raises `InputError` for too many stages, missing links or insufficient
         memory.
         """
@@ -174,22 +180,24 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         )
 
     async def program(
-        self, device: Device, job: Job[SpecificOptions, AsynchronousDetails]
+        self,
+        device: Device,
+        context: ProgramContext[SpecificOptions, AsynchronousDetails],
     ) -> None:
         """Coordinate from the first device; run a stage and keep replicas on every device."""
         from testbed.ml.pipeline.program import run_asynchronous
 
-        await run_asynchronous(device, job, self.Partitioner(job.problem))
+        await run_asynchronous(device, context, self.Partitioner(context.problem))
 
     def largest_messages(
-        self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]
+        self, problem: PlanningProblem[SpecificOptions], plan: Plan[AsynchronousDetails]
     ) -> Iterator[PlannedMessage]:
         """Return activations, initial weights and replicas as messages."""
         yield from stage_messages(problem, plan, by_unit=True)
         yield from replica_messages(problem, plan)
 
     def advice(
-        self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]
+        self, problem: PlanningProblem[SpecificOptions], plan: Plan[AsynchronousDetails]
     ) -> tuple[str, ...]:
         """Return a warning about momentum with gradients several batches old."""
         return momentum_advice(problem, plan.details.in_flight)

@@ -14,7 +14,7 @@ from testbed.common.quantities import Duration
 from testbed.hardware import DeviceSpec
 from testbed.ml.data.batches import is_due
 from testbed.ml.layers import costs
-from testbed.ml.method import Options, PlannedMessage, Problem, StepsOrTime
+from testbed.ml.method import Options, PlannedMessage, PlanningProblem, StepsOrTime
 from testbed.ml.partition import Chain, Cuts, SynchronousPipeline
 from testbed.ml.partition.asynchronous import (
     AsynchronousPipeline,
@@ -25,7 +25,7 @@ from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.schedule import SCHEDULES
 from testbed.ml.transfer import CrossingPart, encoded_share
 from testbed.network.link import Pair
-from testbed.plan import Details, Piece, Plan
+from testbed.plan import Piece, Plan, PlanDetails
 
 MICRO_BATCHES = {"model-parallelism": 1, "gpipe": 4, "1f1b": 4}
 """Default of ``micro_batches`` by schedule."""
@@ -120,7 +120,7 @@ class CheckpointedPipeline(SynchronousPipeline):
         return memory
 
 
-class PipelineDetails(Details):
+class PipelineDetails(PlanDetails):
     """Plan details of a synchronous pipeline."""
 
     model_config = ConfigDict(extra="forbid")
@@ -134,7 +134,7 @@ class PipelineDetails(Details):
 
 
 def synchronous_cut(
-    problem: Problem[SynchronousOptions], devices: Sequence[DeviceSpec]
+    problem: PlanningProblem[SynchronousOptions], devices: Sequence[DeviceSpec]
 ) -> tuple[CheckpointedPipeline, Cuts]:
     """Return the pipeline over these devices and its cuts; raises `InputError` if none fit."""
     options = problem.options
@@ -156,7 +156,7 @@ def synchronous_cut(
     return pipeline, pipeline.least_step_time()
 
 
-def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
+def all_devices(problem: PlanningProblem[StagesOptions]) -> tuple[DeviceSpec, ...]:
     """Return the initial devices; raises `InputError` for too few devices or a missing link to the first."""
     count = problem.options.stages or len(problem.devices)
     if count > len(problem.devices):
@@ -176,7 +176,7 @@ def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
 
 
 def devices_among(
-    problem: Problem[StagesOptions], there: Collection[str]
+    problem: PlanningProblem[StagesOptions], there: Collection[str]
 ) -> tuple[DeviceSpec, ...]:
     """Return the usable devices among those present, in the scenario's order."""
     devices = [device for device in problem.devices if device.name in there]
@@ -303,7 +303,7 @@ class AsynchronousOptions(StagesOptions):
 
 
 def stage_messages(
-    problem: Problem[StagesOptions], plan: Plan, *, by_unit: bool = False
+    problem: PlanningProblem[StagesOptions], plan: Plan, *, by_unit: bool = False
 ) -> Iterator[PlannedMessage]:
     """Yield the activations of whole batches, and the weights sent and gathered by the coordinator.
 
@@ -328,7 +328,7 @@ def stage_messages(
 
 
 def replica_messages(
-    problem: Problem[AsynchronousOptions], plan: Plan
+    problem: PlanningProblem[AsynchronousOptions], plan: Plan
 ) -> Iterator[PlannedMessage]:
     """Yield the replicas stages send to one another."""
     if not problem.options.chain_every:
@@ -339,7 +339,7 @@ def replica_messages(
             yield piece.device, plan.pieces[keeper].device, size
 
 
-def largest_unit(problem: Problem[StagesOptions], piece: Piece) -> float:
+def largest_unit(problem: PlanningProblem[StagesOptions], piece: Piece) -> float:
     """Return the bytes of the largest unit state in a part; units are sent one by one."""
     return max(
         costs.state_bytes([unit], problem.training)
@@ -351,7 +351,7 @@ Known = TypeVar("Known", bound=AsynchronousOptions, default=AsynchronousOptions)
 
 
 def pipeline_over(
-    problem: Problem[AsynchronousOptions],
+    problem: PlanningProblem[AsynchronousOptions],
     names: Sequence[str],
     profile: UnitTimes | None = None,
     capacities: Sequence[float] | None = None,
@@ -420,7 +420,7 @@ class Partitioner(Generic[Known]):
     profile_runs = 0
     """Profiling runs of each unit before training; 0 disables profiling."""
 
-    def __init__(self, problem: Problem[Known]) -> None:
+    def __init__(self, problem: PlanningProblem[Known]) -> None:
         self.problem = problem
 
     def initial(self) -> StagePartition:
@@ -491,7 +491,7 @@ class Partitioner(Generic[Known]):
 
 
 def momentum_advice(
-    problem: Problem[AsynchronousOptions], window: int
+    problem: PlanningProblem[AsynchronousOptions], window: int
 ) -> tuple[str, ...]:
     """Explain momentum with gradients several batches old; ``window`` is the number of batches under way."""
     share = problem.workload.training.optimizer.momentum
@@ -506,7 +506,7 @@ def momentum_advice(
     )
 
 
-class AsynchronousDetails(Details):
+class AsynchronousDetails(PlanDetails):
     """Plan details of an asynchronous pipeline with actual device speeds, in seconds per batch."""
 
     model_config = ConfigDict(extra="forbid")
@@ -526,7 +526,7 @@ class AsynchronousDetails(Details):
 
 
 def as_given(
-    problem: Problem[AsynchronousOptions], names: Sequence[str]
+    problem: PlanningProblem[AsynchronousOptions], names: Sequence[str]
 ) -> AsynchronousPipeline:
     """Return the pipeline over these devices with the scenario's speeds."""
     devices = [problem.device(name) for name in names]

@@ -21,7 +21,7 @@ from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Training
 from testbed.ml.layers.shard import State, restrict
-from testbed.ml.method import Job
+from testbed.ml.method import ProgramContext
 from testbed.ml.pipeline.checkpointing import CheckpointRecovery
 from testbed.ml.pipeline.forwarding import Serving
 from testbed.ml.pipeline.measuring import LinkWatch, measure_link
@@ -60,45 +60,54 @@ PlanStages = Callable[[Collection[str]], Sequence[Piece]]
 
 async def run_synchronous(
     device: Device,
-    job: Job[SynchronousOptions],
+    context: ProgramContext[SynchronousOptions],
     schedule: Schedule,
     partition: PlanStages,
 ) -> None:
     """Train with one update a step, and recovery from checkpoints."""
-    updates = partial(SynchronousUpdates, schedule, job.problem.options)
+    updates = partial(SynchronousUpdates, schedule, context.problem.options)
     await _run_with_checkpoints(
-        device, job, SYNCHRONOUS_KINDS, updates, partition, SynchronousTrainer
+        device, context, SYNCHRONOUS_KINDS, updates, partition, SynchronousTrainer
     )
 
 
 async def run_inference(
-    device: Device, job: Job[StagesOptions], partition: PlanStages, in_flight: int
+    device: Device,
+    context: ProgramContext[StagesOptions],
+    partition: PlanStages,
+    in_flight: int,
 ) -> None:
     """Answer requests by stages without updates; requests under way are sent again after a loss."""
 
     def serving(
-        supervisor: Supervisor, recovery: CheckpointRecovery, job: Job[StagesOptions]
+        supervisor: Supervisor,
+        recovery: CheckpointRecovery,
+        context: ProgramContext[StagesOptions],
     ) -> Serving:
-        return Serving(supervisor, job, in_flight)
+        return Serving(supervisor, context, in_flight)
 
-    await _run_with_checkpoints(device, job, FORWARD_KINDS, None, partition, serving)
+    await _run_with_checkpoints(
+        device, context, FORWARD_KINDS, None, partition, serving
+    )
 
 
 async def run_asynchronous(
-    device: Device, job: Job[AsynchronousOptions], partitioner: Partitioner
+    device: Device,
+    context: ProgramContext[AsynchronousOptions],
+    partitioner: Partitioner,
 ) -> None:
     """Train with an update after every batch, and recovery from replicas."""
-    options = job.problem.options
-    async with _open_mailbox(device, job, ASYNCHRONOUS_KINDS) as mailbox:
-        member = ReplicatingMember(mailbox, job)
+    options = context.problem.options
+    async with _open_mailbox(device, context, ASYNCHRONOUS_KINDS) as mailbox:
+        member = ReplicatingMember(mailbox, context)
         # Devices that answer, but do nothing for this long, count as lost.
         standstill = max(2 * options.stall_timeout, options.return_window)
-        supervisor = await _make_supervisor(mailbox, member.holder, job, standstill)
+        supervisor = await _make_supervisor(mailbox, member.holder, context, standstill)
         recovery = ReplicaRecovery(
-            supervisor, member.store, partitioner, job, _total_steps(job)
+            supervisor, member.store, partitioner, context, _total_steps(context)
         )
         await recovery.begin()
-        work = AsynchronousTrainer(supervisor, recovery, partitioner, job)
+        work = AsynchronousTrainer(supervisor, recovery, partitioner, context)
         await run_with_recovery(work, recovery, supervisor, recovery.recovering)
 
 
@@ -107,16 +116,16 @@ O = TypeVar("O", bound=StagesOptions)  # noqa: E741
 
 async def _run_with_checkpoints(
     device: Device,
-    job: Job[O],
+    context: ProgramContext[O],
     kinds: Iterable[type[TypedMessage]],
     updates: Callable[[Stage], UpdatePolicy] | None,
     partition: PlanStages,
-    work: Callable[[Supervisor, CheckpointRecovery, Job[O]], ResumableWork],
+    work: Callable[[Supervisor, CheckpointRecovery, ProgramContext[O]], ResumableWork],
 ) -> None:
     """Coordinate on the plan's coordinator; run a stage on every device, with the state the coordinator sends."""
-    problem = job.problem
-    lead = job.plan.coordinator
-    async with _open_mailbox(device, job, kinds) as mailbox:
+    problem = context.problem
+    lead = context.plan.coordinator
+    async with _open_mailbox(device, context, kinds) as mailbox:
         holder = RoleHolder(mailbox, lead)
 
         def stage_of(configure: Configure) -> Stage:
@@ -126,32 +135,41 @@ async def _run_with_checkpoints(
 
         holder.follow(Configure, stage_of)
         standstill = problem.options.return_window
-        supervisor = await _make_supervisor(mailbox, holder, job, standstill)
-        configure = partial(configure_stage, supervisor, _total_steps(job))
+        supervisor = await _make_supervisor(mailbox, holder, context, standstill)
+        configure = partial(configure_stage, supervisor, _total_steps(context))
         recovery = CheckpointRecovery(
-            supervisor, configure, partition, len(problem.model.units), job.weights
+            supervisor, configure, partition, len(problem.model.units), context.weights
         )
-        supervisor.start(job.plan.pieces)
-        await run_with_recovery(work(supervisor, recovery, job), recovery, supervisor)
+        supervisor.start(context.plan.pieces)
+        await run_with_recovery(
+            work(supervisor, recovery, context), recovery, supervisor
+        )
 
 
 def _open_mailbox(
-    device: Device, job: Job[StagesOptions], kinds: Iterable[type[TypedMessage]]
+    device: Device,
+    context: ProgramContext[StagesOptions],
+    kinds: Iterable[type[TypedMessage]],
 ) -> Mailbox:
-    encoding = job.problem.options.transfer
+    encoding = context.problem.options.transfer
     codecs = make_codecs(
-        job.problem.codes, activation=encoding.activations, gradient=encoding.gradients
+        context.problem.codes,
+        activation=encoding.activations,
+        gradient=encoding.gradients,
     )
-    return Mailbox(device, job.problem.links, kinds, codecs=codecs)
+    return Mailbox(device, context.problem.links, kinds, codecs=codecs)
 
 
 async def _make_supervisor(
-    mailbox: Mailbox, holder: RoleHolder, job: Job[StagesOptions], standstill: float
+    mailbox: Mailbox,
+    holder: RoleHolder,
+    context: ProgramContext[StagesOptions],
+    standstill: float,
 ) -> Supervisor:
     """Return the supervisor of the stages on the coordinator; elsewhere, wait for its messages until cancelled."""
-    problem = job.problem
+    problem = context.problem
     options = problem.options
-    if mailbox.device.name != job.plan.coordinator:
+    if mailbox.device.name != context.plan.coordinator:
         # Never returns: the runtime cancels the program at the end of the run.
         await holder.serve()
 
@@ -173,11 +191,13 @@ class ReplicatingMember:
     also in a later configuration if this preparation fails.
     """
 
-    def __init__(self, mailbox: Mailbox, job: Job[AsynchronousOptions]) -> None:
+    def __init__(
+        self, mailbox: Mailbox, context: ProgramContext[AsynchronousOptions]
+    ) -> None:
         self.store = ReplicaStore(mailbox)
-        self.holder = RoleHolder(mailbox, job.plan.coordinator, self._with_replicas)
+        self.holder = RoleHolder(mailbox, context.plan.coordinator, self._with_replicas)
         self._mailbox = mailbox
-        self._job = job
+        self._context = context
         self._stage: Stage | None = None
         """The stage being prepared or running."""
         self._point = BEGINNING
@@ -204,13 +224,13 @@ class ReplicatingMember:
         return replace(status, held=self.store.inventory())
 
     def _prepare_stage(self, prepare: Prepare) -> None:
-        problem = self._job.problem
+        problem = self._context.problem
         updates = partial(AsynchronousUpdates, problem.options, self.store)
         stages: list[Stage] = []
 
         def role() -> Stage:
             position = StagePosition.from_message(
-                self._mailbox.device.name, self._job.plan.coordinator, prepare
+                self._mailbox.device.name, self._context.plan.coordinator, prepare
             )
             stages.append(Stage(self._mailbox, problem, position, updates=updates))
             return stages[0]
@@ -287,7 +307,7 @@ class ReplicatingMember:
         units = range(*self._stage.position.units)
         self._stage.state = None if self._seeded else replicas.state(self._point, units)
         replicas.keep([Point(*point) for point in commit.keep], later=False)
-        offers_weights = self._job.problem.options.resume == "next-batch"
+        offers_weights = self._context.problem.options.resume == "next-batch"
         self.store.running = self._stage if offers_weights else None
         self.holder.begin()
 
@@ -304,7 +324,7 @@ class ReplicatingMember:
         # JSON has no infinity.
         rate = None if math.isinf(link.rate) else link.rate
         measured = Measured(measure.configuration, measure.target, rate)
-        self._mailbox.post(self._job.plan.coordinator, measured)
+        self._mailbox.post(self._context.plan.coordinator, measured)
 
     def _watch_link(self, peer: str, size: float, posted: float) -> None:
         """Report once that a link deviates from its measured rate."""
@@ -314,16 +334,16 @@ class ReplicatingMember:
         if watch.deviates(size, posted, self._mailbox.device.now()):
             del self._watches[peer]
             deviates = Deviates(self._mailbox.configuration, peer)
-            self._mailbox.post(self._job.plan.coordinator, deviates)
+            self._mailbox.post(self._context.plan.coordinator, deviates)
 
 
-def _total_steps(job: Job) -> int:
+def _total_steps(context: ProgramContext) -> int:
     """Return the total training steps of the workload."""
-    workload = job.problem.workload
+    workload = context.problem.workload
     if workload.task != "train":
         return 0
-    assert job.dataset is not None
-    return Training(job.dataset, workload, job.problem.seed).steps
+    assert context.dataset is not None
+    return Training(context.dataset, workload, context.problem.seed).steps
 
 
 def configure_stage(

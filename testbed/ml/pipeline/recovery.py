@@ -18,7 +18,7 @@ from testbed.messaging.membership import Membership, ReplicaList
 from testbed.messaging.supervision import Lost, Supervisor
 from testbed.ml.layers.shard import result_of
 from testbed.ml.lazy import torch
-from testbed.ml.method import Job
+from testbed.ml.method import ProgramContext
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.messages import Commit, Keep, Prepare, Replicated
 from testbed.ml.pipeline.placement import (
@@ -214,12 +214,12 @@ class ReplicaRecovery:
         supervisor: Supervisor,
         store: ReplicaStore,
         partitioner: Partitioner,
-        job: Job[AsynchronousOptions],
+        context: ProgramContext[AsynchronousOptions],
         steps: int,
     ) -> None:
         """``steps`` is the length of the training. The device exposes its newest complete state."""
-        problem = job.problem
-        pieces = job.plan.pieces
+        problem = context.problem
+        pieces = context.plan.pieces
         units = len(problem.model.units)
         devices = tuple(piece.device for piece in pieces)
         planned = StagePartition(devices, (0, *(piece.last for piece in pieces)))
@@ -238,10 +238,10 @@ class ReplicaRecovery:
         self._partitioner = partitioner
         self._problem = problem
         self._steps = steps
-        self._seeded = job.weights is None
+        self._seeded = context.weights is None
         """Whether training begins with the seed's weights."""
-        if job.weights is not None:
-            store.replicas.put(BEGINNING, job.weights, range(units))
+        if context.weights is not None:
+            store.replicas.put(BEGINNING, context.weights, range(units))
         self._committed = 0
         """The configuration whose stages were committed last."""
         self._waited: Lost | None = None

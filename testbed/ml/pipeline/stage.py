@@ -18,7 +18,7 @@ from testbed.ml.layers import costs
 from testbed.ml.layers.shape_shard import ShapeShard, make_shard
 from testbed.ml.layers.shard import Shard, State, result_of
 from testbed.ml.lazy import torch
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.models.chain import Model
 from testbed.ml.pipeline.messages import (
     Activation,
@@ -101,7 +101,7 @@ class Stage:
     def __init__(
         self,
         mailbox: Mailbox,
-        problem: Problem,
+        problem: PlanningProblem,
         position: StagePosition,
         state: State | None = None,
         updates: Callable[[Stage], UpdatePolicy] | None = None,

@@ -14,7 +14,7 @@ from testbed.messaging.supervision import Lost, Supervisor
 from testbed.ml.data.batches import IntervalTrigger, cut_batch
 from testbed.ml.layers.feed import Requests, Training, loss_fields
 from testbed.ml.layers.shard import State
-from testbed.ml.method import Job, Problem
+from testbed.ml.method import PlanningProblem, ProgramContext
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.checkpointing import CheckpointRecovery
 from testbed.ml.pipeline.forwarding import evaluate
@@ -36,7 +36,7 @@ class Evaluations:
     def __init__(
         self,
         supervisor: Supervisor,
-        job: Job,
+        context: ProgramContext,
         steps: int,
         whole: Callable[[int], bool],
         weights: Callable[[], State],
@@ -44,11 +44,11 @@ class Evaluations:
         """``whole`` returns whether the state after a step is complete here, ``weights`` the newest
         complete weights.
         """
-        assert job.dataset is not None
-        self.stopping = Stopping(job.problem.training)
+        assert context.dataset is not None
+        self.stopping = Stopping(context.problem.training)
         self._supervisor = supervisor
-        self._training = job.problem.training
-        self._tests = Requests(job.dataset, job.problem.workload.batch_size)
+        self._training = context.problem.training
+        self._tests = Requests(context.dataset, context.problem.workload.batch_size)
         self._steps = steps
         self._whole = whole
         self._weights = weights
@@ -73,16 +73,18 @@ class SynchronousTrainer:
         self,
         supervisor: Supervisor,
         recovery: CheckpointRecovery,
-        job: Job[SynchronousOptions],
+        context: ProgramContext[SynchronousOptions],
     ) -> None:
-        assert job.dataset is not None
+        assert context.dataset is not None
         self._supervisor = supervisor
         self._recovery = recovery
-        self._options = job.problem.options
-        self._training = Training(job.dataset, job.problem.workload, job.problem.seed)
-        self._computed = job.problem.workload.numerics != "none"
+        self._options = context.problem.options
+        self._training = Training(
+            context.dataset, context.problem.workload, context.problem.seed
+        )
+        self._computed = context.problem.workload.numerics != "none"
         self._evaluations = Evaluations(
-            supervisor, job, self._training.steps, self._is_kept, recovery.weights
+            supervisor, context, self._training.steps, self._is_kept, recovery.weights
         )
         self._due = IntervalTrigger(
             self._options.evaluate_every, supervisor.device.now()
@@ -192,20 +194,20 @@ class AsynchronousTrainer:
         supervisor: Supervisor,
         recovery: ReplicaRecovery,
         partitioner: Partitioner,
-        job: Job[AsynchronousOptions],
+        context: ProgramContext[AsynchronousOptions],
     ) -> None:
-        assert job.dataset is not None
-        problem: Problem[AsynchronousOptions] = job.problem
+        assert context.dataset is not None
+        problem: PlanningProblem[AsynchronousOptions] = context.problem
         self._supervisor = supervisor
         self._mailbox = supervisor.mailbox
         self._device = supervisor.device
         self._recovery = recovery
         self._partitioner = partitioner
         self._problem = problem
-        self._training = Training(job.dataset, problem.workload, problem.seed)
+        self._training = Training(context.dataset, problem.workload, problem.seed)
         points = recovery.points
         self._evaluations = Evaluations(
-            supervisor, job, self._training.steps, points.has_all, points.weights
+            supervisor, context, self._training.steps, points.has_all, points.weights
         )
         self._survey = LinkProfiler(
             supervisor, recovery, partitioner, problem, self._training

@@ -12,7 +12,7 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.feed import Requests
 from testbed.ml.layers.shard import State
-from testbed.ml.method import Job
+from testbed.ml.method import ProgramContext
 from testbed.ml.rounds.layers import Layers
 from testbed.ml.rounds.server import average, evaluation
 from testbed.trace.events import EventType
@@ -52,18 +52,22 @@ def distance(states: Sequence[State], mean: State) -> float:
 class Consensus:
     """Makes the coordinator score the weights of every device and their mean, beside its own work."""
 
-    def __init__(self, mailbox: Mailbox, job: Job, patience: float) -> None:
+    def __init__(
+        self, mailbox: Mailbox, context: ProgramContext, patience: float
+    ) -> None:
         """``patience`` is how many seconds after its own report the coordinator waits for other reports."""
         self._mailbox = mailbox
-        self._coordinator = job.plan.coordinator
-        self._others = [name for name in job.plan.devices if name != self._coordinator]
+        self._coordinator = context.plan.coordinator
+        self._others = [
+            name for name in context.plan.devices if name != self._coordinator
+        ]
         self._patience = patience
         self._scoring: asyncio.Task[None] | None = None
         if mailbox.device.name == self._coordinator:
-            assert job.dataset is not None
-            units = len(job.problem.model.units)
-            self._layers = Layers(mailbox.device, job.problem, 0, units)
-            self._tests = Requests(job.dataset, job.problem.workload.batch_size)
+            assert context.dataset is not None
+            units = len(context.problem.model.units)
+            self._layers = Layers(mailbox.device, context.problem, 0, units)
+            self._tests = Requests(context.dataset, context.problem.workload.batch_size)
 
     async def report(self, step: int, state: State) -> None:
         """Send a device's weights after a round to the coordinator, which scores incoming weights in the background."""

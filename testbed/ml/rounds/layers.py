@@ -13,7 +13,7 @@ from testbed.ml.layers import costs
 from testbed.ml.layers.shape_shard import make_shard
 from testbed.ml.layers.shard import Adjust, State, weights_of
 from testbed.ml.lazy import torch
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.training.optimizers import is_weight
 
 
@@ -23,7 +23,7 @@ class Layers:
     def __init__(
         self,
         device: Device,
-        problem: Problem,
+        problem: PlanningProblem,
         first: int,
         last: int,
         *,

@@ -13,7 +13,7 @@ from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.ml.data.batches import left_out
 from testbed.ml.layers.feed import record_left_out
-from testbed.ml.method import Job, Method, PlannedMessage, Problem
+from testbed.ml.method import Method, PlannedMessage, PlanningProblem, ProgramContext
 from testbed.ml.rounds import planner, stacked
 from testbed.ml.rounds.client import (
     Changes,
@@ -91,11 +91,11 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     def hooks(self, options: O) -> Hooks:
         """Return the hooks of this method."""
 
-    def data_owners(self, problem: Problem[O]) -> tuple[str, ...]:
+    def data_owners(self, problem: PlanningProblem[O]) -> tuple[str, ...]:
         """Return all devices except the first, the server."""
         return Participants(problem).names
 
-    def plan(self, problem: Problem[O]) -> Plan[RoundDetails]:
+    def plan(self, problem: PlanningProblem[O]) -> Plan[RoundDetails]:
         """Give each device the whole model. Raises `InputError` for insufficient memory or unsupported stacking."""
         if problem.workload.numerics == "stacked":
             hooks = self.hooks(problem.options)
@@ -103,31 +103,39 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
             stacked.check_support(problem, trains_plainly=is_plain)
         return planner.whole_plan(self.name, Participants(problem))
 
-    def simulation_state(self, problem: Problem[O]) -> stacked.Stack | None:
+    def simulation_state(self, problem: PlanningProblem[O]) -> stacked.Stack | None:
         """Return the trainings the devices compute together."""
         if problem.workload.numerics != "stacked":
             return None
         return stacked.Stack(problem)
 
     def largest_messages(
-        self, problem: Problem[O], plan: Plan[RoundDetails]
+        self, problem: PlanningProblem[O], plan: Plan[RoundDetails]
     ) -> Iterator[PlannedMessage]:
         """Return weights, updates and split activations as messages."""
         return planner.round_messages(problem, plan)
 
-    async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
+    async def program(
+        self, device: Device, context: ProgramContext[O, RoundDetails]
+    ) -> None:
         """Run the server on the first device, a client on the others."""
-        codecs = _message_codecs(job)
-        async with Mailbox(device, job.problem.links, KINDS, codecs=codecs) as mailbox:
-            if device.name == job.plan.coordinator:
-                await self.serve(mailbox, job)
+        codecs = _message_codecs(context)
+        async with Mailbox(
+            device, context.problem.links, KINDS, codecs=codecs
+        ) as mailbox:
+            if device.name == context.plan.coordinator:
+                await self.serve(mailbox, context)
             else:
-                training = local_training(device, job, self.hooks(job.problem.options))
-                await Client(mailbox, job.plan.coordinator, training).serve()
+                training = local_training(
+                    device, context, self.hooks(context.problem.options)
+                )
+                await Client(mailbox, context.plan.coordinator, training).serve()
 
-    async def serve(self, mailbox: Mailbox, job: Job[O, RoundDetails]) -> None:
+    async def serve(
+        self, mailbox: Mailbox, context: ProgramContext[O, RoundDetails]
+    ) -> None:
         """Run all rounds in the server's program."""
-        await run_rounds(mailbox, job, self.hooks(job.problem.options))
+        await run_rounds(mailbox, context, self.hooks(context.problem.options))
 
 
 class SplitMethod(RoundMethod[O], ABC, Generic[O]):
@@ -140,25 +148,31 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
     in_turn = False
     """Whether one device trains after the other, with one copy of the server's layers for all."""
 
-    async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
+    async def program(
+        self, device: Device, context: ProgramContext[O, RoundDetails]
+    ) -> None:
         """Run rounds on the first device, train the first layers on the others."""
-        hooks = self.hooks(job.problem.options)
-        server = job.plan.coordinator
-        codecs = _message_codecs(job)
-        async with Mailbox(device, job.problem.links, KINDS, codecs=codecs) as mailbox:
+        hooks = self.hooks(context.problem.options)
+        server = context.plan.coordinator
+        codecs = _message_codecs(context)
+        async with Mailbox(
+            device, context.problem.links, KINDS, codecs=codecs
+        ) as mailbox:
             if device.name == server:
-                await run_rounds(mailbox, job, hooks, split=True, in_turn=self.in_turn)
+                await run_rounds(
+                    mailbox, context, hooks, split=True, in_turn=self.in_turn
+                )
             else:
                 hooks = replace(hooks, train_local=with_server(mailbox, server))
-                training = local_training(device, job, hooks)
+                training = local_training(device, context, hooks)
                 await Client(mailbox, server, training, alone=False).serve()
 
 
-def _message_codecs(job: Job[O, RoundDetails]) -> dict[str, TensorCodec]:
+def _message_codecs(context: ProgramContext[O, RoundDetails]) -> dict[str, TensorCodec]:
     """Return the codecs of messages between devices and server."""
-    encoding = transfer_of(job.problem.options)
+    encoding = transfer_of(context.problem.options)
     return make_codecs(
-        job.problem.codes,
+        context.problem.codes,
         activation=encoding.activations,
         gradient=encoding.gradients,
         begin=encoding.weights,
@@ -167,22 +181,22 @@ def _message_codecs(job: Job[O, RoundDetails]) -> dict[str, TensorCodec]:
 
 
 def local_training(
-    device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hooks()
+    device: Device, context: ProgramContext[O, RoundDetails], hooks: Hooks = Hooks()
 ) -> LocalTraining:
     """Return the local training of a device with data, by its plan."""
-    problem = job.problem
+    problem = context.problem
     workload = problem.workload
-    portion = job.plan.details.portions[device.name]
-    assert job.dataset is not None
+    portion = context.plan.details.portions[device.name]
+    assert context.dataset is not None
     share = LocalDataset(
-        job.dataset,
+        context.dataset,
         workload.batch_size,
         portion.parallel,
         problem.seed if workload.data.shuffle else None,
         drop_last=workload.drop_last,
     )
     # A stack computes the numbers of all devices; the device's own layers then take time alone.
-    has_numbers = job.shared is None
+    has_numbers = context.shared is None
     layers = Layers(device, problem, 0, portion.split, numbers=has_numbers)
     sent = hooks.sent
     update_codec = make_codec(transfer_of(problem.options).updates, problem.codes)
@@ -195,13 +209,13 @@ def local_training(
         hooks.train_local,
         sent,
         devices=len(problem.samples),
-        stack=job.shared,
+        stack=context.shared,
     )
 
 
 async def run_rounds(
     mailbox: Mailbox,
-    job: Job[O, RoundDetails],
+    context: ProgramContext[O, RoundDetails],
     hooks: Hooks,
     *,
     split: bool = False,
@@ -211,12 +225,12 @@ async def run_rounds(
 
     ``in_turn``: one device trains after the other, with one copy of the server's layers for all.
     """
-    problem = job.problem
+    problem = context.problem
     options = problem.options
-    clients = job.plan.details.portions
-    assert job.dataset is not None
+    clients = context.plan.details.portions
+    assert context.dataset is not None
     device = mailbox.device
-    model = GlobalModel(device, job, hooks.merge, hooks.extra)
+    model = GlobalModel(device, context, hooks.merge, hooks.extra)
     splits = {name: client.split for name, client in clients.items()}
     side = None
     if split:
@@ -240,12 +254,12 @@ async def run_rounds(
         in_turn=in_turn,
         changes=is_encoded and hooks.sent is send_weights,
     )
-    _record_unused_samples(device, job)
+    _record_unused_samples(device, context)
     await server.run()
 
 
 def _server_layers(
-    device: Device, problem: Problem, splits: Mapping[str, int], *, shared: bool
+    device: Device, problem: PlanningProblem, splits: Mapping[str, int], *, shared: bool
 ) -> dict[str, Layers]:
     """Return the server's layers for each device; ``shared``: one copy for all devices with the same split point."""
     depth = len(problem.model.units)
@@ -258,10 +272,12 @@ def _server_layers(
     return copies
 
 
-def _record_unused_samples(device: Device, job: Job[O, RoundDetails]) -> None:
+def _record_unused_samples(
+    device: Device, context: ProgramContext[O, RoundDetails]
+) -> None:
     """Record the devices with less than a batch, and the number of samples never used for training."""
-    samples = job.problem.samples
-    workload = job.problem.workload
+    samples = context.problem.samples
+    workload = context.problem.workload
     size = workload.batch_size
     small = [name for name, count in samples.items() if count < size]
     if small:
@@ -269,7 +285,7 @@ def _record_unused_samples(device: Device, job: Job[O, RoundDetails]) -> None:
         device.record("log", text=text)
     unused = 0
     for name, count in samples.items():
-        parallel = job.plan.details.portions[name].parallel
+        parallel = context.plan.details.portions[name].parallel
         iteration = min(size, count) // parallel * parallel
         unused += left_out(count, iteration, drop_last=workload.drop_last)
     record_left_out(device, unused, sum(samples.values()))

@@ -58,7 +58,7 @@ class PeerOptions(RoundOptions):
     transfer: Way = Field("f32", description=f"how weights travel: {HOW}")
 
     def codecs(self, codes: Mapping[str, Code]) -> dict[str, TensorCodec]:
-        """Return the codecs of the messages; ``codes`` as in `Problem.codes`."""
+        """Return the codecs of the messages; ``codes`` as in `PlanningProblem.codes`."""
         return make_codecs(codes, weights=self.transfer)
 
 

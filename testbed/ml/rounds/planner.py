@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from testbed.common.errors import InputError, Key
 from testbed.hardware import DeviceSpec
 from testbed.ml.layers import costs
-from testbed.ml.method import PlannedMessage, Problem
+from testbed.ml.method import PlannedMessage, PlanningProblem
 from testbed.ml.partition.memory import inference_bytes, training_bytes
 from testbed.ml.rounds.estimate import (
     Choice,
@@ -28,7 +28,7 @@ from testbed.ml.rounds.estimate import (
 from testbed.ml.rounds.options import Length, RoundOptions, SplitPoints, transfer_of
 from testbed.ml.transfer import encoded_share
 from testbed.network.link import Link
-from testbed.plan import Details, Piece, Plan
+from testbed.plan import Piece, Plan, PlanDetails
 
 
 class ClientPlan(BaseModel):
@@ -54,7 +54,7 @@ class ClientPlan(BaseModel):
         return self.iterations * self.iteration_time + self.exchange_time
 
 
-class RoundDetails(Details):
+class RoundDetails(PlanDetails):
     """Plan details of training in rounds."""
 
     portions: dict[str, ClientPlan]
@@ -72,7 +72,7 @@ class RoundDetails(Details):
 class Participants:
     """The server, if any, the devices with data, and their profiles."""
 
-    problem: Problem[RoundOptions]
+    problem: PlanningProblem[RoundOptions]
     serverless: bool = False
     """Whether all devices have data, and none is a server."""
 
@@ -388,7 +388,10 @@ def plan(
 
 
 def _training_memory(
-    problem: Problem[RoundOptions], device: DeviceSpec, units: range, samples: int
+    problem: PlanningProblem[RoundOptions],
+    device: DeviceSpec,
+    units: range,
+    samples: int,
 ) -> float:
     """Return the bytes for training some units with this many samples at once."""
     return training_bytes(
@@ -413,7 +416,7 @@ def _server_copies(
 
 
 def round_messages(
-    problem: Problem[RoundOptions], plan: Plan[RoundDetails]
+    problem: PlanningProblem[RoundOptions], plan: Plan[RoundDetails]
 ) -> Iterator[PlannedMessage]:
     """Yield the largest messages between the server and each device with data."""
     model = problem.model

@@ -14,7 +14,7 @@ from testbed.ml.data.batches import IntervalTrigger
 from testbed.ml.layers.feed import Requests, Score, loss_fields
 from testbed.ml.layers.shard import State, restrict
 from testbed.ml.lazy import torch
-from testbed.ml.method import Job
+from testbed.ml.method import ProgramContext
 from testbed.ml.rounds.estimate import AGGREGATION_FLOPS
 from testbed.ml.rounds.layers import Layers
 from testbed.ml.rounds.messages import (
@@ -132,19 +132,19 @@ class GlobalModel:
     def __init__(
         self,
         device: Device,
-        job: Job[RoundOptions, RoundDetails],
+        context: ProgramContext[RoundOptions, RoundDetails],
         merge: Merge = mean,
         extra: Extra = no_extra,
     ) -> None:
-        """Load the model from the server's disk; otherwise use the job's initial weights, or the seed's."""
-        problem = job.problem
+        """Load the model from the server's disk; otherwise use the context's initial weights, or the seed's."""
+        problem = context.problem
         saved = device.saved(GLOBAL)
-        assert job.dataset is not None
+        assert context.dataset is not None
         self._device = device
         self._merge = merge
         self._extra = extra
         self._layers = Layers(device, problem, 0, len(problem.model.units))
-        self._tests = Requests(job.dataset, problem.workload.batch_size)
+        self._tests = Requests(context.dataset, problem.workload.batch_size)
         self._due = IntervalTrigger(problem.options.evaluate_every, device.now())
         self._last = Participants(problem).length.rounds
         """Rounds of the whole workload; the last is always evaluated."""
@@ -161,8 +161,8 @@ class GlobalModel:
         self._diverged = False
         if saved is not None:
             self._restore(saved)
-        elif job.weights is not None:
-            self.state = {**self.state, **job.weights}
+        elif context.weights is not None:
+            self.state = {**self.state, **context.weights}
         self.stopping = Stopping(self._layers.training)
         if self.numbers:
             device.expose(lambda: self.stopping.result(self.result()))

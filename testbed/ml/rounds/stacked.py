@@ -15,7 +15,7 @@ from itertools import groupby
 from testbed.common.errors import InputError
 from testbed.ml.layers.shard import State, has_random_numbers
 from testbed.ml.lazy import torch
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.rounds.layers import LocalDataset
 from testbed.ml.training.optimizers import Sgd
 
@@ -42,7 +42,7 @@ class Training:
         return self.result
 
 
-def check_support(problem: Problem, *, trains_plainly: bool) -> None:
+def check_support(problem: PlanningProblem, *, trains_plainly: bool) -> None:
     """Raise `InputError` for configurations without stacking support.
 
     ``trains_plainly``: a round consists of an optimizer's steps, without changes by the method.
@@ -74,7 +74,7 @@ def check_support(problem: Problem, *, trains_plainly: bool) -> None:
 class Stack:
     """The trainings of a run without a requested result."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
         self._begun: list[Training] = []
 

@@ -10,7 +10,7 @@ import torch
 from testbed.device import Device, Span
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.layers.shard import State
-from testbed.ml.method import Problem
+from testbed.ml.method import PlanningProblem
 from testbed.ml.models.sliced import cut_copies, draw_tensors
 from testbed.ml.models.slices import Channels
 from testbed.ml.slots.missing import Arrived, Work
@@ -33,7 +33,10 @@ class Neurons:
     """Some neurons of each of some layers, numbered from 1; all operations take the device's time."""
 
     def __init__(
-        self, device: Device, problem: Problem[SlotOptions], given: State | None = None
+        self,
+        device: Device,
+        problem: PlanningProblem[SlotOptions],
+        given: State | None = None,
     ) -> None:
         """``given`` is the initial weights of the whole network; None draws them from the seed."""
         self._given = given

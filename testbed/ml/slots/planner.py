@@ -15,7 +15,7 @@ from testbed.common.errors import InputError
 from testbed.common.quantities import Duration
 from testbed.device import Cost
 from testbed.ml.layers import costs
-from testbed.ml.method import Method, Options, Problem
+from testbed.ml.method import Method, Options, PlanningProblem
 from testbed.ml.models.chain import backward_of, forward_of
 from testbed.ml.models.graph import Graph, GraphLayer, graph_of
 from testbed.ml.models.layers import Dropout
@@ -33,7 +33,7 @@ from testbed.ml.slots.timeslots import (
 )
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Pair
-from testbed.plan import Details, Piece, Plan
+from testbed.plan import Piece, Plan, PlanDetails
 from testbed.wire import cast
 
 ANSWER = 0.005
@@ -84,7 +84,7 @@ class SlotOptions(Options):
     """Seconds of a timeslot beyond computation and transmission."""
 
 
-class SlotDetails(Details):
+class SlotDetails(PlanDetails):
     """Plan details of a method in timeslots."""
 
     groups: tuple[tuple[int, int], ...]
@@ -129,13 +129,13 @@ def _timetable_for(
     return make_timetable(groups, pipelined=pipelined)
 
 
-def neurons_of(problem: Problem[SlotOptions]) -> tuple[int, ...]:
+def neurons_of(problem: PlanningProblem[SlotOptions]) -> tuple[int, ...]:
     """Return the neurons of each layer, the input layer's first. Raises `InputError`."""
     layers = layers_of(problem)
     return (layers[0].inputs, *(layer.output_channels for layer in layers))
 
 
-def layers_of(problem: Problem[SlotOptions]) -> tuple[GraphLayer, ...]:
+def layers_of(problem: PlanningProblem[SlotOptions]) -> tuple[GraphLayer, ...]:
     """Return the layers with weights, dense or convolutional, each with its following pools; the l-th is layer l.
 
     Raises `InputError` for other kinds of layers.
@@ -161,7 +161,7 @@ def _has_dropout(layer: GraphLayer) -> bool:
     return any(isinstance(module, Dropout) for module in layer.sequence)
 
 
-def neuron_values(problem: Problem[SlotOptions]) -> tuple[int, ...]:
+def neuron_values(problem: PlanningProblem[SlotOptions]) -> tuple[int, ...]:
     """Return by layer the number of values per neuron and sample: one, or the pixels of a filter's map."""
     return (1, *(layer.pixels for layer in layers_of(problem)))
 
@@ -181,7 +181,10 @@ class LayerCosts:
 
 
 def layer_costs(
-    layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[SlotOptions]
+    layer: GraphLayer,
+    neurons: Channels,
+    samples: int,
+    problem: PlanningProblem[SlotOptions],
 ) -> LayerCosts:
     """Return the costs of some neurons of a layer for a batch."""
     one = layer.cost(layer.inputs, len(neurons))
@@ -191,7 +194,7 @@ def layer_costs(
 
 def plan(
     method: str,
-    problem: Problem[SlotOptions],
+    problem: PlanningProblem[SlotOptions],
     divide: Divide,
     micro_batches: int = 1,
     informs: bool = False,
@@ -260,7 +263,7 @@ def plan(
 
 
 def _check_micro_batches(
-    problem: Problem[SlotOptions], held: NeuronAssignment, count: int
+    problem: PlanningProblem[SlotOptions], held: NeuronAssignment, count: int
 ) -> None:
     size = problem.workload.batch_size
     text = None
@@ -273,7 +276,9 @@ def _check_micro_batches(
 
 
 def _map_neurons(
-    problem: Problem[SlotOptions], held: NeuronAssignment, ratios: mapping.Matrix
+    problem: PlanningProblem[SlotOptions],
+    held: NeuronAssignment,
+    ratios: mapping.Matrix,
 ) -> tuple[mapping.Order, float]:
     """Return the order of devices by the option `mapping`, with its score."""
     options, seed, count = problem.options, problem.seed, len(problem.devices)
@@ -312,13 +317,13 @@ def _check_links(
                 raise InputError(text, ("network",))
 
 
-def test_batch(problem: Problem[SlotOptions]) -> int:
+def test_batch(problem: PlanningProblem[SlotOptions]) -> int:
     """Return the maximum number of samples in a test batch."""
     return problem.options.test_batch or problem.workload.batch_size
 
 
 def _slot_seconds(
-    problem: Problem[SlotOptions], held: NeuronAssignment, samples: int
+    problem: PlanningProblem[SlotOptions], held: NeuronAssignment, samples: int
 ) -> float:
     """Return the seconds of a timeslot, configured or by equation (4). Raises `InputError` for a too short one."""
     computing, transmitting = _needed_seconds(problem, held, samples)
@@ -334,7 +339,7 @@ def _slot_seconds(
 
 
 def _step_count(
-    problem: Problem[SlotOptions], table: Timetable, slot: float
+    problem: PlanningProblem[SlotOptions], table: Timetable, slot: float
 ) -> int | None:
     """Return the number of steps fitting into the training time. Raises `InputError` if none fits."""
     time = problem.options.time
@@ -352,7 +357,7 @@ def _step_count(
 
 
 def _distribution_seconds(
-    problem: Problem[SlotOptions], sender: str, size: int
+    problem: PlanningProblem[SlotOptions], sender: str, size: int
 ) -> float:
     """Return the seconds to distribute a number of bytes from one device to all others, such as initial weights.
 
@@ -370,7 +375,7 @@ def _distribution_seconds(
 
 
 def _needed_seconds(
-    problem: Problem[SlotOptions], held: NeuronAssignment, samples: int
+    problem: PlanningProblem[SlotOptions], held: NeuronAssignment, samples: int
 ) -> tuple[float, float]:
     """Return the longest computation and the longest transmission of any device for this many samples, in seconds."""
     computations = [
@@ -384,7 +389,10 @@ def _needed_seconds(
 
 
 def _computation_seconds(
-    problem: Problem[SlotOptions], held: NeuronAssignment, layer: int, samples: int
+    problem: PlanningProblem[SlotOptions],
+    held: NeuronAssignment,
+    layer: int,
+    samples: int,
 ) -> tuple[float, float]:
     """Return the seconds of a layer's forward, and of its backward with the update, on the slowest device."""
     if layer == 0:
@@ -400,7 +408,10 @@ def _computation_seconds(
 
 
 def _longest_transmission(
-    problem: Problem[SlotOptions], held: NeuronAssignment, name: str, samples: int
+    problem: PlanningProblem[SlotOptions],
+    held: NeuronAssignment,
+    name: str,
+    samples: int,
 ) -> float:
     """Return the seconds until a device's longest message has arrived everywhere, including repetitions.
 
@@ -417,7 +428,7 @@ def _longest_transmission(
     return delay + answered + sending
 
 
-def _answering_time(problem: Problem[SlotOptions], name: str) -> float:
+def _answering_time(problem: PlanningProblem[SlotOptions], name: str) -> float:
     """Return the seconds from the end of a cast until all receivers have acknowledged one after the other."""
     _, delay = _cast_rate(problem, name)
     answering = 0.0
@@ -433,7 +444,9 @@ def _answering_time(problem: Problem[SlotOptions], name: str) -> float:
     return delay + answering + longest_return + ANSWER
 
 
-def _cast_rate(problem: Problem[SlotOptions], name: str) -> tuple[float | None, float]:
+def _cast_rate(
+    problem: PlanningProblem[SlotOptions], name: str
+) -> tuple[float | None, float]:
     """Return the bit/s of a device's casts, None without a limit, and the seconds until all have received one."""
     links = [link for pair, link in problem.links.items() if pair[0] == name]
     # Nearly all packets arrive within four standard deviations of the delay.
@@ -448,7 +461,10 @@ def _parameter_count(layer: GraphLayer, neurons: Channels) -> int:
 
 
 def _make_placement(
-    problem: Problem[SlotOptions], table: Timetable, held: NeuronAssignment, name: str
+    problem: PlanningProblem[SlotOptions],
+    table: Timetable,
+    held: NeuronAssignment,
+    name: str,
 ) -> Piece:
     layers, samples = layers_of(problem), problem.workload.batch_size
     group = held.group(name)

@@ -15,7 +15,7 @@ from testbed.common.errors import TestbedError
 from testbed.messaging.mailbox import Mailbox
 from testbed.ml.layers.feed import Training
 from testbed.ml.layers.layer_shard import LayerShard
-from testbed.ml.method import Job
+from testbed.ml.method import ProgramContext
 from testbed.ml.models.slices import Channels, pick
 from testbed.ml.slots import weights
 from testbed.ml.slots.arrangement import NeuronAssignment
@@ -46,7 +46,7 @@ from testbed.ml.slots.timeslots import (
     work_slots,
 )
 
-SlotJob = Job[SlotOptions, SlotDetails]
+SlotContext = ProgramContext[SlotOptions, SlotDetails]
 KINDS = (*CASTS, Tested, *weights.KINDS)
 """Kinds of messages between the devices."""
 
@@ -102,11 +102,11 @@ def answering_time(mailbox: Mailbox, details: SlotDetails) -> float:
     return details.answered[details.devices.index(mailbox.device.name)]
 
 
-def transmit_of(mailbox: Mailbox, job: SlotJob) -> Transmit:
+def transmit_of(mailbox: Mailbox, context: SlotContext) -> Transmit:
     """Return the transmission strategy named by the options."""
-    options = job.problem.options
+    options = context.problem.options
     if options.recovery == "ack":
-        return Acknowledged(mailbox, answering_time(mailbox, job.plan.details))
+        return Acknowledged(mailbox, answering_time(mailbox, context.plan.details))
     if options.recovery == "r-tx":
         return Repeated(mailbox, options.transmissions)
     return Repeated(mailbox)
@@ -137,28 +137,28 @@ class SlotProgram:
     def __init__(
         self,
         mailbox: Mailbox,
-        job: SlotJob,
+        context: SlotContext,
         neurons: Neurons,
         arranging: Arranging,
         on_missing: MissingDataPolicy,
         transmit: Transmit,
         notes: Notes | None = None,
     ) -> None:
-        assert job.dataset is not None
-        problem, details = job.problem, job.plan.details
+        assert context.dataset is not None
+        problem, details = context.problem, context.plan.details
         table = timetable_of(details)
         self._mailbox = mailbox
         self._device = mailbox.device
         self._table = table
-        self._is_coordinator = job.plan.coordinator == mailbox.device.name
+        self._is_coordinator = context.plan.coordinator == mailbox.device.name
         self._training = MicroBatches(
-            Training(job.dataset, problem.workload, problem.seed), table.micro
+            Training(context.dataset, problem.workload, problem.seed), table.micro
         )
         self._tests = TestRuns(
-            job.dataset, test_batch(problem), problem.options.test_runs
+            context.dataset, test_batch(problem), problem.options.test_runs
         )
-        steps = min(self._training.steps, job.plan.steps or self._training.steps)
-        self._job = job
+        steps = min(self._training.steps, context.plan.steps or self._training.steps)
+        self._context = context
         self._segments = partial(
             make_segments,
             table,
@@ -189,9 +189,9 @@ class SlotProgram:
         if problem.options.test_results == "gathered":
             # Received and gathered results are scored apart.
             scores = TestRuns(
-                job.dataset, test_batch(problem), problem.options.test_runs
+                context.dataset, test_batch(problem), problem.options.test_runs
             )
-            self._gathering = Gathering(mailbox, job.plan.coordinator, scores)
+            self._gathering = Gathering(mailbox, context.plan.coordinator, scores)
         self._evaluations: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -211,9 +211,9 @@ class SlotProgram:
         if self._gathering is not None:
             await self._gathering.wait_until_sent(until)
             await asyncio.gather(*self._evaluations)
-        if self._job.problem.options.final_weights and group is not None:
+        if self._context.problem.options.final_weights and group is not None:
             await weights.send_final_weights(
-                self._mailbox, self._job, self._neurons, self._arranging.now, until
+                self._mailbox, self._context, self._neurons, self._arranging.now, until
             )
         if self._is_coordinator and self._evaluated < last.trained:
             text = f"the evaluation after step {last.trained} is lost: the coordinator {self._device.name} was off or "

@@ -16,7 +16,7 @@ import torch
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.shard import State, weights_of
-from testbed.ml.method import Job
+from testbed.ml.method import ProgramContext
 from testbed.ml.models.graph import GraphLayer
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.neurons import Neurons
@@ -77,24 +77,24 @@ async def request_data(
 
 
 async def receive_initial_weights(
-    mailbox: Mailbox, job: Job[SlotOptions, SlotDetails]
+    mailbox: Mailbox, context: ProgramContext[SlotOptions, SlotDetails]
 ) -> State | None:
     """Return the initial weights of the whole network; None if they are drawn from the seed."""
-    if job.problem.workload.model.weights is None:
+    if context.problem.workload.model.weights is None:
         return None
 
     def make_answer() -> GivenWeights:
-        return GivenWeights(dict(job.weights or {}))
+        return GivenWeights(dict(context.weights or {}))
 
     given = await request_data(
-        mailbox, job.plan.coordinator, NeedsWeights, GivenWeights, make_answer
+        mailbox, context.plan.coordinator, NeedsWeights, GivenWeights, make_answer
     )
     return given.state
 
 
 async def send_final_weights(
     mailbox: Mailbox,
-    job: Job[SlotOptions, SlotDetails],
+    context: ProgramContext[SlotOptions, SlotDetails],
     neurons: Neurons,
     held: NeuronAssignment,
     until: float,
@@ -103,13 +103,13 @@ async def send_final_weights(
 
     Devices that are off contribute their initial weights.
     """
-    device, lead = mailbox.device, job.plan.coordinator
+    device, lead = mailbox.device, context.plan.coordinator
     own = _own_weights(neurons)
     if device.name != lead:
         timeout = max(0.0, until - device.now())
         await asyncio.wait([mailbox.post(lead, own)], timeout=timeout)
         return
-    problem = job.problem
+    problem = context.problem
     # Built from the seed, so that rows of devices without an answer keep their initial weights.
     whole = problem.model.build(0, len(problem.model.units), problem.seed).state_dict()
     received = [own]

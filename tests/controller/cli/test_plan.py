@@ -10,7 +10,7 @@ from pydantic import ConfigDict, ValidationError
 
 from testbed.ml.methods.pipeline import Pipeline
 from testbed.ml.pipeline.planning import PipelineDetails
-from testbed.plan import Details, Piece, Plan
+from testbed.plan import Piece, Plan, PlanDetails
 from testbed.trace.metrics import metrics
 from testbed_controller.cli.main import testbed as command_line
 from testbed_controller.report import html
@@ -19,7 +19,7 @@ from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 
-class Rounds(Details):
+class Rounds(PlanDetails):
     model_config = ConfigDict(extra="forbid")
     rounds: int
     shares: tuple[float, ...] = ()
@@ -60,7 +60,8 @@ def test_a_plan_without_details():
     bare = Plan(method="ring", coordinator="a", pieces=())
     assert bare.model_dump(mode="json")["details"] == {}
     assert (
-        Plan.model_validate_json(bare.model_dump_json()).with_details(Details) == bare
+        Plan.model_validate_json(bare.model_dump_json()).with_details(PlanDetails)
+        == bare
     )
 
 

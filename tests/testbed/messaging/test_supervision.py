@@ -35,7 +35,7 @@ PARTS = [
 ]
 
 
-class Problem:
+class PlanningProblem:
     class Device:
         def __init__(self, name):
             self.name = name
@@ -56,7 +56,7 @@ def supervised(
             )
             presence = Presence(mailbox, "lead", lambda: Status(mailbox.configuration))
             supervisor = Supervisor(
-                mailbox, presence, Problem, timeouts, lambda part: 0
+                mailbox, presence, PlanningProblem, timeouts, lambda part: 0
             )
             supervisor.start(PARTS)
             await lead(supervisor)
@@ -120,7 +120,7 @@ def seconds_until_lost(rate, faults=()):
             )
             presence = Presence(mailbox, "lead", Status)
             supervisor = Supervisor(
-                mailbox, presence, Problem, timeouts, lambda part: 1e6
+                mailbox, presence, PlanningProblem, timeouts, lambda part: 1e6
             )
             supervisor.start(PARTS[:2])
             try:

@@ -35,7 +35,7 @@ class Nothing(Method):
     def plan(self, problem):
         return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
 
-    async def program(self, device, job):
+    async def program(self, device, context):
         raise RuntimeError("never started")
 """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from testbed.device import Cost, Device, Span
-from testbed.ml.method import Job, Method, Options
+from testbed.ml.method import Method, Options, ProgramContext
 from testbed.plan import Plan
 from testbed.prepare import Prepared
 from testbed.scenario.expand import trials
@@ -40,8 +40,8 @@ class Program(Method):
     def plan(self, problem):
         return Plan(method=self.name, coordinator="source", pieces=())
 
-    async def program(self, device: Device, job: Job) -> None:
-        await self.function(device, job)
+    async def program(self, device: Device, context: ProgramContext) -> None:
+        await self.function(device, context)
 
 
 def outcome_of(function, **keys):
@@ -109,7 +109,7 @@ def test_run_stopped_by_the_user_keeps_its_events():
 def test_a_stop_that_hits_a_task_beside_the_program_ends_the_run_as_well():
     import asyncio
 
-    async def function(device, job):
+    async def function(device, context):
         async def beside():
             await device.sleep(1.0)
             raise KeyboardInterrupt
@@ -132,7 +132,7 @@ def test_what_a_program_iterates_over_is_closed_when_the_run_is_stopped(monkeypa
         finally:
             closed.append(device.name)
 
-    async def function(device, job):
+    async def function(device, context):
         async for _ in ticks(device):
             if device.name == "worker1":
                 raise KeyboardInterrupt
@@ -145,7 +145,7 @@ def test_what_a_program_iterates_over_is_closed_when_the_run_is_stopped(monkeypa
 
 
 def test_failure_keeps_the_device_and_the_traceback():
-    async def program(device, job):
+    async def program(device, context):
         if device.name == "worker1":
             await device.compute(lambda: 1 / 0, Cost(1), Span("x"))
         await device.receive()
@@ -170,7 +170,7 @@ def test_error_in_a_task_that_nobody_awaits_fails_the_run():
     async def bad():
         raise OSError("unnoticed")
 
-    async def program(device, job):
+    async def program(device, context):
         if device.name == "worker1":
             asyncio.create_task(bad())  # noqa: RUF006
         await device.sleep(5)
@@ -182,7 +182,7 @@ def test_error_in_a_task_that_nobody_awaits_fails_the_run():
 
 
 def test_deadlock_is_told_with_what_each_waits_for():
-    async def program(device, job):
+    async def program(device, context):
         await device.receive()
 
     outcome = outcome_of(program)
@@ -194,7 +194,7 @@ def test_deadlock_is_told_with_what_each_waits_for():
 
 
 def test_time_limit():
-    async def program(device, job):
+    async def program(device, context):
         while True:
             await device.sleep(0.3)
 
@@ -207,8 +207,8 @@ def test_time_limit():
 def test_lead_alone_has_data_and_weights_and_ends_the_run():
     held = {}
 
-    async def program(device, job):
-        held[device.name] = job.dataset is not None
+    async def program(device, context):
+        held[device.name] = context.dataset is not None
         if device.name == "source":
             device.expose(lambda: {"w": torch.ones(2)})
             await device.send("worker1", Message("m"))
@@ -231,7 +231,7 @@ def test_lead_alone_has_data_and_weights_and_ends_the_run():
 def test_torch_is_left_as_it_was():
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
 
-    async def program(device, job):
+    async def program(device, context):
         torch.rand(3)
         assert torch.get_num_threads() == 1
 
@@ -254,7 +254,7 @@ def test_speed_of_a_thousand_devices():
 def test_random_numbers_of_torch_depend_on_the_seed_only(seed):
     drawn = []
 
-    async def program(device, job):
+    async def program(device, context):
         drawn.append(torch.rand(2).tolist())
 
     outcome_of(program, seed=seed)

@@ -11,7 +11,7 @@ from testbed.ml.layers.layer_slices import (
     place_slices,
     product_cost,
 )
-from testbed.ml.method import Options, Problem
+from testbed.ml.method import Options, PlanningProblem
 from testbed.ml.models import create
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.sliced import SlicedLayer, cut_tensors, draw_tensors
@@ -76,7 +76,7 @@ def test_members_together_hold_and_multiply_as_much_as_the_whole(members, by_out
 
 def test_a_piece_says_what_a_device_needs_and_how_long_it_takes():
     device = DeviceSpec("a", speed=1e6, memory=1e9)
-    problem = Problem((device,), {}, WORKLOAD, Options(), seed=0, model=MODEL)
+    problem = PlanningProblem((device,), {}, WORKLOAD, Options(), seed=0, model=MODEL)
     (own,) = divided(1)
     found = place_slices(problem, "a", own, "all outputs")
     assert (found.first, found.last, found.part) == (0, len(MODEL.units), "all outputs")

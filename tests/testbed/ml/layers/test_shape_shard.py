@@ -8,7 +8,7 @@ import torch
 from testbed.hardware import DeviceSpec
 from testbed.ml.layers.shape_shard import ShapeShard, make_shard
 from testbed.ml.layers.shard import Shard
-from testbed.ml.method import Options, Problem
+from testbed.ml.method import Options, PlanningProblem
 from testbed.ml.models import create
 from testbed.work import WorkloadPart
 from tests.helpers.training import sgd
@@ -115,7 +115,7 @@ def test_timing_only_workloads_get_shape_shards(numerics, kind):
     assert (
         type(
             make_shard(
-                Problem(
+                PlanningProblem(
                     (DeviceSpec("a", 1e9, 1e9),),
                     {},
                     workload,

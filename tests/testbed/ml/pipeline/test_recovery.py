@@ -105,10 +105,12 @@ def recovering(lead, faults=(), silent=(), window=4.0):
             supervisor = Supervisor(
                 mailbox, holder.presence, problem, timeouts, lambda part: 0
             )
-            job = SimpleNamespace(
+            context = SimpleNamespace(
                 problem=problem, plan=SimpleNamespace(pieces=pieces), weights=None
             )
-            found.policy = ReplicaRecovery(supervisor, store, partitioner, job, STEPS)
+            found.policy = ReplicaRecovery(
+                supervisor, store, partitioner, context, STEPS
+            )
             found.supervisor, found.replicas = supervisor, store.replicas
             await lead(found)
 
