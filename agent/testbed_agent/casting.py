@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from testbed.wire.cast import CastForm
-from testbed.wire.framing import CAST_CHUNK, CAST_HEADER
+from testbed.wire.framing import CAST_BUFFER, CAST_CHUNK, CAST_HEADER
 from testbed.wire.message import Envelope, Message, WireError
 from testbed_agent.receiving import Arrival, Inbox
 from testbed_agent.settings import Address
@@ -109,6 +109,8 @@ class Caster:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPING, _REPORT)
+        # A link without a rate delivers a burst faster than the reading thread gets the interpreter's lock.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CAST_BUFFER)
         self._socket.bind(addresses.listen)
         self._partial: OrderedDict[tuple[str, int, int], _Partial] = OrderedDict()
         self._closed = False

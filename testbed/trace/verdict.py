@@ -22,6 +22,7 @@ from testbed.trace.modelled import left_out
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import RunView
 from testbed.trace.recovery import recovery_list
+from testbed.wire.framing import CAST_BUFFER
 
 HOST_SHARE = 0.03
 """Maximum share of the time of undisturbed steps (or requests) added by the host; above, the host sets the pace.
@@ -374,12 +375,16 @@ def _check_queues(fidelity: Mapping[str, Any]) -> list[Check]:
     if queues is None:
         return []
     lost: dict[str, int] = {}
+    unread: dict[str, int] = {}
     link = 0
     for name, counts in queues.items():
         # The queue before a link's rate belongs to the link: its drops are requested loss.
         own_drops = counts.get("sender_drops", 0)
         link += own_drops
-        lost[name] = sum(counts.values()) - own_drops
+        unread[name] = counts.get("unread", 0)
+        lost[name] = sum(counts.values()) - own_drops - unread[name]
+    if any(unread.values()):
+        return [_unread_datagrams(unread)]
     total = sum(lost.values())
     if total > QUEUE_OVERFLOWS:
         worst = max(lost, key=lambda name: lost[name])
@@ -387,6 +392,16 @@ def _check_queues(fidelity: Mapping[str, Any]) -> list[Check]:
         return [Check("queues", False, f"the emulation {text}")]
     own = f"; {link} overflowed the queues of the links themselves" if link else ""
     return [Check("queues", True, f"the emulation dropped no packet of its own{own}")]
+
+
+def _unread_datagrams(unread: Mapping[str, int]) -> Check:
+    """Return the failed check of datagrams, counted by device, that overflowed the receivers' sockets."""
+    worst = max(unread, key=lambda name: unread[name])
+    detail = (
+        f"the sockets of devices dropped {sum(unread.values())} datagrams before their agents could read them, "
+        f"most at {worst}; raise net.core.rmem_max of the host to {CAST_BUFFER}, or give links a rate"
+    )
+    return Check("queues", False, detail)
 
 
 def _check_delays(fidelity: Mapping[str, Any], experiment: Experiment) -> list[Check]:

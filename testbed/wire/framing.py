@@ -21,6 +21,9 @@ CAST_HEADERS = 20 + 8 + CAST_HEADER
 """IPv4, UDP and the agent's header."""
 CAST_CHUNK = MTU - CAST_HEADERS
 """Bytes of a broadcast in one datagram: 1452."""
+CAST_BUFFER = 8 << 20
+"""Bytes of the kernel's memory requested for received datagrams that the agent has not read; the host's
+net.core.rmem_max limits it. A datagram of 1,500 bytes occupies 2,304."""
 WINDOW = 16 << 20
 """Maximum number of unacknowledged message bytes to one peer; further messages wait."""
 CONGESTION_CONTROL = "reno"

@@ -397,6 +397,23 @@ def test_losses_of_the_queues_are_counted(net: Network, shaping: Shaping) -> Non
     assert shaping.statistics()["queues"]["a"]["sender_drops"] > 50
 
 
+def test_datagrams_that_a_full_socket_drops_are_counted(
+    net: Network, shaping: Shaping
+) -> None:
+    shaping.attach(net.endpoints.values(), mesh(Link()))
+    unread = net.inside("c", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+    unread.bind((net.endpoints["c"].address, 9))
+    sender = net.inside("a", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    with unread, sender:
+        for _ in range(200):
+            sender.sendto(bytes(1400), (net.endpoints["c"].address, 9))
+        time.sleep(0.2)
+        queues = shaping.statistics()["queues"]
+    assert 50 < queues["c"]["unread"] < 200
+    assert queues["a"]["unread"] == 0
+
+
 @pytest.fixture
 def served() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:

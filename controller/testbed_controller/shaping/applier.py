@@ -13,6 +13,7 @@ from testbed.common.errors import HostError
 from testbed.wire.framing import CONGESTION_CONTROL
 from testbed_controller.shaping import sender, tc
 from testbed_controller.shaping.backends import choose_backend, queueing_iptables
+from testbed_controller.shaping.datagrams import count_unread_datagrams
 from testbed_controller.shaping.helper import Gate
 from testbed_controller.shaping.interfaces import (
     bound_segments,
@@ -186,7 +187,7 @@ class Applier:
         return figures
 
     def _queue_counts(self, attached: Attached) -> dict[str, int]:
-        """Count the packets dropped by full queues, and the bytes sent, in the device's namespace."""
+        """Count the packets dropped by full queues and sockets, and the bytes sent, in the device's namespace."""
         counts = {"sender_drops": 0, "bytes": 0}
         interface = attached.interface.name
         text = command(["tc", "-s", "-j", "qdisc", "show", "dev", interface])
@@ -200,6 +201,7 @@ class Applier:
             rows = kernel_queues()
             counts["queue_dropped"] = sum(row["queue_dropped"] for row in rows)
             counts["user_dropped"] = sum(row["user_dropped"] for row in rows)
+        counts["unread"] = count_unread_datagrams()
         return counts
 
     def forget(self, name: str) -> None:

@@ -64,6 +64,11 @@ def test_a_simulation_is_a_prediction() -> None:
             "the emulation dropped 3 packets because the host was too slow, most at a",
         ),
         (
+            {"fidelity": {"queues": {"a": {"unread": 4}, "b": {"unread": 7}}}},
+            "the sockets of devices dropped 11 datagrams before their agents could read them, most at b; raise "
+            "net.core.rmem_max of the host to 8388608, or give links a rate",
+        ),
+        (
             {"fidelity": {"lateness": {"p50": 0.0, "p99": 0.02}}},
             "delayed by 20.00 ms more than asked",
         ),

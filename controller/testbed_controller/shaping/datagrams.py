@@ -1,0 +1,23 @@
+"""Datagrams that the kernel dropped since a socket's buffer was full."""
+
+from __future__ import annotations
+
+from testbed_controller.shaping.namespaces import read_proc
+
+
+def count_unread_datagrams() -> int:
+    """Return the UDP datagrams dropped by full sockets of the calling thread's namespace, since its creation."""
+    return parse_unread_datagrams(read_proc("snmp"))
+
+
+def parse_unread_datagrams(counters: str) -> int:
+    """Return the dropped UDP datagrams of ``/proc/net/snmp``; 0 if the kernel does not count them.
+
+    The file has two lines for each protocol: names, then values.
+
+    >>> parse_unread_datagrams("Udp: InDatagrams RcvbufErrors\\nUdp: 120 7\\n")
+    7
+    """
+    lines = [line.split() for line in counters.splitlines() if line.startswith("Udp: ")]
+    names, values = lines
+    return int(dict(zip(names, values, strict=True)).get("RcvbufErrors", 0))
