@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar
 
+from testbed_comparison.cells import (
+    NONE,
+    format_number,
+    our_range,
+    our_value,
+    paper_range,
+    paper_value,
+)
 from testbed_comparison.clocks import Clocks
 from testbed_comparison.results import Results
-from testbed_comparison.rows import Figures, Headline, Row
+from testbed_comparison.rows import Figures, Headline, Row, Sensitivity, Trial
 from testbed_comparison.words import WORDS, Ours, Word, word_for
 
 MARK = re.compile(r"<!-- comparison -->\n.*?<!-- /comparison -->", re.DOTALL)
-NONE = "–"
+LONG_TABLE = 15
+"""Number of lines from which a table is folded."""
+VALUES_A_LINE = 3
+"""Number of other values of a parameter in one line of the sensitivity table."""
+TOO_WIDE = "our interval contains the paper's value, but is too wide"
+T = TypeVar("T")
+Line = Sequence[str]
+"""The cells of one line of a table."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +52,28 @@ class System:
 
 
 def fill_in(page: str, content: str) -> str:
-    """Replace the text between the two marks of a page, or append both with the text."""
+    """Replace the text between the two marks of a page, or append both with the text.
+
+    >>> fill_in("<!-- comparison -->\\nold\\n<!-- /comparison -->\\n", "new")
+    '<!-- comparison -->\\nnew\\n<!-- /comparison -->\\n'
+    """
     block = f"<!-- comparison -->\n{content}\n<!-- /comparison -->"
-    return (
-        MARK.sub(lambda _: block, page)
-        if MARK.search(page)
-        else f"{page.rstrip()}\n\n{block}\n"
-    )
+    if MARK.search(page):
+        return MARK.sub(lambda _: block, page)
+    return f"{page.rstrip()}\n\n{block}\n"
 
 
 def system_page(system: System, plots: Mapping[str, str]) -> str:
-    """Return conditions, table, plots and sensitivity of one paper as Markdown."""
-    pictures = [f"![{title}]({place})" for title, place in plots.items()]
+    """Return the generated part of one paper's page as Markdown.
+
+    The headlines and a summary by word come first, then conditions, all rows, plots, sensitivity, the comparison of
+    both clocks, and the provenance of the runs. ``plots`` maps the title of each plot to its file.
+    """
     blocks = [
+        _summary_section(system),
         _conditions_section(system),
         _figures_section(system),
-        *pictures,
+        _plots_table(plots),
         _sensitivity_section(system),
         _clocks_section(system),
         _runs_section(system),
@@ -67,95 +88,97 @@ def all_papers_page(systems: Mapping[str, System]) -> str:
 
 def headline_page(systems: Mapping[str, System]) -> str:
     """Return the table of the headlines of all papers as Markdown."""
-    lines = [
-        "| | claim | paper | ours | what differs | word |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for name, system in systems.items():
         link = f"[{system.figures.paper}](../papers/{name}/README.md)"
         for headline in system.figures.headlines:
-            lines.append(
-                f"| {link} | {' | '.join(_headline_cells(system, headline))} |"
-            )
+            lines.append([link, *_headline_cells(system, headline)])
             link = ""
-    return "\n".join(lines)
+    return _table(["", "claim", "paper", "ours", "what differs", "word"], lines)
 
 
 def clocks_page(systems: Mapping[str, System]) -> str:
     """Return the ratio of both clocks for the first metric of each paper as Markdown."""
-    lines = [
-        "One short figure of each paper was also run in containers (`testbed papers --containers`); a ratio of 1 means",
-        "that both clocks agree.",
-        "",
-        "| | figure | metric | containers | simulated | ratio | verdict |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for system in systems.values():
         cells = next(_clock_cells(system), None)
         if cells is not None:
-            line = [system.figures.paper, _figure_of(system), *cells]
-            lines.append(f"| {' | '.join(line)} |")
-    return "\n".join(lines)
+            lines.append([system.figures.paper, _short_figure(system), *cells])
+    heading = ["", "figure", "metric", "containers", "simulated", "ratio", "verdict"]
+    text = (
+        "One short figure of each paper was also run in containers (`testbed papers --containers`); a ratio of 1\n"
+        "means that both clocks agree."
+    )
+    return f"{text}\n\n{_table(heading, lines)}"
 
 
-def _clocks_section(system: System) -> str:
-    """Return the comparison of both clocks, with its date and host."""
-    if system.figures.containers is None:
-        return ""
-    lines = [
-        "### In containers",
-        "",
-        f"{_figure_of(system)}, one run on each clock.",
-        "",
-    ]
-    lines += [
-        "| metric | containers | simulated | ratio | verdict |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [f"| {' | '.join(cells)} |" for cells in _clock_cells(system)]
-    clocks = system.clocks
-    if clocks is not None:
-        lines += [
-            "",
-            f"{clocks.date}, {clocks.processor}, revision {clocks.revision[:8]}:",
-            "",
-            f"    {clocks.command}",
-        ]
-    return "\n".join(lines)
+def _summary_section(system: System) -> str:
+    """Return the headlines of the paper, and the figures with each word."""
+    blocks = ["## At a glance"]
+    headlines = []
+    for headline in system.figures.headlines:
+        headlines.append([*_headline_cells(system, headline)])
+    if headlines:
+        heading = ["claim", "paper", "ours", "what differs", "word"]
+        blocks.append(_table(heading, headlines))
+    rows = system.figures.rows
+    blocks.append(f"{len(rows)} rows: {_count_words(system, rows)}.")
+    blocks.append(_table(["word", "rows", "figures"], _lines_by_word(system, rows)))
+    return "\n\n".join(blocks)
 
 
-def _figure_of(system: System) -> str:
-    wanted = system.figures.containers
-    return NONE if wanted is None else wanted.figure
+def _lines_by_word(system: System, rows: Iterable[Row]) -> Iterator[Line]:
+    """Yield each word with the number of its rows and the figures that have them."""
+    words = {row.name: system.word(row) for row in rows}
+    groups = _group_by_item(rows)
+    for word in WORDS:
+        items = []
+        total = 0
+        for item, members in groups.items():
+            count = sum(words[row.name] == word for row in members)
+            total += count
+            if count == len(members):
+                items.append(item)
+            elif count:
+                items.append(f"{item} ({count} of {len(members)})")
+        if total:
+            yield [word, str(total), "; ".join(items)]
 
 
-def _clock_cells(system: System) -> Iterator[list[str]]:
-    """Yield metric, both values, their ratio and the verdict."""
-    wanted, clocks = system.figures.containers, system.clocks
-    for metric in wanted.metrics if wanted is not None else ():
-        if clocks is None or metric not in clocks.containers:
-            yield [metric, NONE, NONE, NONE, "not run"]
-            continue
-        yield [
-            metric,
-            _format_number(clocks.containers[metric]),
-            _format_number(clocks.simulated[metric]),
-            f"{clocks.ratio(metric):.3f}",
-            clocks.verdict,
-        ]
+def _group_by_item(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each figure, table or section, in the order of their first rows."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.item, []).append(row)
+    return groups
 
 
 def _headline_cells(system: System, headline: Headline) -> Iterator[str]:
     rows = [system.figures.row(name) for name in headline.rows]
+    differs = [headline.differs] if headline.differs else []
     yield headline.claim
     if len(rows) == 1:
-        yield _paper_value(rows[0])
-        yield _our_value(system.ours(rows[0]), rows[0].unit)
+        yield paper_value(rows[0])
+        yield our_value(system.ours(rows[0]), rows[0].unit)
+        if _is_too_wide(system, rows[0]):
+            differs.append(TOO_WIDE)
     else:
         yield from _value_ranges(system, rows)
-    yield headline.differs
+    yield "; ".join(differs)
     words = {system.word(row) for row in rows}
     yield words.pop() if len(words) == 1 else _count_words(system, rows)
+
+
+def _value_ranges(system: System, rows: list[Row]) -> tuple[str, str]:
+    """Return the least and the largest value of several rows, the paper's and ours.
+
+    Values of several quantities have no range, which different units and plain numbers tell.
+    """
+    units = {row.unit for row in rows}
+    if len(units) > 1 or (units == {""} and rows[0].kind == "arithmetic"):
+        return f"{len(rows)} figures", ""
+    values = [ours for ours in map(system.ours, rows) if ours is not None]
+    return paper_range(rows), our_range(values, rows[0].unit)
 
 
 def _count_words(system: System, rows: Iterable[Row]) -> str:
@@ -164,163 +187,219 @@ def _count_words(system: System, rows: Iterable[Row]) -> str:
     return ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
 
 
-def _value_ranges(system: System, rows: list[Row]) -> tuple[str, str]:
-    """Return the least and the largest value of several rows of one unit, the paper's and ours."""
-    unit = rows[0].unit
-    if any(row.unit != unit for row in rows):
-        return f"{len(rows)} figures", ""
-    values = [ours for ours in map(system.ours, rows) if ours is not None]
-    ours = NONE
-    if values:
-        least = _format_number(min(value.low for value in values))
-        most = _format_number(max(value.high for value in values))
-        ours = _with_unit(f"{least}–{most}", unit)
-    if rows[0].kind == "ranking":
-        paper = f"{len(rows)} rankings"
-    else:
-        ends = sorted(chain.from_iterable(row.ends for row in rows), key=float)
-        text = ends[0] if ends[0] == ends[-1] else f"{ends[0]}–{ends[-1]}"
-        paper = _with_unit(text, unit)
-    return paper, ours
+def _is_too_wide(system: System, row: Row) -> bool:
+    """Return whether a row differs only since its interval, which contains the paper's value, is too wide."""
+    ours = system.ours(row)
+    if row.kind == "ranking" or ours is None or ours.half_width is None:
+        return False
+    if system.word(row) != "differs" or not isinstance(row.paper, str):
+        return False
+    return ours.least <= float(row.paper) <= ours.most
 
 
 def _conditions_section(system: System) -> str:
-    lines = [
-        "### Default conditions",
-        "",
-        "Chosen before the runs.",
-        "",
-        "| condition | reason |",
-        "|---|---|",
-    ]
-    for each in system.figures.conditions:
-        lines.append(f"| {each.condition} | {each.reason} |")
-    return "\n".join(lines)
+    lines = [[each.condition, each.reason] for each in system.figures.conditions]
+    return "\n\n".join(
+        [
+            "## Default conditions",
+            "Chosen before the runs.",
+            _table(["condition", "reason"], lines),
+        ]
+    )
 
 
 def _figures_section(system: System) -> str:
+    """Return the table of all rows; remarks follow it by their numbers, as many rows share one."""
     rows = system.figures.rows
-    summary = _count_words(system, rows)
-    lines = ["### Figures", "", f"{len(rows)} rows: {summary}.", ""]
-    lines += [
-        "| | | paper | ours | runs | word | remarks |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    item = ""
-    for row in rows:
-        ours = system.ours(row)
-        cells = [
-            "" if row.item == item else row.item,
-            row.name,
-            _paper_value(row),
-            _our_value(ours, row.unit),
-        ]
-        cells += [str(ours.runs) if ours else "", system.word(row), _remarks(row)]
-        lines.append(f"| {' | '.join(cells)} |")
-        item = row.item
-    return "\n".join(lines)
+    remarks: dict[str, int] = {}
+    lines = []
+    for item, members in _group_by_item(rows).items():
+        head = item
+        for row in members:
+            ours = system.ours(row)
+            numbers = []
+            for remark in _remarks(system, row):
+                numbers.append(str(remarks.setdefault(remark, len(remarks) + 1)))
+            lines.append(
+                [
+                    head,
+                    row.name,
+                    paper_value(row),
+                    our_value(ours, row.unit),
+                    str(ours.runs) if ours else "",
+                    system.word(row),
+                    ", ".join(numbers),
+                ]
+            )
+            head = ""
+    content = _table(["", "", "paper", "ours", "runs", "word", "remarks"], lines)
+    if remarks:
+        texts = [f"{number}. {remark}" for remark, number in remarks.items()]
+        content += "\n\nRemarks:\n\n" + "\n".join(texts)
+    return f"## Figures\n\n{_fold(f'All {len(rows)} rows', content, len(rows))}"
 
 
-def _remarks(row: Row) -> str:
-    remarks = []
+def _remarks(system: System, row: Row) -> Iterator[str]:
     if row.fitted:
-        remarks.append(f"fitted: {row.fitted}")
+        yield f"fitted: {row.fitted}"
     if row.data:
-        remarks.append(f"data: {row.data}")
+        yield f"data: {row.data}"
     if row.note:
-        remarks.append(row.note)
-    return "; ".join(remarks)
+        yield row.note
+    if _is_too_wide(system, row):
+        yield TOO_WIDE
+
+
+def _plots_table(plots: Mapping[str, str]) -> str:
+    """Return two plots a line; an empty heading makes a table of them."""
+    pictures = [f"![{title}]({place})" for title, place in plots.items()]
+    if not pictures:
+        return ""
+    if len(pictures) % 2:
+        pictures.append("")
+    return _table(["", ""], _chunks(pictures, 2))
 
 
 def _sensitivity_section(system: System) -> str:
     if not system.figures.sensitivity:
         return ""
-    lines = [
-        "### Sensitivity",
-        "",
-        "One parameter is changed at a time, unless several are named.",
-        "",
-    ]
-    lines += [
-        "| row | paper | default | parameter | value | ours |",
-        "|---|---|---|---|---|---|",
-    ]
-    for each in system.figures.sensitivity:
-        row = system.figures.row(each.row)
-        head = [
-            row.name,
-            _paper_value(row),
-            _our_value(system.ours(row), row.unit),
-            each.parameter,
+    lines = [*_sensitivity_lines(system)]
+    heading = ["row", "paper", "default", "parameter", "other values"]
+    content = _table(heading, lines)
+    return "\n\n".join(
+        [
+            "## Sensitivity",
+            "One parameter is changed at a time, unless several are named.",
+            _fold("All parameters", content, len(lines)),
         ]
-        for trial in each.values:
-            unit = trial.unit or row.unit
-            ours = _our_value(
-                system.results.ours(trial.scenario, (trial.ours,), unit), unit
-            )
-            lines.append(f"| {' | '.join([*head, trial.value, ours])} |")
-            head = ["", "", "", ""]
-    return "\n".join(lines)
+    )
+
+
+def _sensitivity_lines(system: System) -> Iterator[Line]:
+    """Yield a line for each row and parameter, or several for many values."""
+    by_row: dict[str, list[Sensitivity]] = {}
+    for each in system.figures.sensitivity:
+        by_row.setdefault(each.row, []).append(each)
+    for name, parameters in by_row.items():
+        row = system.figures.row(name)
+        head = [name, paper_value(row), our_value(system.ours(row), row.unit)]
+        for each in parameters:
+            parameter = each.parameter
+            for trials in _chunks(each.values, VALUES_A_LINE):
+                values = [_trial_text(system, row, trial) for trial in trials]
+                yield [*head, parameter, "; ".join(values)]
+                head = ["", "", ""]
+                parameter = ""
+
+
+def _trial_text(system: System, row: Row, trial: Trial) -> str:
+    """Return a value of a parameter with our value of the row there."""
+    unit = trial.unit or row.unit
+    ours = system.results.ours(trial.scenario, (trial.ours,), unit)
+    return f"{trial.value}: {our_value(ours, unit)}"
+
+
+def _clocks_section(system: System) -> str:
+    """Return the comparison of both clocks, with its date and host."""
+    if system.figures.containers is None:
+        return ""
+    heading = ["metric", "containers", "simulated", "ratio", "verdict"]
+    blocks = [
+        "## In containers",
+        f"{_short_figure(system)}, one run on each clock.",
+        _table(heading, _clock_cells(system)),
+    ]
+    clocks = system.clocks
+    if clocks is not None:
+        source = f"{clocks.date}, {clocks.processor}, revision {clocks.revision[:8]}"
+        blocks.append(f"{source}: [containers.json](containers.json) has the command.")
+    return "\n\n".join(blocks)
+
+
+def _short_figure(system: System) -> str:
+    """Return the name of the figure that is run on both clocks."""
+    wanted = system.figures.containers
+    return NONE if wanted is None else wanted.figure
+
+
+def _clock_cells(system: System) -> Iterator[Line]:
+    """Yield metric, both values, their ratio and the verdict."""
+    wanted, clocks = system.figures.containers, system.clocks
+    for metric in wanted.metrics if wanted is not None else ():
+        if clocks is None or metric not in clocks.containers:
+            yield [metric, NONE, NONE, NONE, "not run"]
+            continue
+        yield [
+            metric,
+            format_number(clocks.containers[metric]),
+            format_number(clocks.simulated[metric]),
+            f"{clocks.ratio(metric):.3f}",
+            clocks.verdict,
+        ]
 
 
 def _runs_section(system: System) -> str:
-    """Return where and when the runs were made."""
-    missing = system.results.stale(system.figures)
-    lines = ["### Runs", ""]
-    if missing:
-        lines += [f"Not run yet, or stale: {', '.join(missing)}.", ""]
-    lines += [
-        "| scenario | runs | seeds | date | revision | processor | torch |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, kept in sorted(system.results.scenarios.items()):
-        processors = set()
-        versions = set()
-        for host in kept["computing"]:
-            processors.add(f"{host['processor']} ({host['instruction_set']})")
-            versions.add(host["torch"])
-        cells = [
-            name,
-            str(kept["runs"]),
-            str(len(kept["seeds"])),
-            kept["date"],
-            str(kept["revision"])[:8],
-            ", ".join(sorted(processors)),
-            ", ".join(sorted(versions)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Commands and seeds are in [results.json](results.json)."]
-    return "\n".join(lines)
-
-
-def _paper_value(row: Row) -> str:
-    if row.kind == "ranking":
-        return str(row.paper)
-    if isinstance(row.paper, str):
-        return _with_unit(row.paper, row.unit)
-    low, high = row.paper
-    text = f"{low}–{high}"
-    if low is None:
-        text = f"at most {high}"
-    elif high is None:
-        text = f"at least {low}"
-    return _with_unit(text, row.unit)
-
-
-def _our_value(ours: Ours | None, unit: str) -> str:
-    if ours is None:
-        return NONE
-    if ours.low != ours.high:
-        return _with_unit(
-            f"{_format_number(ours.low)}–{_format_number(ours.high)}", unit
+    """Return the provenance of all runs, a line for each processor and version of torch."""
+    by_host: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for kept in system.results.scenarios.values():
+        by_host.setdefault(_host_cells(kept), []).append(kept)
+    lines = []
+    for (processor, torch), scenarios in sorted(by_host.items()):
+        runs = sum(kept["runs"] for kept in scenarios)
+        dates = sorted({kept["date"] for kept in scenarios})
+        revisions = sorted({str(kept["revision"])[:8] for kept in scenarios})
+        lines.append(
+            [
+                str(len(scenarios)),
+                str(runs),
+                ", ".join(dates),
+                ", ".join(revisions),
+                processor,
+                torch,
+            ]
         )
-    half = "" if ours.half_width is None else f" ± {ours.half_width:.2g}"
-    return _with_unit(f"{_format_number(ours.low)}{half}", unit)
+    blocks = ["## Runs"]
+    missing = system.results.stale(system.figures)
+    if missing:
+        blocks.append(f"Not run yet, or stale: {', '.join(missing)}.")
+    heading = ["scenarios", "runs", "dates", "revisions", "processor", "torch"]
+    blocks.append(_table(heading, lines))
+    blocks.append(
+        "[results.json](results.json) has command, seeds, date and revision of each scenario."
+    )
+    return "\n\n".join(blocks)
 
 
-def _format_number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+def _host_cells(kept: Mapping[str, Any]) -> tuple[str, str]:
+    """Return processors and versions of torch of a scenario's runs."""
+    processors = set()
+    versions = set()
+    for host in kept["computing"]:
+        processors.add(f"{host['processor']} ({host['instruction_set']})")
+        versions.add(host["torch"])
+    return ", ".join(sorted(processors)), ", ".join(sorted(versions))
 
 
-def _with_unit(text: str, unit: str) -> str:
-    return f"{text} {unit}".rstrip() if unit != "x" else text
+def _table(heading: Line, lines: Iterable[Line]) -> str:
+    """Return a Markdown table."""
+    rule = ["---"] * len(heading)
+    texts = [f"| {' | '.join(heading)} |", f"|{'|'.join(rule)}|"]
+    for line in lines:
+        texts.append(f"| {' | '.join(line)} |")
+    return "\n".join(texts)
+
+
+def _fold(summary: str, content: str, lines: int) -> str:
+    """Return content that a reader unfolds, if it has many lines.
+
+    GitHub needs the empty lines, and mkdocs the attribute, to read the content as Markdown.
+    """
+    if lines < LONG_TABLE:
+        return content
+    head = f'<details markdown="1"><summary>{summary}</summary>'
+    return f"{head}\n\n{content}\n\n</details>"
+
+
+def _chunks(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]

@@ -1,0 +1,87 @@
+"""Cells of the tables: the values of the paper and ours as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from testbed_comparison.rows import Row
+from testbed_comparison.words import Ours
+
+NONE = "–"
+"""Cell of a value that does not exist."""
+
+
+def format_number(value: float) -> str:
+    """Return a number with four significant digits, and all digits before the point.
+
+    >>> format_number(3.14159), format_number(37431.0)
+    ('3.142', '37431')
+    """
+    return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def append_unit(text: str, unit: str) -> str:
+    """Return a value with its unit; ratios, whose unit is ``x``, have none.
+
+    >>> append_unit("2.1", "s"), append_unit("2.1", "x")
+    ('2.1 s', '2.1')
+    """
+    return f"{text} {unit}".rstrip() if unit != "x" else text
+
+
+def paper_value(row: Row) -> str:
+    """Return the paper's value of a row."""
+    if row.kind == "ranking":
+        return str(row.paper)
+    if isinstance(row.paper, str):
+        return append_unit(row.paper, row.unit)
+    low, high = row.paper
+    text = f"{low}–{high}"
+    if low is None:
+        text = f"at most {high}"
+    elif high is None:
+        text = f"at least {low}"
+    return append_unit(text, row.unit)
+
+
+def our_value(ours: Ours | None, unit: str) -> str:
+    """Return our value with its confidence interval, or our range.
+
+    >>> our_value(Ours(84.4, 84.4, 0.7, runs=5), "%")
+    '84.4 ± 0.7 %'
+    """
+    if ours is None:
+        return NONE
+    if ours.low != ours.high:
+        return append_unit(_format_range(ours.low, ours.high), unit)
+    text = format_number(ours.low)
+    if ours.half_width is not None:
+        text = f"{text} ± {ours.half_width:.2g}"
+    return append_unit(text, unit)
+
+
+def paper_range(rows: Sequence[Row]) -> str:
+    """Return the least and the largest value of several rows with one unit."""
+    if rows[0].kind == "ranking":
+        return f"{len(rows)} rankings"
+    ends = sorted(chain.from_iterable(row.ends for row in rows), key=float)
+    text = ends[0]
+    if ends[0] != ends[-1]:
+        text = f"{ends[0]}–{ends[-1]}"
+    return append_unit(text, rows[0].unit)
+
+
+def our_range(values: Sequence[Ours], unit: str) -> str:
+    """Return the least and the largest of our values; without values a dash."""
+    if not values:
+        return NONE
+    least = min(value.low for value in values)
+    most = max(value.high for value in values)
+    return append_unit(_format_range(least, most), unit)
+
+
+def _format_range(least: float, most: float) -> str:
+    # A dash before or after a minus sign is hard to read.
+    separator = " to " if least < 0 else "–"
+    return f"{format_number(least)}{separator}{format_number(most)}"
