@@ -227,7 +227,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     >>> class Idle(Method):
     ...     name, summary, tasks = "idle", "does nothing", ("train",)
     ...     def plan(self, problem):
-    ...         return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
+    ...         return Plan(method=self.name, coordinator=problem.devices[0].name, assignments=())
     ...     async def program(self, device, context):
     ...         await device.sleep(1.0)
     """

@@ -9,19 +9,19 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 from typing_extensions import TypeVar
 
 
-class Piece(BaseModel):
-    """A part of the model on one device: units ``first`` up to but without ``last``, whole or a share of each.
+class Assignment(BaseModel):
+    """A part of the model on one device: units ``start`` to ``stop - 1`` as in `range`, whole or a share of each.
 
-    A device may hold several pieces, and the same units may be on several devices, or several times on one.
+    A device may hold several assignments, and the same units may be on several devices, or several times on one.
 
-    >>> Piece(device="worker1", first=3, last=6, memory=4e6).device
+    >>> Assignment(device="worker1", start=3, stop=6, memory=4e6).device
     'worker1'
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     device: str
-    first: int
-    last: int
+    start: int
+    stop: int
     memory: float
     """Predicted peak bytes of weights, gradients, optimizer state and activations."""
     part: str | None = None
@@ -30,7 +30,7 @@ class Piece(BaseModel):
     """The device served by this copy of the units if several devices have one each; None for a single or shared copy.
     """
     parameters: int | None = None
-    """Number of parameters of the piece; None for all parameters of its units."""
+    """Number of parameters on the device; None for all parameters of its units."""
     flops: float | None = None
     """FLOPs of a forward pass of one sample; None for all FLOPs of its units."""
     seconds: float | None = None
@@ -60,10 +60,11 @@ OtherDetails = TypeVar("OtherDetails", bound=PlanDetails)
 class Plan(BaseModel, Generic[DetailsType]):
     """The result of a planner, sent to every device and stored with the results.
 
-    >>> stages = (Piece(device="a", first=0, last=2, memory=1.0), Piece(device="b", first=2, last=4, memory=1.0))
-    >>> plan = Plan(method="pipeline", coordinator="a", pieces=stages)
-    >>> plan.devices, [piece.first for piece in plan.of("b")]
-    (('a', 'b'), [2])
+    >>> head = Assignment(device="a", start=0, stop=2, memory=1.0)
+    >>> tail = Assignment(device="b", start=2, stop=4, memory=1.0)
+    >>> plan = Plan(method="pipeline", coordinator="a", assignments=(head, tail))
+    >>> plan.devices, plan.assignments_of("b") == (tail,)
+    (('a', 'b'), True)
     """
 
     # Built with the first use: commands that plan nothing start sooner.
@@ -71,7 +72,7 @@ class Plan(BaseModel, Generic[DetailsType]):
     method: str
     coordinator: str
     """The device whose program ends the run on return."""
-    pieces: tuple[Piece, ...]
+    assignments: tuple[Assignment, ...]
     step_time: float | None = None
     """Predicted seconds per training step or inference; None if unpredictable."""
     steps: int | None = None
@@ -81,38 +82,43 @@ class Plan(BaseModel, Generic[DetailsType]):
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """Return the devices with a piece, without duplicates, in the order of the pieces."""
-        return tuple(dict.fromkeys(piece.device for piece in self.pieces))
+        """Return the devices with an assignment, in the order of the plan, without duplicates."""
+        return tuple(
+            dict.fromkeys(assignment.device for assignment in self.assignments)
+        )
 
-    def of(self, device: str) -> tuple[Piece, ...]:
-        """Return the pieces of a device."""
+    def assignments_of(self, device: str) -> tuple[Assignment, ...]:
+        """Return the assignments of a device."""
         return self._by_device.get(device, ())
 
     @cached_property
-    def _by_device(self) -> dict[str, tuple[Piece, ...]]:
-        lists: dict[str, list[Piece]] = {}
-        for piece in self.pieces:
-            lists.setdefault(piece.device, []).append(piece)
-        return {device: tuple(pieces) for device, pieces in lists.items()}
+    def _by_device(self) -> dict[str, tuple[Assignment, ...]]:
+        lists: dict[str, list[Assignment]] = {}
+        for assignment in self.assignments:
+            lists.setdefault(assignment.device, []).append(assignment)
+        return {device: tuple(assignments) for device, assignments in lists.items()}
 
     def part_of(self, device: str) -> Self:
-        """Return the part of the plan for a device: the whole plan for the coordinator, else its own pieces."""
+        """Return the part of the plan for a device: the whole plan for the coordinator, else its own assignments."""
         if device == self.coordinator:
             return self
         return self.model_copy(
-            update={"pieces": self.of(device), "details": self.details.part_of(device)}
+            update={
+                "assignments": self.assignments_of(device),
+                "details": self.details.part_of(device),
+            }
         )
 
     def memory(self, device: str) -> float:
-        """Return the predicted peak bytes of all pieces of a device."""
-        return sum(piece.memory for piece in self.of(device))
+        """Return the predicted peak bytes of all assignments of a device."""
+        return sum(assignment.memory for assignment in self.assignments_of(device))
 
     def with_details(self, kind: type[OtherDetails]) -> Plan[OtherDetails]:
         """Return the plan with its details validated as the given class. Raises pydantic's ValidationError."""
         return Plan(
             method=self.method,
             coordinator=self.coordinator,
-            pieces=self.pieces,
+            assignments=self.assignments,
             step_time=self.step_time,
             steps=self.steps,
             details=kind.model_validate(self.details.model_dump(mode="json")),

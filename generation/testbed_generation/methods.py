@@ -14,7 +14,7 @@ from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.messaging.mailbox import Mailbox
 from testbed.method import Method, Options, PlannedMessage
-from testbed.plan import Piece, Plan
+from testbed.plan import Assignment, Plan
 from testbed_generation.disk import Disk
 from testbed_generation.formats import BLOCK
 from testbed_generation.metrics import GenerationDetails
@@ -24,12 +24,12 @@ from testbed_generation.planning import (
     cache_of,
     first_devices,
     free_memory,
-    pieces_of,
     ring_over,
     room,
+    row_assignments,
     row_over,
     shards_of,
-    window_pieces,
+    window_assignments,
 )
 from testbed_generation.ring import Ring, Windows, best_windows, even_windows, halda
 from testbed_generation.sharding import check_rows
@@ -101,30 +101,30 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                 problem, "use the method 'sequential' with 'recovery: restart'"
             )
         check_spares(problem, problem.options.spares)
-        pieces, details = self.divide(
+        assignments, details = self.divide(
             problem, first_devices(problem, problem.options.spares)
         )
         return Plan(
             method=self.name,
             coordinator=problem.devices[0].name,
-            pieces=pieces,
+            assignments=assignments,
             step_time=details.token_time * problem.workload.tokens,
             details=details,
         )
 
     def divide(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
-    ) -> tuple[tuple[Piece, ...], StagesDetails]:
-        """Return the pieces and the predicted times of a plan over some devices."""
+    ) -> tuple[tuple[Assignment, ...], StagesDetails]:
+        """Return the assignments and the predicted times of a plan over some devices."""
         row = row_over(problem, names)
         layers = CHOICES[problem.options.partition](row)
-        pieces = pieces_of(problem, layers)
+        assignments = row_assignments(problem, layers)
         details = StagesDetails(
-            cache=cache_of(problem, pieces),
+            cache=cache_of(problem, assignments),
             token_time=row.latency(layers),
             bottleneck=row.bottleneck(layers),
         )
-        return pieces, details
+        return assignments, details
 
     def layers_over(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
@@ -207,7 +207,10 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                         names.append(spares.pop(0))
 
             def sent_weights(name: str, assign: Any) -> Mapping[str, Any]:
-                placed = [(piece.first, piece.last) for piece in context.plan.of(name)]
+                placed = [
+                    (assignment.start, assignment.stop)
+                    for assignment in context.plan.assignments_of(name)
+                ]
                 if (
                     context.weights is None
                     or name == lead
@@ -309,18 +312,18 @@ class PipedRing(Sequential):
 
     def divide(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
-    ) -> tuple[tuple[Piece, ...], StagesDetails]:
-        """Return the windows of all rounds as pieces, and the predicted times."""
+    ) -> tuple[tuple[Assignment, ...], StagesDetails]:
+        """Return the windows of all rounds as assignments, and the predicted times."""
         check_known(problem, _ring_options(problem).disk, "disk")
         ring = self._ring(problem, names)
         windows = self._windows(problem, ring)
-        pieces = window_pieces(problem, windows.layers())
+        assignments = window_assignments(problem, windows.layers())
         details = StagesDetails(
-            cache=cache_of(problem, pieces),
+            cache=cache_of(problem, assignments),
             token_time=windows.token_seconds(ring),
             bottleneck=windows.busiest_seconds(ring),
         )
-        return pieces, details
+        return assignments, details
 
     def layers_over(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
@@ -472,7 +475,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
             )
         model, architecture = problem.model, problem.model.architecture
         source = problem.devices[0]
-        pieces = []
+        assignments = []
         cache = {}
         shards = shards_of(problem, options.shares)
         for device, shard in zip(problem.devices, shards, strict=True):
@@ -481,9 +484,9 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
             ends = model.end_memory(device is source, device is source)
             part = f"heads {shard.first_head} to {shard.last_head - 1}"
             memory = layers + model.buffer_memory() + ends
-            pieces.append(self._piece(problem, device, memory, part))
+            assignments.append(self._assign(problem, device, memory, part))
             cache[device.name] = share * architecture.layers * model.layer_cache()
-        return self._plan(problem, pieces, cache)
+        return self._plan(problem, assignments, cache)
 
     def _plan_gather(
         self, problem: GenerateProblem[ShardsOptions]
@@ -500,36 +503,38 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
         check_rows(architecture, number, BLOCK if options.transport == "q8_0" else 1)
         weights = architecture.layers * architecture.layer_bytes(model.storage)
         caches = architecture.layers * model.layer_cache()
-        pieces = []
+        assignments = []
         for place, device in enumerate(problem.devices, start=1):
             memory = weights / number + model.buffer_memory()
             if device is source:
                 memory += caches + model.end_memory(first=True, last=True)
             part = f"rows {place} of {number}"
-            pieces.append(self._piece(problem, device, memory, part))
-        return self._plan(problem, pieces, {source.name: caches})
+            assignments.append(self._assign(problem, device, memory, part))
+        return self._plan(problem, assignments, {source.name: caches})
 
-    def _piece(
+    def _assign(
         self,
         problem: GenerateProblem[ShardsOptions],
         device: DeviceSpec,
         memory: float,
         part: str,
-    ) -> Piece:
+    ) -> Assignment:
         check_memory(device, memory)
         layers = problem.model.architecture.layers
-        return Piece(device=device.name, first=0, last=layers, memory=memory, part=part)
+        return Assignment(
+            device=device.name, start=0, stop=layers, memory=memory, part=part
+        )
 
     def _plan(
         self,
         problem: GenerateProblem[ShardsOptions],
-        pieces: Sequence[Piece],
+        assignments: Sequence[Assignment],
         cache: dict[str, float],
     ) -> Plan[GenerationDetails]:
         return Plan(
             method=self.name,
             coordinator=problem.devices[0].name,
-            pieces=tuple(pieces),
+            assignments=tuple(assignments),
             details=GenerationDetails(cache=cache),
         )
 

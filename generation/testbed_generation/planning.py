@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from testbed.hardware import DeviceSpec
-from testbed.plan import Piece
+from testbed.plan import Assignment
 from testbed.wire.message import size_around
 from testbed_generation import placement
 from testbed_generation.placement import Layers, Row
@@ -120,9 +120,11 @@ def first_devices(problem: GenerateProblem[Any], spares: Collection[str]) -> lis
     return [device.name for device in problem.devices if device.name not in spares]
 
 
-def pieces_of(problem: GenerateProblem[Any], layers: Layers) -> tuple[Piece, ...]:
-    """Return the pieces of a row."""
-    model, pieces, first = problem.model, [], 0
+def row_assignments(
+    problem: GenerateProblem[Any], layers: Layers
+) -> tuple[Assignment, ...]:
+    """Return the assignments of a row."""
+    model, assignments, first = problem.model, [], 0
     for index, (name, count) in enumerate(layers):
         ends = model.end_memory(index == 0, index == len(layers) - 1)
         memory = count * model.layer_memory() + ends + model.buffer_memory()
@@ -130,23 +132,25 @@ def pieces_of(problem: GenerateProblem[Any], layers: Layers) -> tuple[Piece, ...
             memory += problem.draft.whole_memory()
         parameters = count * model.architecture.layer_values
         flops = model.architecture.layer_flops(1, middle_position(problem)) * count
-        piece = Piece(
+        assignment = Assignment(
             device=name,
-            first=first,
-            last=first + count,
+            start=first,
+            stop=first + count,
             memory=memory,
             parameters=parameters,
             flops=flops,
         )
-        pieces.append(piece)
+        assignments.append(assignment)
         first += count
-    return tuple(pieces)
+    return tuple(assignments)
 
 
-def window_pieces(problem: GenerateProblem[Any], layers: Layers) -> tuple[Piece, ...]:
-    """Return the pieces of a ring; of layers on a disk only as much as the device's memory has room for counts."""
+def window_assignments(
+    problem: GenerateProblem[Any], layers: Layers
+) -> tuple[Assignment, ...]:
+    """Return the assignments of a ring; of layers on a disk only as much as the device's memory has room for counts."""
     model = problem.model
-    pieces: list[Piece] = []
+    assignments: list[Assignment] = []
     used: dict[str, float] = {}
     first = 0
     for name, count in layers:
@@ -159,27 +163,27 @@ def window_pieces(problem: GenerateProblem[Any], layers: Layers) -> tuple[Piece,
             memory += device.memory - free_memory(problem, device, holds_output=is_head)
         memory = min(memory, device.memory - used[name])
         used[name] += memory
-        piece = Piece(
+        assignment = Assignment(
             device=name,
-            first=first,
-            last=first + count,
+            start=first,
+            stop=first + count,
             memory=memory,
             parameters=count * model.architecture.layer_values,
             flops=count * model.architecture.layer_flops(1, middle_position(problem)),
         )
-        pieces.append(piece)
+        assignments.append(assignment)
         first += count
-    return tuple(pieces)
+    return tuple(assignments)
 
 
 def cache_of(
-    problem: GenerateProblem[Any], pieces: Sequence[Piece]
+    problem: GenerateProblem[Any], assignments: Sequence[Assignment]
 ) -> dict[str, float]:
-    """Return the bytes for KV caches by device, for pieces of whole layers."""
+    """Return the bytes for KV caches by device, for assignments of whole layers."""
     cache: dict[str, float] = {}
-    for piece in pieces:
-        added = (piece.last - piece.first) * problem.model.layer_cache()
-        cache[piece.device] = cache.get(piece.device, 0.0) + added
+    for assignment in assignments:
+        added = (assignment.stop - assignment.start) * problem.model.layer_cache()
+        cache[assignment.device] = cache.get(assignment.device, 0.0) + added
     return cache
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from testbed.common.errors import InputError
 from testbed.common.seeds import derive
-from testbed.plan import Piece
+from testbed.plan import Assignment
 from testbed_generation.architecture import Architecture
 from testbed_generation.messages import Assign
 from testbed_generation.sharding import Shard
@@ -361,11 +361,15 @@ def names_of_layers(architecture: Architecture, first: int, last: int) -> list[s
     return names
 
 
-def names_of_pieces(architecture: Architecture, pieces: Sequence[Piece]) -> list[str]:
-    """Return the names of the weights that the pieces of a device need."""
+def names_of_assignments(
+    architecture: Architecture, assignments: Sequence[Assignment]
+) -> list[str]:
+    """Return the names of the weights that the assignments of a device need."""
     names: dict[str, None] = {}
-    for piece in pieces:
-        names |= dict.fromkeys(names_of_layers(architecture, piece.first, piece.last))
+    for assignment in assignments:
+        names |= dict.fromkeys(
+            names_of_layers(architecture, assignment.start, assignment.stop)
+        )
     return list(names)
 
 

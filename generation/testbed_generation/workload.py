@@ -461,9 +461,11 @@ class GenerateInputs(Inputs):
     def _of(self, device: str) -> Mapping[str, torch.Tensor] | None:
         if self._weights is None or device == self._plan.coordinator:
             return self._weights
-        from testbed_generation.weights import names_of_pieces
+        from testbed_generation.weights import names_of_assignments
 
-        names = names_of_pieces(self._architecture, self._plan.of(device))
+        names = names_of_assignments(
+            self._architecture, self._plan.assignments_of(device)
+        )
         return {name: self._weights[name] for name in names}
 
     def program_context(

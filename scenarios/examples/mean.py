@@ -54,7 +54,9 @@ class Mean(Method[MeanOptions]):
 
     def plan(self, problem: PlanningProblem[MeanOptions]) -> Plan:
         """Make the first device the coordinator; there is no model to partition."""
-        return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
+        return Plan(
+            method=self.name, coordinator=problem.devices[0].name, assignments=()
+        )
 
     async def program(
         self,

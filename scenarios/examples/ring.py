@@ -40,7 +40,9 @@ class Ring(Method[RingOptions]):
 
     def plan(self, problem: PlanningProblem[RingOptions]) -> Plan:
         """Make the first device the coordinator; there is no model to partition."""
-        return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
+        return Plan(
+            method=self.name, coordinator=problem.devices[0].name, assignments=()
+        )
 
     async def program(
         self, device: Device, context: ProgramContext[RingOptions]

@@ -53,10 +53,12 @@ class TensorParallel(Method):
     def plan(self, problem: PlanningProblem) -> Plan:
         """Give every device an equal share of each layer. Raises `InputError` for layers of other kinds."""
         names = [device.name for device in problem.devices]
-        pieces = []
+        assignments = []
         for name, slices in zip(names, divide(problem), strict=True):
-            pieces.append(place_slices(problem, name, slices, "an equal share"))
-        return Plan(method=self.name, coordinator=names[0], pieces=tuple(pieces))
+            assignments.append(place_slices(problem, name, slices, "an equal share"))
+        return Plan(
+            method=self.name, coordinator=names[0], assignments=tuple(assignments)
+        )
 
     async def program(self, device: Device, context: ProgramContext) -> None:
         """Send and answer requests on the coordinator; compute a share of each request on the others."""

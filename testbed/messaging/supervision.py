@@ -23,7 +23,7 @@ from testbed.messaging.mailbox import ANY, SLACK, Mailbox, transfer_time
 from testbed.messaging.membership import Membership, Presence
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.method import PlanningProblem
-from testbed.plan import Piece
+from testbed.plan import Assignment
 from testbed.wire.message import size_around
 
 K = TypeVar("K", bound=TypedMessage)
@@ -78,7 +78,7 @@ class Supervisor:
         presence: Presence,
         problem: PlanningProblem,
         timeouts: Timeouts,
-        backlog: Callable[[Piece], float],
+        backlog: Callable[[Assignment], float],
     ) -> None:
         """``presence`` is the coordinator's own presence.
 
@@ -92,8 +92,8 @@ class Supervisor:
         self.stall_timeout = max(timeouts.startup, timeouts.stall_timeout)
         self.progress = 0
         """Number of completed tasks: if it is unchanged between two recoveries, the first was fruitless."""
-        self.layout: Sequence[Piece] = ()
-        """The pieces of the model in the order of the stages, with their devices."""
+        self.layout: Sequence[Assignment] = ()
+        """The assignments of units to devices, in the order of the stages."""
         self.presence = presence
         self._backlog = backlog
         self._established = False
@@ -104,14 +104,14 @@ class Supervisor:
     @property
     def stages(self) -> list[tuple[str, int, int]]:
         """The layout as recorded in events: (device, first unit, end unit)."""
-        return [(part.device, part.first, part.last) for part in self.layout]
+        return [(part.device, part.start, part.stop) for part in self.layout]
 
-    def watch(self, layout: Sequence[Piece]) -> None:
+    def watch(self, layout: Sequence[Assignment]) -> None:
         """Supervise the devices of a layout from now on."""
         self.layout = layout
         self.membership.assigned = frozenset(part.device for part in layout)
 
-    def start(self, layout: Sequence[Piece]) -> None:
+    def start(self, layout: Sequence[Assignment]) -> None:
         """Open the first configuration, with a number above all earlier ones of the device."""
         self.watch(layout)
         # Milliseconds of the run's clock: a restarted coordinator must not reuse a number.
@@ -206,7 +206,7 @@ class Supervisor:
             raise Lost(without_role)
         self._check_movement()
 
-    def _transfer_seconds(self, part: Piece) -> float:
+    def _transfer_seconds(self, part: Assignment) -> float:
         """Return the predicted transfer time of everything queued by a device before its reply."""
         wire_bytes = size_around(self._backlog(part))
         links = self.mailbox.links

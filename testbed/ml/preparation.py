@@ -403,13 +403,15 @@ def check_tied(method: Method, problem: PlanningProblem, plan: Plan) -> None:
     if problem.workload.task != "train" or "tied_weights" in method.supports:
         return
     for tied in problem.model.tied:
-        for piece in plan.pieces:
-            held = sum(piece.first <= unit < piece.last for unit in tied.units)
-            is_separated = held < len(tied.units) or piece.part is not None
+        for assignment in plan.assignments:
+            held = sum(
+                assignment.start <= unit < assignment.stop for unit in tied.units
+            )
+            is_separated = held < len(tied.units) or assignment.part is not None
             if held and is_separated:
                 raise InputError(
-                    f"the network uses one weight as {tied.title}, and '{method.name}' gives {piece.device} a part of "
-                    "that: take pipeline, gpipe or model-parallelism, which add up its gradients, or untie it",
+                    f"the network uses one weight as {tied.title}, and '{method.name}' gives {assignment.device} a "
+                    "part of that: take pipeline, gpipe or model-parallelism, which add up its gradients, or untie it",
                     ("model",),
                 )
 

@@ -64,9 +64,11 @@ def devices(record: RunView) -> dict[str, dict[str, Any]]:
     activity = _activity_by_device(record)
     for spec in record.experiment.devices:
         row: dict[str, Any] = {"profile": spec.profile, "speed": spec.speed}
-        pieces = record.plan.of(spec.name)
-        if pieces:
-            ends = chain.from_iterable((piece.first, piece.last) for piece in pieces)
+        assignments = record.plan.assignments_of(spec.name)
+        if assignments:
+            ends = chain.from_iterable(
+                (assignment.start, assignment.stop) for assignment in assignments
+            )
             row["units"] = list(ends)
         row |= activity[spec.name]
         row |= work.get(spec.name, dict.fromkeys(_COUNTED, 0))

@@ -38,7 +38,7 @@ class Scripted(Method):
     Options = Instructions
 
     def plan(self, problem: PlanningProblem) -> Plan:
-        return Plan(method=self.name, coordinator="a", pieces=())
+        return Plan(method=self.name, coordinator="a", assignments=())
 
     async def program(self, device: Device, context: ProgramContext) -> None:
         options = context.problem.options

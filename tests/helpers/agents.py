@@ -105,7 +105,7 @@ def deployment(
     return Deployments(
         method=Scripted(),
         problem=problem,
-        plan=Plan(method="scripted", coordinator="a", pieces=()),
+        plan=Plan(method="scripted", coordinator="a", assignments=()),
         run="test-run",
         token=RUN_TOKEN,
         addresses={each.name: each.data for each in devices},

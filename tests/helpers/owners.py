@@ -22,7 +22,9 @@ class Owners(Method):
         return tuple(device.name for device in problem.devices[1:])
 
     def plan(self, problem: PlanningProblem) -> Plan:
-        return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
+        return Plan(
+            method=self.name, coordinator=problem.devices[0].name, assignments=()
+        )
 
     async def program(self, device: Device, context: ProgramContext) -> None:
         given = context.dataset

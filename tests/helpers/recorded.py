@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.network.link import Link
-from testbed.plan import Piece, Plan
+from testbed.plan import Assignment, Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.events import Event
@@ -47,10 +47,10 @@ def trial(**changes: Any) -> Trial:
 
 def plan() -> Plan:
     held = (
-        Piece(device="a", first=0, last=1, memory=1e6),
-        Piece(device="b", first=1, last=3, memory=2e6),
+        Assignment(device="a", start=0, stop=1, memory=1e6),
+        Assignment(device="b", start=1, stop=3, memory=2e6),
     )
-    return Plan(method="pipeline", coordinator="a", pieces=held, step_time=0.9)
+    return Plan(method="pipeline", coordinator="a", assignments=held, step_time=0.9)
 
 
 def _round(step: int, start: float) -> list[Event]:

@@ -168,9 +168,9 @@ def test_edgepipe_plans_slots_by_kind() -> None:
     by_kind, plain = planned(BY_KIND), planned(PLAIN)
     assert max(by_kind.details.backward) > 2 * max(plain.details.backward)
     # All layers lie on all devices: one that has the most of each takes as long as all of them together.
-    assert max(piece.seconds for piece in by_kind.pieces) == pytest.approx(
-        sum(by_kind.details.forward), rel=0.01
-    )
+    assert max(
+        assignment.seconds for assignment in by_kind.assignments
+    ) == pytest.approx(sum(by_kind.details.forward), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,10 @@ def test_an_inference_takes_what_is_planned(options: dict, device: dict) -> None
         )
         ready = prepare(trial)
         outcome = simulate(ready, load(trial.scenario.workload.data))
-        assert max(piece.seconds for piece in ready.plan.pieces) < ready.plan.step_time
+        assert (
+            max(assignment.seconds for assignment in ready.plan.assignments)
+            < ready.plan.step_time
+        )
         return metrics(outcome, trial.experiment, ready.plan)[
             "latency"
         ], ready.plan.step_time

@@ -71,8 +71,8 @@ def test_prepares_method_problem_and_plan(file):
         "worker3",
     ]
     assert ready.plan.coordinator == "source"
-    assert ready.plan.pieces[0].first == 0
-    assert ready.plan.pieces[-1].last == len(ready.problem.model.units)
+    assert ready.plan.assignments[0].start == 0
+    assert ready.plan.assignments[-1].stop == len(ready.problem.model.units)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class GlooTimes:
 def jobs(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
     """Return the argument of the gloo program for each device: the cuts of the plan, with a rank per stage."""
     common = {
-        "world": len(plan.pieces),
+        "world": len(plan.assignments),
         "schedule": schedule,
         "widths": [INPUTS, *HIDDEN, CLASSES],
         "batch": BATCH,
@@ -98,9 +98,9 @@ def jobs(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
         "steps": WARM_UP + STEPS,
     }
     arguments = {}
-    for rank, piece in enumerate(plan.pieces):
-        own = {"rank": rank, "first": piece.first, "last": piece.last}
-        arguments[piece.device] = {**own, **common}
+    for rank, assignment in enumerate(plan.assignments):
+        own = {"rank": rank, "first": assignment.start, "last": assignment.stop}
+        arguments[assignment.device] = {**own, **common}
     return arguments
 
 

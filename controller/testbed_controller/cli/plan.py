@@ -32,7 +32,7 @@ CLASSES_SHOWN = 4
 if TYPE_CHECKING:
     from testbed.method import Alternative
     from testbed.ml.models.chain import Unit
-    from testbed.plan import Piece
+    from testbed.plan import Assignment
     from testbed_controller.hosts.placement import LabPart
 
 
@@ -82,15 +82,15 @@ def plan(
 
 
 @dataclass(frozen=True)
-class PieceView:
-    """A piece of the model with its device and its share of the device's memory."""
+class AssignmentView:
+    """An assignment of `testbed.plan` with the properties of its device, for display."""
 
     device: str
     profile: str
     speed: float
     memory_rate: float | None
-    first: int
-    last: int
+    start: int
+    stop: int
     units: list[str]
     part: str | None
     copy_for: str | None
@@ -103,13 +103,13 @@ class PieceView:
 
     @property
     def unit_range(self) -> str:
-        """The units of the piece: ``0-2 conv1..conv3``."""
+        """The units of the assignment: ``0-2 conv1..conv3``."""
         if not self.units:
             return "-"
-        numbers = str(self.first)
+        numbers = str(self.start)
         names = self.units[0]
         if len(self.units) > 1:
-            numbers = f"{self.first}-{self.last - 1}"
+            numbers = f"{self.start}-{self.stop - 1}"
             names = f"{self.units[0]}..{self.units[-1]}"
         text = f"{numbers} {names}"
         if self.part is not None:
@@ -147,7 +147,7 @@ class PlanView:
     batch_size: int | None
     unit: str
     coordinator: str
-    pieces: list[PieceView]
+    assignments: list[AssignmentView]
     data: DataView | None
     samples_everywhere: bool
     radio: RadioView | None
@@ -174,9 +174,12 @@ def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
     experiment, problem, chosen = prepared.experiment, prepared.problem, prepared.plan
     names = [device.name for device in problem.devices]
     programs = programs_of(problem.workload, names)
-    pieces = []
+    assignments = []
     for name in chosen.devices:
-        pieces += [_view_piece(problem, piece) for piece in chosen.of(name)]
+        assignments += [
+            _view_assignment(problem, assignment)
+            for assignment in chosen.assignments_of(name)
+        ]
     idle = [each.name for each in experiment.devices if each.name not in chosen.devices]
     model_name = None
     batch_size = None
@@ -193,7 +196,7 @@ def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
         batch_size=batch_size,
         unit=problem.workload.unit,
         coordinator=chosen.coordinator,
-        pieces=pieces,
+        assignments=assignments,
         data=_view_data(prepared),
         samples_everywhere="all_samples" in prepared.method.supports,
         radio=_view_radio(prepared),
@@ -257,7 +260,9 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
         return None
     if chosen.step_time is None or len(chosen.devices) < 2:
         return None
-    placed_units = sum(piece.last - piece.first for piece in chosen.pieces)
+    placed_units = sum(
+        assignment.stop - assignment.start for assignment in chosen.assignments
+    )
     has_one_copy = placed_units == len(problem.model.units)
     if problem.workload.task != "infer" and not has_one_copy:
         return None
@@ -306,35 +311,41 @@ def _view_radio(prepared: Prepared) -> RadioView | None:
     )
 
 
-def _view_piece(problem: core.PlanningProblem, piece: Piece) -> PieceView:
-    device = problem.device(piece.device)
+def _view_assignment(
+    problem: core.PlanningProblem, assignment: Assignment
+) -> AssignmentView:
+    device = problem.device(assignment.device)
     units: Sequence[Unit] = ()
     cost, samples = Cost(), 1
     if isinstance(problem, PlanningProblem):
         samples = problem.workload.batch_size
-        units = problem.model.units[piece.first : piece.last]
+        units = problem.model.units[assignment.start : assignment.stop]
         cost = costs.forward_cost(units, samples)
         if problem.workload.task == "train":
             cost += costs.backward_cost(units, samples)
-    parameters = piece.parameters
+    parameters = assignment.parameters
     if parameters is None:
         parameters = sum(unit.parameters for unit in units)
-    return PieceView(
+    return AssignmentView(
         device=device.name,
         profile=device.profile,
         speed=device.speed,
         memory_rate=device.memory_rate,
-        first=piece.first,
-        last=piece.last,
+        start=assignment.start,
+        stop=assignment.stop,
         units=[unit.name for unit in units],
-        part=piece.part,
-        copy_for=piece.copy_for,
+        part=assignment.part,
+        copy_for=assignment.copy_for,
         parameters=parameters,
         frozen=sum(unit.frozen for unit in units),
-        memory=piece.memory,
+        memory=assignment.memory,
         memory_available=device.memory,
-        flops=cost.of().flops if piece.flops is None else piece.flops * samples,
-        compute_time=device.seconds(cost) if piece.seconds is None else piece.seconds,
+        flops=cost.of().flops
+        if assignment.flops is None
+        else assignment.flops * samples,
+        compute_time=device.seconds(cost)
+        if assignment.seconds is None
+        else assignment.seconds,
     )
 
 
@@ -389,27 +400,33 @@ def programs_table(view: PlanView) -> Section:
 
 
 def pieces_table(view: PlanView) -> Section:
-    """Return the table of pieces by device; the memory share is the total of a device's pieces."""
+    """Return the table of assignments by device; the memory share is the total of a device's assignments."""
     rows: list[Sequence[str]] = []
     previous = ""
-    for piece in view.pieces:
+    for assignment in view.assignments:
         name = ""
         share = ""
-        # The pieces of a device are adjacent rows; its name and memory share are on the first of them.
-        if piece.device != previous:
-            name = piece.device + (" *" if piece.device == view.coordinator else "")
-            share = f"{view.memory[piece.device] / piece.memory_available:.0%}"
-        previous = piece.device
-        frozen = f" + {formats.count(piece.frozen)} frozen" if piece.frozen else ""
+        # The assignments of a device are adjacent rows; its name and memory share are on the first of them.
+        if assignment.device != previous:
+            name = assignment.device + (
+                " *" if assignment.device == view.coordinator else ""
+            )
+            share = (
+                f"{view.memory[assignment.device] / assignment.memory_available:.0%}"
+            )
+        previous = assignment.device
+        frozen = (
+            f" + {formats.count(assignment.frozen)} frozen" if assignment.frozen else ""
+        )
         rows.append(
             (
                 name,
-                piece.unit_range,
-                formats.count(piece.parameters) + frozen,
-                formats.size(piece.memory),
+                assignment.unit_range,
+                formats.count(assignment.parameters) + frozen,
+                formats.size(assignment.memory),
                 "< 1%" if share == "0%" else share,
-                formats.count(piece.flops),
-                formats.seconds(piece.compute_time),
+                formats.count(assignment.flops),
+                formats.seconds(assignment.compute_time),
             )
         )
     rows += [(name, "-", *[""] * 5) for name in view.idle]

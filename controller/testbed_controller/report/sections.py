@@ -9,7 +9,7 @@ from typing import Any
 
 from testbed.common import formats
 from testbed.network.link import links_from_json
-from testbed.plan import Piece
+from testbed.plan import Assignment
 from testbed.scenario.expect import Expectation
 from testbed.trace.log import EventLog
 from testbed.trace.registry import metric_kind
@@ -161,21 +161,25 @@ def holdings(run: Run) -> dict[str, str]:
     """Return the model units (counted from 0) and the memory of each device in the plan."""
     texts = {}
     for name in run.plan.devices:
-        pieces = [piece for piece in run.plan.of(name) if piece.last > piece.first]
-        if pieces:
-            units = ", ".join(_format_units(piece) for piece in pieces)
+        assignments = [
+            assignment
+            for assignment in run.plan.assignments_of(name)
+            if assignment.stop > assignment.start
+        ]
+        if assignments:
+            units = ", ".join(_format_units(assignment) for assignment in assignments)
             texts[name] = f"{units}, {formats.size(run.plan.memory(name))}"
     return texts
 
 
-def _format_units(piece: Piece) -> str:
-    text = f"unit {piece.first}"
-    if piece.last - piece.first > 1:
-        text = f"units {piece.first}–{piece.last - 1}"
-    if piece.part is not None:
-        text = f"{piece.part} of {text}"
-    if piece.copy_for is not None:
-        text = f"{text} for {piece.copy_for}"
+def _format_units(assignment: Assignment) -> str:
+    text = f"unit {assignment.start}"
+    if assignment.stop - assignment.start > 1:
+        text = f"units {assignment.start}–{assignment.stop - 1}"
+    if assignment.part is not None:
+        text = f"{assignment.part} of {text}"
+    if assignment.copy_for is not None:
+        text = f"{text} for {assignment.copy_for}"
     return text
 
 

@@ -21,7 +21,9 @@ from testbed_edgepipe.planner import INFORMING, EdgePipeOptions
 
 def _update_rate(record: RunView) -> float | None:
     """Return the fraction of possible updates made: a device may update each layer once a batch."""
-    layers = sum(piece.last - piece.first for piece in record.plan.pieces)
+    layers = sum(
+        assignment.stop - assignment.start for assignment in record.plan.assignments
+    )
     batches = len(record.of("step")) * details_of(record).micro_batches
     due = batches * layers
     made = sum(event.fields["span"] == "backward" for event in record.of("compute"))

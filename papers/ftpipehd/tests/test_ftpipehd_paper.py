@@ -165,7 +165,7 @@ def test_figure_4_aggregation_changes_the_weights_and_nothing_else() -> None:
 def stages(trial: Trial) -> Iterator[tuple[float, float]]:
     ready = prepare(trial)
     pipeline = known(ready, *(device.name for device in ready.problem.devices))
-    cuts = (0, *(part.last for part in ready.plan.pieces))
+    cuts = (0, *(part.stop for part in ready.plan.assignments))
     for stage, ends in enumerate(pairwise(cuts)):
         yield pipeline.memory(stage, *ends), ready.problem.devices[stage].memory
 

@@ -22,7 +22,7 @@ from testbed.ml.method import (
 from testbed.ml.models.sliced import cut_copies
 from testbed.ml.pipeline.checkpointing import CheckpointRecovery
 from testbed.ml.pipeline.forwarding import Serving
-from testbed.plan import Piece, Plan
+from testbed.plan import Assignment, Plan
 from testbed.trace.events import EventType
 from testbed.trace.metrics_spec import Metric, Metrics, MetricsSpec, Row
 from testbed.trace.record import RunView
@@ -186,7 +186,11 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
             )
             # A member may be sending its share of the activations of the requests in flight.
             supervisor = Supervisor(
-                mailbox, holder.presence, problem, timeouts, lambda piece: piece.memory
+                mailbox,
+                holder.presence,
+                problem,
+                timeouts,
+                lambda assignment: assignment.memory,
             )
             recovery = CheckpointRecovery(
                 supervisor,
@@ -195,7 +199,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
                 len(problem.model.units),
                 context.weights,
             )
-            supervisor.start(context.plan.pieces)
+            supervisor.start(context.plan.assignments)
             serving = Serving(
                 supervisor,
                 context,
@@ -208,12 +212,12 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
 def _configuration_for(
     context: DistributedContext,
     supervisor: Supervisor,
-    part: Piece,
+    part: Assignment,
     state: State | None,
 ) -> ConfigureMember:
     """Return the message for a member, with its slices of a state; None draws the weights from the seed."""
-    there = {piece.device for piece in supervisor.layout}
-    planned = there == {piece.device for piece in context.plan.pieces}
+    there = {assignment.device for assignment in supervisor.layout}
+    planned = there == {assignment.device for assignment in context.plan.assignments}
     decided = (
         context.plan.details.distributed
         if planned

@@ -14,7 +14,7 @@ from testbed.hardware import DeviceSpec
 from testbed.ml.method import Alternative, PlannedMessage, PlanningProblem
 from testbed.ml.models.graph import Graph, graph_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
-from testbed.plan import Piece, Plan, PlanDetails
+from testbed.plan import Assignment, Plan, PlanDetails
 from testbed_stahl.candidates import Candidate, candidate, fitting_plan
 from testbed_stahl.communication import elements, interval, of_tiles, phases, transfers
 from testbed_stahl.dataflow import Dataflow, dataflow
@@ -106,7 +106,7 @@ def plan(
     return Plan(
         method=method,
         coordinator=source,
-        pieces=pieces(problem, spread),
+        assignments=assignments(problem, spread),
         step_time=_step_time(problem, spread),
         details=DistributedDetails(distributed=spread.plan, figures=described),
     )
@@ -198,14 +198,14 @@ def distributed(
 
 def over(
     problem: PlanningProblem[DistributedOptions], there: Collection[str]
-) -> tuple[Piece, ...]:
+) -> tuple[Assignment, ...]:
     """Plan for the present devices; raises `InputError` if their memory is insufficient."""
-    return pieces(problem, flow_of(problem, distributed(problem, there)))
+    return assignments(problem, flow_of(problem, distributed(problem, there)))
 
 
-def pieces(
+def assignments(
     problem: PlanningProblem[DistributedOptions], spread: Dataflow
-) -> tuple[Piece, ...]:
+) -> tuple[Assignment, ...]:
     """Return the placements of a plan, one part of every unit per device, with the source first as coordinator."""
     needs, work = (
         memory(spread),
@@ -213,10 +213,10 @@ def pieces(
     )
     charged = [sum(column, Cost()) for column in zip(*costs(spread), strict=True)]
     placements = [
-        Piece(
+        Assignment(
             device=name,
-            first=0,
-            last=len(problem.model.units),
+            start=0,
+            stop=len(problem.model.units),
             memory=needs[index],
             part="a part",
             parameters=parameters(spread, index),
@@ -383,9 +383,9 @@ def part_messages(
             value_bytes * elements,
         )
     if problem.workload.model.weights is not None:
-        for piece in plan.pieces:
+        for assignment in plan.assignments:
             yield (
                 plan.coordinator,
-                piece.device,
-                BYTES_PER_VALUE * (piece.parameters or 0),
+                assignment.device,
+                BYTES_PER_VALUE * (assignment.parameters or 0),
             )

@@ -61,7 +61,7 @@ def shares_used(found: Inference) -> dict[int, float]:
     """Return by device the activations held at most, of those that the plan predicts. Weights are as predicted."""
     assert found.outcome.status == "finished", found.outcome.error
     devices = metrics(found.outcome, found.experiment, found.plan)["devices"]
-    predicted = {part.device: part.memory for part in found.plan.pieces}
+    predicted = {part.device: part.memory for part in found.plan.assignments}
     used = {}
     for index, name in enumerate(found.flow.plan.devices):
         stored = 4 * parameters(found.flow, index)

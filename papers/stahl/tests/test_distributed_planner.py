@@ -63,9 +63,14 @@ def test_a_plan_travels_as_json_and_says_what_each_device_has_to_do() -> None:
     ).with_details(DistributedDetails)
     decided = found.details.distributed
     assert (found.coordinator, decided.devices[decided.source]) == ("d1", "d1")
-    assert sum(part.parameters or 0 for part in found.pieces) == posed.model.parameters
-    assert sum(part.flops or 0 for part in found.pieces) == posed.model.forward_flops
-    assert over(posed, ["d0", "d1", "d2"]) == found.pieces
+    assert (
+        sum(part.parameters or 0 for part in found.assignments)
+        == posed.model.parameters
+    )
+    assert (
+        sum(part.flops or 0 for part in found.assignments) == posed.model.forward_flops
+    )
+    assert over(posed, ["d0", "d1", "d2"]) == found.assignments
     assert (
         sum(part.parameters or 0 for part in over(posed, ["d1", "d2"]))
         == posed.model.parameters

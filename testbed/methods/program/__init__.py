@@ -33,7 +33,7 @@ from testbed.methods.program.workload import (
     ProgramsProblem,
     by_device,
 )
-from testbed.plan import Piece, Plan
+from testbed.plan import Assignment, Plan
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.metrics_spec import MetricsSpec, Row
 from testbed.trace.rounds import ROUND, ROUND_TIME
@@ -44,7 +44,7 @@ _LAST_LINES = 5
 """Number of output lines quoted in the error of a failed program."""
 LONGEST = 1 << 20
 """Bytes of a line; a longer one is recorded as several."""
-PIECE = 1 << 16
+CHUNK = 1 << 16
 _COLLECT_SECONDS = 1.0
 """Seconds between two searches for exited orphans."""
 _NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -115,10 +115,10 @@ class Program(Method[Options]):
                 f"{text}: add links, or write `background: true` for some",
                 ("programs",),
             )
-        pieces = tuple(
-            Piece(device=name, first=0, last=0, memory=0) for name in programs
+        assignments = tuple(
+            Assignment(device=name, start=0, stop=0, memory=0) for name in programs
         )
-        return Plan(method=self.name, coordinator=candidate, pieces=pieces)
+        return Plan(method=self.name, coordinator=candidate, assignments=assignments)
 
     def facts(
         self, problem: PlanningProblem[Options], plan: Plan, device: str
@@ -248,8 +248,8 @@ async def _follow_output(
 
     async def follow(stream: asyncio.StreamReader, name: str) -> None:
         lines = LineSplitter()
-        while piece := await stream.read(PIECE):
-            for text in lines.split(piece):
+        while chunk := await stream.read(CHUNK):
+            for text in lines.split(chunk):
                 record(text, name)
         for text in lines.finish():
             record(text, name)
@@ -310,9 +310,9 @@ class LineSplitter:
     def __init__(self) -> None:
         self._begun = b""
 
-    def split(self, piece: bytes) -> Iterator[str]:
+    def split(self, chunk: bytes) -> Iterator[str]:
         """Yield the lines completed by more output; a line longer than `LONGEST` bytes is split."""
-        *lines, begun = (self._begun + piece).split(b"\n")
+        *lines, begun = (self._begun + chunk).split(b"\n")
         yield from map(_decode_line, lines)
         # Carriage returns at the end may belong to a line's end.
         visible = len(begun.rstrip(b"\r"))

@@ -13,7 +13,7 @@ from testbed.ml.models.graph import GraphLayer
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.models.sliced import SlicedLayer, cut_copies, draw_tensors
 from testbed.ml.models.slices import Slice
-from testbed.plan import Piece
+from testbed.plan import Assignment
 
 LayerSlices = Sequence[tuple[GraphLayer, Slice]]
 """The layers held by a device in model order, each with its slice."""
@@ -30,7 +30,7 @@ def count_values(held: LayerSlices) -> int:
 
 def place_slices(
     problem: PlanningProblem, device: str, held: LayerSlices, part: str
-) -> Piece:
+) -> Assignment:
     """Return the placement of a device holding slices of all units; ``part`` describes the slices for display.
 
     The memory is that of the weights and, for a batch, of the largest sum of one layer's input and output.
@@ -44,10 +44,10 @@ def place_slices(
         most = max(most, layer.inputs + layer.pixels * len(layer_part.rows))
         multiplications += layer.share(layer.multiplications, layer_part)
         cost += product_cost(layer, layer_part, samples)
-    return Piece(
+    return Assignment(
         device=device,
-        first=0,
-        last=len(problem.model.units),
+        start=0,
+        stop=len(problem.model.units),
         memory=float(BYTES_PER_VALUE * (values + samples * most)),
         part=part,
         parameters=values,

@@ -8,7 +8,7 @@ from testbed.device import Device
 from testbed.ml.lazy import torch
 from testbed.ml.method import Method, Options, PlanningProblem, ProgramContext
 from testbed.ml.models.shapes import BYTES_PER_VALUE
-from testbed.plan import Piece, Plan
+from testbed.plan import Assignment, Plan
 from testbed.wire.message import Message
 
 DEFAULT_REQUESTS = 50
@@ -51,11 +51,13 @@ class Exchange(Method[ExchangeOptions]):
             receivers = [self._linked_peer(problem, source)]
         # A message and its encoded form: see `testbed.hardware.largest_message`.
         memory = 2 * problem.options.payload
-        pieces = [
-            Piece(device=name, first=0, last=0, memory=memory)
+        assignments = [
+            Assignment(device=name, start=0, stop=0, memory=memory)
             for name in (source, *receivers)
         ]
-        return Plan(method=self.name, coordinator=source, pieces=tuple(pieces))
+        return Plan(
+            method=self.name, coordinator=source, assignments=tuple(assignments)
+        )
 
     def _cast_receivers(
         self, problem: PlanningProblem[ExchangeOptions], source: str

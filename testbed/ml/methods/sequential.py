@@ -15,10 +15,10 @@ from testbed.ml.pipeline.planning import (
     StagesOptions,
     all_devices,
     devices_among,
+    stage_assignments,
     stage_messages,
-    stage_pieces,
 )
-from testbed.plan import Piece, Plan, PlanDetails
+from testbed.plan import Assignment, Plan, PlanDetails
 from testbed.wire.message import size_around
 
 
@@ -93,7 +93,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         return Plan(
             method=self.name,
             coordinator=problem.devices[0].name,
-            pieces=stage_pieces(chain, cuts),
+            assignments=stage_assignments(chain, cuts),
             step_time=max(bottleneck, latency / options.in_flight),
             details=SequentialDetails(
                 partition=options.partition, latency=latency, bottleneck=bottleneck
@@ -114,10 +114,10 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         """Send requests from the first device; run a stage on every device."""
         from testbed.ml.pipeline.program import run_inference
 
-        def assign_stages(present: Collection[str]) -> tuple[Piece, ...]:
+        def assign_stages(present: Collection[str]) -> tuple[Assignment, ...]:
             devices = devices_among(context.problem, present)
             chain, cuts = _choose_cuts(context.problem, devices)
-            return stage_pieces(chain, cuts)
+            return stage_assignments(chain, cuts)
 
         await run_inference(
             device, context, assign_stages, context.problem.options.in_flight

@@ -24,7 +24,7 @@ from testbed.ml.method import (
     StepsOrTime,
 )
 from testbed.ml.training.stopping import Stopping
-from testbed.plan import Piece, Plan
+from testbed.plan import Assignment, Plan
 
 
 class SingleOptions(Options):
@@ -71,11 +71,11 @@ class Single(Method[SingleOptions]):
         memory = costs.whole_memory(problem, device)
         costs.check_memory(device, memory)
         units = len(problem.model.units)
-        whole = Piece(device=chosen, first=0, last=units, memory=memory)
+        whole = Assignment(device=chosen, start=0, stop=units, memory=memory)
         return Plan(
             method=self.name,
             coordinator=chosen,
-            pieces=(whole,),
+            assignments=(whole,),
             step_time=costs.whole_seconds(problem, device),
         )
 

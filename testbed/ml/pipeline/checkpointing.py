@@ -19,11 +19,11 @@ from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.shard import State, result_of
 from testbed.ml.lazy import torch
 from testbed.ml.pipeline.messages import UnitState
-from testbed.plan import Piece
+from testbed.plan import Assignment
 
-Partitioner = Callable[[Collection[str]], Sequence[Piece]]
+Partitioner = Callable[[Collection[str]], Sequence[Assignment]]
 """Available devices -> their parts; raises `InputError` if no partition fits."""
-MakeConfigure = Callable[[Piece, State | None], TypedMessage]
+MakeConfigure = Callable[[Assignment, State | None], TypedMessage]
 """(part, state of the checkpoint; None: the seed's) -> the configuration message of a device."""
 
 
@@ -46,17 +46,17 @@ class Collector:
 
     def add(self, step: int, unit: int, state: State) -> Checkpoint | None:
         """Add one unit; return the checkpoint if complete."""
-        pieces = self._pieces.setdefault(step, {})
-        pieces[unit] = state
-        if len(pieces) < self._units:
+        states = self._pieces.setdefault(step, {})
+        states[unit] = state
+        if len(states) < self._units:
             return None
         # Earlier checkpoints are outdated, complete or not.
         for other in list(self._pieces):
             if other <= step:
                 del self._pieces[other]
         whole: dict[str, torch.Tensor] = {}
-        for index in sorted(pieces):
-            whole.update(pieces[index])
+        for index in sorted(states):
+            whole.update(states[index])
         return Checkpoint(step, whole)
 
     def clear(self) -> None:

@@ -22,13 +22,13 @@ from testbed.ml.pipeline.planning import (
     devices_among,
     momentum_advice,
     replica_messages,
+    stage_assignments,
     stage_messages,
-    stage_pieces,
     synchronous_cut,
 )
 from testbed.ml.schedule import SCHEDULES, Action, asynchronous_1f1b, draw_grid
 from testbed.network.link import Link
-from testbed.plan import Piece, Plan
+from testbed.plan import Assignment, Plan
 
 SpecificOptions = TypeVar("SpecificOptions", bound=AsynchronousOptions)
 
@@ -63,7 +63,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         return Plan(
             method=self.name,
             coordinator=problem.devices[0].name,
-            pieces=stage_pieces(pipeline, cuts),
+            assignments=stage_assignments(pipeline, cuts),
             step_time=pipeline.step_time(cuts),
             details=PipelineDetails(
                 schedule=options.schedule,
@@ -91,21 +91,21 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         """Train from the first device; run a stage on every device."""
         from testbed.ml.pipeline.program import run_synchronous
 
-        def assign_stages(present: Collection[str]) -> tuple[Piece, ...]:
+        def assign_stages(present: Collection[str]) -> tuple[Assignment, ...]:
             devices = devices_among(context.problem, present)
             pipeline, cuts = synchronous_cut(context.problem, devices)
-            return stage_pieces(pipeline, cuts)
+            return stage_assignments(pipeline, cuts)
 
         schedule = SCHEDULES[context.problem.options.schedule]
         await run_synchronous(device, context, schedule, assign_stages)
 
     def draw(self, plan: Plan[PipelineDetails]) -> str | None:
         """Draw a step as a grid with one row per stage and one column per slot."""
-        if len(plan.pieces) < 2:
+        if len(plan.assignments) < 2:
             return None
         return draw_grid(
             SCHEDULES[plan.details.schedule],
-            len(plan.pieces),
+            len(plan.assignments),
             plan.details.micro_batches,
         )
 
@@ -164,7 +164,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         return Plan(
             method=self.name,
             coordinator=problem.devices[0].name,
-            pieces=partitioner.pieces(partition),
+            assignments=partitioner.assignments(partition),
             step_time=true.batch_time(cuts),
             details=AsynchronousDetails(
                 in_flight=problem.options.window(len(partition.devices)),
@@ -204,7 +204,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
 
     def draw(self, plan: Plan[AsynchronousDetails]) -> str | None:
         """Draw the first batches as a grid with one row per stage and one column per slot; updates take no time."""
-        stages = len(plan.pieces)
+        stages = len(plan.assignments)
         if stages < 2:
             return None
 

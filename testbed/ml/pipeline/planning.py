@@ -25,7 +25,7 @@ from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.schedule import SCHEDULES
 from testbed.ml.transfer import CrossingPart, encoded_share
 from testbed.network.link import Pair
-from testbed.plan import Piece, Plan, PlanDetails
+from testbed.plan import Assignment, Plan, PlanDetails
 
 MICRO_BATCHES = {"model-parallelism": 1, "gpipe": 4, "1f1b": 4}
 """Default of ``micro_batches`` by schedule."""
@@ -186,14 +186,16 @@ def devices_among(
     return tuple(devices[:count])
 
 
-def stage_pieces(chain: Chain, cuts: Cuts) -> tuple[Piece, ...]:
+def stage_assignments(chain: Chain, cuts: Cuts) -> tuple[Assignment, ...]:
     """Return the stages made by the cuts, with the memory each needs."""
-    pieces = []
+    assignments = []
     for stage, device in enumerate(chain.devices):
         first, last = cuts[stage : stage + 2]
         memory = chain.memory(stage, first, last)
-        pieces.append(Piece(device=device.name, first=first, last=last, memory=memory))
-    return tuple(pieces)
+        assignments.append(
+            Assignment(device=device.name, start=first, stop=last, memory=memory)
+        )
+    return tuple(assignments)
 
 
 RESUME = (
@@ -314,16 +316,20 @@ def stage_messages(
     samples = problem.workload.batch_size
     share, _ = problem.options.shares
     before = lead
-    for piece in plan.pieces:
-        yield before, piece.device, samples * share * model.cut_bytes(piece.first)
-        before = piece.device
+    for assignment in plan.assignments:
+        yield (
+            before,
+            assignment.device,
+            samples * share * model.cut_bytes(assignment.start),
+        )
+        before = assignment.device
         if problem.workload.task == "train":
-            yield piece.device, lead, largest_unit(problem, piece)
+            yield assignment.device, lead, largest_unit(problem, assignment)
         if problem.workload.model.weights is not None:
-            units = model.units[piece.first : piece.last]
+            units = model.units[assignment.start : assignment.stop]
             parts = [[unit] for unit in units] if by_unit else [units]
             sizes = [costs.weight_bytes(part, problem.training) for part in parts]
-            yield lead, piece.device, max(sizes)
+            yield lead, assignment.device, max(sizes)
     yield before, lead, samples * model.cut_bytes(len(model.units))
 
 
@@ -333,17 +339,19 @@ def replica_messages(
     """Yield the replicas stages send to one another."""
     if not problem.options.chain_every:
         return
-    for stage, piece in enumerate(plan.pieces):
-        size = largest_unit(problem, piece)
-        for keeper in problem.options.keepers(stage, len(plan.pieces)):
-            yield piece.device, plan.pieces[keeper].device, size
+    for stage, assignment in enumerate(plan.assignments):
+        size = largest_unit(problem, assignment)
+        for keeper in problem.options.keepers(stage, len(plan.assignments)):
+            yield assignment.device, plan.assignments[keeper].device, size
 
 
-def largest_unit(problem: PlanningProblem[StagesOptions], piece: Piece) -> float:
+def largest_unit(
+    problem: PlanningProblem[StagesOptions], assignment: Assignment
+) -> float:
     """Return the bytes of the largest unit state in a part; units are sent one by one."""
     return max(
         costs.state_bytes([unit], problem.training)
-        for unit in problem.model.units[piece.first : piece.last]
+        for unit in problem.model.units[assignment.start : assignment.stop]
     )
 
 
@@ -447,9 +455,9 @@ class Partitioner(Generic[Known]):
         """Return the pipeline over these devices with current knowledge."""
         return pipeline_over(self.problem, names)
 
-    def pieces(self, partition: StagePartition) -> tuple[Piece, ...]:
+    def assignments(self, partition: StagePartition) -> tuple[Assignment, ...]:
         """Return the partition with the memory each stage needs."""
-        return stage_pieces(self.pipeline(partition.devices), partition.cuts)
+        return stage_assignments(self.pipeline(partition.devices), partition.cuts)
 
     def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
         """Return the partition over the present devices; raises `InputError` if none fits."""

@@ -52,9 +52,9 @@ from testbed.ml.pipeline.training import AsynchronousTrainer, SynchronousTrainer
 from testbed.ml.pipeline.updates import AsynchronousUpdates, SynchronousUpdates
 from testbed.ml.schedule import Schedule
 from testbed.ml.transfer import make_codecs
-from testbed.plan import Piece
+from testbed.plan import Assignment
 
-PlanStages = Callable[[Collection[str]], Sequence[Piece]]
+PlanStages = Callable[[Collection[str]], Sequence[Assignment]]
 """Present devices -> their stages; raises `InputError` if no partition fits."""
 
 
@@ -140,7 +140,7 @@ async def _run_with_checkpoints(
         recovery = CheckpointRecovery(
             supervisor, configure, partition, len(problem.model.units), context.weights
         )
-        supervisor.start(context.plan.pieces)
+        supervisor.start(context.plan.assignments)
         await run_with_recovery(
             work(supervisor, recovery, context), recovery, supervisor
         )
@@ -173,9 +173,9 @@ async def _make_supervisor(
         # Never returns: the runtime cancels the program at the end of the run.
         await holder.serve()
 
-    def backlog(part: Piece) -> float:
+    def backlog(part: Assignment) -> float:
         """Return the bytes a stage may be sending to the coordinator: a checkpoint, and inputs."""
-        units = problem.model.units[part.first : part.last]
+        units = problem.model.units[part.start : part.stop]
         checkpoint = costs.state_bytes(units, problem.training)
         inputs = problem.workload.batch_size * units[0].input_bytes
         return checkpoint + inputs
@@ -347,10 +347,10 @@ def _total_steps(context: ProgramContext) -> int:
 
 
 def configure_stage(
-    supervisor: Supervisor, steps: int, part: Piece, state: State | None
+    supervisor: Supervisor, steps: int, part: Assignment, state: State | None
 ) -> Configure:
     """Return the message making a device a stage, with its units of a state; None draws them from the seed."""
-    given = {} if state is None else restrict(state, part.first, part.last)
+    given = {} if state is None else restrict(state, part.start, part.stop)
     return Configure(
         supervisor.mailbox.configuration,
         supervisor.stages,

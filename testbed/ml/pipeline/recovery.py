@@ -219,10 +219,12 @@ class ReplicaRecovery:
     ) -> None:
         """``steps`` is the length of the training. The device exposes its newest complete state."""
         problem = context.problem
-        pieces = context.plan.pieces
+        assignments = context.plan.assignments
         units = len(problem.model.units)
-        devices = tuple(piece.device for piece in pieces)
-        planned = StagePartition(devices, (0, *(piece.last for piece in pieces)))
+        devices = tuple(assignment.device for assignment in assignments)
+        planned = StagePartition(
+            devices, (0, *(assignment.stop for assignment in assignments))
+        )
         self._configuration = Configuration(planned)
         self.points = ReplicaIndex(supervisor, store, units)
         supervisor.device.expose(self.points.weights)
@@ -266,7 +268,7 @@ class ReplicaRecovery:
         saved = self.points.read_saved()
         if saved is not None:
             self._configuration = Configuration(saved)
-        layout = self._partitioner.pieces(self.partition)
+        layout = self._partitioner.assignments(self.partition)
         if saved is None:
             self._supervisor.start(layout)
             self.adopt(await self._select_devices())
@@ -432,7 +434,7 @@ class ReplicaRecovery:
         if joining:
             text = f"{', '.join(sorted(joining))} joins at step {self.start}"
             self._device.record("log", text=text)
-        self._supervisor.watch(self._partitioner.pieces(partition))
+        self._supervisor.watch(self._partitioner.assignments(partition))
         # Silent devices are no joiners: the next change would wait for them in vain.
         if self._partitioner.admits_devices:
             standby = members.answers.keys() - set(partition.devices)

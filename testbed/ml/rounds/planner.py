@@ -28,7 +28,7 @@ from testbed.ml.rounds.estimate import (
 from testbed.ml.rounds.options import Length, RoundOptions, SplitPoints, transfer_of
 from testbed.ml.transfer import encoded_share
 from testbed.network.link import Link
-from testbed.plan import Piece, Plan, PlanDetails
+from testbed.plan import Assignment, Plan, PlanDetails
 
 
 class ClientPlan(BaseModel):
@@ -346,23 +346,25 @@ def plan(
     memory = inference_bytes(
         problem.model, range(depth), problem.workload.batch_size, server.precision
     )
-    pieces = [Piece(device=server.name, first=0, last=depth, memory=memory)]
+    assignments = [Assignment(device=server.name, start=0, stop=depth, memory=memory)]
     for device in team.devices:
         split = portions[device.name].split
         batch = team.batch(device)
         memory = _training_memory(problem, device, range(split), batch)
-        pieces.append(Piece(device=device.name, first=0, last=split, memory=memory))
+        assignments.append(
+            Assignment(device=device.name, start=0, stop=split, memory=memory)
+        )
     for names, first in _server_copies(copies, in_turn=in_turn):
         mini_batches = []
         for name in names:
             batch = team.batch(problem.device(name))
             mini_batches.append(batch // portions[name].parallel)
         units = range(first, depth)
-        pieces.append(
-            Piece(
+        assignments.append(
+            Assignment(
                 device=server.name,
-                first=first,
-                last=depth,
+                start=first,
+                stop=depth,
                 memory=_training_memory(problem, server, units, max(mini_batches)),
                 copy_for=None if in_turn else names[0],
             )
@@ -378,7 +380,7 @@ def plan(
     result: Plan[RoundDetails] = Plan(
         method=method,
         coordinator=server.name,
-        pieces=tuple(pieces),
+        assignments=tuple(assignments),
         step_time=step_time,
         details=RoundDetails(portions=dict(portions)),
     )

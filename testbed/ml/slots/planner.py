@@ -33,7 +33,7 @@ from testbed.ml.slots.timeslots import (
 )
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Pair
-from testbed.plan import Piece, Plan, PlanDetails
+from testbed.plan import Assignment, Plan, PlanDetails
 from testbed.wire import cast
 
 ANSWER = 0.005
@@ -253,7 +253,7 @@ def plan(
     return Plan(
         method=method,
         coordinator=coordinator,
-        pieces=tuple(
+        assignments=tuple(
             _make_placement(problem, table, held, name) for name in held.devices
         ),
         step_time=table.period * slot,
@@ -465,7 +465,7 @@ def _make_placement(
     table: Timetable,
     held: NeuronAssignment,
     name: str,
-) -> Piece:
+) -> Assignment:
     layers, samples = layers_of(problem), problem.workload.batch_size
     group = held.group(name)
     assert group is not None
@@ -485,10 +485,10 @@ def _make_placement(
         values += samples * batches * (whole.inputs + outputs)
     memory = float(BYTES_PER_VALUE * values)
     costs.check_memory(problem.device(name), memory)
-    return Piece(
+    return Assignment(
         device=name,
-        first=max(0, own.start - 1),
-        last=own.stop - 1,
+        start=max(0, own.start - 1),
+        stop=own.stop - 1,
         memory=memory,
         part=f"share {members.index(name) + 1} of {len(members)}",
         parameters=parameters,

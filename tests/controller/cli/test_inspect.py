@@ -43,9 +43,9 @@ def test_plan_as_json_adds_up(call):
     (plan,) = json.loads(
         call("plan", "quickstart", "--set", "workload.batch_size=64", "--json")
     )
-    rows = plan["pieces"]
-    assert [row["first"] for row in rows[1:]] == [row["last"] for row in rows[:-1]]
-    assert rows[0]["first"] == 0
+    rows = plan["assignments"]
+    assert [row["start"] for row in rows[1:]] == [row["stop"] for row in rows[:-1]]
+    assert rows[0]["start"] == 0
     whole = json.loads(call("show", "models", "cnn", "--json"))
     assert sum(row["parameters"] for row in rows) == whole["parameters"]
     assert sum(row["flops"] for row in rows) == pytest.approx(

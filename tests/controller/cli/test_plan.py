@@ -1,4 +1,4 @@
-"""A plan is a tuple of pieces, several of them a device where a method says so, with details of the method's own."""
+"""A plan is a tuple of assignments, several for one device in some methods, with details of the method."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ConfigDict, ValidationError
 
 from testbed.ml.methods.pipeline import Pipeline
 from testbed.ml.pipeline.planning import PipelineDetails
-from testbed.plan import Piece, Plan, PlanDetails
+from testbed.plan import Assignment, Plan, PlanDetails
 from testbed.trace.metrics import metrics
 from testbed_controller.cli.main import testbed as command_line
 from testbed_controller.report import html
@@ -28,11 +28,11 @@ class Rounds(PlanDetails):
 STAR = Plan(
     method="star",
     coordinator="server",
-    pieces=(
-        Piece(device="one", first=0, last=2, memory=1e6),
-        Piece(device="server", first=2, last=4, memory=2e6, copy_for="one"),
-        Piece(device="two", first=0, last=1, memory=1e6, part="outputs 0 to 3"),
-        Piece(device="server", first=1, last=4, memory=3e6, copy_for="two"),
+    assignments=(
+        Assignment(device="one", start=0, stop=2, memory=1e6),
+        Assignment(device="server", start=2, stop=4, memory=2e6, copy_for="one"),
+        Assignment(device="two", start=0, stop=1, memory=1e6, part="outputs 0 to 3"),
+        Assignment(device="server", start=1, stop=4, memory=3e6, copy_for="two"),
     ),
     details=Rounds(rounds=3, shares=(0.5, 0.5)),
 )
@@ -40,9 +40,12 @@ STAR = Plan(
 
 def test_a_device_holds_several_pieces():
     assert STAR.devices == ("one", "server", "two")
-    assert [piece.copy_for for piece in STAR.of("server")] == ["one", "two"]
+    assert [assignment.copy_for for assignment in STAR.assignments_of("server")] == [
+        "one",
+        "two",
+    ]
     assert STAR.memory("server") == 5e6
-    assert STAR.of("three") == ()
+    assert STAR.assignments_of("three") == ()
 
 
 def test_details_travel_as_json_and_are_read_as_the_method_declares_them():
@@ -57,7 +60,7 @@ def test_details_travel_as_json_and_are_read_as_the_method_declares_them():
 
 
 def test_a_plan_without_details():
-    bare = Plan(method="ring", coordinator="a", pieces=())
+    bare = Plan(method="ring", coordinator="a", assignments=())
     assert bare.model_dump(mode="json")["details"] == {}
     assert (
         Plan.model_validate_json(bare.model_dump_json()).with_details(PlanDetails)
@@ -67,17 +70,19 @@ def test_a_plan_without_details():
 
 @pytest.fixture
 def star(monkeypatch):
-    """Let the method of the recorded scenario give its first device three pieces, two of which are copies."""
+    """Let the method of the recorded scenario give its first device three assignments, two of which are copies."""
 
     def plan(self, problem):
         return Plan(
             method="pipeline",
             coordinator="a",
-            pieces=(
-                Piece(device="a", first=0, last=2, memory=1e6, copy_for="b"),
-                Piece(device="a", first=1, last=2, memory=2e6, part="outputs 0 to 3"),
-                Piece(device="b", first=2, last=4, memory=5e6),
-                Piece(device="a", first=3, last=4, memory=3e6),
+            assignments=(
+                Assignment(device="a", start=0, stop=2, memory=1e6, copy_for="b"),
+                Assignment(
+                    device="a", start=1, stop=2, memory=2e6, part="outputs 0 to 3"
+                ),
+                Assignment(device="b", start=2, stop=4, memory=5e6),
+                Assignment(device="a", start=3, stop=4, memory=3e6),
             ),
             details=PipelineDetails(
                 schedule="1f1b", micro_batches=1, partition="even", bottleneck=1.0
@@ -118,9 +123,9 @@ def test_the_command_shows_the_pieces_of_a_device_below_each_other(star, monkeyp
 
 
 def test_metrics_and_report_keep_all_pieces_of_a_device(tmp_path):
-    first, *others = recorded.plan().pieces
-    more = Piece(device="a", first=4, last=6, memory=3e6, copy_for="b")
-    plan = recorded.plan().model_copy(update={"pieces": (first, *others, more)})
+    first, *others = recorded.plan().assignments
+    more = Assignment(device="a", start=4, stop=6, memory=3e6, copy_for="b")
+    plan = recorded.plan().model_copy(update={"assignments": (first, *others, more)})
     outcome, trial = recorded.outcome(), recorded.trial()
     figures = metrics(outcome, trial.experiment, plan)
     assert figures["devices"]["a"]["units"] == [0, 1, 4, 6]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from testbed.plan import Piece, Plan
+from testbed.plan import Assignment, Plan
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from testbed_controller.report import html, sweep, terminal
@@ -276,7 +276,9 @@ def test_programs_have_no_figures_that_nobody_knows(tmp_path: Path) -> None:
     plan = Plan(
         method="program",
         coordinator="a",
-        pieces=tuple(Piece(device=name, first=0, last=0, memory=0.0) for name in "ab"),
+        assignments=tuple(
+            Assignment(device=name, start=0, stop=0, memory=0.0) for name in "ab"
+        ),
     )
     folder = recorded.write(
         tmp_path / "run",

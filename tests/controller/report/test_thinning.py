@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from testbed.plan import Piece
+from testbed.plan import Assignment
 from testbed.trace.metrics import metrics
 from testbed_controller.report import html, terminal
 from testbed_controller.report.sections import directions, sections
@@ -61,10 +61,12 @@ def crowd(devices: int = MANY, *, unlike: bool = False) -> Run:
         for name, each in zip(names, asked, strict=True)
     ]
     found["links"][9]["bytes"] = 10_000_000
-    pieces = tuple(Piece(device=name, first=0, last=1, memory=1e6) for name in names)
+    assignments = tuple(
+        Assignment(device=name, start=0, stop=1, memory=1e6) for name in names
+    )
     owned = {name: {"0": 3, "1": 4} for name in names}
     facts = {**manifest(trial, "simulate", None), "owned": owned}
-    crowded = plan.model_copy(update={"pieces": pieces})
+    crowded = plan.model_copy(update={"assignments": assignments})
     return Run(
         Path("somewhere"), trial, crowded, outcome, facts, found, declared_by(trial)
     )

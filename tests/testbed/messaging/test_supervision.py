@@ -24,13 +24,13 @@ from testbed.messaging.supervision import (
 )
 from testbed.messaging.typed_messages import ConfigurationMessage
 from testbed.network.link import Link
-from testbed.plan import Piece
+from testbed.plan import Assignment
 from testbed.wire.message import size_around
 from tests.helpers.simulated import LINK, simulate
 
 NAMES = ("lead", "one", "two")
 PARTS = [
-    Piece(device=name, first=index, last=index + 1, memory=0)
+    Assignment(device=name, start=index, stop=index + 1, memory=0)
     for index, name in enumerate(NAMES)
 ]
 

@@ -33,7 +33,7 @@ class Nothing(Method):
     name = "nothing"
 
     def plan(self, problem):
-        return Plan(method=self.name, coordinator=problem.devices[0].name, pieces=())
+        return Plan(method=self.name, coordinator=problem.devices[0].name, assignments=())
 
     async def program(self, device, context):
         raise RuntimeError("never started")

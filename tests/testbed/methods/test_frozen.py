@@ -208,7 +208,7 @@ def test_a_plan_counts_them_where_they_lie_and_not_where_they_do_not_travel(
     assert model.frozen + model.parameters == sum(
         weight.numel() for weight in module(trained).parameters()
     )
-    assert all(piece.memory >= FROZEN for piece in trained.plan.pieces)
+    assert all(assignment.memory >= FROZEN for assignment in trained.plan.assignments)
     for prepared, exchange in ((trained, "trained"), (everything, "all")):
         first = next(
             iter(run_of(folder, "federated", exchange).events.of("round"))

@@ -45,7 +45,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.prepare import prepare
 for trial in trials(load("scenarios/quickstart.yaml")):
-    assert prepare(trial).plan.pieces
+    assert prepare(trial).plan.assignments
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -7,7 +7,7 @@ import torch
 
 from testbed.common.errors import InputError
 from testbed.methods import METHODS
-from testbed.plan import Piece, Plan
+from testbed.plan import Assignment, Plan
 from tests.helpers.runs import events, of, plain, problem_of, run, scenario
 
 UNITS = 5
@@ -17,12 +17,12 @@ def cut_at(*cuts):
     """Return the plan whose stages begin at these units."""
     names = ["source", "worker1", "worker2", "worker3"]
     parts = tuple(
-        Piece(device=name, first=first, last=last, memory=0)
+        Assignment(device=name, start=first, stop=last, memory=0)
         for name, (first, last) in zip(
             names, itertools.pairwise((0, *cuts, UNITS)), strict=False
         )
     )
-    return Plan(method="pipeline", coordinator="source", pieces=parts)
+    return Plan(method="pipeline", coordinator="source", assignments=parts)
 
 
 def assert_same(weights, model, tolerance=2e-6):
@@ -281,7 +281,7 @@ def test_recomputing_is_planned_for():
     assert again.step_time > 1.1 * kept.step_time
     less = [
         one.memory < other.memory
-        for one, other in zip(again.pieces, kept.pieces, strict=True)
+        for one, other in zip(again.assignments, kept.assignments, strict=True)
     ]
     assert less == [True, True, True, False]
 

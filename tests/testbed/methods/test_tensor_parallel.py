@@ -75,5 +75,5 @@ def test_the_plan_holds_each_weight_once():
     biases_of_all = 3 * sum(
         unit.output[0] for unit in prepared.problem.model.units[::2]
     )
-    parameters = sum(piece.parameters for piece in prepared.plan.pieces)
+    parameters = sum(assignment.parameters for assignment in prepared.plan.assignments)
     assert parameters == prepared.problem.model.parameters + biases_of_all

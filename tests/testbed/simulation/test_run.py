@@ -38,7 +38,7 @@ class Program(Method):
         self.function = function
 
     def plan(self, problem):
-        return Plan(method=self.name, coordinator="source", pieces=())
+        return Plan(method=self.name, coordinator="source", assignments=())
 
     async def program(self, device: Device, context: ProgramContext) -> None:
         await self.function(device, context)

@@ -244,7 +244,7 @@ def test_a_device_is_as_busy_as_its_processors_together() -> None:
     record = RunView(
         Outcome("simulate", "finished", events),
         two,
-        Plan(method="single", coordinator="a", pieces=()),
+        Plan(method="single", coordinator="a", assignments=()),
     )
     assert busiest_share(record) == pytest.approx(0.25)  # the step from 2 s on
 

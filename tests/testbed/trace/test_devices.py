@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.plan import Piece, Plan
+from testbed.plan import Assignment, Plan
 from testbed.trace.devices import METRICS, OF_DEVICES, devices
 from testbed.trace.events import Event
 from testbed.trace.record import RunView
@@ -261,8 +261,12 @@ def test_many_devices_take_no_longer_each_than_a_few() -> None:
     spec = record.experiment.devices[0]
     specs = tuple(replace(spec, name=name) for name in names)
     record.experiment = replace(record.experiment, devices=specs)
-    pieces = tuple(Piece(device=name, first=0, last=1, memory=1.0) for name in names)
-    record.plan = Plan(method="federated", coordinator=names[0], pieces=pieces)
+    assignments = tuple(
+        Assignment(device=name, start=0, stop=1, memory=1.0) for name in names
+    )
+    record.plan = Plan(
+        method="federated", coordinator=names[0], assignments=assignments
+    )
     began = process_time()
     assert [
         figure.compute(record) for figure in METRICS if figure.name == "compute_share"

@@ -84,11 +84,12 @@ def test_what_makes_a_run_untrusted(changes: dict[str, Any], reason: str) -> Non
 
 def test_of_many_devices_without_events_a_few_are_named() -> None:
     record = recorded.record(events=[])
-    piece = record.plan.pieces[0]
-    pieces = tuple(
-        piece.model_copy(update={"device": f"d{number:04}"}) for number in range(2000)
+    assignment = record.plan.assignments[0]
+    assignments = tuple(
+        assignment.model_copy(update={"device": f"d{number:04}"})
+        for number in range(2000)
     )
-    record.plan = record.plan.model_copy(update={"pieces": pieces})
+    record.plan = record.plan.model_copy(update={"assignments": assignments})
     assert (
         "no events from d0000, d0001, d0002, d0003, d0004 and 1,995 more"
         in verdict(record)["summary"]

@@ -247,8 +247,8 @@ def test_documented_example_of_own_data_works() -> None:
     assert text.split("```yaml\n")[1].split("```")[0] in file.read_text()
     prepared = prepare(trials(load_scenario(file))[0])
     assert [
-        len(piece.units) if hasattr(piece, "units") else piece
-        for piece in prepared.plan.pieces
+        len(assignment.units) if hasattr(assignment, "units") else assignment
+        for assignment in prepared.plan.assignments
     ]
     assert len(prepared.problem.model.units) == 5
 

@@ -79,7 +79,7 @@ def test_a_piece_says_what_a_device_needs_and_how_long_it_takes():
     problem = PlanningProblem((device,), {}, WORKLOAD, Options(), seed=0, model=MODEL)
     (own,) = divided(1)
     found = place_slices(problem, "a", own, "all outputs")
-    assert (found.first, found.last, found.part) == (0, len(MODEL.units), "all outputs")
+    assert (found.start, found.stop, found.part) == (0, len(MODEL.units), "all outputs")
     assert found.parameters == MODEL.parameters
     assert found.flops == MODEL.forward_flops
     most = max(layer.inputs + layer.outputs for layer in LAYERS)

@@ -11,7 +11,7 @@ from testbed.messaging.membership import RoleHolder
 from testbed.messaging.supervision import Lost, Supervisor, Timeouts
 from testbed.ml.pipeline.checkpointing import CheckpointRecovery, Collector
 from testbed.ml.pipeline.messages import SYNCHRONOUS_KINDS, Configure, UnitState
-from testbed.plan import Piece
+from testbed.plan import Assignment
 from tests.helpers.simulated import simulate
 
 
@@ -46,7 +46,7 @@ def plan_over(names):
         raise InputError("it takes two devices")
     order = [name for name in NAMES if name in names]
     return [
-        Piece(device=name, first=at, last=at + 1, memory=0)
+        Assignment(device=name, start=at, stop=at + 1, memory=0)
         for at, name in enumerate(order)
     ]
 

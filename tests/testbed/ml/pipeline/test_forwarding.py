@@ -14,7 +14,7 @@ from testbed.ml.layers.feed import Requests
 from testbed.ml.pipeline.forwarding import Serving, evaluate, forward_all
 from testbed.ml.pipeline.messages import FORWARD_KINDS, Activation, Output
 from testbed.ml.pipeline.program import configure_stage
-from testbed.plan import Piece
+from testbed.plan import Assignment
 from tests.helpers.simulated import simulate
 from tests.helpers.training import sgd
 
@@ -42,7 +42,7 @@ def forwarded(lead, faults=()):
             supervisor = Supervisor(
                 mailbox, presence, problem, Timeouts(1, 2, 3, 1), lambda part: 0
             )
-            supervisor.start([Piece(device="stage", first=0, last=1, memory=0)])
+            supervisor.start([Assignment(device="stage", start=0, stop=1, memory=0)])
             await lead(supervisor)
 
     async def answer(device):
@@ -126,7 +126,7 @@ def test_a_stage_is_told_its_units_of_a_state_and_nothing_of_the_seeds():
     supervisor = SimpleNamespace(
         mailbox=SimpleNamespace(configuration=3), stages=[("a", 0, 1), ("b", 1, 3)]
     )
-    part = Piece(device="b", first=1, last=3, memory=0)
+    part = Assignment(device="b", start=1, stop=3, memory=0)
     state = {f"{unit}.weight": torch.zeros(1) for unit in range(3)}
     told = configure_stage(supervisor, 9, part, state)
     assert (told.configuration, told.steps, told.given, sorted(told.state)) == (

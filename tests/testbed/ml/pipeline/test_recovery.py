@@ -13,7 +13,7 @@ from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.messages import ASYNCHRONOUS_KINDS, Commit, Prepare
 from testbed.ml.pipeline.placement import Point, ReplicaStore
 from testbed.ml.pipeline.recovery import ReplicaRecovery
-from testbed.plan import Piece
+from testbed.plan import Assignment
 from tests.helpers.simulated import simulate
 
 NAMES = ("lead", "one", "two")
@@ -38,10 +38,10 @@ class EvenPartitioner:
     def after_loss(self, old, there):
         return self.partition_for(there)
 
-    def pieces(self, partition):
+    def assignments(self, partition):
         ends = zip(partition.devices, partition.cuts, partition.cuts[1:], strict=False)
         return tuple(
-            Piece(device=name, first=first, last=last, memory=0)
+            Assignment(device=name, start=first, stop=last, memory=0)
             for name, first, last in ends
         )
 
@@ -62,7 +62,7 @@ class Stage:
 def recovering(lead, faults=(), silent=(), window=4.0):
     """Run ``lead`` with a policy over three stages of a unit each; return it, and what the others were sent."""
     partitioner = EvenPartitioner()
-    pieces = partitioner.pieces(partitioner.partition_for(NAMES))
+    assignments = partitioner.assignments(partitioner.partition_for(NAMES))
     found = SimpleNamespace(prepared=[], committed=[])
 
     def take_part(mailbox):
@@ -106,7 +106,9 @@ def recovering(lead, faults=(), silent=(), window=4.0):
                 mailbox, holder.presence, problem, timeouts, lambda part: 0
             )
             context = SimpleNamespace(
-                problem=problem, plan=SimpleNamespace(pieces=pieces), weights=None
+                problem=problem,
+                plan=SimpleNamespace(assignments=assignments),
+                weights=None,
             )
             found.policy = ReplicaRecovery(
                 supervisor, store, partitioner, context, STEPS

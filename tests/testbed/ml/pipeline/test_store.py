@@ -16,7 +16,7 @@ from testbed.ml.pipeline.messages import (
 )
 from testbed.ml.pipeline.placement import BEGINNING, Point, ReplicaStore
 from testbed.ml.pipeline.recovery import ReplicaIndex
-from testbed.plan import Piece
+from testbed.plan import Assignment
 from tests.helpers.simulated import simulate
 
 DEVICES = ("lead", "keeper")
@@ -96,7 +96,7 @@ def test_a_point_is_safe_once_all_stages_say_so_and_older_ones_are_freed_then():
         store = ReplicaStore(mailbox)
         membership = SimpleNamespace(assigned=frozenset({"lead", "keeper"}))
         layout = [
-            Piece(device=name, first=unit, last=unit + 1, memory=0)
+            Assignment(device=name, start=unit, stop=unit + 1, memory=0)
             for unit, name in enumerate(DEVICES)
         ]
         supervisor = SimpleNamespace(

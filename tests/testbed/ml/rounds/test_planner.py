@@ -41,17 +41,22 @@ def test_a_server_that_serves_one_after_the_other_keeps_layers_for_each_split_po
         "split-learning", team(devices=3), {"device1": 3, "device2": 1, "device3": 3}, 1
     )
     model, batch = team().problem.model, 16
-    served = found.of("server")[1:]
-    assert [(piece.first, piece.last, piece.copy_for) for piece in served] == [
+    served = found.assignments_of("server")[1:]
+    assert [
+        (assignment.start, assignment.stop, assignment.copy_for)
+        for assignment in served
+    ] == [
         (3, 3, None),
         (1, 3, None),
     ]
     # SGD with momentum keeps one value for each parameter.
-    assert [piece.memory for piece in served] == [
+    assert [assignment.memory for assignment in served] == [
         training_bytes(model, range(first, 3), batch, 1) for first in (3, 1)
     ]
     evaluating = inference_bytes(model, range(3), batch)
-    assert found.memory("server") == evaluating + sum(piece.memory for piece in served)
+    assert found.memory("server") == evaluating + sum(
+        assignment.memory for assignment in served
+    )
 
 
 def test_devices_with_one_split_point_share_what_the_server_keeps_of_the_largest_mini_batch() -> (
@@ -75,13 +80,15 @@ def test_devices_with_one_split_point_share_what_the_server_keeps_of_the_largest
         dict.fromkeys(found.names, 1),
         in_turn=True,
     )
-    (piece,) = made.of("server")[1:]
-    assert piece.memory == training_bytes(found.problem.model, range(1, 3), 16, 1)
+    (assignment,) = made.assignments_of("server")[1:]
+    assert assignment.memory == training_bytes(found.problem.model, range(1, 3), 16, 1)
 
 
 def test_a_server_that_serves_all_at_once_keeps_a_copy_for_each() -> None:
     found = split_plan("split-federated", team("split-federated", 3), 1, 3)
-    assert [piece.copy_for for piece in found.of("server")[1:]] == [
+    assert [
+        assignment.copy_for for assignment in found.assignments_of("server")[1:]
+    ] == [
         "device1",
         "device2",
         "device3",
@@ -148,7 +155,10 @@ def test_a_device_that_trains_all_by_itself_sends_its_weights_and_nothing_else()
     made = whole_plan("federated", found)
     mine = made.details.portions["device1"]
     assert (mine.split, mine.parallel) == (3, 1)
-    assert [(piece.device, piece.first, piece.last) for piece in made.pieces] == [
+    assert [
+        (assignment.device, assignment.start, assignment.stop)
+        for assignment in made.assignments
+    ] == [
         ("server", 0, 3),
         ("device1", 0, 3),
         ("device2", 0, 3),

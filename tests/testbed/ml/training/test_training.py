@@ -178,7 +178,7 @@ def test_what_a_method_does_not_follow_is_refused(method, training, words):
 def test_adam_counts_in_the_memory_of_a_plan():
     def memory(optimizer):
         (trial,) = trials(spec({"name": "single"}, {"optimizer": optimizer}))
-        return prepare(trial).plan.pieces[0].memory
+        return prepare(trial).plan.assignments[0].memory
 
     plain, adam = memory({}), memory({"name": "adam"})
     problem, _ = problem_of(spec({"name": "single"}))
