@@ -1,10 +1,9 @@
-"""A short, seeded part of the attack by random scenarios, and the reducer of what it finds."""
+"""A short, seeded part of each attack, and the selection of seeds and evidence by the command."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from testbed.trace.events import Event
 from testbed_controller.api import build
 from tools.stress import attack as command
 from tools.stress import files, messages
-from tools.stress.attack import attack
+from tools.stress.attack import Report, attack_simulation
 from tools.stress.check import (
     check_end,
     check_repetition,
@@ -24,25 +23,23 @@ from tools.stress.check import (
     simulate_trial,
 )
 from tools.stress.containers import compare_with_virtual
-from tools.stress.generate import OPTIONS, random_scenario
+from tools.stress.generate import OPTIONS, random_method, random_scenario
 from tools.stress.listeners import listeners
 from tools.stress.reduce import reduce_scenario
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_scenarios_violate_nothing(seed: int) -> None:
-    _, _, found = attack(seed)
-    assert [each for each in found if not each.startswith("refused")] == []
+    violations = attack_simulation(seed).violations
+    assert [each for each in violations if not each.startswith("refused")] == []
 
 
-def test_a_seed_gives_one_scenario_and_seeds_give_all_methods() -> None:
+def test_seed_determines_the_scenario_and_seeds_cover_all_methods() -> None:
     assert random_scenario(7) == random_scenario(7)
-    assert {
-        random_scenario(seed)["workload"]["method"]["name"] for seed in range(200)
-    } == set(OPTIONS)
+    assert {random_method(seed) for seed in range(200)} == set(OPTIONS)
 
 
-def test_what_is_reduced_still_violates_and_has_nothing_needless() -> None:
+def test_reduced_scenario_has_the_violation_and_no_needless_part() -> None:
     tree = random_scenario(3)
     tree["faults"] = [
         {"kill": "source", "at": "1s", "for": "1s"},
@@ -56,7 +53,7 @@ def test_what_is_reduced_still_violates_and_has_nothing_needless() -> None:
     assert smaller["network"] == {"link": {}}
 
 
-def pipeline() -> Prepared:
+def prepare_pipeline() -> Prepared:
     """Return four steps of a pipeline of two devices without faults."""
     tree = random_scenario(0) | {
         "faults": [],
@@ -73,8 +70,8 @@ def pipeline() -> Prepared:
     return prepare(trial)
 
 
-def test_what_containers_compute_otherwise_than_the_virtual_clock_is_seen() -> None:
-    prepared = pipeline()
+def test_loss_that_differs_between_the_clocks_is_a_violation() -> None:
+    prepared = prepare_pipeline()
     outcome = simulate_trial(prepared)
     assert list(compare_with_virtual(prepared, outcome, outcome)) == []
     events = [
@@ -89,8 +86,8 @@ def test_what_containers_compute_otherwise_than_the_virtual_clock_is_seen() -> N
     assert violation.startswith("clocks: step 0 has loss 9.0")
 
 
-def test_a_step_that_is_not_recorded_is_seen() -> None:
-    prepared = pipeline()
+def test_missing_step_is_a_violation() -> None:
+    prepared = prepare_pipeline()
     outcome = simulate_trial(prepared)
     assert [
         *check_end(prepared, outcome),
@@ -111,9 +108,7 @@ def test_a_step_that_is_not_recorded_is_seen() -> None:
 
 
 @pytest.mark.parametrize("seed", range(1000, 1040))
-def test_files_that_are_wrong_are_refused_in_few_words_and_little_time(
-    seed: int,
-) -> None:
+def test_damaged_files_are_rejected_with_a_short_message(seed: int) -> None:
     assert [
         each
         for each in files.attack(*files.damaged_file(seed))
@@ -121,27 +116,104 @@ def test_files_that_are_wrong_are_refused_in_few_words_and_little_time(
     ] == []
 
 
-def test_an_attack_that_is_ended_goes_on_after_the_seeds_that_it_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ended_after_three(
-        _: object, seeds: Iterator[int], *__: object
-    ) -> Iterator[tuple[int, str, list[str]]]:
-        for seed in itertools.islice(seeds, 3):
-            yield seed, "examples", []
-        raise KeyboardInterrupt
+class Command:
+    """The command with attacks that report violations by seed, and with a folder of its own."""
 
-    monkeypatch.setattr(command, "FOLDER", tmp_path)
-    monkeypatch.setattr(command, "run_attacks", ended_after_three)
-    monkeypatch.setattr("sys.argv", ["stress", "--files"])
-    for kept in ("3", "6"):
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.seeds: list[int] = []
+        self.violations: dict[int, list[str]] = {}
+        self.order: Sequence[int] | None = None
+        """Seeds that finish, in this order, before the command is interrupted; None for all seeds."""
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(command, "FOLDER", folder)
+        monkeypatch.setattr(command, "run_attacks", self._run_attacks)
+
+    def _run_attacks(
+        self, _: object, seeds: Iterator[int], *__: object
+    ) -> Iterator[Report]:
+        for seed in seeds if self.order is None else self.order:
+            self.seeds.append(seed)
+            yield Report(seed, "examples", self.violations.get(seed, []))
+        if self.order is not None:
+            raise KeyboardInterrupt
+
+    def run(self, *arguments: str) -> int:
+        """Run the command with some arguments; return the exit status."""
+        self._monkeypatch.setattr("sys.argv", ["stress", *arguments])
+        return command.main()
+
+    def interrupt(self, *finished: int) -> str:
+        """Run the attack on files until these seeds have finished; return the stored next seed."""
+        self.order = finished
         with pytest.raises(KeyboardInterrupt):
-            command.main()
-        assert (tmp_path / "next-file").read_text() == kept
+            self.run("--files")
+        return (self.folder / "next-files").read_text()
+
+
+@pytest.fixture
+def stress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    return Command(tmp_path, monkeypatch)
+
+
+def test_interrupted_attack_continues_with_the_lowest_seed_not_tried(
+    stress: Command,
+) -> None:
+    assert stress.interrupt(0, 1, 2) == "3"
+    assert stress.interrupt(3, 4) == "5"
+    assert stress.interrupt(8, 6, 7) == "5"
+    assert stress.interrupt(5, 6) == "7"
+
+
+def test_count_is_the_number_of_attacks_with_the_selected_method(
+    stress: Command,
+) -> None:
+    assert stress.run("--count", "3", "--only", "gpipe") == 0
+    assert [random_method(seed) for seed in stress.seeds] == ["gpipe"] * 3
+    assert not (stress.folder / "next-simulation").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--only", "gpip", "--count", "1"],
+        ["--only", "gpipe", "--files"],
+        ["--first", "3", "--fresh"],
+    ],
+)
+def test_options_without_effect_are_refused(
+    stress: Command, arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        stress.run(*arguments)
+    assert stress.seeds == []
+
+
+def test_evidence_is_written_once_for_each_kind_of_violation(
+    stress: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stress.violations = {1: ["steps: 1 of 2", "steps: twice", "refused: x", "hang: y"]}
+    reduced: list[str] = []
+
+    def reduce_kind(seed: int, kind: str) -> dict[str, int]:
+        reduced.append(kind)
+        return {"seed": seed}
+
+    monkeypatch.setattr(command, "smallest_scenario", reduce_kind)
+    assert stress.run("--count", "2") == 1
+    assert reduced == ["hang", "steps"]
+    written = {path.name for path in stress.folder.iterdir()}
+    assert {"simulation-1-steps.yaml", "simulation-1-hang.yaml"} <= written
+
+
+def test_report_only_writes_no_evidence(stress: Command) -> None:
+    stress.violations = {1: ["steps: 1 of 2"]}
+    assert stress.run("--first", "0", "--count", "2", "--report-only") == 1
+    assert list(stress.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_messages_are_taken_or_refused(
+def test_random_messages_are_accepted_or_rejected(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "MESSAGES", 300)

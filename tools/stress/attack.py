@@ -1,10 +1,12 @@
-"""Attack the testbed: random scenarios and faults on either clock, invalid files and messages, signals, lost engines.
+"""Random attacks on the testbed: scenarios and faults, damaged files and messages, signals, lost engines.
 
     python -m tools.stress [--containers | --files | --messages | --signals] [--seconds 600] [--jobs 2]
-        [--first SEED] [--count N] [--only METHOD] [--fresh] [--keep]
+        [--first SEED | --fresh] [--count N] [--only METHOD] [--report-only]
 
-Continues after the last seed tried (with --fresh from seed 0). Prints each violation with its seed, reduces the
-scenario (except on containers), and writes the reduced scenario to .build/stress/. Exits with 1 after any violation.
+A seed determines an attack. Without --first or --fresh, seeds continue where the previous command ended. Each violation
+is printed with the seed. The first violation of each kind and seed is also written to .build/stress: as the smallest
+scenario with the violation if the scenario was simulated, else as the input of the attack. The exit status is 1 after
+any violation.
 """
 
 from __future__ import annotations
@@ -15,23 +17,36 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 from testbed.common import yamltext
 from tools.stress import containers, files, messages, signals
 from tools.stress.check import find_violations
-from tools.stress.generate import Tree, random_scenario
+from tools.stress.generate import OPTIONS, Tree, random_method, random_scenario
 from tools.stress.reduce import reduce_scenario
 
 FOLDER = Path(".build/stress")
-Attack = Callable[[int], tuple[int, str, list[str]]]
-"""Function of a seed that returns the seed, a name for the statistics, and the violations."""
 REPEATED = 4
-"""One scenario in this many is run twice, and compared with the undivided model."""
+"""One simulated scenario in this many is run twice, and compared with the undivided model."""
+
+
+class Report(NamedTuple):
+    """The result of one attack."""
+
+    seed: int
+    label: str
+    """Name under which the statistics count the attack, such as the method of the scenario."""
+    violations: list[str]
+    """One line for each violation, which begins with the kind of violation and a colon."""
+
+
+Attack = Callable[[int], Report]
+"""Function that attacks the testbed with the input of a seed."""
 
 
 def violation_kind(violation: str) -> str:
@@ -43,26 +58,38 @@ def violation_kind(violation: str) -> str:
     return violation.partition(":")[0]
 
 
-def attack(seed: int) -> tuple[int, str, list[str]]:
-    """Simulate a random scenario; return the seed, the method and the violations."""
+def attack_simulation(seed: int) -> Report:
+    """Simulate a random scenario and apply the oracles to the outcome."""
     # asyncio logs tasks that failed; the oracles report failures that matter.
     logging.disable(logging.ERROR)
-    tree = random_scenario(seed)
-    violations = find_violations(tree, repeat=seed % REPEATED == 0)
-    return seed, tree["workload"]["method"]["name"], violations
+    violations = find_violations(random_scenario(seed), repeat=seed % REPEATED == 0)
+    return Report(seed, random_method(seed), violations)
 
 
-def attack_on_containers(seed: int) -> tuple[int, str, list[str]]:
-    """Run a random scenario on containers; return the seed, the method and the violations."""
-    tree = random_scenario(seed)
-    violations = containers.find_violations(tree)
-    return seed, tree["workload"]["method"]["name"], violations
+def attack_containers(seed: int) -> Report:
+    """Run a random scenario in containers and apply the oracles to the outcome."""
+    violations = containers.find_violations(random_scenario(seed))
+    return Report(seed, random_method(seed), violations)
 
 
-def attack_by_file(seed: int) -> tuple[int, str, list[str]]:
-    """Read a damaged scenario file; return the seed, the folder of the original scenario and the violations."""
+def attack_reader(seed: int) -> Report:
+    """Read a damaged scenario file; the label is the folder of the original file."""
     original, content = files.damaged_file(seed)
-    return seed, original.parent.name, files.attack(original, content)
+    return Report(seed, original.parent.name, files.attack(original, content))
+
+
+def attack_listeners(seed: int) -> Report:
+    """Send a thousand random messages to the listeners of a run."""
+    # Imported here: the listeners import the agent and the shaper, which other attacks do not need.
+    from tools.stress.listeners import listeners
+
+    return Report(seed, "messages", messages.attack(seed, listeners))
+
+
+def attack_command(seed: int) -> Report:
+    """Interrupt a run in containers; the label is the kind of interruption."""
+    kind, after, gap = signals.draw_interruption(seed)
+    return Report(seed, kind, signals.find_violations(kind, after, gap))
 
 
 def smallest_scenario(seed: int, kind: str) -> Tree:
@@ -82,155 +109,189 @@ def to_yaml(tree: Tree) -> bytes:
     return yamltext.written(json.loads(json.dumps(tree)), lines=False).encode()
 
 
-def attack_by_messages(seed: int) -> tuple[int, str, list[str]]:
-    """Send a thousand random messages; return the seed, "messages" and the violations."""
-    from tools.stress.listeners import listeners
-
-    return seed, "messages", messages.attack(seed, listeners)
-
-
-def attack_by_signals(seed: int) -> tuple[int, str, list[str]]:
-    """Interrupt a run on containers; return the seed, the kind of interruption and the violations."""
-    way, after, gap = signals.draw_interruption(seed)
-    return seed, way, signals.find_violations(way, after, gap)
-
-
 @dataclass(frozen=True)
-class Way:
-    """A way to attack the testbed."""
+class Target:
+    """A part of the testbed, with the attack on this part and the evidence of a violation."""
 
     attack: Attack
     evidence: Callable[[int, str], bytes]
-    """Returns the content of a file that reproduces a violation, given the seed and the kind of violation."""
+    """Function that returns the content of a file with the input of an attack, given seed and kind of violation."""
+    suffix: str = "yaml"
+    """Suffix of the name of that file."""
+    has_method: bool = False
+    """Whether an attack runs a scenario, and so a method that ``--only`` can select."""
 
 
-WAYS = {
-    "seed": Way(attack, lambda seed, kind: to_yaml(smallest_scenario(seed, kind))),
-    "containers": Way(
-        attack_on_containers, lambda seed, _: to_yaml(random_scenario(seed))
+TARGETS = {
+    "simulation": Target(
+        attack_simulation,
+        lambda seed, kind: to_yaml(smallest_scenario(seed, kind)),
+        has_method=True,
     ),
-    "file": Way(attack_by_file, lambda seed, _: files.damaged_file(seed)[1]),
-    "messages": Way(
-        attack_by_messages,
+    "containers": Target(
+        attack_containers,
+        lambda seed, _: to_yaml(random_scenario(seed)),
+        has_method=True,
+    ),
+    "files": Target(attack_reader, lambda seed, _: files.damaged_file(seed)[1]),
+    "messages": Target(
+        attack_listeners,
         lambda seed, _: f"{messages.MESSAGES} messages of seed {seed}\n".encode(),
+        suffix="txt",
     ),
-    "signals": Way(
-        attack_by_signals,
+    "signals": Target(
+        attack_command,
         lambda seed, _: f"{signals.draw_interruption(seed)}\n".encode(),
+        suffix="txt",
     ),
 }
-"""Ways to attack, by the name of the file with the next seed."""
+"""Targets by name; the names of options and of written files contain these names."""
+TARGET_HELP = {
+    "containers": "run random scenarios in containers instead of simulating them",
+    "files": "read damaged scenario files",
+    "messages": "send random requests and casts, 1,000 per seed",
+    "signals": "interrupt runs in containers",
+}
+
+
+class Progress:
+    """The lowest seed that was not tried, stored in a file.
+
+    Parallel attacks finish in any order. A seed is passed only when all lower seeds have finished, so that an attack
+    that is killed later repeats a few seeds and omits none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._finished: set[int] = set()
+        self.next_seed = int(path.read_text()) if path.exists() else 0
+
+    def restart(self) -> None:
+        """Return to seed 0."""
+        self.next_seed = 0
+
+    def finish(self, seed: int) -> None:
+        """Count a seed as tried and store the lowest seed that was not."""
+        self._finished.add(seed)
+        while self.next_seed in self._finished:
+            self._finished.remove(self.next_seed)
+            self.next_seed += 1
+        self._path.write_text(str(self.next_seed))
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line. Exits with status 2 for options that cannot be combined."""
     parser = argparse.ArgumentParser(
         prog="stress",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    way = parser.add_mutually_exclusive_group()
-    way.add_argument(
-        "--containers",
-        dest="way",
-        action="store_const",
-        const="containers",
-        help="run the scenarios on containers",
-    )
-    way.add_argument(
-        "--files",
-        dest="way",
-        action="store_const",
-        const="file",
-        help="read damaged scenario files",
-    )
-    way.add_argument(
-        "--messages",
-        dest="way",
-        action="store_const",
-        const="messages",
-        help="send random requests and casts, 1,000 per seed",
-    )
-    way.add_argument(
-        "--signals",
-        dest="way",
-        action="store_const",
-        const="signals",
-        help="interrupt runs on containers",
-    )
+    target = parser.add_mutually_exclusive_group()
+    for name, text in TARGET_HELP.items():
+        target.add_argument(
+            f"--{name}", dest="target", action="store_const", const=name, help=text
+        )
+    parser.set_defaults(target="simulation")
     parser.add_argument(
         "--seconds",
         type=float,
         default=120.0,
-        help="stop after this time (default 120)",
+        help="start no attack after this time (default 120)",
     )
     parser.add_argument(
         "--jobs", type=int, default=2, help="number of parallel processes (default 2)"
     )
-    parser.add_argument("--first", type=int, help="start with this seed")
-    parser.add_argument("--count", type=int, help="maximum number of seeds")
-    parser.add_argument("--only", help="only scenarios of this method")
-    parser.add_argument("--fresh", action="store_true", help="start with seed 0")
-    parser.add_argument(
-        "--keep", action="store_true", help="do not write evidence of violations"
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument(
+        "--first", type=int, help="start with this seed, and do not store the progress"
     )
-    parser.set_defaults(way="seed")
-    return parser.parse_args()
+    begin.add_argument("--fresh", action="store_true", help="start with seed 0")
+    parser.add_argument("--count", type=int, help="maximum number of attacks")
+    parser.add_argument(
+        "--only",
+        choices=list(OPTIONS),
+        metavar="METHOD",
+        help="only scenarios of this method; does not store the progress",
+    )
+    parser.add_argument(
+        "--report-only",
+        action="store_true",
+        help="print violations, but neither reduce nor write their input",
+    )
+    given = parser.parse_args()
+    if given.only is not None and not TARGETS[given.target].has_method:
+        parser.error(f"--only cannot be combined with --{given.target}: remove it")
+    return given
 
 
 def main() -> int:
     """Attack until the time is over or all seeds have been tried; return the exit status."""
     given = parse_arguments()
-    way = WAYS[given.way]
+    target = TARGETS[given.target]
     FOLDER.mkdir(parents=True, exist_ok=True)
-    next_seed = FOLDER / f"next-{given.way}"
-    first = 0
-    if given.first is not None:
-        first = given.first
-    elif next_seed.exists() and not given.fresh:
-        first = int(next_seed.read_text())
-    seeds = _select_seeds(first, given.count, given.only)
+    progress = Progress(FOLDER / f"next-{given.target}")
+    if given.fresh:
+        progress.restart()
+    first = progress.next_seed if given.first is None else given.first
+    # Selected seeds leave gaps, which a later command has to try.
+    has_progress = given.first is None and given.only is None
+    seeds = select_seeds(first, given.count, given.only)
     print(f"seeds from {first}, for {given.seconds:g} s")
-    tried = Counter[str]()
+    attack_counts = Counter[str]()
     refused = 0
     violation_count = 0
     last = first
     until = time.monotonic() + given.seconds
-    for seed, name, violations in run_attacks(way.attack, seeds, given.jobs, until):
-        last = max(last, seed)
-        tried[name] += 1
-        for violation in violations:
+    for report in run_attacks(target.attack, seeds, given.jobs, until):
+        last = max(last, report.seed)
+        attack_counts[report.label] += 1
+        kinds = set()
+        for violation in report.violations:
             kind = violation_kind(violation)
             if kind == "refused":
                 refused += 1
                 continue
             violation_count += 1
-            print(f"seed {seed}, {name}: {violation}", flush=True)
-            if not given.keep:
-                path = FOLDER / f"{given.way}-{seed}-{kind}.yaml"
-                path.write_bytes(way.evidence(seed, kind))
-                print(f"    {path}", flush=True)
-        # After each seed, so that an attack that is killed continues from here.
-        if given.first is None and given.only is None:
-            next_seed.write_text(str(last + 1))
-    by_name = ", ".join(f"{name} {count}" for name, count in sorted(tried.items()))
+            print(f"seed {report.seed}, {report.label}: {violation}", flush=True)
+            kinds.add(kind)
+        if not given.report_only:
+            write_evidence(given.target, report.seed, sorted(kinds))
+        if has_progress:
+            progress.finish(report.seed)
+    by_label = [f"{label} {count}" for label, count in sorted(attack_counts.items())]
     print(
-        f"{tried.total()} tried up to seed {last}: {violation_count} violations, {refused} refused ({by_name})"
+        f"{attack_counts.total()} attacks up to seed {last}: {violation_count} violations, {refused} refused "
+        f"({', '.join(by_label)})"
     )
     return 1 if violation_count else 0
 
 
-def _select_seeds(first: int, count: int | None, only: str | None) -> Iterator[int]:
-    """Yield seeds from ``first``, at most ``count``; with ``only``, those whose scenario has this method."""
-    seeds = itertools.islice(itertools.count(first), count)
-    for seed in seeds:
-        if only in (None, random_scenario(seed)["workload"]["method"]["name"]):
-            yield seed
+def write_evidence(name: str, seed: int, kinds: Sequence[str]) -> None:
+    """Write the input of an attack to a file for each kind of violation, and print the paths."""
+    target = TARGETS[name]
+    for kind in kinds:
+        path = FOLDER / f"{name}-{seed}-{kind}.{target.suffix}"
+        path.write_bytes(target.evidence(seed, kind))
+        print(f"    {path}", flush=True)
+
+
+def select_seeds(first: int, count: int | None, method: str | None) -> Iterator[int]:
+    """Return seeds from ``first`` on, at most ``count``; with a method, those whose scenario has this method.
+
+    >>> list(select_seeds(5, 3, None))
+    [5, 6, 7]
+    >>> [random_method(seed) for seed in select_seeds(0, 2, "gpipe")]
+    ['gpipe', 'gpipe']
+    """
+    seeds: Iterator[int] = itertools.count(first)
+    if method is not None:
+        seeds = (seed for seed in seeds if random_method(seed) == method)
+    return itertools.islice(seeds, count)
 
 
 def run_attacks(
     attack: Attack, seeds: Iterator[int], jobs: int, until: float
-) -> Iterator[tuple[int, str, list[str]]]:
+) -> Iterator[Report]:
     """Attack with several processes; start no attack after ``until``, a time of the monotonic clock."""
     context = get_context("forkserver")
     # Importing these in each process would take longer than many attacks.
@@ -239,10 +300,9 @@ def run_attacks(
         jobs, mp_context=context, max_tasks_per_child=1000
     ) as pool:
 
-        def submit(count: int) -> set[Future[tuple[int, str, list[str]]]]:
-            return {
-                pool.submit(attack, seed) for seed in itertools.islice(seeds, count)
-            }
+        def submit(count: int) -> set[Future[Report]]:
+            chosen = itertools.islice(seeds, count)
+            return {pool.submit(attack, seed) for seed in chosen}
 
         pending = submit(jobs)
         while pending:

@@ -110,10 +110,20 @@ EVENTS = ("send", "receive", "begin", "compute", "memory", "state")
 TRAINING_EVENTS = (*EVENTS, "step", "evaluate")
 
 
+def random_method(seed: int) -> str:
+    """Return the method of the scenario of a seed, without drawing the rest of the scenario.
+
+    >>> random_method(7) == random_scenario(7)["workload"]["method"]["name"]
+    True
+    """
+    return _draw_method(random.Random(seed))
+
+
 def random_scenario(seed: int) -> Tree:
     """Return the scenario of a seed."""
     draw = random.Random(seed)
-    method = draw.choice(list(OPTIONS))
+    # First, as `random_method` draws nothing else.
+    method = _draw_method(draw)
     names = ["source", *(f"w{number}" for number in range(draw.randint(1, 4)))]
     devices = {name: _draw_device(draw) for name in names}
     workload = _draw_workload(draw, method, len(names))
@@ -131,6 +141,10 @@ def random_scenario(seed: int) -> Tree:
         "faults": faults,
         "time_limit": "3000s",
     }
+
+
+def _draw_method(draw: random.Random) -> str:
+    return draw.choice(list(OPTIONS))
 
 
 def _draw_workload(draw: random.Random, method: str, device_count: int) -> Tree:
