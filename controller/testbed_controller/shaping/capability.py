@@ -49,15 +49,16 @@ class Capability:
 
     backend: str
     rate: float | None
-    """Highest of `RATES` within tolerance, in bit/s."""
+    """Highest of `RATES` within tolerance, in bit/s; None if all of them were outside."""
     delay: float | None
-    """Lowest of `DELAYS` within tolerance, in seconds."""
+    """Shortest of `DELAYS` within tolerance, in seconds; None if all of them were outside."""
     found_delay: float | None
-    """Median delay measured for it, in seconds."""
+    """Measured median of `delay`, in seconds."""
     packet_cost: float | None
-    """Processor time of a full packet from socket to socket, in seconds."""
+    """Processor time of a full packet from socket to socket, in seconds; None if the clock was too coarse for it."""
     devices: int | None
-    """Estimated number of devices that can each send `DEVICE_RATE`, without their own computation."""
+    """Estimated number of devices that can each send `DEVICE_RATE`, without their own computation; None without
+    ``packet_cost``."""
 
 
 def measure_capability(backend: str = "auto") -> Capability:
@@ -118,9 +119,10 @@ def _packet_cost(shaping: Shaping, receiver: int) -> float | None:
     for _ in range(_TRAINS):
         shaping.probe([_PAIR])
     packets = _count_received(receiver) - packets_before
-    if packets <= 0:
-        return None
     busy: float = shaping.statistics()["processor_seconds"] - busy_before
+    # The kernel may count processor time in ticks of 10 ms, and packets that pass within a tick appear to cost nothing.
+    if packets <= 0 or busy <= 0:
+        return None
     return busy / packets
 
 
