@@ -13,6 +13,7 @@ from typing import Any
 
 import docker
 from docker.errors import APIError, ContainerError
+from pydantic import TypeAdapter, ValidationError
 
 from testbed.common.errors import HostError, InputError
 from testbed.common.quantities import format_rate
@@ -21,7 +22,9 @@ from testbed_controller.lab.containers import SHAPER_CAPABILITIES
 from testbed_controller.lab.images import present_tags
 from testbed_controller.lab.removal import RUN, remove_run
 from testbed_controller.shaping.backend import environment_for
-from testbed_controller.shaping.capability import Capability
+from testbed_controller.shaping.capability import RATES, Capability
+
+_CAPABILITY = TypeAdapter(Capability)
 
 
 def measure(client: docker.DockerClient, backend: str) -> Capability:
@@ -89,7 +92,13 @@ def store(measured: Capability) -> None:
 
 def known() -> list[Capability]:
     """Return the measurements of the host with the current kernel, possibly none."""
-    return [Capability(**fields) for name, fields in _load().items() if name != "host"]
+    measurements = []
+    for name, fields in _load().items():
+        # Another version of the testbed may have stored other fields.
+        with contextlib.suppress(ValidationError):
+            if name != "host":
+                measurements.append(_CAPABILITY.validate_python(fields))
+    return measurements
 
 
 def check(experiment: Experiment, backend: str) -> None:
@@ -97,24 +106,34 @@ def check(experiment: Experiment, backend: str) -> None:
 
     Raises InputError with the link and the highest possible rate.
     """
-    carried = []
+    measurements = []
     for measured in known():
-        if measured.rate is not None and backend in ("auto", measured.backend):
-            carried.append(measured.rate)
+        if backend in ("auto", measured.backend):
+            measurements.append(measured)
+    if not measurements:
+        return
     fastest = max(
         experiment.links,
         key=lambda pair: experiment.links[pair].rate or 0.0,
         default=None,
     )
-    if not carried or fastest is None:
+    if fastest is None:
         return
-    asked = experiment.links[fastest].rate
-    if asked is not None and asked > max(carried):
-        raise InputError(
-            f"the link {fastest[0]} -> {fastest[1]} needs {format_rate(asked)}, above the measured capacity of this "
-            f"host: use at most {format_rate(max(carried))} (or omit the rate for full speed), measure again with "
-            "'testbed doctor --measure', or continue with --accept-links"
-        )
+    requested = experiment.links[fastest].rate
+    if requested is None:
+        return
+    capacity = max(measured.rate or 0.0 for measured in measurements)
+    # Rates below the lowest tested one were not measured, so nothing is known against them.
+    if requested <= capacity or requested < min(RATES):
+        return
+    advice = f"use at most {format_rate(capacity)}"
+    if not capacity:
+        advice = f"use less than {format_rate(min(RATES))}"
+    raise InputError(
+        f"the link {fastest[0]} -> {fastest[1]} needs {format_rate(requested)}, above the measured capacity of this "
+        f"host: {advice} (or omit the rate for full speed), measure again with 'testbed doctor --measure', or continue "
+        "with --accept-links"
+    )
 
 
 def _storage_path() -> Path:
@@ -129,7 +148,7 @@ def _host_identity() -> list[object]:
 
 def _load() -> dict[str, dict[str, Any]]:
     with contextlib.suppress(FileNotFoundError, ValueError):
-        kept = json.loads(_storage_path().read_text())
-        if kept.pop("host", None) == _host_identity():
-            return dict(kept)
+        stored = json.loads(_storage_path().read_text())
+        if isinstance(stored, dict) and stored.pop("host", None) == _host_identity():
+            return stored
     return {}
