@@ -45,6 +45,15 @@ def trials(scenario: Scenario) -> list[Trial]:
     return runs
 
 
+def repetition_seed(seed: int, repetition: int) -> int:
+    """Return the seed of a repetition of a scenario with the given seed.
+
+    >>> repetition_seed(7, 0), repetition_seed(7, 1) == repetition_seed(7, 2)
+    (7, False)
+    """
+    return derive(seed, "repetition", repetition) if repetition > 0 else seed
+
+
 def _expand_points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
     source = scenario.source
     plain = scenario.model_dump(
@@ -73,9 +82,7 @@ def _make_trial(scenario: Scenario, point: dict[str, object], repetition: int) -
     scenario = with_profiles(scenario)
     devices = expand_devices(scenario)
     names = [device.name for device in devices]
-    seed = scenario.seed
-    if repetition > 0:
-        seed = derive(seed, "repetition", repetition)
+    seed = repetition_seed(scenario.seed, repetition)
     radio = build_radio(scenario, names, seed)
     links = _expand_links(scenario, names, radio)
     single = scenario.model_copy(

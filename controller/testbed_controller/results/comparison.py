@@ -14,6 +14,7 @@ from typing import Any
 from testbed.common.errors import InputError
 from testbed.common.intervals import interval
 from testbed.ml import kernels
+from testbed.scenario.expand import repetition_seed
 from testbed.scenario.points import point_parts
 from testbed_controller.results.run import Run
 from testbed_controller.results.summary import all_figures, is_number
@@ -214,8 +215,11 @@ def _mean_interval(values: Sequence[Any]) -> tuple[Any, float | None]:
     return interval(numbers) if numbers else (values[0], None)
 
 
-def _ratio_to_first(value: float | None, first: float | None) -> float | None:
-    return None if value is None or not first else value / first
+def _ratio_to_first(value: Any, first: Any) -> float | None:
+    """Return the ratio of two numbers; None for other values, such as texts, and for a first value of 0."""
+    if not is_number(value) or not is_number(first) or first == 0:
+        return None
+    return value / first
 
 
 def _device_shares(
@@ -257,13 +261,27 @@ class _Compared:
         return len({run.trial.scenario.workload.own_programs for run in self.runs}) > 1
 
     def is_intended(self, key: str) -> bool:
-        """Whether a difference in a key was requested: by a sweep, or in seeds by repetitions."""
-        if self._is_swept(key):
+        """Whether a difference in a key needs no warning: requested by a sweep or by repetitions, or without effect."""
+        # Scenarios are named apart to be compared; the other differences are the reason.
+        if key == "name" or self._is_swept(key):
             return True
         if key == "seed":
-            return len({run.trial.repetition for run in self.runs}) > 1
+            return self._has_seeds_of_repetitions()
         # Programs have other workload keys than methods; `_check_tasks` warns about the mixture instead.
         return self.mixes_programs and key.startswith("workload.")
+
+    def _has_seeds_of_repetitions(self) -> bool:
+        """Whether the seeds of all runs may be those of the repetitions of one scenario."""
+        seeds: dict[int, int] = {}
+        for run in self.runs:
+            seed = run.trial.scenario.seed
+            if seeds.setdefault(run.trial.repetition, seed) != seed:
+                return False
+        # Without the first repetition, the scenario's own seed is unknown.
+        if 0 not in seeds:
+            return True
+        expected = {each: repetition_seed(seeds[0], each) for each in seeds}
+        return seeds == expected
 
     def _is_swept(self, key: str) -> bool:
         swept = chain.from_iterable(run.trial.point for run in self.runs)

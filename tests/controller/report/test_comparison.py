@@ -12,7 +12,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from testbed.common.errors import InputError
+from testbed.scenario.expand import repetition_seed
 from testbed.trace.events import Event
+from testbed.trace.metrics_spec import Metric, MetricsSpec
 from testbed_controller.cli.export import export as export_command
 from testbed_controller.cli.report import compare as compare_command
 from testbed_controller.cli.report import report as report_command
@@ -90,6 +92,65 @@ def test_differences_that_nobody_swept_are_warned_of(tmp_path: Path) -> None:
         for index, run in enumerate(runs)
     ]
     assert compare(side_by_side(swept))["warnings"] == []
+
+
+def test_repetitions_hide_no_difference_between_seeds_of_scenarios(
+    tmp_path: Path,
+) -> None:
+    def write_repetitions(name: str, seed: int) -> list[Run]:
+        runs = []
+        for repetition in range(2):
+            folder = tmp_path / name / str(repetition)
+            run = written(folder, {"seed": repetition_seed(seed, repetition)})
+            trial = replace(run.trial, repetition=repetition)
+            runs.append(replace(run, trial=trial))
+        return runs
+
+    same = [*write_repetitions("a", 3), *write_repetitions("b", 3)]
+    assert compare(side_by_side(same))["warnings"] == []
+    # Some repetitions of one scenario, each as a column of its own.
+    assert compare({"1": same[:1], "2": same[1:2]})["warnings"] == []
+    assert compare({"2": same[1:2]})["warnings"] == []
+    other = [*write_repetitions("c", 3), *write_repetitions("d", 9)]
+    assert compare(side_by_side(other))["warnings"] == [
+        "the scenarios differ in seed: 3 | 9"
+    ]
+
+
+def test_names_of_compared_scenarios_may_differ(tmp_path: Path) -> None:
+    runs = [written(tmp_path / "a"), written(tmp_path / "b", {"name": "other"})]
+    compared = compare(side_by_side(runs))
+    assert compared["warnings"] == []
+    assert compared["differences"] == {"name": ["recorded", "other"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "ratios"),
+    [
+        (["relu", "tanh"], [None, None]),
+        ([True, False], [None, None]),
+        ([2.0, "none"], [1.0, None]),
+        ([0, 3], [None, None]),
+    ],
+)
+def test_values_that_are_not_numbers_have_no_ratio(
+    values: list[object], ratios: list[float | None], tmp_path: Path
+) -> None:
+    metric = Metric("kind", "text", "any value", lambda _: None, compared=True)
+    runs = []
+    for number, value in enumerate(values):
+        run = written(tmp_path / str(number))
+        runs.append(
+            replace(
+                run,
+                metrics={**run.metrics, "kind": value},
+                declared=MetricsSpec((metric,)),
+            )
+        )
+    compared = compare(side_by_side(runs))
+    [row] = [row for row in compared["figures"] if row["name"] == "kind"]
+    assert (row["values"], row["ratios"]) == (values, ratios)
+    assert metrics_of(compared).rows
 
 
 def test_another_congestion_control_is_warned_of(tmp_path: Path) -> None:
