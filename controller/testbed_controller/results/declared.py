@@ -6,6 +6,7 @@ Reading results from the stored definitions executes no code from their folder, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +40,8 @@ _COMMON_FIELDS = {
     "deficit",
 }
 """Fields common to all entries of ``recovery_list``; methods may add more."""
+_GROUPED_NAME = re.compile(r"(?P<group>[^.<]+)\.<[^.<>]+>(?:\.(?P<last>[^.]+))?")
+"""Name of a metric with a value for each member of a group, such as ``layers.<layer>.age`` or ``cache.<device>``."""
 
 
 def declared_by(trial: Trial) -> MetricsSpec:
@@ -56,7 +59,11 @@ def keep(
 
 
 def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
-    """Return the metric definitions stored in a results folder; user-defined ones have their stored values."""
+    """Return the metric definitions stored in a results folder; user-defined ones have their stored values.
+
+    Damaged files of a user's method, or files of another version, count as no definitions: a report then has the
+    testbed's metrics alone.
+    """
     workload = trial.scenario.workload
     if workload.method.file is None:
         try:
@@ -74,8 +81,8 @@ def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
         if file.is_file():
             metrics = json.loads(file.read_text(encoding="utf-8"))
         return _restore(stored, metrics)
-    # Written by an earlier version, or damaged: the report then lacks the user's metrics and shows all others.
-    except (OSError, ValueError, KeyError, TypeError):
+    # AttributeError: a list where a mapping is expected, or the other way round.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return NOTHING
 
 
@@ -131,13 +138,17 @@ def _table_data(table: Table, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _restore(stored: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSpec:
     """Return definitions whose functions return the stored values, whatever record they are given."""
-    added_fields = {}
+    added_fields = []
     for item in metrics.get("recovery_list", ()):
         names = item.keys() - _COMMON_FIELDS
-        added_fields[item["detected"]] = {name: item[name] for name in names}
+        added_fields.append({name: item[name] for name in names})
 
     def recovery(item: Recovery, record: RunView) -> dict[str, Any]:
-        return added_fields.get(item.detected, {})
+        # By position: two devices may detect or end their recoveries at the same time.
+        for recomputed, fields in zip(record.recoveries, added_fields, strict=False):
+            if recomputed is item:
+                return fields
+        return {}
 
     figures = []
     for each in stored["figures"]:
@@ -172,13 +183,17 @@ def _restore_table(stored: Mapping[str, Any]) -> Table:
 
 def _metric_value(metrics: Mapping[str, Any], name: str) -> Any:
     """Return a metric from ``metrics.json``; for one such as ``layers.<layer>.age``, the values by layer."""
-    if "<" not in name:
+    grouped = _GROUPED_NAME.fullmatch(name)
+    if grouped is None:
         return metrics.get(name)
-    group, _, last = name.split(".")
+    members = metrics.get(grouped["group"], {})
+    last = grouped["last"]
+    if last is None:
+        return members
     values = {}
-    for member, figures in metrics.get(group, {}).items():
-        if last in figures:
-            values[member] = figures[last]
+    for member, fields in members.items():
+        if last in fields:
+            values[member] = fields[last]
     return values
 
 
