@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -113,12 +112,29 @@ def metric_kind(name: str, figures: Mapping[str, Metric]) -> MetricKind:
     >>> metric_kind("devices.worker1.bytes_sent", COMMON), metric_kind("step_time", COMMON)
     ('bytes', 'seconds')
     """
-    member = re.fullmatch(r"(\w+)s\.[^.<]+(\.\w+)?", name)
-    if member is None:
+    if name in figures:
         return figures[name].kind
-    group, last = member[1], member[2] or ""
-    # layers.2.dropped is a value of the metric layers.<layer>.dropped.
-    declared = f"{group}s.<{group}>{last}"
-    if group == "device" and declared not in figures:
-        return OF_DEVICES[last.removeprefix(".")]
-    return figures[declared].kind
+    for figure in figures.values():
+        if is_member(name, figure.name):
+            return figure.kind
+    last = name.rpartition(".")[2]
+    if is_member(name, f"devices.<device>.{last}"):
+        return OF_DEVICES[last]
+    raise KeyError(name)
+
+
+def is_member(name: str, grouped: str) -> bool:
+    """Return whether a name is that of one member of a grouped metric.
+
+    >>> is_member("layers.2.dropped", "layers.<layer>.dropped"), is_member("metrics.f1", "metrics.<metric>")
+    (True, True)
+    """
+    parts = name.split(".")
+    pattern = grouped.split(".")
+    if len(parts) != len(pattern) or "<" not in grouped:
+        return False
+    for part, expected in zip(parts, pattern, strict=True):
+        is_placeholder = expected.startswith("<") and expected.endswith(">")
+        if part != expected and not is_placeholder:
+            return False
+    return True

@@ -17,7 +17,7 @@ from testbed.ml import kernels
 from testbed.scenario.expand import repetition_seed
 from testbed.scenario.points import point_parts
 from testbed_controller.results.run import Run
-from testbed_controller.results.summary import all_figures, is_number
+from testbed_controller.results.summary import all_figures, is_number, metric_value
 
 UNIMPORTANT = (
     "description",
@@ -194,7 +194,8 @@ def _metric_rows(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
         values: list[Any] = []
         half_widths = []
         for group in grouped:
-            mean, half_width = _mean_interval([run.metrics.get(name) for run in group])
+            in_group = [metric_value(run.metrics, name) for run in group]
+            mean, half_width = _mean_interval(in_group)
             values.append(mean)
             half_widths.append(half_width)
         if all(value is None for value in values):

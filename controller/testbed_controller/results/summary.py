@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from testbed.common.intervals import CONFIDENCE, interval
+from testbed.scenario.expect import look_up
 from testbed.scenario.points import value_label
 from testbed.trace.events import finite
 from testbed.trace.metrics_spec import Metric
@@ -62,7 +64,7 @@ def _summarize_point(group: Sequence[Run]) -> dict[str, Any]:
 def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     table = {}
     for name in all_figures(runs):
-        values = [run.metrics.get(name) for run in runs]
+        values = [metric_value(run.metrics, name) for run in runs]
         numbers = [value for value in values if is_number(value)]
         if numbers:
             mean, half_width = interval(numbers)
@@ -71,11 +73,39 @@ def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 
 def all_figures(runs: Sequence[Run]) -> dict[str, Metric]:
-    """Return all metrics available to any of the runs, by name."""
+    """Return all metrics available to any of the runs, by name.
+
+    A compared metric with a value for each member of a group, such as ``metrics.<metric>``, is replaced by one metric
+    for each member, such as ``metrics.f1``. The members of other groups, such as layers, would be too many.
+    """
     figures: dict[str, Metric] = {}
     for run in runs:
-        figures |= run.metric_definitions
+        for name, metric in run.metric_definitions.items():
+            if "<" in name and metric.compared:
+                figures |= _member_metrics(metric, run.metrics)
+            else:
+                figures[name] = metric
     return figures
+
+
+def _member_metrics(metric: Metric, metrics: Mapping[str, Any]) -> dict[str, Metric]:
+    """Return a metric for each member of the group of a metric that a run has, by name."""
+    group, _, last = metric.name.partition(".")
+    members = metrics.get(group)
+    if not isinstance(members, Mapping):
+        return {metric.name: metric}
+    _, dot, last = last.partition(".")
+    names = [f"{group}.{member}{dot}{last}" for member in members]
+    return {name: replace(metric, name=name) for name in names}
+
+
+def metric_value(metrics: Mapping[str, Any], name: str) -> Any:
+    """Return a metric of a run by its name in `all_figures`; None if missing.
+
+    >>> metric_value({"loss": 0.5, "metrics": {"f1": 0.9}}, "metrics.f1")
+    0.9
+    """
+    return metrics[name] if name in metrics else look_up(metrics, name)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -116,13 +116,20 @@ def test_kinds_of_figures():
 def test_a_figure_of_each_layer_is_asked_for_by_the_layer():
     figures = {
         each: Metric(each, "share", "", len)
-        for each in ("layers.<layer>.dropped", "devices.<device>.trust")
+        for each in (
+            "layers.<layer>.dropped",
+            "devices.<device>.trust",
+            "cache_bytes.<device>",
+            "send_per_token.<device>",
+        )
     }
-    assert (
-        metric_kind("layers.2.dropped", figures)
-        == metric_kind("devices.pi1.trust", figures)
-        == "share"
-    )
+    for name in (
+        "layers.2.dropped",
+        "devices.pi1.trust",
+        "cache_bytes.pi1",
+        "send_per_token.pi1",
+    ):
+        assert metric_kind(name, figures) == "share"
     (found,) = evaluate(
         {"layers.2.dropped": "< 10%"}, {"layers": {"2": {"dropped": 0.05}}}, figures
     )
