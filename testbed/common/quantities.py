@@ -1,26 +1,26 @@
-"""Quantities with written units, parsed in one place: rates, durations, fractions, sizes, speeds.
+"""Quantities with written units, parsed in one place: rates, durations, fractions, sizes, speeds, byte rates.
 
-A quantity is text such as ``50mbit``, ``5ms``, ``1%``, ``1GiB`` or ``3.6gflops``; a bare number is refused
-(only ``0`` needs no unit), because a unit that is guessed is a unit that is wrong for somebody.
-Internally every quantity is a float in SI base units: bit/s, seconds, fraction of one, bytes, FLOP/s.
+A quantity is text such as ``50mbit``, ``5ms``, ``1%``, ``1GiB``, ``3.6gflops`` or ``4.4GB/s``; a bare number is
+refused (only ``0`` needs no unit), because a guessed unit is wrong for somebody. Parsed quantities are floats in SI
+base units: bit/s, seconds, fractions of one, FLOP/s, bytes/s; sizes are whole bytes.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from annotated_types import Le
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
-_NUMBER = re.compile(
-    r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\s\d].*)?\s*\Z"
+_NUMBER_AND_UNIT = re.compile(
+    r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\s\d].*)?\Z"
 )
 
 LARGEST = 1e18
-"""Largest value of any quantity, in SI units."""
+"""Largest value of any quantity but a fraction, in SI units."""
 
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -51,10 +51,12 @@ _UNITS_OF_KINDS = (
     BYTE_RATE_UNITS,
 )
 
-_BYTE_RATE = re.compile(r"([kKMG]?)(?:Bps|B/s)")
-_TC_BYTE_RATE = re.compile(r"([kKMG]?)bps")
-_BIT_RATE = re.compile(r"(?i)([kmg]?)(?:bit/s|bits|bits/s|b/s|bit|b)")
-_MEANT = {
+# A capital B means bytes and a small b means bits; prefixes have no case, as in tc.
+_BYTE_RATE = re.compile(r"([kKmMgG]?)(?:Bps|B/s|B)")
+_TC_BYTE_RATE = re.compile(r"([kKmMgG]?)(?:bps|BPS)")
+_BIT_RATE = re.compile(r"([kKmMgG]?)(?:(?i:bits?(?:/s)?)|b/s|b)")
+# Frequent mistakes. A double suggestion closes the first quote and opens the second.
+_LIKELY_UNITS = {
     "duration": {
         "sec": "s",
         "second": "s",
@@ -77,7 +79,7 @@ _MEANT = {
 def _suggest_unit(
     kind: str, number: float, unit: str, units: Mapping[str, float]
 ) -> str:
-    """Suggest the intended unit for an unknown one."""
+    """Return a suggestion for an unknown unit."""
     if kind == "rate":
         # `bps` are bytes to tc and bits to most people, so neither is assumed.
         if match := _TC_BYTE_RATE.fullmatch(unit):
@@ -86,8 +88,8 @@ def _suggest_unit(
             return f"a link's rate is in bits a second: write '{8 * number:g}{match[1].lower()}bit'"
         if match := _BIT_RATE.fullmatch(unit):
             return f"write '{match[1].lower()}bit', which means bits a second"
-    if unit in _MEANT.get(kind, {}):
-        return f"write '{_MEANT[kind][unit]}'"
+    if unit in _LIKELY_UNITS.get(kind, {}):
+        return f"write '{_LIKELY_UNITS[kind][unit]}'"
     # Another case of letters is suggested, not assumed: a unit that is guessed is wrong for somebody.
     for known in units:
         if known.lower() == unit.lower():
@@ -95,18 +97,29 @@ def _suggest_unit(
     return f"a {kind} is in " + ", ".join(units)
 
 
+def _split_unit(text: str) -> tuple[float, str] | None:
+    """Return the number and the unit (maybe empty) of a quantity; None for other text."""
+    match = _NUMBER_AND_UNIT.match(" ".join(text.split()))
+    return None if match is None else (float(match[1]), match[2] or "")
+
+
 def _parse_quantity(
-    kind: str, value: object, units: Mapping[str, float], example: str
+    kind: str,
+    value: object,
+    units: Mapping[str, float],
+    example: str,
+    largest: float = LARGEST,
 ) -> float:
+    """Return a quantity in SI units. Raises ValueError, with ``kind`` and ``example`` in the message."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"a {kind} is text with a unit, such as '{example}'")
     text = " ".join(str(value).split())
-    match = _NUMBER.match(text)
-    if not match:
+    quantity = _split_unit(text)
+    if quantity is None:
         raise ValueError(
             f"'{text}' is not a {kind}: write a number and a unit, such as '{example}'"
         )
-    number, unit = float(match[1]), (match[2] or "").strip()
+    number, unit = quantity
     if number < 0:
         raise ValueError(f"'{text}' is negative, which no {kind} can be")
     if not unit:
@@ -115,6 +128,7 @@ def _parse_quantity(
         text = f"'{text}' has no unit: a {kind} is written like '{example}'"
         # A bare number up to 1 is most likely meant as a fraction of one.
         likely = f"{100 * number:g}%"
+        # The message ends with the example already.
         if kind == "fraction" and number <= 1 and likely != example:
             text += f", so write '{likely}'"
         raise ValueError(text)
@@ -122,20 +136,18 @@ def _parse_quantity(
         raise ValueError(
             f"'{unit}' is not a unit of {kind}: {_suggest_unit(kind, number, unit, units)}"
         )
-    quantity = number * units[unit]
-    # A number too long for a float is infinite, and thus too large as well.
-    if quantity > LARGEST:
-        base = _base_unit(units)
-        raise ValueError(
-            f"'{text}' is too large for a {kind}: it is at most {LARGEST:g} {base}"
-        )
-    return quantity
+    converted = number * units[unit]
+    # A number too large for a float is infinite, and thus refused here as well.
+    if converted > largest:
+        limit = f"{largest:g} {_base_unit(units)}"
+        raise ValueError(f"'{text}' is too large for a {kind}: it is at most {limit}")
+    return converted
 
 
 def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
     """Convert values to plain numbers and their common unit (the largest one used; empty for numbers).
 
-    Returns None unless all values are numbers, or quantities of one kind.
+    Returns None unless all values are numbers, or quantities of one kind with at least one unit (a zero needs none).
 
     >>> on_one_scale(["500kbit", "2mbit"])
     ([0.5, 2.0], 'mbit')
@@ -144,14 +156,14 @@ def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
         isinstance(value, int | float) and not isinstance(value, bool)
         for value in values
     ):
-        # By way of text, an integer too large for a float is infinite instead of an OverflowError.
+        # float(10**400) raises OverflowError, but float(str(10**400)) is infinity.
         return [float(str(value)) for value in values], ""
     quantities: list[tuple[float, str]] = []
     for value in values:
-        match = _NUMBER.match(str(value))
-        if match is None:
+        quantity = _split_unit(str(value))
+        if quantity is None:
             return None
-        quantities.append((float(match[1]), match[2] or ""))
+        quantities.append(quantity)
     for units in _UNITS_OF_KINDS:
         used = {unit for number, unit in quantities if unit or number != 0}
         if used and used <= units.keys():
@@ -174,11 +186,11 @@ parse_speed = partial(_parse_quantity, "speed", units=SPEED_UNITS, example="3.6g
 parse_byte_rate = partial(
     _parse_quantity, "byte rate", units=BYTE_RATE_UNITS, example="4.4GB/s"
 )
-"""Return bytes/s, of memory, from text like ``4.4GB/s``."""
+"""Return bytes/s (of memory) from text like ``4.4GB/s``."""
 
 
 def parse_size(value: object) -> int:
-    """Return whole bytes from text like ``1GiB``.
+    """Return bytes from text like ``1GiB``, rounded to a whole number.
 
     >>> parse_size("1.5kB")
     1500
@@ -192,31 +204,36 @@ def parse_fraction(value: object) -> float:
     >>> parse_fraction("5%")
     0.05
     """
-    fraction = _parse_quantity("fraction", value, FRACTION_UNITS, "1%")
+    fraction = _parse_quantity("fraction", value, FRACTION_UNITS, "1%", math.inf)
     if fraction > 1:
         raise ValueError(f"'{value}' is more than 100%: write at most 100%")
     return fraction
 
 
 def _base_unit(units: Mapping[str, float]) -> str:
-    """Return the unit whose factor is closest to 1."""
+    """Return the unit whose factor is closest to 1: the SI unit, or per cent."""
     return min(units, key=lambda unit: abs(units[unit] - 1))
 
 
 def _format_quantity(value: float, units: Mapping[str, float]) -> str:
-    """Return the shortest text that parses to the same float, preferring numbers of at least 1."""
+    """Return the shortest text that parses to the same float, preferring numbers of at least 1.
+
+    A percentage with more than 15 digits may parse to a neighbouring float.
+    """
     if value == 0:
         return "0"
     exact: list[tuple[int, bool, str]] = []
     for unit, factor in units.items():
         number = value / factor
-        # Six digits read best, 15 hide the rounding of the division, and repr covers the rest.
+        # Six digits read best, 15 hide the rounding error of the division, and repr has all digits.
         for digits in (f"{number:g}", f"{number:.15g}", f"{number!r}"):
             if float(digits) * factor == value:
                 text = digits + unit
                 exact.append((len(text), value < factor, text))
     if exact:
+        # The shortest; of these, a number of at least 1; of these, the first by alphabet.
         return min(exact)[-1]
+    # Only per cent, as other kinds have a unit of factor 1.
     base = _base_unit(units)
     return f"{value / units[base]!r}{base}"
 
@@ -224,26 +241,27 @@ def _format_quantity(value: float, units: Mapping[str, float]) -> str:
 format_rate = partial(_format_quantity, units=RATE_UNITS)
 """Format bit/s with a unit."""
 format_duration = partial(_format_quantity, units=DURATION_UNITS)
-"""Write seconds with their unit."""
+"""Format seconds with a unit."""
 format_size = partial(_format_quantity, units=SIZE_UNITS)
-"""Write bytes with their unit."""
+"""Format bytes with a unit."""
 format_speed = partial(_format_quantity, units=SPEED_UNITS)
 """Format FLOP/s with a unit."""
 format_byte_rate = partial(_format_quantity, units=BYTE_RATE_UNITS)
-"""Write bytes/s with their unit."""
+"""Format bytes/s with a unit."""
 format_fraction = partial(_format_quantity, units=FRACTION_UNITS)
-"""Write a fraction of one as per cent."""
+"""Format a fraction of one as per cent."""
 
 
 def _annotated_type(
-    parse: Callable[[object], float], write: Callable[[float], str], example: str
+    parse: Callable[[object], float],
+    format_text: Callable[[float], str],
+    example: str,
 ) -> Any:
-    """Tie parser, writer and JSON schema of one kind of quantity into a pydantic annotation."""
+    """Combine parser, formatter and JSON schema of one kind of quantity into a pydantic annotation."""
     schema = {"anyOf": [{"type": "string"}, {"const": 0}], "examples": [example]}
     return (
-        Le(LARGEST),
         BeforeValidator(parse),
-        PlainSerializer(write),
+        PlainSerializer(format_text),
         WithJsonSchema(schema),
     )
 

@@ -51,6 +51,13 @@ def test_reads_a_number_and_a_unit(parse, text, value):
         (q.parse_rate, "100bps", "write 'bit'"),
         (q.parse_rate, "100MBps", "write '800mbit'"),
         (q.parse_rate, "100MB/s", "write '800mbit'"),
+        (q.parse_rate, "100MB", "write '800mbit'"),
+        (q.parse_rate, "100mB/s", "write '800mbit'"),
+        (q.parse_rate, "50mbps", "tc reads 'mbps' as bytes a second"),
+        (q.parse_rate, "1gbps", "write 'gbit'"),
+        (q.parse_rate, "1GBPS", "write 'gbit'"),
+        (q.parse_rate, "100Mb", "write 'mbit', which means bits"),
+        (q.parse_rate, "100MBIT/S", "write 'mbit', which means bits"),
         (q.parse_rate, "100Mbit", "write 'mbit'"),
         (q.parse_rate, "100Mbit/s", "write 'mbit'"),
         (q.parse_rate, "100Gb/s", "write 'gbit'"),
@@ -70,6 +77,8 @@ def test_reads_a_number_and_a_unit(parse, text, value):
         (q.parse_size, "1G", "write 'GB' or 'GiB'"),
         (q.parse_size, "1Mbit", "a size is in B, kB"),
         (q.parse_fraction, "101%", "more than 100%"),
+        (q.parse_fraction, "1e30%", "write at most 100%"),
+        (q.parse_fraction, "1e999%", "write at most 100%"),
         (q.parse_fraction, "0.5", "write '50%'"),
         (q.parse_fraction, 0.5, "write '50%'"),
         (q.parse_speed, "4GFLOPS", "write 'gflops'"),
@@ -123,3 +132,7 @@ def test_anything_else_is_refused_in_one_line(value):
         else:
             assert math.isfinite(result)
             assert result >= 0
+
+
+def test_blanks_around_a_quantity_do_not_matter_for_a_common_scale():
+    assert q.on_one_scale([" 2mbit ", "500 kbit", "0"]) == ([2.0, 0.5, 0.0], "mbit")
