@@ -23,12 +23,12 @@ from testbed.scenario.devices import (
     preset_problems,
     with_profiles,
 )
+from testbed.scenario.link_trace import parse_trace
 from testbed.scenario.loading import set_value, validate
 from testbed.scenario.points import LABEL, plain_value
 from testbed.scenario.radio import build_radio
 from testbed.scenario.schema import Scenario, Trial
 from testbed.scenario.sweeps import check_points, sweep_points
-from testbed.scenario.trace import parse_trace
 
 
 def trials(scenario: Scenario) -> list[Trial]:
@@ -254,7 +254,7 @@ def _expand_changes(
 ) -> tuple[Change, ...]:
     names = [device.name for device in devices]
 
-    def no_such_device(name: str) -> str | None:
+    def unknown_device_text(name: str) -> str | None:
         for _, text in no_such_devices([((), name)], scenario, names):
             return text
         return None
@@ -262,7 +262,7 @@ def _expand_changes(
     assert not isinstance(scenario.trace, str), (
         "loading has put the file's lines in its place"
     )
-    changes, problems = parse_trace(scenario.trace, devices, links, no_such_device)
+    changes, problems = parse_trace(scenario.trace, devices, links, unknown_device_text)
     if problems:
         raise scenario.source.error(problems)
     return changes

@@ -7,7 +7,7 @@ from testbed.faults.parts import FaultPart
 from testbed.faults.script import FaultScript, TraceScript
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
-from testbed.scenario.trace import parse
+from testbed.scenario.link_trace import parse
 from testbed.simulation.faults import FaultExecution, TraceExecution
 from testbed.simulation.world import World
 from testbed.wire.framing import wire_bytes

@@ -14,9 +14,9 @@ from testbed.faults.script import Change, TraceScript, traced_links
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.scenario.expand import trials
+from testbed.scenario.link_trace import LINK_KEYS, parse
 from testbed.scenario.loading import load, validate
 from testbed.scenario.schema import Source
-from testbed.scenario.trace import KEYS, parse
 
 SCENARIO = """
 name: traced
@@ -47,6 +47,7 @@ def test_every_kind_of_line():
         ("a", "b"),
         ("b", "a"),
     )
+    assert parse("1.5e+03,link a->b rate,10mbit").time == 1500
     assert parse('1,"link a->b distribution",uniform').link.distribution == "uniform"
     assert parse("0,link a->b limit,100").link.limit == 100
     assert parse("13,device a speed,200mflops").speed.speed == 200e6
@@ -60,6 +61,7 @@ def test_every_kind_of_line():
         ("1,link a->b,rate,10mbit", "has 4 values"),
         ("soon,link a->b rate,10mbit", "'soon' is not a duration"),
         ("-1,link a->b rate,10mbit", "is negative"),
+        ("1e999,link a->b rate,10mbit", "too large for a duration"),
         (
             "1,link a->b rtae,10mbit",
             "a trace cannot change 'rtae' of a link: did you mean 'rate'?",
@@ -145,7 +147,10 @@ def test_sweep_over_traces(tmp_path):
             "/changes.csv:1: trace.0: unknown device 'c': choose one of a, b",
         ),
         ("1,device c speed,1gflops\n", "unknown device 'c'"),
-        ("1,link a->a rate,1mbit\n", "there is no link from 'a' to 'a'"),
+        (
+            "1,link a->a rate,1mbit\n",
+            "there is no link from 'a' to 'a': add the link, or name another one",
+        ),
         (
             "1,link a->b rate,1kbit\n",
             "trace.0: makes a link from a to b with an impossible property: 1000bit is below the lowest rate",
@@ -154,7 +159,11 @@ def test_sweep_over_traces(tmp_path):
             "1,link a<->b jitter,3ms\n\n2,link b->a delay,2ms\n",
             "/changes.csv:3: trace.1: makes a link from b to a with an impossible property: a jitter of 3ms",
         ),
-        ("1,device a speed,1flops\n", "less than a millionth"),
+        (
+            "1,device a speed,1flops\n",
+            "less than a millionth of the device's own speed: use at least 1kflops",
+        ),
+        ("1,device a slowdown,1e7\n", "must be at most 1e+06"),
         ("time,what,value\n", "/changes.csv: holds no entries"),
         ("1,2,3,4\n" * 50, "/changes.csv:10: trace.9: has 4 values"),
         ("1,2,3,4\n" * 50, "; and 40 more like these"),
@@ -256,7 +265,7 @@ def test_changes_of_links_and_speeds():
 
 
 def test_all_but_bursts_may_change():
-    assert {*KEYS, "bursts"} == {
+    assert {*LINK_KEYS, "bursts"} == {
         "rate",
         "delay",
         "jitter",

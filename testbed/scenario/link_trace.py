@@ -1,9 +1,11 @@
-"""Parser of link traces, lines of ``time,what,value`` that change links and device speeds over time::
+"""Parser of link traces, which change links and device speeds over time.
 
-0, link source->worker1 rate, 10mbit
-12.5, link source<->worker1 delay, 40ms
-13, device worker1 speed, 200mflops
-14, device worker1 slowdown, 1
+A trace has lines of ``time,what,value``; a slowdown of 1 restores the full speed::
+
+    0, link source->worker1 rate, 10mbit
+    12.5, link source<->worker1 delay, 40ms
+    13, device worker1 speed, 200mflops
+    14, device worker1 slowdown, 1
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from testbed.common.errors import Diagnostic, Key, nearest
-from testbed.common.quantities import parse_duration
+from testbed.common.quantities import format_speed, parse_duration
 from testbed.faults.device_actions import MIN_FACTOR, ThrottlePart
 from testbed.faults.script import Change, traced_links
 from testbed.hardware import DeviceSpec
@@ -26,12 +28,14 @@ from testbed.network.link import Link, Pair
 from testbed.network.parts import PROPERTIES, LinkPart
 from testbed.scenario.explaining import explain
 
-KEYS = tuple(name for name in PROPERTIES if name != "bursts")
+# Bursts have several values, a line has one.
+LINK_KEYS = tuple(name for name in PROPERTIES if name != "bursts")
 """Link properties that a trace can change."""
-_SPEEDS = ("speed", "slowdown")
-_LINK = re.compile(r"link\s+([\w-]*[\w])\s*(<?->)\s*([\w-]+)\s+(\w+)")
+_DEVICE_KEYS = ("speed", "slowdown")
+# A source does not end with '-', which belongs to the arrow.
+_LINK = re.compile(r"link\s+([\w-]*\w)\s*(<?->)\s*([\w-]+)\s+(\w+)")
 _DEVICE = re.compile(r"device\s+([\w-]+)\s+(\w+)")
-_NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
+_NUMBER = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _MOST_PROBLEMS = 10
 """Maximum number of reported problems; a wrong trace is often wrong in every line."""
 
@@ -54,27 +58,30 @@ def parse(line: str) -> Change:
         raise ValueError(
             f"has {len(cells)} values: a line must be time,what,value, as in 12.5,link a->b rate,10mbit"
         )
-    written, what, value = cells
+    time_text, what, value = cells
     # Measured traces have plain seconds in their first column.
-    time = float(written) if _NUMBER.fullmatch(written) else parse_duration(written)
+    if _NUMBER.fullmatch(time_text):
+        time_text += "s"
+    time = parse_duration(time_text)
     if match := _LINK.fullmatch(what):
-        source, arrow, target, key = match.groups()
-        if key not in KEYS:
+        source, arrow, destination, key = match.groups()
+        if key not in LINK_KEYS:
             raise ValueError(
-                f"a trace cannot change '{key}' of a link: {nearest(key, KEYS)}"
+                f"a trace cannot change '{key}' of a link: {nearest(key, LINK_KEYS)}"
             )
-        pairs: tuple[Pair, ...] = ((source, target),)
+        pairs: tuple[Pair, ...] = ((source, destination),)
         if arrow == "<->":
-            pairs += ((target, source),)
-        return Change(time, what, value, pairs, _validate_part(LinkPart, {key: value}))
+            pairs += ((destination, source),)
+        link = _validate_part(LinkPart, {key: value})
+        return Change(time, what, value, pairs=pairs, link=link)
     if match := _DEVICE.fullmatch(what):
         device, key = match.groups()
-        if key not in _SPEEDS:
+        if key not in _DEVICE_KEYS:
             raise ValueError(
-                f"a trace cannot change '{key}' of a device: {nearest(key, _SPEEDS)}"
+                f"a trace cannot change '{key}' of a device: {nearest(key, _DEVICE_KEYS)}"
             )
-        speed = _validate_part(ThrottlePart, {"device": device, key: value})
-        return Change(time, what, value, speed=speed)
+        throttle = _validate_part(ThrottlePart, {"device": device, key: value})
+        return Change(time, what, value, speed=throttle)
     raise ValueError(
         f"'{what}' is neither a link nor a device: write 'link a->b rate' (or a<->b for both directions) "
         "or 'device a speed'"
@@ -92,9 +99,12 @@ def parse_trace(
     lines: Sequence[str],
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
-    no_such_device: Callable[[str], str | None],
+    unknown_device_text: Callable[[str], str | None],
 ) -> tuple[tuple[Change, ...], list[Diagnostic]]:
-    """Parse a trace; return changes and problems. ``no_such_device`` returns the error text for an unknown name."""
+    """Parse a trace; return changes and problems.
+
+    ``unknown_device_text`` returns the error text for an unknown device, and None for a known one.
+    """
     parsed: list[Change] = []
     problems: list[Diagnostic] = []
 
@@ -114,11 +124,14 @@ def parse_trace(
             text = f"runs backwards: {change.time:g}s is before the {latest:g}s of a line above: sort the lines by time"
             report(index, text)
         latest = max(latest, change.time)
-        for text in _change_problems(change, speeds, links, no_such_device):
+        for text in _change_problems(change, speeds, links, unknown_device_text):
             report(index, text)
-    # Links after each change follow from all changes before, so each of these must be valid.
+    # Changes add up, so links are checked after each change. If a line was refused, the indices of changes are not
+    # those of lines.
     if not problems:
-        for index, pair, link in traced_links(links, parsed, devices[0].name):
+        # Without effect: only a preset, which lines cannot name, has other rates from the first device.
+        first = devices[0].name
+        for index, pair, link in traced_links(links, parsed, first):
             for _, text in checks.problems(link):
                 ends = f"from {pair[0]} to {pair[1]}"
                 report(
@@ -131,7 +144,7 @@ def _change_problems(
     change: Change,
     speeds: Mapping[str, float],
     links: Collection[Pair],
-    no_such_device: Callable[[str], str | None],
+    unknown_device_text: Callable[[str], str | None],
 ) -> list[str]:
     """Return the error texts for unknown names or an impossible speed in a change."""
     names = set(chain.from_iterable(change.pairs))
@@ -139,18 +152,22 @@ def _change_problems(
         names.add(change.speed.device)
     texts = []
     for name in sorted(names):
-        text = no_such_device(name)
+        text = unknown_device_text(name)
         if text is not None:
             texts.append(text)
     if texts:
         return texts
-    part = change.speed
-    if part is not None and part.slowed(1.0, speeds[part.device]) < MIN_FACTOR:
-        return ["is less than a millionth of the device's own speed: use more"]
+    throttle = change.speed
+    if throttle is not None and throttle.speed is not None:
+        minimum = speeds[throttle.device] * MIN_FACTOR
+        if throttle.speed < minimum:
+            text = "is less than a millionth of the device's own speed"
+            return [f"{text}: use at least {format_speed(minimum)}"]
     for source, destination in change.pairs:
-        # One direction is enough: the other one lacks its link as well.
+        # Usually both directions are missing, and one report is enough.
         if (source, destination) not in links:
-            return [f"there is no link from '{source}' to '{destination}'"]
+            text = f"there is no link from '{source}' to '{destination}'"
+            return [f"{text}: add the link, or name another one"]
     return []
 
 
