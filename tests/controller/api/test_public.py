@@ -56,6 +56,14 @@ def test_the_page_lists_every_public_name(name: str) -> None:
     assert f"`{name}" in (ROOT / "docs" / "python.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["Result", "Results", "Live", "Callback"])
+def test_the_page_lists_every_public_member_of_a_class(name: str) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    members = [each for each in vars(getattr(testbed, name)) if each[0] != "_"]
+    assert members
+    assert [each for each in members if f"`{each}" not in page] == []
+
+
 @pytest.mark.parametrize("name", WITH_EXAMPLE)
 def test_the_example_of_a_public_name_works(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

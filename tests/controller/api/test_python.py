@@ -156,17 +156,28 @@ def test_without_pandas_frames_say_what_they_need(
         simulate(build(**SMALL), tmp_path / "one").frame("steps")
 
 
-def test_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_works(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "scenarios").symlink_to(DOCS.parent / "scenarios")
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(
-        r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.DOTALL
-    )
-    changed = block.replace(
+    page = (DOCS / "python.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    short = blocks[0].replace(
         '"workload.epochs": 1', '"workload.epochs": None, "workload.steps": 3'
     )
-    exec(compile(changed, "python.md", "exec"), {})
+    assert short != blocks[0]
+    names: dict[str, Any] = {}
+    for block in (short, *blocks[1:]):
+        exec(compile(block, "python.md", "exec"), names)
     assert load("quickstart").name == "quickstart"
+    assert len(names["results"]) == 2
+    # Steps of the callback, and the suggested key of the error.
+    printed = capsys.readouterr().out
+    assert printed.count(" s: loss ") == 3
+    assert "epochs" in printed
 
 
 def test_the_notebook_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
