@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from testbed.common.errors import TestbedError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.trace.host import HostTime
@@ -86,3 +91,54 @@ def test_what_ours_takes_beside_computing_is_a_share_of_what_torchs_takes() -> N
     taken = {"computing": 7.0, "agents": 0.5, "shaper": 0.25, "controller": 0.25}
     *_, share = gloo.compare_processor_time("gpipe", taken, 5.0)
     assert (share.value, share.reached) == (0.2, True)
+
+
+class EngineOfPrograms:
+    """A docker client whose programs end with an output, an exit code and after some seconds."""
+
+    def __init__(self, outcomes: dict[str, tuple[bytes | None, int, float]]) -> None:
+        self._outcomes = outcomes
+        self.is_closed = False
+        self.api = self
+
+    def exec_create(self, name: str, *_: Any, **__: Any) -> dict[str, str]:
+        return {"Id": name}
+
+    def exec_start(self, name: str, **_: Any) -> tuple[bytes | None, None]:
+        output, _, seconds = self._outcomes[name]
+        time.sleep(seconds)
+        return output, None
+
+    def exec_inspect(self, name: str) -> dict[str, int]:
+        return {"ExitCode": self._outcomes[name][1]}
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        ([(b"closed", 1, 0.2), (b"no memory", 1, 0.0)], "device2: no memory"),
+        ([(b"{}", 0, 0.0), (None, 0, 0.0)], "device2: the program printed nothing"),
+    ],
+)
+def test_first_failed_stage_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+    outcomes: list[tuple[bytes | None, int, float]],
+    said: str,
+) -> None:
+    plan = prepare(trials(gloo.scenario("gpipe"))[0]).plan
+    names = plan.devices
+    programs = dict.fromkeys(names, (b"{}", 0, 0.0)) | dict(
+        zip(names, outcomes, strict=False)
+    )
+    devices = {
+        name: SimpleNamespace(id=name, name=name, address="10.0.0.1") for name in names
+    }
+    engine = EngineOfPrograms(programs)
+    monkeypatch.setattr(gloo, "connect", lambda: engine)
+    lab: Any = SimpleNamespace(devices=devices)
+    with pytest.raises(TestbedError, match=said):
+        gloo.gloo_times(lab, plan, "gpipe")
+    assert engine.is_closed

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -121,12 +122,13 @@ def _run_program(
     command = ["python3", "-c", program, json.dumps(job)]
     started = client.api.exec_create(device.id, command, environment=environment)["Id"]
     output, errors = client.api.exec_start(started, demux=True)
-    if client.api.exec_inspect(started)["ExitCode"] != 0:
+    exit_code = client.api.exec_inspect(started)["ExitCode"]
+    if exit_code != 0 or not output:
         # docker returns None for a stream without output.
         text = ((output or b"") + (errors or b"")).decode(errors="replace")
-        end = text[-_TAIL:].strip()
+        end = text[-_TAIL:].strip() or "the program printed nothing"
         raise TestbedError(f"torch's pipelining failed on {device.name}: {end}")
-    times: dict[str, Any] = json.loads(output or b"")
+    times: dict[str, Any] = json.loads(output)
     return times
 
 
@@ -134,14 +136,17 @@ def gloo_times(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
     """Run torch's pipelining on a lab and return its times; the step time is that of steps after the warm-up."""
     arguments = jobs(plan, schedule)
     first = lab.devices[plan.coordinator].address
-    client = connect()
     running = {}
+    times = {}
     # All stages at once, as each waits for the others to join the process group.
-    with ThreadPoolExecutor(len(arguments)) as pool:
+    with closing(connect()) as client, ThreadPoolExecutor(len(arguments)) as pool:
         for name, job in arguments.items():
             device = lab.devices[name]
-            running[name] = pool.submit(_run_program, client, device, first, job)
-    times = {name: future.result() for name, future in running.items()}
+            future = pool.submit(_run_program, client, device, first, job)
+            running[future] = name
+        # The first failure is the cause; stages that fail later have lost a connection.
+        for future in as_completed(running):
+            times[running[future]] = future.result()
     step = median(times[plan.coordinator]["seconds"][WARM_UP:])
     return GlooTimes(step, sum(each["processor"] for each in times.values()))
 
@@ -231,5 +236,5 @@ def measure() -> Iterator[Measurement]:
             added_time(record),
         )
         taken = processor_time(record)
-        if taken:
-            yield from compare_processor_time(schedule, taken, theirs.processor)
+        assert taken is not None, "runs in containers measure processor time"
+        yield from compare_processor_time(schedule, taken, theirs.processor)
