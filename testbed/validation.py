@@ -103,26 +103,26 @@ def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
 
 
 def _expect_problems(
-    trial: Trial, figures: Mapping[str, Metric]
+    trial: Trial, metrics: Mapping[str, Metric]
 ) -> Iterator[Diagnostic]:
     names = [device.name for device in trial.experiment.devices]
-    for figure, text in trial.scenario.expect.items():
-        key: Key = ("expect", figure)
-        parts = figure.split(".")
+    for name, text in trial.scenario.expect.items():
+        key: Key = ("expect", name)
+        parts = name.split(".")
         # devices.worker1.bytes_sent
         of_device = parts[0] == "devices" and len(parts) == 3
         if of_device:
             for _, wrong in no_such_devices([(key, parts[1])], trial.scenario, names):
                 yield Diagnostic(key, wrong)
         try:
-            parse_condition(text, metric_kind(figure, figures))
+            parse_condition(text, metric_kind(name, metrics))
         except KeyError:
             if of_device:
-                unknown = f"unknown figure of a device '{parts[-1]}'"
+                unknown = f"unknown metric of a device '{parts[-1]}'"
                 suggestion = nearest(parts[-1], OF_DEVICES)
             else:
-                unknown = f"unknown figure '{figure}'"
-                suggestion = nearest(parts[-1], figures)
+                unknown = f"unknown metric '{name}'"
+                suggestion = nearest(parts[-1], metrics)
             yield Diagnostic(key, f"{unknown}: {suggestion}")
         except ValueError as error:
             yield Diagnostic(key, str(error))

@@ -71,7 +71,7 @@ def parse_condition(text: str, kind: MetricKind) -> Condition:
     if match := _TOLERANCE.fullmatch(text.strip()):
         if not has_order:
             raise ValueError(
-                f"'{text}' asks for a tolerance, which this figure cannot have: write '== ...'"
+                f"'{text}' asks for a tolerance, which this metric cannot have: write '== ...'"
             )
         target = parse_target(match[2], kind)
         return Condition("within", target, parse_fraction(match[1]))

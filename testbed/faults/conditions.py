@@ -173,7 +173,7 @@ class SystemState:
     speeds: Mapping[str, float]
     """Full speed in FLOP/s by device, as in the scenario."""
     set_links: Mapping[Pair, Link] = field(default_factory=dict)
-    """Links whose own figures have been set."""
+    """Links whose own properties have been set."""
     set_speeds: Mapping[str, float] = field(default_factory=dict)
     """Explicitly set share of full speed by device; above 1 is faster."""
     in_force: Mapping[str, FaultAction[Any]] = field(default_factory=dict)

@@ -117,14 +117,14 @@ class LinkFault(FaultAction[L]):
 
 
 class DegradePart(LinkSetPart, LinkPart):
-    """The links to make worse, and their new figures."""
+    """The links to change, and the properties to override."""
 
 
 class Degrade(LinkFault[DegradePart]):
-    """Links take the figures given; of several degradations of a link the latest decides about each figure."""
+    """Override properties of links; if several degradations of a link set a property, the latest decides."""
 
     name = "degrade"
-    summary = "links take other figures"
+    summary = "override link properties (rate, delay, loss, ...)"
     schema = DegradePart
 
     def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
@@ -150,8 +150,8 @@ class Degrade(LinkFault[DegradePart]):
         for link in distinct.values():
             # The direction of a preset does not matter here: presets state nothing that could clash.
             degraded = overlay(link, part, is_from_first=True)
-            for figure, text in checks.problems(degraded):
-                key = figure.partition(".")[0]
+            for name, text in checks.problems(degraded):
+                key = name.partition(".")[0]
                 # A property that the link brings is impossible only beside those of the fault.
                 yield (key,) if getattr(part, key) is not None else (), text
 

@@ -32,7 +32,7 @@ _RESERVED_ADDRESSES = 3
 class Impossible(NamedTuple):
     """An impossible property of a link."""
 
-    figure: str
+    name: str
     """Field of `Link`, with a dot before a nested field: ``bursts.r``."""
     text: str
     """The problem, and the nearest valid value."""

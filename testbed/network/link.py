@@ -110,9 +110,9 @@ class Link:
         return asdict(self)
 
     @staticmethod
-    def from_json(figures: Mapping[str, Any]) -> Link:
+    def from_json(values: Mapping[str, Any]) -> Link:
         """Parse the output of `to_json`. Raises TypeError for an unknown field."""
-        properties = dict(figures)
+        properties = dict(values)
         if properties.get("bursts") is not None:
             properties["bursts"] = GilbertElliott(**properties["bursts"])
         return Link(**properties)
@@ -146,9 +146,9 @@ def links_from_json(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
     """Parse the output of `links_to_json`. Raises KeyError or TypeError for missing or unknown fields."""
     links = {}
     for entry in entries:
-        figures = dict(entry)
-        pair = (figures.pop("source"), figures.pop("destination"))
-        links[pair] = Link.from_json(figures)
+        values = dict(entry)
+        pair = (values.pop("source"), values.pop("destination"))
+        links[pair] = Link.from_json(values)
     return links
 
 

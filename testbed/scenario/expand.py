@@ -178,8 +178,8 @@ def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnosti
     if part.distribution is not None and link.jitter == 0 and not impossible:
         text = checks.no_jitter(part.distribution)
         impossible.append(checks.Impossible("distribution", text))
-    for figure, text in impossible:
-        inner = parse_key(figure)
+    for name, text in impossible:
+        inner = parse_key(name)
         is_set_here = getattr(part, str(inner[0])) is not None
         yield Diagnostic((*key, *inner) if is_set_here else key, text)
 

@@ -40,12 +40,12 @@ def look_up(tree: object, dotted: str) -> Any:
 
 
 def evaluate(
-    expect: Mapping[str, str], metrics: Metrics, figures: Mapping[str, Metric]
+    expect: Mapping[str, str], metrics: Metrics, definitions: Mapping[str, Metric]
 ) -> list[Expectation]:
     """Check all conditions in order. Raises KeyError for an unknown metric."""
     results = []
     for key, text in expect.items():
         value = look_up(metrics, key)
-        holds = parse_condition(text, metric_kind(key, figures)).holds(value)
+        holds = parse_condition(text, metric_kind(key, definitions)).holds(value)
         results.append(Expectation(key, text, value, holds))
     return results

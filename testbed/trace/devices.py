@@ -47,7 +47,7 @@ OF_DEVICES: dict[str, MetricKind] = {
     **dict.fromkeys(["messages_sent", "messages_received", "flops"], "number"),
     "energy": "joules",
 }
-"""The figures of one device, named as ``devices.<device>.<figure>``."""
+"""The metrics of one device, named as ``devices.<device>.<metric>``."""
 
 
 def devices(record: RunView) -> dict[str, dict[str, Any]]:

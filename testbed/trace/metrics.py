@@ -48,8 +48,8 @@ def metrics(
         "weights": experiment.workload.initial_weights,
     }
     groups: dict[str, Mapping[str, Any]] = {}
-    for name, figure in metrics_of(declared).items():
-        value = figure.compute(record)
+    for name, metric in metrics_of(declared).items():
+        value = metric.compute(record)
         if isinstance(value, Mapping):
             groups[name] = value
         elif value is not None:

@@ -165,13 +165,13 @@ def events_of(declared: MetricsSpec) -> dict[str, tuple[str, ...]]:
     return keys
 
 
-def by_name(figures: Iterable[Metric]) -> dict[str, Metric]:
-    """Return figures by their names; raises ValueError where two have the same."""
+def by_name(metrics: Iterable[Metric]) -> dict[str, Metric]:
+    """Return metrics by their names. Raises ValueError for a duplicate name."""
     named: dict[str, Metric] = {}
-    for figure in figures:
-        if figure.name in named:
+    for metric in metrics:
+        if metric.name in named:
             raise ValueError(
-                f"two figures are called '{figure.name}': rename one of them"
+                f"two metrics are called '{metric.name}': rename one of them"
             )
-        named[figure.name] = figure
+        named[metric.name] = metric
     return named

@@ -69,7 +69,7 @@ class LinkMeasurement:
         """Return the measurement as plain values."""
         return asdict(self)
 
-    def figures(self) -> dict[str, Any] | None:
+    def measured(self) -> dict[str, Any] | None:
         """Return the measured properties as plain values; None without a measurement."""
         measured = {"rate": self.rate, "delay": self.delay, "loss": self.loss}
         if set(measured.values()) == {None}:

@@ -41,46 +41,46 @@ COMMON: Mapping[str, Metric] = by_name(
 
 _LOG = logging.getLogger(__name__)
 GROUP = "testbed.metrics"
-"""Entry points under which an installed package adds figures to every run: ``name = "module:METRICS"``."""
+"""Entry points under which an installed package adds metrics to every run: ``name = "module:METRICS"``."""
 
 OF_DEVICES: Mapping[str, MetricKind] = devices.OF_DEVICES
-"""The figures of one device, named as ``devices.<device>.<figure>``."""
+"""The metrics of one device, named as ``devices.<device>.<metric>``."""
 
 
 def metrics_of(declared: MetricsSpec) -> dict[str, Metric]:
     """Return the metrics of a run with the given definitions. Raises ValueError for a duplicate name.
 
-    Figures of packages come last, without those whose name the testbed or the method uses.
+    Metrics of packages come last, without those whose name the testbed or the method uses.
     """
-    figures = by_name([*COMMON.values(), *declared.metrics])
+    metrics = by_name([*COMMON.values(), *declared.metrics])
     # A package must not break a method whose metric has the same name.
-    for name, figure in _packaged_metrics().items():
-        figures.setdefault(name, figure)
-    return figures
+    for name, metric in _packaged_metrics().items():
+        metrics.setdefault(name, metric)
+    return metrics
 
 
 @cache
 def _packaged_metrics() -> Mapping[str, Metric]:
-    """Return the figures of installed packages; a broken package is logged, since every run asks for all figures."""
+    """Return the metrics of installed packages; a broken package is logged, since every run asks for all metrics."""
     metrics: dict[str, Metric] = {}
     for point in plugins.installed(GROUP).values():
         try:
-            for figure in plugins.load(point, (), _as_metrics):
-                safe = replace(figure, compute=partial(_compute_safely, figure))
-                metrics.setdefault(figure.name, safe)
+            for metric in plugins.load(point, (), _as_metrics):
+                safe = replace(metric, compute=partial(_compute_safely, metric))
+                metrics.setdefault(metric.name, safe)
         except InputError as error:
             _LOG.warning("%s", error)
     return metrics
 
 
-def _compute_safely(figure: Metric, record: RunView) -> Any:
+def _compute_safely(metric: Metric, record: RunView) -> Any:
     """Compute a package's metric; None on failure, because the run did not choose the package."""
     try:
-        return figure.compute(record)
+        return metric.compute(record)
     except Exception as error:  # noqa: BLE001 - a package may raise anything
         _LOG.warning(
             "the metric '%s' of a package is left out: %s: %s",
-            figure.name,
+            metric.name,
             type(error).__name__,
             error,
         )
@@ -88,10 +88,10 @@ def _compute_safely(figure: Metric, record: RunView) -> Any:
 
 
 def _as_metrics(declared: Any) -> tuple[Metric, ...]:
-    figures = tuple(declared) if isinstance(declared, Iterable) else (declared,)
-    if not all(isinstance(each, Metric) for each in figures):
+    metrics = tuple(declared) if isinstance(declared, Iterable) else (declared,)
+    if not all(isinstance(each, Metric) for each in metrics):
         raise TypeError(f"{declared!r} must be a Metric or a tuple of Metrics")
-    return figures
+    return metrics
 
 
 def rows_of(declared: MetricsSpec) -> tuple[Row, ...]:
@@ -106,17 +106,17 @@ def tables_of(declared: MetricsSpec) -> tuple[Table, ...]:
     return (phases.TABLE, *declared.tables)
 
 
-def metric_kind(name: str, figures: Mapping[str, Metric]) -> MetricKind:
+def metric_kind(name: str, metrics: Mapping[str, Metric]) -> MetricKind:
     """Return the kind of a metric of a run, device or layer. Raises KeyError for an unknown name.
 
     >>> metric_kind("devices.worker1.bytes_sent", COMMON), metric_kind("step_time", COMMON)
     ('bytes', 'seconds')
     """
-    if name in figures:
-        return figures[name].kind
-    for figure in figures.values():
-        if is_member(name, figure.name):
-            return figure.kind
+    if name in metrics:
+        return metrics[name].kind
+    for metric in metrics.values():
+        if is_member(name, metric.name):
+            return metric.kind
     last = name.rpartition(".")[2]
     if is_member(name, f"devices.<device>.{last}"):
         return OF_DEVICES[last]

@@ -69,11 +69,11 @@ def _of_latencies(
 ) -> Callable[[RunView], float | None]:
     """Wrap a metric of all latencies to return None without answers."""
 
-    def figure(record: RunView) -> float | None:
+    def compute_metric(record: RunView) -> float | None:
         latencies = record.cached(_request_latencies)
         return compute(latencies) if latencies else None
 
-    return figure
+    return compute_metric
 
 
 def _per_second(record: RunView) -> float | None:
@@ -153,11 +153,11 @@ def _over_bound(record: RunView) -> float | None:
 
 
 def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[RunView], float | None]:
-    def figure(record: RunView) -> float | None:
+    def compute_metric(record: RunView) -> float | None:
         times = record.cached(_path_times)
         return fmean(map(part, times)) if times else None
 
-    return figure
+    return compute_metric
 
 
 METRICS = (

@@ -156,7 +156,7 @@ def links(record: RunView) -> list[dict[str, Any]]:
                 "casts_heard": heard[pair],
                 "requested": as_dict(requested),
                 "rate_at_best": bounded[pair].rate if pair in bounded else None,
-                "measured": measurement.figures() if measurement else None,
+                "measured": measurement.measured() if measurement else None,
                 "problem": measurement.problem if measurement else None,
                 "used_share": _utilisation(requested, use.wire_bytes, record.end),
             }

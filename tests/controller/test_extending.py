@@ -231,7 +231,7 @@ def test_metrics_of_a_package_are_computed_and_expected(
     )
     assert without_package.returncode == 2
     assert (
-        "unknown figure 'event_count' in `expect`: install the package"
+        "unknown metric 'event_count' in `expect`: install the package"
         in without_package.stderr
     )
 

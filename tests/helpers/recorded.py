@@ -193,7 +193,7 @@ def write(folder: Path, trial: Trial, plan: Plan, outcome: Outcome) -> Path:
 
 
 def record(**changes: Any) -> RunView:
-    """The run as figures are computed from it; ``trial`` and what `outcome` takes may be others."""
+    """The recorded run, from which metrics are computed; ``trial`` and the arguments of `outcome` may be replaced."""
     own = changes.pop("trial", None) or trial()
     return RunView(outcome(**changes), own.experiment, plan())
 
@@ -205,7 +205,7 @@ def calm_record(**changes: Any) -> RunView:
     )
 
 
-def figures(**changes: Any) -> dict[str, Any]:
+def recorded_metrics(**changes: Any) -> dict[str, Any]:
     """What there is to say of the run."""
     return metrics(outcome(**changes), trial().experiment, plan())
 

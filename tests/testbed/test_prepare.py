@@ -312,7 +312,7 @@ def test_prepares_method_problem_and_plan(file):
             "accuracy:",
             "acuracy:",
             22,
-            "expect.acuracy: unknown figure 'acuracy': did you mean 'accuracy'?",
+            "expect.acuracy: unknown metric 'acuracy': did you mean 'accuracy'?",
         ),
         (
             'accuracy: ">= 0.9"',
@@ -336,7 +336,7 @@ def test_prepares_method_problem_and_plan(file):
             "accuracy:",
             "devices.source.idl:",
             22,
-            "expect.devices.source.idl: unknown figure of a device 'idl': did",
+            "expect.devices.source.idl: unknown metric of a device 'idl': did",
         ),
     ],
 )

@@ -93,7 +93,7 @@ def _make_section(
     headings = ["Value", "Target", ""]
     if compare:
         headings.append(f"Over {compare}")
-    columns = (Column("Figure", "name"), *tables.figures(*headings))
+    columns = (Column("Figure", "name"), *tables.number_columns(*headings))
     return Section("", "", "", columns, rows)
 
 

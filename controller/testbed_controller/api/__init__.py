@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a finished run: figures, tables and plots.
+    """The results of a finished run: metrics, tables and plots.
 
     >>> import testbed
     >>> result = testbed.simulate(testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}}))
@@ -82,10 +82,10 @@ class Result:
     @property
     def metrics(self) -> dict[str, Any]:
         """Scalar metrics by name; see `docs/metrics.md` and `testbed show methods` for their meaning."""
-        return {row["figure"]: row["value"] for row in rows(self.run, "figures")}
+        return {row["metric"]: row["value"] for row in rows(self.run, "metrics")}
 
     def rows(self, table: str) -> list[Row]:
-        """Return a table: figures, events, devices, links, steps, evaluations, requests or faults."""
+        """Return a table: metrics, events, devices, links, steps, evaluations, requests or faults."""
         return rows(self.run, table)
 
     def frame(self, table: str) -> pd.DataFrame:
@@ -356,7 +356,7 @@ def sweep(
 def open_results(folder: str | Path) -> Results:
     """Open a results folder: one run, or all runs of a sweep.
 
-    Runs with ``--no-events`` have figures, and no tables of events.
+    Runs with ``--no-events`` have metrics, and no tables of events.
 
     >>> import testbed
     >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})

@@ -29,8 +29,7 @@ from testbed_controller.cli.printing import (
     print_catalogue,
     print_section,
 )
-from testbed_controller.report.tables import Cell, Column, Section, draw
-from testbed_controller.report.tables import figures as figure_columns
+from testbed_controller.report.tables import Cell, Column, Section, draw, number_columns
 
 if TYPE_CHECKING:
     from testbed.hardware import DeviceSpec, Profile
@@ -186,11 +185,11 @@ def models(
         else:
             _print_layers(layers, fitted=profile is None)
         return
-    figures = describe(model)
+    description = describe(model)
     if as_json:
-        dump(figures)
+        dump(description)
         return
-    _print_units(figures, data)
+    _print_units(description, data)
 
 
 def _load_model(name: str, function: str | None, data: str) -> Model:
@@ -218,16 +217,16 @@ def _load_model(name: str, function: str | None, data: str) -> Model:
     )
 
 
-def _print_units(figures: Mapping[str, Any], data: str) -> None:
-    size = "x".join(map(str, figures["input"]))
-    flops = formats.count(figures["forward_flops"])
+def _print_units(description: Mapping[str, Any], data: str) -> None:
+    size = "x".join(map(str, description["input"]))
+    flops = formats.count(description["forward_flops"])
     console = make_console()
     console.print(
-        f"[bold]{figures['name']}[/bold] for {data}: {size}, {figures['classes']} classes; "
-        f"{figures['parameters']:,} parameters, {flops} FLOP per forward pass\n"
+        f"[bold]{description['name']}[/bold] for {data}: {size}, {description['classes']} classes; "
+        f"{description['parameters']:,} parameters, {flops} FLOP per forward pass\n"
     )
     rows = []
-    for unit in figures["units"]:
+    for unit in description["units"]:
         rows.append(
             (
                 str(unit["index"]),
@@ -242,10 +241,10 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
         Column(""),
         Column("unit"),
         Column("output"),
-        *figure_columns("parameters", "FLOP", "bytes across"),
+        *number_columns("parameters", "FLOP", "bytes across"),
     ]
     print_section(console, columns, rows)
-    for reason in figures["held"]:
+    for reason in description["held"]:
         console.print(f"[dim]{escape(reason)}[/dim]", soft_wrap=True)
 
 
@@ -312,7 +311,7 @@ def _print_layers(layers: MeasuredLayers, *, fitted: bool) -> None:
     columns = [
         Column("unit"),
         Column("layer"),
-        *figure_columns("time", "of all", "predicted", "of all", "of the FLOPs"),
+        *number_columns("time", "of all", "predicted", "of all", "of the FLOPs"),
     ]
     console = make_console()
     print_section(console, columns, rows)
@@ -395,8 +394,8 @@ _PresetRow = tuple[str, str, str, str, str]
 def _print_presets(title: str, presets: Sequence[_PresetRow]) -> None:
     columns = (
         Column("", "name"),
-        Column("", "figure"),
-        Column("", "figure"),
+        Column("", "number"),
+        Column("", "number"),
         Column(""),
     )
     rows = []

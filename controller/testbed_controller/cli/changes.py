@@ -329,7 +329,7 @@ def change(
     up: bool | None,
     both: bool,
     run_id: str | None,
-    **figures: Any,
+    **properties: Any,
 ) -> None:
     """Change the given properties of the link from SOURCE to DESTINATION while in use.
 
@@ -344,7 +344,7 @@ def change(
     pairs = [(source, destination)]
     if both:
         pairs.append((destination, source))
-    part = {key: value for key, value in figures.items() if value is not None}
+    part = {key: value for key, value in properties.items() if value is not None}
     if unlimited and "rate" in part:
         raise InputError(
             "--unlimited cannot be combined with --rate: remove one of them"

@@ -24,7 +24,13 @@ from testbed.scenario.loading import load
 from testbed.scenario.points import point_text
 from testbed_controller.cli.options import as_json, in_results, on_hosts, overrides
 from testbed_controller.cli.printing import dump, make_console
-from testbed_controller.report.tables import Column, Section, draw, figures, plain
+from testbed_controller.report.tables import (
+    Column,
+    Section,
+    draw,
+    number_columns,
+    plain,
+)
 
 CLASSES_SHOWN = 4
 """Maximum number of classes shown per device, by number of samples; the JSON contains all."""
@@ -434,7 +440,7 @@ def pieces_table(view: PlanView) -> Section:
         [
             Column("device"),
             Column("units"),
-            *figures("parameters", "memory", "of", "FLOP", "time"),
+            *number_columns("parameters", "memory", "of", "FLOP", "time"),
         ],
         rows,
     )
@@ -474,7 +480,7 @@ def hosts_table(view: PlanView) -> Iterator[Section | str]:
         [
             Column("host"),
             Column("devices"),
-            *figures("cores busy", "memory", "links to other hosts"),
+            *number_columns("cores busy", "memory", "links to other hosts"),
         ],
         rows,
     )
@@ -496,7 +502,7 @@ def data_table(data: DataView) -> Iterator[Section | str]:
     yield plain(
         [
             Column("device"),
-            *figures("samples", "classes"),
+            *number_columns("samples", "classes"),
             Column("samples by class"),
         ],
         rows,
@@ -521,7 +527,12 @@ def radio_table(radio: RadioView) -> Iterator[Section | str]:
     mean = f", {fmean(all_ratios):.1%} on average" if all_ratios else ""
     yield ""
     yield plain(
-        [Column(""), Column("device"), Column("metres"), *figures(*numbers.values())],
+        [
+            Column(""),
+            Column("device"),
+            Column("metres"),
+            *number_columns(*numbers.values()),
+        ],
         rows,
     )
     meaning = "share of the casts of the row's device that the column's receives"
@@ -552,7 +563,7 @@ def alternatives_table(alternatives: Sequence[Alternative]) -> Iterator[Section 
     yield plain(
         [
             Column("scheme"),
-            *figures("weights", "memory", "T", "C", "on the wire", "time"),
+            *number_columns("weights", "memory", "T", "C", "on the wire", "time"),
             Column(""),
         ],
         rows,

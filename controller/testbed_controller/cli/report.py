@@ -122,7 +122,7 @@ def compare(
     Examples:
       testbed compare results/quickstart results/simulated
       testbed compare results/sweep --out sweep.html
-      testbed compare results/sweep --plots figures --series 'rate=5mbit: 5 Mbit/s' --series 'rate=50mbit: 50 Mbit/s'
+      testbed compare results/sweep --plots plots --series 'rate=5mbit: 5 Mbit/s' --series 'rate=50mbit: 50 Mbit/s'
     """
     from testbed.common.errors import InputError
     from testbed.common.lazy import require_extra

@@ -25,7 +25,14 @@ from testbed_controller.report.charts import (
     Line,
     LinePlot,
 )
-from testbed_controller.report.tables import BARS, Cell, Column, Section, draw, figures
+from testbed_controller.report.tables import (
+    BARS,
+    Cell,
+    Column,
+    Section,
+    draw,
+    number_columns,
+)
 from testbed_controller.report.terminal import VERDICTS
 from testbed_controller.results.run import Run
 
@@ -52,7 +59,7 @@ def show(console: Console, compared: Mapping[str, Any]) -> None:
 
 def metrics_of(compared: Mapping[str, Any]) -> Section:
     """Return the metrics of runs side by side."""
-    rows = [_figure_row(row) for row in compared["figures"]]
+    rows = [_metric_row(row) for row in compared["metrics"]]
     note = "Small print: ratio to the first column."
     brief = ""
     if any(run["count"] > 1 for run in compared["runs"]):
@@ -62,7 +69,7 @@ def metrics_of(compared: Mapping[str, Any]) -> Section:
     return Section("Runs side by side", note, brief, columns, rows)
 
 
-def _figure_row(row: Mapping[str, Any]) -> list[Cell]:
+def _metric_row(row: Mapping[str, Any]) -> list[Cell]:
     """Return the cells of one metric, all in one unit."""
     scale = Scale.of(row["kind"], row["values"])
     cells = [Cell(scale.title(row["name"].replace("_", " ")), hint=row["about"])]
@@ -95,7 +102,7 @@ def _table_columns(first: str, compared: Mapping[str, Any]) -> tuple[Column, ...
         if run["count"] > 1:
             last += f"\u00a0×\u00a0{run['count']}"
         headings.append("\n".join([*lines, last]))
-    return Column(first, "name"), *figures(*headings)
+    return Column(first, "name"), *number_columns(*headings)
 
 
 def _other_sections(compared: Mapping[str, Any]) -> Iterator[Section]:
@@ -123,7 +130,7 @@ def _share_cell(share: Mapping[str, float] | None) -> Cell:
 
 def clocks_text(clocks: Mapping[str, Any]) -> str:
     """Describe the agreement of both runtimes."""
-    metric = clocks["figure"].replace("_", " ")
+    metric = clocks["metric"].replace("_", " ")
     verb = "agree" if clocks["agree"] else "do not agree"
     emulated = formats.seconds(clocks["emulated"])
     simulated = formats.seconds(clocks["simulated"])

@@ -43,9 +43,9 @@ def _render_row(row: Row, run: Run) -> tuple[str, str] | None:
     return texts[0], texts[1]
 
 
-def figure(name: str, value: Any, figures: Mapping[str, Metric]) -> str:
+def format_metric(name: str, value: Any, metrics: Mapping[str, Metric]) -> str:
     """Format a value of metrics.json by the kind of its metric."""
-    return formats.of_kind(metric_kind(name, figures), value)
+    return formats.of_kind(metric_kind(name, metrics), value)
 
 
 def fill(template: str, run: Run) -> str | None:
@@ -54,7 +54,7 @@ def fill(template: str, run: Run) -> str | None:
     if any(value is None for value in values.values()):
         return None
     return _NAMED.sub(
-        lambda match: figure(match[1], values[match[1]], run.metric_definitions),
+        lambda match: format_metric(match[1], values[match[1]], run.metric_definitions),
         template,
     )
 
@@ -78,9 +78,9 @@ def tables(run: Run) -> Iterator[Section]:
 
 def _cell_kind(
     column: metrics_spec.Column, *, is_first: bool
-) -> Literal["name", "text", "figure"]:
+) -> Literal["name", "text", "number"]:
     if column.kind != "text":
-        return "figure"
+        return "number"
     return "name" if is_first else "text"
 
 

@@ -133,7 +133,7 @@ def render(run: Run) -> str:
         verdict=verdict,
         sign=sign,
         explained=_explain_verdict(verdict),
-        figures=list(head(run)),
+        headlines=list(head(run)),
         expected=expected(run),
         charts=draw_charts(list(charts(run))),
         timeline=timeline(run),

@@ -22,7 +22,7 @@ from testbed_controller.report.grouping import (
     name_of,
     together,
 )
-from testbed_controller.report.tables import BARS, Cell, Column, Section, figures
+from testbed_controller.report.tables import BARS, Cell, Column, Section, number_columns
 from testbed_controller.report.thinning import (
     MOST,
     devices_shown,
@@ -114,35 +114,35 @@ def _device_cells(
     )
     for kind in ("compute", "send", "receive", "down", "idle"):
         if kind != "down" or has_been_down:
-            cells[Column(kind.capitalize(), "figure")] = partial(_time_cell, kind)
-    cells[Column("Sent", "figure", "page")] = lambda row: Cell(
+            cells[Column(kind.capitalize(), "number")] = partial(_time_cell, kind)
+    cells[Column("Sent", "number", "page")] = lambda row: Cell(
         formats.size(row[2]["bytes_sent"])
     )
-    cells[Column("Received", "figure", "page")] = lambda row: Cell(
+    cells[Column("Received", "number", "page")] = lambda row: Cell(
         formats.size(row[2]["bytes_received"])
     )
     # The virtual clock charges every computation exactly its time.
     if run.outcome.runtime == "emulate":
-        cells[Column("Deficit", "figure", "page")] = lambda row: Cell(
+        cells[Column("Deficit", "number", "page")] = lambda row: Cell(
             formats.share(row[2]["deficit_share"])
         )
     return cells
 
 
 def _profile_cell(row: Shown) -> Cell:
-    figures = row[2]
+    metrics = row[2]
     # The row of all devices has no profile.
-    if "profile" not in figures:
+    if "profile" not in metrics:
         return Cell(formats.NONE)
-    return Cell(figures["profile"], formats.speed(figures["speed"]))
+    return Cell(metrics["profile"], formats.speed(metrics["speed"]))
 
 
 def _time_cell(kind: str, row: Shown) -> Cell:
-    figures = row[2]
-    if not figures[kind]:
+    metrics = row[2]
+    if not metrics[kind]:
         return Cell(formats.NONE)
-    share = f"{formats.whole_share(figures[f'{kind}_share']):>3}"
-    return Cell(formats.seconds(figures[kind]), share, "no" if kind == "down" else "")
+    share = f"{formats.whole_share(metrics[f'{kind}_share']):>3}"
+    return Cell(formats.seconds(metrics[kind]), share, "no" if kind == "down" else "")
 
 
 def _combine_devices(devices: Collection[Mapping[str, Any]]) -> dict[str, float]:
@@ -210,8 +210,8 @@ def _links_section(run: Run) -> Section:
         cells[Column("Measured")] = _measured_cell
         note = f"Rate and one-way delay of the scenario, and as measured before the run{shaped}. "
     if run.trial.scenario.workload.counts_links:
-        cells[Column("Carried", "figure")] = lambda link, _: Cell(link.traffic)
-        cells[Column("Used", "figure", "wide")] = lambda link, _: Cell(link.used)
+        cells[Column("Carried", "number")] = lambda link, _: Cell(link.traffic)
+        cells[Column("Used", "number", "wide")] = lambda link, _: Cell(link.used)
         note += '"Used": bytes of the busiest direction, as a share of the capacity of its rate.'
     else:
         note += "The traffic of your own programs is not known."
@@ -272,7 +272,7 @@ def _changes_section(run: Run) -> Section:
     for (time, link_text), links in changes.items():
         rows.append([Cell(formats.moment(time)), Cell(name_of(links)), Cell(link_text)])
     brief = "by faults, a link trace or a command; time since the start of the workload"
-    columns = (*figures("Time"), Column("Link", "name"), Column("New values"))
+    columns = (*number_columns("Time"), Column("Link", "name"), Column("New values"))
     return Section(
         "Link changes",
         f"{brief.capitalize()}.",
@@ -300,7 +300,7 @@ def directions(run: Run) -> Section | None:
     columns.append(Column("Requested"))
     if is_emulated:
         columns.append(Column("Measured"))
-    columns += figures("Messages", "Bytes", "Used")
+    columns += number_columns("Messages", "Bytes", "Used")
     rows = []
     for link, reason in selected:
         row = [Cell(link["source"]), Cell(link["destination"])]
@@ -338,7 +338,7 @@ def _objects_section(metrics: Mapping[str, Any]) -> Section:
     columns = (
         Column("Picture", "name"),
         Column("Object", "name"),
-        *figures("Score", "Left", "Top", "Right", "Bottom"),
+        *number_columns("Score", "Left", "Top", "Right", "Bottom"),
     )
     return Section("Objects", note, brief, columns, rows, most=20, all_in="boxes.json")
 
@@ -363,8 +363,11 @@ def _faults_section(metrics: Mapping[str, Any]) -> Section:
         'Times since the start of the workload. "Late" is the time from the scheduled to the actual injection, '
         '"Recovery" the time from the injection until the work resumed.'
     )
-    columns = (Column("Fault", "name"), *figures("Scheduled", "Late", where="page"))
-    columns += figures("Injected", "Detected", "Reverted", "Resumed", "Recovery")
+    columns = (
+        Column("Fault", "name"),
+        *number_columns("Scheduled", "Late", where="page"),
+    )
+    columns += number_columns("Injected", "Detected", "Reverted", "Resumed", "Recovery")
     return Section(
         "Faults",
         note,
@@ -398,7 +401,7 @@ def expected(run: Run) -> Section:
         Column(""),
         Column("Metric", "name"),
         Column("Condition"),
-        *figures("Result"),
+        *number_columns("Result"),
     )
     note = "Conditions of the scenario; the command fails if one of them does not hold."
     return Section("Expectations", note, "", columns, rows)
@@ -413,4 +416,4 @@ def result_text(expectation: Expectation, run: Run) -> str:
     # A share formatted as 90% may be below or above the limit of 0.9.
     if isinstance(value, float) and kind in ("share", "number"):
         return f"{value:.4g}"
-    return declared.figure(expectation.key, value, run.metric_definitions)
+    return declared.format_metric(expectation.key, value, run.metric_definitions)

@@ -78,7 +78,7 @@ def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
     for name, heading in headings.items():
         metrics.append(_MetricColumn.of(summary, name, heading))
     columns = [Column(head, "name") for head in short_keys(keys).values()]
-    columns += tables.figures("Runs", *(metric.heading for metric in metrics))
+    columns += tables.number_columns("Runs", *(metric.heading for metric in metrics))
     sort_keys = {key: _sort_keys(points, key) for key in keys}
     rows = []
     for number, point in enumerate(points):
@@ -128,13 +128,13 @@ class _MetricColumn:
     def of(cls, summary: Mapping[str, Any], name: str, heading: str) -> _MetricColumn:
         means = []
         for point in summary["points"]:
-            if name in point["figures"]:
-                means.append(point["figures"][name]["mean"])
-        scale = Scale.of(summary["figures"][name]["kind"], means)
+            if name in point["metrics"]:
+                means.append(point["metrics"][name]["mean"])
+        scale = Scale.of(summary["metrics"][name]["kind"], means)
         return cls(name, scale.title(heading), scale)
 
     def cell(self, point: Point) -> Cell:
-        metric = point["figures"].get(self.name)
+        metric = point["metrics"].get(self.name)
         if metric is None:
             return Cell(formats.NONE)
         half_width = metric["ci95"]
@@ -147,8 +147,8 @@ def choose_metrics(summary: Mapping[str, Any], chosen: Sequence[str]) -> Names:
     names = {}
     for text in chosen:
         name, _, heading = text.partition(": ")
-        if name not in summary["figures"]:
-            known = ", ".join(summary["figures"])
+        if name not in summary["metrics"]:
+            known = ", ".join(summary["metrics"])
             raise InputError(f"--metric: {name}: unknown metric; available: {known}")
         names[name] = heading or _metric_heading(name)
     return names
@@ -156,7 +156,7 @@ def choose_metrics(summary: Mapping[str, Any], chosen: Sequence[str]) -> Names:
 
 def _default_names(summary: Mapping[str, Any]) -> Names:
     names = {}
-    for name, description in summary["figures"].items():
+    for name, description in summary["metrics"].items():
         if description["brief"]:
             names[name] = _metric_heading(name)
     return names
@@ -178,7 +178,7 @@ def charts(
     keys = _varying_keys(points)
     if len(points) > 1:
         for name, title in (names or _default_names(summary)).items():
-            kind = summary["figures"][name]["kind"]
+            kind = summary["metrics"][name]["kind"]
             yield _chart_over(name, title, kind, points, keys)
     if names is None and len(points) <= len(STYLES):
         yield from comparison.plots(side_by_side(runs))
@@ -269,7 +269,7 @@ def _line_chart(
     for (label, members), style in zip(series.items(), STYLES, strict=False):
         marks = []
         for point in members:
-            metric = point["figures"].get(name)
+            metric = point["metrics"].get(name)
             if metric is not None:
                 x = place[_value_label(point, key)]
                 marks.append((x, metric["mean"], metric["ci95"]))
@@ -297,7 +297,7 @@ def _bar_chart(
     for (label, members), style in zip(series.items(), STYLES, strict=False):
         statistics = {}
         for point in members:
-            statistics[_value_label(point, key)] = point["figures"].get(name, {})
+            statistics[_value_label(point, key)] = point["metrics"].get(name, {})
         rows = [statistics.get(group, {}) for group in groups]
         values = [row.get("mean") for row in rows]
         half_widths = [row.get("ci95") for row in rows]

@@ -77,8 +77,8 @@ class Column:
     """Heading and cell type of a column."""
 
     heading: str
-    kind: Literal["name", "text", "figure"] = "text"
-    """Figures are aligned on the right."""
+    kind: Literal["name", "text", "number"] = "text"
+    """Numbers are aligned on the right."""
     where: Literal["", "wide", "page"] = ""
     """Shown only on wide terminals and on the page, or on the page alone."""
 
@@ -110,15 +110,15 @@ def plain(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Section:
     return Section("", "", "", tuple(columns), cells)
 
 
-def figures(
+def number_columns(
     *headings: str, where: Literal["", "wide", "page"] = ""
 ) -> tuple[Column, ...]:
     """Return right-aligned columns with these headings.
 
-    >>> [column.heading for column in figures("Sent", "Received")]
+    >>> [column.heading for column in number_columns("Sent", "Received")]
     ['Sent', 'Received']
     """
-    return tuple(Column(heading, "figure", where) for heading in headings)
+    return tuple(Column(heading, "number", where) for heading in headings)
 
 
 class VisibleConsole(Console):
@@ -183,7 +183,7 @@ def _make_table(
     *,
     is_narrow: bool = False,
 ) -> Table:
-    """Return the rows as a table; a narrow one has no padding, and notes below their figures."""
+    """Return the rows as a table; a narrow one has no padding, and notes below their numbers."""
     shown = []
     for place, column in enumerate(section.columns):
         if _is_shown(column, width):
@@ -201,7 +201,7 @@ def _make_table(
         table.add_column(
             column.heading,
             style="bold" if column.kind == "name" else "",
-            justify="right" if column.kind == "figure" else "left",
+            justify="right" if column.kind == "number" else "left",
             overflow="fold",
             no_wrap=column.kind == "name" and longest <= WHOLE,
         )
@@ -218,15 +218,15 @@ def _is_shown(column: Column, width: int) -> bool:
 
 
 def _cell_text(cell: Cell, column: Column, separator: str) -> Text:
-    """Render a cell; ``separator`` stands between a figure and its note."""
-    if cell.text == formats.NONE and column.kind == "figure":
+    """Render a cell; ``separator`` stands between a number and its note."""
+    if cell.text == formats.NONE and column.kind == "number":
         return Text(cell.text, style="dim")
     text = Text(cell.text, style=TONES[cell.tone])
     if cell.shares is not None:
         text = _time_bar(cell.shares)
     # Optional columns are the least important: their notes are only on the page.
     if cell.note and not column.where:
-        before = separator if column.kind == "figure" else "\n"
+        before = separator if column.kind == "number" else "\n"
         text.append(before + cell.note, style="dim")
     return text
 
@@ -262,7 +262,7 @@ def latex(section: Section) -> str:
     for place, column in enumerate(section.columns):
         if column.where != "page":
             shown.append((place, column))
-    alignments = "".join("r" if column.kind == "figure" else "l" for _, column in shown)
+    alignments = "".join("r" if column.kind == "number" else "l" for _, column in shown)
     lines = [rf"\begin{{tabular}}{{{alignments}}}", r"\toprule"]
     lines += [_latex_row([column.heading for _, column in shown]), r"\midrule"]
     for row in section.rows:

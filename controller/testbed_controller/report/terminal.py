@@ -78,7 +78,7 @@ def measurements_table(measurements: Sequence[LinkMeasurement]) -> Section:
                 "source": each.source,
                 "destination": each.destination,
                 "requested": each.expected.to_json(),
-                "measured": each.figures(),
+                "measured": each.measured(),
                 "problem": each.problem,
                 "bytes": 0,
                 "used_share": None,

@@ -28,8 +28,8 @@ def standing_out(
     if len(items) <= MOST:
         return [(item, "") for item in items]
     reasons: dict[int, list[str]] = {}
-    for words, figure in by.items():
-        values = [figure(item) for item in items]
+    for words, measure in by.items():
+        values = [measure(item) for item in items]
         for place in nlargest(EACH, range(len(items)), key=values.__getitem__):
             if values[place] > 0:
                 reasons.setdefault(place, []).append(words)
@@ -43,7 +43,7 @@ def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         row = devices[name]
         return float(row["compute_share"] + row["communicate_share"])
 
-    figures: dict[str, Callable[[str], float]] = {
+    measures: dict[str, Callable[[str], float]] = {
         "longest down": lambda name: devices[name]["down"],
         "busiest": busy_share,
         "computes longest": lambda name: devices[name]["compute"],
@@ -52,20 +52,20 @@ def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         "most idle": lambda name: devices[name]["idle"],
         "slowed most by the host": lambda name: devices[name]["deficit_share"],
     }
-    return dict(standing_out(list(devices), figures))
+    return dict(standing_out(list(devices), measures))
 
 
 def links_shown(
     links: Sequence[Mapping[str, Any]],
 ) -> list[tuple[Mapping[str, Any], str]]:
     """Select links from ``metrics()["links"]``, each with the reason."""
-    figures: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    measures: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "out of tolerance": lambda link: link["problem"] is not None,
         "lost most casts": lambda link: link["casts"] - link["casts_heard"],
         "carried most": lambda link: link["bytes"],
         "used most": lambda link: link["used_share"] or 0.0,
     }
-    return standing_out(links, figures)
+    return standing_out(links, measures)
 
 
 def shortened(section: Section) -> Section:

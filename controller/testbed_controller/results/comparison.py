@@ -17,7 +17,7 @@ from testbed.ml import kernels
 from testbed.scenario.expand import repetition_seed
 from testbed.scenario.points import point_parts
 from testbed_controller.results.run import Run
-from testbed_controller.results.summary import all_figures, is_number, metric_value
+from testbed_controller.results.summary import all_metrics, is_number, metric_value
 
 UNIMPORTANT = (
     "description",
@@ -36,7 +36,7 @@ TWO_CLOCKS = 0.10
 def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     """Return the comparison of runs as plain JSON values; see `side_by_side` for the groups.
 
-    ``runs``: path (of the first), label, runtime, count, verdict, status; ``figures``: name, kind, about, values
+    ``runs``: path (of the first), label, runtime, count, verdict, status; ``metrics``: name, kind, about, values
     (means; None where absent), half_widths of their intervals and ratios to the first; ``devices``: per device the
     share of each activity; ``differences``: dotted key of the scenario -> values; ``warnings``: unrequested
     differences, untrusted runs; ``clocks``: agreement of the two runtimes on one scenario, or None.
@@ -51,7 +51,7 @@ def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
         warnings += check(compared)
     return {
         "runs": [_describe_group(label, group) for label, group in grouped.items()],
-        "figures": list(_metric_rows(groups)),
+        "metrics": list(_metric_rows(groups)),
         "devices": _device_shares(groups),
         "differences": differences,
         "warnings": warnings,
@@ -188,8 +188,8 @@ def is_below(key: str, other: str) -> bool:
 
 
 def _metric_rows(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
-    for name, figure in all_figures([*chain.from_iterable(grouped)]).items():
-        if not figure.compared:
+    for name, metric in all_metrics([*chain.from_iterable(grouped)]).items():
+        if not metric.compared:
             continue
         values: list[Any] = []
         half_widths = []
@@ -202,8 +202,8 @@ def _metric_rows(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
             continue
         yield {
             "name": name,
-            "kind": figure.kind,
-            "about": figure.meaning,
+            "kind": metric.kind,
+            "about": metric.meaning,
             "values": values,
             "half_widths": half_widths,
             "ratios": [_ratio_to_first(value, values[0]) for value in values],
@@ -367,14 +367,14 @@ def _compare_clocks(
             first_runs.setdefault(run.outcome.runtime, run)
     if len(first_runs) < 2 or any(key != "name" for key in differences):
         return None
-    figure = "step_time" if "step_time" in first_runs["emulate"].metrics else "latency"
-    emulated = first_runs["emulate"].metrics.get(figure)
-    simulated = first_runs["simulate"].metrics.get(figure)
+    metric = "step_time" if "step_time" in first_runs["emulate"].metrics else "latency"
+    emulated = first_runs["emulate"].metrics.get(metric)
+    simulated = first_runs["simulate"].metrics.get(metric)
     if emulated is None or not simulated:
         return None
     ratio = emulated / simulated
     return {
-        "figure": figure,
+        "metric": metric,
         "emulated": emulated,
         "simulated": simulated,
         "ratio": ratio,

@@ -96,7 +96,7 @@ def _as_data(declared: MetricsSpec, metrics: Mapping[str, Any]) -> dict[str, Any
                 rows.append(_row_data(row, metrics))
         tables = [_table_data(table, metrics) for table in declared.tables]
     return {
-        "figures": [_metric_data(each) for each in declared.metrics],
+        "metrics": [_metric_data(each) for each in declared.metrics],
         "lists": list(declared.lists or ()),
         "events": [asdict(event) for event in declared.events],
         "rows": rows,
@@ -150,15 +150,15 @@ def _restore(stored: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSp
                 return fields
         return {}
 
-    figures = []
-    for each in stored["figures"]:
+    definitions = []
+    for each in stored["metrics"]:
         value = _metric_value(metrics, each["name"])
-        figures.append(Metric(compute=_constant_function(value), **each))
+        definitions.append(Metric(compute=_constant_function(value), **each))
     lists = {}
     for name in stored["lists"]:
         lists[name] = _constant_function(metrics.get(name, []))
     return MetricsSpec(
-        metrics=tuple(figures),
+        metrics=tuple(definitions),
         lists=lists,
         recovery=recovery,
         events=tuple(EventType(**each) for each in stored["events"]),

@@ -87,11 +87,11 @@ def load_metrics(folder: Path) -> Run:
     """Load a run without events, with its stored metrics; missing ones are recomputed."""
     if not is_written(folder):
         return load(folder).alone()
-    figures = _read_json(folder / "metrics.json")
+    stored = _read_json(folder / "metrics.json")
     # Evaluated from the scenario and the metrics when needed.
-    figures.pop("expectations", None)
-    if figures.keys() >= ALWAYS:
-        return _load_run(folder, EventLog(), figures)
+    stored.pop("expectations", None)
+    if stored.keys() >= ALWAYS:
+        return _load_run(folder, EventLog(), stored)
     return load(folder).alone()
 
 
@@ -108,8 +108,8 @@ def is_written(folder: Path) -> bool:
     return status != RUNNING and (folder / "metrics.json").is_file()
 
 
-def _load_run(folder: Path, events: EventLog, figures: dict[str, Any] | None) -> Run:
-    """Load everything except the events; without ``figures``, recompute the metrics."""
+def _load_run(folder: Path, events: EventLog, stored: dict[str, Any] | None) -> Run:
+    """Load everything except the events; ``stored`` are its metrics, None to compute them."""
     facts = _read_manifest(folder)
     fidelity: dict[str, Any] = {}
     # Missing if the run was cut off.
@@ -132,7 +132,7 @@ def _load_run(folder: Path, events: EventLog, figures: dict[str, Any] | None) ->
             error=facts["error"],
             links=links,
             host=facts["host"],
-            fidelity=fidelity.get("figures", {}),
+            fidelity=fidelity.get("measurements", {}),
             wall_seconds=facts["wall_seconds"],
         )
     except KeyError as error:
@@ -149,9 +149,9 @@ def _load_run(folder: Path, events: EventLog, figures: dict[str, Any] | None) ->
             f"{folder}: was not written by this version of the testbed: plan.json: {key}"
         ) from None
     declared = declared_in(folder, trial)
-    if figures is None:
-        figures = metrics(outcome, trial.experiment, plan, declared)
-    return Run(folder, trial, plan, outcome, facts, figures, declared)
+    if stored is None:
+        stored = metrics(outcome, trial.experiment, plan, declared)
+    return Run(folder, trial, plan, outcome, facts, stored, declared)
 
 
 def places(folder: Path) -> list[Path]:

@@ -211,9 +211,9 @@ class Recorder:
         log = EventLog.made_of(outcome.events)
         # Rounded as in the file, so that metrics recomputed from the file are the same.
         kept = replace(outcome, events=log.rounded(), weights_file=None, parts={})
-        figures = metrics(kept, self._trial.experiment, self._plan, self._declared)
+        values = metrics(kept, self._trial.experiment, self._plan, self._declared)
         run = Run(
-            self.path, self._trial, self._plan, kept, facts, figures, self._declared
+            self.path, self._trial, self._plan, kept, facts, values, self._declared
         )
         # Events of several devices may arrive out of order, and some only with the outcome.
         is_incomplete = not self._ordered or self._written != len(log)
@@ -225,7 +225,7 @@ class Recorder:
                 (self.path / "weights.safetensors").write_bytes(outcome.weights_file)
             for device, weights in outcome.parts.items():
                 (self.path / f"weights-{device}.safetensors").write_bytes(weights)
-            keep(self.path, self._trial, self._declared, figures)
+            keep(self.path, self._trial, self._declared, values)
             _write_figures(run)
             if self.keeps_events:
                 _write_trace(run)
@@ -371,6 +371,10 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _fidelity_facts(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:
+def _fidelity_facts(outcome: Outcome, values: dict[str, Any]) -> dict[str, Any]:
     links = [item.to_json() for item in outcome.links]
-    return {"verdict": figures["verdict"], "figures": outcome.fidelity, "links": links}
+    return {
+        "verdict": values["verdict"],
+        "measurements": outcome.fidelity,
+        "links": links,
+    }

@@ -22,11 +22,11 @@ Row = dict[str, Any]
 def _metric_rows(run: Run) -> list[Row]:
     """Return the metrics with a single value; metrics of devices or layers have tables of their own."""
     table = []
-    for name, figure in run.metric_definitions.items():
+    for name, metric in run.metric_definitions.items():
         value = run.metrics.get(name)
         if isinstance(value, int | float | str | bool):
-            row = {"figure": name, "value": value}
-            table.append({**row, "kind": figure.kind, "meaning": figure.meaning})
+            row = {"metric": name, "value": value}
+            table.append({**row, "kind": metric.kind, "meaning": metric.meaning})
     return table
 
 
@@ -40,7 +40,7 @@ def _event_rows(run: Run) -> list[Row]:
 
 def _device_rows(run: Run) -> list[Row]:
     devices = run.metrics["devices"]
-    return [{"device": name, **figures} for name, figures in devices.items()]
+    return [{"device": name, **metrics} for name, metrics in devices.items()]
 
 
 def _link_rows(run: Run) -> list[Row]:
@@ -62,7 +62,7 @@ def _series_rows(name: str) -> Callable[[Run], list[Row]]:
 
 
 TABLES: Mapping[str, Callable[[Run], list[Row]]] = {
-    "figures": _metric_rows,
+    "metrics": _metric_rows,
     "events": _event_rows,
     "devices": _device_rows,
     "links": _link_rows,
@@ -72,10 +72,15 @@ TABLES: Mapping[str, Callable[[Run], list[Row]]] = {
     "faults": lambda run: [dict(row) for row in run.metrics["fault_list"]],
 }
 """Tables of a run, with functions that compute them. Times and durations are in seconds."""
+_FORMER_TABLES = {"figures": "metrics"}
+"""Former names of tables, with the present ones."""
 
 
 def rows(run: Run, table: str) -> list[Row]:
     """Return a table of a run, a mapping per row. Raises `InputError` for an unknown table."""
+    if table in _FORMER_TABLES:
+        present = _FORMER_TABLES[table]
+        raise InputError(f"the table '{table}' has been renamed: write '{present}'")
     if table not in TABLES:
         raise InputError(f"unknown table '{table}': choose one of {', '.join(TABLES)}")
     return TABLES[table](run)
@@ -103,7 +108,7 @@ def points(runs: Sequence[Run]) -> list[Row]:
             row[key] = value_text(value) if value_label(value) else value
         row["repetition"] = run.trial.repetition
         row["verdict"] = run.metrics["verdict"]["kind"]
-        row |= {each["figure"]: each["value"] for each in _metric_rows(run)}
+        row |= {each["metric"]: each["value"] for each in _metric_rows(run)}
         # The verdict says more: a simulation is neither trusted nor untrusted.
         row.pop("trusted", None)
         table.append(row)

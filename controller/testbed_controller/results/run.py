@@ -54,7 +54,7 @@ class Run:
                 self.trial.scenario.expect, self.metrics, self.metric_definitions
             )
         except KeyError as error:
-            text = f"{self.path}: unknown figure {error} in `expect`: install the package that the run was made with"
+            text = f"{self.path}: unknown metric {error} in `expect`: install the package that the run was made with"
             raise InputError(text) from None
 
     def alone(self) -> Run:

@@ -29,9 +29,9 @@ def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
 def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the summary of runs of one scenario; events are not required.
 
-    ``figures`` contains ``kind`` and ``brief`` of each metric by name (`testbed.trace.metrics_spec.Metric`). ``points``
+    ``metrics`` contains ``kind`` and ``brief`` of each metric by name (`testbed.trace.metrics_spec.Metric`). ``points``
     has one entry for each point of the sweep, in the order of the runs: ``point``, ``runs`` (folder names), ``trusted``
-    (the number of trusted runs), ``figures`` by name, each with ``mean``, ``ci95`` (half width) and ``n``.
+    (the number of trusted runs), ``metrics`` by name, each with ``mean``, ``ci95`` (half width) and ``n``.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -39,15 +39,15 @@ def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
     points = [_summarize_point(group) for group in groups.values()]
     present: set[str] = set()
     for point in points:
-        present |= point["figures"].keys()
+        present |= point["metrics"].keys()
     descriptions = {}
-    for name, figure in all_figures(runs).items():
+    for name, metric in all_metrics(runs).items():
         if name in present:
-            descriptions[name] = {"kind": figure.kind, "brief": figure.brief}
+            descriptions[name] = {"kind": metric.kind, "brief": metric.brief}
     return {
         "scenario": runs[0].trial.scenario.name if runs else "",
         "confidence": CONFIDENCE,
-        "figures": descriptions,
+        "metrics": descriptions,
         "points": points,
     }
 
@@ -57,13 +57,13 @@ def _summarize_point(group: Sequence[Run]) -> dict[str, Any]:
         "point": group[0].trial.point,
         "runs": [run.path.name for run in group],
         "trusted": sum(bool(run.metrics["trusted"]) for run in group),
-        "figures": _summarize_metrics(group),
+        "metrics": _summarize_metrics(group),
     }
 
 
 def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     table = {}
-    for name in all_figures(runs):
+    for name in all_metrics(runs):
         values = [metric_value(run.metrics, name) for run in runs]
         numbers = [value for value in values if is_number(value)]
         if numbers:
@@ -72,20 +72,20 @@ def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     return table
 
 
-def all_figures(runs: Sequence[Run]) -> dict[str, Metric]:
+def all_metrics(runs: Sequence[Run]) -> dict[str, Metric]:
     """Return all metrics available to any of the runs, by name.
 
     A compared metric with a value for each member of a group, such as ``metrics.<metric>``, is replaced by one metric
     for each member, such as ``metrics.f1``. The members of other groups, such as layers, would be too many.
     """
-    figures: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for run in runs:
         for name, metric in run.metric_definitions.items():
             if "<" in name and metric.compared:
-                figures |= _member_metrics(metric, run.metrics)
+                metrics |= _member_metrics(metric, run.metrics)
             else:
-                figures[name] = metric
-    return figures
+                metrics[name] = metric
+    return metrics
 
 
 def _member_metrics(metric: Metric, metrics: Mapping[str, Any]) -> dict[str, Metric]:
@@ -100,7 +100,7 @@ def _member_metrics(metric: Metric, metrics: Mapping[str, Any]) -> dict[str, Met
 
 
 def metric_value(metrics: Mapping[str, Any], name: str) -> Any:
-    """Return a metric of a run by its name in `all_figures`; None if missing.
+    """Return a metric of a run by its name in `all_metrics`; None if missing.
 
     >>> metric_value({"loss": 0.5, "metrics": {"f1": 0.9}}, "metrics.f1")
     0.9
@@ -118,7 +118,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _summary_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield a row for each point: the swept keys, then mean and half width of each figure."""
+    """Yield a row for each point: the swept keys, then mean and half width of each metric."""
     points = summary["points"]
     keys: dict[str, None] = {}
     for point in points:
@@ -127,6 +127,6 @@ def _summary_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         values = {key: point["point"].get(key) for key in keys}
         row = {key: value_label(value) or value for key, value in values.items()}
         row |= {"runs": len(point["runs"]), "trusted": point["trusted"]}
-        for name, figure in point["figures"].items():
-            row |= {name: figure["mean"], f"{name}_ci95": figure["ci95"]}
+        for name, metric in point["metrics"].items():
+            row |= {name: metric["mean"], f"{name}_ci95": metric["ci95"]}
         yield row

@@ -168,7 +168,7 @@ class Applier:
         for name, attached in sorted(devices.items()):
             queues[name] = attached.namespace.run(partial(self._queue_counts, attached))
         sent = {name: counts.pop("bytes") for name, counts in queues.items()}
-        figures = {
+        statistics = {
             "backend": self._backend.name,
             "congestion_control": CONGESTION_CONTROL,
             **self._backend.statistics(),
@@ -176,15 +176,15 @@ class Applier:
             "sent": sent,
         }
         own = os.times()
-        seconds = figures.get("processor_seconds", 0.0)
-        figures["processor_seconds"] = seconds + own.user + own.system
+        seconds = statistics.get("processor_seconds", 0.0)
+        statistics["processor_seconds"] = seconds + own.user + own.system
         if self._gate is not None:
-            _add_gate(figures, self._gate.statistics())
+            _add_gate(statistics, self._gate.statistics())
         if reset:
             self._backend.reset()
             if self._gate is not None:
                 self._gate.reset()
-        return figures
+        return statistics
 
     def _queue_counts(self, attached: Attached) -> dict[str, int]:
         """Count the packets dropped by full queues and sockets, and the bytes sent, in the device's namespace."""
@@ -217,16 +217,16 @@ class Applier:
             self._gate.stop()
 
 
-def _add_gate(figures: dict[str, Any], gate: Mapping[str, Any]) -> None:
+def _add_gate(statistics: dict[str, Any], gate: Mapping[str, Any]) -> None:
     """Add the statistics of the gate to the backend's."""
-    figures["gate"] = gate
+    statistics["gate"] = gate
     # A packet passes gate and delay line one after the other; the verdict judges the worse of both.
-    lateness = figures.get("lateness", {})
+    lateness = statistics.get("lateness", {})
     worst = {}
     for key, value in gate["lateness"].items():
         worst[key] = max(value, lateness.get(key, 0.0))
-    figures["lateness"] = worst
-    figures["processor_seconds"] += gate["processor_seconds"]
+    statistics["lateness"] = worst
+    statistics["processor_seconds"] += gate["processor_seconds"]
     for name, dropped in gate["dropped"].items():
-        if name in figures["queues"]:
-            figures["queues"][name]["sender_drops"] += dropped
+        if name in statistics["queues"]:
+            statistics["queues"][name]["sender_drops"] += dropped

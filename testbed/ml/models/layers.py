@@ -53,9 +53,10 @@ Division = Literal["weights", "channels", "values", "flattens", "moves", "no"]
 """How several devices can share a layer.
 
 ``weights``: by output channels, each from all of the input, and by input channels, whose sums over the devices are the
-outputs. ``channels``: each output channel is made of one input channel. ``values``: each value by itself, with figures
-of its channel at most; it is done wherever the channel is finished. ``flattens``: the values stay in their order, so
-nothing is done. ``moves``: values change places, and nothing is computed. ``no``: as a whole only.
+outputs. ``channels``: each output channel is made of one input channel. ``values``: each value by itself, with no more
+than the parameters of its channel, so the device that finishes the channel also computes this layer. ``flattens``: the
+values stay in their order, so nothing is done. ``moves``: values change places, and nothing is computed. ``no``: as a
+whole only.
 """
 
 _BLOCK = 1 << 18

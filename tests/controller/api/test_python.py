@@ -41,7 +41,7 @@ def test_a_run_has_figures_tables_and_plots(tmp_path: Path) -> None:
     assert set(run.plots) == {"Loss", "Time per step"}
     assert "Accuracy" in str(run)
     for act, message in (
-        (run.rows, "choose one of figures, events"),
+        (run.rows, "choose one of metrics, events"),
         (run.plot, "choose one of Loss, Time per step"),
     ):
         with pytest.raises(InputError, match=message):
@@ -145,7 +145,7 @@ def test_frames(tmp_path: Path) -> None:
     done = CliRunner().invoke(
         export, [str(tmp_path / "one"), "--parquet"], catch_exceptions=False
     )
-    assert "figures.parquet" in done.output
+    assert "metrics.parquet" in done.output
 
 
 def test_without_pandas_frames_say_what_they_need(

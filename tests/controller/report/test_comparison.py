@@ -44,7 +44,7 @@ def test_ratios_are_to_the_first_run(tmp_path: Path) -> None:
         written(tmp_path / "b", events=recorded.slower(recorded.events(), 2.0)),
     ]
     compared = compare(side_by_side(runs))
-    figures = {row["name"]: row for row in compared["figures"]}
+    figures = {row["name"]: row for row in compared["metrics"]}
     assert figures["step_time"]["values"] == pytest.approx([1.0, 2.0])
     assert figures["step_time"]["ratios"] == pytest.approx([1.0, 2.0])
     assert figures["recovery_time"]["ratios"][1] == pytest.approx(2.0)
@@ -322,7 +322,7 @@ def test_repetitions_stand_side_by_side_as_one(tmp_path: Path) -> None:
         ("rate=5mbit", 2),
         ("rate=500kbit", 2),
     ]
-    [step_time] = [row for row in compared["figures"] if row["name"] == "step_time"]
+    [step_time] = [row for row in compared["metrics"] if row["name"] == "step_time"]
     assert step_time["values"] == pytest.approx([3.0, 6.0])
     assert step_time["half_widths"] == pytest.approx([12.706, 25.412], rel=1e-4)
     assert step_time["ratios"] == pytest.approx([1.0, 2.0])

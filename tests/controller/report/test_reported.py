@@ -71,7 +71,7 @@ def test_a_run_compared_with_itself_differs_in_nothing(run: Run) -> None:
     assert compared["warnings"] == []
     assert {
         ratio
-        for row in compared["figures"]
+        for row in compared["metrics"]
         for ratio in row["ratios"]
         if ratio is not None
     } == {1.0}

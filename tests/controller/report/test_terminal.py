@@ -205,8 +205,8 @@ def test_a_summary_with_many_figures_wraps_them(tmp_path: Path) -> None:
         f"wide_figure_{number}": {"kind": "seconds", "brief": True}
         for number in range(5)
     }
-    point["figures"] = {name: {"mean": 12.345, "ci95": 1.234, "n": 3} for name in many}
-    sweep.show(console, {**summary, "points": [point], "figures": many}, tmp_path)
+    point["metrics"] = {name: {"mean": 12.345, "ci95": 1.234, "n": 3} for name in many}
+    sweep.show(console, {**summary, "points": [point], "metrics": many}, tmp_path)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80

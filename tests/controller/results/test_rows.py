@@ -55,11 +55,11 @@ def test_events_are_rows_in_their_order_with_their_own_keys(run: Run) -> None:
     assert [row["time"] for row in found] == [event.time for event in recorded.events()]
 
 
-def test_figures_of_one_value_are_rows_with_what_they_mean(run: Run) -> None:
-    found = {row["figure"]: row for row in rows(run, "figures")}
+def test_metrics_of_one_value_are_rows_with_their_meaning(run: Run) -> None:
+    found = {row["metric"]: row for row in rows(run, "metrics")}
     assert found["accuracy"]["value"] == 0.95
     assert found["duration"] == {
-        "figure": "duration",
+        "metric": "duration",
         "value": 8.6,
         "kind": "seconds",
         "meaning": "time from the start of the workload to the end of the coordinator's program",
@@ -81,9 +81,14 @@ def test_other_tables_are_the_lists_of_the_metrics(run: Run) -> None:
     assert [row["action"] for row in rows(run, "faults")] == ["kill"]
     assert every_table(run).keys() == TABLES.keys()
     with pytest.raises(
-        InputError, match="unknown table 'event': choose one of figures, events, "
+        InputError, match="unknown table 'event': choose one of metrics, events, "
     ):
         rows(run, "event")
+
+
+def test_former_name_of_a_table_is_refused_with_the_present_one(run: Run) -> None:
+    with pytest.raises(InputError, match="'figures' has been renamed: write 'metrics'"):
+        rows(run, "figures")
 
 
 def test_a_run_of_a_sweep_is_a_row_with_its_verdict_instead_of_whether_it_is_trusted(

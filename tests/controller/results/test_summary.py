@@ -53,7 +53,7 @@ def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None
     ]
     first = summary["points"][0]
     assert first["trusted"] == 2
-    assert first["figures"]["accuracy"] == {"mean": 0.95, "ci95": 0.0, "n": 2}
+    assert first["metrics"]["accuracy"] == {"mean": 0.95, "ci95": 0.0, "n": 2}
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     with (tmp_path / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -190,7 +190,7 @@ def test_figures_of_a_method_may_not_take_names_that_there_are(tmp_path: Path) -
             "    declared = MetricsSpec(metrics=(Metric('loss', 'number', 'x', None),))\n    name =",
         )
     )
-    with pytest.raises(InputError, match="two figures are called 'loss'"):
+    with pytest.raises(InputError, match="two metrics are called 'loss'"):
         from_file(written(tmp_path, text), "nothing")
 
 
@@ -206,10 +206,10 @@ def test_a_missing_file_is_named_at_its_key(tmp_path: Path) -> None:
 
 def test_expect_knows_the_figures_of_the_file_and_of_no_other_method() -> None:
     with pytest.raises(
-        InputError, match="unknown figure 'tokens_los': did you mean 'tokens_lost'"
+        InputError, match="unknown metric 'tokens_los': did you mean 'tokens_lost'"
     ):
         prepare(trials(load(RING, ["expect.tokens_los=== 1"]))[0])
-    with pytest.raises(InputError, match="unknown figure 'versions_kept'"):
+    with pytest.raises(InputError, match="unknown metric 'versions_kept'"):
         prepare(trials(load(RING, ["expect.versions_kept=== 1"]))[0])
 
 

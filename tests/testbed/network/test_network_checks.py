@@ -36,7 +36,7 @@ def refusal(**parts) -> str:
 
 
 @pytest.mark.parametrize(
-    ("link", "figure", "said"),
+    ("link", "name", "said"),
     [
         (
             Link(rate=7999),
@@ -82,9 +82,9 @@ def refusal(**parts) -> str:
         (Link(limit=0), "limit", "use at least 1"),
     ],
 )
-def test_impossible_links_are_reported(link, figure, said):
+def test_impossible_links_are_reported(link, name, said):
     (found,) = problems(link)
-    assert found.figure == figure
+    assert found.name == name
     assert said in found.text
 
 

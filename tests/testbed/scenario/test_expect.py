@@ -55,7 +55,7 @@ def test_conditions(text, kind, holding, failing):
         ("within 10% of 3", "seconds", "'3' has no unit"),
         ("== yes", "bool", "'yes' is neither true nor false"),
         (">= true", "bool", "uses an order comparison for a value without an order"),
-        ("within 1% of finished", "text", "a tolerance, which this figure cannot have"),
+        ("within 1% of finished", "text", "a tolerance, which this metric cannot have"),
     ],
 )
 def test_wrong_conditions(text, kind, said):
@@ -144,7 +144,7 @@ def test_a_method_adds_figures_under_names_of_their_own():
         "laps", "number", "rounds of the token", lambda record: len(record.of("lap"))
     )
     assert metrics_of(MetricsSpec(metrics=(laps,)))["laps"] is laps
-    with pytest.raises(ValueError, match="two figures are called 'loss'"):
+    with pytest.raises(ValueError, match="two metrics are called 'loss'"):
         metrics_of(
             MetricsSpec(metrics=(Metric("loss", "number", "x", lambda record: None),))
         )

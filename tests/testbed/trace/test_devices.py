@@ -16,11 +16,11 @@ from testbed.trace.devices import METRICS, OF_DEVICES, devices
 from testbed.trace.events import Event
 from testbed.trace.record import RunView
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, figures
+from tests.helpers.recorded import calm, recorded_metrics
 
 
 def test_device_times_of_the_recorded_run() -> None:
-    found = figures()["devices"]
+    found = recorded_metrics()["devices"]
     a, b = found["a"], found["b"]
     # a computes 0.4 s in each of six whole steps and 0.2 s in the one that broke off.
     assert a["compute"] == pytest.approx(6 * 0.4 + 0.2)
@@ -84,7 +84,7 @@ def test_pacing_that_the_host_could_not_keep(key: str) -> None:
         else event
         for event in recorded.events()
     ]
-    found = figures(events=events)
+    found = recorded_metrics(events=events)
     assert found["deficit_share"] == pytest.approx(0.2), (
         "a computes twice a step of one second"
     )
@@ -102,7 +102,7 @@ def test_waiting_for_a_processor_is_told_per_device() -> None:
         Event(time, "b", "host", {"waited": 0.5, "interval": 1.0})
         for time in (2.0, 3.0)
     ]
-    found = figures(
+    found = recorded_metrics(
         events=sorted([*recorded.events(), *waits], key=lambda event: event.time)
     )
     steady = [row for row in found["series"]["steps"] if row["steady"]]

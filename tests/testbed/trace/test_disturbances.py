@@ -8,7 +8,7 @@ from testbed.trace.disturbances import recoveries, strikes
 from testbed.trace.events import Event
 from testbed.trace.gantt import outages
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, figures
+from tests.helpers.recorded import calm, recorded_metrics
 
 
 def test_what_is_done_by_hand_is_neither_late_nor_missed() -> None:
@@ -40,7 +40,7 @@ def test_a_fault_that_is_never_undone_disturbs_until_the_end() -> None:
         for event in recorded.events()
         if event.event != "recovery" and event.fields.get("phase") != "undo"
     ]
-    found = figures(events=events)
+    found = recorded_metrics(events=events)
     assert found["fault_list"][0]["undone"] is None
     assert [row["steady"] for row in found["series"]["steps"]] == [
         False,

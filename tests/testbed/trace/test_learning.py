@@ -11,11 +11,13 @@ from testbed.common.formats import number
 from testbed.trace.events import Event
 from testbed.trace.learning import METRICS, ROWS
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, figures
+from tests.helpers.recorded import calm, recorded_metrics
 
 
 def test_a_loss_that_is_no_number_is_told_as_diverged() -> None:
-    assert "diverged" not in figures() or figures()["diverged"] is None
+    assert (
+        "diverged" not in recorded_metrics() or recorded_metrics()["diverged"] is None
+    )
     found = recorded.events(faulty=False)
     last = max(index for index, event in enumerate(found) if event.event == "evaluate")
     event = found[last]

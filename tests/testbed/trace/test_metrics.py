@@ -6,7 +6,7 @@ import pytest
 
 from testbed.trace.events import Event
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, figures
+from tests.helpers.recorded import calm, recorded_metrics
 
 
 def test_a_run_that_finished_says_which_steps_it_is_without_and_what_else() -> None:
@@ -29,7 +29,7 @@ def test_a_run_that_finished_says_which_steps_it_is_without_and_what_else() -> N
 
 
 def test_learning_and_pace_of_the_recorded_run() -> None:
-    found = figures()
+    found = recorded_metrics()
     assert found["accuracy"] == 0.95
     assert found["test_loss"] == 0.25
     assert found["loss_first"] == 2.0
@@ -41,7 +41,7 @@ def test_learning_and_pace_of_the_recorded_run() -> None:
 
 
 def test_steady_steps_leave_out_the_first_and_the_disturbed() -> None:
-    found = figures()
+    found = recorded_metrics()
     # Six step events: the first is warm-up, the third ends after the recovery and holds the fault.
     assert [row["steady"] for row in found["series"]["steps"]] == [
         False,
@@ -85,7 +85,9 @@ def test_without_any_steady_step_all_count() -> None:
 
 
 def test_a_run_that_failed_before_anything_happened() -> None:
-    found = figures(events=[], status="failed", error="no image", links=[], fidelity={})
+    found = recorded_metrics(
+        events=[], status="failed", error="no image", links=[], fidelity={}
+    )
     assert found["duration"] == 0
     assert found["steps"] == 0
     assert "accuracy" not in found
@@ -95,4 +97,4 @@ def test_a_run_that_failed_before_anything_happened() -> None:
 def test_a_diverged_loss_is_still_json() -> None:
     events = [Event(1.0, "a", "step", {"step": 0, "loss": float("nan"), "samples": 8})]
     assert calm(events=events)["loss"] is None
-    json.dumps(figures(), allow_nan=False)
+    json.dumps(recorded_metrics(), allow_nan=False)

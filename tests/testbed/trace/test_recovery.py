@@ -10,11 +10,11 @@ import pytest
 from testbed.trace.events import Event
 from testbed.trace.recovery import LAST_ROWS, METRICS, ROWS, faults, recovery_list
 from tests.helpers import recorded
-from tests.helpers.recorded import figures
+from tests.helpers.recorded import recorded_metrics
 
 
 def test_recovery_runs_from_strike_over_detection_to_resumption() -> None:
-    found = figures()
+    found = recorded_metrics()
     assert (found["faults"], found["recoveries"], found["unrecovered"]) == (1, 1, 0)
     assert found["recovery_time"] == pytest.approx(4.0 - 2.32)
     assert found["detection_time"] == pytest.approx(3.0 - 2.32)
@@ -38,7 +38,7 @@ def test_a_recovery_that_the_host_prolonged() -> None:
         [*recorded.events(), Event(3.9, "b", "compute", slow)],
         key=lambda event: event.time,
     )
-    found = figures(events=events)
+    found = recorded_metrics(events=events)
     assert found["recovery_list"][0]["deficit"] == pytest.approx(0.5)
     assert found["deficit_share"] == pytest.approx(0.01), (
         "what happens in a recovery says nothing of undisturbed steps"

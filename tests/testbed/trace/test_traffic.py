@@ -12,11 +12,11 @@ from testbed.trace.events import Event
 from testbed.trace.traffic import METRICS, links
 from testbed.wire.framing import cast_wire_bytes, wire_bytes
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, figures
+from tests.helpers.recorded import calm, recorded_metrics
 
 
 def test_links_show_requested_and_measured_and_their_use() -> None:
-    there = figures()["links"][0]
+    there = recorded_metrics()["links"][0]
     assert (
         there["source"],
         there["destination"],

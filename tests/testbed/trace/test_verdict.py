@@ -15,11 +15,11 @@ from testbed.trace.modelled import left_out
 from testbed.trace.outcome import LinkMeasurement
 from testbed.trace.verdict import verdict
 from tests.helpers import recorded
-from tests.helpers.recorded import calm, figures
+from tests.helpers.recorded import calm, recorded_metrics
 
 
 def test_a_trusted_run() -> None:
-    judged = figures()["verdict"]
+    judged = recorded_metrics()["verdict"]
     assert judged["kind"] == "trusted", judged
     assert judged["reasons"] == []
     assert {check["name"] for check in judged["checks"]} == {
@@ -33,7 +33,7 @@ def test_a_trusted_run() -> None:
 
 
 def test_a_simulation_is_a_prediction() -> None:
-    found = figures(runtime="simulate", links=[], fidelity={})
+    found = recorded_metrics(runtime="simulate", links=[], fidelity={})
     assert found["verdict"]["kind"] == "prediction"
     assert found["trusted"] is True
 
@@ -76,7 +76,7 @@ def test_a_simulation_is_a_prediction() -> None:
     ],
 )
 def test_what_makes_a_run_untrusted(changes: dict[str, Any], reason: str) -> None:
-    found = figures(**changes)
+    found = recorded_metrics(**changes)
     assert found["verdict"]["kind"] == "not trusted"
     assert found["trusted"] is False
     assert reason in found["verdict"]["summary"]
@@ -102,7 +102,7 @@ def test_a_link_out_of_tolerance_names_itself() -> None:
     )
     assert (
         "link a -> b is out of tolerance: rate 0.5 mbit"
-        in figures(links=[bad])["verdict"]["summary"]
+        in recorded_metrics(links=[bad])["verdict"]["summary"]
     )
 
 
@@ -112,7 +112,7 @@ def test_a_busy_host_that_did_no_damage_is_trusted() -> None:
         "host_saturated": 0.8,
         "queues": {"a": {"sender_drops": 7, "queue_dropped": 0}},
     }
-    assert figures(fidelity=fidelity)["trusted"]
+    assert recorded_metrics(fidelity=fidelity)["trusted"]
 
 
 def test_a_late_fault_and_one_that_never_came() -> None:
@@ -122,10 +122,13 @@ def test_a_late_fault_and_one_that_never_came() -> None:
         else event
         for event in recorded.events()
     ]
-    assert "kill of b struck 1.32 s late" in figures(events=late)["verdict"]["summary"]
+    assert (
+        "kill of b struck 1.32 s late"
+        in recorded_metrics(events=late)["verdict"]["summary"]
+    )
     assert (
         "never struck: kill"
-        in figures(events=recorded.events(faulty=False))["verdict"]["summary"]
+        in recorded_metrics(events=recorded.events(faulty=False))["verdict"]["summary"]
     )
     slow = [
         Event(event.time, event.device, event.event, {**event.fields, "began": 1.1})
@@ -134,8 +137,8 @@ def test_a_late_fault_and_one_that_never_came() -> None:
         for event in late
     ]
     # A device that boots or hands over takes its time: what counts is when it began.
-    assert "late" not in figures(events=slow)["verdict"]["summary"]
-    assert figures(events=slow)["fault_list"][0]["struck"] == 1.1
+    assert "late" not in recorded_metrics(events=slow)["verdict"]["summary"]
+    assert recorded_metrics(events=slow)["fault_list"][0]["struck"] == 1.1
 
 
 def test_a_fault_that_lasts_longer_than_it_should() -> None:
@@ -146,7 +149,9 @@ def test_a_fault_that_lasts_longer_than_it_should() -> None:
             Event(3.0, "testbed", "fault", strike),
             Event(undone, "testbed", "fault", undo),
         ]
-        text: str = figures(events=[*recorded.events(), *own])["verdict"]["summary"]
+        text: str = recorded_metrics(events=[*recorded.events(), *own])["verdict"][
+            "summary"
+        ]
         return text
 
     assert "longer than intended" not in summary(5.4)
@@ -236,9 +241,9 @@ def test_a_simulation_says_what_of_the_links_it_leaves_out() -> None:
     assert found["kind"] == "prediction"
     assert "model" not in {
         check["name"]
-        for check in figures(runtime="simulate", links=[], fidelity={})["verdict"][
-            "checks"
-        ]
+        for check in recorded_metrics(runtime="simulate", links=[], fidelity={})[
+            "verdict"
+        ]["checks"]
     }
 
 
