@@ -148,7 +148,7 @@ def test_values_that_are_not_numbers_have_no_ratio(
             )
         )
     compared = compare(side_by_side(runs))
-    [row] = [row for row in compared["figures"] if row["name"] == "kind"]
+    [row] = [row for row in compared["metrics"] if row["name"] == "kind"]
     assert (row["values"], row["ratios"]) == (values, ratios)
     assert metrics_of(compared).rows
 
@@ -159,10 +159,10 @@ def test_metrics_of_the_scenario_are_compared_and_summarized(tmp_path: Path) -> 
         run = written(tmp_path / str(number))
         runs.append(replace(run, metrics={**run.metrics, "metrics": {"f1": value}}))
     compared = compare(side_by_side(runs))
-    [row] = [row for row in compared["figures"] if row["name"] == "metrics.f1"]
+    [row] = [row for row in compared["metrics"] if row["name"] == "metrics.f1"]
     assert (row["values"], row["ratios"]) == ([0.5, 0.25], [1.0, 0.5])
     [point] = summary_of(runs)["points"]
-    assert point["figures"]["metrics.f1"]["mean"] == 0.375
+    assert point["metrics"]["metrics.f1"]["mean"] == 0.375
 
 
 def test_another_congestion_control_is_warned_of(tmp_path: Path) -> None:
