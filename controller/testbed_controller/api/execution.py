@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -67,12 +67,13 @@ def run_recorded(
 ) -> Run:
     """Execute a trial and return the run, recorded in ``folder`` from the first event.
 
-    Raises the errors of the runtime; everything recorded before an error is in the folder.
+    Raises the errors of the runtime, of exporters and of callbacks. Events before an error are in the folder; after an
+    error at the end, such as that of an exporter that closes its file, the folder has the finished run.
     """
     from testbed_controller.results.recorder import Recorder
     from testbed_controller.results.streams import Following
 
-    # The memory of the last simulation, before that of this run is allocated.
+    # Frees the memory of the last simulation before this run allocates its own.
     drop_finished()
     workload = prepared.workload
     recorder = Recorder(
@@ -110,7 +111,7 @@ def run_recorded(
 
 @contextmanager
 def _live_page(folder: Path, runtime: str, console: Console) -> Iterator[None]:
-    """Serve a live page until the end of the run, with time for the page to receive the last events."""
+    """Serve a live page until the end of the run, and long enough for the page to receive the last events."""
     from testbed_controller.lab import runstate
     from testbed_controller.running.control import strike
     from testbed_controller.watch.server import PageServer
@@ -120,13 +121,13 @@ def _live_page(folder: Path, runtime: str, console: Console) -> Iterator[None]:
 
     # The virtual clock does not wait for anybody, so faults cannot be injected into a simulation.
     page = PageServer(folder, strike_run if runtime == "emulate" else None)
-    console.print(page.address, soft_wrap=True)
-    page.show()
-    try:
-        yield
-    finally:
-        time.sleep(2 * INTERVAL)
-        page.close()
+    with closing(page):
+        console.print(page.address, soft_wrap=True)
+        page.show()
+        try:
+            yield
+        finally:
+            time.sleep(2 * INTERVAL)
 
 
 def _follow_run(

@@ -161,6 +161,7 @@ class Recorder:
         self._written = 0
         self._latest = float("-inf")
         self._ordered = True
+        self._is_finished = False
         with self._report_failures():
             self.path.mkdir(parents=True, exist_ok=True)
             if any(self.path.iterdir()):
@@ -230,10 +231,16 @@ class Recorder:
             if self.keeps_events:
                 _write_trace(run)
             self._manifest_file(facts)
+        self._is_finished = True
         return run
 
     def abandon(self, error: BaseException) -> None:
-        """Record the error of a run without an outcome; a run that never started leaves no folder."""
+        """Record the error of a run without an outcome; a run that never started leaves no folder.
+
+        After `finish`, the results are complete and are not changed.
+        """
+        if self._is_finished:
+            return
         if self._written == 0:
             self._events.close()
             shutil.rmtree(self.path, ignore_errors=True)

@@ -6,6 +6,7 @@ import csv
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -156,8 +157,10 @@ class Following:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self._callbacks:
-            each.on_end(self.finished)
+        with ExitStack() as stack:
+            # All callbacks are called, the first of them first, even if one raises: the others have files to close.
+            for each in reversed(self._callbacks):
+                stack.callback(each.on_end, self.finished)
 
     def event(self, event: Event) -> None:
         """Pass an event to interested callbacks."""

@@ -210,6 +210,19 @@ def test_a_run_that_never_began_leaves_no_folder_and_one_that_did_says_why_it_en
     )
 
 
+@pytest.mark.parametrize("events", [True, False])
+def test_error_after_the_end_changes_no_finished_run(
+    events: bool, tmp_path: Path
+) -> None:
+    writer = recorder.Recorder(
+        tmp_path / "run", recorded.trial(), recorded.plan(), "simulate", events=events
+    )
+    writer.finish(recorded.outcome())
+    writer.abandon(ValueError("an exporter cannot close its file"))
+    facts = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert (facts["status"], facts["error"]) == ("finished", None)
+
+
 def test_a_full_disk_is_said_in_one_line(tmp_path: Path) -> None:
     begun = recorder.Recorder(
         tmp_path / "run", recorded.trial(), recorded.plan(), "emulate"

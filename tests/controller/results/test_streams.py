@@ -42,6 +42,32 @@ def test_rows_are_there_as_they_come(tmp_path: Path) -> None:
     }
 
 
+class FailingCallback(Callback):
+    """A callback that cannot end."""
+
+    def on_end(self, run: Run | None) -> None:
+        raise OSError("no space left")
+
+
+class CountingCallback(Callback):
+    """A callback that counts its ends."""
+
+    ends = 0
+
+    def on_end(self, run: Run | None) -> None:
+        self.ends += 1
+
+
+def test_all_callbacks_end_if_one_of_them_fails(tmp_path: Path) -> None:
+    counting = CountingCallback()
+    with (
+        pytest.raises(OSError, match="no space left"),
+        Following(tmp_path, [], [FailingCallback(), counting]),
+    ):
+        pass
+    assert counting.ends == 1
+
+
 SCALARS = [
     (300, "loss/training", 0.25),
     (300, "loss/test", 0.5),

@@ -1,0 +1,42 @@
+"""Resources of a run are released whatever interrupts the run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from testbed_controller.api import execution
+from testbed_controller.watch import server
+
+
+class FakePage:
+    """A page server whose page cannot be opened."""
+
+    address = "http://127.0.0.1:1"
+    is_closed = False
+
+    def __init__(self, *_: object) -> None:
+        pages.append(self)
+
+    def show(self) -> None:
+        raise KeyboardInterrupt
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+pages: list[FakePage] = []
+
+
+def test_page_server_is_closed_if_the_page_cannot_be_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(server, "PageServer", FakePage)
+    console = Console(file=io.StringIO())
+    page = execution._live_page(tmp_path, "simulate", console)
+    with pytest.raises(KeyboardInterrupt), page:
+        pass
+    assert [page.is_closed for page in pages] == [True]
