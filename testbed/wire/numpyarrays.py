@@ -24,5 +24,6 @@ def mask(
 
 
 def without_values(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return zeros of the same shape and type, which take no memory until they are written."""
-    return np.zeros_like(array)
+    """Return zeros of the same shape and type, which take no memory until a program writes to them."""
+    # `zeros_like` writes the zeros, so that a large array takes memory at once.
+    return np.zeros(array.shape, array.dtype)
