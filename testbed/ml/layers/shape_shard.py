@@ -20,6 +20,9 @@ from testbed.ml.models.shapes import Shape
 from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.optimizers import is_weight
 
+LARGE_UNIT = 10_000_000
+"""Number of parameters above which a unit is described without drawing its weights."""
+
 
 def make_shard(
     problem: PlanningProblem, first: int, last: int, device: str
@@ -41,7 +44,7 @@ def _describe_tensors(
     """Return shape, type and trainability of every tensor of a unit."""
     from testbed.ml.models.modules import frozen_names
 
-    module = model.build(unit, unit + 1, 0)
+    module = _build_unit(model, unit)
     frozen = frozen_names(module)
     trained = {name for name, _ in module.named_parameters()} - frozen
     described = {}
@@ -50,6 +53,16 @@ def _describe_tensors(
             shape = tuple(tensor.shape)
             described[name] = (shape, tensor.dtype, name in trained)
     return described
+
+
+def _build_unit(model: Model, unit: int) -> torch.nn.Module:
+    # A large unit would take gigabytes, and seconds for the random numbers. The meta device takes some tenths of a
+    # second at its first use, so a small unit is faster with numbers. A builder runs the constructor of a user's
+    # network, which may read values.
+    if model.builder is None and model.units[unit].parameters > LARGE_UNIT:
+        with torch.device("meta"):
+            return model.build(unit, unit + 1, 0)
+    return model.build(unit, unit + 1, 0)
 
 
 class ShapeShard:

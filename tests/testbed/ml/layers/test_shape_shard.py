@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from testbed.hardware import DeviceSpec
+from testbed.ml.layers import shape_shard
 from testbed.ml.layers.shape_shard import ShapeShard, make_shard
 from testbed.ml.layers.shard import Shard
 from testbed.ml.method import Options, PlanningProblem
-from testbed.ml.models import create
+from testbed.ml.models import CATALOG, create
 from testbed.work import WorkloadPart
 from tests.helpers.training import sgd
 
@@ -130,3 +131,19 @@ def test_timing_only_workloads_get_shape_shards(numerics, kind):
         )
         is kind
     )
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG))
+def test_large_units_are_described_without_drawing_their_weights(name, monkeypatch):
+    describe = shape_shard._describe_tensors.__wrapped__
+    model = create(name, {}, (3, 64, 64), 10)
+    units = range(len(model.units))
+    described = [describe(model, unit, True) for unit in units]
+    monkeypatch.setattr(shape_shard, "LARGE_UNIT", -1)
+    monkeypatch.setattr(torch.Tensor, "uniform_", refuse_real_tensors)
+    assert [describe(model, unit, True) for unit in units] == described
+
+
+def refuse_real_tensors(tensor, *_, **__):
+    assert tensor.is_meta
+    return tensor
