@@ -281,7 +281,7 @@ class HostsLab(RunLab):
         """Continue a paused device."""
         self._part(name).resume(name)
 
-    def ending(self, name: str, patience: float = 0.0) -> Ending | None:
+    def ending(self, name: str, wait_seconds: float = 0.0) -> Ending | None:
         """Return the cause of a container's end; None for a running one.
 
         For the name of the shaper, the end of the first of the hosts' shapers that has ended.
@@ -291,7 +291,7 @@ class HostsLab(RunLab):
         host = self._host_of(name)
         if host in self.lost:
             return Ending(self.silence(host))
-        return self.parts[host].ending(name, patience)
+        return self.parts[host].ending(name, wait_seconds)
 
     def _shaper_ending(self) -> Ending | None:
         for host, part in self.parts.items():

@@ -104,12 +104,12 @@ class Health:
             if ports:
                 self._check_port(name, url)
 
-    def ending(self, name: str, patience: float = 0.0) -> Ending | None:
+    def ending(self, name: str, wait_seconds: float = 0.0) -> Ending | None:
         """Return the cause of a container's end; None for a running one.
 
-        Waits up to ``patience`` seconds for the end of a running container.
+        Waits up to ``wait_seconds`` seconds for the end of a running container.
         """
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + wait_seconds
         try:
             status = self._ended_state(name)
             while status is None and time.monotonic() < deadline:

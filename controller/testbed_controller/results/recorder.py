@@ -227,7 +227,7 @@ class Recorder:
             for device, weights in outcome.parts.items():
                 (self.path / f"weights-{device}.safetensors").write_bytes(weights)
             keep(self.path, self._trial, self._declared, values)
-            _write_figures(run)
+            _write_metrics(run)
             if self.keeps_events:
                 _write_trace(run)
             self._manifest_file(facts)
@@ -276,11 +276,11 @@ def _folder_taken(folder: Path) -> InputError:
 
 def rebuild(run: Run) -> None:
     """Recompute all derived files of a run: metrics, verdict and trace."""
-    _write_figures(run)
+    _write_metrics(run)
     _write_trace(run)
 
 
-def _write_figures(run: Run) -> None:
+def _write_metrics(run: Run) -> None:
     expected = [asdict(expectation) for expectation in run.expectations]
     _write_json(run.path / "metrics.json", {**run.metrics, "expectations": expected})
     _write_json(run.path / "fidelity.json", _fidelity_facts(run.outcome, run.metrics))

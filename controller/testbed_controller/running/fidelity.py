@@ -76,14 +76,14 @@ def verify_links(
     pairs: Sequence[Pair],
     *,
     accept: bool,
-    patience: float = 20.0,
+    retry_seconds: float = 20.0,
 ) -> list[LinkMeasurement]:
     """Measure links; unless ``accept``, raise `LinksError` if one stays outside the tolerance.
 
-    Links outside their tolerance are measured again for ``patience`` seconds, since shared hosts are often slow for a
+    Links outside their tolerance are measured again for ``retry_seconds`` seconds, since shared hosts are often slow for a
     few seconds only.
     """
-    until = time.monotonic() + patience
+    until = time.monotonic() + retry_seconds
     monitor = HostMonitor()
     monitor.start()
     refused_before = neighbours_refused()

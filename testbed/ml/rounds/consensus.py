@@ -53,15 +53,15 @@ class Consensus:
     """Makes the coordinator score the weights of every device and their mean, beside its own work."""
 
     def __init__(
-        self, mailbox: Mailbox, context: ProgramContext, patience: float
+        self, mailbox: Mailbox, context: ProgramContext, report_timeout: float
     ) -> None:
-        """``patience`` is how many seconds after its own report the coordinator waits for other reports."""
+        """``report_timeout``: seconds that the coordinator waits for other reports, counted from its own report."""
         self._mailbox = mailbox
         self._coordinator = context.plan.coordinator
         self._others = [
             name for name in context.plan.devices if name != self._coordinator
         ]
-        self._patience = patience
+        self._report_timeout = report_timeout
         self._scoring: asyncio.Task[None] | None = None
         if mailbox.device.name == self._coordinator:
             assert context.dataset is not None
@@ -90,7 +90,7 @@ class Consensus:
         self, step: int, own: State, before: asyncio.Task[None] | None
     ) -> None:
         device = self._mailbox.device
-        deadline = device.now() + self._patience
+        deadline = device.now() + self._report_timeout
         if before is not None:
             # Rounds are scored one after the other, since all use the same layers.
             await before

@@ -59,23 +59,23 @@ class Probe:
 
 
 def verify(
-    probe: Probe, *, accept: bool = False, patience: float = 0.0
+    probe: Probe, *, accept: bool = False, retry_seconds: float = 0.0
 ) -> list[LinkMeasurement]:
     every = [(each.source, each.destination) for each in probe.found[0]]
-    return verify_links(probe, every, accept=accept, patience=patience)
+    return verify_links(probe, every, accept=accept, retry_seconds=retry_seconds)
 
 
 def test_links_within_tolerance_or_accepted_pass_at_once() -> None:
     for probe, accept in ((Probe(FINE), False), (Probe([*FINE, SLOW]), True)):
         found = list(probe.found[0])
-        assert verify(probe, accept=accept, patience=60) == found
+        assert verify(probe, accept=accept, retry_seconds=60) == found
         assert len(probe.asked) == 1
 
 
 def test_only_links_outside_tolerance_are_measured_again() -> None:
     well = LinkMeasurement("a", "c", SLOW.requested, 4.97e9, 0.00104, 0.0, 30)
     probe = Probe([*FINE, SLOW], [SLOW], [well])
-    assert verify(probe, patience=10) == [*FINE, well]
+    assert verify(probe, retry_seconds=10) == [*FINE, well]
     assert probe.asked[1:] == [[("a", "c")]] * 2
 
 
