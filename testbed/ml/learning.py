@@ -76,7 +76,7 @@ class Learning(Workload):
         self, given: core.PlanningProblem, scenario: Scenario, method: core.Method
     ) -> PlanningProblem:
         """Describe the data and create the model, without weights."""
-        workload = preparation.part_of(scenario)
+        workload = preparation.workload_section(scenario)
         codes = preparation.codes_of(scenario, given.options)
         kind = preparation.described_data(scenario)
         code = preparation.model_code(scenario)

@@ -1,4 +1,7 @@
-"""Checks, data and divisions before a run of training or inference; devices do not need them."""
+"""Preparation of a run of training or inference: checks, data, the division of samples, initial weights.
+
+Only the controller prepares runs. Keys of the `InputError`s raised here are relative to the key ``workload``.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from testbed.workload import Prepared
 
 @dataclass(frozen=True)
 class Division:
-    """Decisions before planning: the owners of samples, and the origin of initial weights."""
+    """Decisions before planning: the owners of samples, and the run that trains the initial weights."""
 
     shares: Mapping[str, Indices] = field(default_factory=dict)
     """Indices of the training samples of each device with data, (samples,); empty if all are at the coordinator."""
@@ -50,24 +53,24 @@ class Division:
     """The run producing the initial weights, if they come from a scenario."""
 
 
-def part_of(scenario: Scenario) -> LearningPart:
+def workload_section(scenario: Scenario) -> LearningPart:
     """Return the workload keys of a scenario for training or inference."""
     assert isinstance(scenario.workload, LearningPart)
     return scenario.workload
 
 
 def data_folder(scenario: Scenario) -> Path:
-    """Return the folder of the data files: the scenario's, or the target of `testbed data fetch`."""
-    part = part_of(scenario).data
-    for named in (part.file, part.path, part.folder):
+    """Return the file or folder of the data: the scenario's, or the folder that `testbed setup data` fills."""
+    section = workload_section(scenario).data
+    for named in (section.file, section.path, section.folder):
         if named:
             return scenario.source.folder / named
-    return data.data_place(part.name)
+    return data.data_place(section.name)
 
 
 def weights_file(scenario: Scenario) -> Path | None:
     """Return the file of the model's initial weights; None if they are drawn from the seed."""
-    named = part_of(scenario).model.weights
+    named = workload_section(scenario).model.weights
     return None if named is None else scenario.source.folder / named
 
 
@@ -86,9 +89,9 @@ def shares_of(prepared: Prepared) -> Mapping[str, Indices]:
 
 
 def samples_of(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | None:
-    """Return the samples of a device: its own training samples, and test samples on the coordinator.
+    """Return the training samples of a device, and on the coordinator the test samples; None without samples.
 
-    A method may place all samples on all devices. None for a device without samples.
+    Every device has all samples if the method supports ``all_samples``. A split may add noise to a device's samples.
     """
     assert isinstance(prepared.method, Method)
     shares = shares_of(prepared)
@@ -101,16 +104,17 @@ def samples_of(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | N
     if own is None:
         if not is_coordinator:
             return None
-        return dataset.part(np.empty(0, np.int64), tests=is_coordinator)
-    part = dataset.part(own, tests=is_coordinator)
-    split = part_of(prepared.scenario).data.split
+        return dataset.part(np.empty(0, np.int64), tests=True)
+    own_samples = dataset.part(own, tests=is_coordinator)
+    split = workload_section(prepared.scenario).data.split
     if not isinstance(split, SplitPart) or split.noise is None:
-        return part
-    # The variance grows from device to device: the i-th of n has the i/n-th part of the noise.
-    place = 1 + list(shares).index(device)
-    variance = split.noise * place / len(shares)
+        return own_samples
+    # `noise` is the variance on the last device; the i-th of n devices has i/n of it, as in the noise-based feature
+    # imbalance of "Federated Learning on Non-IID Data Silos" (Li et al., 2022).
+    position = 1 + list(shares).index(device)
+    variance = split.noise * position / len(shares)
     seed = derive(prepared.problem.seed, "noise", device)
-    return part.noisy(variance**0.5, seed)
+    return own_samples.noisy(variance**0.5, seed)
 
 
 def samples_by_class(prepared: Prepared) -> dict[str, dict[int, int]]:
@@ -122,23 +126,22 @@ def samples_by_class(prepared: Prepared) -> dict[str, dict[int, int]]:
     if not shares:
         return {}
     scenario = prepared.scenario
-    labels = data.train_labels(part_of(scenario).data, data_folder(scenario))
+    labels = data.train_labels(workload_section(scenario).data, data_folder(scenario))
     if not is_class(labels):
         labels = np.zeros(len(labels), np.int64)
     return class_counts(labels, shares)
 
 
 def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
-    """Return the file of the initial weights with its digest, or the initialisation of drawn ones."""
+    """Return the file of the initial weights with its digest, or a sentence on how the weights are drawn."""
     assert isinstance(prepared.problem, PlanningProblem)
     file = weights_file(prepared.scenario)
     if file is not None:
         return weights.facts(file, prepared.problem.model)
-    text = "random, drawn from the seed"
     initialisation = prepared.problem.workload.initialisation
     if initialisation is None:
-        return text
-    return f"{text} as of {initialisation}"
+        return "random, drawn from the seed"
+    return f"random ({initialisation}), drawn from the seed"
 
 
 def export_weights(prepared: Prepared, outcome: Outcome) -> Outcome:
@@ -146,34 +149,36 @@ def export_weights(prepared: Prepared, outcome: Outcome) -> Outcome:
     problem = prepared.problem
     assert isinstance(problem, PlanningProblem)
     if problem.model.builder is None:
+        # A catalogue model, whose weights are stored under the names of its units.
         return outcome
-    parts = {}
-    for device, part in outcome.parts.items():
+    device_weights = {}
+    for device, packed in outcome.parts.items():
         tensors = {}
-        for name, tensor in arrays.unpack(bytearray(part)).items():
+        for name, tensor in arrays.unpack(bytearray(packed)).items():
             tensors[weights.plain_name(name)] = tensor
-        parts[device] = arrays.pack(tensors)
+        device_weights[device] = arrays.pack(tensors)
     whole = None
     if outcome.weights is not None:
-        whole = arrays.pack(
-            weights.export_state(outcome.weights, problem.model, problem.seed)
-        )
-    return replace(outcome, weights_file=whole, parts=parts)
+        # Tensors of the user's network that no unit uses have their initial values, drawn from the seed.
+        exported = weights.export_state(outcome.weights, problem.model, problem.seed)
+        whole = arrays.pack(exported)
+    return replace(outcome, weights_file=whole, parts=device_weights)
 
 
 def load_data(prepared: Prepared) -> Dataset:
     """Return the samples of an experiment; raises `InputError` if a batch exceeds the data set."""
     scenario = prepared.scenario
-    workload = part_of(scenario)
+    workload = workload_section(scenario)
     assert isinstance(prepared.problem, PlanningProblem)
     is_timing_only = workload.numerics == "none"
     dataset = data.load(workload.data, data_folder(scenario), blank=is_timing_only)
     samples = len(dataset.train_labels)
-    # Samples in files are counted for the first time here.
-    wrong = list(batch_problems(workload, samples))
+    # The number of samples in a catalogue's files is not known before they are read.
+    wrong = list(_batch_problems(workload, samples))
     if wrong:
         raise scenario.source.error(wrong)
     if workload.data.augment is not None and not is_timing_only:
+        # Imports torch, which runs without augmentation or numbers do not need.
         from testbed.ml.data.augment import drawing
 
         seed = prepared.problem.seed
@@ -229,12 +234,12 @@ def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
 
 
 def _locate_error(error: InputError) -> Diagnostic:
-    """Return the problem of a workload, with its key."""
+    """Return an error of this module as a problem of the scenario, whose keys begin with ``workload``."""
     return Diagnostic(("workload", *error.key), error.text)
 
 
 def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    workload = part_of(scenario)
+    workload = workload_section(scenario)
     part = workload.data
     name = part.name
     key: Key = ("workload", "data")
@@ -253,11 +258,12 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         return
     samples = data.known_samples(part)
     if samples is not None:
-        yield from batch_problems(workload, samples)
+        yield from _batch_problems(workload, samples)
     names_file = part.path is not None or part.file is not None
     if kind.from_path and part.path is None:
         yield Diagnostic(
-            key, f"{name} is your own image: give its file with `path`, or use photos"
+            key,
+            f"{name} is your own image: give its file with `path`, or use the data set photos",
         )
     elif not kind.from_path and names_file:
         yield Diagnostic(
@@ -267,22 +273,22 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 
 
 def _own_data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    """Yield problems of the user's own samples, whose labels are read."""
-    workload = part_of(scenario)
+    """Yield problems of the user's own samples. Reads all labels."""
+    workload = workload_section(scenario)
     try:
         labels = data.train_labels(workload.data, data_folder(scenario))
     except InputError as error:
         yield _locate_error(error)
         return
-    yield from batch_problems(workload, len(labels))
+    yield from _batch_problems(workload, len(labels))
     are_numbers = labels.ndim == 1 and labels.dtype.kind == "f"
     if are_numbers and workload.training.loss.is_plain:
         text = "the labels are numbers, but cross-entropy needs classes: use a loss such as mse"
         yield Diagnostic(("workload", "training", "loss"), text)
 
 
-def batch_problems(workload: LearningPart, samples: int) -> Iterator[Diagnostic]:
-    """Yield the problem of a batch larger than all training samples, if the coordinator has them."""
+def _batch_problems(workload: LearningPart, samples: int) -> Iterator[Diagnostic]:
+    """Yield a problem if a batch needs more than all training samples, and all of these are at the coordinator."""
     size = workload.batch_size
     if (
         workload.task == "train"
@@ -295,7 +301,7 @@ def batch_problems(workload: LearningPart, samples: int) -> Iterator[Diagnostic]
 
 def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     """Check the data files. `build_problem` omits this check: devices receive their data and lack the folder."""
-    part = part_of(scenario).data
+    part = workload_section(scenario).data
     # `_data_problems` reports unknown names and broken packages.
     with suppress(InputError):
         if data.is_own(part):
@@ -307,8 +313,11 @@ def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 def find_problems(
     scenario: Scenario, method: core.Method | None
 ) -> Iterator[Diagnostic]:
-    """Yield problems of numerics, model, data and folders."""
-    workload = part_of(scenario)
+    """Yield problems of numerics, model, data and folders.
+
+    ``method`` is None for an unknown method, which `testbed.validation` reports.
+    """
+    workload = workload_section(scenario)
     if isinstance(method, Method):
         yield from _numerics_problems(workload, method)
     elif method is not None:
@@ -322,8 +331,9 @@ def find_problems(
 def divide(
     scenario: Scenario, method: Method, problem: PlanningProblem
 ) -> tuple[PlanningProblem, Division]:
-    """Divide the samples among the devices with data, and check everything independent of a plan; raises
-    `InputError`.
+    """Check everything that is independent of a plan, then divide the samples among the devices with data.
+
+    Raises `InputError`.
     """
     _check_training(method, problem)
     _check_precision(method, problem)
@@ -340,18 +350,18 @@ def divide(
 
 
 def codes_of(scenario: Scenario, options: core.Options) -> dict[str, Code]:
-    """Return the texts of files named by the training and by method options. Raises `InputError`."""
+    """Return the source code of files named by the training and by method options. Raises `InputError`."""
     return training_codes(scenario) | _option_codes(scenario, options)
 
 
 def described_data(scenario: Scenario) -> data.DataSource:
     """Describe the data with a minimum of reading. Raises `InputError`."""
-    return data.describe_part(part_of(scenario).data, data_folder(scenario))
+    return data.describe_part(workload_section(scenario).data, data_folder(scenario))
 
 
 def planned_total(scenario: Scenario) -> int | None:
-    """Return the number of steps or requests; None if the number depends on the data files or on the split."""
-    workload = part_of(scenario)
+    """Return the number of steps or requests; None if the number depends on data files, a split or the time."""
+    workload = workload_section(scenario)
     if workload.task != "train" or workload.steps is not None:
         return workload.total
     if workload.data.split != "coordinator":
@@ -373,11 +383,11 @@ def _check_training(method: Method, problem: PlanningProblem) -> None:
     if problem.workload.task != "train":
         return
     problem.training.check()
-    if problem.workload.training.judged:
+    if problem.workload.training.uses_evaluations:
         _check_early_stopping(method, problem)
-    given = problem.workload.training.given()
+    given_keys = problem.workload.training.given_keys()
     for key, reason in method.refuses.items():
-        if key in given:
+        if key in given_keys:
             text = f"'{method.name}' does not support this ({reason}): remove the key, or use another method"
             raise InputError(text, ("training", *key.split(".")))
 
@@ -386,32 +396,35 @@ def _check_early_stopping(method: Method, problem: PlanningProblem) -> None:
     if "early_stopping" not in method.supports:
         text = f"'{method.name}' does not support early stopping: remove 'until', 'patience' and 'best'"
         raise InputError(text, ("training",))
-    # The option of some methods.
+    # Only some methods have this option.
     interval = getattr(problem.options, "evaluate_every", None)
     if interval is None:
         text = "'until', 'patience' and 'best' require periodic evaluations: set evaluate_every"
         raise InputError(text, ("method",))
+    # A float is a duration in seconds, an integer counts steps or rounds.
     if isinstance(interval, float):
         text = "'until', 'patience' and 'best' require evaluations at steps or rounds: set evaluate_every to an integer"
         raise InputError(text, ("method", "evaluate_every"))
 
 
 def check_tied(method: Method, problem: PlanningProblem, plan: Plan) -> None:
-    """Reject a plan separating units with a shared trained weight, unless the method ties copies; raises
-    `InputError`.
+    """Reject a plan that separates units which share a trained weight, unless the method keeps copies equal.
+
+    Raises `InputError`.
     """
     if problem.workload.task != "train" or "tied_weights" in method.supports:
         return
     for tied in problem.model.tied:
         for assignment in plan.assignments:
-            held = sum(
-                assignment.start <= unit < assignment.stop for unit in tied.units
-            )
-            is_separated = held < len(tied.units) or assignment.part is not None
-            if held and is_separated:
+            units = range(assignment.start, assignment.stop)
+            held = sum(unit in units for unit in tied.units)
+            # `part` describes a share of each unit, so the device lacks the rest of the weight.
+            holds_all = held == len(tied.units) and assignment.part is None
+            if held and not holds_all:
                 raise InputError(
-                    f"the network uses one weight as {tied.title}, and '{method.name}' gives {assignment.device} a "
-                    "part of that: take pipeline, gpipe or model-parallelism, which add up its gradients, or untie it",
+                    f"the network uses one weight as {tied.title}, and '{method.name}' gives {assignment.device} only "
+                    "a part of these layers: use pipeline, gpipe or model-parallelism, which add up the gradients of "
+                    "copies, or untie the weight",
                     ("model",),
                 )
 
@@ -431,12 +444,13 @@ def _check_precision(method: Method, problem: PlanningProblem) -> None:
 def _check_normalisation(method: Method, problem: PlanningProblem) -> None:
     if problem.workload.task != "train":
         return
+    # A device with fewer samples than a batch has smaller batches.
     samples = min([method.samples_at_once(problem), *problem.samples.values()])
     for unit in problem.model.units:
         if samples < unit.least_samples:
             raise InputError(
-                f"{unit.name} normalises over samples alone, and {samples} at once has no variance: "
-                "use larger batches, or fewer micro-batches of each",
+                f"{unit.name} normalises over samples alone, and a batch of {samples} has no variance: "
+                "use larger batches, or fewer micro-batches",
                 ("batch_size",),
             )
 
@@ -454,46 +468,51 @@ def _check_last_batch(method: Method, problem: PlanningProblem) -> None:
     known = data.known_samples(workload.data)
     if not counts and known:
         counts = [known]
-    parts = workload.batch_size // method.samples_at_once(problem)
+    micro_batches = workload.batch_size // method.samples_at_once(problem)
     needed = max(unit.least_samples for unit in problem.model.units)
     for count in counts:
         last = count % workload.batch_size
+        if not last:
+            continue
         # The last batch is cut into as many micro-batches as it has samples, at most.
-        if last and last // min(parts, last) < needed:
+        smallest = last // min(micro_batches, last)
+        if smallest < needed:
             text = f"the last batch of {count} samples has {last}, too few to normalise: use another batch_size"
             raise InputError(text, key)
 
 
 def model_code(scenario: Scenario) -> Code | None:
-    """Return the text of the model's file or package; None for a catalogue model. Raises `InputError`."""
-    part = part_of(scenario).model
+    """Return the source code of the model's file or package; None for a catalogue model. Raises `InputError`."""
+    part = workload_section(scenario).model
     if part.file is None:
         return models.code_of(part.name)
     return usercode.read(scenario.source.folder / part.file, part.name, MODEL_FILE)
 
 
 def training_codes(scenario: Scenario) -> dict[str, Code]:
-    """Return the texts of files named by the training, by title. Raises `InputError`."""
-    texts = {}
-    for key, part in part_of(scenario).training.parts():
-        if part.file is not None:
-            place = ("training", key, "file")
-            texts[part.title] = _read_code(scenario, part, place)
-    return texts
+    """Return the source code of files named by the training, by title. Raises `InputError`."""
+    codes = {}
+    for key, named in workload_section(scenario).training.parts():
+        if named.file is not None:
+            codes[named.title] = _read_code(scenario, named, ("training", key, "file"))
+    return codes
 
 
 def _option_codes(scenario: Scenario, options: BaseModel) -> dict[str, Code]:
-    """Return the texts of files named by the method's options. Raises `InputError`, also for a missing definition."""
-    texts = {}
-    for key, part in named_in(options, ("method",)):
-        if part.file is not None:
-            texts[part.title] = _read_code(scenario, part, key)
-            usercode.function(texts[part.title], key)
-    return texts
+    """Return the source code of files named by the method's options.
+
+    Raises `InputError`, also for a missing definition.
+    """
+    codes = {}
+    for key, named in named_in(options, ("method",)):
+        if named.file is not None:
+            codes[named.title] = _read_code(scenario, named, key)
+            usercode.function(codes[named.title], key)
+    return codes
 
 
-def _read_code(scenario: Scenario, part: NamedPart, key: Key) -> Code:
-    return usercode.read(scenario.source.folder / str(part.file), part.name, key)
+def _read_code(scenario: Scenario, named: NamedPart, key: Key) -> Code:
+    return usercode.read(scenario.source.folder / str(named.file), named.name, key)
 
 
 def _divide_samples(
@@ -539,7 +558,7 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
     if not weights.is_scenario(file):
         weights.check(file, model)
         return None
-    runs = trials(load(str(file), []))
+    runs = trials(load(str(file), overrides=[]))
     first = runs[0].scenario
     if len(runs) > 1:
         raise InputError(

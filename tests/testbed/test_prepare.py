@@ -137,7 +137,7 @@ def test_prepares_method_problem_and_plan(file):
             "model: {name: mobilenetv2, width: 0.1}\n  data: {name: digits}\n"
             "  method: {name: pipeline, micro_batches: 4}\n  batch_size: 7\n",
             15,
-            "workload.batch_size: block6-1 normalises over samples alone, and 1 at once has no variance",
+            "workload.batch_size: block6-1 normalises over samples alone, and a batch of 1 has no variance",
         ),
         (
             "count: 3",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from testbed.ml.data import load as load_data
-from testbed.ml.preparation import part_of
+from testbed.ml.preparation import workload_section
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -32,7 +32,7 @@ def measure() -> Iterator[Measurement]:
         detail=detail,
     )
     prepared = prepare(trials(load("quickstart"))[0])
-    dataset = load_data(part_of(prepared.scenario).data)
+    dataset = load_data(workload_section(prepared.scenario).data)
     predicted = simulate(prepared, dataset)
     measured = emulate(prepared, dataset, accept_links=True)
     step = {}

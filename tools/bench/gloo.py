@@ -15,7 +15,7 @@ import docker
 
 from testbed.common.errors import TestbedError
 from testbed.ml.data import load as load_data
-from testbed.ml.preparation import part_of
+from testbed.ml.preparation import workload_section
 from testbed.plan import Plan
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -223,7 +223,7 @@ def measure() -> Iterator[Measurement]:
         prepared[schedule] = prepare(trials(scenario(schedule))[0])
     gloo = with_gloo(prepared)
     for schedule, each in prepared.items():
-        dataset = load_data(part_of(each.scenario).data)
+        dataset = load_data(workload_section(each.scenario).data)
         outcome = emulate(each, dataset, accept_links=True)
         record = RunView(outcome, each.experiment, each.plan)
         assert each.plan.step_time is not None

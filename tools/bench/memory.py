@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from testbed.deployment import deployments
 from testbed.ml.data import load as load_data
 from testbed.ml.data.dataset import pack
-from testbed.ml.preparation import part_of
+from testbed.ml.preparation import workload_section
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed_controller.lab.lab import Lab
@@ -28,7 +28,7 @@ def measure() -> Iterator[Measurement]:
     """Yield resident memory of a device in megabytes: idle, ready with torch, and growth by messages."""
     scenario = exchange_scenario("1kB", SETTLE_MESSAGES + MESSAGES, None)
     prepared = prepare(trials(scenario)[0])
-    dataset = load_data(part_of(prepared.scenario).data)
+    dataset = load_data(workload_section(prepared.scenario).data)
     lab = Lab.create(prepared.trial)
     try:
         agents = {name: lab.agent(name) for name in lab.devices}

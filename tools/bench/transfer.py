@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from testbed.ml.data import load as load_data
-from testbed.ml.preparation import part_of
+from testbed.ml.preparation import workload_section
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
@@ -46,7 +46,9 @@ def exchange_scenario(
 def exchange(scenario: Scenario) -> RunView:
     """Run a scenario in containers and return its record."""
     prepared = prepare(trials(scenario)[0])
-    outcome = emulate(prepared, load_data(part_of(scenario).data), accept_links=True)
+    outcome = emulate(
+        prepared, load_data(workload_section(scenario).data), accept_links=True
+    )
     return RunView(outcome, prepared.experiment, prepared.plan)
 
 

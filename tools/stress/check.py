@@ -19,7 +19,7 @@ import torch
 
 from testbed.common.errors import InputError
 from testbed.ml.data import load
-from testbed.ml.preparation import part_of
+from testbed.ml.preparation import workload_section
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
@@ -105,7 +105,7 @@ def check_run(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
 
 def simulate_trial(prepared: Prepared) -> Outcome:
     """Simulate a trial with its data."""
-    return simulate(prepared, load(part_of(prepared.scenario).data))
+    return simulate(prepared, load(workload_section(prepared.scenario).data))
 
 
 def check_end(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
@@ -123,7 +123,7 @@ def check_end(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
 
 def expected_steps(prepared: Prepared) -> int | None:
     """Return the number of steps that a finished run records; None for a method that may omit steps."""
-    workload = part_of(prepared.scenario)
+    workload = workload_section(prepared.scenario)
     if workload.method.name not in LOSSLESS or workload.steps is None:
         return None
     if workload.method.name not in COLLABORATIVE:
@@ -140,7 +140,7 @@ def check_steps(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
     expected = expected_steps(prepared)
     if expected is not None:
         yield from _check_step_numbers(outcome, expected)
-    requests = part_of(prepared.scenario).requests
+    requests = workload_section(prepared.scenario).requests
     if prepared.scenario.workload.task == "infer" and requests is not None:
         yield from _check_request_numbers(outcome, requests)
 

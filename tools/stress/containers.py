@@ -16,7 +16,7 @@ from pathlib import Path
 
 from testbed.common.errors import InputError
 from testbed.ml.data import load
-from testbed.ml.preparation import part_of
+from testbed.ml.preparation import workload_section
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
 from testbed.trace.outcome import Outcome
@@ -62,7 +62,7 @@ def _check_containers(prepared: Prepared) -> Iterator[str]:
         os.environ["XDG_STATE_HOME"] = folder
         lab = Lab.create(prepared.trial)
         try:
-            dataset = load(part_of(prepared.scenario).data)
+            dataset = load(workload_section(prepared.scenario).data)
             outcome = emulate(prepared, dataset, standing=lab, accept_links=True)
             yield from _check_logs(lab)
         finally:

@@ -26,7 +26,7 @@ from testbed.deployment import deployments
 from testbed.faults.parts import ActionPart
 from testbed.ml.data import load
 from testbed.ml.data.dataset import pack
-from testbed.ml.preparation import part_of, samples_of
+from testbed.ml.preparation import samples_of, workload_section
 from testbed.network.link import Cell, Link, Pair
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -143,7 +143,7 @@ def _make_inbox(peer: str) -> Inbox:
 def _control_requests() -> list[Request]:
     """Return requests to a device's control API, except deployment and start."""
     run = prepared_run()
-    dataset = samples_of(run, load(part_of(run.scenario).data), "source")
+    dataset = samples_of(run, load(workload_section(run.scenario).data), "source")
     assert dataset is not None
     return [
         Request("PUT", "/data", BEARER, pack(dataset)),

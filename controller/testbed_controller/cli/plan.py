@@ -17,7 +17,7 @@ from testbed.device import Cost
 from testbed.methods.program.workload import programs_of
 from testbed.ml.layers import costs
 from testbed.ml.method import PlanningProblem
-from testbed.ml.preparation import data_folder, part_of
+from testbed.ml.preparation import data_folder, workload_section
 from testbed.prepare import Prepared, prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -293,7 +293,7 @@ def _view_data(prepared: Prepared) -> DataView | None:
     if not counts:
         return None
     scenario = prepared.scenario
-    labels = train_labels(part_of(scenario).data, data_folder(scenario))
+    labels = train_labels(workload_section(scenario).data, data_folder(scenario))
     owners = []
     for name, owned in counts.items():
         samples = sum(owned.values())

@@ -107,7 +107,7 @@ class Health:
     def ending(self, name: str, wait_seconds: float = 0.0) -> Ending | None:
         """Return the cause of a container's end; None for a running one.
 
-        Waits up to ``wait_seconds`` seconds for the end of a running container.
+        Waits up to ``wait_seconds`` for the end of a running container.
         """
         deadline = time.monotonic() + wait_seconds
         try:

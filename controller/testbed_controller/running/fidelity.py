@@ -80,8 +80,8 @@ def verify_links(
 ) -> list[LinkMeasurement]:
     """Measure links; unless ``accept``, raise `LinksError` if one stays outside the tolerance.
 
-    Links outside their tolerance are measured again for ``retry_seconds`` seconds, since shared hosts are often slow for a
-    few seconds only.
+    Links outside their tolerance are measured again for ``retry_seconds``, since shared hosts are often slow for a few
+    seconds only.
     """
     until = time.monotonic() + retry_seconds
     monitor = HostMonitor()

@@ -59,7 +59,7 @@ class Evaluations:
 
         Return whether to continue.
         """
-        if step == self._steps or self._training.part.judged:
+        if step == self._steps or self._training.part.uses_evaluations:
             await self._supervisor.until(lambda: self._whole(step))
         fields = await evaluate(self._supervisor, step, self._tests, self._training)
         self.stopping.judge(step, fields, self._weights)

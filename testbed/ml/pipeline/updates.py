@@ -97,7 +97,7 @@ class SynchronousUpdates:
         update = partial(stage.shard.update, batch, norms)
         await stage.compute(update, cost, Span("update", batch))
         # An evaluation that may end the training needs the state it judges.
-        is_judged = stage.problem.workload.training.judged
+        is_judged = stage.problem.workload.training.uses_evaluations
         is_evaluated = is_judged and is_due(done, self._options.evaluate_every)
         if is_evaluated or self._options.checkpoints(done, position.steps):
             await self._start_checkpoint(batch)
@@ -351,7 +351,7 @@ class AsynchronousUpdates:
             for keeper in options.keepers(position.index, len(position.stages)):
                 targets.add(position.stages[keeper][0])
         # An evaluation that may end the training needs the state it judges, as the end needs the result.
-        is_judged = self._stage.problem.workload.training.judged
+        is_judged = self._stage.problem.workload.training.uses_evaluations
         is_evaluated = is_judged and is_due(done, options.evaluate_every)
         if is_evaluated or options.global_due(done) or done == position.steps:
             targets |= {own, position.coordinator}

@@ -258,7 +258,7 @@ class TrainingPart(ConfigModel):
     )
 
     @property
-    def judged(self) -> bool:
+    def uses_evaluations(self) -> bool:
         """Whether evaluations decide the end of training, or the final weights."""
         return bool(self.until or self.patience or self.best)
 
@@ -286,10 +286,10 @@ class TrainingPart(ConfigModel):
             )
         return conditions
 
-    def given(self) -> set[str]:
+    def given_keys(self) -> set[str]:
         """Return the keys beyond plain descent on cross-entropy, such as ``clip.norm``.
 
-        >>> sorted(TrainingPart(clip={"norm": 1.0}, ema=0.99).given())
+        >>> sorted(TrainingPart(clip={"norm": 1.0}, ema=0.99).given_keys())
         ['clip', 'clip.norm', 'ema']
         """
         uses = {

@@ -159,6 +159,6 @@ def test_methods_that_cannot_add_up_name_weights_and_remedy(
     own = {"workload.data.split": "iid"} if method == "split-learning" else {}
     with pytest.raises(
         InputError,
-        match=r"(?s)embed.weight and head.weight.*take pipeline, gpipe or model-parallelism",
+        match=r"(?s)embed.weight and head.weight.*use pipeline, gpipe or model-parallelism",
     ):
         run(tmp_path, {"workload.method": {"name": method}, **own})
