@@ -1,12 +1,12 @@
-"""Plain data of charts (lines, bars and maps with axes), drawn by `.drawing` with matplotlib."""
+"""Plain data of charts, drawn by `.plots` (lines, stacks, bars) and `.devices` (maps, data ownership)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -36,10 +36,10 @@ Dash = Literal["solid", "dashed", "dotted"]
 STYLES: tuple[tuple[str, Dash], ...] = tuple(
     (colour, dash) for dash, colour in product(get_args(Dash), SERIES)
 )
-"""Colour and dash of the series of a plot, in order, and the maximum number of series."""
-MOST_POINTS = 1500
-"""Points drawn of a line at most: more than the plot has pixels add size without detail."""
-FEW = 60
+"""Colour and dash of the series of a plot, in order; their number is the maximum number of series."""
+MAX_POINTS = 1500
+"""Maximum number of drawn points per line: more points than the plot has pixels add size without detail."""
+MAX_MARKED_POINTS = 60
 """Maximum number of points per line with a mark at each point."""
 Points = Sequence[tuple[float, float]]
 Numbers = Sequence[float] | np.ndarray[Any, Any]
@@ -54,53 +54,69 @@ class Line:
     colour: str
     """One of `COLOURS`."""
     dash: Dash = "solid"
-    marks: bool = False
+    mark_points: bool = False
     """Whether to mark every point; useful for few points."""
     joined: bool = True
-    """Join the points."""
+    """Whether lines join the points."""
     half_widths: Sequence[float | None] = ()
-    """Half widths of the confidence intervals, one per point: error bars with marks, else a band."""
+    """Half widths of the confidence intervals, one per point: error bars with marks, else a band.
+
+    None for a point without an interval; empty for a line without intervals.
+    """
 
     @property
-    def marked(self) -> bool:
+    def is_marked(self) -> bool:
         """Whether each point has a mark."""
-        return self.marks or not self.joined or len(self.points) == 1
+        return self.mark_points or not self.joined or len(self.points) == 1
+
+    def with_finite_points(self) -> Line:
+        """Return the line without the points that have no place on an axis, such as NaN."""
+        kept = [index for index, (_, y) in enumerate(self.points) if math.isfinite(y)]
+        points = [self.points[index] for index in kept]
+        half_widths: Sequence[float | None] = ()
+        if self.half_widths:
+            half_widths = [self.half_widths[index] for index in kept]
+        return replace(self, points=points, half_widths=half_widths)
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars of one kind, one for each group of a plot; a value of None draws no bar."""
+    """Bars of one kind, one for each group of a plot; a value of None or NaN draws no bar."""
 
     name: str
     values: Sequence[float | None]
     colour: str
     half_widths: Sequence[float | None] = ()
-    """Half widths of the intervals around the values."""
+    """Half widths of the intervals around the values; None or empty as in a `Line`."""
     dash: Dash = "solid"
     """Hatching, equivalent to the dash of a line of the same series."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Title and unit of an axis."""
+    """Title of an axis, and the kind of its values, which determines the unit."""
 
-    name: str
+    title: str
     kind: MetricKind = "number"
 
     @property
-    def most(self) -> float:
-        """Upper bound of values and intervals: 1 for shares."""
-        return 1.0 if self.kind == "share" else math.inf
+    def bounds(self) -> tuple[float, float]:
+        """Lowest and highest end of an interval: 0 and 1 for shares."""
+        return (0.0, 1.0) if self.kind == "share" else (-math.inf, math.inf)
 
     def intervals(
-        self, values: Numbers, halves: Sequence[float | None]
+        self, values: Numbers, half_widths: Sequence[float | None]
     ) -> np.ndarray[Any, Any]:
-        """Return the lower and upper half widths of intervals around values, (2, values); NaN without an interval."""
-        half = np.array([math.nan if each is None else each for each in halves], float)
+        """Return the widths of intervals below and above values, (2, values); NaN without an interval."""
+        widths = np.array(
+            [math.nan if width is None else width for width in half_widths], float
+        )
         centres = np.array(values)
-        # A share is at most 1, so the interval ends there, unless the value itself is above.
-        room = np.where(centres > self.most, math.inf, self.most - centres)
-        return np.array([half, np.minimum(half, room)])
+        lowest, highest = self.bounds
+        # A share is from 0 to 1, so the interval ends there, unless the value itself is outside.
+        below = np.where(centres < lowest, math.inf, centres - lowest)
+        above = np.where(centres > highest, math.inf, highest - centres)
+        return np.array([np.minimum(widths, below), np.minimum(widths, above)])
 
 
 @dataclass(frozen=True)
@@ -118,13 +134,14 @@ class Window:
 class LinePlot:
     """Lines with background windows.
 
-    The y axis begins at 0 or at the lowest negative value, or is logarithmic where values are far apart.
+    The y axis begins at 0 or at the lowest negative value, or is logarithmic if values are far apart (`LOG_FROM` of
+    `.plots`).
     """
 
     lines: Sequence[Line]
     windows: Sequence[Window] = ()
     _: KW_ONLY
-    range_: tuple[float, float]
+    x_range: tuple[float, float]
     """Ends of the x axis."""
     y: Axis
     x: str = "time (s)"
@@ -138,7 +155,8 @@ class StackedPlot:
     """Shares of a whole over the seconds from 0 to ``end``; a value holds until the next one."""
 
     lines: Sequence[Line]
-    marks: Sequence[float]
+    """At least one line."""
+    instants: Sequence[float]
     """Seconds marked by vertical lines."""
     _: KW_ONLY
     end: float
@@ -149,7 +167,8 @@ class StackedPlot:
 class BarPlot:
     """Grouped bars, labelled with their values if space permits.
 
-    The y axis begins at 0 or at the lowest negative value, or is logarithmic where values are far apart.
+    The y axis begins at 0 or at the lowest negative value, or is logarithmic if values are far apart (`LOG_BARS_FROM`
+    of `.plots`).
     """
 
     groups: Sequence[str]
@@ -164,7 +183,8 @@ class BarPlot:
 class DeviceMap:
     """Device positions and the links between them.
 
-    A link has two halves: the half at a device is for the casts that the other device receives from it.
+    A link is drawn in two halves: the half next to device A shows the share of A's casts that the other device
+    receives.
     """
 
     positions: Mapping[str, Position]
@@ -183,29 +203,40 @@ class Ownership:
     owned: Mapping[str, Mapping[str, int]]
     """Samples of each device by class, as in a manifest."""
     order: str = "the scenario"
-    """The source of the devices' order."""
+    """Noun that completes "in the order of": the list in whose order the devices are drawn."""
 
 
 Plot = LinePlot | StackedPlot | BarPlot | DeviceMap | Ownership
-Chart = tuple[str, str, Plot | None]
-"""Title, note and plot; without a plot, the note gives the reason."""
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """Return at most ``most`` points, the lowest and the highest of each interval of x. NaN is omitted.
+class Chart(NamedTuple):
+    """A plot with its words on a page."""
 
-    >>> thin([(0, 1.0), (1, 9.0), (2, 2.0), (3, 3.0)], most=2)
-    [(0, 1.0), (1, 9.0)]
+    title: str
+    note: str
+    plot: Plot | None
+    """None if nothing can be drawn; the note then gives the reason."""
+
+
+def thin(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """Return at most ``max_points`` (4 or more): the ends, and the extremes of each stretch of points between them.
+
+    All stretches have equally many points. Values that are not finite are omitted.
+
+    >>> thin([(0, 2.0), (1, 1.0), (2, 9.0), (3, 2.0), (4, 3.0)], max_points=4)
+    [(0, 2.0), (1, 1.0), (2, 9.0), (4, 3.0)]
     """
     finite = [point for point in points if math.isfinite(point[1])]
-    if len(finite) <= most:
+    if len(finite) <= max_points:
         return finite
-    size = math.ceil(len(finite) / (most // 2))
-    kept: list[tuple[float, float]] = []
-    for start in range(0, len(finite), size):
-        stretch = finite[start : start + size]
+    first, *inner, last = finite
+    stretches = (max_points - 2) // 2
+    size = math.ceil(len(inner) / stretches)
+    kept = [first]
+    for start in range(0, len(inner), size):
+        stretch = inner[start : start + size]
         lowest = min(stretch, key=lambda point: point[1])
         highest = max(stretch, key=lambda point: point[1])
-        # The same point if the interval is flat.
+        # A set, as both are one point if the stretch is flat.
         kept += sorted({lowest, highest})
-    return kept
+    return [*kept, last]

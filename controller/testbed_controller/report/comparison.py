@@ -17,7 +17,7 @@ from testbed.common.formats import Scale
 from testbed.common.intervals import interval
 from testbed_controller.report import html
 from testbed_controller.report.charts import (
-    FEW,
+    MAX_MARKED_POINTS,
     STYLES,
     Axis,
     Chart,
@@ -169,7 +169,7 @@ CURVES = (
 
 
 def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
-    """Yield title, note and plot of runs over time; limited to the first groups."""
+    """Yield the charts of runs over time; limited to the first groups."""
     runs = list(chain.from_iterable(grouped.values()))
     notes = [BAND] if len(runs) > len(grouped) else []
     left_out = len(grouped) - len(STYLES)
@@ -182,7 +182,7 @@ def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
         # A single evaluation at the end of a run is a value, not a curve.
         has_curve = any(len(line.points) > 1 for line in lines)
         if lines and (has_curve or name != "accuracy"):
-            yield title, note, LinePlot(lines, range_=(0.0, end), y=y)
+            yield Chart(title, note, LinePlot(lines, x_range=(0.0, end), y=y))
     recoveries = chain.from_iterable(run.metrics["recovery_list"] for run in runs)
     steps = [item["step"] for item in recoveries if item["step"] is not None]
     if steps:
@@ -191,8 +191,8 @@ def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
         last = min(steps) + AROUND
         lines = _mean_lines(grouped, "steps", begin=first, end=last)
         y = Axis("time per step", "seconds")
-        plot = LinePlot(lines, range_=(first, last), x="step", y=y)
-        yield "Time per step around the fault", note, plot
+        plot = LinePlot(lines, x_range=(first, last), x="step", y=y)
+        yield Chart("Time per step around the fault", note, plot)
 
 
 def _mean_lines(
@@ -260,7 +260,9 @@ def mean_line(
     present = [points for points in curves if points]
     if len(present) < 2:
         points = present[0] if present else []
-        return Line(name, points, colour, dash, marks=len(points) <= FEW)
+        return Line(
+            name, points, colour, dash, mark_points=len(points) <= MAX_MARKED_POINTS
+        )
     arrays = [np.array(points) for points in present]
     low = max(each[0, 0] for each in arrays)
     high = min(each[-1, 0] for each in arrays)

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from testbed.network.link import Pair
 from testbed.network.radio import Position
 from testbed_controller.report.charts import COLOURS, DeviceMap, Ownership
-from testbed_controller.report.plots import HEIGHT, STYLE, legend
+from testbed_controller.report.plots import HEIGHT, STYLE, add_legend
 
 GRADES = (
     (0.9, "green", 1.8),
@@ -70,7 +70,7 @@ def draw_map(plot: DeviceMap, width: float) -> Figure:
     axes.set_aspect("equal")
     axes.set_xlabel("x (m)")
     axes.set_ylabel("y (m)")
-    legend(figure, axes)
+    add_legend(figure, axes)
     return figure
 
 

@@ -17,7 +17,7 @@ from testbed.common.lazy import require_extra
 from testbed.common.yamltext import written
 from testbed.scenario.points import value_text
 from testbed_controller.report.charts import (
-    FEW,
+    MAX_MARKED_POINTS,
     STYLES,
     Axis,
     Chart,
@@ -171,29 +171,31 @@ def _explain_verdict(verdict: Mapping[str, Any]) -> str:
 
 
 def charts(run: Run) -> Iterator[Chart]:
-    """Yield title, note and plot of each chart of a run."""
+    """Yield the charts of a run."""
     series = run.metrics["series"]
     windows = [Window(**window) for window in shaded(run)]
     shading = " Shaded: faults, recoveries and pauses." if windows else ""
-    draw = partial(LinePlot, windows=windows, range_=(0.0, run.metrics["duration"]))
+    draw = partial(LinePlot, windows=windows, x_range=(0.0, run.metrics["duration"]))
     if series["steps"]:
         lines = _loss_lines(series)
         note = f"Training loss of each step, and loss on the test data.{shading}"
-        yield "Loss", note, draw(lines, y=Axis("loss"))
+        yield Chart("Loss", note, draw(lines, y=Axis("loss")))
     # A single evaluation at the end of a run is a value, not a curve.
     if len(series["evaluations"]) > 1:
         accuracies = _series_points(series["evaluations"], "accuracy")
-        lines = [Line("test accuracy", accuracies, "green", marks=True)]
-        yield "Accuracy", "On the test data.", draw(lines, y=Axis("accuracy", "share"))
+        lines = [Line("test accuracy", accuracies, "green", mark_points=True)]
+        plot = draw(lines, y=Axis("accuracy", "share"))
+        yield Chart("Accuracy", "On the test data.", plot)
     if series["steps"]:
         lines = _step_time_lines(series["steps"])
         note = "Time since the previous step. Disturbed: the first, and those with an evaluation, fault or recovery."
-        yield "Time per step", note, draw(lines, y=Axis("time per step", "seconds"))
+        plot = draw(lines, y=Axis("time per step", "seconds"))
+        yield Chart("Time per step", note, plot)
     if series["requests"]:
         latencies = _series_points(series["requests"], "latency")
         lines = [Line("latency", latencies, "blue", joined=False)]
         note = f"Of each request.{shading}"
-        yield "Latency", note, draw(lines, y=Axis("latency", "seconds"))
+        yield Chart("Latency", note, draw(lines, y=Axis("latency", "seconds")))
     for curve in curves(run):
         yield _own_chart(curve, draw, run.metrics["duration"])
     if run.experiment.radio is not None:
@@ -206,7 +208,7 @@ def _loss_lines(series: Mapping[str, Any]) -> list[Line]:
     test = _series_points(series["evaluations"], "loss")
     return [
         Line("training loss", training, "blue"),
-        Line("test loss", test, "violet", marks=True),
+        Line("test loss", test, "violet", mark_points=True),
     ]
 
 
@@ -239,7 +241,7 @@ def _device_map(run: Run) -> Chart:
         "Packet reception ratio (PRR) before any fault. Each half of a line has the colour for the casts of the device "
         "at its end."
     )
-    return "Map", note, plot
+    return Chart("Map", note, plot)
 
 
 def _ownership_charts(run: Run) -> Iterator[Chart]:
@@ -258,23 +260,24 @@ def _ownership_charts(run: Run) -> Iterator[Chart]:
     if left_out:
         note += f" {left_out:,} more devices are omitted; manifest.json has all."
         order = "the table of devices"
-    yield "Data ownership", note, Ownership(drawn, order)
+    yield Chart("Data ownership", note, Ownership(drawn, order))
 
 
 def _own_chart(curve: Drawn, draw: Callable[..., LinePlot], end: float) -> Chart:
     """Draw a chart defined by the method, limited to as many lines as there are styles."""
     lines = []
     for (name, points), style in zip(curve.lines, STYLES, strict=False):
-        has_marks = len(points) <= FEW
-        lines.append(Line(name or curve.title, points, *style, marks=has_marks))
+        has_marks = len(points) <= MAX_MARKED_POINTS
+        lines.append(Line(name or curve.title, points, *style, mark_points=has_marks))
     note = curve.note
     left_out = len(curve.lines) - len(lines)
     if left_out:
         note += f" {left_out} more are in metrics.json."
     y = Axis(curve.title[0].lower() + curve.title[1:], curve.kind)
     if curve.stacked:
-        return curve.title, note, StackedPlot(lines, curve.marks, end=end, y=y)
-    return curve.title, note, draw(lines, y=y)
+        stack = StackedPlot(lines, curve.marks, end=end, y=y)
+        return Chart(curve.title, note, stack)
+    return Chart(curve.title, note, draw(lines, y=y))
 
 
 def _reproduce_command(run: Run) -> str:

@@ -170,7 +170,7 @@ def _metric_heading(name: str) -> str:
 def charts(
     summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None = None
 ) -> Iterator[Chart]:
-    """Yield (title, note, plot) of each metric over the sweep, and for few points the curves over time.
+    """Yield a chart of each metric over the sweep, and for few points the curves over time.
 
     ``names`` selects the metrics and their titles, and omits the curves over time.
     """
@@ -221,7 +221,7 @@ def _chart_over(
         axis_name = title[0].lower() + title[1:]
     draw = _line_chart if chosen in numeric else _bar_chart
     plot = draw(name, chosen, points, series, Axis(axis_name, kind))
-    return title, _chart_note(points, dependent, len(series)), plot
+    return Chart(title, _chart_note(points, dependent, len(series)), plot)
 
 
 def _chart_note(
@@ -278,11 +278,13 @@ def _line_chart(
         if not any(half_widths):
             half_widths = []
         means = [(x, mean) for x, mean, _ in marks]
-        lines.append(Line(label, means, *style, marks=True, half_widths=half_widths))
+        lines.append(
+            Line(label, means, *style, mark_points=True, half_widths=half_widths)
+        )
     if unit in RATE_UNITS:
         unit += "/s"
     title = f"{_short_key(key)} ({unit})" if unit else _short_key(key)
-    return LinePlot(lines, range_=(min(values), max(values)), x=title, y=y, swept=True)
+    return LinePlot(lines, x_range=(min(values), max(values)), x=title, y=y, swept=True)
 
 
 def _bar_chart(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_a_legend_stays_within_the_plot(count: int, name: str) -> None:
         drawing.draw(
             LinePlot(
                 [Line(name, [(0, 1)], "blue") for name in names],
-                range_=(0, 1),
+                x_range=(0, 1),
                 y=Axis("x"),
             )
         ),
@@ -72,7 +73,7 @@ def test_a_legend_stays_within_the_plot(count: int, name: str) -> None:
 def test_a_plot_is_the_same_each_time_and_its_text_is_text(tmp_path: Path) -> None:
     for name in ("a", "b"):
         plot = LinePlot(
-            [Line("one & <all>", [(0, 1), (1, 2)], "blue")], range_=(0, 1), y=Axis("x")
+            [Line("one & <all>", [(0, 1), (1, 2)], "blue")], x_range=(0, 1), y=Axis("x")
         )
         save(plot, tmp_path / name)
     for kind in (".svg", ".pdf", "-wide.svg", "-wide.pdf"):
@@ -101,7 +102,9 @@ def test_axes_have_titles_with_the_unit_that_fits() -> None:
     ):
         axes = drawing.draw(
             LinePlot(
-                [Line("a", [(0, highest)], "blue")], range_=(0, 1), y=Axis("time", kind)
+                [Line("a", [(0, highest)], "blue")],
+                x_range=(0, 1),
+                y=Axis("time", kind),
             )
         ).axes[0]
         assert (axes.get_ylabel(), axes.get_xlabel()) == (title, "time (s)")
@@ -111,7 +114,7 @@ def test_an_axis_of_epochs_has_whole_numbers() -> None:
     for last in (3, 9, 15):
         line = Line("a", [(epoch, 0.5) for epoch in range(1, last + 1)], "blue")
         axes = drawing.draw(
-            LinePlot([line], range_=(1, last), x="epoch", y=Axis("loss"))
+            LinePlot([line], x_range=(1, last), x="epoch", y=Axis("loss"))
         ).axes[0]
         assert all(float(place).is_integer() for place in axes.get_xticks())
 
@@ -120,7 +123,7 @@ def test_axes_are_logarithmic_where_values_are_far_apart() -> None:
     def scales(values: list[float], kind: MetricKind = "number") -> str:
         line = Line("a", list(enumerate(values)), "blue")
         return (
-            drawing.draw(LinePlot([line], range_=(0, 2), y=Axis("a", kind)))
+            drawing.draw(LinePlot([line], x_range=(0, 2), y=Axis("a", kind)))
             .axes[0]
             .get_yscale()
         )
@@ -131,9 +134,9 @@ def test_axes_are_logarithmic_where_values_are_far_apart() -> None:
         "linear",
     ]
     assert scales([0.9, 0.01], "share") == "linear"
-    line = [Line("a", [(5.0, 1.0), (200.0, 2.0)], "blue", marks=True)]
+    line = [Line("a", [(5.0, 1.0), (200.0, 2.0)], "blue", mark_points=True)]
     assert (
-        drawing.draw(LinePlot(line, range_=(5, 200), y=Axis("a"), swept=True))
+        drawing.draw(LinePlot(line, x_range=(5, 200), y=Axis("a"), swept=True))
         .axes[0]
         .get_xscale()
         == "log"
@@ -154,7 +157,7 @@ def test_labels_lie_above_the_data(width: float) -> None:
         for index, colour in enumerate(SERIES)
     ]
     plot = drawing.draw(
-        LinePlot(lines, windows, range_=(0, 100), y=Axis("loss")), width=width
+        LinePlot(lines, windows, x_range=(0, 100), y=Axis("loss")), width=width
     )
     plot.draw_without_rendering()
     axes = plot.axes[0]
@@ -187,13 +190,61 @@ def test_repetitions_are_a_mean_with_its_interval() -> None:
 
 @pytest.mark.parametrize("marks", [True, False])
 def test_intervals_around_shares_end_at_all(marks: bool) -> None:
-    line = Line("a", [(0, 0.5), (1, 0.9)], "blue", marks=marks, half_widths=[0.2, 0.3])
+    line = Line(
+        "a", [(0, 0.5), (1, 0.9)], "blue", mark_points=marks, half_widths=[0.2, 0.3]
+    )
     axes = drawing.draw(
-        LinePlot([line], range_=(0, 1), y=Axis("accuracy", "share"))
+        LinePlot([line], x_range=(0, 1), y=Axis("accuracy", "share"))
     ).axes[0]
     assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(100)
-    axes = drawing.draw(LinePlot([line], range_=(0, 1), y=Axis("loss"))).axes[0]
+    axes = drawing.draw(LinePlot([line], x_range=(0, 1), y=Axis("loss"))).axes[0]
     assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("mark_points", [True, False])
+def test_intervals_around_shares_begin_at_nothing(mark_points: bool) -> None:
+    line = Line(
+        "a",
+        [(0, 0.02), (1, 0.5)],
+        "blue",
+        mark_points=mark_points,
+        half_widths=[0.1, 0.1],
+    )
+    plot = LinePlot([line], x_range=(0, 1), y=Axis("accuracy", "share"))
+    axes = drawing.draw(plot).axes[0]
+    assert axes.get_ylim()[0] == 0
+    assert axes.collections[0].get_datalim(axes.transData).y0 == pytest.approx(0)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_values_without_a_place_on_the_axis_are_omitted(odd: float) -> None:
+    points = [(0, odd), (1, 1.0), (2, 3.0)]
+    lines = [
+        Line("a", points, "blue"),
+        Line("b", points, "orange", half_widths=[None, 0.1, 0.2]),
+        Line("c", [(0, odd)], "green"),
+    ]
+    axes = drawing.draw(LinePlot(lines, x_range=(0, 2), y=Axis("loss"))).axes[0]
+    assert axes.get_ylim() == pytest.approx((0, 3.2 * 1.06))
+    assert len(axes.lines) == 2
+    bars = Bars("a", [odd, 2.0], "blue", [0.1, 0.1])
+    axes = drawing.draw(BarPlot(["x", "y"], [bars], y=Axis("loss"))).axes[0]
+    assert len(axes.patches) == 1
+
+
+def test_intervals_around_bars_lie_within_a_logarithmic_axis() -> None:
+    bars = Bars("a", [1.0, 200.0], "blue", [0.1, 100.0])
+    axes = drawing.draw(BarPlot(["x", "y"], [bars], y=Axis("loss"))).axes[0]
+    assert axes.get_yscale() == "log"
+    assert axes.get_ylim()[1] > 300
+
+
+def test_intervals_around_negative_bars_are_whole() -> None:
+    bars = Bars("a", [-0.5], "blue", [0.3])
+    axes = drawing.draw(BarPlot(["x"], [bars], y=Axis("margin"))).axes[0]
+    interval = axes.collections[0].get_datalim(axes.transData)
+    assert interval.y0 == pytest.approx(-0.8)
+    assert axes.get_ylim()[0] < -0.8
 
 
 def test_intervals_around_bars_of_shares_end_at_all() -> None:
@@ -267,8 +318,8 @@ def _lab(colour: str, seen: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     "places", [[0, 1, 5, 10, 50], [1, 2, 50], [5, 10, 50, 200, 5000], [0.001, 0.002]]
 )
 def test_figures_on_the_axis_do_not_touch(places: list[float], width: float) -> None:
-    line = Line("a", [(place, 1.0) for place in places], "blue", marks=True)
-    plot = LinePlot([line], range_=(places[0], places[-1]), y=Axis("a"), swept=True)
+    line = Line("a", [(place, 1.0) for place in places], "blue", mark_points=True)
+    plot = LinePlot([line], x_range=(places[0], places[-1]), y=Axis("a"), swept=True)
     figure = drawing.draw(plot, width=width)
     figure.draw_without_rendering()
     labels = [
@@ -281,9 +332,11 @@ def test_figures_on_the_axis_do_not_touch(places: list[float], width: float) -> 
 
 
 def test_negative_values_stand_within_the_axes() -> None:
-    line = Line("a", [(0, -3.0), (1, 2.0)], "blue", marks=True, half_widths=[1.0, 1.0])
+    line = Line(
+        "a", [(0, -3.0), (1, 2.0)], "blue", mark_points=True, half_widths=[1.0, 1.0]
+    )
     bottom, top = (
-        drawing.draw(LinePlot([line], range_=(0, 1), y=Axis("margin")))
+        drawing.draw(LinePlot([line], x_range=(0, 1), y=Axis("margin")))
         .axes[0]
         .get_ylim()
     )
@@ -297,7 +350,7 @@ def test_negative_values_stand_within_the_axes() -> None:
     )
     assert (
         drawing.draw(
-            LinePlot([Line("a", [(0, 2.0)], "blue")], range_=(0, 1), y=Axis("loss"))
+            LinePlot([Line("a", [(0, 2.0)], "blue")], x_range=(0, 1), y=Axis("loss"))
         )
         .axes[0]
         .get_ylim()[0]
@@ -305,12 +358,15 @@ def test_negative_values_stand_within_the_axes() -> None:
     )
 
 
-def test_intervals_of_series_at_the_same_places_stand_side_by_side() -> None:
+@pytest.mark.parametrize("names", [SERIES[:3], ["blue"] * 3])
+def test_intervals_of_series_at_the_same_places_stand_side_by_side(
+    names: list[str],
+) -> None:
     lines = [
-        Line(name, [(0, 1.0), (1, 1.0)], name, marks=True, half_widths=[0.2, 0.2])
-        for name in SERIES[:3]
+        Line(name, [(0, 1.0), (1, 1.0)], name, mark_points=True, half_widths=[0.2, 0.2])
+        for name in names
     ]
-    axes = drawing.draw(LinePlot(lines, range_=(0, 1), y=Axis("x"))).axes[0]
+    axes = drawing.draw(LinePlot(lines, x_range=(0, 1), y=Axis("x"))).axes[0]
     at = [
         bars.get_transform().transform(bars.get_segments()[0])[0][0]
         for bars in axes.collections
@@ -325,7 +381,7 @@ def test_names_in_a_legend_are_whole() -> None:
     plot = drawing.draw(
         LinePlot(
             [Line(f"{name} {end}", [(0, 1)], "blue") for end in "abc"],
-            range_=(0, 1),
+            x_range=(0, 1),
             y=Axis("x"),
         )
     )

@@ -558,8 +558,10 @@ def test_export_chooses_metrics_and_their_headings(tmp_path: Path) -> None:
 
 
 def test_whiskers_at_the_edges_of_a_plot_are_not_clipped() -> None:
-    line = Line("a", [(0, 1.0), (1, 5.0)], "blue", marks=True, half_widths=[0.5, 0.5])
-    axes = drawing.draw(LinePlot([line], range_=(0, 1), y=Axis("a"), swept=True)).axes[
+    line = Line(
+        "a", [(0, 1.0), (1, 5.0)], "blue", mark_points=True, half_widths=[0.5, 0.5]
+    )
+    axes = drawing.draw(LinePlot([line], x_range=(0, 1), y=Axis("a"), swept=True)).axes[
         0
     ]
     whiskers = [*axes.collections, *axes.containers[0].get_children()]

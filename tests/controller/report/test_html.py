@@ -203,10 +203,11 @@ def test_thinning_keeps_the_extremes() -> None:
     kept = thin(points, 200)
     assert len(kept) <= 200
     assert (4321.0, 9.0) in kept
+    assert (kept[0], kept[-1]) == (points[0], points[-1])
     assert thin([(0.0, float("nan")), (1.0, 2.0)]) == [(1.0, 2.0)]
 
 
 def test_a_chart_of_nothing_is_drawn() -> None:
     assert "<svg" in inline(
-        LinePlot([Line("loss", [], "blue")], range_=(0.0, 0.0), y=Axis("loss")), "Loss"
+        LinePlot([Line("loss", [], "blue")], x_range=(0.0, 0.0), y=Axis("loss")), "Loss"
     )
