@@ -17,7 +17,12 @@ from testbed.scenario.expand import no_such_devices
 from testbed.scenario.explaining import explain
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.metrics_spec import Metric, MetricsSpec
-from testbed.trace.registry import OF_DEVICES, metric_kind, metrics_of
+from testbed.trace.registry import (
+    FORMER_METRICS,
+    OF_DEVICES,
+    metric_kind,
+    metrics_of,
+)
 from testbed.work import WorkloadPart
 from testbed.workload import workload_of
 
@@ -120,6 +125,9 @@ def _expect_problems(
             if of_device:
                 unknown = f"unknown metric of a device '{parts[-1]}'"
                 suggestion = nearest(parts[-1], OF_DEVICES)
+            elif FORMER_METRICS.get(name) in metrics:
+                unknown = f"'{name}' has been renamed"
+                suggestion = f"write '{FORMER_METRICS[name]}'"
             else:
                 unknown = f"unknown metric '{name}'"
                 suggestion = nearest(parts[-1], metrics)

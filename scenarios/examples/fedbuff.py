@@ -60,7 +60,7 @@ class FedBuff(RoundMethod[FedBuffOptions]):
         mailbox.on(Begun, lambda _: None)
         start = device.now()
         buffer = []
-        for name in context.plan.details.portions:
+        for name in context.plan.details.clients:
             begin(name)
         while not model.finished:
             update = await mailbox.take(Update)

@@ -61,7 +61,7 @@ class Timeouts:
 
     stall_timeout: float
     """Time without news before the devices are probed, and without a reply before they count as lost."""
-    return_window: float
+    rejoin_timeout: float
     """Time for lost devices to return before the others continue without them."""
     standstill: float
     """Time without progress, although all devices reply, before the devices count as lost."""

@@ -106,6 +106,10 @@ def tables_of(declared: MetricsSpec) -> tuple[Table, ...]:
     return (phases.TABLE, *declared.tables)
 
 
+FORMER_METRICS = {"outage": "outage_time", "rest": "remaining_time"}
+"""Former names of metrics, with the present ones."""
+
+
 def metric_kind(name: str, metrics: Mapping[str, Metric]) -> MetricKind:
     """Return the kind of a metric of a run, device or layer. Raises KeyError for an unknown name.
 

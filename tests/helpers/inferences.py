@@ -50,7 +50,7 @@ def distributed(
     return scenario(
         workers,
         workload=work,
-        method={"name": "distributed", "early": 0, **method},
+        method={"name": "distributed", "tiled_layers": 0, **method},
         **keys,
     )
 

@@ -64,7 +64,7 @@ class _Program:
 def least_communication(
     graph: Graph,
     workers: WorkerTotals,
-    reuse: Reuse = "everywhere",
+    reuse: Reuse = "with-reuse",
     first: int = 0,
     lip: bool = True,
 ) -> Schemes:

@@ -7,14 +7,14 @@ WORKERS = DEVICES[1:]
 STEPS = 36
 METHOD = {
     "name": "ftpipehd",
-    "aggregate": 0,
-    "chain_every": 4,
-    "global_every": 8,
+    "aggregation_interval": 0,
+    "chain_replication_interval": 4,
+    "global_replication_interval": 8,
     "repartition_first": 5,
     "repartition_every": 10,
     "profile_runs": 1,
     "stall_timeout": "500ms",
-    "least_gain": 0,
+    "min_improvement": 0,
     "resume": "last-replica",
 }
 """Options under which a run's weights follow from its stretches alone; test_next_batch.py covers the default."""
@@ -102,8 +102,8 @@ def random_keys(seed: int) -> dict:
     name = draw.choice(["ftpipehd", "ftpipehd", "respipe", "pipedream"])
     given = {
         "name": name,
-        "chain_every": 4,
-        "global_every": 8,
+        "chain_replication_interval": 4,
+        "global_replication_interval": 8,
         "stall_timeout": "500ms",
     }
     method = METHOD if name == "ftpipehd" else given
@@ -114,7 +114,7 @@ def random_keys(seed: int) -> dict:
     }
     return {
         "workload": {"steps": STEPS, "model": MODEL},
-        "method": {**method, "return_window": window},
+        "method": {**method, "rejoin_timeout": window},
         "devices": devices,
         "faults": faults,
         "time_limit": "30000s",

@@ -50,7 +50,7 @@ TREE = {
             "schedule": "1f1b",
             "micro_batches": 4,
             "stall_timeout": "1s",
-            "return_window": "30s",
+            "rejoin_timeout": "30s",
         },
         "batch_size": 64,
         "steps": 60,

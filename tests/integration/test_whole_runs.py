@@ -75,7 +75,7 @@ def start(path: Path, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
         "--set",
         "devices.worker.speed=20mflops",
         "--set",
-        "workload.method.return_window=60s",
+        "workload.method.rejoin_timeout=60s",
     ]
     with out.with_suffix(".log").open("wb") as log:
         return subprocess.Popen(
@@ -483,7 +483,12 @@ def test_a_distributed_inference_is_the_same_on_both_clocks(tmp_path: Path) -> N
         "task": "infer",
         "model": {"name": "cnn", "channels": [6, 7, 5], "hidden": [30]},
         "data": {"name": "digits"},
-        "method": {"name": "distributed", "scheme": "fuse", "early": 2, "in_flight": 2},
+        "method": {
+            "name": "distributed",
+            "scheme": "fuse",
+            "tiled_layers": 2,
+            "in_flight": 2,
+        },
         "batch_size": 8,
         "requests": 6,
     }

@@ -84,7 +84,7 @@ def test_a_device_knows_no_links_but_its_own_and_no_part_of_the_plan() -> None:
     assert set(problem.links) == {("server", "leaf2"), ("leaf2", "server")}
     assert ("leaf1", "server") not in problem.links
     assert [assignment.device for assignment in plan.assignments] == ["leaf2"]
-    assert [*plan.details.portions] == ["leaf2"]
+    assert [*plan.details.clients] == ["leaf2"]
     document = json.loads(bodies(found)["leaf2"])
     assert [*document["peers"]] == ["server"]
 

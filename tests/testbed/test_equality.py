@@ -46,9 +46,9 @@ METHODS = {
     "`pipeline`, 4": ("name: pipeline, micro_batches: 4, partition: even", 2),
     "`gpipe`, 4": ("name: gpipe, micro_batches: 4, partition: even", 2),
     "`federated`, 1 device": ("name: federated, local_steps: 3", 1),
-    "`split-learning`, 1 device": ("name: split-learning, split: 2", 1),
-    "`pipelearn`, 1 device, `parallel: 4`": (
-        "name: pipelearn, split: 2, parallel: 4",
+    "`split-learning`, 1 device": ("name: split-learning, split_point: 2", 1),
+    "`pipelearn`, 1 device, `parallel_batches: 4`": (
+        "name: pipelearn, split_point: 2, parallel_batches: 4",
         1,
     ),
     "`pipedream`": ("name: pipedream", 2),

@@ -116,11 +116,19 @@ def simulated(prepared: Prepared) -> Outcome:
     ("workload", "method", "network"),
     [
         (MODEL, {"name": "pipeline"}, {}),
-        (MODEL, {"name": "pipedream", "chain_every": 4, "global_every": 5}, {}),
+        (
+            MODEL,
+            {
+                "name": "pipedream",
+                "chain_replication_interval": 4,
+                "global_replication_interval": 5,
+            },
+            {},
+        ),
         (INFERENCE, {"name": "sequential"}, {}),
         (INFERENCE, {"name": "distributed"}, {"network": MESH}),
         (OWN_DATA, {"name": "federated"}, {}),
-        (OWN_DATA, {"name": "split-federated", "split": 2}, {}),
+        (OWN_DATA, {"name": "split-federated", "split_point": 2}, {}),
     ],
     ids=lambda keys: keys.get("name", ""),
 )
@@ -214,7 +222,10 @@ def test_a_run_at_its_time_limit_leaves_each_stage_and_no_empty_file() -> None:
 
 def test_a_stage_without_a_checkpoint_leaves_what_it_trained_asynchronously() -> None:
     outcome = run(
-        scenario(method={"name": "pipedream", "global_every": 0}, time_limit="0.05s")
+        scenario(
+            method={"name": "pipedream", "global_replication_interval": 0},
+            time_limit="0.05s",
+        )
     )
     assert outcome.status == "timed out"
     assert [*outcome.parts] == ["source", "worker1", "worker2", "worker3"]

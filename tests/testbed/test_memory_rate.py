@@ -180,7 +180,7 @@ def test_edgepipe_plans_slots_by_kind() -> None:
 )
 @pytest.mark.parametrize(
     "options",
-    [{"scheme": "lop"}, {"scheme": "lip"}, {"scheme": "lop", "early": 2}],
+    [{"scheme": "lop"}, {"scheme": "lip"}, {"scheme": "lop", "tiled_layers": 2}],
     ids=str,
 )
 def test_an_inference_takes_what_is_planned(options: dict, device: dict) -> None:

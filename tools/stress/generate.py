@@ -14,17 +14,17 @@ Tree = dict[str, Any]
 
 PIPELINE: Mapping[str, Sequence[Any]] = {
     "stall_timeout": ["200ms", "500ms", "2s"],
-    "return_window": ["3s", "5s", "15s"],
+    "rejoin_timeout": ["3s", "5s", "15s"],
     "evaluate_every": [1, 5, None],
 }
 ASYNCHRONOUS: Mapping[str, Sequence[Any]] = {
     **PIPELINE,
     "in_flight": [1, 2, 3, None],
     "vertical_sync": [True, False],
-    "aggregate": [0, 1, 2],
-    "chain_every": [0, 1, 3],
-    "global_every": [1, 4],
-    "copies": [1, 2],
+    "aggregation_interval": [0, 1, 2],
+    "chain_replication_interval": [0, 1, 3],
+    "global_replication_interval": [1, 4],
+    "replicas": [1, 2],
 }
 ROUNDS: Mapping[str, Sequence[Any]] = {
     "local_steps": [1, 2, 4],
@@ -64,7 +64,7 @@ OPTIONS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         key: values for key, values in ROUNDS.items() if key != "min_devices"
     },
     "split-federated": ROUNDS,
-    "pipelearn": {**ROUNDS, "parallel": [1, 2, "best"]},
+    "pipelearn": {**ROUNDS, "parallel_batches": [1, 2, "best"]},
     "edgepipe": {**SLOTS, "pipelined": [True, False]},
     "versatile": {
         **SLOTS,

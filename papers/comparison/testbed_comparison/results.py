@@ -175,7 +175,7 @@ def compose_command(
 
 def _value_key(value: Value) -> str:
     at = json.dumps(value.at, sort_keys=True)
-    return f"{'least ' if value.least else ''}{value.metric} at {at}"
+    return f"{'minimum ' if value.minimum else ''}{value.metric} at {at}"
 
 
 def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def _values_at(results: Sequence[Result], value: Value) -> list[float | None]:
             numbers = points.setdefault(point, [])
             # A place for each repetition: pairs of two points must come from the same one.
             numbers.append(metric_of(result, value.metric))
-    if value.least:
+    if value.minimum:
         return min(filter(_numbers_in, points.values()), key=_mean_of, default=[])
     if len(points) != 1:
         raise InputError(

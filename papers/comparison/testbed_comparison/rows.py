@@ -54,8 +54,8 @@ class Value(_Part):
     """Swept key, or a key inside a swept value -> value."""
     scenario: str = ""
     """Default: the scenario of the row."""
-    least: bool = False
-    """Whether to take, of several points, the one where the metric is least."""
+    minimum: bool = False
+    """Whether to take the minimum of several points of the sweep, instead of the value at one point."""
 
 
 class Ratio(_Part):

@@ -34,10 +34,10 @@ from testbed.network.link import Link, Pair
 class FTPipeHDOptions(AsynchronousOptions):
     """Options of FTPipeHD; the defaults are those of Section IV-B of the paper."""
 
-    aggregate: int = Field(
+    aggregation_interval: int = Field(
         1,
         ge=0,
-        description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never",
+        description="stage i of n averages its weight versions every aggregation_interval * (n - i) batches; 0: never",
     )
     resume: Literal["next-batch", "last-replica"] = Field(
         "next-batch", description=RESUME
@@ -53,7 +53,7 @@ class FTPipeHDOptions(AsynchronousOptions):
     repartition_every: int = Field(
         100, ge=0, description="batches between later ones; 0: never"
     )
-    least_gain: float = Field(
+    min_improvement: float = Field(
         0.02,
         ge=0,
         lt=1,
@@ -144,8 +144,8 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
             return None
         before = self.pipeline(old.devices).bottleneck(old.cuts)
         after = self.pipeline(new.devices).bottleneck(new.cuts)
-        least_gain = self.problem.options.least_gain
-        if new != old and is_worthwhile(before, after, least_gain):
+        min_improvement = self.problem.options.min_improvement
+        if new != old and is_worthwhile(before, after, min_improvement):
             return new
         return None
 
@@ -177,7 +177,7 @@ def estimate_capacities(
     return tuple(capacities)
 
 
-def is_worthwhile(current: float, best: float, least_gain: float = 0.02) -> bool:
+def is_worthwhile(current: float, best: float, min_improvement: float = 0.02) -> bool:
     """Return whether a partition with bottleneck ``best`` gains enough over one with bottleneck ``current``.
 
     Measurements scatter: without a least gain the cuts would alternate between partitions that are equally fast.
@@ -185,7 +185,7 @@ def is_worthwhile(current: float, best: float, least_gain: float = 0.02) -> bool
     >>> is_worthwhile(1.0, 0.99), is_worthwhile(1.0, 0.9)
     (False, True)
     """
-    return best < current * (1 - least_gain)
+    return best < current * (1 - min_improvement)
 
 
 class FTPipeHD(AsynchronousMethod[FTPipeHDOptions]):

@@ -38,7 +38,10 @@ SLOWER = (
     "devices.fast.speed=10mflops",
     "devices.slow.speed=1mflops",
 )
-OURS = "{name: ftpipehd, profile_runs: 1, repartition_first: 3, chain_every: 5, global_every: 10}"
+OURS = (
+    "{name: ftpipehd, profile_runs: 1, repartition_first: 3, "
+    "chain_replication_interval: 5, global_replication_interval: 10}"
+)
 
 
 def reduced(name: str, *overrides: str) -> list[Trial]:
@@ -98,10 +101,11 @@ def test_figure_5_nears_the_ratio_that_the_units_permit() -> None:
 
 
 def test_figure_6_goes_on_as_fast_as_the_devices_that_are_left_can() -> None:
-    local = OURS.replace("global_every: 10", "global_every: 10, fetch: local-first")
-    methods = (
-        f"[{OURS}, {local}, {{name: respipe, partition: capacities, chain_every: 5}}]"
+    local = OURS.replace(
+        "global_replication_interval: 10",
+        "global_replication_interval: 10, redistribution: local-first",
     )
+    methods = f"[{OURS}, {local}, {{name: respipe, partition: capacities, chain_replication_interval: 5}}]"
     alone = ("points=[]",)
     settings = (
         *SMALL,
@@ -154,7 +158,9 @@ def test_figure_4_aggregation_changes_the_weights_and_nothing_else() -> None:
         "repetitions=1",
     ):
         _, figures, _ = run(trial)
-        found[trial.scenario.workload.method.options()["aggregate"]] = figures
+        found[trial.scenario.workload.method.options()["aggregation_interval"]] = (
+            figures
+        )
     assert found[0]["loss"] != found[1]["loss"]
     assert [len(figures["series"]["evaluations"]) for figures in found.values()] == [
         2,

@@ -21,13 +21,13 @@ from testbed.plan import Plan
 class PipeLearnOptions(GroupOptions):
     """Options of PipeLearn; the defaults are Phase 3 of the paper as printed."""
 
-    split: SplitPoints = Field("best", description=SPLIT)
-    parallel: Literal["best"] | int | dict[str, int] = Field(
+    split_point: SplitPoints = Field("best", description=SPLIT)
+    parallel_batches: Literal["best"] | int | dict[str, int] = Field(
         "best",
         description="mini-batches of an iteration, N: one number for all devices, or `{device: N}`; best: by the stage "
         "graph",
     )
-    least: int = Field(
+    min_mini_batch_size: int = Field(
         1,
         ge=1,
         description=(
@@ -35,10 +35,10 @@ class PipeLearnOptions(GroupOptions):
             "at least 2. 1: no further limit, as in the paper"
         ),
     )
-    candidates: Literal["paper", "all"] = Field(
-        "paper",
-        description="what N is chosen from; paper: equation (14) alone, as in Phase 3; all: the largest N for each "
-        "size of a mini-batch as well",
+    parallel_batch_candidates: Literal["equation-14", "all-sizes"] = Field(
+        "equation-14",
+        description="values of N to choose from. equation-14: one for each split point, by the paper's equation (14); "
+        "all-sizes: the largest N for each size of a mini-batch as well",
     )
 
 
@@ -134,12 +134,14 @@ class PipeLearn(SplitMethod[PipeLearnOptions]):
         """Choose P and N for each device; raises `InputError` if no choice fits the devices' memory."""
         team = Participants(problem)
         options = problem.options
-        least = max(options.least, fewest_trainable_samples(problem.model.units))
+        least = max(
+            options.min_mini_batch_size, fewest_trainable_samples(problem.model.units)
+        )
         return split_plan(
             self.name,
             team,
-            options.split,
+            options.split_point,
             concurrent_clients=len(team.devices),
-            parallel=options.parallel,
-            choices=choices(least, options.candidates == "paper"),
+            parallel_batches=options.parallel_batches,
+            choices=choices(least, options.parallel_batch_candidates == "equation-14"),
         )

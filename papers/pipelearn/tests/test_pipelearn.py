@@ -177,15 +177,15 @@ def best_split(found: PairProfile, samples: int, batch: int) -> Choice:
 
 def test_the_shortlist_has_one_number_of_mini_batches_for_each_split_point() -> None:
     found = cell("vgg5", "4g")
-    assert [choice.split for choice in shortlist(found, BATCH)] == [1, 2, 3, 4, 5]
+    assert [choice.split_point for choice in shortlist(found, BATCH)] == [1, 2, 3, 4, 5]
     assert set(shortlist(found, BATCH)) <= set(candidates(found, BATCH))
 
 
 def test_no_mini_batch_is_smaller_than_asked_for() -> None:
     found = cell("vgg5", "4g")
-    counts = {choice.parallel for choice in candidates(found, BATCH, least=8)}
+    counts = {choice.parallel_batches for choice in candidates(found, BATCH, least=8)}
     assert max(counts) == 12
-    assert {choice.parallel for choice in candidates(found, 4, least=8)} == {1}
+    assert {choice.parallel_batches for choice in candidates(found, 4, least=8)} == {1}
 
 
 @pytest.mark.parametrize(("name", "network"), CELLS)
@@ -194,7 +194,7 @@ def test_the_choice_scores_at_least_96_percent_in_the_papers_cells(
 ) -> None:
     found = cell(name, network)
     chosen = shortest_epoch(found, SAMPLES, BATCH, candidates(found, BATCH))
-    assert chosen.split == 1
+    assert chosen.split_point == 1
     assert score(found, chosen, SAMPLES, BATCH) >= 0.96
     assert (
         score(

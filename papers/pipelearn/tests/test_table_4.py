@@ -52,18 +52,24 @@ def measured(options: dict, *, samples: int = 10_000, **work: object) -> dict:
 
 
 def test_the_choice_scores_at_least_96_percent_of_candidates_that_ran() -> None:
-    grid = [measured({"split": split, "parallel": count}) for split, count in GRID]
-    chosen = measured({"candidates": "all"})["epoch_time"]
+    grid = [
+        measured({"split_point": split, "parallel_batches": count})
+        for split, count in GRID
+    ]
+    chosen = measured({"parallel_batch_candidates": "all-sizes"})["epoch_time"]
     assert min(each["epoch_time"] for each in grid) / chosen >= 0.96
 
 
 def test_the_choice_is_that_of_equation_14_by_default() -> None:
-    assert measured({}) == measured({"candidates": "paper"})
-    assert measured({})["epoch_time"] > measured({"candidates": "all"})["epoch_time"]
+    assert measured({}) == measured({"parallel_batch_candidates": "equation-14"})
+    assert (
+        measured({})["epoch_time"]
+        > measured({"parallel_batch_candidates": "all-sizes"})["epoch_time"]
+    )
 
 
 def test_two_iterations_tell_an_epoch() -> None:
-    options = {"split": 1, "parallel": 3}
+    options = {"split_point": 1, "parallel_batches": 3}
     whole, two = (
         measured(options, samples=900, epochs=1),
         measured(options, samples=900),

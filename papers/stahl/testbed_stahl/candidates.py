@@ -189,8 +189,8 @@ def candidate(
         return Candidate.of(dataflow(graph, plan, settings))
     early = (
         early_layers(graph)
-        if settings.options.early is None
-        else settings.options.early
+        if settings.options.tiled_layers is None
+        else settings.options.tiled_layers
     )
     check_early(graph, early)
     candidates: list[Candidate] = []
@@ -261,10 +261,14 @@ def _candidate_schemes(
     options, workers = settings.options, WorkerTotals.of(shares, settings.source)
     if options.scheme == "lop" or options.scheme == "lip":
         return everywhere(graph, options.scheme, early)
-    if options.scheme == "fuse" and options.fused is not None:
-        return fused(graph, options.fused, early)
+    if options.scheme == "fuse" and options.fused_pairs is not None:
+        return fused(graph, options.fused_pairs, early)
     return least_communication(
-        graph, workers, options.reuse, early, lip=options.scheme == "optimal"
+        graph,
+        workers,
+        options.communication_formula,
+        early,
+        lip=options.scheme == "optimal",
     )
 
 
@@ -280,9 +284,9 @@ def _candidate_tilings(
         for device in devices
     ]
     layers = graph.layers[:early]
-    reuse = settings.options.overlap == "reuse"
-    if settings.options.grid is not None:
-        yield tile(layers, *settings.options.grid, speeds, settings.source, reuse)
+    reuse = settings.options.tile_overlap == "reuse"
+    if settings.options.tile_grid is not None:
+        yield tile(layers, *settings.options.tile_grid, speeds, settings.source, reuse)
         return
     best = best_tiling(layers, speeds, settings.source, reuse)
     yield best

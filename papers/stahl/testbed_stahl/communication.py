@@ -86,8 +86,8 @@ def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
     for (lender, borrower), taken in flow.overlaps.items():
         size = sum(map(flow.values, taken))
         way = [tiles[lender].device, tiles[borrower].device]
-        if flow.settings.options.stealing or (
-            way[0] != way[1] and flow.way == "source"
+        if flow.settings.options.tile_stealing or (
+            way[0] != way[1] and flow.way == "via-source"
         ):
             way.insert(1, source)
         for leg, (one, other) in enumerate(pairwise(way)):
@@ -119,7 +119,7 @@ def _of_values(flow: Dataflow) -> Iterator[Transfer]:
                 yield Transfer(
                     maker, receiver, value, _cut_part(pieces, part), forwarded=merges
                 )
-            if flow.way == "source" and maker != source:
+            if flow.way == "via-source" and maker != source:
                 for receiver, part in flow.forwarded(value, maker, home):
                     yield Transfer(
                         source, receiver, value, _cut_part(pieces, part), forwarded=True

@@ -38,7 +38,7 @@ from testbed_stahl.tiles import Overlap, computed, overlaps
 
 T = TypeVar("T")
 
-Way = Literal["direct", "source", "row"]
+Way = Literal["direct", "via-source", "row"]
 """An exchange, or ``row``: every layer is whole and goes from its owner to the next one's; nothing passes the source
 for that."""
 TaskKind = Literal["none", "outputs", "sums", "whole", "channels"]
@@ -185,7 +185,7 @@ class Dataflow:
     def computed(self) -> tuple[tuple[Region, ...], ...]:
         """Region of each early layer's output computed by each tile."""
         tiling = self.plan.tiling
-        if tiling is None or self.settings.options.overlap == "compute":
+        if tiling is None or self.settings.options.tile_overlap == "compute":
             return tuple(tile.regions[1:] for tile in self.plan.tiles)
         return tuple(computed(tiling, number) for number in range(len(tiling.tiles)))
 
@@ -193,7 +193,10 @@ class Dataflow:
     def overlaps(self) -> Mapping[tuple[int, int], tuple[Overlap, ...]]:
         """Regions reused between tiles, by lender and borrower; each pair is sent as one message."""
         by_pair: dict[tuple[int, int], tuple[Overlap, ...]] = {}
-        if self.plan.tiling is not None and self.settings.options.overlap == "reuse":
+        if (
+            self.plan.tiling is not None
+            and self.settings.options.tile_overlap == "reuse"
+        ):
             for each in overlaps(self.plan.tiling):
                 pair = each.lender, each.borrower
                 by_pair[pair] = (*by_pair.get(pair, ()), each)
@@ -252,7 +255,7 @@ class Dataflow:
         count = (
             1
             if options.layerwise
-            else max(1, min(options.chunks, made.size, size // options.least_chunk))
+            else max(1, min(options.chunks, made.size, size // options.min_chunk_bytes))
         )
         return (
             tuple(shifted(part, made.first) for part in evenly(made.size, count))
@@ -287,7 +290,7 @@ class Dataflow:
     ) -> Iterator[tuple[int, Range]]:
         """Yield the receivers of a device's part of a value, with the elements each needs."""
         source = self.plan.source
-        if self.way != "source" or device == source:
+        if self.way != "via-source" or device == source:
             yield from self.forwarded(value, device, made)
         else:
             wanted = intersection(made, self._for_source(value, device))
@@ -299,7 +302,7 @@ class Dataflow:
     ) -> Iterator[tuple[int, Range]]:
         """Yield the receivers the source forwards a part of ``origin`` to, if all traffic passes through the source."""
         for receiver, pieces in self._missing_parts(value, origin):
-            if self.way == "source" and receiver == self.plan.source != origin:
+            if self.way == "via-source" and receiver == self.plan.source != origin:
                 continue
             for piece in pieces:
                 part = intersection(piece, made)
@@ -424,7 +427,7 @@ def _made_pieces(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, 
 def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
     """Return the slices stored by a device, in layer order. Each device with a tile stores complete tiled layers."""
     slices: dict[int, Slice] = {}
-    tiles = flow.settings.options.stealing or any(
+    tiles = flow.settings.options.tile_stealing or any(
         tile.device == device for tile in flow.plan.tiles
     )
     for index, layer in enumerate(flow.graph.layers):

@@ -163,7 +163,7 @@ def _hold_value(
     held.hold(begins, last, lacking)
     if (
         last >= 0
-        and flow.way == "source"
+        and flow.way == "via-source"
         and device == flow.plan.source
         and made + lacking < flow.graph.outputs_of(value)
     ):
@@ -267,7 +267,7 @@ def _while_tiling(flow: Dataflow, device: int) -> int:
     source also the image, which contains all tile inputs, and the collected map.
     """
     layers, tiles = flow.graph.layers[: flow.tiled], flow.plan.tiles
-    if flow.settings.options.stealing:
+    if flow.settings.options.tile_stealing:
         return _while_stealing(flow, device)
     own = [number for number, tile in enumerate(tiles) if tile.device == device]
     within = max((_tile_peak(flow, number) for number in own), default=0)

@@ -182,7 +182,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
             if device.name != source:
                 await holder.serve()
             timeouts = Timeouts(
-                options.stall_timeout, options.return_window, options.return_window
+                options.stall_timeout, options.rejoin_timeout, options.rejoin_timeout
             )
             # A member may be sending its share of the activations of the requests in flight.
             supervisor = Supervisor(

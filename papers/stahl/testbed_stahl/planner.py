@@ -34,11 +34,11 @@ from testbed_stahl.tiles import redundant_multiplications
 _DEFAULTS = DistributedOptions.model_fields
 
 
-class PlanFigures(BaseModel):
+class PlanDemands(BaseModel):
     """Resource demands of a plan for one sample, with devices in plan order."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
-    weights: tuple[int, ...]
+    weight_elements: tuple[int, ...]
     """Elements of each device."""
     weights_bytes: float
     """Bytes on the device with most."""
@@ -52,9 +52,9 @@ class PlanFigures(BaseModel):
     communication_as_printed: float
     """C by the paper's equation (9), in elements."""
     communication_as_printed_bytes: float
-    elements: int
+    sent_elements: int
     """Elements that are sent."""
-    outputs: tuple[int, ...]
+    output_elements: tuple[int, ...]
     """Elements of each layer's output."""
     wire_bytes: float
     messages: int
@@ -71,7 +71,7 @@ class DistributedDetails(PlanDetails):
 
     model_config = ConfigDict(extra="forbid")
     distributed: DistributedPlan
-    figures: PlanFigures
+    demands: PlanDemands
 
 
 def plan(
@@ -89,7 +89,7 @@ def plan(
     options = problem.options
     about = [
         key
-        for key in ("grid", "overlap", "stealing")
+        for key in ("tile_grid", "tile_overlap", "tile_stealing")
         if getattr(options, key) != _DEFAULTS[key].default
     ]
     if (
@@ -99,26 +99,26 @@ def plan(
     ):
         raise InputError(
             f"no layer of {problem.model.name} is tiled: leave it out, or tile some of the first layers "
-            "by method.early",
+            "by method.tiled_layers",
             ("method", about[0]),
         )
-    described = figures(spread).model_copy(update=_reuse_savings(problem, spread))
+    described = plan_demands(spread).model_copy(update=_reuse_savings(problem, spread))
     return Plan(
         method=method,
         coordinator=source,
         assignments=assignments(problem, spread),
         step_time=_step_time(problem, spread),
-        details=DistributedDetails(distributed=spread.plan, figures=described),
+        details=DistributedDetails(distributed=spread.plan, demands=described),
     )
 
 
-def figures(flow: Dataflow) -> PlanFigures:
+def plan_demands(flow: Dataflow) -> PlanDemands:
     """Return the resource demands of a plan, without the savings of tile reuse."""
     sent, graph = transfers(flow), flow.graph
     held = tuple(weights(flow, device) for device in flow.devices)
     communication, printed = (formula(flow, reuse) for reuse in REUSES)
-    return PlanFigures(
-        weights=held,
+    return PlanDemands(
+        weight_elements=held,
         weights_bytes=BYTES_PER_VALUE * max(held),
         memory_bytes=max(memory(flow)),
         longest_path=longest_path(flow),
@@ -126,8 +126,8 @@ def figures(flow: Dataflow) -> PlanFigures:
         communication_bytes=BYTES_PER_VALUE * communication,
         communication_as_printed=printed,
         communication_as_printed_bytes=BYTES_PER_VALUE * printed,
-        elements=elements(sent),
-        outputs=tuple(layer.outputs for layer in graph.layers),
+        sent_elements=elements(sent),
+        output_elements=tuple(layer.outputs for layer in graph.layers),
         wire_bytes=sum(each.wire_bytes(flow.settings.samples) for each in sent),
         messages=sum(len(each.messages) for each in sent),
         tile_bytes=_tile_bytes(flow),
@@ -171,7 +171,7 @@ def _reuse_savings(
         return {}
     grid = (tiling.rows, tiling.columns)
     alone = settings_of(problem, problem.devices).with_options(
-        grid=grid, overlap="compute"
+        tile_grid=grid, tile_overlap="compute"
     )
     without = candidate(flow.graph, problem.devices, alone).flow
     return {
@@ -297,16 +297,16 @@ def _describe_alternative(
     notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [
         f"LIP {', '.join(lip)}"
     ] * bool(lip)
-    demands = figures(flow)
+    demands = plan_demands(flow)
     return Alternative(
         name=plan.scheme,
         chosen=plan.scheme == problem.options.scheme,
         fits=not candidate.excess(problem.devices),
-        weights=dict(zip(names, demands.weights, strict=True)),
+        weights=dict(zip(names, demands.weight_elements, strict=True)),
         memory=dict(zip(names, candidate.needs, strict=True)),
         longest_path=demands.longest_path,
-        communication=formula(flow, problem.options.reuse),
-        elements=demands.elements,
+        communication=formula(flow, problem.options.communication_formula),
+        elements=demands.sent_elements,
         wire_bytes=demands.wire_bytes,
         messages=demands.messages,
         step_time=_step_time(problem, flow),

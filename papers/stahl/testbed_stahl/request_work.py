@@ -213,7 +213,7 @@ class RequestWork:
         self._flow = member.flow
         self._layers = member.flow.graph.layers
         self._collects = (
-            member.flow.way == "source" and member.index == member.flow.plan.source
+            member.flow.way == "via-source" and member.index == member.flow.plan.source
         )
         self._collected: dict[int, list[tuple[int, Range, torch.Tensor]]] = {}
         """Parts of values, with who made them, that the source has not sent on."""

@@ -18,10 +18,10 @@ from testbed.common.errors import InputError
 from testbed.ml.models.graph import Graph, GraphLayer
 from testbed_stahl.plan import Scheme
 
-Reuse = Literal["everywhere", "paper"]
-"""Whether a layer after a LOP receives values already held. ``everywhere``: never, only what is missing.
-``paper``: as printed, where only LOP after LOP has the term and equation (9) charges FUSE1 for all its input."""
-REUSES: tuple[Reuse, ...] = ("everywhere", "paper")
+Reuse = Literal["with-reuse", "equation-9"]
+"""Whether a layer after a LOP receives values already held. ``with-reuse``: never, only what is missing.
+``equation-9``: as printed, where only LOP after LOP has the term and equation (9) charges FUSE1 for all its input."""
+REUSES: tuple[Reuse, ...] = ("with-reuse", "equation-9")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def elements(
     scheme: Scheme,
     workers: WorkerTotals,
     held: bool,
-    reuse: Reuse = "everywhere",
+    reuse: Reuse = "with-reuse",
 ) -> Fraction:
     """Return the elements sent and returned by a layer.
 
@@ -64,9 +64,9 @@ def elements(
     if scheme == "lop":
         return everything - held * shares + k * workers.share
     if scheme == "fuse1":
-        return everything - (held and reuse == "everywhere") * shares
+        return everything - (held and reuse == "with-reuse") * shares
     if scheme == "lip":
-        return (not (held and reuse == "everywhere")) * shares + Fraction(
+        return (not (held and reuse == "with-reuse")) * shares + Fraction(
             k * workers.count
         )
     if scheme == "fuse2":
@@ -83,7 +83,7 @@ def total(
     graph: Graph,
     schemes: Sequence[Scheme],
     workers: WorkerTotals,
-    reuse: Reuse = "everywhere",
+    reuse: Reuse = "with-reuse",
 ) -> Fraction:
     """Return C of a whole network, in elements: equation (10). Layers ``whole`` and ``tiled`` add nothing to it."""
     return sum(
@@ -128,7 +128,7 @@ def fused(graph: Graph, pairs: Collection[LayerPair], first: int = 0) -> Schemes
                 f"layers {one} and {other} of {graph.name} cannot be fused: a pair is two layers with "
                 f"weights right after each other, in no other pair, whose output between is needed nowhere else; "
                 f"choose from {able or 'none: this network has no such pair'}",
-                ("method", "fused"),
+                ("method", "fused_pairs"),
             )
         schemes[one], schemes[other] = "fuse1", "fuse2"
     return tuple(schemes)
@@ -137,7 +137,7 @@ def fused(graph: Graph, pairs: Collection[LayerPair], first: int = 0) -> Schemes
 def least_communication(
     graph: Graph,
     workers: WorkerTotals,
-    reuse: Reuse = "everywhere",
+    reuse: Reuse = "with-reuse",
     first: int = 0,
     lip: bool = True,
 ) -> Schemes:

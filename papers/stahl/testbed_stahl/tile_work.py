@@ -269,7 +269,7 @@ class TileWork:
         self._spread = spread
         self._queue = (
             tile_queue(member.flow, speeds)
-            if member.flow.settings.options.stealing
+            if member.flow.settings.options.tile_stealing
             else None
         )
         """The waiting tiles, on the source, where idle devices steal them."""
@@ -368,7 +368,7 @@ class TileWork:
         """Provide another tile with an overlap, through the source if all tile traffic passes there."""
         to, source = self._flow.plan.tiles[borrower].device, self._flow.plan.source
         if self._queue is not None or (
-            self._flow.way == "source" and to != self._member.index
+            self._flow.way == "via-source" and to != self._member.index
         ):
             to = source
         if self._member.index in (to, source):

@@ -162,7 +162,7 @@ def check_early(graph: Graph, count: int) -> None:
         f"the first {count} layers of {graph.name} cannot be tiled together, which takes convolutions and pooling in a "
         "row, with less padding than their kernels, of which only the last one's output is used further on: "
         f"use {nearest}",
-        ("method", "early"),
+        ("method", "tiled_layers"),
     )
 
 
@@ -376,7 +376,7 @@ def tile(
         if not 1 <= parts <= size:
             raise InputError(
                 f"a map of {height}x{width} pixels cannot be cut into {parts} {name}: use 1 to {size}",
-                ("method", "grid"),
+                ("method", "tile_grid"),
             )
     grid = _Grid(layers, rows, columns, reuse)
     return grid.tiling(grid.owners(speeds, source)[0])

@@ -22,7 +22,7 @@ SCHEMES = ("lop", "lip", "fuse", "optimal", "sequential", "single")
 TRAFFIC = ("piece", "sums", "tile", "tiled")
 
 
-@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("exchange", ["via-source", "direct"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("devices", range(1, 9))
 def test_fully_connected_layers_give_what_the_single_device_gives(
@@ -33,7 +33,7 @@ def test_fully_connected_layers_give_what_the_single_device_gives(
     assert found.error < 1e-4
 
 
-@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("exchange", ["via-source", "direct"])
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
 @pytest.mark.parametrize(("devices", "early"), [(2, 0), (3, 2), (5, 3), (8, 0)])
 def test_convolutions_and_tiles_give_what_the_single_device_gives(
@@ -42,7 +42,7 @@ def test_convolutions_and_tiles_give_what_the_single_device_gives(
     method = {
         "scheme": scheme,
         "exchange": exchange,
-        "early": early,
+        "tiled_layers": early,
         "source": "worker1",
     }
     found = infer(distributed(devices - 1, method, {"model": CNN}))
@@ -52,10 +52,14 @@ def test_convolutions_and_tiles_give_what_the_single_device_gives(
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal", "sequential"])
 @pytest.mark.parametrize("model", [FC, CNN])
-@pytest.mark.parametrize("exchange", ["source", "direct"])
-@pytest.mark.parametrize("least_chunk", [64, 16_384])
-def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, least_chunk):
-    method = {"scheme": scheme, "exchange": exchange, "least_chunk": least_chunk}
+@pytest.mark.parametrize("exchange", ["via-source", "direct"])
+@pytest.mark.parametrize("min_chunk_bytes", [64, 16_384])
+def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, min_chunk_bytes):
+    method = {
+        "scheme": scheme,
+        "exchange": exchange,
+        "min_chunk_bytes": min_chunk_bytes,
+    }
     found = infer(distributed(3, method, {"model": model, "requests": 1}))
     flow = found.flow
     planned, sent = defaultdict(list), defaultdict(list)
@@ -77,7 +81,7 @@ def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, least_chunk
         )
 
 
-@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("exchange", ["via-source", "direct"])
 def test_pooling_right_behind_a_route_is_computed(exchange):
     units = [
         ("a", [Conv2d(3, 3, padding=1), ReLU()]),
@@ -95,7 +99,7 @@ FAST = {"speed": "100gflops", "network": {"link": {"rate": "1gbit", "delay": "1m
 SMALL = {"hidden": [100, 90]}
 
 
-@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("exchange", ["via-source", "direct"])
 @pytest.mark.parametrize(
     ("name", "options", "shape", "scheme", "devices"),
     [
@@ -114,7 +118,7 @@ SMALL = {"hidden": [100, 90]}
 def test_large_networks_give_what_the_single_device_gives(
     name, options, shape, scheme, devices, exchange
 ):
-    method = {"scheme": scheme, "exchange": exchange, "early": None}
+    method = {"scheme": scheme, "exchange": exchange, "tiled_layers": None}
     found = infer(
         distributed(devices - 1, method, {"requests": 1, "batch_size": 1}, **FAST),
         create(name, options, shape, 10),

@@ -70,7 +70,7 @@ def test_equation_9_as_printed_does_not_give_the_papers_own_22() -> None:
             FOUR_LAYERS,
             ("lop", "fuse1", "fuse2", "lop"),
             WorkerTotals.equal(2),
-            "paper",
+            "equation-9",
         )
         == 26
     )
@@ -80,11 +80,11 @@ def test_equation_9_as_printed_does_not_give_the_papers_own_22() -> None:
     ("reuse", "expected"),
     [
         (
-            "paper",
+            "equation-9",
             {"LOP": 80.1, "FUSE4": 82.5, "FUSE3": 75.5, "FUSE2": 68.4, "FUSE1": 68.4},
         ),
         (
-            "everywhere",
+            "with-reuse",
             {"LOP": 80.1, "FUSE4": 81.4, "FUSE3": 74.3, "FUSE2": 67.3, "FUSE1": 68.4},
         ),
     ],
@@ -107,7 +107,9 @@ def test_yolov2_on_six_devices_communicates_as_table_2_says(
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize(("reuse", "least"), [("paper", 68.4), ("everywhere", 67.3)])
+@pytest.mark.parametrize(
+    ("reuse", "least"), [("equation-9", 68.4), ("with-reuse", 67.3)]
+)
 def test_of_lop_and_fused_pairs_the_best_of_table_2_is_the_optimum(
     program: Callable[..., Schemes], reuse: Reuse, least: float
 ) -> None:
@@ -124,7 +126,7 @@ def test_of_lop_and_fused_pairs_the_best_of_table_2_is_the_optimum(
 def test_the_whole_integer_program_does_better_than_table_2_with_lip_where_a_layer_has_few_outputs(
     program: Callable[..., Schemes],
 ) -> None:
-    schemes = program(YOLO, WorkerTotals.equal(6), "everywhere", 16)
+    schemes = program(YOLO, WorkerTotals.equal(6), "with-reuse", 16)
     assert (
         round(float(4 * total(YOLO, schemes, WorkerTotals.equal(6)) / MIB), 1) == 57.0
     )
@@ -146,7 +148,7 @@ def allowed(graph: Graph, schemes: tuple[Scheme, ...]) -> bool:
 
 
 @settings(deadline=None)
-@given(chains(most=5), st.integers(1, 8), st.sampled_from(["paper", "everywhere"]))
+@given(chains(most=5), st.integers(1, 8), st.sampled_from(["equation-9", "with-reuse"]))
 def test_the_dynamic_program_finds_the_least_there_is(
     graph: Graph, devices: int, reuse: Reuse
 ) -> None:
@@ -170,7 +172,7 @@ def test_integer_and_dynamic_program_agree_on_random_chains() -> None:
         workers = WorkerTotals(
             chance.randint(1, 7), Fraction(chance.randint(1, 15), 16)
         )
-        reuse: Reuse = chance.choice(["paper", "everywhere"])
+        reuse: Reuse = chance.choice(["equation-9", "with-reuse"])
         lip = chance.random() < 0.8
         dynamic, integer = (
             program(graph, workers, reuse, lip=lip) for program in PROGRAMS

@@ -89,7 +89,7 @@ def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(
 ):
     source = data.draw(st.integers(0, len(speeds) - 1))
     found = candidate(
-        graph, crew(speeds), asked(scheme=scheme, source=source, early=0)
+        graph, crew(speeds), asked(scheme=scheme, source=source, tiled_layers=0)
     ).flow
     assert elements(transfers(found)) == sent_through_the_source(graph, found.plan)
 
@@ -98,7 +98,7 @@ def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(
 def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
     graph = yolov2(224)
     found = candidate(
-        graph, crew([1.0, 2.5, 1.0, 4.0]), asked(scheme, early=16, source=2)
+        graph, crew([1.0, 2.5, 1.0, 4.0]), asked(scheme, tiled_layers=16, source=2)
     ).flow
     later = sent_through_the_source(graph, found.plan)
     assert elements(transfers(found)) == later + elements(of_tiles(found))
@@ -109,9 +109,9 @@ def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
 def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(
     graph, speeds, scheme
 ):
-    for exchange in ("source", "direct"):
+    for exchange in ("via-source", "direct"):
         found = candidate(
-            graph, crew(speeds), asked(scheme=scheme, early=0, exchange=exchange)
+            graph, crew(speeds), asked(scheme=scheme, tiled_layers=0, exchange=exchange)
         ).flow
         for value, homes in found.homes.items():
             if value < 0 or not found.graph.layers[value].joins:
@@ -234,7 +234,9 @@ def test_tiles_with_their_halo_are_the_whole_map(rows, columns, height, width):
     parts = [SlicedLayer(layer, layer.whole, module.state_dict()) for layer in early]
     ledger, found = Ledger("d0", 1e9), torch.full_like(whole, float("nan"))
     grid = (min(rows, whole.shape[2]), min(columns, whole.shape[3]))
-    flow = candidate(graph, crew([1.0]), asked("lop", early=3, grid=grid)).flow
+    flow = candidate(
+        graph, crew([1.0]), asked("lop", tiled_layers=3, tile_grid=grid)
+    ).flow
     for number, each in enumerate(flow.plan.tiles):
         first, last = each.regions[0], each.regions[-1]
         region = inputs[:, :, first.top : first.bottom, first.left : first.right]

@@ -50,10 +50,10 @@ WAYS = [
     *(
         (scheme, exchange)
         for scheme in ("lop", "lip", "fuse", "optimal")
-        for exchange in ("source", "direct")
+        for exchange in ("via-source", "direct")
     ),
-    ("sequential", "source"),
-    ("single", "source"),
+    ("sequential", "via-source"),
+    ("single", "via-source"),
 ]
 
 
@@ -89,9 +89,9 @@ def test_no_device_holds_more_than_the_plan_says(
     method = {
         "scheme": scheme,
         "exchange": exchange,
-        "early": early,
+        "tiled_layers": early,
         "in_flight": in_flight,
-        "least_chunk": 64,
+        "min_chunk_bytes": 64,
     }
     work = {"model": CNN, "requests": in_flight, "batch_size": 1}
     # The source is slower than the others: their parts come while it still has its own to do.
@@ -118,9 +118,9 @@ def test_what_the_plan_says_is_needed_when_some_devices_are_slower(
     method = {
         "scheme": scheme,
         "exchange": exchange,
-        "early": early,
+        "tiled_layers": early,
         "shares": "equal",
-        "grid": (2, 2) if early else None,
+        "tile_grid": (2, 2) if early else None,
     }
     for odd in range(3):
         for speed, others, rate in (

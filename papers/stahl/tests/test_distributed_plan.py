@@ -38,7 +38,7 @@ from testbed_stahl.demands import (
 )
 from testbed_stahl.options import SCHEMES, PlanSettings, SchemeName
 from testbed_stahl.plan import DistributedPlan
-from testbed_stahl.planner import compare, figures
+from testbed_stahl.planner import compare, plan_demands
 from testbed_stahl.schemes import WorkerTotals, total
 from tests.helpers.graphs import FOUR_LAYERS, asked, chains, yolov2
 
@@ -75,7 +75,7 @@ def held(found: Dataflow) -> tuple[int, ...]:
         (asked("single"), ((240, 0), 240, 0)),
         (asked("lop"), ((120, 120), 120, 34)),
         (asked("lip"), ((120, 120), 120, 48)),
-        (asked("fuse", fused=((0, 1), (2, 3))), ((120, 120), 120, 40)),
+        (asked("fuse", fused_pairs=((0, 1), (2, 3))), ((120, 120), 120, 40)),
         (asked("fuse"), ((120, 120), 120, 22)),
         (asked("optimal"), ((120, 120), 120, 22)),
     ],
@@ -128,7 +128,7 @@ def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
             assert all(one.last == other.first for one, other in pairwise(ranges))
         if part.scheme == "fuse2":
             assert part.inputs == found.layers[index - 1].outputs
-    for exchange in ("source", "direct"):
+    for exchange in ("via-source", "direct"):
         spread = dataflow(graph, found, asked(exchange=exchange))
         assert sum(held(spread)) == graph.weights
         assert sum(parameters(spread, device) for device in spread.devices) == sum(
@@ -158,7 +158,7 @@ def test_memory_of_the_weights_is_that_of_table_1_where_all_layers_are_divided()
     None
 ):
     found = [
-        max(held(planned(YOLO, even(count), asked("lop", early=0))))
+        max(held(planned(YOLO, even(count), asked("lop", tiled_layers=0))))
         for count in (1, 3, 5, 6, 7)
     ]
     assert [round(4 * most / 1e6) for most in found] == [204, 68, 41, 34, 29]
@@ -188,7 +188,7 @@ def test_yolov2_is_planned_on_six_devices_in_less_than_100_ms() -> None:
 
 
 def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
-    found = planned(YOLO, even(4), asked(grid=(2, 2), source=1))
+    found = planned(YOLO, even(4), asked(tile_grid=(2, 2), source=1))
     elsewhere = [tile for tile in found.plan.tiles if tile.device != 1]
     assert set(of_tiles(found)) == {
         *(
@@ -208,7 +208,7 @@ def test_bytes_on_the_wire_are_those_of_every_message() -> None:
         each.wire_bytes(3) == wire_bytes(3 * 4 * each.elements + 320) for each in found
     )
     graph = graph_of(create("mlp", {"hidden": [1000]}, (1, 8, 8), 10))
-    some = {"samples": 2, "chunks": 3, "least_chunk": 1}
+    some = {"samples": 2, "chunks": 3, "min_chunk_bytes": 1}
     first, *_ = (
         each
         for each in transfers(planned(graph, even(2), asked("lop", **some)))
@@ -318,13 +318,13 @@ def test_activations_are_what_each_device_holds_at_its_widest_layer() -> None:
     # its own. That has most of the next layer's input: 8 come back at once, or in two messages, the first of which can
     # come while it computes what the second needs.
     assert most("lip") == (8 + 2 * 16, 8)
-    assert most("lip", chunks=2, least_chunk=1) == (8 + 2 * 16, 4 + 8)
+    assert most("lip", chunks=2, min_chunk_bytes=1) == (8 + 2 * 16, 4 + 8)
     # While it still merges its 8, the other can be as far as to send sums for 2 of the next layer's 4.
     assert most("lip", exchange="direct") == (4 + 2 * 8 + 2,) * 2
     assert most("single", 1) == (24,)
     # The 16 go from one to the other in one piece, or in two, of which the second is added to what the first gives.
     assert most("sequential") == (8 + 16, 16 + 4)
-    assert most("sequential", chunks=2, least_chunk=1) == (8 + 8, 16 + 4 + 4)
+    assert most("sequential", chunks=2, min_chunk_bytes=1) == (8 + 8, 16 + 4 + 4)
 
 
 def test_a_described_model_has_the_models_figures_and_places() -> None:
@@ -399,9 +399,9 @@ def test_figures_of_all_schemes_beside_each_other() -> None:
         each.flow.plan.scheme: each
         for each in compare(FOUR_LAYERS, even(2, memory=900.0), asked())
     }
-    described = {name: figures(each.flow) for name, each in found.items()}
+    described = {name: plan_demands(each.flow) for name, each in found.items()}
     assert {
-        name: (max(each.weights), each.longest_path, each.communication)
+        name: (max(each.weight_elements), each.longest_path, each.communication)
         for name, each in described.items()
     } == {
         "single": (240, 240, 0),
@@ -414,7 +414,7 @@ def test_figures_of_all_schemes_beside_each_other() -> None:
     assert [
         name for name, each in found.items() if each.excess(even(2, memory=900.0))
     ] == ["single"]
-    assert described["sequential"].elements == 20
+    assert described["sequential"].sent_elements == 20
     assert [part.scheme for part in found["optimal"].flow.plan.layers] == [
         "lop",
         "fuse1",

@@ -107,15 +107,15 @@ def test_the_time_of_a_request_is_computing_or_sending_phase_by_phase() -> None:
 
 def test_communication_is_that_of_the_shares_that_are_planned() -> None:
     """A source with most of the speed computes most itself, and sends less than with equal shares."""
-    posed = problem({"scheme": "lip", "early": 0})
+    posed = problem({"scheme": "lip", "tiled_layers": 0})
     source, *others = posed.devices
     unequal = replace(posed, devices=(replace(source, speed=8e9), *others))
     equal, found = (
-        plan("distributed", each).details.figures for each in (posed, unequal)
+        plan("distributed", each).details.demands for each in (posed, unequal)
     )
     assert found.communication < equal.communication
-    assert found.communication == pytest.approx(found.elements, rel=0.02)
-    assert equal.communication == pytest.approx(equal.elements, rel=0.02)
+    assert found.communication == pytest.approx(found.sent_elements, rel=0.02)
+    assert equal.communication == pytest.approx(equal.sent_elements, rel=0.02)
 
 
 def test_every_scheme_is_shown_beside_the_one_that_is_chosen() -> None:
@@ -197,12 +197,12 @@ def test_what_cannot_be_planned_is_refused() -> None:
         plan("distributed", problem(memory=0.45e6))
     with pytest.raises(
         InputError,
-        match=r"method.fused: layers 0 and 2 .* choose from 0\+1, 1\+2, 2\+3",
+        match=r"method.fused_pairs: layers 0 and 2 .* choose from 0\+1, 1\+2, 2\+3",
     ):
-        plan("distributed", problem({"scheme": "fuse", "fused": [[0, 2]]}))
-    with pytest.raises(InputError, match=r"method.early: .* use 0"):
-        plan("distributed", problem({"early": 1}))
+        plan("distributed", problem({"scheme": "fuse", "fused_pairs": [[0, 2]]}))
+    with pytest.raises(InputError, match=r"method.tiled_layers: .* use 0"):
+        plan("distributed", problem({"tiled_layers": 1}))
     with pytest.raises(
-        InputError, match=r"method.grid: no layer of mlp is tiled: leave it out"
+        InputError, match=r"method.tile_grid: no layer of mlp is tiled: leave it out"
     ):
-        plan("distributed", problem({"grid": [2, 2]}))
+        plan("distributed", problem({"tile_grid": [2, 2]}))

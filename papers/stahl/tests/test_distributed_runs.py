@@ -31,7 +31,7 @@ def test_each_of_n_devices_holds_an_nth_of_the_weights():
 def test_devices_have_the_same_weights_drawn_or_given(given):
 
     model = create("vgg5", {}, (3, 8, 8), 10)
-    found = infer(distributed(3, {"early": None}), model)
+    found = infer(distributed(3, {"tiled_layers": None}), model)
     whole = model.build(0, len(model.units), 5).state_dict()
     for index in range(4):
         held = layers_stored(found.flow, index)
@@ -45,7 +45,7 @@ def test_devices_have_the_same_weights_drawn_or_given(given):
         assert all(drawn[name].equal(sliced[name]) for name in drawn)
     if given:
         again = infer(
-            distributed(3, {"early": None}, network={"link": {"rate": "1gbit"}}),
+            distributed(3, {"tiled_layers": None}, network={"link": {"rate": "1gbit"}}),
             model,
             weights=whole,
         )
@@ -69,10 +69,10 @@ KILL = {
     "kill": "worker2",
     "when": {"device": "worker2", "begins": "forward", "batch": 1},
 }
-CALM = {"stall_timeout": "500ms", "return_window": "1s"}
+CALM = {"stall_timeout": "500ms", "rejoin_timeout": "1s"}
 
 
-@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("exchange", ["via-source", "direct"])
 def test_a_request_is_finished_by_the_other_devices_where_the_scenario_says_so(
     exchange,
 ):
@@ -89,7 +89,7 @@ def test_a_request_is_finished_by_the_other_devices_where_the_scenario_says_so(
     assert {*after} == {"source", "worker1", "worker3"}
 
 
-@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("exchange", ["via-source", "direct"])
 def test_a_request_fails_clearly_where_the_scenario_says_so_and_the_next_one_works(
     exchange,
 ):
@@ -159,10 +159,10 @@ def test_two_runs_are_alike_to_the_last_byte():
     assert one.outputs.equal(other.outputs)
 
 
-@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("exchange", ["via-source", "direct"])
 def test_parts_are_sent_while_the_next_are_computed(exchange):
     model = {"name": "cnn", "channels": [32, 32, 32], "hidden": [64]}
-    method = {"scheme": "lop", "exchange": exchange, "least_chunk": 256}
+    method = {"scheme": "lop", "exchange": exchange, "min_chunk_bytes": 256}
     found = infer(
         distributed(2, method, {"model": model, "requests": 1, "batch_size": 8})
     )
@@ -185,7 +185,7 @@ def test_layer_by_layer_nothing_is_sent_while_the_same_device_computes(scheme):
         "network": {"link": {"delay": "1ms"}},
         "devices": {"source": board, "worker": {**board, "count": 4}},
     }
-    method = {"scheme": scheme, "least_chunk": 256, "layerwise": True}
+    method = {"scheme": scheme, "min_chunk_bytes": 256, "layerwise": True}
     found = infer(
         distributed(
             4, method, {"model": model, "requests": 1, "batch_size": 40}, **keys
@@ -229,7 +229,7 @@ def test_schemes_rank_by_run_time_as_by_communication():
     assert sorted(times, key=times.__getitem__) == sorted(sent, key=sent.__getitem__)
 
 
-@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("exchange", ["via-source", "direct"])
 @pytest.mark.parametrize("scheme", ["lop", "fuse"])
 def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exchange):
     model = {"name": "mlp", "hidden": [512, 256, 512, 256, 512]}
@@ -238,7 +238,7 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
         "network": {"link": {"delay": "1ms"}},
         "devices": {"source": board, "worker": {**board, "count": 5}},
     }
-    method = {"scheme": scheme, "exchange": exchange, "least_chunk": 4096}
+    method = {"scheme": scheme, "exchange": exchange, "min_chunk_bytes": 4096}
     found = infer(
         distributed(
             5, method, {"model": model, "requests": 1, "batch_size": 40}, **keys
@@ -248,7 +248,7 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
     apart = phases(found.flow, found.experiment.devices, found.experiment.links)
     assert found.plan.step_time == overlapped(apart)
     # Through the source in two legs: each at most as long as the two that overlap.
-    legs = 2 if exchange == "source" else 1
+    legs = 2 if exchange == "via-source" else 1
     in_turn = sum(phase.compute + legs * (phase.network + 0.001) for phase in apart)
     # The prediction leaves out that a layer begins on the first chunks of the one before.
     assert 0.9 * overlapped(apart) < request["latency"] < in_turn
@@ -265,7 +265,7 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
     assert figures["devices"]["source"]["weights"] == 4 * parameters(found.flow, 0)
 
 
-@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("exchange", ["via-source", "direct"])
 @pytest.mark.parametrize("scheme", ["lop", "lip", "optimal"])
 def test_faster_devices_take_larger_shares_of_the_same_result(scheme, exchange):
     devices = {

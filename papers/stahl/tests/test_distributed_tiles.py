@@ -209,7 +209,7 @@ def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(
 def test_grids_finer_than_the_map_are_refused() -> None:
     with pytest.raises(
         InputError,
-        match=r"method.grid: a map of 38x38 pixels cannot be cut into 39 columns: use 1 to 38",
+        match=r"method.tile_grid: a map of 38x38 pixels cannot be cut into 39 columns: use 1 to 38",
     ):
         tile(YOLO.layers[:16], 1, 39, [1.0], 0)
 

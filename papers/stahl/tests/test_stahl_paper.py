@@ -43,10 +43,10 @@ def run(place: Path, trial: Trial, data: Any) -> Path:
 
 def test_the_worked_example_of_stahl_et_al_is_exact() -> None:
     plans = [
-        prepare(each).plan.details.figures
+        prepare(each).plan.details.demands
         for each in trials(load("papers/stahl-example"))
     ]
-    assert [tuple(each.weights) for each in plans] == [
+    assert [tuple(each.weight_elements) for each in plans] == [
         (240, 0),
         (160, 80),
         *[(120, 120)] * 4,
@@ -71,7 +71,7 @@ def test_run_times_on_one_channel_rank_as_communication_does(tmp_path: Path) -> 
 def test_communication_of_yolov2_is_that_of_table_2() -> None:
     plans = [prepare(each).plan for each in trials(load("papers/stahl-table-2"))]
     printed, needed = (
-        [round(getattr(plan.details.figures, name) / 2**20, 1) for plan in plans]
+        [round(getattr(plan.details.demands, name) / 2**20, 1) for plan in plans]
         for name in ("communication_as_printed_bytes", "communication_bytes")
     )
     # In MiB, as equation (9) is printed, and without what devices hold already. The paper has 78.1 for LOP, which does

@@ -28,7 +28,7 @@ from tests.helpers.graphs import asked, yolov2
 from tests.helpers.inferences import CNN, distributed, infer
 from tests.helpers.runs import of
 
-REUSE = {"overlap": "reuse"}
+REUSE = {"tile_overlap": "reuse"}
 YOLO = yolov2()
 
 
@@ -50,7 +50,9 @@ def crew(count: int) -> list[DeviceSpec]:
 
 
 def flow_of(layers, rows, columns, devices=1, options=REUSE):
-    request = asked("lop", early=len(layers), grid=(rows, columns), **options)
+    request = asked(
+        "lop", tiled_layers=len(layers), tile_grid=(rows, columns), **options
+    )
     return candidate(Graph("n", tuple(layers)), crew(devices), request).flow
 
 
@@ -135,11 +137,11 @@ def test_what_yolov2_saves_on_six_devices() -> None:
     figures = []
     for options in (
         {"exchange": "direct"},
-        {"exchange": "direct", "overlap": "reuse"},
-        {"overlap": "reuse"},
+        {"exchange": "direct", "tile_overlap": "reuse"},
+        {"tile_overlap": "reuse"},
     ):
         flow = candidate(
-            YOLO, crew(6), asked("lop", early=16, grid=(3, 4), **options)
+            YOLO, crew(6), asked("lop", tiled_layers=16, tile_grid=(3, 4), **options)
         ).flow
         redundant = (
             redundant_multiplications(YOLO.layers[:16], flow.computed)
@@ -161,16 +163,16 @@ def test_what_yolov2_saves_on_six_devices() -> None:
     assert flow.plan.tiles[1].regions[0] == (0, 8, 4, 8)
 
 
-@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("exchange", ["via-source", "direct"])
 @pytest.mark.parametrize("grid", [[1, 4], [3, 3], [4, 4]])
 def test_runs_give_what_the_whole_network_gives_within_the_memory_that_is_planned(
     exchange, grid
 ) -> None:
     method = {
-        "early": 4,
-        "grid": grid,
+        "tiled_layers": 4,
+        "tile_grid": grid,
         "exchange": exchange,
-        "overlap": "reuse",
+        "tile_overlap": "reuse",
         "in_flight": 2,
     }
     found = infer(distributed(2, method, {"model": CNN, "requests": 3}))
@@ -201,11 +203,11 @@ def test_a_device_that_dies_between_tiles_is_done_without() -> None:
         "when": {"device": "worker1", "begins": "forward", "batch": 1},
     }
     method = {
-        "early": 4,
-        "grid": [3, 3],
-        "overlap": "reuse",
+        "tiled_layers": 4,
+        "tile_grid": [3, 3],
+        "tile_overlap": "reuse",
         "stall_timeout": "500ms",
-        "return_window": "1s",
+        "rejoin_timeout": "1s",
     }
     found = infer(distributed(2, method, {"model": CNN, "requests": 3}, faults=[kill]))
     assert found.outcome.status == "finished", found.outcome.error
@@ -213,7 +215,7 @@ def test_a_device_that_dies_between_tiles_is_done_without() -> None:
 
 
 def test_the_time_is_predicted() -> None:
-    method = {"early": 4, "grid": [2, 3], "overlap": "reuse"}
+    method = {"tiled_layers": 4, "tile_grid": [2, 3], "tile_overlap": "reuse"}
     keys = {
         "network": {"link": {"rate": "20mbit", "delay": "2ms"}},
         "speed": "200mflops",

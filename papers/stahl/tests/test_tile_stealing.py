@@ -19,7 +19,7 @@ SLOW = {"throttle": {"device": "worker1", "slowdown": 20}, "at": "0s"}
 
 def queue(rows, columns, devices=2, overlap="compute"):
     flow = flow_of(
-        LAYERS, rows, columns, devices, {"overlap": overlap, "stealing": True}
+        LAYERS, rows, columns, devices, {"tile_overlap": overlap, "tile_stealing": True}
     )
     return flow, tile_queue(flow, [each.speed for each in crew(devices)])
 
@@ -72,10 +72,10 @@ def test_a_tile_waits_for_those_that_it_takes_from_and_other_requests_go_on() ->
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_slow_device_loses_tiles_and_nothing_else_changes(overlap, in_flight) -> None:
     method = {
-        "early": 4,
-        "grid": [4, 4],
-        "overlap": overlap,
-        "stealing": True,
+        "tiled_layers": 4,
+        "tile_grid": [4, 4],
+        "tile_overlap": overlap,
+        "tile_stealing": True,
         "in_flight": in_flight,
     }
     found = infer(distributed(2, method, {"model": CNN, "requests": 4}, faults=[SLOW]))
@@ -104,7 +104,7 @@ def test_a_slow_device_loses_tiles_and_nothing_else_changes(overlap, in_flight) 
     alone = infer(
         distributed(
             2,
-            {**method, "stealing": False},
+            {**method, "tile_stealing": False},
             {"model": CNN, "requests": 4},
             faults=[SLOW],
         )
@@ -121,8 +121,13 @@ def test_a_thief_that_dies_is_done_without() -> None:
         "kill": "worker2",
         "when": {"device": "worker2", "begins": "forward", "batch": 1},
     }
-    method = {"early": 4, "grid": [4, 4], "overlap": "reuse", "stealing": True}
-    method |= {"stall_timeout": "500ms", "return_window": "1s"}
+    method = {
+        "tiled_layers": 4,
+        "tile_grid": [4, 4],
+        "tile_overlap": "reuse",
+        "tile_stealing": True,
+    }
+    method |= {"stall_timeout": "500ms", "rejoin_timeout": "1s"}
     found = infer(
         distributed(2, method, {"model": CNN, "requests": 3}, faults=[SLOW, kill])
     )
@@ -131,6 +136,6 @@ def test_a_thief_that_dies_is_done_without() -> None:
 
 
 def test_without_tiles_there_is_nothing_to_steal_or_to_reuse() -> None:
-    for key, value in (("stealing", True), ("overlap", "reuse")):
+    for key, value in (("tile_stealing", True), ("tile_overlap", "reuse")):
         with pytest.raises(InputError, match=f"method.{key}: no layer of mlp is tiled"):
-            infer(distributed(2, {"early": 0, key: value}))
+            infer(distributed(2, {"tiled_layers": 0, key: value}))

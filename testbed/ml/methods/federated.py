@@ -30,7 +30,7 @@ class Federated(RoundMethod[FederatedOptions]):
 class SplitLearningOptions(TransferOptions):
     """Options of `SplitLearning`."""
 
-    split: SplitPoints = Field("best", description=SPLIT)
+    split_point: SplitPoints = Field("best", description=SPLIT)
 
 
 class SplitLearning(SplitMethod[SplitLearningOptions]):
@@ -56,7 +56,7 @@ class SplitLearning(SplitMethod[SplitLearningOptions]):
         return split_plan(
             self.name,
             Participants(problem),
-            problem.options.split,
+            problem.options.split_point,
             concurrent_clients=1,
         )
 
@@ -64,7 +64,7 @@ class SplitLearning(SplitMethod[SplitLearningOptions]):
 class SplitFederatedOptions(GroupOptions):
     """Options of `SplitFederated`."""
 
-    split: SplitPoints = Field("best", description=SPLIT)
+    split_point: SplitPoints = Field("best", description=SPLIT)
 
 
 class SplitFederated(SplitMethod[SplitFederatedOptions]):
@@ -84,5 +84,8 @@ class SplitFederated(SplitMethod[SplitFederatedOptions]):
         """Split the model for each device. Raises `InputError` for impossible splits."""
         team = Participants(problem)
         return split_plan(
-            self.name, team, problem.options.split, concurrent_clients=len(team.devices)
+            self.name,
+            team,
+            problem.options.split_point,
+            concurrent_clients=len(team.devices),
         )

@@ -24,7 +24,7 @@ class PipeDreamOptions(AsynchronousOptions):
             "numbers of units"
         ),
     )
-    chain_every: int = Field(
+    chain_replication_interval: int = Field(
         0,
         ge=0,
         description=(
@@ -64,7 +64,7 @@ class ResPipeOptions(AsynchronousOptions):
         ),
     )
 
-    global_every: int = Field(
+    global_replication_interval: int = Field(
         0,
         ge=0,
         description=(

@@ -1,7 +1,7 @@
 """Recovery from a checkpoint: all devices stop, and the remaining ones resume from the last complete state.
 
 The coordinator holds the checkpoint. After the loss of devices it opens a configuration with a higher number, waits up
-to ``return_window`` for the lost ones to answer, and assigns the same stages again, or other stages over the remaining
+to ``rejoin_timeout`` for the lost ones to answer, and assigns the same stages again, or other stages over the remaining
 devices. A device returning later joins at the next checkpoint.
 
 The coordinator itself is a single point of failure. After a restart it begins the workload again, in configurations
@@ -112,7 +112,7 @@ class CheckpointRecovery:
         )
         known = dict(self._members.known)
         await self._gather_devices(
-            self._members.assigned, self._supervisor.timeouts.return_window
+            self._members.assigned, self._supervisor.timeouts.rejoin_timeout
         )
         self._supervisor.learn_stall_timeout(lost, known)
         self._assign_stages()

@@ -137,7 +137,7 @@ RECOVERY = (
         "from the detection until the first batch after it was trained",
     ),
     Metric(
-        "outage",
+        "outage_time",
         "seconds",
         (
             "maximum time from a fault until a new batch is trained, including "
@@ -148,7 +148,7 @@ RECOVERY = (
         ),
     ),
     Metric(
-        "rest",
+        "remaining_time",
         "seconds",
         "time from the last resumption after a fault to the last trained batch",
         _remaining_time,

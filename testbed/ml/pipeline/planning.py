@@ -47,7 +47,7 @@ class StagesOptions(Options):
             "before they count as lost"
         ),
     )
-    return_window: Duration = Field(
+    rejoin_timeout: Duration = Field(
         15.0, description="time in which a lost device may return"
     )
     transfer: CrossingPart = Field(
@@ -219,10 +219,10 @@ class AsynchronousOptions(StagesOptions):
     vertical_sync: bool = Field(
         True, description="all stages use the same weight version for a batch"
     )
-    aggregate: int = Field(
+    aggregation_interval: int = Field(
         0,
         ge=0,
-        description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never",
+        description="stage i of n averages its weight versions every aggregation_interval * (n - i) batches; 0: never",
     )
     evaluate_every: StepsOrTime | None = Field(
         None,
@@ -230,14 +230,14 @@ class AsynchronousOptions(StagesOptions):
             "interval between evaluations, in steps or time; default: only at the end"
         ),
     )
-    return_window: Duration = Field(
+    rejoin_timeout: Duration = Field(
         0.0, description="time in which a lost device may return"
     )
-    selection: Duration = Field(
+    join_timeout: Duration = Field(
         5.0,
         description="time in which devices must answer to take part in the training",
     )
-    chain_every: int = Field(
+    chain_replication_interval: int = Field(
         50,
         ge=0,
         description=(
@@ -245,7 +245,7 @@ class AsynchronousOptions(StagesOptions):
             "next; 0: never"
         ),
     )
-    global_every: int = Field(
+    global_replication_interval: int = Field(
         100,
         ge=0,
         description=(
@@ -253,7 +253,7 @@ class AsynchronousOptions(StagesOptions):
             "device; 0: never"
         ),
     )
-    copies: int = Field(
+    replicas: int = Field(
         1,
         ge=1,
         description=(
@@ -261,19 +261,19 @@ class AsynchronousOptions(StagesOptions):
             "and thus of neighbours that can be lost"
         ),
     )
-    objective: Literal["paper", "traffic"] = Field(
-        "paper",
+    partition_objective: Literal["equation-5", "link-traffic"] = Field(
+        "equation-5",
         description=(
-            "objective of the partition. paper: FTPipeHD's equation (5), which "
-            "counts the activations of a link twice; traffic: each direction of a "
-            "link separately, including replicas"
+            "time of links in the objective of the partition. equation-5: as in FTPipeHD's equation (5), "
+            "which counts the activations of a link twice; link-traffic: each "
+            "direction of a link separately, including replicas"
         ),
     )
-    fetch: Literal["paper", "local-first"] = Field(
-        "paper",
+    redistribution: Literal["algorithm-1", "local-first"] = Field(
+        "algorithm-1",
         description=(
-            "source of a device's units. paper: Algorithm 1 of FTPipeHD, the unit's "
-            "device or the next one; local-first: the device's own replicas, if it "
+            "source of a device's new units after a loss or repartition. algorithm-1: as in "
+            "FTPipeHD's Algorithm 1, the unit's device or the next one; local-first: the device's own replicas, if it "
             "has any"
         ),
     )
@@ -287,19 +287,19 @@ class AsynchronousOptions(StagesOptions):
 
     def chain_due(self, done: int) -> bool:
         """Return whether each stage's units are replicated to the next stages after ``done`` batches."""
-        return is_due(done, self.chain_every)
+        return is_due(done, self.chain_replication_interval)
 
     def global_due(self, done: int) -> bool:
         """Return whether all units are replicated to the coordinator after ``done`` batches."""
-        return is_due(done, self.global_every)
+        return is_due(done, self.global_replication_interval)
 
     def keepers(self, stage: int, stages: int) -> list[int]:
         """Return the stages keeping a stage's chain replica; if too few follow, the coordinator's stage is
         among them.
         """
-        end = min(stages, stage + 1 + self.copies)
+        end = min(stages, stage + 1 + self.replicas)
         keepers = list(range(stage + 1, end))
-        if len(keepers) < self.copies and stage > 0:
+        if len(keepers) < self.replicas and stage > 0:
             keepers.append(0)
         return keepers
 
@@ -337,7 +337,7 @@ def replica_messages(
     problem: PlanningProblem[AsynchronousOptions], plan: Plan
 ) -> Iterator[PlannedMessage]:
     """Yield the replicas stages send to one another."""
-    if not problem.options.chain_every:
+    if not problem.options.chain_replication_interval:
         return
     for stage, assignment in enumerate(plan.assignments):
         size = largest_unit(problem, assignment)
@@ -369,7 +369,7 @@ def pipeline_over(
     training = problem.training
     units = problem.model.units
     batch_size = problem.workload.batch_size
-    has_chain = options.chain_every > 0
+    has_chain = options.chain_replication_interval > 0
     if profile is None:
         profile = UnitTimes.by_formula(
             units, batch_size, problem.devices[0], training.update_flops
@@ -387,7 +387,7 @@ def pipeline_over(
             points = 3 if has_chain else 2
             return points * costs.state_bytes(units, training)
         first = 0 if has_chain else start
-        points = 3 if has_chain or options.global_every else 2
+        points = 3 if has_chain or options.global_replication_interval else 2
         return points * costs.state_bytes(units[first:end], training)
 
     def replicas(stage: int, start: int, end: int) -> dict[int, float]:
@@ -396,9 +396,9 @@ def pipeline_over(
         sent = dict.fromkeys(range(len(names)), 0.0)
         if has_chain:
             for keeper in options.keepers(stage, len(names)):
-                sent[keeper] += state / options.chain_every
-        if options.global_every:
-            sent[0] += state / options.global_every
+                sent[keeper] += state / options.chain_replication_interval
+        if options.global_replication_interval:
+            sent[0] += state / options.global_replication_interval
         # A stage keeps its own units without sending them.
         del sent[stage]
         return {target: size for target, size in sent.items() if size}
@@ -413,7 +413,7 @@ def pipeline_over(
         capacities=tuple(capacities or [1.0] * len(names)),
         state_values=training.state_values,
         vertical_sync=options.vertical_sync,
-        counts_traffic=options.objective == "traffic",
+        counts_traffic=options.partition_objective == "link-traffic",
         window=options.in_flight,
         extra=extra,
         replicas=replicas,
@@ -466,7 +466,10 @@ class Partitioner(Generic[Known]):
     def due(self, done: int) -> bool:
         """Return whether repartitioning is considered after ``done`` batches."""
         options = self.problem.options
-        return is_due(done, options.chain_every or options.global_every)
+        return is_due(
+            done,
+            options.chain_replication_interval or options.global_replication_interval,
+        )
 
     def propose_repartition(
         self, old: StagePartition, there: Sequence[str]

@@ -101,7 +101,7 @@ async def run_asynchronous(
     async with _open_mailbox(device, context, ASYNCHRONOUS_KINDS) as mailbox:
         member = ReplicatingMember(mailbox, context)
         # Devices that answer, but do nothing for this long, count as lost.
-        standstill = max(2 * options.stall_timeout, options.return_window)
+        standstill = max(2 * options.stall_timeout, options.rejoin_timeout)
         supervisor = await _make_supervisor(mailbox, member.holder, context, standstill)
         recovery = ReplicaRecovery(
             supervisor, member.store, partitioner, context, _total_steps(context)
@@ -134,7 +134,7 @@ async def _run_with_checkpoints(
             return Stage(mailbox, problem, position, state, updates)
 
         holder.follow(Configure, stage_of)
-        standstill = problem.options.return_window
+        standstill = problem.options.rejoin_timeout
         supervisor = await _make_supervisor(mailbox, holder, context, standstill)
         configure = partial(configure_stage, supervisor, _total_steps(context))
         recovery = CheckpointRecovery(
@@ -180,7 +180,7 @@ async def _make_supervisor(
         inputs = problem.workload.batch_size * units[0].input_bytes
         return checkpoint + inputs
 
-    timeouts = Timeouts(options.stall_timeout, options.return_window, standstill)
+    timeouts = Timeouts(options.stall_timeout, options.rejoin_timeout, standstill)
     return Supervisor(mailbox, holder.presence, problem, timeouts, backlog)
 
 

@@ -279,7 +279,7 @@ class ReplicaRecovery:
         )
         self._supervisor.start(layout)
         timeouts = self._supervisor.timeouts
-        seconds = max(timeouts.stall_timeout, timeouts.return_window)
+        seconds = max(timeouts.stall_timeout, timeouts.rejoin_timeout)
         await self._gather_inventories(self.partition.devices, seconds)
         self._resume_training()
 
@@ -341,7 +341,7 @@ class ReplicaRecovery:
         """
         supervisor = self._supervisor
         members = self._members
-        window = supervisor.timeouts.return_window
+        window = supervisor.timeouts.rejoin_timeout
         if lost.cut or lost.back or not lost.missing or not window:
             return False
         self._record_detection(lost)
@@ -386,7 +386,7 @@ class ReplicaRecovery:
     async def _select_devices(self) -> StagePartition:
         """Invite devices, and return a partition over those answering in time."""
         members = self._members
-        seconds = self._problem.options.selection
+        seconds = self._problem.options.join_timeout
         deadlines = dict.fromkeys(members.others, self._device.now() + seconds)
         await members.gather(deadlines, greeted=True)
         there = {self._device.name, *members.present}
@@ -447,7 +447,7 @@ class ReplicaRecovery:
         lineage = self.points.lineage
         before = self.partition
         options = self._problem.options
-        local_first = options.fetch == "local-first"
+        local_first = options.redistribution == "local-first"
         restore = place(
             lineage,
             inventory,
@@ -498,7 +498,7 @@ class ReplicaRecovery:
         their window.
         """
         now = self._device.now()
-        returning = now + self._supervisor.timeouts.return_window
+        returning = now + self._supervisor.timeouts.rejoin_timeout
         deadlines = dict.fromkeys(names, now + seconds)
         deadlines |= dict.fromkeys(missing, returning)
         await self._members.gather(deadlines)

@@ -321,7 +321,7 @@ class AsynchronousUpdates:
         done = batch + 1
         cost = costs.update_cost(stage.units, stage.problem.training)
         aggregated = 0
-        interval = self._options.aggregate
+        interval = self._options.aggregation_interval
         if versions.is_aggregation_due(done - self._base, self._depth, interval):
             aggregated = self._depth
             cost += Cost(aggregated * costs.count_parameters(stage.units))

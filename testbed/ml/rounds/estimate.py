@@ -31,28 +31,28 @@ AGGREGATION_FLOPS = 2.0
 """FLOPs that an average is charged for each parameter of each model in it: a multiply and an add."""
 
 
-def mini_batch(batch_size: int, parallel: int) -> int:
+def mini_batch(batch_size: int, parallel_batches: int) -> int:
     """Return B' = floor(B/N), equation (2); raises ValueError for more mini-batches than samples.
 
-    >>> mini_batch(batch_size=32, parallel=3)
+    >>> mini_batch(batch_size=32, parallel_batches=3)
     10
     """
-    if not 1 <= parallel <= batch_size:
+    if not 1 <= parallel_batches <= batch_size:
         raise ValueError(
-            f"a batch of {batch_size} cannot be cut into {parallel} mini-batches: take 1 to {batch_size}"
+            f"a batch of {batch_size} cannot be cut into {parallel_batches} mini-batches: take 1 to {batch_size}"
         )
-    return batch_size // parallel
+    return batch_size // parallel_batches
 
 
 def iterations(
-    samples: int, batch_size: int, parallel: int, *, drop_last: bool = True
+    samples: int, batch_size: int, parallel_batches: int, *, drop_last: bool = True
 ) -> int:
     """Return the iterations of an epoch, floor(|D| / B'N), at least one: Algorithm 1, line 3.
 
-    >>> iterations(samples=100, batch_size=32, parallel=3)
+    >>> iterations(samples=100, batch_size=32, parallel_batches=3)
     3
     """
-    size = mini_batch(batch_size, parallel) * parallel
+    size = mini_batch(batch_size, parallel_batches) * parallel_batches
     return steps_per_epoch(samples, size, drop_last=drop_last)
 
 
@@ -60,9 +60,9 @@ def iterations(
 class Choice:
     """P and N of one device."""
 
-    split: int
+    split_point: int
     """P: the layers 1..P are the device's, all others the server's."""
-    parallel: int = 1
+    parallel_batches: int = 1
     """N: the mini-batches of an iteration."""
 
 
@@ -122,21 +122,21 @@ class PairProfile:
 
     def iteration_time(self, choice: Choice, batch_size: int) -> float:
         """Return the seconds of one iteration: T(b_N) and the device's update. The server's update overlaps."""
-        samples = mini_batch(batch_size, choice.parallel)
-        durations = self.durations(choice.split, samples)
+        samples = mini_batch(batch_size, choice.parallel_batches)
+        durations = self.durations(choice.split_point, samples)
         delays: dict[Kind, float] = {
             "upload": self.up.delay,
             "download": self.down.delay,
         }
-        update = sum(layer.update for layer in self.device[: choice.split])
-        return iteration_time(durations, choice.parallel, delays) + update
+        update = sum(layer.update for layer in self.device[: choice.split_point])
+        return iteration_time(durations, choice.parallel_batches, delays) + update
 
     def training_time(self, choice: Choice, samples: int, batch_size: int) -> float:
         """Return the seconds of a device's training with ``samples`` samples in an epoch, without exchanging models.
 
         The samples of an incomplete iteration count by their share: no N is quicker because some samples are left out.
         """
-        size = mini_batch(batch_size, choice.parallel) * choice.parallel
+        size = mini_batch(batch_size, choice.parallel_batches) * choice.parallel_batches
         return max(1.0, samples / size) * self.iteration_time(choice, batch_size)
 
     def local_training_time(self, samples: int, batch_size: int) -> float:
@@ -244,7 +244,7 @@ def epoch_time(
 ) -> float:
     """Return the seconds of an epoch of one device, including its exchange of models."""
     training = profile.training_time(choice, samples, batch_size)
-    return training + profile.exchange_time(choice.split)
+    return training + profile.exchange_time(choice.split_point)
 
 
 def shortest_epoch(

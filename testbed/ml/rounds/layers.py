@@ -164,7 +164,7 @@ class LocalDataset:
         self,
         dataset: Dataset,
         batch_size: int,
-        parallel: int,
+        parallel_batches: int,
         seed: int | None,
         *,
         drop_last: bool = True,
@@ -173,13 +173,13 @@ class LocalDataset:
         self._dataset = dataset
         self._seed = seed
         self.samples = len(dataset.train_labels)
-        self.parallel = parallel
-        self.mini_batch = min(batch_size, self.samples) // parallel
+        self.parallel_batches = parallel_batches
+        self.mini_batch = min(batch_size, self.samples) // parallel_batches
         if not self.mini_batch:
             raise ValueError(
-                f"{self.samples} samples do not make {parallel} mini-batches"
+                f"{self.samples} samples do not make {parallel_batches} mini-batches"
             )
-        self._size = self.mini_batch * parallel
+        self._size = self.mini_batch * parallel_batches
         self._drop_last = drop_last
         self.per_epoch = steps_per_epoch(self.samples, self._size, drop_last=drop_last)
 

@@ -186,18 +186,18 @@ def local_training(
     """Return the local training of a device with data, by its plan."""
     problem = context.problem
     workload = problem.workload
-    portion = context.plan.details.portions[device.name]
+    client = context.plan.details.clients[device.name]
     assert context.dataset is not None
     share = LocalDataset(
         context.dataset,
         workload.batch_size,
-        portion.parallel,
+        client.parallel_batches,
         problem.seed if workload.data.shuffle else None,
         drop_last=workload.drop_last,
     )
     # A stack computes the numbers of all devices; the device's own layers then take time alone.
     has_numbers = context.shared is None
-    layers = Layers(device, problem, 0, portion.split, numbers=has_numbers)
+    layers = Layers(device, problem, 0, client.split_point, numbers=has_numbers)
     sent = hooks.sent
     update_codec = make_codec(transfer_of(problem.options).updates, problem.codes)
     if update_codec is not None:
@@ -227,11 +227,11 @@ async def run_rounds(
     """
     problem = context.problem
     options = problem.options
-    clients = context.plan.details.portions
+    clients = context.plan.details.clients
     assert context.dataset is not None
     device = mailbox.device
     model = GlobalModel(device, context, hooks.merge, hooks.extra)
-    splits = {name: client.split for name, client in clients.items()}
+    splits = {name: client.split_point for name, client in clients.items()}
     side = None
     if split:
         copies = _server_layers(device, problem, splits, shared=in_turn)
@@ -285,7 +285,7 @@ def _record_unused_samples(
         device.record("log", text=text)
     unused = 0
     for name, count in samples.items():
-        parallel = context.plan.details.portions[name].parallel
-        iteration = min(size, count) // parallel * parallel
+        parallel_batches = context.plan.details.clients[name].parallel_batches
+        iteration = min(size, count) // parallel_batches * parallel_batches
         unused += left_out(count, iteration, drop_last=workload.drop_last)
     record_left_out(device, unused, sum(samples.values()))

@@ -30,14 +30,14 @@ def _epoch_time(record: RunView) -> float | None:
     last_updates = []
     epoch_ends = []
     # The plan of a run read from a folder has its details as plain data, without their class.
-    for name, portion in record.plan.details.model_dump()["portions"].items():
+    for name, client in record.plan.details.model_dump()["clients"].items():
         updates = []
         for _, done in record.spans(name, "compute", "update").tolist():
             if start <= done <= end:
                 updates.append(done)
         if len(updates) > 1:
             period = (updates[-1] - updates[0]) / (len(updates) - 1)
-            missing = (portion["epoch"] - len(updates)) * period
+            missing = (client["epoch_iterations"] - len(updates)) * period
             last_updates.append(updates[-1])
             epoch_ends.append(updates[-1] + missing)
     if not epoch_ends:

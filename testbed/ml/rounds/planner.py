@@ -35,37 +35,37 @@ class ClientPlan(BaseModel):
     """The work of one device with data in a round. P, N and T(b_N) are PipeLearn's symbols."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
-    split: int
+    split_point: int
     """P: the device trains the first P layers."""
-    parallel: int
+    parallel_batches: int
     """N: mini-batches of an iteration."""
     iteration_time: float
     """Predicted seconds of an iteration: T(b_N) and the update."""
     exchange_time: float
     """Predicted seconds in which the device's layers travel to the server and back."""
-    iterations: int
+    round_iterations: int
     """Iterations of a round."""
-    epoch: float
+    epoch_iterations: float
     """Iterations of an epoch; a smaller last one counts as its share of one."""
 
     @property
     def round_time(self) -> float:
         """Predicted seconds of a round."""
-        return self.iterations * self.iteration_time + self.exchange_time
+        return self.round_iterations * self.iteration_time + self.exchange_time
 
 
 class RoundDetails(PlanDetails):
     """Plan details of training in rounds."""
 
-    portions: dict[str, ClientPlan]
+    clients: dict[str, ClientPlan]
     """Device with data -> its work, in the order of the scenario's devices."""
 
     def part_of(self, device: str) -> Self:
-        """Return the device's own portion alone."""
+        """Return the plan with the device's own work alone."""
         own = {}
-        if device in self.portions:
-            own[device] = self.portions[device]
-        return self.model_copy(update={"portions": own})
+        if device in self.clients:
+            own[device] = self.clients[device]
+        return self.model_copy(update={"clients": own})
 
 
 @dataclass(frozen=True)
@@ -228,16 +228,16 @@ def _plan_client(
     samples = team.problem.samples[device.name]
     drop_last = team.problem.workload.drop_last
     batch = team.batch(device)
-    per_epoch = iterations(samples, batch, choice.parallel, drop_last=drop_last)
+    per_epoch = iterations(samples, batch, choice.parallel_batches, drop_last=drop_last)
     # floor(B/N) * N: an iteration may have fewer samples than a batch.
-    size = mini_batch(batch, choice.parallel) * choice.parallel
+    size = mini_batch(batch, choice.parallel_batches) * choice.parallel_batches
     return ClientPlan(
-        split=choice.split,
-        parallel=choice.parallel,
+        split_point=choice.split_point,
+        parallel_batches=choice.parallel_batches,
         iteration_time=iteration_time,
-        exchange_time=profile.exchange_time(choice.split),
-        iterations=len(team.length.iterations(0, per_epoch)),
-        epoch=per_epoch if drop_last else samples / size,
+        exchange_time=profile.exchange_time(choice.split_point),
+        round_iterations=len(team.length.iterations(0, per_epoch)),
+        epoch_iterations=per_epoch if drop_last else samples / size,
     )
 
 
@@ -273,16 +273,16 @@ def _best_choice(
     samples: int,
     batch: int,
     allowed: tuple[int, ...],
-    parallel: int | None,
+    parallel_batches: int | None,
 ) -> Choice:
     """Return one device's choice, cached because many devices are alike."""
     candidates = []
-    if parallel is not None:
+    if parallel_batches is not None:
         for split in allowed:
-            candidates.append(Choice(split, parallel))
+            candidates.append(Choice(split, parallel_batches))
     else:
         for choice in choices(profile, batch):
-            if choice.split in allowed:
+            if choice.split_point in allowed:
                 candidates.append(choice)
     return shortest_epoch(profile, samples, batch, candidates)
 
@@ -292,7 +292,7 @@ def split_plan(
     team: Participants,
     split_points: SplitPoints,
     concurrent_clients: int,
-    parallel: SplitPoints = 1,
+    parallel_batches: SplitPoints = 1,
     choices: Choices = every_split,
 ) -> Plan[RoundDetails]:
     """Return the plan splitting the model between each device and the server.
@@ -304,9 +304,11 @@ def split_plan(
     team.check()
     depth = len(team.problem.model.units)
     smallest = min(team.batch(device) for device in team.devices)
-    splits = team.given_numbers(("method", "split"), split_points, 1, depth)
-    counts = team.given_numbers(("method", "parallel"), parallel, 1, smallest)
-    portions = {}
+    splits = team.given_numbers(("method", "split_point"), split_points, 1, depth)
+    counts = team.given_numbers(
+        ("method", "parallel_batches"), parallel_batches, 1, smallest
+    )
+    clients = {}
     for device in team.devices:
         name = device.name
         batch = team.batch(device)
@@ -321,20 +323,20 @@ def split_plan(
             counts.get(name),
         )
         iteration_time = profile.iteration_time(choice, batch)
-        portions[name] = _plan_client(team, device, profile, choice, iteration_time)
-    copies = {name: portion.split for name, portion in portions.items()}
-    return plan(method, team, portions, copies, in_turn=concurrent_clients == 1)
+        clients[name] = _plan_client(team, device, profile, choice, iteration_time)
+    copies = {name: client.split_point for name, client in clients.items()}
+    return plan(method, team, clients, copies, in_turn=concurrent_clients == 1)
 
 
 def plan(
     method: str,
     team: Participants,
-    portions: Mapping[str, ClientPlan],
+    clients: Mapping[str, ClientPlan],
     copies: Mapping[str, int],
     *,
     in_turn: bool = False,
 ) -> Plan[RoundDetails]:
-    """Return the plan for these portions; raises `InputError` for a device with insufficient memory.
+    """Return the plan for these clients; raises `InputError` for a device with insufficient memory.
 
     ``copies``: devices for which the server trains layers of its own, and the first of them; if devices train
     ``in_turn``, one copy serves all with the same split point.
@@ -348,7 +350,7 @@ def plan(
     )
     assignments = [Assignment(device=server.name, start=0, stop=depth, memory=memory)]
     for device in team.devices:
-        split = portions[device.name].split
+        split = clients[device.name].split_point
         batch = team.batch(device)
         memory = _training_memory(problem, device, range(split), batch)
         assignments.append(
@@ -358,7 +360,7 @@ def plan(
         mini_batches = []
         for name in names:
             batch = team.batch(problem.device(name))
-            mini_batches.append(batch // portions[name].parallel)
+            mini_batches.append(batch // clients[name].parallel_batches)
         units = range(first, depth)
         assignments.append(
             Assignment(
@@ -369,7 +371,7 @@ def plan(
                 copy_for=None if in_turn else names[0],
             )
         )
-    times = [portion.round_time for portion in portions.values()]
+    times = [client.round_time for client in clients.values()]
     if in_turn:
         # The server adopts the model of one device after the other.
         averaging = aggregation_time(problem.model, server, 1)
@@ -382,7 +384,7 @@ def plan(
         coordinator=server.name,
         assignments=tuple(assignments),
         step_time=step_time,
-        details=RoundDetails(portions=dict(portions)),
+        details=RoundDetails(clients=dict(clients)),
     )
     for device in problem.devices:
         costs.check_memory(device, result.memory(device.name))
@@ -424,12 +426,12 @@ def round_messages(
     model = problem.model
     encoding = transfer_of(problem.options)
     server = plan.coordinator
-    for name, portion in plan.details.portions.items():
-        units = model.units[: portion.split]
+    for name, client in plan.details.clients.items():
+        units = model.units[: client.split_point]
         state = costs.weight_bytes(units, problem.training)
         yield server, name, state * encoded_share(encoding.weights)
         yield name, server, state * encoded_share(encoding.updates)
-        if portion.split < len(model.units):
-            samples = mini_batch(problem.workload.batch_size, portion.parallel)
-            activations = samples * model.cut_bytes(portion.split)
+        if client.split_point < len(model.units):
+            samples = mini_batch(problem.workload.batch_size, client.parallel_batches)
+            activations = samples * model.cut_bytes(client.split_point)
             yield name, server, activations * encoded_share(encoding.activations)

@@ -52,7 +52,7 @@ def supervised(
     async def coordinate(device):
         async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
             timeouts = Timeouts(
-                stall_timeout=stall_timeout, return_window=5, standstill=3, startup=1
+                stall_timeout=stall_timeout, rejoin_timeout=5, standstill=3, startup=1
             )
             presence = Presence(mailbox, "lead", lambda: Status(mailbox.configuration))
             supervisor = Supervisor(
@@ -116,7 +116,7 @@ def seconds_until_lost(rate, faults=()):
     async def coordinate(device):
         async with Mailbox(device, planned, kinds) as mailbox:
             timeouts = Timeouts(
-                stall_timeout=1, return_window=5, standstill=3, startup=1
+                stall_timeout=1, rejoin_timeout=5, standstill=3, startup=1
             )
             presence = Presence(mailbox, "lead", Status)
             supervisor = Supervisor(

@@ -50,10 +50,11 @@ PIPELINES = ("pipeline", "gpipe", "pipedream", "ftpipehd")
 OPTIONS = {
     "pipeline": {"checkpoint_every": 2},
     "gpipe": {"checkpoint_every": 2},
-    "ftpipehd": {"chain_every": 2},
+    "ftpipehd": {"chain_replication_interval": 2},
 }
 OPTIONS |= {
-    key: {"split": 3} for key in ("split-learning", "split-federated", "pipelearn")
+    key: {"split_point": 3}
+    for key in ("split-learning", "split-federated", "pipelearn")
 }
 
 

@@ -90,7 +90,7 @@ def test_requests_lost_with_a_device_are_sent_again(end):
         **end,
     }
     spec = sequential(
-        method={"in_flight": 2, "stall_timeout": "500ms", "return_window": "6s"},
+        method={"in_flight": 2, "stall_timeout": "500ms", "rejoin_timeout": "6s"},
         faults=[fault],
     )
     outcome = run(spec)

@@ -181,7 +181,9 @@ def test_spare_devices_replace_lost_stages():
         "kill": "worker1",
         "when": {"device": "worker1", "begins": "backward", "batch": 6},
     }
-    outcome = run(scenario(method={"stages": 2, "return_window": "2s"}, faults=[fault]))
+    outcome = run(
+        scenario(method={"stages": 2, "rejoin_timeout": "2s"}, faults=[fault])
+    )
     assert outcome.status == "finished", outcome.error
     assert [device for device, _, _ in of(outcome, "recovery")[-1]["partition"]] == [
         "source",
@@ -202,7 +204,7 @@ def test_not_enough_devices():
             workload=work,
             devices=devices,
             faults=[fault],
-            method={"return_window": "2s"},
+            method={"rejoin_timeout": "2s"},
         )
     )
     assert outcome.status == "failed"

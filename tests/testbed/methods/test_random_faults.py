@@ -9,7 +9,7 @@ from tests.helpers.runs import of, run, scenario
 
 DEVICES = ("source", "worker1", "worker2", "worker3")
 WORKERS = DEVICES[1:]
-METHOD = {"checkpoint_every": 4, "stall_timeout": "500ms", "return_window": "5s"}
+METHOD = {"checkpoint_every": 4, "stall_timeout": "500ms", "rejoin_timeout": "5s"}
 
 
 def random_fault(draw: random.Random, first: bool) -> dict:

@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.runs import of, run, scenario
 
-METHOD = {"checkpoint_every": 4, "stall_timeout": "1s", "return_window": "6s"}
+METHOD = {"checkpoint_every": 4, "stall_timeout": "1s", "rejoin_timeout": "6s"}
 WORKERS = ("worker1", "worker2", "worker3")
 
 

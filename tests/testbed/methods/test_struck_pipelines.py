@@ -34,7 +34,7 @@ def options(draw: random.Random, method: str) -> dict:
     chosen = {
         "name": method,
         "stall_timeout": draw.choice(["200ms", "500ms"]),
-        "return_window": draw.choice(["1s", "3s"]),
+        "rejoin_timeout": draw.choice(["1s", "3s"]),
     }
     if method == "sequential":
         return chosen | {"in_flight": draw.randint(1, 4)}
@@ -45,8 +45,8 @@ def options(draw: random.Random, method: str) -> dict:
             "micro_batches": draw.randint(1, 6),
         }
     chosen |= {
-        "chain_every": draw.choice([1, 2, 5]),
-        "global_every": draw.choice([0, 1, 3]),
+        "chain_replication_interval": draw.choice([1, 2, 5]),
+        "global_replication_interval": draw.choice([0, 1, 3]),
     }
     if method == "ftpipehd":
         chosen |= {

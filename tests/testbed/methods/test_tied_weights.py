@@ -116,7 +116,7 @@ def test_recovery_keeps_the_copies_equal(tmp_path: Path, returns: str | None) ->
         "name": "pipeline",
         "checkpoint_every": 2,
         "stall_timeout": "500ms",
-        "return_window": "3s",
+        "rejoin_timeout": "3s",
     }
     result = run(tmp_path, {"workload.method": method, "faults": [kill]})
     _, losses = plain()

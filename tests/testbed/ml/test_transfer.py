@@ -129,7 +129,7 @@ CASES = {
         0.7,
     ),
     "split learning": (
-        {"name": "split-learning", "split": 2},
+        {"name": "split-learning", "split_point": 2},
         {"activations": "int8"},
         ("activation",),
         0.8,

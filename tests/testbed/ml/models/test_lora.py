@@ -55,7 +55,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ready(folder: Path, method: str, **changes: object) -> Prepared:
-    options = {"name": method, **({"split": 3} if method == "split-learning" else {})}
+    options = {
+        "name": method,
+        **({"split_point": 3} if method == "split-learning" else {}),
+    }
     return prepare_with(
         folder / "adapters.yaml", options, changes, in_rounds=method in ROUNDS
     )

@@ -14,9 +14,9 @@ from tests.helpers.runs import of, problem_of, run, scenario
 
 METHOD = {
     "name": "ftpipehd",
-    "aggregate": 0,
-    "chain_every": 0,
-    "global_every": 0,
+    "aggregation_interval": 0,
+    "chain_replication_interval": 0,
+    "global_replication_interval": 0,
     "repartition_first": 5,
     "repartition_every": 10,
     "profile_runs": 1,
@@ -146,7 +146,11 @@ def test_replicas_take_no_more_memory_than_was_planned(chain, everything, monkey
 
     monkeypatch.setattr(ReplicaStore, "__init__", known)
     monkeypatch.setattr(Replicas, "put", watched)
-    settings = {**METHOD, "chain_every": chain, "global_every": everything}
+    settings = {
+        **METHOD,
+        "chain_replication_interval": chain,
+        "global_replication_interval": everything,
+    }
     planned = scenario(2, "2mflops", WORK, settings, devices=UNEQUAL)
     outcome = run(planned)
     problem, _ = problem_of(planned)

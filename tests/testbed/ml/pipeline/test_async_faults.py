@@ -60,8 +60,8 @@ def recovered(outcome):
 def test_worker_killed_for_good(method, victim):
     given = {
         "name": method,
-        "chain_every": 4,
-        "global_every": 8,
+        "chain_replication_interval": 4,
+        "global_replication_interval": 8,
         "stall_timeout": "500ms",
     }
     fault = {"kill": victim, "when": during(victim, "backward", 13)}
@@ -126,7 +126,7 @@ def test_with_one_batch_in_flight_a_fault_changes_nothing():
 
 def test_worker_that_came_back_empty_is_filled_again():
     fault = {"kill": "worker2", "when": during("worker2", "backward", 17), "for": "1s"}
-    outcome = disturbed(fault, method={"return_window": "5s"})
+    outcome = disturbed(fault, method={"rejoin_timeout": "5s"})
     assert_right(outcome)
     (decided,) = recovered(outcome)
     assert decided["case"] == "refill"
@@ -152,11 +152,11 @@ def test_replaced_worker_joins_again_or_is_turned_away(name):
     fault = {"pause": "worker2", "when": during("worker2", "backward", 13), "for": "6s"}
     given = {
         "name": name,
-        "chain_every": 4,
-        "global_every": 8,
+        "chain_replication_interval": 4,
+        "global_replication_interval": 8,
         "stall_timeout": "500ms",
     }
-    method = {**METHOD, "return_window": "0s"} if name == "ftpipehd" else given
+    method = {**METHOD, "rejoin_timeout": "0s"} if name == "ftpipehd" else given
     steps = 150
     outcome = run(
         scenario(
@@ -303,7 +303,7 @@ def test_a_device_that_is_too_slow_to_reach_is_done_without():
         "degrade": {"device": "worker2", "rate": "8kbit", "delay": "100ms"},
         "at": "1ms",
     }
-    outcome = disturbed(slow, method={"stall_timeout": "100ms", "return_window": "5s"})
+    outcome = disturbed(slow, method={"stall_timeout": "100ms", "rejoin_timeout": "5s"})
     assert_right(outcome)
     assert [device for device, _, _ in stretches(outcome)[-1][2]] == [
         "source",
@@ -323,7 +323,9 @@ def test_replicas_are_not_asked_of_who_is_not_reached():
         "flap": {"between": ["worker1", "worker2"], "down": "10h", "up": "1s"},
         "after": "200ms",
     }
-    outcome = disturbed(killed, cut, method={"global_every": 0, "return_window": "5s"})
+    outcome = disturbed(
+        killed, cut, method={"global_replication_interval": 0, "rejoin_timeout": "5s"}
+    )
     assert_right(outcome)
     assert len(recovered(outcome)) == 2
     assert [device for device, _, _ in stretches(outcome)[-1][2]] == [
@@ -359,7 +361,7 @@ def test_what_is_drawn_and_normalised_is_as_if_nothing_had_been_undone(victim):
         2,
         "200mflops",
         work,
-        {**METHOD, "return_window": "5s", "aggregate": 1},
+        {**METHOD, "rejoin_timeout": "5s", "aggregation_interval": 1},
         faults=[fault],
     )
     outcome = run(planned)
@@ -409,15 +411,15 @@ def test_the_central_node_gone_for_good_is_said_in_one_line():
     )
 
 
-@pytest.mark.parametrize(("copies", "step"), [(1, 0), (2, 12)])
-def test_as_many_copies_as_neighbours_that_are_lost_at_once(copies, step):
+@pytest.mark.parametrize(("replicas", "step"), [(1, 0), (2, 12)])
+def test_as_many_replicas_as_neighbours_that_are_lost_at_once(replicas, step):
     when = during("worker2", "backward", 14)
     given = {
         "name": "respipe",
-        "chain_every": 4,
-        "copies": copies,
+        "chain_replication_interval": 4,
+        "replicas": replicas,
         "stall_timeout": "500ms",
-        "return_window": "0s",
+        "rejoin_timeout": "0s",
     }
     faults = [{"kill": "worker1", "when": when}, {"kill": "worker2", "when": when}]
     outcome = run(
@@ -435,8 +437,8 @@ def test_a_batch_that_ends_while_silent_devices_are_waited_for_is_recorded():
     method = {
         "name": "ftpipehd",
         "stall_timeout": "200ms",
-        "return_window": "3s",
-        "chain_every": 1,
+        "rejoin_timeout": "3s",
+        "chain_replication_interval": 1,
         "in_flight": 3,
     }
     planned = Scenario.model_validate(

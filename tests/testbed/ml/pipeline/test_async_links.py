@@ -16,8 +16,8 @@ METHOD = {
     "profile_runs": 1,
     "repartition_first": 10,
     "repartition_every": 20,
-    "chain_every": 0,
-    "global_every": 50,
+    "chain_replication_interval": 0,
+    "global_replication_interval": 50,
     "stall_timeout": "10s",
 }
 WORK = {
@@ -58,7 +58,7 @@ def test_a_link_that_is_degraded_in_mid_run_is_measured_again_and_the_partition_
         "degrade": {"between": ["source", "worker1"], "rate": SLOW},
         "when": during("source", "backward", 8),
     }
-    traffic = {"objective": "traffic"}
+    traffic = {"partition_objective": "link-traffic"}
     network = {
         "link": {"rate": "20mbit"},
         "links": [{"between": ["source", "worker1"], "rate": SLOW}],
@@ -81,7 +81,11 @@ def test_who_is_lost_over_a_slow_link_is_not_taken_back_over_it_again_and_again(
         two(
             245,
             slow,
-            method={"chain_every": 50, "global_every": 100, "stall_timeout": "500ms"},
+            method={
+                "chain_replication_interval": 50,
+                "global_replication_interval": 100,
+                "stall_timeout": "500ms",
+            },
         )
     )
     assert outcome.status == "finished", outcome.error
@@ -103,11 +107,18 @@ def test_the_link_between_new_neighbours_is_measured_after_a_loss():
             100,
             killed,
             network=network,
-            method={"stall_timeout": "500ms", "objective": "traffic"},
+            method={"stall_timeout": "500ms", "partition_objective": "link-traffic"},
         )
     )
     left = {"source": {"speed": "20mflops"}, "worker2": {"speed": "20mflops"}}
-    fresh = run(two(30, network=network, devices=left, method={"objective": "traffic"}))
+    fresh = run(
+        two(
+            30,
+            network=network,
+            devices=left,
+            method={"partition_objective": "link-traffic"},
+        )
+    )
     assert outcome.status == "finished", outcome.error
     assert rates(outcome)["source", "worker2"] == pytest.approx(100e3, rel=0.03)
     assert partitions(outcome)[-1][1] == partitions(fresh)[-1][1]
@@ -158,7 +169,7 @@ def test_when_all_answer_again_as_they_were_nothing_is_done_again():
         "when": during("worker2", "backward", 13),
         "for": "4s",
     }
-    outcome = disturbed(paused, method={"return_window": "10s"})
+    outcome = disturbed(paused, method={"rejoin_timeout": "10s"})
     assert_right(outcome)
     assert [step["step"] for step in of(outcome, "step")] == list(
         range(len(of(outcome, "step")))

@@ -16,7 +16,11 @@ from tests.helpers.runs import of, problem_of, run, scenario, trials
 MODEL = {"name": "mlp", "hidden": [48] * 23}
 UNEQUAL = (("d0", "50mflops"), ("d1", "50mflops"), ("d2", "5mflops"))
 """Relative speeds 1, 1, 1/10."""
-OFTEN = {"chain_every": 10, "global_every": 20, "resume": "last-replica"}
+OFTEN = {
+    "chain_replication_interval": 10,
+    "global_replication_interval": 20,
+    "resume": "last-replica",
+}
 
 
 def network(rate):
@@ -112,7 +116,7 @@ def test_recovery_takes_as_long_as_what_it_moves(kill):
         if event.event == "step" and event.fields["step"] == 35
     ]
     assert (
-        figures["outage"]
+        figures["outage_time"]
         == again[-1] - recovery["struck"]
         > recovery["trained"] - recovery["struck"]
     )

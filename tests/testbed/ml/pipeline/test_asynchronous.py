@@ -6,7 +6,7 @@ import torch
 from tests.helpers.delayed import Reference, stretches
 from tests.helpers.runs import of, plain, run, scenario
 
-METHOD = {"name": "pipedream", "partition": "even", "global_every": 0}
+METHOD = {"name": "pipedream", "partition": "even", "global_replication_interval": 0}
 
 
 def trained(workers=3, method=METHOD, **keys):
@@ -59,7 +59,7 @@ def test_equals_sgd_with_delayed_gradients(vertical_sync, in_flight):
 @pytest.mark.parametrize("aggregate", [1, 2])
 def test_versions_are_averaged_at_their_interval(aggregate, vertical_sync):
     outcome = trained(
-        method={"aggregate": aggregate, "vertical_sync": vertical_sync},
+        method={"aggregation_interval": aggregate, "vertical_sync": vertical_sync},
         workload={"steps": 30},
     )
     reference = Reference(scenario(workload={"steps": 30})).replay(
@@ -108,9 +108,9 @@ def test_running_statistics_and_dropout_depend_on_the_batches_alone():
 def test_undone_forwards_leave_no_trace_in_running_statistics():
     method = {
         "in_flight": 1,
-        "chain_every": 2,
+        "chain_replication_interval": 2,
         "stall_timeout": "500ms",
-        "return_window": "5s",
+        "rejoin_timeout": "5s",
     }
     fault = {
         "kill": "worker1",
@@ -162,7 +162,7 @@ def test_evaluations_drain_the_pipeline():
 
 
 def test_two_runs_are_identical():
-    one, other = (trained(method={"chain_every": 4}) for _ in range(2))
+    one, other = (trained(method={"chain_replication_interval": 4}) for _ in range(2))
     assert [event.to_json() for event in one.events] == [
         event.to_json() for event in other.events
     ]

@@ -114,8 +114,8 @@ def test_a_recovery_that_tells_of_no_phases_has_none() -> None:
 
 def test_nothing_was_trained_after_a_recovery_that_came_last() -> None:
     after = [recovery(8.2, "detected"), recovery(8.4, "resumed")]
-    assert figures(faulty=True)["rest"] > 0
-    assert figures(*after, faulty=True)["rest"] == 0
+    assert figures(faulty=True)["remaining_time"] > 0
+    assert figures(*after, faulty=True)["remaining_time"] == 0
 
 
 def test_a_repartition_disturbs() -> None:

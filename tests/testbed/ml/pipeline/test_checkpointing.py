@@ -80,7 +80,7 @@ def recovering(lead, faults=(), window=2.0):
             if device.name != "lead":
                 await holder.serve()
             timeouts = Timeouts(
-                stall_timeout=1, return_window=window, standstill=3, startup=1
+                stall_timeout=1, rejoin_timeout=window, standstill=3, startup=1
             )
             problem = SimpleNamespace(
                 devices=[SimpleNamespace(name=name) for name in NAMES]

@@ -47,7 +47,7 @@ def test_no_batch_is_trained_again_after_a_worker_is_lost(victim, span):
 
 def test_worker_that_came_back_empty_receives_replicas_and_no_batch_is_repeated():
     fault = {"kill": "worker2", "when": during("worker2", "backward", 17), "for": "1s"}
-    outcome = disturbed(fault, return_window="5s")
+    outcome = disturbed(fault, rejoin_timeout="5s")
     assert outcome.status == "finished", outcome.error
     assert steps_of(outcome) == list(range(STEPS))
     cases = [event.get("case") for event in of(outcome, "recovery")]
@@ -56,7 +56,7 @@ def test_worker_that_came_back_empty_receives_replicas_and_no_batch_is_repeated(
 
 def test_weights_are_those_of_an_undisturbed_run_if_every_batch_is_replicated():
     """With one batch under way and a replica of each, the newest weights of all units are one state."""
-    sequential = {"in_flight": 1, "chain_every": 1}
+    sequential = {"in_flight": 1, "chain_replication_interval": 1}
     calm = disturbed(**sequential)
     fault = {"kill": "worker2", "when": during("worker2", "forward", 17)}
     killed = disturbed(fault, **sequential)

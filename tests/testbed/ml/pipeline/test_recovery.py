@@ -92,14 +92,16 @@ def recovering(lead, faults=(), silent=(), window=4.0):
         async with Mailbox(device, {}, ASYNCHRONOUS_KINDS) as mailbox:
             holder, store = take_part(mailbox)
             timeouts = Timeouts(
-                stall_timeout=1, return_window=window, standstill=3, startup=1
+                stall_timeout=1, rejoin_timeout=window, standstill=3, startup=1
             )
             specs = tuple(SimpleNamespace(name=name) for name in NAMES)
             problem = SimpleNamespace(
                 devices=specs,
                 model=SimpleNamespace(units=range(UNITS)),
                 options=SimpleNamespace(
-                    selection=2.0, fetch="local-first", resume="last-replica"
+                    join_timeout=2.0,
+                    redistribution="local-first",
+                    resume="last-replica",
                 ),
             )
             supervisor = Supervisor(

@@ -35,7 +35,9 @@ def test_the_papers_schedule() -> None:
         300,
     ]
     assert [done for done in range(301) if options.global_due(done)] == [100, 200, 300]
-    assert not FTPipeHDOptions(chain_every=0, global_every=0).chain_due(50)
+    assert not FTPipeHDOptions(
+        chain_replication_interval=0, global_replication_interval=0
+    ).chain_due(50)
     assert looked_for(options) == [10, 100, 200, 300]
     assert looked_for(FTPipeHDOptions(repartition_first=0, repartition_every=0)) == []
 

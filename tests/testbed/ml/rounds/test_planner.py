@@ -22,14 +22,14 @@ def team(method: str = "split-learning", devices: int = 2, **keys) -> Participan
     return Participants(prepared(scenario(method, devices, **keys)).problem)
 
 
-def portion(split: int, parallel: int = 1) -> ClientPlan:
+def client_plan(split_point: int, parallel_batches: int = 1) -> ClientPlan:
     return ClientPlan(
-        split=split,
-        parallel=parallel,
+        split_point=split_point,
+        parallel_batches=parallel_batches,
         iteration_time=2.0,
         exchange_time=0.5,
-        iterations=3,
-        epoch=6,
+        round_iterations=3,
+        epoch_iterations=6,
     )
 
 
@@ -76,7 +76,7 @@ def test_devices_with_one_split_point_share_what_the_server_keeps_of_the_largest
     made = plan(
         "m",
         found,
-        dict.fromkeys(found.names, portion(1)),
+        dict.fromkeys(found.names, client_plan(1)),
         dict.fromkeys(found.names, 1),
         in_turn=True,
     )
@@ -99,17 +99,17 @@ def test_a_round_of_turns_is_as_long_as_all_of_them_and_one_of_all_at_once_as_th
     None
 ):
     found = team(devices=2)
-    portions = {
-        "device1": portion(1),
-        "device2": portion(1).model_copy(update={"iterations": 5}),
+    clients = {
+        "device1": client_plan(1),
+        "device2": client_plan(1).model_copy(update={"round_iterations": 5}),
     }
-    assert [each.round_time for each in portions.values()] == [6.5, 10.5]
-    turns = plan("m", found, portions, dict.fromkeys(portions, 1), in_turn=True)
+    assert [each.round_time for each in clients.values()] == [6.5, 10.5]
+    turns = plan("m", found, clients, dict.fromkeys(clients, 1), in_turn=True)
     model, server = found.problem.model, found.server
     assert turns.step_time == pytest.approx(
         6.5 + 10.5 + 2 * aggregation_time(model, server, 1)
     )
-    together = plan("m", found, portions, dict.fromkeys(portions, 1))
+    together = plan("m", found, clients, dict.fromkeys(clients, 1))
     assert together.step_time == pytest.approx(
         10.5 + aggregation_time(model, server, 2)
     )
@@ -117,15 +117,16 @@ def test_a_round_of_turns_is_as_long_as_all_of_them_and_one_of_all_at_once_as_th
 
 def test_the_best_split_point_is_that_of_the_quickest_epoch() -> None:
     found = team(speed="20kflops", server="20mflops")
-    best = split_plan("split-learning", found, "best", 1).details.portions["device1"]
+    best = split_plan("split-learning", found, "best", 1).details.clients["device1"]
     each = {
-        split: split_plan("split-learning", found, split, 1).details.portions["device1"]
+        split: split_plan("split-learning", found, split, 1).details.clients["device1"]
         for split in (1, 2, 3)
     }
     quickest = min(
         each,
         key=lambda split: (
-            each[split].iteration_time * each[split].epoch + each[split].exchange_time
+            each[split].iteration_time * each[split].epoch_iterations
+            + each[split].exchange_time
         ),
     )
     assert best == each[quickest]
@@ -137,7 +138,7 @@ def test_a_given_number_of_mini_batches_is_kept_to_and_one_beyond_the_batch_refu
     found = split_plan(
         "pipelearn", team("pipelearn"), "best", 2, {"device1": 2, "device2": 4}
     )
-    assert [each.parallel for each in found.details.portions.values()] == [2, 4]
+    assert [each.parallel_batches for each in found.details.clients.values()] == [2, 4]
     with pytest.raises(InputError, match="17 is out of range: use 1 to 16"):
         split_plan("pipelearn", team("pipelearn"), "best", 2, 17)
     with pytest.raises(
@@ -153,8 +154,8 @@ def test_a_device_that_trains_all_by_itself_sends_its_weights_and_nothing_else()
 ):
     found = team("federated")
     made = whole_plan("federated", found)
-    mine = made.details.portions["device1"]
-    assert (mine.split, mine.parallel) == (3, 1)
+    mine = made.details.clients["device1"]
+    assert (mine.split_point, mine.parallel_batches) == (3, 1)
     assert [
         (assignment.device, assignment.start, assignment.stop)
         for assignment in made.assignments
@@ -176,7 +177,7 @@ def test_without_a_server_all_devices_have_data_and_the_first_one_evaluates() ->
     assert found.server.name == "server"
 
 
-def test_each_device_is_given_its_own_portion_alone() -> None:
+def test_each_device_is_given_its_own_work_alone() -> None:
     details = whole_plan("federated", team("federated")).details
-    assert list(details.part_of("device2").portions) == ["device2"]
-    assert details.part_of("server").portions == {}
+    assert list(details.part_of("device2").clients) == ["device2"]
+    assert details.part_of("server").clients == {}

@@ -35,8 +35,8 @@ def test_a_round_takes_what_the_stage_graph_says(method: str, delay: str) -> Non
     network = {"topology": "star", "link": {"rate": "1mbit", "delay": delay}}
     keys = {"workload": {"steps": 6}, "options": {"local_steps": 6}, "network": network}
     spec = scenario(method, 3, **keys)
-    portions = prepared(spec).plan.details.portions
-    expected = [each.round_time for each in portions.values()]
+    clients = prepared(spec).plan.details.clients
+    expected = [each.round_time for each in clients.values()]
     together = sum(expected) if method == "split-learning" else max(expected)
     assert of(run(spec), "round")[0]["duration"] == pytest.approx(together, rel=0.03)
 
@@ -186,7 +186,7 @@ def test_a_default_deadline_waits_for_devices_whose_messages_take_far_longer_tha
         options={"local_steps": 2},
     )
     planned = max(
-        portion.round_time for portion in prepared(spec).plan.details.portions.values()
+        client.round_time for client in prepared(spec).plan.details.clients.values()
     )
     outcome = run(spec)
     if method != "split-learning":  # there devices take turns

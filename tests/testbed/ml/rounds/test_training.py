@@ -38,7 +38,7 @@ def pieces(
 @pytest.mark.parametrize("method", METHODS)
 def test_one_device_learns_what_a_single_one_does(method: str) -> None:
     work = {"epochs": 3, "model": VGG5}
-    options = {"parallel": 1} if method == "pipelearn" else {}
+    options = {"parallel_batches": 1} if method == "pipelearn" else {}
     together = run(scenario(method, 1, workload=work, options=options)).weights
     alone = run(scenario("single", 1, workload=work)).weights
     assert together is not None
@@ -59,7 +59,7 @@ def test_devices_with_equal_shares_and_one_iteration_a_round_take_steps_with_all
         method,
         3,
         workload={"steps": 5},
-        options={"parallel": 4} if method == "pipelearn" else {},
+        options={"parallel_batches": 4} if method == "pipelearn" else {},
     )
     plain = Plain(spec)
     for step in range(5):
@@ -79,7 +79,10 @@ def transparent(model: dict, split: int, parallel: int, mini_batches: int = 1) -
         "batch_size": 13,
     }
     spec = scenario(
-        "pipelearn", 1, workload=work, options={"split": split, "parallel": parallel}
+        "pipelearn",
+        1,
+        workload=work,
+        options={"split_point": split, "parallel_batches": parallel},
     )
     plain = Plain(spec)
     plain.step(*pieces(spec, 0, 0, 13 // parallel * parallel), mini_batches)
@@ -138,7 +141,7 @@ def test_devices_with_fewer_samples_than_a_batch_train_with_all_they_have_and_ar
             "name": "digits",
             "train": 96,
             "test": 40,
-            "split": {"sizes": [40, 10]},
+            "split_point": {"sizes": [40, 10]},
         }
         return scenario(
             "federated", 2, workload={"data": split, "batch_size": batch, "steps": 1}
@@ -156,7 +159,12 @@ def test_devices_with_fewer_samples_than_a_batch_train_with_all_they_have_and_ar
 
 
 def test_without_drop_last_each_epoch_has_every_sample_of_every_device() -> None:
-    data = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 10]}}
+    data = {
+        "name": "digits",
+        "train": 96,
+        "test": 40,
+        "split_point": {"sizes": [40, 10]},
+    }
     work = {"data": data, "batch_size": 16, "epochs": 2}
     for drop_last, samples, left in (
         (True, {"device1": 32, "device2": 10}, [8]),
@@ -172,7 +180,12 @@ def test_without_drop_last_each_epoch_has_every_sample_of_every_device() -> None
 def test_without_drop_last_planners_and_both_ways_of_timing_count_the_last_batch() -> (
     None
 ):
-    data = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 40]}}
+    data = {
+        "name": "digits",
+        "train": 96,
+        "test": 40,
+        "split_point": {"sizes": [40, 40]},
+    }
     work = {"data": data, "batch_size": 16, "epochs": 1, "drop_last": False}
     full, timed = (
         run(scenario("federated", 2, workload={**work, "numerics": each}))
@@ -181,16 +194,21 @@ def test_without_drop_last_planners_and_both_ways_of_timing_count_the_last_batch
     assert of(timed, "round")[0]["duration"] == pytest.approx(
         of(full, "round")[0]["duration"]
     )
-    portions = prepared(scenario("federated", 2, workload=work)).plan.details.portions
-    assert {portion.iterations for portion in portions.values()} == {3}
+    clients = prepared(scenario("federated", 2, workload=work)).plan.details.clients
+    assert {client.round_iterations for client in clients.values()} == {3}
 
 
 def test_without_drop_last_mini_batches_of_the_last_iteration_have_the_rest_of_an_epoch() -> (
     None
 ):
-    data = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 37]}}
+    data = {
+        "name": "digits",
+        "train": 96,
+        "test": 40,
+        "split_point": {"sizes": [40, 37]},
+    }
     work = {"data": data, "batch_size": 16, "epochs": 1, "drop_last": False}
-    options = {"split": 1, "parallel": 3}
+    options = {"split_point": 1, "parallel_batches": 3}
     full, timed = (
         run(
             scenario(
@@ -204,10 +222,13 @@ def test_without_drop_last_mini_batches_of_the_last_iteration_have_the_rest_of_a
         of(full, "round")[0]["duration"]
     )
     # Iterations of three mini-batches of 5, and one of 5 and 5 or of 5 and 2.
-    portions = prepared(
+    clients = prepared(
         scenario("pipelearn", 2, workload=work, options=options)
-    ).plan.details.portions
-    assert [(portion.iterations, portion.epoch) for portion in portions.values()] == [
+    ).plan.details.clients
+    assert [
+        (client.round_iterations, client.epoch_iterations)
+        for client in clients.values()
+    ] == [
         (3, 40 / 15),
         (3, 37 / 15),
     ]

@@ -157,10 +157,12 @@ def test_a_pipeline_with_micro_batches_trains_as_one_device_does(
 def test_mini_batches_of_split_learning_are_weighed_likewise(tmp_path: Path) -> None:
     several = losses(
         tmp_path / "several",
-        {"name": "pipelearn", "parallel": 4, "local_steps": 1},
+        {"name": "pipelearn", "parallel_batches": 4, "local_steps": 1},
         "iid",
     )
     one = losses(
-        tmp_path / "one", {"name": "pipelearn", "parallel": 1, "local_steps": 1}, "iid"
+        tmp_path / "one",
+        {"name": "pipelearn", "parallel_batches": 1, "local_steps": 1},
+        "iid",
     )
     assert several == pytest.approx(one, abs=1e-6)

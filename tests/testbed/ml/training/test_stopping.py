@@ -22,7 +22,11 @@ METHODS = {
         "evaluate_every": 5,
         "checkpoint_every": 1000,
     },
-    "ftpipehd": {"name": "ftpipehd", "evaluate_every": 5, "global_every": 0},
+    "ftpipehd": {
+        "name": "ftpipehd",
+        "evaluate_every": 5,
+        "global_replication_interval": 0,
+    },
     "federated": {"name": "federated", "local_steps": 5},
 }
 

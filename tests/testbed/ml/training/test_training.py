@@ -104,7 +104,12 @@ def test_an_asynchronous_pipeline_keeps_adams_state_over_a_death():
         "when": {"device": "worker1", "begins": "backward", "batch": 9},
         "for": "2s",
     }
-    method = {"name": "ftpipehd", "chain_every": 3, "global_every": 3, "stages": 3}
+    method = {
+        "name": "ftpipehd",
+        "chain_replication_interval": 3,
+        "global_replication_interval": 3,
+        "stages": 3,
+    }
     plain, killed = (
         run(spec(method, training, faults=faults, workers=2))
         for faults in ([], [fault])
