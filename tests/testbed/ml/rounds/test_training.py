@@ -141,7 +141,7 @@ def test_devices_with_fewer_samples_than_a_batch_train_with_all_they_have_and_ar
             "name": "digits",
             "train": 96,
             "test": 40,
-            "split_point": {"sizes": [40, 10]},
+            "split": {"sizes": [40, 10]},
         }
         return scenario(
             "federated", 2, workload={"data": split, "batch_size": batch, "steps": 1}
@@ -163,7 +163,7 @@ def test_without_drop_last_each_epoch_has_every_sample_of_every_device() -> None
         "name": "digits",
         "train": 96,
         "test": 40,
-        "split_point": {"sizes": [40, 10]},
+        "split": {"sizes": [40, 10]},
     }
     work = {"data": data, "batch_size": 16, "epochs": 2}
     for drop_last, samples, left in (
@@ -184,7 +184,7 @@ def test_without_drop_last_planners_and_both_ways_of_timing_count_the_last_batch
         "name": "digits",
         "train": 96,
         "test": 40,
-        "split_point": {"sizes": [40, 40]},
+        "split": {"sizes": [40, 40]},
     }
     work = {"data": data, "batch_size": 16, "epochs": 1, "drop_last": False}
     full, timed = (
@@ -205,7 +205,7 @@ def test_without_drop_last_mini_batches_of_the_last_iteration_have_the_rest_of_a
         "name": "digits",
         "train": 96,
         "test": 40,
-        "split_point": {"sizes": [40, 37]},
+        "split": {"sizes": [40, 37]},
     }
     work = {"data": data, "batch_size": 16, "epochs": 1, "drop_last": False}
     options = {"split_point": 1, "parallel_batches": 3}
