@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from typing import Any, get_args
 
 import click
@@ -69,11 +70,14 @@ def options_of(
 
 
 def _click_type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float | str]:
-    """Return the click type of a value. Quantities are text, parsed by the scenario's validators."""
+    """Return the click type of a value.
+
+    Quantities such as ``50mbit`` are strings in the schema, and the scenario's validators parse them.
+    """
     for each in (schema, *schema.get("anyOf", ())):
         if "enum" in each:
             return click.Choice(each["enum"])
-        if each.get("type") in ("integer", "number") and "examples" not in schema:
+        if each.get("type") in ("integer", "number"):
             return int if each["type"] == "integer" else float
     return str
 
@@ -188,9 +192,12 @@ def _devices_of(run: str, host: str) -> list[str]:
     if hosts.get(host):
         return hosts[host]
     known = [name for name, devices in hosts.items() if devices]
-    names = ", ".join(known) or "the run is on one engine"
+    if not known:
+        raise InputError(
+            f"the run '{run}' has all devices on one engine: name devices instead, as in 'testbed fault kill worker1'"
+        )
     raise InputError(
-        f"the run '{run}' has no devices on a host '{host}' (hosts: {names})"
+        f"the run '{run}' has no devices on a host '{host}'; hosts with devices: {', '.join(known)}"
     )
 
 
@@ -201,7 +208,7 @@ def _host_command(name: str, action: str, text: str) -> None:
     def command(host: str, run_id: str | None) -> None:
         run = runstate.choose(run_id)
         devices = _devices_of(run, host)
-        # At once, as a host loses power: each device takes a while, and the others would notice the first.
+        # In parallel: a host loses power at once, and a device takes so long that the next ones would notice its loss.
         with ThreadPoolExecutor(len(devices)) as pool:
             replies = pool.map(
                 lambda device: control.strike(run, {action: device}), devices
@@ -215,14 +222,17 @@ _host_command(
     "kill",
     "Kill all devices of a run on HOST at once, as a power failure would.",
 )
-_host_command("restart-host", "restart", "Boot all devices of a run on HOST again.")
+_host_command("restart-host", "restart", "Restart all devices of a run on HOST.")
 
 
 @fault.command("partition-hosts")
 @click.argument("hosts", nargs=-1, required=True)
 @run_option
 def partition_hosts(hosts: tuple[str, ...], run_id: str | None) -> None:
-    """Cut the links between devices on different HOSTS, and between these devices and those on all other hosts."""
+    """Cut the links between HOSTS, and between HOSTS and all other hosts.
+
+    Devices on one host still reach each other, and so do devices on hosts that are not named.
+    """
     run = runstate.choose(run_id)
     groups = [_devices_of(run, host) for host in hosts]
     click.echo(control.strike(run, {"partition": groups}))
@@ -285,9 +295,10 @@ link.renamed = {"probe": "testbed link measure"}
 def show(
     source: str | None, destination: str | None, run_id: str | None, as_json: bool
 ) -> None:
-    """Show the current links, all or only from SOURCE to DESTINATION; exit 1 if the kernel's settings differ.
+    """Show the current links, all or only those from SOURCE to DESTINATION.
 
-    The settings are read back from the network interfaces of the devices.
+    The settings are read back from the network interfaces of the devices. The exit status is 1 if they differ from the
+    requested links.
     """
     state = open_lab(runstate.choose(run_id)).shaper.show()
     links = links_from_json(state["links"])
@@ -303,8 +314,10 @@ def show(
     for name, device in state["devices"].items():
         differences += [f"{name}: {text}" for text in device["differences"]]
     if differences:
+        texts = "; ".join(differences)
         raise TestbedError(
-            "the kernel's settings differ from the request: " + "; ".join(differences)
+            f"the kernel's settings differ from the requested links: set these links again with 'testbed link set' "
+            f"({texts})"
         )
 
 
@@ -350,7 +363,9 @@ def change(
             "--unlimited cannot be combined with --rate: remove one of them"
         )
     if not part and not direct:
-        raise InputError("has no effect: set at least one option")
+        raise InputError(
+            f"the link {source} -> {destination} is unchanged: give at least one option, such as --rate 10mbit"
+        )
     request = {"pairs": pairs, "part": part, "direct": direct}
     reply = control.reach(runstate.choose(run_id))({"set": request})
     for (start, end), changed in links_from_json(reply["links"]).items():
@@ -368,16 +383,24 @@ change.params += options_of(LinkPart)
 def measure(
     source: str | None, destination: str | None, run_id: str | None, as_json: bool
 ) -> None:
-    """Measure the current links, all or only from SOURCE to DESTINATION; exit 1 outside the tolerance.
+    """Measure the current links, all or only those from SOURCE to DESTINATION.
 
-    Delay and loss are measured on every link, the rate on one link of each kind. A workload that uses the links at the
-    same time distorts the results.
+    Delay and loss are measured on every link between running devices, the rate on one link of each kind. A workload
+    that uses the links at the same time distorts the results. The exit status is 1 if a link is outside its tolerance,
+    or if no link can be measured.
     """
     shaper = open_lab(runstate.choose(run_id)).shaper
     state = shaper.show()
     running = state["devices"].keys()
     chosen = control.choose_links(links_from_json(state["links"]), source, destination)
     pairs = [pair for pair in chosen if running >= set(pair)]
+    if not pairs:
+        ends = sorted(set(chain.from_iterable(chosen)))
+        names = ", ".join(sorted(running)) or "none"
+        raise TestbedError(
+            f"no link can be measured: restart the devices that are down (running: {names}; ends of the links: "
+            f"{', '.join(ends)})"
+        )
     measured = shaper.probe(pairs)
     if as_json:
         dump([each.to_json() for each in measured])
@@ -388,7 +411,7 @@ def measure(
     problems = sum(each.problem is not None for each in measured)
     if problems:
         raise TestbedError(
-            f"{problems} of {len(measured)} links are outside their tolerance"
+            f"{problems} of {len(measured)} links are outside their tolerance; the column 'problem' has the reasons"
         )
 
 

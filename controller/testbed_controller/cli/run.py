@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
 
@@ -275,9 +276,11 @@ class RunRequest:
     help="Simulate the runs of a sweep, or repetitions, on the workers of the Dask scheduler at ADDRESS.",
 )
 @overrides
-@click.option("--seed", type=int, help="Override the scenario's seed.")
+@click.option("--seed", type=click.IntRange(0), help="Override the scenario's seed.")
 @click.option(
-    "--repetitions", type=int, help="Override the number of runs of each point."
+    "--repetitions",
+    type=click.IntRange(1),
+    help="Override the number of runs of each point.",
 )
 @links
 @accept_links
@@ -338,7 +341,28 @@ def run(**given: Any) -> None:
       testbed run my.yaml --repetitions 5 --resume results/five
       testbed up quickstart && testbed run quickstart --on
     """
+    if given["runtime"] == "simulate":
+        _refuse_container_options(click.get_current_context())
     RunRequest(**given).execute()
+
+
+CONTAINER_OPTIONS = {
+    "keep": "--keep",
+    "hosts": "--hosts",
+    "place": "--place",
+    "lab_file": "--lab",
+}
+"""Options without effect on a simulation, by parameter."""
+
+
+def _refuse_container_options(context: click.Context) -> None:
+    """Raise InputError for an option about containers on the command line of a simulation."""
+    for parameter, option in CONTAINER_OPTIONS.items():
+        # A variable such as TESTBED_HOSTS may be set for all commands of a shell.
+        if context.get_parameter_source(parameter) == ParameterSource.COMMANDLINE:
+            raise InputError(
+                f"{option} cannot be combined with --runtime simulate, which has no containers: remove one of the two"
+            )
 
 
 def _print_refused(console: Console, refused: Sequence[str]) -> None:
@@ -374,6 +398,6 @@ def _weights_in(given: Path) -> Path:
         runs = [str(each.parent) for each in sorted(given.glob(f"*/{WEIGHTS}"))]
         names = ", ".join(runs) or "none here"
         raise InputError(
-            f"--from: {given} has no {WEIGHTS}: name the results of one run ({names})"
+            f"--weights: {given} has no {WEIGHTS}: name the results of one run ({names})"
         )
     return file

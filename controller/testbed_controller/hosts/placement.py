@@ -368,11 +368,15 @@ def read_lab(
     place: Mapping[str, str] | None = None,
 ) -> LabPart:
     """Return a lab file with overrides from the command line; raises `InputError`."""
+    if file is None and place and not hosts:
+        raise InputError("--place: name the hosts with --hosts")
     keys: dict[str, Any] = {} if file is None else dict(read_keys(file))
     if hosts:
         keys["hosts"] = [*hosts]
-    if place:
-        keys["place"] = {**(keys.get("place") or {}), **place}
+    in_file = keys.get("place") or {}
+    # Another type is refused by the schema.
+    if place and isinstance(in_file, Mapping):
+        keys["place"] = {**in_file, **place}
     try:
         return parse(LabPart, keys)
     except InputError as error:

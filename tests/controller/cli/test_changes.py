@@ -21,7 +21,7 @@ class Inner(ConfigModel):
 
 class Outer(ConfigModel):
     number: int = Field(description="of `things`")
-    share: float | None = Field(None, description="between, e.g. 0.5")
+    share: float | None = Field(None, description="between", examples=[0.5])
     long_name: Duration | None = Field(None, description="how long")
     kind: Literal["one", "two"] = Field("one", description="which")
     inner: Annotated[Inner | None, Field(description="more")] = None

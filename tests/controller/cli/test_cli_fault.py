@@ -111,11 +111,21 @@ def test_a_host_is_killed_restarted_and_cut_off_by_its_devices(
     assert lab.shaped["b", "c"].up
     for host in ("idle", "north"):
         with pytest.raises(
-            InputError, match=rf"no devices on a host '{host}' \(hosts: east, west\)"
+            InputError,
+            match=f"no devices on a host '{host}'; hosts with devices: east, west",
         ):
             CliRunner().invoke(
                 command.fault, ["kill-host", host], catch_exceptions=False
             )
+
+
+def test_host_of_a_run_on_one_engine_is_refused(
+    lab: RememberedLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "runstate", _State({}))
+    error = call("kill-host", "west").exception
+    assert isinstance(error, InputError)
+    assert "name devices instead, as in 'testbed fault kill worker1'" in str(error)
 
 
 class _State:

@@ -34,12 +34,13 @@ class Memory:
             ("b", "a"): Link(loss=0.01),
         }
         self.differences: list[str] = []
+        self.running = "ab"
         self.problem: str | None = None
         self.containers: DockerFaultTarget
 
     def show(self) -> dict[str, Any]:
         rows = links_to_json(self.links)
-        devices = {name: {"differences": self.differences} for name in "ab"}
+        devices = {name: {"differences": self.differences} for name in self.running}
         return {"backend": "userspace", "links": rows, "devices": devices}
 
     def set(self, links: Mapping[Pair, Link]) -> None:
@@ -197,3 +198,11 @@ def test_probe(memory: Memory) -> None:
 def test_unlimited_with_a_rate_is_refused(memory: Memory) -> None:
     outcome = call("set", "a", "b", "--unlimited", "--rate", "1mbit")
     assert "--unlimited cannot be combined with --rate" in str(outcome.exception)
+
+
+def test_links_of_devices_that_are_down_cannot_be_measured(memory: Memory) -> None:
+    memory.running = "a"
+    error = call("measure").exception
+    assert isinstance(error, TestbedError)
+    assert "no link can be measured" in str(error)
+    assert "running: a; ends of the links: a, b" in str(error)

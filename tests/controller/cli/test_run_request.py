@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import click
 import pytest
 
 from testbed.common.errors import InputError
@@ -32,6 +33,15 @@ RING = ("examples/ring", "--runtime", "simulate", "--repetitions", "3", "--no-ev
             ("--each-on-one-host", "--hosts", "one", "--keep"),
             "--each-on-one-host: places all devices of a run",
         ),
+        (
+            ("--runtime", "simulate", "--keep"),
+            "--keep cannot be combined with --runtime simulate",
+        ),
+        (
+            ("--runtime", "simulate", "--hosts", "one,two"),
+            "--hosts cannot be combined with --runtime simulate",
+        ),
+        (("--place", "a=one"), "--place: name the hosts with --hosts"),
     ],
 )
 def test_options_that_cannot_be_combined_are_refused_before_anything_is_planned(
@@ -39,6 +49,23 @@ def test_options_that_cannot_be_combined_are_refused_before_anything_is_planned(
 ) -> None:
     with pytest.raises(InputError, match=reason):
         run.main(["no-such-scenario", *options], standalone_mode=False)
+
+
+def test_hosts_of_the_environment_do_not_concern_a_simulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TESTBED_HOSTS", "one,two")
+    with pytest.raises(InputError, match="no such scenario"):
+        run.main(["no-such-scenario", "--runtime", "simulate"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--repetitions", "0"), ("--seed", "-1")]
+)
+def test_values_out_of_range_name_their_option(option: str, value: str) -> None:
+    with pytest.raises(click.BadParameter) as refused:
+        run.main(["no-such-scenario", option, value], standalone_mode=False)
+    assert option in refused.value.format_message()
 
 
 def test_resume_runs_only_the_missing_runs(tmp_path: Path) -> None:

@@ -153,6 +153,13 @@ def test_hosts_are_cut_off_by_their_devices_for_a_while(tmp_path: Path) -> None:
     assert found["for"] == "3s"
 
 
+def test_placement_of_another_type_in_a_lab_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text("hosts: [a]\nplace: [worker1]\n")
+    with pytest.raises(InputError, match=r"lab\.yaml: place"):
+        read_lab(file, (), {"worker1": "a"})
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
