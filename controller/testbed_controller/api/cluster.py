@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 
     from testbed.scenario.schema import Trial
 
-SECONDS = 10
+CONNECT_TIMEOUT = 10
 """Seconds for a scheduler to answer."""
-PATIENCE = 600.0
-"""Seconds for which a cluster may be without any worker."""
-DEATHS = 3
-"""Maximum number of workers that may die during a trial before giving up."""
-_ONE_AT_A_TIME = threading.Lock()
-"""Held by a simulation in a worker process."""
+WORKER_TIMEOUT = 600.0
+"""Seconds for which a cluster may be without any worker: long enough to start new ones."""
+MAX_DEATHS = 3
+"""A run is given up when this many workers have died in it."""
+_SIMULATION_LOCK = threading.Lock()
+"""Held by the simulation in a worker process: user code and random numbers are global in a process, and a worker may
+have several threads."""
 
 Files = dict[str, bytes]
 """Files of a folder by relative name."""
@@ -57,7 +58,7 @@ def connected(address: str) -> Iterator[Client]:
             "--cluster: install the extra for it: pip install 'edge-testbed[cluster]'"
         ) from None
     try:
-        client = Client(address, timeout=SECONDS)
+        client = Client(address, timeout=CONNECT_TIMEOUT)
     except (OSError, ValueError) as error:
         reason = str(error) or type(error).__name__
         raise HostError(
@@ -70,11 +71,12 @@ def connected(address: str) -> Iterator[Client]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Simulate runs on the workers of a cluster, one task per run, and store the returned folders.
+    """Simulate runs on the workers of a cluster, and store the returned folders.
 
-    A trial whose worker dies is run by another worker. After `DEATHS` deaths the trial is given up, and named at the
-    end. Dask counts the death of a worker for all tasks assigned to that worker, so this class counts the trials that
-    had started.
+    A task is one attempt of a run. If its worker dies, the run is attempted again on another worker; after `MAX_DEATHS`
+    deaths the run is given up, and named at the end. Dask blames the death of a worker on every task assigned to it,
+    also on tasks that were waiting. Each run therefore counts its own starts in a queue on the scheduler, and a run
+    that Dask abandons after fewer starts is submitted again.
     """
 
     scheduler: Client | str
@@ -86,14 +88,14 @@ class Cluster:
     ) -> None:
         """Execute all runs; see `Executor.execute`.
 
-        Raises HostError for a cluster without workers (at the start, or later for `PATIENCE` seconds) or with another
-        version of the testbed; InputError for files that cannot be sent; TestbedError for abandoned trials.
+        Raises HostError for a cluster without workers (at the start, or later for `WORKER_TIMEOUT`) or with another
+        version of the testbed; InputError for files that cannot be sent; TestbedError for runs that were given up.
         """
-        # First, as files that cannot be sent are an error of the input, whatever the state of the cluster.
+        # Packed before connecting: files that cannot be sent are an error of the input in any state of the cluster.
         packed = {number: _pack_trial(run.trial) for number, run in runs.items()}
         with self._connect() as client:
             _check_workers(client)
-            client.run_on_scheduler(_bound_deaths)
+            client.run_on_scheduler(_limit_deaths)
             workers = f"{_count_workers(client)} workers of {client.scheduler.address}"
             console.print(f"{len(runs)} runs on {workers}")
             _Batch(runs, packed, client, console, self.options).execute(done)
@@ -122,6 +124,7 @@ class _Batch:
         self._client = client
         self._console = console
         self._executor = client.get_executor(pure=False)
+        # Distinguishes the queues and keys of this batch from those of other clients.
         self._id = secrets.token_hex(4)
         self._version = version()
         self._attempts = Counter[int]()
@@ -136,6 +139,7 @@ class _Batch:
                 self._console,
                 done,
                 lost=self._handle_loss,
+                # While there is no worker, one task waits for the first.
                 at_once=lambda: max(1, _count_workers(self._client)),
                 look=_Watch(self._client, self._console),
             )
@@ -145,7 +149,7 @@ class _Batch:
             raise
         if self._given_up:
             raise TestbedError(
-                f"{len(self._given_up)} of {len(self._runs)} runs were lost with their workers {DEATHS} times "
+                f"{len(self._given_up)} of {len(self._runs)} runs were lost with their workers {MAX_DEATHS} times "
                 f"({', '.join(self._given_up)}): check the memory and logs of the workers, then continue with --resume"
             )
 
@@ -173,7 +177,7 @@ class _Batch:
         return submitted
 
     def _store_result(self, number: int, ended: Future[Files]) -> Path:
-        """Write the files of a finished run; the folder appears complete."""
+        """Write the files of a finished run to a draft, and rename it, so that the folder appears with all files."""
         folder = self._runs[number].folder
         draft = folder.with_name(f".{folder.name}")
         shutil.rmtree(draft, ignore_errors=True)
@@ -186,20 +190,21 @@ class _Batch:
     def _handle_loss(
         self, number: int, ended: Future[Files]
     ) -> Literal["again", "given up"] | None:
+        """Return what becomes of a run whose task has ended; None unless workers died in the run."""
         from distributed import KilledWorker, Queue
 
         if not isinstance(ended.exception(), KilledWorker):
             return None
-        if Queue(self._start_counter(number), client=self._client).qsize() < DEATHS:
+        if Queue(self._start_counter(number), client=self._client).qsize() < MAX_DEATHS:
             return "again"
         name = self._runs[number].folder.name
         self._given_up.append(name)
-        self._console.print(f"{name} is given up: {DEATHS} of its workers died")
+        self._console.print(f"{name} is given up: {MAX_DEATHS} of its workers died")
         return "given up"
 
 
 class _Watch:
-    """Detects the loss of all workers. Raises HostError after `PATIENCE` seconds without any."""
+    """Detects the loss of all workers. Raises HostError after `WORKER_TIMEOUT`."""
 
     def __init__(self, client: Client, console: Console) -> None:
         self._client, self._console = client, console
@@ -211,27 +216,31 @@ class _Watch:
         elif self._since is None:
             self._since = time.monotonic()
             self._console.print(
-                f"no worker is left: waiting {PATIENCE:.0f} s for a new one; start it with 'dask worker'"
+                f"no worker is left: waiting {WORKER_TIMEOUT:.0f} s for a new one; start it with 'dask worker'"
             )
-        elif time.monotonic() - self._since > PATIENCE:
+        elif time.monotonic() - self._since > WORKER_TIMEOUT:
             raise HostError(
-                f"--cluster: no worker for {PATIENCE:.0f} s: start workers, then continue with --resume"
+                f"--cluster: no worker for {WORKER_TIMEOUT:.0f} s: start workers, then continue with --resume"
             )
 
 
 def _count_workers(client: Client) -> int:
+    # -1 asks for all workers; by default Dask describes five.
     return len(client.scheduler_info(n_workers=-1)["workers"])
 
 
 def version() -> str:
-    """Return the version of the testbed with a hash of all code, because results may differ between versions."""
+    """Return the version of the testbed with a hash of its Python files and of those of packages with methods.
+
+    Workers with another version are refused, because their results may differ.
+    """
     digest = hashlib.sha256()
     names = {"testbed", "testbed_controller"}
     for point in plugins.installed("testbed.methods").values():
         names.add(point.module.partition(".")[0])
     for name in sorted(names):
         spec = importlib.util.find_spec(name)
-        # A broken package; a scenario that needs it reports the error.
+        # The package is broken; a scenario that needs it reports the error.
         if spec is None or spec.origin is None:
             continue
         origin = Path(spec.origin)
@@ -267,9 +276,11 @@ def _version_there() -> str:
     return version()
 
 
-def _bound_deaths(dask_scheduler: Any) -> None:
+def _limit_deaths(dask_scheduler: Any) -> None:
     """Configure the scheduler to abandon a task when its third worker dies."""
-    dask_scheduler.allowed_failures = min(dask_scheduler.allowed_failures, DEATHS - 1)
+    dask_scheduler.allowed_failures = min(
+        dask_scheduler.allowed_failures, MAX_DEATHS - 1
+    )
 
 
 def _pack_trial(trial: Trial) -> tuple[Trial, Files]:
@@ -295,13 +306,12 @@ def _write_files(files: Files, folder: Path) -> None:
         path.write_bytes(content)
 
 
-def _run_task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Files:
-    """Count the start of a trial in a queue and simulate the trial."""
+def _run_task(simulate: Callable[..., Files], counter: str, *arguments: Any) -> Files:
+    """Count the start of a run in the queue ``counter``, then return the result of ``simulate(*arguments)``."""
     from distributed import Queue
 
-    # A worker may have several threads, and user code and random numbers are global in a process.
-    with _ONE_AT_A_TIME:
-        Queue(begun).put(1)
+    with _SIMULATION_LOCK:
+        Queue(counter).put(1)
         return simulate(*arguments)
 
 
@@ -309,15 +319,15 @@ def _simulate_files(
     trial: Trial,
     files: Files,
     argv: Sequence[str],
-    wanted: str,
-    there: str,
+    required_version: str,
+    final_folder: str,
     options: RunOptions,
 ) -> Files:
-    """Simulate a trial in a worker and return the files for the folder ``there``."""
-    # A worker that joined after `_check_workers`.
-    if version() != wanted:
+    """Simulate a trial in a worker and return the files for ``final_folder`` on the machine of the client."""
+    # This may be a worker that joined after `_check_workers`.
+    if version() != required_version:
         raise HostError(
-            f"this worker has the testbed {version()}, but the run requires {wanted}"
+            f"this worker has the testbed {version()}, but the run requires {required_version}"
         )
     with tempfile.TemporaryDirectory(prefix="testbed-") as name:
         _write_files(files, Path(name))
@@ -335,7 +345,7 @@ def _simulate_files(
             if path.is_file():
                 # The report contains the path of the results folder.
                 content = path.read_bytes().replace(
-                    str(folder).encode(), there.encode()
+                    str(folder).encode(), final_folder.encode()
                 )
                 contents[str(path.relative_to(folder))] = content
     return contents

@@ -157,7 +157,7 @@ class Chain:
                 units = " and ".join(self.units[unit].name for unit in tied.units)
                 raise InputError(
                     f"units {units} share a weight ({tied.title}), and stages that update at different times cannot "
-                    "have a copy each: take pipeline, gpipe or model-parallelism, untie them, or use fewer stages",
+                    "have a copy each: use pipeline, gpipe or model-parallelism, untie them, or use fewer stages",
                     ("method", "stages"),
                 )
 

@@ -130,7 +130,7 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
             runs, SILENT, lambda number, _run: done.append(number)
         )
     assert sorted(done) == [0, 2]
-    assert len(counts.read_text()) == cluster.DEATHS
+    assert len(counts.read_text()) == cluster.MAX_DEATHS
 
 
 def test_only_those_are_given_up_that_were_under_way_as_workers_died(
@@ -159,7 +159,7 @@ def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
     monkeypatch.setattr(
         cluster, "_pack_trial", lambda _trial: (str(tmp_path / "begun"), {})
     )
-    monkeypatch.setattr(cluster, "PATIENCE", 1.0)
+    monkeypatch.setattr(cluster, "WORKER_TIMEOUT", 1.0)
     monkeypatch.setattr("testbed_controller.api.executors.LOOK_SECONDS", 0.2)
     said = StringIO()
     with (
@@ -212,7 +212,7 @@ def test_files_that_do_not_travel_are_refused(tmp_path: Path) -> None:
 def test_where_no_scheduler_answers_it_says_how_to_start_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster, "SECONDS", 1)
+    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT", 1)
     with (
         pytest.raises(
             HostError,
