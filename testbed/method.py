@@ -32,6 +32,13 @@ class Options(ConfigModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
     baselines: ClassVar[Baselines] = {}
     """Baselines of the method's publication. Options with baselines have a field `baseline` that names one."""
+    former_keys: ClassVar[Mapping[str, str]] = {}
+    """Former names of options with the present ones: a former name is refused with the present one.
+
+    >>> class RingOptions(Options):
+    ...     former_keys = {"patience": "stall_timeout"}
+    ...     stall_timeout: float = 1.0
+    """
 
     @model_validator(mode="before")
     @classmethod

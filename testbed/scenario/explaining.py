@@ -166,7 +166,7 @@ FORMER_KEYS = {
     "reuse": "communication_formula",
     "stealing": "tile_stealing",
 }
-"""Former names of keys, with the present ones."""
+"""Former names of keys with the present ones, beside those that a method declares as `Options.former_keys`."""
 
 
 def _unknown_key(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
@@ -174,7 +174,8 @@ def _unknown_key(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str
     # The schema has the keys of all tasks, so the key belongs to another one.
     if name in known:
         return f"'{name}' is not a key of this task: remove the key"
-    present = FORMER_KEYS.get(name)
+    former = {**FORMER_KEYS, **getattr(model, "former_keys", {})}
+    present = former.get(name)
     if present in known:
         return f"'{name}' has been renamed: write '{present}'"
     return f"unknown key '{name}': {nearest(name, known)}"

@@ -50,8 +50,8 @@ class Node:
 class EdgePipe:
     """Section V: one pass of a layer a timeslot; what has not come is treated as null."""
 
-    def __init__(self, setting, learns="what_arrived"):
-        self.setting, self.learns = setting, learns
+    def __init__(self, setting, update_condition="all_losses"):
+        self.setting, self.update_condition = setting, update_condition
         self.sizes = [
             setting.batches[0][0].shape[1],
             *(len(bias) for _, bias in setting.weights),
@@ -214,7 +214,9 @@ class EdgePipe:
         return [] if before is None else self.cast(name, "losses", layer, batch, before)
 
     def of_results(self, name, layer, batch, came):
-        due = self.learns == "what_arrived" or len(came) == len(self.holders(layer))
+        due = self.update_condition == "all_losses" or len(came) == len(
+            self.holders(layer)
+        )
         return "new" if due and self.inputs_suffice(name, layer, batch) else "nothing"
 
     def of_losses(self, name, layer, batch, came):
@@ -223,7 +225,7 @@ class EdgePipe:
 
     def inputs_suffice(self, name, layer, batch):
         return (
-            self.learns != "with_all_transmissions"
+            self.update_condition != "all_transmissions"
             or not self.nodes[name].kept[layer, batch][-1].any()
         )
 
@@ -262,21 +264,21 @@ class VersatileFL(EdgePipe):
         granularity="link",
         ideal=False,
         thres_fw=None,
-        grad_reuse=None,
+        grad_reuse_bw=None,
         patience=60,
-        stage_window=1,
-        past=False,
+        loss_window=1,
+        substitute_past_outputs=False,
     ):
         super().__init__(setting)
-        self.past = past
-        self.granularity, self.ideal, self.patience, self.stage_window = (
+        self.substitute_past_outputs = substitute_past_outputs
+        self.granularity, self.ideal, self.patience, self.loss_window = (
             granularity,
             ideal,
             patience,
-            stage_window,
+            loss_window,
         )
         self.seen = defaultdict(list)
-        self.given = thres_fw, grad_reuse
+        self.given = thres_fw, grad_reuse_bw
         self.best, self.since = math.inf, None
 
     def message(self, node, kind, layer, batch, values):
@@ -331,7 +333,7 @@ class VersatileFL(EdgePipe):
 
     def substitute(self, node, layer, came, inputs):
         """Put the mean of what a sender's neurons last gave in the place of zeros."""
-        for sender in self.holders(layer) if self.past else ():
+        for sender in self.holders(layer) if self.substitute_past_outputs else ():
             if sender in came:
                 node.past[layer, sender] = came[sender][0].mean(axis=0)
             elif (layer, sender) in node.past:
@@ -352,11 +354,11 @@ class VersatileFL(EdgePipe):
         """Compare mean losses of windows as these are over, or as a later one begins."""
         if learns != "new":
             return
-        window = step // self.stage_window
+        window = step // self.loss_window
         over = [each for each in self.seen if each < window]
         self.seen[window].append(loss)
-        for each in over + ([window] if (step + 1) % self.stage_window == 0 else []):
-            losses, end = self.seen.pop(each), (each + 1) * self.stage_window
+        for each in over + ([window] if (step + 1) % self.loss_window == 0 else []):
+            losses, end = self.seen.pop(each), (each + 1) * self.loss_window
             mean = sum(losses) / len(losses)
             if self.since is None or mean < self.best:
                 self.best, self.since = mean, end

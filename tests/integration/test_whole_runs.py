@@ -241,7 +241,7 @@ def test_super_neurons_learn_the_same_over_the_same_losses_on_both_clocks(
         "faults=[]",
         "expect={}",
         "workload.steps=3",
-        "workload.method.slot=450ms",
+        "workload.method.timeslot=450ms",
         "network.link.delay=20ms",
     ]
     shorter = [

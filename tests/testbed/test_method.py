@@ -28,9 +28,9 @@ def test_a_baseline_is_the_options_that_it_stands_for(options, name):
 
 def test_other_options_stay_and_those_of_the_baseline_may_be_repeated():
     given = EdgePipeOptions.model_validate(
-        {"baseline": "pipedream", "allocation": "vertical", "slot": "300ms"}
+        {"baseline": "pipedream", "allocation": "vertical", "timeslot": "300ms"}
     )
-    assert (given.allocation, given.slot, given.baseline) == (
+    assert (given.allocation, given.timeslot, given.baseline) == (
         "vertical",
         0.3,
         "pipedream",

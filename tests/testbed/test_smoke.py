@@ -64,7 +64,7 @@ def test_versatile_rises_though_much_was_learned_before_a_device_died():
     outcome = simulate(ready, load_data(ready.scenario.workload.data))
     assert (
         metrics(outcome, trial.experiment, ready.plan, ready.method.declared)[
-            "accuracy_risen"
+            "accuracy_gain"
         ]
         >= 0.1
     )

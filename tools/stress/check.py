@@ -195,7 +195,7 @@ def check_metrics(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
     if injected != sum(fault.get("phase", "strike") == "strike" for fault in listed):
         yield f"figures: {len(listed)} faults, but {injected} were injected"
     for name, value in figures.items():
-        may_be_negative = name in ("loss", "accuracy_risen")
+        may_be_negative = name in ("loss", "accuracy_gain")
         if isinstance(value, float) and value < 0 and not may_be_negative:
             yield f"figures: {name} is {value}"
     if not _is_ordered(lines):

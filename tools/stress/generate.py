@@ -38,7 +38,7 @@ SLOTS: Mapping[str, Sequence[Any]] = {
     "recovery": ["none", "r-tx", "ack"],
     "test_runs": [1, 3],
     "evaluate_every": [5, None],
-    "margin": ["10ms", "100ms"],
+    "timeslot_margin": ["10ms", "100ms"],
 }
 OPTIONS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "single": {},
@@ -69,7 +69,7 @@ OPTIONS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "versatile": {
         **SLOTS,
         "substitution": [True, False],
-        "reuse": [True, False],
+        "reuse_gradients": [True, False],
         "rearrangement": [True, False],
     },
     "sequential": {

@@ -19,7 +19,7 @@ from testbed.trace.record import RunView
 from testbed_edgepipe.planner import INFORMING, EdgePipeOptions
 
 
-def _update_rate(record: RunView) -> float | None:
+def _update_share(record: RunView) -> float | None:
     """Return the fraction of possible updates made: a device may update each layer once a batch."""
     layers = sum(
         assignment.stop - assignment.start for assignment in record.plan.assignments
@@ -30,7 +30,7 @@ def _update_rate(record: RunView) -> float | None:
     return made / due if due else None
 
 
-def _informing_bytes(record: RunView) -> int | None:
+def _model_partition_bytes(record: RunView) -> int | None:
     total = 0
     for event in record.of("send"):
         if event.fields["message"] in INFORMING:
@@ -40,17 +40,17 @@ def _informing_bytes(record: RunView) -> int | None:
 
 METRICS = (
     Metric(
-        "learned",
+        "update_share",
         "share",
         "fraction of layer updates performed (all gradients received)",
-        _update_rate,
+        _update_share,
         brief=True,
     ),
     Metric(
-        "informing_bytes",
+        "model_partition_bytes",
         "bytes",
         "bytes that the coordinator sends to announce the assignment of neurons",
-        _informing_bytes,
+        _model_partition_bytes,
     ),
 )
 
@@ -73,7 +73,13 @@ class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
         micro_batches = options.micro_batches
         if micro_batches == "devices":
             micro_batches = len(problem.devices)
-        return plan(self.name, problem, options.divide, micro_batches, options.informs)
+        return plan(
+            self.name,
+            problem,
+            options.divide,
+            micro_batches,
+            options.send_model_partition,
+        )
 
     async def program(
         self, device: Device, context: ProgramContext[EdgePipeOptions, SlotDetails]

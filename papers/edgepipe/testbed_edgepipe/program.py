@@ -17,7 +17,12 @@ from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import SlotDetails
 from testbed.ml.slots.program import KINDS, FixedAssignment, SlotProgram, transmit_of
 from testbed.ml.slots.weights import Needs, receive_initial_weights, request_data
-from testbed_edgepipe.planner import INFORMING, EdgePipeOptions, Learns, arrangement
+from testbed_edgepipe.planner import (
+    INFORMING,
+    EdgePipeOptions,
+    UpdateCondition,
+    arrangement,
+)
 
 
 class NeedsArrangement(Needs, kind=INFORMING[0]):
@@ -35,7 +40,7 @@ class Arranged(TypedMessage, kind=INFORMING[1]):
 class TreatedAsNull:
     """A missing part counts as zero in the forward pass; a layer learns if all losses of the next layer have arrived.
 
-    Outputs that counted as zero get no losses, unless ``masks`` is false.
+    Outputs that counted as zero get no losses, unless ``mask_missing_outputs`` is false.
 
     >>> from testbed.ml.slots.missing import SenderPart
     >>> parts = (SenderPart("a", range(1), torch.ones(1, 1)), SenderPart("b", range(1, 2), None))
@@ -50,21 +55,21 @@ class TreatedAsNull:
 
     def __init__(
         self,
-        learns: Learns = "what_arrived",
+        update_condition: UpdateCondition = "all_losses",
         micro_batches: int = 1,
         *,
-        masks: bool = True,
+        mask_missing_outputs: bool = True,
     ) -> None:
         """An update follows the last of ``micro_batches``, with all gradients received."""
-        self.masks = masks
-        self._learns = learns
+        self.masks_missing_outputs = mask_missing_outputs
+        self._update_condition = update_condition
         self._micro_batches = micro_batches
         self._incomplete: set[tuple[int, int]] = set()
         """Layers and batches with missing inputs on this device, if such batches are excluded from learning."""
 
     def inputs(self, arrived: Arrived) -> torch.Tensor:
         """Return the outputs of the layer before, (samples, values), with zeros for missing values."""
-        if self._learns == "with_all_transmissions" and not arrived.complete:
+        if self._update_condition == "all_transmissions" and not arrived.complete:
             self._incomplete.add((arrived.layer + 1, arrived.batch))
         return arrived.joined_values()
 
@@ -74,7 +79,7 @@ class TreatedAsNull:
 
     async def usable_results(self, arrived: Arrived) -> Usable:
         """Return the results, with zeros for missing values if the output layer may learn from such results."""
-        suffices = arrived.complete or self._learns == "what_arrived"
+        suffices = arrived.complete or self._update_condition == "all_losses"
         values = arrived.joined_values() if suffices else None
         return self._usable(arrived.layer, arrived, values)
 
@@ -130,9 +135,9 @@ class TreatedAsNull:
 async def receive_arrangement(
     mailbox: Mailbox, context: ProgramContext[EdgePipeOptions, SlotDetails]
 ) -> NeuronAssignment:
-    """Return the planned arrangement; if `informs` is set, as received from the coordinator."""
+    """Return the planned arrangement; if `send_model_partition` is set, as received from the coordinator."""
     planned = arrangement(context.problem, context.plan)
-    if not context.problem.options.informs:
+    if not context.problem.options.send_model_partition:
         return planned
 
     def make_answer() -> Arranged:
@@ -145,7 +150,7 @@ async def receive_arrangement(
 
     received = await request_data(
         mailbox,
-        context.plan.details.informer,
+        context.plan.details.device_coordinator,
         NeedsArrangement,
         Arranged,
         make_answer,
@@ -169,6 +174,10 @@ async def run(
         )
         held = FixedAssignment(arranged, neurons, device.name)
         micro_batches = context.plan.details.micro_batches
-        policy = TreatedAsNull(options.learns, micro_batches, masks=options.masks)
+        policy = TreatedAsNull(
+            options.update_condition,
+            micro_batches,
+            mask_missing_outputs=options.mask_missing_outputs,
+        )
         transmit = transmit_of(mailbox, context)
         await SlotProgram(mailbox, context, neurons, held, policy, transmit).run()

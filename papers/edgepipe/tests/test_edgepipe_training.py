@@ -57,7 +57,7 @@ CNN = {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}
         ({}, MLP, [3, 2, 2, 1, 1]),
         ({"allocation": "vertical"}, MLP, [5, 4, 3, 2, 1]),
         ({"allocation": "horizontal"}, MLP, [1] * 5),
-        ({"layers": 4}, MLP, [2, 1, 1, 1, 1]),
+        ({"layers_per_group": 4}, MLP, [2, 1, 1, 1, 1]),
         ({"mapping": "random"}, MLP, [3, 2, 2, 1, 1]),
         ({"recovery": "r-tx"}, MLP, [3, 2, 2, 1, 1]),
         ({"pipelined": False}, MLP, [1] * 5),
@@ -109,7 +109,7 @@ def test_a_pipeline_that_drains_for_tests_fills_again_with_the_newest_weights():
     tested = of(outcome, "evaluate")
     assert [each["step"] for each in tested] == [5, 10, 12]
     assert [each["loss"] for each in tested] == pytest.approx(losses, rel=1e-5)
-    assert [each["runs"] for each in tested] == [
+    assert [each["run_accuracies"] for each in tested] == [
         [each["accuracy"]] * 2 for each in tested
     ]
 
@@ -117,7 +117,7 @@ def test_a_pipeline_that_drains_for_tests_fills_again_with_the_newest_weights():
 def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_says():
     written = six()
     _, chosen = planned(written)
-    slot, table = chosen.details.slot, timetable_of(chosen.details)
+    slot, table = chosen.details.timeslot, timetable_of(chosen.details)
     assert table.slot_count(12) == 2 * 6 + 2 * 2 * 11 - 1
     outcome = run(written)
     ends = [event.time for event in outcome.events if event.event == "step"]
@@ -131,13 +131,15 @@ def test_steps_come_once_a_period_and_the_run_lasts_as_many_slots_as_theorem_1_s
 
 
 def test_as_many_steps_are_trained_as_fit_into_the_time():
-    slot = planned(six())[1].details.slot
+    slot = planned(six())[1].details.timeslot
     for time, steps in (
         (27.001 * slot, 5),
         (26.9 * slot, 4),
         (1000 * slot, 12),
     ):  # 11 slots and 4 for each but the first
-        assert len(of(run(six({"time": f"{1e6 * time:f}us"})), "step")) == steps
+        assert (
+            len(of(run(six({"training_time": f"{1e6 * time:f}us"})), "step")) == steps
+        )
 
 
 def test_one_device_in_slots_is_the_papers_naive_and_plain_gradient_descent():
@@ -172,7 +174,10 @@ def test_gpipe_is_plain_gradient_descent_and_casts_each_micro_batch():
         for each in (outcome, whole)
     )
     assert cut == 6 * one
-    assert metrics(outcome, trial.experiment, chosen, EdgePipe.declared)["learned"] == 1
+    assert (
+        metrics(outcome, trial.experiment, chosen, EdgePipe.declared)["update_share"]
+        == 1
+    )
 
 
 def test_gpipe_updates_with_the_micro_batches_that_came():
@@ -237,9 +242,9 @@ def test_acknowledged_casts_are_repeated_until_nothing_is_lost():
         acknowledged, trial.experiment, planned(six())[1], EdgePipe.declared
     )
     assert (
-        figures["learned"]
-        == figures["forward_passed"]
-        == figures["backward_passed"]
+        figures["update_share"]
+        == figures["outputs_received"]
+        == figures["losses_received"]
         == 1
     )
     assert figures["training_casts"] < len(kinds)
@@ -252,7 +257,7 @@ def test_a_cast_without_acknowledgement_ends_with_its_slot():
     outcome = run(written)
     steps = [event.time for event in outcome.events if event.event == "step"]
     assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx(
-        [4 * chosen.details.slot] * 11
+        [4 * chosen.details.timeslot] * 11
     )
     assert (
         sum(named(event, "cast", devices[2]) for event in outcome.events) > 12 * 4 * 2
@@ -265,7 +270,7 @@ def test_metrics_count_received_parts_in_training_and_tests_apart():
     (trial,) = trials(written)
     figures = metrics(outcome, trial.experiment, planned(written)[1], EdgePipe.declared)
     assert [
-        figures[f"{each}_passed"] for each in ("forward", "backward", "sharing")
+        figures[f"{each}_received"] for each in ("outputs", "losses", "results")
     ] == [1, 1, 1]
     # For a batch each of six devices casts the outputs of two layers, and four of them the losses of two.
     assert figures["training_casts"] == 12 * (12 + 8)
@@ -276,20 +281,24 @@ def test_metrics_count_received_parts_in_training_and_tests_apart():
     )
     # Twice two test runs of three batches.
     assert figures["casts"] == 12 * (12 + 8) + 2 * 2 * 3 * 12
-    assert [each["step"] for each in of(outcome, "tests")] == [6, 12]
+    assert [each["step"] for each in of(outcome, "test_start")] == [6, 12]
 
 
 def test_the_coordinator_sends_the_arrangement_before_the_first_timeslot():
-    written, usual = six({"informs": True}), six()
+    written, usual = six({"send_model_partition": True}), six()
     _, chosen = planned(written)
     outcome, same = run(written), run(usual)
     assert [step["loss"] for step in of(outcome, "step")] == [
         step["loss"] for step in of(same, "step")
     ]
     informed = {each["peer"]: event for event, each in sent(outcome, "arrangement")}
-    assert informed.keys() == {*chosen.details.devices} - {chosen.details.informer}
-    assert {event.device for event in informed.values()} == {chosen.details.informer}
-    assert max(event.time for event in informed.values()) < chosen.details.begin
+    assert informed.keys() == {*chosen.details.devices} - {
+        chosen.details.device_coordinator
+    }
+    assert {event.device for event in informed.values()} == {
+        chosen.details.device_coordinator
+    }
+    assert max(event.time for event in informed.values()) < chosen.details.start_time
     (trial,) = trials(written)
     figures = metrics(outcome, trial.experiment, chosen, EdgePipe.declared)
     told = [
@@ -297,7 +306,7 @@ def test_the_coordinator_sends_the_arrangement_before_the_first_timeslot():
         for kind in ("arrangement", "needs_arrangement")
         for _, each in sent(outcome, kind)
     ]
-    assert figures["informing_bytes"] == sum(told)
+    assert figures["model_partition_bytes"] == sum(told)
     assert (
         figures["bytes_sent"]
         == sum(told)
@@ -319,7 +328,7 @@ def test_a_restarted_device_receives_the_arrangement_again():
         "when": {"device": "worker1", "begins": "backward", "batch": 3},
         "for": "100ms",
     }
-    outcome = run(six({"informs": True}, faults=[kill]))
+    outcome = run(six({"send_model_partition": True}, faults=[kill]))
     assert outcome.status == "finished"
     assert (
         sum(each["peer"] == "worker1" for _, each in sent(outcome, "arrangement")) == 2
@@ -327,9 +336,9 @@ def test_a_restarted_device_receives_the_arrangement_again():
 
 
 def test_large_test_batches_get_longer_slots():
-    written = six({"test_batch": 40, "test_runs": 3, "margin": "0s"})
+    written = six({"test_batch_size": 40, "test_runs": 3, "timeslot_margin": "0s"})
     _, chosen = planned(written)
-    assert chosen.details.test_slot > chosen.details.slot
+    assert chosen.details.test_timeslot > chosen.details.timeslot
     (all_at_once,), (usual,) = (of(run(each), "evaluate") for each in (written, six()))
     assert all_at_once["accuracy"] == usual["accuracy"]
     assert all_at_once["loss"] == pytest.approx(usual["loss"], rel=1e-5)
@@ -390,7 +399,7 @@ def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(
         name: 12 * sum(name in holders for holders in held.layers[1:])
         for name in devices
     }
-    assert figures["learned"] == pytest.approx(1 - 12 / sum(learning.values()))
+    assert figures["update_share"] == pytest.approx(1 - 12 / sum(learning.values()))
     assert updated == {**learning, devices[0]: 0}
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
         frozen(written, held.of(devices[0], 1)), rel=1e-5
@@ -483,11 +492,15 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradien
     )
     (counted,) = [
         each
-        for name, each in events(outcome, "passed")
-        if name == devices[2] and each["to"] == "forward"
+        for name, each in events(outcome, "parts_received")
+        if name == devices[2] and each["purpose"] == "forward"
     ]
-    assert counted["due"] - counted["came"] == pytest.approx(sum(missed), rel=1e-4)
-    assert counted["due"] == 12 * (2 + len(held.groups[held.group(devices[2])]) - 1)
+    assert counted["expected"] - counted["received"] == pytest.approx(
+        sum(missed), rel=1e-4
+    )
+    assert counted["expected"] == 12 * (
+        2 + len(held.groups[held.group(devices[2])]) - 1
+    )
 
 
 def missing(values, step, devices, written, frame):
@@ -517,9 +530,9 @@ def test_a_repeated_cast_fills_missing_frames():
         metrics_of(each, run(each))
         for each in (six({"recovery": each}, network=network) for each in RECOVERIES)
     ]
-    shares = [each["forward_passed"] for each in passed]
+    shares = [each["outputs_received"] for each in passed]
     assert 0.6 < shares[0] < 0.8 < shares[1] < 0.96 < shares[2]
-    assert passed[0]["learned"] < 0.3 < passed[2]["learned"]
+    assert passed[0]["update_share"] < 0.3 < passed[2]["update_share"]
 
 
 RECOVERIES = ("none", "r-tx", "ack")
@@ -548,7 +561,7 @@ def test_metrics_distinguish_training_from_tests(method):
     if not method:
         table, slot = (
             timetable_of(planned(written)[1].details),
-            planned(written)[1].details.slot,
+            planned(written)[1].details.timeslot,
         )
         assert found["timeslots"] == table.slot_count(12)
         assert found["transmissions_rate"] == pytest.approx(
@@ -573,7 +586,7 @@ def test_the_time_to_80_percent_excludes_tests():
     )
     assert step is not None
     assert metrics_of(written, outcome)["time_to_80"] == pytest.approx(
-        step * 5 * planned(written)[1].details.slot
+        step * 5 * planned(written)[1].details.timeslot
     )
 
 
@@ -591,7 +604,7 @@ def test_a_partitioned_device_is_missing_until_the_partition_heals():
     # One of the two devices of layers 2 and 3: without its losses, layer 1 does not learn meanwhile.
     _, chosen = planned(six())
     apart, before = chosen.details.devices[2], chosen.details.devices[0]
-    slot = chosen.details.slot
+    slot = chosen.details.timeslot
     outcome = run(six(faults=[{"partition": [[apart]], "at": "1.5s", "for": "1.2s"}]))
     steps = [event.time for event in outcome.events if event.event == "step"]
     assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx(
@@ -631,7 +644,7 @@ def test_training_continues_while_a_device_is_off_and_after_its_restart():
     victim = chosen.details.devices[0]
     faults = [{"kill": victim, "at": "0.5s", "for": "0.5s"}]
     outcome = run(six(faults=faults))
-    slot = chosen.details.slot
+    slot = chosen.details.timeslot
     steps = [event.time for event in outcome.events if event.event == "step"]
     assert [later - earlier for earlier, later in pairwise(steps)] == pytest.approx(
         [4 * slot] * 11
@@ -652,18 +665,18 @@ def test_training_continues_while_a_device_is_off_and_after_its_restart():
             "of resnet18 must be a convolution, a pool or",
         ),
         (
-            {"method": {"slot": "1us"}},
-            ("method", "slot"),
+            {"method": {"timeslot": "1us"}},
+            ("method", "timeslot"),
             "is too short: computing takes up to",
         ),
         (
-            {"method": {"time": "1ms"}},
-            ("method", "time"),
+            {"method": {"training_time": "1ms"}},
+            ("method", "training_time"),
             "is too short: one step takes",
         ),
         (
-            {"method": {"layers": 1}, "workers": 3},
-            ("method", "layers"),
+            {"method": {"layers_per_group": 1}, "workers": 3},
+            ("method", "layers_per_group"),
             "makes 6 groups of layers for 4 devices",
         ),
         (
@@ -738,7 +751,9 @@ def test_acknowledgements_are_awaited_as_long_as_the_slowest_link_takes():
     )
     known, plan = EdgePipe().facts(problem, chosen, "worker1")
     assert ("worker2", "worker3") not in known.links
-    answered = dict(zip(plan.details.devices, plan.details.answered, strict=True))
+    answered = dict(
+        zip(plan.details.devices, plan.details.acknowledgement_seconds, strict=True)
+    )
     # What worker2 casts goes at the rate of its slowest link, whoever hears it.
     assert answered["worker1"] > 8 * size_around(0) / 10e3
 
@@ -747,12 +762,14 @@ def test_losses_of_outputs_that_nobody_received_are_masked_by_default():
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "30%"}}
     outcomes = [
         run(six({"allocation": "hybrid", **masks}, network=network))
-        for masks in ({}, {"masks": False})
+        for masks in ({}, {"mask_missing_outputs": False})
     ]
     masked, unmasked = (
         [each["loss"] for each in of(outcome, "step")] for outcome in outcomes
     )
     assert masked[0] == unmasked[0]
     assert masked != unmasked
-    explicit = run(six({"allocation": "hybrid", "masks": True}, network=network))
+    explicit = run(
+        six({"allocation": "hybrid", "mask_missing_outputs": True}, network=network)
+    )
     assert [each["loss"] for each in of(explicit, "step")] == masked

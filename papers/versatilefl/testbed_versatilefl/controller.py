@@ -69,12 +69,12 @@ class ArrangementController:
         self._handover = handover
         self._maintenance = maintenance
         self._rules = DecisionRules(
-            details.threshold, context.plan.coordinator, problem.seed
+            details.credibility_threshold, context.plan.coordinator, problem.seed
         )
         names = [device.name for device in problem.devices]
         self._others = [name for name in names if name != mailbox.device.name]
         self._steps = window
-        self._seconds = window * timetable_of(details).period * details.slot
+        self._seconds = window * timetable_of(details).period * details.timeslot
         """Duration of a window."""
         self._rearranges = options.rearrangement
         self._until = options.naive_after
@@ -229,7 +229,7 @@ class ArrangementController:
             devices=list(decision.devices),
             version=decision.arrangement.version,
             moved=moved,
-            anew=anew,
+            reset=anew,
         )
 
     def _pending_decisions(self, window: int | None) -> Iterator[Decision]:
@@ -245,7 +245,9 @@ class ArrangementController:
                 yield Decision(now, "retirement", (name,))
         if window is not None:
             for name, value in averages.items():
-                self._device.record("credibility", window=window, of=name, value=value)
+                self._device.record(
+                    "credibility", window=window, rated_device=name, value=value
+                )
             yield from after_window(now, self._silent, averages, rules)
 
     def _forget_joined(self) -> None:

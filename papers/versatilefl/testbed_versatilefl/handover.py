@@ -113,7 +113,7 @@ class Handover:
         for layer in range(len(arrangement.sizes)):
             counts[str(layer)] = len(arrangement.of(me, layer))
         self._device.record(
-            "arranged",
+            "arrangement",
             version=arrangement.version,
             neurons=sum(counts.values()),
             layers=counts,

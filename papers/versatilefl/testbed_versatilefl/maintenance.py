@@ -48,7 +48,7 @@ class DynamicUpdate:
         """Counted by the coordinator, which sees the losses, and sent to the others with its casts."""
         self.options = options
         self._window = 0
-        """The current window of `stage_window` steps."""
+        """The current window of `loss_window` steps."""
         self._losses: list[float] = []
         """Exact losses of the current window."""
         self._best = math.inf
@@ -67,20 +67,20 @@ class DynamicUpdate:
     @property
     def grad_reuse_bw(self) -> int:
         """The option, or 10 in the first stage and 1 less in each further one, down to 0."""
-        given = self.options.grad_reuse
+        given = self.options.grad_reuse_bw
         if given is not None:
             return given
         return max(0, MOST_REUSE - self.stage)
 
     def observe_loss(self, step: int, loss: float) -> None:
         """Add the exact loss of a step, in the order of steps; steps with missing results have no exact loss."""
-        window, position = divmod(step, self.options.stage_window)
+        window, position = divmod(step, self.options.loss_window)
         if window != self._window:
             # The last steps of the previous window had no exact loss.
             self._close_window()
         self._window = window
         self._losses.append(loss)
-        if position + 1 == self.options.stage_window:
+        if position + 1 == self.options.loss_window:
             self._close_window()
 
     def _close_window(self) -> None:
@@ -88,7 +88,7 @@ class DynamicUpdate:
         if not self._losses:
             return
         loss = fmean(self._losses)
-        end = (self._window + 1) * self.options.stage_window
+        end = (self._window + 1) * self.options.loss_window
         self._losses.clear()
         if self._since is None or loss < self._best:
             self._best = loss
@@ -148,7 +148,7 @@ class Maintenance:
     """
 
     # Equation (2): losses go to all neurons of the previous layer.
-    masks = False
+    masks_missing_outputs = False
 
     def __init__(self, update: DynamicUpdate, confirm: Confirm) -> None:
         self.announces = update.options.rearrangement
@@ -168,7 +168,7 @@ class Maintenance:
     def stop_maintaining(self) -> None:
         """Continue as the baseline Naive."""
         options = self._update.options
-        baseline = options.baselines[options.naive]
+        baseline = options.baselines[options.naive_baseline]
         given = type(options).model_validate(baseline)
         changed = {key: getattr(given, key) for key in baseline}
         self._update.options = options.model_copy(update=changed)
@@ -193,7 +193,7 @@ class Maintenance:
         counts = self._counts[layer]
         for part in arrived.parts:
             is_missing = part.tensor is None
-            counts["due"] += len(part.neurons)
+            counts["expected"] += len(part.neurons)
             counts["missing"] += len(part.neurons) * is_missing
         if not self._accept_batch(layer, arrived, rates):
             return None
@@ -207,8 +207,8 @@ class Maintenance:
         return None
 
     def _substitute(self, arrived: Arrived) -> Arrived:
-        """Replace missing outputs by past ones if the option `past` is set; otherwise they remain zeros."""
-        if not self._update.options.past:
+        """Replace missing outputs by past ones if `substitute_past_outputs` is set; otherwise they remain zeros."""
+        if not self._update.options.substitute_past_outputs:
             return arrived
         parts = []
         for part in arrived.parts:
@@ -240,7 +240,7 @@ class Maintenance:
     async def usable_results(self, arrived: Arrived) -> Usable:
         """Return all results; a batch with missing results has no exact loss, and saved gradients are used."""
         others_complete = True
-        if self._update.options.sharing == "layer":
+        if self._update.options.result_sharing == "layer":
             others_complete = await self._confirm(arrived.layer, arrived)
         rates = _received_rates(arrived, arrived.layer)
         if not self._accept_batch(arrived.layer, arrived, rates):
@@ -252,9 +252,12 @@ class Maintenance:
     async def usable_losses(self, arrived: Arrived) -> Usable:
         """Return the sum of the received losses (equation 2).
 
-        The option `backward` decides whether they are new gradients.
+        The option `backward_granularity` decides whether they are new gradients.
         """
-        layer, granularity = arrived.layer - 1, self._update.options.backward
+        layer, granularity = (
+            arrived.layer - 1,
+            self._update.options.backward_granularity,
+        )
         others_complete = True
         if granularity == "layer":
             others_complete = await self._confirm(layer, arrived)
@@ -292,7 +295,7 @@ class Maintenance:
         saved, options = self._saved[layer], self._update.options
         is_new = gradient is not None and usable.learns == "new"
         may_reuse = saved.used < self._update.grad_reuse_bw and bool(saved.gradients)
-        reuses = not is_new and options.reuse and may_reuse
+        reuses = not is_new and options.reuse_gradients and may_reuse
         kind = "reused" if reuses else "idle"
         if is_new:
             kind = "fresh"

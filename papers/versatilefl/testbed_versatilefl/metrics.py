@@ -21,12 +21,12 @@ from testbed.trace.record import RunView
 
 _UPDATES = ("fresh", "reused", "idle")
 _SHARES: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "substituted": (
+    "substituted_inputs": (
         "missing",
-        ("due",),
+        ("expected",),
         "share of layer inputs in training that were missing and counted as zero",
     ),
-    "dropped": (
+    "dropped_batches": (
         "dropped",
         ("batches",),
         "share of the batches at a layer of a device that were dropped there",
@@ -91,7 +91,7 @@ def _over_time(name: str, record: RunView) -> list[dict[str, Any]]:
 def _neurons(record: RunView) -> list[dict[str, Any]]:
     """Return the number of neurons of each device at each change; a failed device has none."""
     changes = []
-    for event in record.of("arranged"):
+    for event in record.of("arrangement"):
         changes.append((event.time, event.device, event.fields["neurons"]))
     for event in record.of("rearrangement"):
         # A failed device cannot record its own change.
@@ -119,11 +119,11 @@ def _credibility(record: RunView) -> list[dict[str, Any]]:
     order = [spec.name for spec in record.experiment.devices]
 
     def position(event: Event) -> tuple[float, int]:
-        return event.time, order.index(event.fields["of"])
+        return event.time, order.index(event.fields["rated_device"])
 
     points = []
     for event in sorted(record.of("credibility"), key=position):
-        name, value = event.fields["of"], event.fields["value"]
+        name, value = event.fields["rated_device"], event.fields["value"]
         points.append({"time": event.time, "device": name, "credibility": value})
     return points
 
@@ -133,11 +133,11 @@ def _count_changes(cause: str | None, record: RunView) -> int:
     return len(causes) if cause is None else causes.count(cause)
 
 
-def _count_anew(record: RunView) -> int:
-    return sum(event.fields["anew"] for event in record.of("rearrangement"))
+def _count_reset_neurons(record: RunView) -> int:
+    return sum(event.fields["reset"] for event in record.of("rearrangement"))
 
 
-def _least_credibility(record: RunView) -> float | None:
+def _lowest_credibility(record: RunView) -> float | None:
     values = [event.fields["value"] for event in record.of("credibility")]
     return min(values, default=None)
 
@@ -178,7 +178,7 @@ DECLARED = MetricsSpec(
                 "share",
                 meaning,
                 partial(_of_run, name),
-                brief=name in ("substituted", "gradients_reused"),
+                brief=name in ("substituted_inputs", "gradients_reused"),
             )
             for name, (_, _, meaning) in _SHARES.items()
         ),
@@ -211,7 +211,7 @@ DECLARED = MetricsSpec(
             compared=True,
         ),
         Metric(
-            "failures_found",
+            "failures_detected",
             "number",
             "devices that no other device received for a window",
             partial(_count_changes, "failure"),
@@ -223,13 +223,13 @@ DECLARED = MetricsSpec(
             partial(_count_changes, "join"),
         ),
         Metric(
-            "neurons_anew",
+            "neurons_reset",
             "number",
             "neurons that restarted with initial weights",
-            _count_anew,
+            _count_reset_neurons,
         ),
         Metric(
-            "accuracy_risen",
+            "accuracy_gain",
             "share",
             (
                 "last accuracy minus the accuracy before the last failure, retirement "
@@ -238,16 +238,16 @@ DECLARED = MetricsSpec(
             _accuracy_gain,
         ),
         Metric(
-            "least_credibility",
+            "lowest_credibility",
             "share",
             "minimum credibility of any device at the end of any window",
-            _least_credibility,
+            _lowest_credibility,
         ),
     ),
     lists={
         **{
             f"{name}_list": partial(_over_time, name)
-            for name in ("substituted", "dropped", "gradients_reused")
+            for name in ("substituted_inputs", "dropped_batches", "gradients_reused")
         },
         "neurons_list": _neurons,
         "credibility_list": _credibility,
@@ -259,10 +259,10 @@ DECLARED = MetricsSpec(
             "rearrangement",
             "decision to move neurons, with its cause",
             (),
-            ("cause", "devices", "moved", "anew"),
+            ("cause", "devices", "moved", "reset"),
         ),
         EventType(
-            "arranged",
+            "arrangement",
             "new assignment of neurons of the device",
             None,
             ("version", "neurons"),
@@ -271,7 +271,7 @@ DECLARED = MetricsSpec(
             "credibility",
             "credibility of a device in a window at the coordinator",
             None,
-            ("window", "of", "value"),
+            ("window", "rated_device", "value"),
         ),
         EventType(
             "maintenance",
@@ -283,10 +283,10 @@ DECLARED = MetricsSpec(
     rows=(
         Row(
             "Maintenance",
-            "{substituted} substituted",
-            "{dropped} of batches dropped, {gradients_reused} of updates with saved gradients",
+            "{substituted_inputs} substituted",
+            "{dropped_batches} of batches dropped, {gradients_reused} of updates with saved gradients",
         ),
-        Row("Rearrangements", "{rearrangements}", "{neurons_anew} neurons began anew"),
+        Row("Rearrangements", "{rearrangements}", "{neurons_reset} neurons reset"),
     ),
     tables=(
         Table(
@@ -298,7 +298,7 @@ DECLARED = MetricsSpec(
                 Column("Cause", "text", "cause"),
                 Column("Devices", "text", "devices"),
                 Column("Moved", "number", "moved"),
-                Column("Anew", "number", "anew"),
+                Column("Reset", "number", "reset"),
             ),
         ),
     ),
@@ -306,11 +306,14 @@ DECLARED = MetricsSpec(
         _curve(
             "Substituted",
             "share of a layer's inputs that were missing",
-            "substituted",
+            "substituted_inputs",
             "layer",
         ),
         _curve(
-            "Dropped", "share of the batches that went no further", "dropped", "layer"
+            "Dropped",
+            "share of the batches that went no further",
+            "dropped_batches",
+            "layer",
         ),
         _curve(
             "Saved gradients",

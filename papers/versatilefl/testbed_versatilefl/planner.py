@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from statistics import fmean
 from typing import ClassVar, Literal
 
@@ -29,18 +30,34 @@ MARGIN_STEPS = 4
 class VersatileOptions(SlotOptions):
     """Options of `Versatile`."""
 
+    former_keys: ClassVar[Mapping[str, str]] = {
+        **SlotOptions.former_keys,
+        "backward": "backward_granularity",
+        "credibility": "credibility_threshold",
+        "grad_reuse": "grad_reuse_bw",
+        "naive": "naive_baseline",
+        "past": "substitute_past_outputs",
+        "reuse": "reuse_gradients",
+        "sharing": "result_sharing",
+        "stage_window": "loss_window",
+        "window": "management_window",
+    }
     baselines: ClassVar[Baselines] = {
-        "naive": {"substitution": False, "reuse": False, "rearrangement": False},
+        "naive": {
+            "substitution": False,
+            "reuse_gradients": False,
+            "rearrangement": False,
+        },
         "naive-zeros": {
             "thres_fw": 0,
-            "backward": "neuron",
-            "reuse": False,
+            "backward_granularity": "neuron",
+            "reuse_gradients": False,
             "rearrangement": False,
         },
         "naive-blocked": {
             "thres_fw": "100%",
-            "backward": "neuron",
-            "reuse": False,
+            "backward_granularity": "neuron",
+            "reuse_gradients": False,
             "rearrangement": False,
         },
     }
@@ -51,49 +68,49 @@ class VersatileOptions(SlotOptions):
     naive_after: int | None = Field(None, ge=1)
     """Steps after which nothing is maintained any more: "applying Naive to the VersatileFL-based trained or recovered
     model after each network variation outbreak" (Figure 11), as the baseline `naive`."""
-    naive: Literal["naive", "naive-zeros", "naive-blocked"] = "naive"
+    naive_baseline: Literal["naive", "naive-zeros", "naive-blocked"] = "naive"
     """The baseline of `naive_after`."""
     allocation: Literal["vertical", "hybrid", "horizontal", "random"] = "hybrid"
     """As EdgePipe's; random: all layers in one group, each neuron on any of the devices."""
     substitution: bool = True
     """Zeros for missing values. False: a batch with anything missing goes no further."""
-    past: bool = False
+    substitute_past_outputs: bool = False
     """Substitute the past for missing outputs ("the missing intermediate values with the past or approximated values"):
     what their sender's neurons last gave on the mean of a batch, since other samples pass now; zeros before that."""
-    reuse: bool = True
+    reuse_gradients: bool = True
     """Saved gradients where new ones are missing."""
     rearrangement: bool = True
     """Neurons move as devices fail, leave and join, and with their credibility."""
-    backward: Literal["layer", "neuron", "link"] = "link"
+    backward_granularity: Literal["layer", "neuron", "link"] = "link"
     """Transmissions required for new gradients: all to the layer, all to the neuron, or any to the neuron."""
-    sharing: Literal["layer", "neuron", "ideal"] = "neuron"
+    result_sharing: Literal["layer", "neuron", "ideal"] = "neuron"
     """The same of the results that the output layer shares; ideal: none is lost."""
     thres_fw: Fraction | None = None
     """Forward criterion; None: from 0 to 0.5, dynamically."""
-    grad_reuse: int | None = Field(None, ge=0, le=1_000_000)
+    grad_reuse_bw: int | None = Field(None, ge=0, le=1_000_000)
     """gradReuse_bw, most steps in a row that saved gradients are used; None: from 10 to 0, dynamically."""
     patience: int = Field(PATIENCE, ge=1)
     """Steps after that of the best loss until both become stricter. Only losses of complete results are seen."""
-    stage_window: int = Field(1, ge=1, le=1_000_000)
+    loss_window: int = Field(1, ge=1, le=1_000_000)
     """Steps whose mean loss is compared; EdgePipe's Figure 5 takes a tenth of an epoch, 60."""
-    window: int | None = Field(None, ge=1)
+    management_window: int | None = Field(None, ge=1)
     """Steps from one judgement of credibility to the next; None: an epoch, or as many as records need to travel."""
     alpha: Fraction = ALPHA
     """Weight of the last window in credibility."""
-    credibility: Fraction | None = None
+    credibility_threshold: Fraction | None = None
     """A group is rearranged while a device of it has less; None: the mean reception ratio of the plan's links."""
 
 
 class VersatileDetails(SlotDetails):
     """Details of a VersatileFL plan, in addition to `SlotDetails`."""
 
-    threshold: float
+    credibility_threshold: float
     """Credibility below which a device's group is rearranged."""
-    window: int | None
+    management_window: int | None
     """Steps; None: an epoch."""
-    grace: int
+    record_delay: int
     """Steps after the end of a window in which records travel, before anything is decided from them."""
-    scattered: bool
+    random_allocation: bool
     """Whether each neuron was given to any device of the group."""
 
 
@@ -106,25 +123,31 @@ def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
     planned = planner.plan(
         "versatile",
         problem,
-        lambda sizes, names: partition(sizes, names, options.layers or allocation),
+        lambda sizes, names: partition(
+            sizes, names, options.layers_per_group or allocation
+        ),
     )
     table = planner.timetable_of(planned.details)
     # Casts carry records through all layers and back: one whole batch, and some for lost casts.
     grace = math.ceil(table.slot_count(1) / table.period) + MARGIN_STEPS
-    if options.rearrangement and options.window is not None and options.window <= grace:
-        text = f"{options.window} steps are too few: records take {grace} steps to reach every device"
-        raise InputError(text, ("method", "window"))
+    if (
+        options.rearrangement
+        and options.management_window is not None
+        and options.management_window <= grace
+    ):
+        text = f"{options.management_window} steps are too few: records take {grace} steps to reach every device"
+        raise InputError(text, ("method", "management_window"))
     ratios = [1 - link.message_loss for link in problem.links.values()]
-    threshold = options.credibility
+    threshold = options.credibility_threshold
     if threshold is None:
         # The paper's C_thres, 0.7767, is the mean reception ratio of its network.
         threshold = fmean(ratios or [1.0])
     details = VersatileDetails(
         **planned.details.model_dump(),
-        threshold=threshold,
-        window=options.window,
-        grace=grace,
-        scattered=options.allocation == "random",
+        credibility_threshold=threshold,
+        management_window=options.management_window,
+        record_delay=grace,
+        random_allocation=options.allocation == "random",
     )
     return Plan(**{**dict(planned), "details": details})
 
@@ -136,7 +159,7 @@ def arrangement(
     options, names = problem.options, details.devices
     sizes = planner.neurons_of(problem)
     if options.allocation != "random":
-        return partition(sizes, names, options.layers or options.allocation)
+        return partition(sizes, names, options.layers_per_group or options.allocation)
     layers = []
     for layer, size in enumerate(sizes):
         draws = random.Random(derive(problem.seed, "scatter", layer))

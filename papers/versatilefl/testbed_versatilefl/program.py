@@ -90,7 +90,7 @@ async def run(device: Device, context: VersatileContext) -> None:
         len(context.dataset.train_labels), problem.workload.batch_size
     )
     # The paper's window is an epoch; small data have epochs shorter than the way of records.
-    window = details.window or max(epoch, details.grace + 1)
+    window = details.management_window or max(epoch, details.record_delay + 1)
     async with Mailbox(device, problem.links, KINDS) as mailbox:
         update = DynamicUpdate(options)
         neurons = Neurons(
@@ -107,13 +107,13 @@ async def run(device: Device, context: VersatileContext) -> None:
             handover.apply(first)
         ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
         records = ReceptionRecords(
-            device.name, ratios, options.alpha, window, details.grace
+            device.name, ratios, options.alpha, window, details.record_delay
         )
         controller = ArrangementController(
             mailbox, context, records, handover, maintenance, window
         )
         transmit = transmit_of(mailbox, context)
-        if options.sharing == "ideal":
+        if options.result_sharing == "ideal":
             transmit = Ideal(mailbox, transmit, first.output)
         notes = VersatileNotes(handover, records, maintenance, update)
         await SlotProgram(

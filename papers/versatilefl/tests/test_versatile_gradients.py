@@ -69,7 +69,7 @@ def test_gradients_equal_those_of_numpy(granularity, limit, place):
         for tensor in whole.values()
     }
     expected = Expected(named[2], named[1], limit)
-    options = VersatileOptions(backward=granularity, grad_reuse=limit)
+    options = VersatileOptions(backward_granularity=granularity, grad_reuse_bw=limit)
     complete = [True, True]
 
     def maintained(at):
@@ -157,7 +157,9 @@ def test_incomplete_results_and_dropped_batches_give_no_new_gradients():
 
 
 def test_past_outputs_replace_missing_parts_and_missing_values():
-    missing = Maintenance(DynamicUpdate(VersatileOptions(past=True)), None)
+    missing = Maintenance(
+        DynamicUpdate(VersatileOptions(substitute_past_outputs=True)), None
+    )
     mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": []})
 
     def inputs(batch, tensor, gaps=None):

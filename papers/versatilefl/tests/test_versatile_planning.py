@@ -297,7 +297,7 @@ def test_the_stages_become_stricter_as_the_loss_stops_improving():
         found.append((update.thres_fw, update.grad_reuse_bw))
     assert [thres_fw for thres_fw, _ in found[:7]] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5]
     assert [reuse for _, reuse in found] == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 0]
-    given = DynamicUpdate(VersatileOptions(thres_fw="30%", grad_reuse=4))
+    given = DynamicUpdate(VersatileOptions(thres_fw="30%", grad_reuse_bw=4))
     given.stage = 5
     assert (given.thres_fw, given.grad_reuse_bw) == (0.3, 4)
 
@@ -321,4 +321,4 @@ def test_a_single_device_without_links_can_be_planned():
     plan = Versatile().plan(
         problem_of(scenario(workers=0, method={"name": "versatile"}))[0]
     )
-    assert plan.details.threshold == 1.0
+    assert plan.details.credibility_threshold == 1.0

@@ -23,7 +23,7 @@ CNN = {"model": {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}}
 
 
 def six(method=(), name="versatile", workload=(), **keys):
-    own = {"window": 12} if name == "versatile" else {}
+    own = {"management_window": 12} if name == "versatile" else {}
     return scenario(
         5,
         workload={**WORKLOAD, **dict(workload)},
@@ -39,8 +39,8 @@ def devices_of(written):
 @pytest.mark.parametrize(
     ("allocation", "keys"),
     [
-        ("hybrid", {"backward": "layer", "sharing": "layer"}),
-        ("vertical", {"window": 20, "backward": "neuron"}),
+        ("hybrid", {"backward_granularity": "layer", "result_sharing": "layer"}),
+        ("vertical", {"management_window": 20, "backward_granularity": "neuron"}),
         ("horizontal", {}),
         ("horizontal", CNN),
     ],
@@ -85,8 +85,11 @@ def counted(outcome):
 
 
 def test_each_kind_of_maintenance_can_be_switched_off():
-    learns, off = {}, {"substitution": False, "reuse": False, "rearrangement": False}
-    for kept in ("substitution", "reuse", "rearrangement", None):
+    learns, off = (
+        {},
+        {"substitution": False, "reuse_gradients": False, "rearrangement": False},
+    )
+    for kept in ("substitution", "reuse_gradients", "rearrangement", None):
         outcome = run(
             six(
                 {"allocation": "horizontal", **{key: key == kept for key in off}},
@@ -104,14 +107,15 @@ def test_each_kind_of_maintenance_can_be_switched_off():
         if kept is not None
     } == {
         "substitution": False,
-        "reuse": learns["reuse"]["fresh"] > 0 and learns["reuse"]["reused"] > 0,
+        "reuse_gradients": learns["reuse_gradients"]["fresh"] > 0
+        and learns["reuse_gradients"]["reused"] > 0,
         "rearrangement": False,
     }
 
 
 def test_metrics_report_losses_by_layer_and_neurons_by_device():
     written = six(
-        {"allocation": "horizontal", "window": 12, "thres_fw": "60%"},
+        {"allocation": "horizontal", "management_window": 12, "thres_fw": "60%"},
         network=LOSSY,
         workload={"steps": 20},
     )
@@ -124,10 +128,12 @@ def test_metrics_report_losses_by_layer_and_neurons_by_device():
     assert found["layers"].keys() == sums.keys() == {"1", "2", "3", "4", "5"}
     for layer, counts in sums.items():
         assert (
-            found["layers"][layer]["substituted"] == counts["missing"] / counts["due"]
+            found["layers"][layer]["substituted_inputs"]
+            == counts["missing"] / counts["expected"]
         )
         assert (
-            found["layers"][layer]["dropped"] == counts["dropped"] / counts["batches"]
+            found["layers"][layer]["dropped_batches"]
+            == counts["dropped"] / counts["batches"]
         )
     updates = [
         counts["fresh"] + counts["reused"] + counts["idle"] for counts in sums.values()
@@ -143,7 +149,7 @@ def test_metrics_report_losses_by_layer_and_neurons_by_device():
     assert sum(held) == 64 + 12 + 10 + 8 + 8 + 10
     assert (
         min(row.get("credibility", 1) for row in found["devices"].values())
-        == found["least_credibility"]
+        == found["lowest_credibility"]
     )
     assert found["devices"]["source"].keys() >= {"compute", "neurons"}
 
@@ -154,7 +160,7 @@ def test_a_killed_device_is_detected_and_its_neurons_begin_anew_elsewhere():
     victim = next(
         name for name in planned.details.devices if name != planned.coordinator
     )
-    at = 5 * 11 * planned.details.slot
+    at = 5 * 11 * planned.details.timeslot
     outcome = run(
         six({"allocation": "horizontal"}, faults=[{"kill": victim, "at": f"{at}s"}])
     )
@@ -163,11 +169,11 @@ def test_a_killed_device_is_detected_and_its_neurons_begin_anew_elsewhere():
     change = of(outcome, "rearrangement")[0]
     assert (change["cause"], change["devices"]) == ("failure", [victim])
     assert change["version"] == 1
-    assert change["anew"] > 0
+    assert change["reset"] > 0
     last = {
         event.device: event.fields["neurons"]
         for event in outcome.events
-        if event.event == "arranged"
+        if event.event == "arrangement"
     }
     assert (
         sum(neurons for name, neurons in last.items() if name != victim)
@@ -178,12 +184,16 @@ def test_a_killed_device_is_detected_and_its_neurons_begin_anew_elsewhere():
 
 
 def test_nothing_is_maintained_after_the_steps_of_naive_after():
-    method = {"allocation": "hybrid", "naive_after": 15, "naive": "naive-zeros"}
+    method = {
+        "allocation": "hybrid",
+        "naive_after": 15,
+        "naive_baseline": "naive-zeros",
+    }
     planned = devices_of(six(method))
     victim = next(
         name for name in planned.details.devices if name != planned.coordinator
     )
-    faults = [{"kill": victim, "at": f"{15 * 4 * planned.details.slot}s"}]
+    faults = [{"kill": victim, "at": f"{15 * 4 * planned.details.timeslot}s"}]
     network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "5%"}}
     keys = {"faults": faults, "network": network, "workload": {"steps": 60}}
     naive, maintained = (
@@ -203,7 +213,8 @@ def test_nothing_is_maintained_after_the_steps_of_naive_after():
     ]
     assert not reused, "saved gradients are not used any more"
     dropped, blocked = (
-        run(six({**method, "naive": how}, **keys)) for how in ("naive", "naive-blocked")
+        run(six({**method, "naive_baseline": how}, **keys))
+        for how in ("naive", "naive-blocked")
     )
     for outcome, learns in ((naive, True), (dropped, False), (blocked, False)):
         fresh = [
@@ -222,7 +233,7 @@ def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share
     victim = next(
         name for name in planned.details.devices if name != planned.coordinator
     )
-    step = 11 * planned.details.slot
+    step = 11 * planned.details.timeslot
     faults = [
         {"retire": victim, "at": f"{5 * step}s"},
         {"join": victim, "at": f"{20 * step}s"},
@@ -230,13 +241,13 @@ def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share
     outcome = run(six(method, faults=faults))
     assert outcome.error is None
     retired, joined = of(outcome, "rearrangement")[:2]
-    assert (retired["cause"], retired["devices"], retired["anew"]) == (
+    assert (retired["cause"], retired["devices"], retired["reset"]) == (
         "retirement",
         [victim],
         0,
     )
     assert joined["cause"] == "join"
-    assert joined["anew"] == 0
+    assert joined["reset"] == 0
     states = [
         event.fields["state"]
         for event in outcome.events
@@ -246,7 +257,7 @@ def test_a_retiring_device_hands_over_its_neurons_and_rejoins_with_an_even_share
     held = [
         event.fields["neurons"]
         for event in outcome.events
-        if (event.event, event.device) == ("arranged", victim)
+        if (event.event, event.device) == ("arrangement", victim)
     ]
     assert held[1] == 0
     assert held[-1] == pytest.approx(held[0], abs=6)  # as it is rounded in each layer
@@ -264,7 +275,7 @@ def test_a_killed_device_that_restarts_joins_again(scored):
     victim = next(
         name for name in planned.details.devices if name != planned.coordinator
     )
-    step = 4 * planned.details.slot
+    step = 4 * planned.details.timeslot
     faults = [
         {"kill": victim, "at": f"{10 * step}s"},
         {"restart": victim, "at": f"{12 * step}s"},
@@ -285,7 +296,7 @@ def test_a_silent_device_rejoins_once_its_casts_arrive_again():
     method = {"allocation": "hybrid"}
     planned = devices_of(six(method))
     victim = planned.details.devices[2]
-    window = 12 * planned.details.slot * 4
+    window = 12 * planned.details.timeslot * 4
     others = [name for name in planned.details.devices if name != victim]
     links = [pair for other in others for pair in ((victim, other), (other, victim))]
 
@@ -313,15 +324,15 @@ def test_a_silent_device_rejoins_once_its_casts_arrive_again():
         for event in outcome.events
         if event.event == "receive" and event.fields["message"] == "moved"
     ]
-    assert failure["anew"] > 0
-    assert [at for at in sent if lost < at < lost + 2 * planned.details.slot]
+    assert failure["reset"] > 0
+    assert [at for at in sent if lost < at < lost + 2 * planned.details.timeslot]
     # Out for as long as nobody hears it, in within the window after.
     assert lost < 4.25 * window < again < 5.75 * window
-    assert join["anew"] == 0
+    assert join["reset"] == 0
     held = {
         event.device: event.fields["neurons"]
         for event in outcome.events
-        if event.event == "arranged"
+        if event.event == "arrangement"
     }
     assert held[victim] > 2
     began = [
@@ -333,7 +344,7 @@ def test_a_silent_device_rejoins_once_its_casts_arrive_again():
     assert max(began) > again
 
 
-@pytest.mark.parametrize("when", [{"at": "0.1s"}, {"when": {"event": "tests"}}])
+@pytest.mark.parametrize("when", [{"at": "0.1s"}, {"when": {"event": "test_start"}}])
 def test_a_device_without_receptions_does_not_declare_all_others_failed(
     when,
 ):
@@ -359,12 +370,12 @@ def test_a_device_without_receptions_does_not_declare_all_others_failed(
 
 
 def test_a_group_left_with_no_device_fails_the_run_and_is_named():
-    planned = devices_of(six({"allocation": "vertical", "window": 20}))
+    planned = devices_of(six({"allocation": "vertical", "management_window": 20}))
     victim = planned.details.devices[2]
     faults = [{"kill": victim, "at": "0.1s"}]
     outcome = run(
         six(
-            {"allocation": "vertical", "window": 20},
+            {"allocation": "vertical", "management_window": 20},
             faults=faults,
             workload={"steps": 80},
         )
@@ -391,9 +402,9 @@ def test_neurons_of_a_poorly_received_device_move_within_its_group():
     last = {
         event.device: event.fields["neurons"]
         for event in outcome.events
-        if event.event == "arranged"
+        if event.event == "arrangement"
     }
-    value = {each["of"]: each["value"] for each in of(outcome, "credibility")}
+    value = {each["rated_device"]: each["value"] for each in of(outcome, "credibility")}
     assert value[poor] < 0.3
     assert 2 <= last[poor] < last[planned.details.devices[3]] / 3
 
@@ -431,7 +442,7 @@ def test_devices_that_cannot_retire_are_refused(name, device, said):
     ("method", "said"),
     [
         (
-            {"window": 3},
+            {"management_window": 3},
             "3 steps are too few: records take 7 steps to reach every device",
         ),
     ],
@@ -447,13 +458,13 @@ def test_impossible_plans_are_refused_with_their_key(method, said):
     [
         ({"micro_batches": 2}, "micro_batches"),
         (
-            {"sharing": "link"},
-            "sharing: invalid value 'link': choose one of layer, neuron, ideal",
+            {"result_sharing": "link"},
+            "result_sharing: invalid value 'link': choose one of layer, neuron, ideal",
         ),
         ({"thres_fw": "120%"}, "thres_fw: "),
-        ({"credibility": "101%"}, "credibility: "),
+        ({"credibility_threshold": "101%"}, "credibility_threshold: "),
         ({"alpha": "200%"}, "alpha: "),
-        ({"grad_reuse": -1}, "grad_reuse: "),
+        ({"grad_reuse_bw": -1}, "grad_reuse_bw: "),
     ],
 )
 def test_impossible_options_are_refused_with_their_key(method, said):

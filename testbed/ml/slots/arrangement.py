@@ -128,7 +128,7 @@ def partition(
     groups = layer_groups(len(neurons), len(devices), allocation)
     if len(groups) > len(devices):
         text = f"makes {len(groups)} groups of layers for {len(devices)} devices: use larger groups"
-        raise InputError(text, ("method", "layers"))
+        raise InputError(text, ("method", "layers_per_group"))
     layers: list[Holders] = []
     first = 0
     for group, count in zip(groups, devices_of(groups, len(devices)), strict=True):

@@ -159,8 +159,8 @@ class Notes(Protocol):
 class Tally:
     """Counts of expected and received parts."""
 
-    due: int = 0
-    came: float = 0
+    expected: int = 0
+    received: float = 0
     """Received fraction, counting partially received parts."""
 
 
@@ -269,12 +269,12 @@ class CastExchange:
         for sender, neurons in self._arrangement().layers[layer].items():
             message = arrived.get(sender)
             if sender != self._name:
-                tally.due += 1
+                tally.expected += 1
                 # A message that the method ignores was received all the same.
                 if message is not None:
                     share += present_share(message.missing.get("tensor"))
             parts.append(self._received_part(message, neurons, sender, own))
-        tally.came += share
+        tally.received += share
         return tuple(parts)
 
     def _received_part(

@@ -174,10 +174,10 @@ def _climb_order(order: Order, score: Callable[[Order], float]) -> Order:
     return order
 
 
-def random_order(devices: int, seed: int, draw: int = 1) -> Order:
-    """Return a uniformly random order: the paper's Random. Each ``draw``, from 1 on, gives another order."""
+def random_order(devices: int, seed: int, number: int = 1) -> Order:
+    """Return a uniformly random order: the paper's Random. Each ``number``, from 1 on, gives another order."""
     draws = random.Random(derive(seed, "mapping", "random"))
-    for _ in range(draw):
+    for _ in range(number):
         order = tuple(draws.sample(range(devices), devices))
     return order
 
@@ -196,13 +196,15 @@ def best_order(wanted: Matrix, ratios: Matrix) -> Order:
     return max(orders, key=_make_scorer(wanted, ratios))
 
 
-def choose_informer(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:
+def choose_device_coordinator(
+    names: Sequence[str], ratios: Mapping[Pair, float]
+) -> str:
     """Return the device of the highest closeness centrality on expected transmissions; the first on ties.
 
     A link of reception ratio p takes 1/p transmissions on average; distances are those of the cheapest paths away from
     the device (Floyd and Warshall). A pair missing in ``ratios``, or with ratio 0, has no link.
 
-    >>> choose_informer("abc", {("a", "b"): 0.5, ("b", "a"): 0.5, ("b", "c"): 0.9, ("c", "b"): 0.9})
+    >>> choose_device_coordinator("abc", {("a", "b"): 0.5, ("b", "a"): 0.5, ("b", "c"): 0.9, ("c", "b"): 0.9})
     'b'
     """
     distances: dict[Pair, float] = {}

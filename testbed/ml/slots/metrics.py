@@ -22,35 +22,35 @@ GOOD = 0.8
 def _last_evaluation(field: str, record: RunView) -> float | None:
     """Return a field of the last evaluation.
 
-    Only gathered evaluations have a field ``one``, the accuracy by the coordinator's own results. Without gathering,
-    ``accuracy`` has that meaning.
+    Only gathered evaluations have a field ``coordinator_accuracy``, the accuracy by the results that the coordinator
+    received. Without gathering, ``accuracy`` has that meaning.
     """
     evaluations = record.of("evaluate")
     fields: Mapping[str, Any] = evaluations[-1].fields if evaluations else {}
-    is_gathered = "one" in fields
+    is_gathered = "coordinator_accuracy" in fields
     if field == "gathered":
         return fields["accuracy"] if is_gathered else None
-    if field == "one" and not is_gathered:
+    if field == "coordinator_accuracy" and not is_gathered:
         field = "accuracy"
     value: float | None = fields.get(field)
     return value
 
 
-def _passed_counts(passing: str, record: RunView) -> float | None:
+def _received_share(purpose: str, record: RunView) -> float | None:
     """Sum each device's last count: counts include tests and continue until a restart."""
     # Counts of a device are totals; a restart begins new ones.
     last: dict[str, Mapping[str, Any]] = {}
-    for event in record.of("passed"):
-        if event.fields["to"] == passing:
+    for event in record.of("parts_received"):
+        if event.fields["purpose"] == purpose:
             last[event.device] = event.fields
-    due = sum(fields["due"] for fields in last.values())
-    arrived = sum(fields["came"] for fields in last.values())
-    return arrived / due if due else None
+    expected = sum(fields["expected"] for fields in last.values())
+    received = sum(fields["received"] for fields in last.values())
+    return received / expected if expected else None
 
 
 def _test_intervals(record: RunView) -> list[Interval]:
     """A test begins with its event and ends with an evaluation, while no training is under way."""
-    begins = [event.time for event in record.of("tests")]
+    begins = [event.time for event in record.of("test_start")]
     ends = [event.time for event in record.of("evaluate")]
     # A run that failed during tests has no evaluation at its end.
     missing = [float("inf")] * (len(begins) - len(ends))
@@ -93,7 +93,7 @@ def _count_timeslots(record: RunView) -> float | None:
     if not last:
         return None
     # A backward may begin a rounding error before its slot.
-    return (last - (details.begin or 0.0) + 1e-6) // details.slot + 1
+    return (last - (details.start_time or 0.0) + 1e-6) // details.timeslot + 1
 
 
 def _time_to_good(record: RunView) -> float | None:
@@ -102,7 +102,7 @@ def _time_to_good(record: RunView) -> float | None:
     for event in record.of("evaluate"):
         if event.fields["accuracy"] >= GOOD:
             batches = event.fields["step"] * details.micro_batches
-            return timetable_of(details).slot_count(batches) * details.slot
+            return timetable_of(details).slot_count(batches) * details.timeslot
     return None
 
 
@@ -122,7 +122,7 @@ def _training_rate(count: Callable[[RunView], int], record: RunView) -> float | 
     for begin, end in _test_intervals(record):
         if end < last:
             tests += end - begin
-    seconds = last - (details_of(record).begin or 0.0) - tests
+    seconds = last - (details_of(record).start_time or 0.0) - tests
     if seconds <= 0:
         return None
     return count(record) / seconds / len(record.plan.devices)
@@ -132,15 +132,15 @@ DECLARED = MetricsSpec(
     metrics=(
         *(
             Metric(
-                f"{passing}_passed",
+                f"{parts}_received",
                 "share",
                 f"share of {needed} that arrived in time",
-                partial(_passed_counts, passing),
+                partial(_received_share, purpose),
             )
-            for passing, needed in (
-                ("forward", "the outputs needed from other devices"),
-                ("backward", "the losses needed from other devices"),
-                ("sharing", "the shared results of the output layer"),
+            for parts, purpose, needed in (
+                ("outputs", "forward", "the outputs needed from other devices"),
+                ("losses", "backward", "the losses needed from other devices"),
+                ("results", "sharing", "the shared results of the output layer"),
             )
         ),
         Metric(
@@ -187,31 +187,37 @@ DECLARED = MetricsSpec(
         ),
         *(
             Metric(
-                f"accuracy_{field}", "share", meaning, partial(_last_evaluation, field)
+                f"accuracy_{name}", "share", meaning, partial(_last_evaluation, field)
             )
-            for field, meaning in (
+            for name, field, meaning in (
                 (
-                    "one",
+                    "at_coordinator",
+                    "coordinator_accuracy",
                     "accuracy by the results that the coordinator received",
                 ),
                 (
-                    "any",
+                    "at_any_device",
+                    "any_device_accuracy",
                     "accuracy by the results that at least one device of the output layer received",
                 ),
-                ("gathered", "accuracy by complete results"),
-                ("deviation", "standard deviation of the accuracy over the test runs"),
+                ("gathered", "gathered", "accuracy by complete results"),
+                (
+                    "deviation",
+                    "deviation",
+                    "standard deviation of the accuracy over the test runs",
+                ),
             )
         ),
     ),
     events=(
         EventType(
-            "tests", "training pauses, and test runs begin", ("batch",), ("step",)
+            "test_start", "training pauses, and test runs begin", ("batch",), ("step",)
         ),
         EventType(
-            "passed",
+            "parts_received",
             "parts needed from other devices so far, and parts that arrived",
             (),
-            ("to", "due", "came"),
+            ("purpose", "expected", "received"),
         ),
     ),
 )

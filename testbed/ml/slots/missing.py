@@ -201,7 +201,7 @@ class MissingDataPolicy(Protocol):
 
     announces: bool
     """Whether a device with nothing to send announces this by a cast without values."""
-    masks: bool
+    masks_missing_outputs: bool
     """Whether outputs not received get no losses for their batch."""
 
     def inputs(self, arrived: Arrived) -> torch.Tensor | None:

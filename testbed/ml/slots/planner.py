@@ -49,15 +49,23 @@ Divide = Callable[[Sequence[int], Sequence[str]], NeuronAssignment]
 class SlotOptions(Options):
     """Options of every method training in timeslots."""
 
+    former_keys: ClassVar[Mapping[str, str]] = {
+        "draw": "random_order",
+        "layers": "layers_per_group",
+        "margin": "timeslot_margin",
+        "slot": "timeslot",
+        "test_batch": "test_batch_size",
+        "time": "training_time",
+    }
     baseline: str | None = None
     """Name of a baseline for comparison; sets the options of the baseline."""
-    layers: int | None = Field(None, ge=1)
-    """M_layers, the maximum layers of a group, instead of `allocation`."""
-    mapping: Literal["genetic", "climbing", "random", "upper"] = "genetic"
+    layers_per_group: int | None = Field(None, ge=1)
+    """The paper's M_layers: the maximum number of layers in a group, instead of `allocation`."""
+    mapping: Literal["genetic", "hill-climbing", "random", "upper"] = "genetic"
     """Mapping of super neurons to devices: Algorithm 2 as printed, the same followed by hill climbs (exchanges of two
     devices from many orders), random, or exhaustive search."""
-    draw: int = Field(1, ge=1, le=1000)
-    """Number of the random order used by the mapping `random`, on the same network."""
+    random_order: int = Field(1, ge=1, le=1000)
+    """Number of the order that the mapping `random` uses; each number gives another order on the same network."""
     pipelined: bool = True
     """False: a batch begins after the previous one is complete (the paper's Model)."""
     recovery: Literal["none", "r-tx", "ack"] = "none"
@@ -67,7 +75,7 @@ class SlotOptions(Options):
     """Transmissions of each message with `r-tx`, all in one timeslot."""
     test_runs: int = Field(1, ge=1, le=1000)
     """Passes of all test samples in an evaluation, each over the links at that time."""
-    test_batch: int | None = Field(None, ge=1)
+    test_batch_size: int | None = Field(None, ge=1)
     """Samples of a test batch; None: `batch_size`. With all test samples in one batch, a test run is one pass."""
     test_results: Literal["cast", "gathered"] = "cast"
     """Scored test results: `cast` uses the results received by the coordinator, counting missing ones as zeros, as in a
@@ -76,11 +84,11 @@ class SlotOptions(Options):
     """Whether devices send their weights to the coordinator after the last slot, to be part of the results."""
     evaluate_every: int | None = Field(None, ge=1)
     """Steps between evaluations; None: at the end only. The pipeline drains before each evaluation."""
-    slot: Duration | None = Field(None, gt=0)
-    """Length of a timeslot; None: the longest computation, the longest transmission, and `margin`."""
-    time: Duration | None = Field(None, gt=0)
+    timeslot: Duration | None = Field(None, gt=0)
+    """Length of a timeslot; None: the longest computation, the longest transmission, and `timeslot_margin`."""
+    training_time: Duration | None = Field(None, gt=0)
     """Time limit for training: as many steps as fit, without tests, but at most the workload's."""
-    margin: Duration = MARGIN
+    timeslot_margin: Duration = MARGIN
     """Seconds of a timeslot beyond computation and transmission."""
 
 
@@ -91,25 +99,26 @@ class SlotDetails(PlanDetails):
     """First layer of each group, and the one behind its last; layer 0 is the input layer."""
     devices: tuple[str, ...]
     """By super neuron, group after group."""
-    informer: str
-    """The device with the highest closeness centrality on expected transmissions; it would plan."""
-    score: float
+    device_coordinator: str
+    """The paper's device coordinator, which partitions the model: the device of the highest closeness centrality on
+    expected transmissions. The plan's `coordinator` is another role: it records losses and scores."""
+    mapping_score: float
     """Sum of the Hadamard product of connectivity and reception ratios."""
-    reception: float
+    mean_reception: float
     """Mean reception ratio of all directed links."""
     pipelined: bool
     micro_batches: int
-    slot: float
+    timeslot: float
     """Seconds."""
-    test_slot: float
+    test_timeslot: float
     """Seconds of a timeslot of tests, whose batches may be larger."""
-    forward: tuple[float, ...]
+    forward_seconds: tuple[float, ...]
     """By layer, the seconds of a batch's forward on the slowest device."""
-    backward: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
     """By layer, the seconds of a batch's backward and update on the slowest device."""
-    begin: float | None = None
+    start_time: float | None = None
     """Start of the first slot in seconds, after distributing weights or the arrangement; None: at once."""
-    answered: tuple[float, ...]
+    acknowledgement_seconds: tuple[float, ...]
     """By device, the seconds after a cast has left until all have acknowledged it; devices know only own links."""
 
 
@@ -197,11 +206,11 @@ def plan(
     problem: PlanningProblem[SlotOptions],
     divide: Divide,
     micro_batches: int = 1,
-    informs: bool = False,
+    send_model_partition: bool = False,
 ) -> Plan[SlotDetails]:
     """Divide the layers, map super neurons to devices, time the slots. Raises `InputError`.
 
-    ``informs``: whether the coordinator sends the arrangement to the others before the first slot.
+    ``send_model_partition``: whether the device coordinator sends all others their neurons before the first slot.
     """
     options, batch_size = problem.options, problem.workload.batch_size
     neurons = neurons_of(problem)
@@ -223,32 +232,37 @@ def plan(
         _computation_seconds(problem, held, layer, batch_size)
         for layer in range(len(neurons))
     ]
-    # The coordinator records losses and scores, so it needs the results; the informer is the paper's coordinator.
+    # The coordinator records losses and scores, so that it needs the results. The paper's device coordinator, which
+    # partitions the model, may be another device.
     coordinator = held.holders(held.output)[0]
-    informer = mapping.choose_informer(names, ratios)
+    device_coordinator = mapping.choose_device_coordinator(names, ratios)
     begin = 0.0
     if problem.workload.model.weights is not None:
         parameters = sum(unit.parameters for unit in problem.model.units)
         begin += _distribution_seconds(
             problem, coordinator, BYTES_PER_VALUE * parameters
         )
-    if informs:
+    if send_model_partition:
         ranges = sum(map(len, held.layers))
-        begin += _distribution_seconds(problem, informer, BYTES_OF_RANGE * ranges)
+        begin += _distribution_seconds(
+            problem, device_coordinator, BYTES_OF_RANGE * ranges
+        )
     details = SlotDetails(
         groups=tuple((group.start, group.stop) for group in held.groups),
         devices=held.devices,
-        informer=informer,
-        score=score,
-        reception=fmean(ratios.values()) if ratios else 1.0,
+        device_coordinator=device_coordinator,
+        mapping_score=score,
+        mean_reception=fmean(ratios.values()) if ratios else 1.0,
         pipelined=options.pipelined,
         micro_batches=micro_batches,
-        slot=slot,
-        test_slot=max(slot, test_seconds),
-        forward=tuple(forward for forward, _ in times),
-        backward=tuple(backward for _, backward in times),
-        begin=begin or None,
-        answered=tuple(_answering_time(problem, name) for name in held.devices),
+        timeslot=slot,
+        test_timeslot=max(slot, test_seconds),
+        forward_seconds=tuple(forward for forward, _ in times),
+        backward_seconds=tuple(backward for _, backward in times),
+        start_time=begin or None,
+        acknowledgement_seconds=tuple(
+            _answering_time(problem, name) for name in held.devices
+        ),
     )
     return Plan(
         method=method,
@@ -291,8 +305,8 @@ def _map_neurons(
                 raise InputError(text, ("method", "mapping"))
             order = mapping.best_order(wanted, ratios)
         case "random":
-            order = mapping.random_order(count, seed, options.draw)
-        case "climbing":
+            order = mapping.random_order(count, seed, options.random_order)
+        case "hill-climbing":
             order = mapping.climbed_order(wanted, ratios, seed)
         case _:
             order = mapping.genetic_order(wanted, ratios, seed)
@@ -319,7 +333,7 @@ def _check_links(
 
 def test_batch(problem: PlanningProblem[SlotOptions]) -> int:
     """Return the maximum number of samples in a test batch."""
-    return problem.options.test_batch or problem.workload.batch_size
+    return problem.options.test_batch_size or problem.workload.batch_size
 
 
 def _slot_seconds(
@@ -328,13 +342,13 @@ def _slot_seconds(
     """Return the seconds of a timeslot, configured or by equation (4). Raises `InputError` for a too short one."""
     computing, transmitting = _needed_seconds(problem, held, samples)
     needed = computing + transmitting
-    given = problem.options.slot
+    given = problem.options.timeslot
     if given is None:
-        return needed + problem.options.margin
+        return needed + problem.options.timeslot_margin
     if given < needed:
         text = f"{formats.seconds(given)} is too short: computing takes up to {formats.seconds(computing)}, "
         text += f"transmitting {formats.seconds(transmitting)}"
-        raise InputError(text, ("method", "slot"))
+        raise InputError(text, ("method", "timeslot"))
     return given
 
 
@@ -342,7 +356,7 @@ def _step_count(
     problem: PlanningProblem[SlotOptions], table: Timetable, slot: float
 ) -> int | None:
     """Return the number of steps fitting into the training time. Raises `InputError` if none fits."""
-    time = problem.options.time
+    time = problem.options.training_time
     if time is None:
         return None
     # A time that is a multiple of the slot must not lose a slot by rounding.
@@ -351,7 +365,7 @@ def _step_count(
         least = formats.seconds(table.slot_count(table.micro) * slot)
         raise InputError(
             f"{formats.seconds(time)} is too short: one step takes {least}",
-            ("method", "time"),
+            ("method", "training_time"),
         )
     return steps
 
@@ -371,7 +385,7 @@ def _distribution_seconds(
         raise InputError(text, ("network", "topology"))
     rate, delay = _cast_rate(problem, sender)
     transfers = 0.0 if rate is None else 8 * size * len(others) / rate
-    return 2 * transfers + 4 * delay + problem.options.margin
+    return 2 * transfers + 4 * delay + problem.options.timeslot_margin
 
 
 def _needed_seconds(

@@ -99,7 +99,7 @@ class FixedAssignment:
 
 def answering_time(mailbox: Mailbox, details: SlotDetails) -> float:
     """Return the seconds a device waits for acknowledgements of its casts."""
-    return details.answered[details.devices.index(mailbox.device.name)]
+    return details.acknowledgement_seconds[details.devices.index(mailbox.device.name)]
 
 
 def transmit_of(mailbox: Mailbox, context: SlotContext) -> Transmit:
@@ -162,12 +162,12 @@ class SlotProgram:
         self._segments = partial(
             make_segments,
             table,
-            details.slot,
+            details.timeslot,
             steps,
-            details.test_slot,
+            details.test_timeslot,
             len(self._tests),
             problem.options.evaluate_every,
-            details.begin or 0.0,
+            details.start_time or 0.0,
         )
         self._under_way = table.staleness(1) * table.micro
         self._neurons = neurons
@@ -259,7 +259,7 @@ class SlotProgram:
         samples = self._training.samples(batch)
         arrived = self._exchange.take_outputs(layer - 1, number, samples)
         unheard = None
-        if layer > 1 and self._on_missing.masks:
+        if layer > 1 and self._on_missing.masks_missing_outputs:
             unheard = arrived.missing_mask()
         inputs = self._on_missing.inputs(arrived)
         if inputs is None:
@@ -386,10 +386,15 @@ class SlotProgram:
         if segment.tests:
             self._evaluate_tests(segment)
             return
-        for passing, tally in self._exchange.tally.items():
-            self._device.record("passed", to=passing, due=tally.due, came=tally.came)
+        for purpose, tally in self._exchange.tally.items():
+            self._device.record(
+                "parts_received",
+                purpose=purpose,
+                expected=tally.expected,
+                received=tally.received,
+            )
         if self._is_coordinator:
-            self._device.record("tests", step=segment.trained)
+            self._device.record("test_start", step=segment.trained)
 
     def _evaluate_tests(self, segment: SlotSegment) -> None:
         """Score the last test batches on the coordinator and, if results are gathered, on its peers."""
@@ -420,5 +425,8 @@ class SlotProgram:
         until = segment.end + PATIENCE * segment.slot
         scores = await gathering.collect_scores(segment.trained, devices, until)
         self._device.record(
-            "evaluate", step=segment.trained, one=own["accuracy"], **scores
+            "evaluate",
+            step=segment.trained,
+            coordinator_accuracy=own["accuracy"],
+            **scores,
         )

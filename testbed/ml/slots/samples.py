@@ -112,7 +112,7 @@ class TestRuns:
             "accuracy": fmean(accuracies),
             "loss": loss,
             "deviation": pstdev(accuracies),
-            "runs": accuracies,
+            "run_accuracies": accuracies,
         }
 
 
@@ -172,8 +172,8 @@ class Gathering:
     ) -> dict[str, Any]:
         """Return accuracy, loss and more of the tests after a step, as in `TestRuns.finish`, from gathered results.
 
-        The field ``any`` is the fraction of samples classified correctly by at least one device from its received
-        results. Results missing at an instant, in seconds, count as zeros.
+        The field ``any_device_accuracy`` is the fraction of samples classified correctly by at least one device from
+        its received results. Results missing at an instant, in seconds, count as zeros.
         """
         right: list[bool] = []
         for test in sorted(self._own):
@@ -184,7 +184,7 @@ class Gathering:
             masks = torch.stack([message.right for message in received])
             right += masks.any(dim=0).tolist()
         self._own.clear()
-        return {**self._scores.finish(), "any": fmean(right)}
+        return {**self._scores.finish(), "any_device_accuracy": fmean(right)}
 
     async def _received(
         self, step: int, test: int, devices: Collection[str], until: float

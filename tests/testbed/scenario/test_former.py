@@ -3,6 +3,7 @@
 import pytest
 
 from testbed.common.errors import InputError
+from testbed.methods import METHODS
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -70,4 +71,39 @@ def test_former_metrics_of_expectations_name_the_present_ones(
     changes = ["sweep={}", "points=[]", f"expect.{former}=> 0"]
     (trial,) = trials(load("papers/ftpipehd-figure-6", changes))
     with pytest.raises(InputError, match=f"renamed: write '{present}'"):
+        prepare(trial)
+
+
+@pytest.mark.parametrize(
+    ("method", "former", "present"),
+    [
+        ("edgepipe", "learned", "update_share"),
+        ("versatile", "accuracy_risen", "accuracy_gain"),
+    ],
+)
+def test_former_metric_of_one_method_is_refused_with_its_present_name(
+    method, former, present
+):
+    (trial,) = trials(load(f"smoke/{method}", [f"expect.{former}=> 0"]))
+    with pytest.raises(InputError, match=f"renamed: write '{present}'"):
+        prepare(trial)
+
+
+@pytest.mark.parametrize(
+    ("method", "former", "present"),
+    [
+        (name, former, present)
+        for name in ("edgepipe", "versatile")
+        for former, present in METHODS[name].Options.former_keys.items()
+    ],
+)
+def test_former_key_of_one_method_is_refused_with_its_present_name(
+    method, former, present
+):
+    assert present in METHODS[method].Options.model_fields
+    (trial,) = trials(load(f"smoke/{method}", [f"workload.method.{former}=1"]))
+    expected = (
+        f"workload.method.{former}: '{former}' has been renamed: write '{present}'"
+    )
+    with pytest.raises(InputError, match=expected):
         prepare(trial)

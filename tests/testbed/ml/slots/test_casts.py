@@ -183,8 +183,8 @@ def test_parts_follow_their_holders_and_missing_ones_are_counted():
             ("c", [1], False),
         ]
         assert found.rate == 0.5
-        assert (own.tally["sharing"].due, own.tally["sharing"].came) == (2, 1)
-        assert own.tally["forward"].due == 0
+        assert (own.tally["sharing"].expected, own.tally["sharing"].received) == (2, 1)
+        assert own.tally["forward"].expected == 0
         assert own.take_outputs(2, 0, 2).rate == 0, "what was taken is gone"
 
     heard_by("a", ("c", Outputs(0, 2, torch.ones(2, 1))), check=check)
@@ -197,7 +197,7 @@ def test_own_values_cost_no_cast_and_are_not_counted():
         found = own.take_outputs(0, 0, 2)
         assert found.complete
         assert found.joined_values().tolist() == [[1, 1, 1, 1]] * 2
-        assert own.tally["forward"].due == 0
+        assert own.tally["forward"].expected == 0
 
     assert casts(run({"a": alone, "b": ear(False), "c": ear(False)})) == []
 
@@ -241,7 +241,7 @@ def test_an_empty_message_announces_a_missing_part():
     def check(own):
         found = own.take_outputs(2, 0, 2)
         assert [part.tensor for part in found.parts] == [None, None]
-        assert own.tally["sharing"].came == 1, "the message itself was received"
+        assert own.tally["sharing"].received == 1, "the message itself was received"
 
     heard_by("a", ("c", Outputs(0, 2, None)), check=check)
 

@@ -30,9 +30,12 @@ def test_without_losses_all_three_accuracies_are_equal(name):
         for how in ("cast", "gathered")
     ]
     assert (
-        gathered["one"] == gathered["any"] == gathered["accuracy"] == cast["accuracy"]
+        gathered["coordinator_accuracy"]
+        == gathered["any_device_accuracy"]
+        == gathered["accuracy"]
+        == cast["accuracy"]
     )
-    assert gathered["runs"] == cast["runs"]
+    assert gathered["run_accuracies"] == cast["run_accuracies"]
     assert gathered["loss"] == pytest.approx(cast["loss"], rel=1e-6)
 
 
@@ -45,12 +48,15 @@ def test_gathering_changes_no_cast(name):
         step["loss"] for step in of(gathered, "step")
     ]
     evaluations = of(gathered, "evaluate")
-    assert [each["one"] for each in evaluations] == [
+    assert [each["coordinator_accuracy"] for each in evaluations] == [
         each["accuracy"] for each in of(cast, "evaluate")
     ]
-    assert all(each["any"] >= each["one"] - 1e-9 for each in evaluations)
+    assert all(
+        each["any_device_accuracy"] >= each["coordinator_accuracy"] - 1e-9
+        for each in evaluations
+    )
     assert [each["accuracy"] for each in evaluations] != [
-        each["one"] for each in evaluations
+        each["coordinator_accuracy"] for each in evaluations
     ]
 
 
@@ -61,20 +67,20 @@ def test_results_cast_without_loss_equal_gathered_ones():
                 "versatile",
                 "20%",
                 test_results="gathered",
-                sharing="ideal",
+                result_sharing="ideal",
                 evaluate_every=None,
             )
         ),
         "evaluate",
     )
-    assert found["one"] == found["accuracy"]
+    assert found["coordinator_accuracy"] == found["accuracy"]
     assert found["accuracy"] > 0.1
 
 
 def test_results_of_a_device_that_is_off_count_as_zeros():
     written = lossy("edgepipe", "0%", test_results="gathered")
     whole = run(written)
-    tests = [event.time for event in whole.events if event.event == "tests"]
+    tests = [event.time for event in whole.events if event.event == "test_start"]
     faults = [{"kill": "worker1", "at": f"{tests[-1] + 0.05}s"}]
     outcome = run(
         type(written).model_validate(

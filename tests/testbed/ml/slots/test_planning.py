@@ -15,7 +15,7 @@ from testbed.ml.slots import arrangement
 from testbed.ml.slots.arrangement import devices_of, layer_groups
 from testbed.ml.slots.mapping import (
     best_order,
-    choose_informer,
+    choose_device_coordinator,
     climbed_order,
     connectivity,
     count_transmissions,
@@ -261,7 +261,7 @@ def test_mappings_are_seeded_and_never_worse_than_none():
     assert sorted(random_order(6, 1)) == list(range(6))
     assert random_order(6, 1) == random_order(6, 1)
     assert len({random_order(6, seed) for seed in range(20)}) > 10
-    assert random_order(6, 1, draw=1) == random_order(6, 1)
+    assert random_order(6, 1, number=1) == random_order(6, 1)
     assert len({random_order(6, 1, number) for number in range(1, 6)}) == 5
     assert [generation_count(devices) for devices in (6, 7)] == [1_000, 10_000]
 
@@ -289,7 +289,7 @@ def test_the_coordinator_is_nearest_to_all_in_expected_transmissions():
     # b reaches both in 1 / 0.9; a reaches c better by way of b than by itself.
     links = {("a", "b"): 0.9, ("b", "c"): 0.9, ("a", "c"): 0.1}
     both = {**links, **{(b, a): ratio for (a, b), ratio in links.items()}}
-    assert choose_informer(["a", "b", "c"], both) == "b"
+    assert choose_device_coordinator(["a", "b", "c"], both) == "b"
     # Only the way out counts: c hears all and is heard by none.
     out = {
         ("a", "b"): 1.0,
@@ -299,7 +299,7 @@ def test_the_coordinator_is_nearest_to_all_in_expected_transmissions():
         ("c", "a"): 0.0,
         ("c", "b"): 0.0,
     }
-    assert choose_informer(["c", "b", "a"], out) == "a"
+    assert choose_device_coordinator(["c", "b", "a"], out) == "a"
 
 
 # Timeslots.
@@ -450,8 +450,8 @@ def test_a_planned_slot_fits_the_message_of_table_iii_and_its_frame(
         .details
     )
     transmission = 0 if signals is None else 8 * size_around(4 * signals) / RATE
-    assert details.slot == pytest.approx(
-        max(details.forward + details.backward) + transmission + MARGIN
+    assert details.timeslot == pytest.approx(
+        max(details.forward_seconds + details.backward_seconds) + transmission + MARGIN
     )
 
 

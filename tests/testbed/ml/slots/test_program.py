@@ -21,7 +21,7 @@ GIVING_UP = (
 
 
 def two(name, workers=1, **keys):
-    method = {"name": name, "margin": "10ms"}
+    method = {"name": name, "timeslot_margin": "10ms"}
     return scenario(
         workers, workload={"model": MODEL, "steps": 8}, method=method, **keys
     )
@@ -64,7 +64,11 @@ def test_the_gradient_of_cross_entropy_equals_autograds_to_the_bit():
         {"name": "edgepipe", "allocation": "horizontal"},
         {"name": "edgepipe", "allocation": "hybrid"},
         {"name": "versatile", "allocation": "horizontal"},
-        {"name": "versatile", "allocation": "horizontal", "past": True},
+        {
+            "name": "versatile",
+            "allocation": "horizontal",
+            "substitute_past_outputs": True,
+        },
     ],
 )
 def test_equal_test_inputs_are_computed_once_with_equal_results(
@@ -77,7 +81,12 @@ def test_equal_test_inputs_are_computed_once_with_equal_results(
     )
     network = {"link": {"message_loss": "30%"}, "frame": frame}
     workload = {"model": MODEL, "steps": 8}
-    several = {"margin": "10ms", "test_runs": 12, "test_batch": 25, "evaluate_every": 4}
+    several = {
+        "timeslot_margin": "10ms",
+        "test_runs": 12,
+        "test_batch_size": 25,
+        "evaluate_every": 4,
+    }
     of_all = []
     for most in (neurons.MOST_KEPT, 0):
         monkeypatch.setattr(neurons, "MOST_KEPT", most)
@@ -89,7 +98,7 @@ def test_equal_test_inputs_are_computed_once_with_equal_results(
         of_all.append((list(outcome.events), len(inferred)))
     (kept, computed), (anew, each_time) = of_all
     assert kept == anew
-    assert (computed < each_time) == ("past" not in method)
+    assert (computed < each_time) == ("substitute_past_outputs" not in method)
 
 
 def test_a_lead_without_peers_stops_after_its_slots():
@@ -106,7 +115,7 @@ def test_a_lead_without_peers_stops_after_its_slots():
         scenario(
             1,
             workload=workload,
-            method={"name": "versatile", "margin": "100ms"},
+            method={"name": "versatile", "timeslot_margin": "100ms"},
             faults=faults,
         )
     )

@@ -25,34 +25,34 @@ def drawn(name, seed):
     hidden = [draw.randint(3, 14) for _ in range(layers - 2)]
     method = {
         "name": name,
-        "layers": layers // groups,
-        "margin": "50ms",
+        "layers_per_group": layers // groups,
+        "timeslot_margin": "50ms",
         "mapping": "random",
     }
     if name == "edgepipe":
         own = {
-            "learns": draw.choice(
-                ["what_arrived", "with_all_results", "with_all_transmissions"]
+            "update_condition": draw.choice(
+                ["all_losses", "all_results", "all_transmissions"]
             )
         }
         method |= own
     else:
         own = {
             "thres_fw": draw.choice([None, 0.4, 0.6]),
-            "grad_reuse": draw.choice([None, 0, 3]),
+            "grad_reuse_bw": draw.choice([None, 0, 3]),
             "patience": draw.randint(1, 5),
-            "stage_window": draw.choice([1, 1, 2, 4]),
+            "loss_window": draw.choice([1, 1, 2, 4]),
         }
         own |= {
             "granularity": draw.choice(["link", "neuron"]),
             "ideal": draw.random() < 0.3,
         }
-        own["past"] = random.Random(f"past {seed}").random() < 0.3
+        own["substitute_past_outputs"] = random.Random(f"past {seed}").random() < 0.3
         method |= {
-            "backward": own["granularity"],
-            "sharing": "ideal" if own["ideal"] else "neuron",
+            "backward_granularity": own["granularity"],
+            "result_sharing": "ideal" if own["ideal"] else "neuron",
         }
-        same = ("grad_reuse", "patience", "stage_window", "past")
+        same = ("grad_reuse_bw", "patience", "loss_window", "substitute_past_outputs")
         method |= {"rearrangement": False, **{key: own[key] for key in same}}
         method["thres_fw"] = own["thres_fw"] and f"{own['thres_fw']:.0%}"
     loss = draw.choice([2, 10, 20, 35, 50])
@@ -114,7 +114,8 @@ def test_every_loss_is_that_of_the_papers_arithmetic(name, seed):
     assert losses == pytest.approx(expected.losses, rel=1e-6, abs=1e-6)
     # Also who had something to cast: more would be out of step with what was heard from the first difference on.
     until = min(
-        (event.time for event in outcome.events if event.event == "tests"), default=0
+        (event.time for event in outcome.events if event.event == "test_start"),
+        default=0,
     )
     casts = dict.fromkeys(expected.nodes, 0)
     for event in outcome.events:

@@ -67,7 +67,7 @@ def test_each_test_run_scores_all_samples_once() -> None:
         assert list(tests.unscored_batches(test + 1)) == [test]
         tests.score(test, outputs(labels[test], right))
     found = tests.finish()
-    assert found["runs"] == [1.0, 0.3]
+    assert found["run_accuracies"] == [1.0, 0.3]
     assert found["accuracy"] == pytest.approx(0.65)
     assert (
         found["deviation"] == pytest.approx(pstdev([1.0, 0.3])) == pytest.approx(0.35)
