@@ -289,7 +289,7 @@ def _set_override(tree: dict[str, Any], override: str) -> Key:
     dotted, sign, written = override.partition("=")
     if not sign or not dotted.strip():
         raise InputError(
-            f"--set {override}: is not of the form key=value, such as network.link.rate=10mbit"
+            f"--set {override}: must be KEY=VALUE, such as network.link.rate=10mbit"
         )
     key = parse_key(dotted.strip())
     try:
@@ -300,6 +300,15 @@ def _set_override(tree: dict[str, Any], override: str) -> Key:
         value = written.strip()
     set_value(tree, key, value, f"--set {override}")
     return key
+
+
+def _describe_items(key: str, count: int) -> str:
+    """Return the valid keys of the items of a list, as the end of a message."""
+    if count == 0:
+        return f"'{key}' is an empty list: set '{key}' itself"
+    if count == 1:
+        return f"'{key}' has 1 item: use {key}.0"
+    return f"'{key}' has {count} items: use {key}.0 to {key}.{count - 1}"
 
 
 def set_value(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
@@ -329,9 +338,7 @@ def set_value(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
             place = place[name]
         else:
             here = format_key(key[:depth])
-            size = "one value"
+            text = f"'{here}' is a single value without keys: set '{here}' itself"
             if isinstance(place, list):
-                size = f"a list of {len(place)}: its items are {here}.0 and on"
-            raise InputError(
-                f"{where}: {format_key(key)}: unknown key: {here} is {size}"
-            )
+                text = _describe_items(here, len(place))
+            raise InputError(f"{where}: {format_key(key)}: unknown key: {text}")

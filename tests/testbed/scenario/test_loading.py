@@ -348,15 +348,15 @@ def test_overrides_set_dotted_keys(write):
             "netwrk.link.rate=10mbit",
             "--set netwrk.link.rate=10mbit: netwrk: unknown key 'netwrk': did you mean 'network'?",
         ),
-        ("network.link.rate", "--set network.link.rate: is not of the form key=value"),
-        ("=3", "--set =3: is not of the form key=value"),
+        ("network.link.rate", "--set network.link.rate: must be KEY=VALUE"),
+        ("=3", "--set =3: must be KEY=VALUE"),
         (
             "name.first=x",
-            "--set name.first=x: name.first: unknown key: name is one value",
+            "--set name.first=x: name.first: unknown key: 'name' is a single value",
         ),
         (
             "faults.3.at=1s",
-            "--set faults.3.at=1s: faults.3.at: unknown key: faults is a list of 1",
+            "--set faults.3.at=1s: faults.3.at: unknown key: 'faults' has 1 item: use faults.0",
         ),
         (
             "faults=[{heal: all}]",
