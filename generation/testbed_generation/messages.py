@@ -32,7 +32,7 @@ class Assigned(TypedMessage, kind="assigned"):
 
     assignment: int
     held: Mapping[str, int] = field(default_factory=dict)
-    """Tokens in the KV caches, by request: those of which the device had copies."""
+    """Number of tokens that the KV caches hold already, by request: those of which the device had copies."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,28 @@ class Step(TypedMessage, kind="step"):
     attempt: int
     """Rises when the source sends tokens of a request once more; results of lower attempts count no more."""
     position: int
-    """Tokens of the request that are in the KV cache already."""
+    """Number of tokens of the request before this step, all of which are in the KV caches."""
     tokens: int
+    """Number of tokens of this step."""
     way: Sequence[tuple[str, int]]
     """The stages after this one, each as (device, assignment); after the last one the result goes to the source."""
     values: torch.Tensor | None = None
     """Shape (tokens, width); None without numerics."""
     scored: int = 1
-    """After how many of the last tokens the next one is chosen: more than one where a draft is verified."""
+    """Number of last tokens of the step that get logits, from which the following tokens are chosen: more than one if
+    the step verifies a draft."""
 
 
 @dataclass(frozen=True)
 class Result(
-    TypedMessage, kind="result", key=("request", "attempt", "position", "assignment")
+    TypedMessage, kind="result", key=("request", "attempt", "computed", "assignment")
 ):
     """To the source: the result of the last stage for a step."""
 
     request: int
     attempt: int
-    position: int
-    """Tokens of the request up to and with those of the step."""
+    computed: int
+    """Number of tokens of the request after the step, including those of the step."""
     assignment: int
     chosen: Sequence[int] = ()
     """The tokens after the last ones of the step, from a stage with the output matrix."""
@@ -87,7 +89,9 @@ class Copy(TypedMessage, kind="copy"):
     request: int
     attempt: int
     position: int
+    """Number of tokens of the request before the step."""
     tokens: int
+    """Number of tokens of the step."""
     keys: torch.Tensor | None = None
     """Shape (layers, heads, tokens, values of a head); None without numerics."""
     values: torch.Tensor | None = None
@@ -111,13 +115,15 @@ class Pong(TypedMessage, kind="pong"):
 
 @dataclass(frozen=True)
 class Forward(TypedMessage, kind="forward"):
-    """From the source: compute the next tokens of a request."""
+    """From the source to all devices, which hold parts of each layer: compute the next tokens of a request."""
 
     number: int
-    """Of the forward; the same on all devices."""
+    """Number of the forward pass, the same on all devices."""
     request: int
     position: int
+    """Number of tokens of the request before this pass, all of which are in the KV caches."""
     tokens: int
+    """Number of tokens of this pass."""
     values: torch.Tensor | None = None
     """Shape (tokens, width); None without numerics."""
 
@@ -132,3 +138,7 @@ KINDS: tuple[type[TypedMessage], ...] = (
     Ping,
     Pong,
 )
+"""Messages of methods whose stages hold whole layers.
+
+`Forward` belongs to methods that divide each layer; their modules add messages of their own.
+"""
