@@ -1,6 +1,8 @@
-"""Write what is generated: each command's help, the table of scenario keys, the JSON schema, and `compose/`.
+"""Write the generated parts of the documentation, and the project in `compose/`.
 
-Run ``python docs/generate.py`` after changing a command or the schema; a test fails until it has been run.
+Run ``python docs/generate.py`` after a change of a command's help, of the scenario's schema, or of metrics and events.
+``--check`` writes nothing, prints the names of files that are out of date, and exits with 1 if there are any. A test
+runs this check.
 """
 
 from __future__ import annotations
@@ -25,190 +27,210 @@ from testbed_controller.cli.main import COMMANDS, testbed
 from testbed_controller.lab.composing import compose_project
 
 DOCS = Path(__file__).resolve().parent
-WIDTH = 88
-T = TypeVar("T")
+HELP_WIDTH = 88
+"""Number of columns of a help text."""
+TYPE_NAMES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "array": "list",
+    "object": "keys",
+}
+"""Type of JSON schema -> its name in the table of scenario keys."""
+Declared = TypeVar("Declared", Metric, EventType)
+Schema = Mapping[str, Any]
+"""A JSON schema, or a part of one."""
 
 
-def generated() -> Iterator[tuple[Path, str]]:
-    """Yield every file with a generated part, and what it has to hold."""
+def generate_files() -> Iterator[tuple[Path, str]]:
+    """Yield the path and the current text of every file with a generated part."""
+    yield from _command_pages()
+    yield from _reference_pages()
+    schema = json.dumps(published_schema(), indent=2)
+    yield DOCS / "scenario.schema.json", f"{schema}\n"
+    quickstart = trials(load("quickstart"))[0]
+    for name, text in compose_project(quickstart, {}).items():
+        yield DOCS.parent / "compose" / name, text
+
+
+def _command_pages() -> Iterator[tuple[Path, str]]:
+    """Yield the page of each command with the command's help texts."""
     for name in COMMANDS:
-        page = DOCS / "commands" / f"{name}.md"
         command = testbed.get_command(click.Context(testbed), name)
         assert command is not None
-        before = (
-            page.read_text()
-            if page.exists()
-            else f"# testbed {name}\n\n<!-- help -->\n<!-- /help -->\n"
-        )
-        yield (
-            page,
-            _replace(before, "help", "\n\n".join(_helps(command, f"testbed {name}"))),
-        )
+        page = DOCS / "commands" / f"{name}.md"
+        text = f"# testbed {name}\n\n<!-- help -->\n<!-- /help -->\n"
+        if page.exists():
+            text = page.read_text()
+        helps = "\n\n".join(_help_blocks(command, f"testbed {name}"))
+        yield page, replace_part(text, "help", helps)
+
+
+def _reference_pages() -> Iterator[tuple[Path, str]]:
+    """Yield the pages with the tables of keys, metrics and events."""
     tables = {
-        "keys": _keys_table(),
-        "metrics": _metrics_table(),
-        "events": _events_table(),
+        "keys.md": ("keys", _keys_table()),
+        "metrics.md": ("metrics", _metrics_table()),
+        "faults.md": ("events", _events_table()),
     }
-    pages = {"keys": "keys.md", "metrics": "metrics.md", "events": "faults.md"}
-    for mark, table in tables.items():
-        page = DOCS / "scenario" / pages[mark]
-        yield page, _replace(page.read_text(), mark, table)
-    yield DOCS / "scenario.schema.json", json.dumps(published_schema(), indent=2) + "\n"
-    for file, text in compose_project(trials(load("quickstart"))[0], {}).items():
-        yield DOCS.parent / "compose" / file, text
+    for name, (mark, table) in tables.items():
+        page = DOCS / "scenario" / name
+        yield page, replace_part(page.read_text(), mark, table)
 
 
-def _replace(text: str, mark: str, content: str) -> str:
-    """Put content between the two marks of a page."""
+def replace_part(text: str, mark: str, content: str) -> str:
+    """Replace the text between the two marks of a page. Raises ValueError for a page without the marks.
+
+    >>> replace_part("<!-- keys -->\\nold\\n<!-- /keys -->", "keys", "new")
+    '<!-- keys -->\\nnew\\n<!-- /keys -->'
+    """
     pattern = re.compile(rf"<!-- {mark} -->\n.*?<!-- /{mark} -->", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"the page lacks <!-- {mark} --> and <!-- /{mark} -->")
-    return pattern.sub(lambda _: f"<!-- {mark} -->\n{content}\n<!-- /{mark} -->", text)
+    part = f"<!-- {mark} -->\n{content}\n<!-- /{mark} -->"
+    # A function, since backslashes of a help text are no references to groups.
+    return pattern.sub(lambda _: part, text)
 
 
-def _helps(command: click.Command, name: str) -> Iterator[str]:
-    """Yield the help of a command and of each of its subcommands, as blocks."""
+def _help_blocks(command: click.Command, name: str) -> Iterator[str]:
+    """Yield the help of a command and of each subcommand, as blocks of Markdown."""
     context = click.Context(
         command,
         info_name=name,
-        terminal_width=WIDTH,
+        terminal_width=HELP_WIDTH,
         help_option_names=["-h", "--help"],
     )
     yield f"```text\n$ {name} --help\n{command.get_help(context)}\n```"
-    if isinstance(command, click.Group):
-        for inner in command.list_commands(context):
-            subcommand = command.get_command(context, inner)
-            assert subcommand is not None
-            yield from _helps(subcommand, f"{name} {inner}")
+    if not isinstance(command, click.Group):
+        return
+    for subcommand_name in command.list_commands(context):
+        subcommand = command.get_command(context, subcommand_name)
+        assert subcommand is not None
+        yield from _help_blocks(subcommand, f"{name} {subcommand_name}")
 
 
 def _metrics_table() -> str:
-    rows = _declared(COMMON.values(), lambda declared: declared.metrics, _metric_row)
-    rows += [
-        f"| `devices.<device>.{name}` | {kind} | of one device | every method |"
-        for name, kind in OF_DEVICES.items()
-    ]
-    return "\n".join(
-        ["| metric | unit | meaning | methods |", "|---|---|---|---|", *rows]
-    )
+    lines = ["| metric | unit | meaning | methods |", "|---|---|---|---|"]
+    users = _users_of(COMMON.values(), lambda declared: declared.metrics)
+    for metric, methods in users.items():
+        cells = [f"`{metric.name}`", metric.kind, metric.meaning, methods]
+        lines.append(_table_line(cells))
+    for name, kind in OF_DEVICES.items():
+        cells = [f"`devices.<device>.{name}`", kind, "of one device", "every method"]
+        lines.append(_table_line(cells))
+    return "\n".join(lines)
 
 
 def _events_table() -> str:
-    head = [
+    lines = [
         "| event | meaning | keys of `when` | fields | methods |",
         "|---|---|---|---|---|",
     ]
-    return "\n".join(
-        head + _declared(EVENTS, lambda declared: declared.events, _event_row)
-    )
+    users = _users_of(EVENTS, lambda declared: declared.events)
+    for event, methods in users.items():
+        keys = "no fault can wait for it"
+        if event.keys is not None:
+            keys = ", ".join(event.keys)
+        fields = ", ".join(event.fields)
+        cells = [f"`{event.name}`", event.meaning, keys, fields, methods]
+        lines.append(_table_line(cells))
+    return "\n".join(lines)
 
 
-def _declared(
-    common: Iterable[T],
-    of: Callable[[MetricsSpec], Iterable[T]],
-    row: Callable[[T, str], str],
-) -> list[str]:
-    """Return a row for each thing that every method declares, and for each that some do, with their names."""
-    users: dict[T, list[str]] = {each: ["every method"] for each in common}
+def _users_of(
+    common: Iterable[Declared],
+    declarations: Callable[[MetricsSpec], Iterable[Declared]],
+) -> dict[Declared, str]:
+    """Return the methods with each metric or event as text, first those of every method."""
+    users = {each: ["every method"] for each in common}
     for method in METHODS.values():
-        for each in of(method.declared):
+        for each in declarations(method.declared):
             users.setdefault(each, []).append(method.name)
-    return [row(each, ", ".join(names)) for each, names in users.items()]
-
-
-def _event_row(event: EventType, users: str) -> str:
-    keys = "no fault can wait for it" if event.keys is None else ", ".join(event.keys)
-    return f"| `{event.name}` | {event.meaning} | {keys} | {', '.join(event.fields)} | {users} |"
-
-
-def _metric_row(figure: Metric, users: str) -> str:
-    return f"| `{figure.name}` | {figure.kind} | {figure.meaning} | {users} |"
+    return {each: ", ".join(names) for each, names in users.items()}
 
 
 def _keys_table() -> str:
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    schema = published_schema()
-    for key, value, required in _keys(schema, schema, ""):
-        default = "required" if required else _default(value)
-        meaning = value.get("description", "").replace("<", "&lt;")
-        lines.append(f"| `{key}` | {_kind(value, schema)} | {default} | {meaning} |")
+    root = published_schema()
+    for key, schema, is_required in _walk_keys(root, root, ""):
+        default = "required" if is_required else _format_default(schema)
+        meaning = schema.get("description", "").replace("<", "&lt;")
+        cells = [f"`{key}`", _describe_values(schema, root), default, meaning]
+        lines.append(_table_line(cells))
     return "\n".join(lines)
 
 
-def _keys(
-    schema: Mapping[str, Any], root: Mapping[str, Any], prefix: str
-) -> Iterator[tuple[str, Any, bool]]:
-    """Yield (dotted key, its schema, whether it is required), depth first."""
+def _walk_keys(
+    schema: Schema, root: Schema, prefix: str
+) -> Iterator[tuple[str, Schema, bool]]:
+    """Yield each dotted key with its schema and whether the key is required, depth first."""
+    required = schema.get("required", ())
     for name, value in schema.get("properties", {}).items():
         key = f"{prefix}{name}"
-        yield key, value, name in schema.get("required", ())
+        yield key, value, name in required
         for part in _alternatives(value, root):
-            yield from _keys(part, root, f"{key}.")
-            for inner in _alternatives(part.get("items", {}), root):
-                yield from _keys(inner, root, f"{key}[].")
+            yield from _walk_keys(part, root, f"{key}.")
+            for item in _alternatives(part.get("items", {}), root):
+                yield from _walk_keys(item, root, f"{key}[].")
             for named in part.get("patternProperties", {}).values():
-                for inner in _alternatives(named, root):
-                    yield from _keys(inner, root, f"{key}.<name>.")
+                for entry in _alternatives(named, root):
+                    yield from _walk_keys(entry, root, f"{key}.<name>.")
 
 
-def _alternatives(
-    value: Mapping[str, Any], root: Mapping[str, Any]
-) -> Iterator[Mapping[str, Any]]:
-    if "$ref" in value:
-        yield from _alternatives(root["$defs"][value["$ref"].rpartition("/")[2]], root)
-    elif ("anyOf" in value or "oneOf" in value) and "examples" not in value:
-        for choice in value.get("anyOf") or value["oneOf"]:
-            yield from _alternatives(choice, root)
-    else:
-        yield value
+def _alternatives(schema: Schema, root: Schema) -> Iterator[Schema]:
+    """Yield the schemas that a value may have, with references resolved."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        yield from _alternatives(root["$defs"][name], root)
+        return
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    # A quantity is a number or a text with a unit; its example describes both.
+    if choices is None or "examples" in schema:
+        yield schema
+        return
+    for choice in choices:
+        yield from _alternatives(choice, root)
 
 
-def _kind(value: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """Say in a word or two what a key takes."""
-    names = {
-        "integer": "whole number",
-        "number": "number",
-        "string": "text",
-        "array": "list",
-        "object": "keys",
-    }
+def _describe_values(schema: Schema, root: Schema) -> str:
+    """Return the kinds of values of a key in a few words."""
     kinds = []
-    for part in _alternatives(value, root):
+    for part in _alternatives(schema, root):
         if "examples" in part:
             kinds.append(f"like `{part['examples'][0]}`")
         elif "enum" in part or "const" in part:
-            kinds.append(
-                ", ".join(
-                    f"`{choice}`" for choice in part.get("enum", [part.get("const")])
-                )
-            )
+            choices = part.get("enum", [part.get("const")])
+            kinds.append(", ".join(f"`{choice}`" for choice in choices))
         elif part.get("type") != "null":
-            kinds.append(names.get(part.get("type", ""), "any"))
+            kinds.append(TYPE_NAMES.get(part.get("type", ""), "any"))
+    # A dictionary removes repeated words and keeps their order.
     return " or ".join(dict.fromkeys(kinds))
 
 
-def _default(value: Mapping[str, Any]) -> str:
-    default = value.get("default")
-    return (
-        ""
-        if default in (None, [], {}, "") or isinstance(default, dict)
-        else f"`{default}`"
-    )
+def _format_default(schema: Schema) -> str:
+    """Return the default of a key; empty without one, and for keys below the key."""
+    default = schema.get("default")
+    if default in (None, [], "") or isinstance(default, dict):
+        return ""
+    return f"`{default}`"
+
+
+def _table_line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def main(check: bool) -> int:
-    """Write the files that are out of date, or with ``check`` only name them; return the exit status."""
-    stale = {
-        path: text
-        for path, text in generated()
-        if not path.exists() or path.read_text() != text
-    }
-    for path, text in stale.items():
+    """Write the files that are out of date, or print their names with ``check``; return the exit status."""
+    is_current = True
+    for path, text in generate_files():
+        if path.exists() and path.read_text() == text:
+            continue
+        is_current = False
         if check:
             print(path.relative_to(DOCS.parent))
         else:
             path.write_text(text)
-    return int(check and bool(stale))
+    return 1 if check and not is_current else 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,11 @@ LONGEST_METHOD = {"time": "60s", "test_runs": 4}
 
 
 def shorten(scenario: dict[str, Any]) -> dict[str, Any]:
-    """Return a paper's scenario that runs in seconds: little work, the first and last point, no expectations."""
+    """Return a paper's scenario that runs in seconds: little work, the first and last point, no expectations.
+
+    >>> shorten({"workload": {"steps": 500}, "expect": {"steps": "== 500"}})
+    {'workload': {'steps': 24}, 'repetitions': 1}
+    """
     _shorten_work(scenario["workload"])
     steps = scenario["workload"].get("steps")
     for fault in scenario.get("faults", ()):
@@ -155,7 +159,7 @@ def differences(ours: Any, theirs: Any, place: str = "") -> Iterator[str]:
 
 
 def main() -> None:
-    """Compare this checkout with another revision and print the differences."""
+    """Compare the metrics of the checkout and of another revision; exit with 1 if they differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -180,7 +184,7 @@ def _run_git(*arguments: str) -> None:
 
 
 def compare(other: Path, stored: Path, names: list[str], jobs: int) -> bool:
-    """Compare this checkout with another and print the differences; return whether all metrics are equal.
+    """Compare the metrics of two checkouts and print the differences; return whether all metrics are equal.
 
     ``stored`` is the folder with the metrics of the other checkout.
     """

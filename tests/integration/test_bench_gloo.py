@@ -19,8 +19,8 @@ def test_torchs_pipelining_runs_on_a_lab(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(gloo, "STEPS", 1)
     monkeypatch.setattr(gloo, "DEVICES", 2)
-    prepared = prepare(trials(gloo.scenario("1f1b"))[0])
-    took = gloo.with_gloo({"1f1b": prepared})["1f1b"]
+    prepared = prepare(trials(gloo.make_scenario("1f1b"))[0])
+    took = gloo.measure_schedules({"1f1b": prepared})["1f1b"]
     # Its messages have the links' rate and delay too.
     assert prepared.plan.step_time is not None
     assert took.step > 0.8 * prepared.plan.step_time

@@ -18,7 +18,7 @@ from testbed.network.link import Cell, Link, Pair
 from testbed_controller.shaping.plan import Endpoint
 from testbed_controller.shaping.shaper import Shaping
 from tools.bench.bare import Network
-from tools.bench.flows import flows, tcp_rates
+from tools.bench.flows import measure_flows, tcp_rates
 
 pytestmark = [
     pytest.mark.root,
@@ -196,13 +196,16 @@ def test_a_cell_survives_the_restart_of_a_member_and_changes_live(
     again = net.add("b", net.endpoints["b"].address)
     shaping.attach([again], {}, [CELL])
     transmission = FRAME * 8 / CELL.rate
-    taken = flows(net, [("b", "c")], 3, 0.1, size=FRAME - 42)["b", "c"].delays
+    taken = measure_flows(net, [("b", "c")], 3, 0.1, size=FRAME - 42)["b", "c"].delays
     assert taken == pytest.approx([transmission] * 3, abs=0.002)
     shaping.set({("b", "c"): Link(rate=125e3)})
-    taken = flows(net, [("b", "c")], 3, 0.2, size=FRAME - 42)["b", "c"].delays
+    taken = measure_flows(net, [("b", "c")], 3, 0.2, size=FRAME - 42)["b", "c"].delays
     assert taken == pytest.approx([2 * transmission] * 3, abs=0.002)
     shaping.attach([], {}, [])
-    assert max(flows(net, [("a", "c")], 3, 0.05)["a", "c"].delays) < transmission / 4
+    assert (
+        max(measure_flows(net, [("a", "c")], 3, 0.05)["a", "c"].delays)
+        < transmission / 4
+    )
 
 
 def test_an_uplink_bounds_casts_too(net: Network, shaping: Shaping) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from testbed_controller.shaping.backend import LINK_BACKENDS
 from tools.bench import conformance
-from tools.bench.conformance import NamespaceLab, settled
+from tools.bench.conformance import NamespaceLab, repeat_failed
 from tools.bench.figure import Measurement
 
 pytestmark = [
@@ -34,7 +34,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[NamespaceLab]:
 
 
 def check(case: Callable[[], Iterator[Measurement]]) -> None:
-    figures = list(settled(case))
+    figures = list(repeat_failed(case))
     for figure in figures:
         print(
             f"{figure.name}: {figure.value:.5g} {figure.unit} {figure.to_json()['target']}"
@@ -45,28 +45,34 @@ def check(case: Callable[[], Iterator[Measurement]]) -> None:
 
 
 def test_delay(lab: NamespaceLab) -> None:
-    check(lambda: conformance.delays(lab))
+    check(lambda: conformance.measure_delays(lab))
 
 
 def test_jitter(lab: NamespaceLab) -> None:
-    check(lambda: conformance.jitters(lab, packets=1500))
+    check(lambda: conformance.measure_jitters(lab, packets=1500))
 
 
 def test_loss(lab: NamespaceLab) -> None:
-    check(lambda: conformance.losses(lab, (0.01, 0.5) if IN_VM else conformance.LOSSES))
+    check(
+        lambda: conformance.measure_losses(
+            lab, (0.01, 0.5) if IN_VM else conformance.LOSSES
+        )
+    )
 
 
 def test_loss_in_bursts(lab: NamespaceLab) -> None:
-    check(lambda: conformance.bursts(lab, packets=20_000 if IN_VM else 40_000))
+    check(lambda: conformance.measure_bursts(lab, packets=20_000 if IN_VM else 40_000))
 
 
 def test_duplication_reordering_corruption(lab: NamespaceLab) -> None:
-    check(lambda: conformance.alterations(lab, packets=5000 if IN_VM else 10_000))
+    check(
+        lambda: conformance.measure_alterations(lab, packets=5000 if IN_VM else 10_000)
+    )
 
 
 def test_rates_of_slow_links(lab: NamespaceLab) -> None:
     check(
-        lambda: conformance.rates(
+        lambda: conformance.measure_rates(
             lab,
             [(1e6, 0.0), (10e6, 0.02)]
             if IN_VM
@@ -80,17 +86,17 @@ def test_rates_of_slow_links(lab: NamespaceLab) -> None:
     ("rate", "delay"), [(100e6, 0.02), (1e9, 0.0), (250e6 if IN_VM else 1e9, 0.02)]
 )
 def test_rates_of_fast_links(lab: NamespaceLab, rate: float, delay: float) -> None:
-    check(lambda: conformance.rates(lab, [(rate, delay)], patience=0.6))
+    check(lambda: conformance.measure_rates(lab, [(rate, delay)], patience=0.6))
 
 
 def test_a_change_is_quick_and_spares_others(lab: NamespaceLab) -> None:
-    check(lambda: conformance.live_change(lab, packets=4000))
+    check(lambda: conformance.measure_live_change(lab, packets=4000))
 
 
 def test_access_limits(lab: NamespaceLab) -> None:
-    check(lambda: conformance.access(lab.backend))
+    check(lambda: conformance.measure_access(lab.backend))
 
 
 def test_many_pairs_at_once(lab: NamespaceLab) -> None:
     # Twenty pairs are asked of two processors, and the virtual machine has one.
-    check(lambda: conformance.many(lab.backend, pairs=4 if IN_VM else 20))
+    check(lambda: conformance.measure_many_pairs(lab.backend, pairs=4 if IN_VM else 20))

@@ -28,7 +28,7 @@ from testbed_controller.lab.removal import DEVICE, RUN
 from testbed_controller.running.emulation import emulate
 from tests.helpers import owners, rings
 from tests.helpers.commands import command
-from tools.bench.pacing import loaded
+from tools.bench.pacing import load_one_core
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(180)]
 
@@ -379,7 +379,7 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
 def test_a_loaded_host_gives_the_same_step_time_or_says_that_it_does_not() -> None:
     _, idle = run(scenario("emu-idle", steps=12))
     assert idle["trusted"], idle["verdict"]["summary"]
-    with loaded():
+    with load_one_core():
         _, busy = run(scenario("emu-busy", steps=12))
     same = abs(busy["step_time"] / idle["step_time"] - 1) <= 0.03
     assert same or not busy["trusted"], (

@@ -7,13 +7,13 @@ import contextlib
 import numpy as np
 import pytest
 
-from tools.bench.pacing import CHARGES, TOLERANCE, loaded, pace
+from tools.bench.pacing import CHARGES, TOLERANCE, load_one_core, pace
 
 
 @pytest.mark.timed
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "loaded"])
 def test_spans_take_what_they_are_charged_or_say_by_how_much_not(busy: bool) -> None:
-    with loaded() if busy else contextlib.nullcontext():
+    with load_one_core() if busy else contextlib.nullcontext():
         devices = pace(seconds=2.0)
     spans = [span for device in devices for span in device.spans]
     assert len(spans) > 4 * 2.0 / max(CHARGES)

@@ -29,7 +29,7 @@ from testbed_controller.shaping.plan import Endpoint
 from testbed_controller.shaping.shaper import Shaping
 from testbed_controller.shaping.trains import HEADERS
 from tools.bench.bare import Network
-from tools.bench.flows import flows, tcp_rates, udp_rates
+from tools.bench.flows import measure_flows, tcp_rates, udp_rates
 
 pytestmark = [
     pytest.mark.root,
@@ -65,7 +65,9 @@ def one_way(
     net: Network, source: str, destination: str, count: int, gap: float
 ) -> list[float]:
     """Return the delays in seconds of the datagrams that arrived."""
-    return flows(net, [(source, destination)], count, gap)[source, destination].delays
+    return measure_flows(net, [(source, destination)], count, gap)[
+        source, destination
+    ].delays
 
 
 def mesh(link: Link) -> dict[tuple[str, str], Link]:

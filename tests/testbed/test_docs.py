@@ -32,6 +32,12 @@ def test_generated_parts_are_current():
     )
 
 
+def test_examples_of_the_generator_are_true():
+    command = [sys.executable, "-m", "doctest", str(DOCS / "generate.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_a_page_that_says_more_than_its_help(command):
     page = (DOCS / "commands" / f"{command}.md").read_text()

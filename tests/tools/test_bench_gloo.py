@@ -19,8 +19,8 @@ from tools.bench import gloo, gloo_program
 
 @pytest.mark.parametrize("schedule", gloo.SCHEDULES)
 def test_its_stages_are_the_plans(schedule: str) -> None:
-    prepared = prepare(trials(gloo.scenario(schedule))[0])
-    jobs = gloo.jobs(prepared.plan, schedule)
+    prepared = prepare(trials(gloo.make_scenario(schedule))[0])
+    jobs = gloo.stage_arguments(prepared.plan, schedule)
     assert [(job["rank"], job["first"], job["last"]) for job in jobs.values()] == [
         (0, 0, 2),
         (1, 2, 4),
@@ -31,7 +31,7 @@ def test_its_stages_are_the_plans(schedule: str) -> None:
     values = torch.zeros(5, 64)
     parameters, crossing = 0, []
     for job in jobs.values():
-        stage = gloo_program.layers(job["widths"], job["first"], job["last"])
+        stage = gloo_program.make_layers(job["widths"], job["first"], job["last"])
         values = stage(values)
         crossing.append(values.shape)
         parameters += sum(each.numel() for each in stage.parameters())
@@ -40,7 +40,9 @@ def test_its_stages_are_the_plans(schedule: str) -> None:
 
 
 def test_only_the_models_last_layer_has_no_relu() -> None:
-    kinds = [type(layer).__name__ for layer in gloo_program.layers([4, 3, 2], 0, 2)]
+    kinds = [
+        type(layer).__name__ for layer in gloo_program.make_layers([4, 3, 2], 0, 2)
+    ]
     assert kinds == ["Linear", "ReLU", "Linear"]
 
 
@@ -52,7 +54,7 @@ def test_our_steps_are_whole_and_warm() -> None:
 
     steps = [step(number, 9.0) for number in range(gloo.WARM_UP)]
     steps += [step(gloo.WARM_UP, 0.3), step(gloo.WARM_UP + 1, 0.1, steady=False)]
-    assert gloo.our_times(steps) == [0.3]
+    assert gloo.steady_step_times(steps) == [0.3]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,9 @@ def test_our_steps_are_whole_and_warm() -> None:
     ],
 )
 def test_the_goals(ours: float, expected: list[bool]) -> None:
-    figures = list(gloo.judge("1f1b", ours, 0.5, 0.3, HostTime(1.0, 0.02, 0.01)))
+    figures = list(
+        gloo.compare_step_times("1f1b", ours, 0.5, 0.3, HostTime(1.0, 0.02, 0.01))
+    )
     assert [
         figure.reached for figure in figures if figure.reached is not None
     ] == expected
@@ -74,7 +78,9 @@ def test_the_goals(ours: float, expected: list[bool]) -> None:
 def test_what_the_host_added_is_told_beside() -> None:
     figures = {
         figure.name: figure
-        for figure in gloo.judge("gpipe", 0.4, 0.5, 0.3, HostTime(4.0, 0.8, 0.2))
+        for figure in gloo.compare_step_times(
+            "gpipe", 0.4, 0.5, 0.3, HostTime(4.0, 0.8, 0.2)
+        )
     }
     own = figures["step by gpipe, ours without what the host added, away from the plan"]
     assert own.value == pytest.approx(0.0)
@@ -128,7 +134,7 @@ def test_first_failed_stage_is_reported(
     outcomes: list[tuple[bytes | None, int, float]],
     said: str,
 ) -> None:
-    plan = prepare(trials(gloo.scenario("gpipe"))[0]).plan
+    plan = prepare(trials(gloo.make_scenario("gpipe"))[0]).plan
     names = plan.devices
     programs = dict.fromkeys(names, (b"{}", 0, 0.0)) | dict(
         zip(names, outcomes, strict=False)
@@ -140,5 +146,5 @@ def test_first_failed_stage_is_reported(
     monkeypatch.setattr(gloo, "connect", lambda: engine)
     lab: Any = SimpleNamespace(devices=devices)
     with pytest.raises(TestbedError, match=said):
-        gloo.gloo_times(lab, plan, "gpipe")
+        gloo.measure_gloo(lab, plan, "gpipe")
     assert engine.is_closed

@@ -16,14 +16,14 @@ def test_figures_are_found_by_the_beginning_of_their_revision_and_the_newest_cou
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "results/bench.json"
-    kept.keep(
+    kept.store_figures(
         [Measurement("start-up", 9.0, "s"), Measurement("rate", 50.0, "1/s")], file
     )
-    kept.keep([Measurement("start-up", 8.0, "s")], file)
-    found = kept.of_revision((revision() or "unknown")[:7], file)
+    kept.store_figures([Measurement("start-up", 8.0, "s")], file)
+    found = kept.figures_of_revision((revision() or "unknown")[:7], file)
     assert found == {"start-up": 8.0, "rate": 50.0}
     with pytest.raises(click.UsageError, match="0 revisions 'nothing'"):
-        kept.of_revision("nothing", file)
+        kept.figures_of_revision("nothing", file)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,10 @@ def test_what_is_a_tenth_worse_is_marked(
     value: float, at_most: bool, expected: tuple[str, bool]
 ) -> None:
     assert (
-        kept.ratio(Measurement("x", value, "", at_most=at_most), {"x": 8.0}) == expected
+        kept.compare_figure(Measurement("x", value, "", at_most=at_most), {"x": 8.0})
+        == expected
     )
 
 
 def test_a_figure_that_the_other_revision_lacks_has_no_ratio() -> None:
-    assert kept.ratio(Measurement("new", 1.0, "s"), {"x": 8.0}) == ("", False)
+    assert kept.compare_figure(Measurement("new", 1.0, "s"), {"x": 8.0}) == ("", False)

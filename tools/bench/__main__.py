@@ -25,7 +25,7 @@ PARTS = (
     "conformance",
     "hosts",
 )
-BESIDE = ("peers",)
+PEER_PARTS = ("peers",)
 """Parts measured only by name, since they install packages of others."""
 
 
@@ -37,7 +37,7 @@ def _measure_function(part: str) -> Callable[[], Iterator[Measurement]]:
 
 @click.command()
 @click.argument(
-    "parts", nargs=-1, type=click.Choice([*PARTS, *BESIDE]), metavar="[PART]..."
+    "parts", nargs=-1, type=click.Choice([*PARTS, *PEER_PARTS]), metavar="[PART]..."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option(
@@ -53,8 +53,8 @@ def _measure_function(part: str) -> Callable[[], Iterator[Measurement]]:
 def bench(
     parts: tuple[str, ...], as_json: bool, out: Path | None, compare: str | None
 ) -> None:
-    """Measure the given parts (default: all); docs/bench.md describes them."""
-    before = kept.of_revision(compare) if compare else {}
+    """Measure the costs of the testbed, all parts or the given ones, which docs/bench.md describes."""
+    before = kept.figures_of_revision(compare) if compare else {}
     console = Console(stderr=as_json, highlight=False)
     figures: list[Measurement] = []
     for part in parts or PARTS:
@@ -64,7 +64,7 @@ def bench(
             mark = {None: " ", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]
             value = f"{figure.value:.4g} {figure.unit}"
             console.print(f"  {mark} {figure.name}: {value}  [dim]{figure.detail}[/]")
-    kept.keep(figures)
+    kept.store_figures(figures)
     document = json.dumps([figure.to_json() for figure in figures], indent=2)
     if out:
         out.write_text(document + "\n")
@@ -87,7 +87,7 @@ def _make_section(
             Cell(mark, tone="no" if figure.reached is False else ""),
         ]
         if compare:
-            text, is_worse = kept.ratio(figure, before)
+            text, is_worse = kept.compare_figure(figure, before)
             cells.append(Cell(text, tone="no" if is_worse else ""))
         rows.append(cells)
     headings = ["Value", "Target", ""]

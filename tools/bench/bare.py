@@ -44,7 +44,7 @@ class Network:
             self.add(name, f"198.18.0.{index + 2}")
 
     def add(self, name: str, address: str) -> Endpoint:
-        """Start or restart a device, and connect it to the bridge if ``plugged``."""
+        """Start or restart a device; with ``plugged``, connect the device to the bridge."""
         pid = self._start_sleeper()
         commands = ["ip link set lo up"]
         for key, value in _SETTINGS.items():
@@ -84,10 +84,11 @@ class Network:
         return self.namespaces[name].run(work)
 
     def sh(self, name: str, script: str) -> str:
-        """Run a shell script in the namespace of a device and return its output."""
+        """Run a shell script in the namespace of a device and return the output of the script."""
         return _run_script(self.endpoints[name].pid, script)
 
     def _start_sleeper(self) -> int:
+        """Return the process id of a process that keeps a new namespace open."""
         with contextlib.closing(Namespace.scratch()) as scratch:
             process = scratch.run(lambda: subprocess.Popen(["sleep", "inf"]))
         self._processes.append(process)

@@ -43,7 +43,7 @@ from testbed_controller.shaping.tolerance import (
 )
 from tools.bench.bare import Network
 from tools.bench.figure import Measurement
-from tools.bench.flows import flows, tcp_rates, udp_rates
+from tools.bench.flows import measure_flows, tcp_rates, udp_rates
 
 RESULTS = BUILD / "conformance"
 """Folder for the results of `measure`, from which `tools.bench.page` makes the table in the documentation."""
@@ -65,7 +65,15 @@ _DOWN = Link(up=False)
 
 
 class NamespaceLab:
-    """Namespaces with links shaped by a backend; all links are down, except those that a case sets."""
+    """Namespaces with links shaped by a backend.
+
+    All links are down, except the links that a case sets within a block.
+
+    Example::
+
+        with NamespaceLab("userspace") as lab, lab.links([Link(delay=0.02)]) as links:
+            flows = measure_flows(lab.net, list(links), count=100, gap=0.003)
+    """
 
     def __init__(self, backend: str, devices: int = 6) -> None:
         self.names = [f"d{index}" for index in range(devices)]
@@ -113,8 +121,8 @@ class NamespaceLab:
         return (destination - source) % len(self.names)
 
 
-def settled(case: Callable[[], Iterator[Measurement]]) -> Iterator[Measurement]:
-    """Yield the measurements of a case; those outside their bounds are replaced by a second measurement."""
+def repeat_failed(case: Callable[[], Iterator[Measurement]]) -> Iterator[Measurement]:
+    """Yield the measurements of a case; a second measurement replaces each one outside its bounds."""
     first = list(case())
     second = {}
     if not all(figure.reached for figure in first):
@@ -126,12 +134,14 @@ def settled(case: Callable[[], Iterator[Measurement]]) -> Iterator[Measurement]:
             yield replace(second[figure.name], detail="measured a second time")
 
 
-def delays(
+def measure_delays(
     lab: NamespaceLab, points: Sequence[float] = DELAYS, packets: int = 200
 ) -> Iterator[Measurement]:
     """Measure the median of one-way delays, on links of all given delays at once."""
     with lab.links([Link(delay=delay) for delay in points]) as links:
-        measured = flows(lab.net, list(links), packets, 0.003, linger=max(points) + 0.2)
+        measured = measure_flows(
+            lab.net, list(links), packets, 0.003, linger=max(points) + 0.2
+        )
     for pair, link in links.items():
         bound = delay_tolerance(link.delay) * 1e3
         middle = median(measured[pair].delays) * 1e3
@@ -144,19 +154,20 @@ def delays(
         )
 
 
-def jitters(
+def measure_jitters(
     lab: NamespaceLab, jitter: float = 0.004, delay: float = 0.02, packets: int = 3000
 ) -> Iterator[Measurement]:
     """Measure the standard deviation of delays of each distribution, and their correlation if supported."""
     links = []
     for distribution in ("normal", "uniform", "pareto"):
         links.append(Link(delay=delay, jitter=jitter, distribution=distribution))
+    # netem refuses correlated jitter, since its numbers lose the correlation (docs/fidelity.md).
     correlated = Link(delay=delay, jitter=jitter, jitter_correlation=0.5)
     if LINK_BACKENDS.find(lab.backend).link_problem(correlated, None) is None:
         links.append(correlated)
     linger = delay + 8 * jitter + 0.2
     with lab.links(links) as given:
-        measured = flows(lab.net, list(given), packets, 0.001, linger=linger)
+        measured = measure_flows(lab.net, list(given), packets, 0.001, linger=linger)
     for pair, link in given.items():
         requested = link.jitter * 1e3
         name = f"jitter {requested:g} ms {link.distribution}"
@@ -165,7 +176,10 @@ def jitters(
             by_number = [delay for _, delay in sorted(measured[pair].arrived)]
             name += f", correlation {link.jitter_correlation:g}"
             yield Measurement(
-                f"{name}: correlation", _correlation(by_number), "", between=(0.4, 0.6)
+                f"{name}: correlation",
+                _autocorrelation(by_number),
+                "",
+                between=(0.4, 0.6),
             )
         bounds = (requested * (1 - JITTER_FRACTION), requested * (1 + JITTER_FRACTION))
         yield Measurement(
@@ -182,18 +196,20 @@ def jitters(
         )
 
 
-def losses(
+def measure_losses(
     lab: NamespaceLab, points: Sequence[float] = LOSSES, packets: int = PACKETS
 ) -> Iterator[Measurement]:
     """Measure the share of lost packets, on links of all given losses at once."""
     with lab.links([Link(loss=loss) for loss in points]) as links:
-        measured = flows(lab.net, list(links), packets, 0.0, read_every=50)
+        measured = measure_flows(lab.net, list(links), packets, 0.0, read_every=50)
     for pair, link in links.items():
         name = f"loss {100 * link.loss:g} %"
         yield _random_share(name, measured[pair].lost, packets, link.loss)
 
 
-def bursts(lab: NamespaceLab, packets: int = 2 * PACKETS) -> Iterator[Measurement]:
+def measure_bursts(
+    lab: NamespaceLab, packets: int = 2 * PACKETS
+) -> Iterator[Measurement]:
     """Measure loss and mean burst length of Gilbert-Elliott links and of a link with correlated loss."""
     wanted = [
         Link(bursts=GilbertElliott(p=0.05, r=0.5)),
@@ -201,7 +217,7 @@ def bursts(lab: NamespaceLab, packets: int = 2 * PACKETS) -> Iterator[Measuremen
         Link(loss=0.1, loss_correlation=0.4),
     ]
     with lab.links(wanted) as links:
-        measured = flows(lab.net, list(links), packets, 0.0, read_every=50)
+        measured = measure_flows(lab.net, list(links), packets, 0.0, read_every=50)
     for pair, link in links.items():
         states = loss_chain(link)
         assert states is not None
@@ -225,8 +241,10 @@ def bursts(lab: NamespaceLab, packets: int = 2 * PACKETS) -> Iterator[Measuremen
         )
 
 
-def alterations(lab: NamespaceLab, packets: int = PACKETS) -> Iterator[Measurement]:
-    """Measure duplication, reordering and corruption, each on a link of its own, and all on a fourth link."""
+def measure_alterations(
+    lab: NamespaceLab, packets: int = PACKETS
+) -> Iterator[Measurement]:
+    """Measure duplication, reordering and corruption: three links with one of them, and a link with all."""
     wanted = [
         Link(delay=0.005, duplicate=0.05),
         Link(delay=0.005, reorder=0.05),
@@ -235,9 +253,9 @@ def alterations(lab: NamespaceLab, packets: int = PACKETS) -> Iterator[Measureme
     ]
     # Large datagrams, in which the unchecked bits of the Ethernet header are a small part.
     with lab.links(wanted) as links:
-        measured = flows(lab.net, list(links), packets, 0.0002, size=1000)
+        measured = measure_flows(lab.net, list(links), packets, 0.0002, size=1000)
     duplicating, reordering, corrupting, combined = (measured[pair] for pair in links)
-    yield _random_share("duplicate 5 %", duplicating.twice, packets, 0.05)
+    yield _random_share("duplicate 5 %", duplicating.duplicates, packets, 0.05)
     yield Measurement("duplicate 5 %: lost", duplicating.lost, "packets", 0)
     # A reordered packet skips the delay of 5 ms.
     early = sum(delay < 0.0025 for delay in reordering.delays)
@@ -261,10 +279,11 @@ def alterations(lab: NamespaceLab, packets: int = PACKETS) -> Iterator[Measureme
 def _lost_share(link: Link) -> float:
     """Return the expected share of datagrams without an intact copy."""
     lost = expected_loss(link)
+    # Copies are lost independently, so a duplicated datagram is lost if both copies are.
     return lost * (1 - link.duplicate) + lost * lost * link.duplicate
 
 
-def rates(
+def measure_rates(
     lab: NamespaceLab,
     points: Sequence[tuple[float, float]],
     *,
@@ -294,6 +313,7 @@ def rates(
 
 def _udp_shares(lab: NamespaceLab, links: Mapping[Pair, Link]) -> Iterator[Measurement]:
     slowest = min(link.rate or math.inf for link in links.values())
+    # At least 60 frames on the slowest link, so that one frame more or less stays within the bounds.
     seconds = max(_SECONDS_TO_FILL, 60 * FRAME * 8 / slowest)
     measured = udp_rates(lab.net, links, seconds, skip=0.1 * seconds)
     bounds = (100 * RATE_LOWEST, 100 * RATE_HIGHEST)
@@ -319,18 +339,23 @@ def _rate_share(
     traffic: str, link: Link, rate: float, bounds: tuple[float, float]
 ) -> Measurement:
     assert link.rate
-    name = f"{_bits(link.rate)}, {1e3 * link.delay:g} ms: {traffic}"
+    name = f"{_format_rate(link.rate)}, {1e3 * link.delay:g} ms: {traffic}"
     return Measurement(name, 100 * rate / link.rate, "%", between=bounds)
 
 
-def _bits(rate: float) -> str:
+def _format_rate(rate: float) -> str:
+    """Return a rate in bit/s with a unit.
+
+    >>> _format_rate(2.5e8), _format_rate(250e3)
+    ('250 mbit', '250 kbit')
+    """
     for factor, unit in ((1e9, "gbit"), (1e6, "mbit")):
         if rate >= factor:
             return f"{rate / factor:g} {unit}"
     return f"{rate / 1e3:g} kbit"
 
 
-def many(
+def measure_many_pairs(
     backend: str, pairs: int = 20, rate: float = 20e6, delay: float = 0.02
 ) -> Iterator[Measurement]:
     """Measure many pairs at once: the rates of full links, then the delays of half full links."""
@@ -344,15 +369,18 @@ def many(
         measured_rates = udp_rates(lab.net, ring, 1.0, skip=0.2)
         shares = [100 * each / rate for each in measured_rates.values()]
         bounds = (100 * RATE_LOWEST, 100 * RATE_HIGHEST)
-        name = f"{pairs} pairs at {_bits(rate)}, {1e3 * delay:g} ms"
+        name = f"{pairs} pairs at {_format_rate(rate)}, {1e3 * delay:g} ms"
         yield Measurement(
             f"{name}: UDP on the wire, least", min(shares), "%", between=bounds
         )
         yield Measurement(
             f"{name}: UDP on the wire, most", max(shares), "%", between=bounds
         )
+        # A frame in every second transmission time, so that no queue adds to the delay.
         gap = 2 * FRAME * 8 / rate
-        measured = flows(lab.net, list(ring), round(0.8 / gap), gap, size=FRAME - 42)
+        measured = measure_flows(
+            lab.net, list(ring), round(0.8 / gap), gap, size=FRAME - 42
+        )
         medians = [median(flow.delays) for flow in measured.values()]
         worst = max(medians, key=lambda each: abs(each - delay))
         bound = delay_tolerance(delay)
@@ -370,7 +398,7 @@ def many(
         )
 
 
-def live_change(
+def measure_live_change(
     lab: NamespaceLab, packets: int = 10_000, gap: float = 0.0003
 ) -> Iterator[Measurement]:
     """Measure the losses on a link while another is changed many times, and the time until a change takes effect."""
@@ -386,7 +414,7 @@ def live_change(
 
         changing = threading.Thread(target=change)
         changing.start()
-        undisturbed = flows(lab.net, [third], packets, gap)[third]
+        undisturbed = measure_flows(lab.net, [third], packets, gap)[third]
         stop.set()
         changing.join()
     yield Measurement(
@@ -403,7 +431,7 @@ def live_change(
 
         changing = threading.Thread(target=shorten)
         changing.start()
-        flow = flows(lab.net, [pair], 500, 0.001)[pair]
+        flow = measure_flows(lab.net, [pair], 500, 0.001)[pair]
         changing.join()
     late = [flow.sent[number] for number, delay in flow.arrived if delay > 0.05]
     yield Measurement(
@@ -426,7 +454,7 @@ def _link_at_step(step: int) -> Link:
     return kinds[step % len(kinds)]
 
 
-def access(
+def measure_access(
     backend: str, uplink: float = 20e6, downlink: float = 10e6
 ) -> Iterator[Measurement]:
     """Measure how two links share an uplink and a downlink whose rate is below the sum of theirs."""
@@ -449,10 +477,13 @@ def access(
             share = 100 * sum(measured.values()) / limit
             smaller = 100 * min(measured.values()) / (limit / 2)
             yield Measurement(
-                f"{name} {_bits(limit)}: two links together", share, "%", between=bounds
+                f"{name} {_format_rate(limit)}: two links together",
+                share,
+                "%",
+                between=bounds,
             )
             yield Measurement(
-                f"{name} {_bits(limit)}: the smaller part of its half",
+                f"{name} {_format_rate(limit)}: the smaller part of its half",
                 smaller,
                 "%",
                 90,
@@ -480,7 +511,7 @@ def _random_share(
     )
 
 
-def _correlation(values: Sequence[float]) -> float:
+def _autocorrelation(values: Sequence[float]) -> float:
     """Return the autocorrelation of successive values."""
     mean = fmean(values)
     products = [
@@ -489,30 +520,38 @@ def _correlation(values: Sequence[float]) -> float:
     return fmean(products) / pstdev(values) ** 2
 
 
-def conformance(backend: str, *, slow_host: bool = False) -> Iterator[Measurement]:
-    """Measure every case; with ``slow_host``, such as a virtual machine, only those that a slow host can measure."""
+def measure_backend(backend: str, *, slow_host: bool = False) -> Iterator[Measurement]:
+    """Measure every case.
+
+    A ``slow_host``, such as a virtual machine, measures fewer pairs and lower rates.
+    """
     with NamespaceLab(backend) as lab:
         cases: list[Callable[[], Iterator[Measurement]]] = [
-            lambda: delays(lab),
-            lambda: jitters(lab),
-            lambda: losses(lab),
-            lambda: bursts(lab),
-            lambda: alterations(lab),
-            lambda: live_change(lab),
+            lambda: measure_delays(lab),
+            lambda: measure_jitters(lab),
+            lambda: measure_losses(lab),
+            lambda: measure_bursts(lab),
+            lambda: measure_alterations(lab),
+            lambda: measure_live_change(lab),
         ]
         fastest = 250e6 if slow_host else 1e9
         for delay in RATE_DELAYS:
             points = [(rate, delay) for rate in RATES if not delay or rate <= fastest]
             points += [(fastest, delay)] if delay and fastest not in RATES else []
-            cases.append(partial(rates, lab, points))
+            cases.append(partial(measure_rates, lab, points))
         for case in cases:
-            yield from settled(case)
-    yield from settled(lambda: access(backend))
-    yield from settled(lambda: many(backend, pairs=6 if slow_host else 20))
+            yield from repeat_failed(case)
+    yield from repeat_failed(lambda: measure_access(backend))
+    yield from repeat_failed(
+        lambda: measure_many_pairs(backend, pairs=6 if slow_host else 20)
+    )
 
 
 def measure() -> Iterator[Measurement]:
-    """Yield the measurements of each backend, or the reason for their absence, and store them in `RESULTS`."""
+    """Yield the measurements of each backend, and store the results of each in a file in `RESULTS`.
+
+    For a backend that cannot be measured, the detail of the only measurement gives the reason.
+    """
     if os.geteuid() != 0:
         yield Measurement(
             "links", 0, "", detail="not measured: network namespaces need root"
@@ -521,6 +560,7 @@ def measure() -> Iterator[Measurement]:
     RESULTS.mkdir(parents=True, exist_ok=True)
     for backend in LINK_BACKENDS.own:
         kept = RESULTS / f"{backend}.json"
+        # After a failure, the page must not show results of an earlier measurement.
         kept.unlink(missing_ok=True)
         try:
             if missing_modules()[backend]:
@@ -530,10 +570,10 @@ def measure() -> Iterator[Measurement]:
                     yield replace(figure, name=f"{backend}: {figure.name}")
             else:
                 figures = []
-                for figure in conformance(backend):
+                for figure in measure_backend(backend):
                     figures.append(figure)
                     yield replace(figure, name=f"{backend}: {figure.name}")
-                document = _document(backend, figures, ["--links", backend])
+                document = _make_document(backend, figures, ["--links", backend])
         except HostError as error:
             yield Measurement(
                 f"{backend}: links", 0, "", detail=f"not measured: {error}"
@@ -542,7 +582,7 @@ def measure() -> Iterator[Measurement]:
             kept.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _document(
+def _make_document(
     backend: str, figures: Sequence[Measurement], arguments: Sequence[str]
 ) -> dict[str, Any]:
     """Return the content of a results file for `tools.bench.page`."""
@@ -583,7 +623,7 @@ def _in_virtual_machine(backend: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure one backend and write the results as JSON; return 1 if any is outside its bounds."""
+    """Measure one backend and write the results as JSON; return 1 if a result is outside its bounds."""
     parser = argparse.ArgumentParser(
         description="Measure the conformance of a backend's links with the requested properties."
     )
@@ -596,20 +636,26 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     figures = []
-    for figure in conformance(arguments.links, slow_host=arguments.slow_host):
+    for figure in measure_backend(arguments.links, slow_host=arguments.slow_host):
         figures.append(figure)
         mark = "ok " if figure.reached else "BAD"
         value = f"{figure.value:.5g} {figure.unit}"
         print(f"{mark} {figure.name}: {value} {figure.detail}")
         sys.stdout.flush()
     if arguments.json:
-        document = _document(arguments.links, figures, _without_files(sys.argv[1:]))
+        document = _make_document(
+            arguments.links, figures, _without_files(sys.argv[1:])
+        )
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0 if all(figure.reached for figure in figures) else 1
 
 
 def _without_files(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line without ``--json`` and its file."""
+    """Return the words of a command line without ``--json FILE``.
+
+    >>> _without_files(["--links", "netem", "--json", "netem.json"])
+    ['--links', 'netem']
+    """
     kept = []
     for previous, word in pairwise(["", *words]):
         if "--json" not in (previous, word):

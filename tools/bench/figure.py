@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measured value and its target.
+    """A measured value with a target or bounds.
 
     >>> Measurement("delay", 5.2, "ms", target=5.5).reached
     True

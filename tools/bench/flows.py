@@ -23,6 +23,7 @@ from tools.bench.bare import Network
 HEADERS = 42
 """Bytes of Ethernet, IP and UDP before a datagram's content."""
 _CONTENT = struct.Struct("=8sId")
+# Constants of asm-generic/socket.h and linux/udp.h, which Python's `socket` lacks.
 _SO_NO_CHECK, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _UDP_SEGMENT = 11, 32, 33, 103
 _RECEIVE_BUFFER = 256 << 20
 _BUFFER_PER_FRAME = 2304
@@ -60,16 +61,16 @@ class Flow:
 
     @property
     def lost(self) -> int:
-        """Number of datagrams that never arrived intact."""
+        """Number of datagrams without an intact arrival."""
         return sum(self.fates)
 
     @property
-    def twice(self) -> int:
+    def duplicates(self) -> int:
         """Number of duplicates."""
         return len(self.arrived) - len({number for number, _ in self.arrived})
 
 
-def flows(
+def measure_flows(
     net: Network,
     pairs: Sequence[Pair],
     count: int,
@@ -84,6 +85,7 @@ def flows(
     ``linger`` is the time to wait for the last datagram. The datagrams have no checksum, so that altered ones arrive.
     Arrivals are read after every ``read_every`` numbers; delays are accurate only for 1, the default.
     """
+    # The mark tells the datagrams of this measurement from late ones of an earlier measurement.
     run = os.urandom(8)
     measured = {pair: Flow() for pair in pairs}
     filler = (bytes(range(256)) * 6)[: size - _CONTENT.size]
@@ -120,7 +122,9 @@ def flows(
             numbers = range(first, min(first + read_every, count))
             for number, (pair, flow) in itertools.product(numbers, measured.items()):
                 sender = senders[pair[0]]
-                sent = _send(sender, targets[pair], (run, number), filler, drain)
+                sent = _send_datagram(
+                    sender, targets[pair], (run, number), filler, drain
+                )
                 flow.sent.append(sent)
             drain(start + numbers.stop * gap)
         drain(time.monotonic() + linger)
@@ -140,7 +144,7 @@ def _open_senders(
     return senders
 
 
-def _send(
+def _send_datagram(
     sender: socket.socket,
     target: tuple[str, int],
     mark: tuple[bytes, int],
@@ -246,6 +250,7 @@ def udp_rates(
             senders[pair] = sender = stack.enter_context(_bound_socket(net, pair[0]))
             # Below the length of the queue before the link, which would drop the excess.
             buffer = int(0.5 * queue_limit(link)) * _BUFFER_PER_FRAME
+            # The kernel doubles the value.
             sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
             sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, len(content))
             sender.connect(receivers[pair].getsockname())
@@ -269,7 +274,7 @@ def udp_rates(
         longest = max(link.delay for link in links.values())
         slowest = min(link.rate or math.inf for link in links.values())
         quiet = 0.3 + longest + 20 * frame * 8 / slowest
-        return _pump(senders, push, receivers, pull, seconds, skip, quiet)
+        return _transfer(senders, push, receivers, pull, seconds, skip, quiet)
 
 
 def _frames_at_once(link: Link, frame: int) -> int:
@@ -294,6 +299,7 @@ def tcp_rates(
             client = net.inside(pair[0], connect)
             senders[pair] = stack.enter_context(client)
             receivers[pair] = stack.enter_context(server.accept()[0])
+        # Blocked in one connection, the process would leave the others idle.
         for each in (*senders.values(), *receivers.values()):
             each.setblocking(False)
         content = bytes(180 * SEGMENT)
@@ -309,10 +315,10 @@ def tcp_rates(
             return 0
 
         # Data in transit at the end does not count, so there is no time to wait for it.
-        return _pump(senders, push, receivers, pull, seconds, skip, 0.0)
+        return _transfer(senders, push, receivers, pull, seconds, skip, 0.0)
 
 
-def _pump(
+def _transfer(
     senders: Mapping[Pair, socket.socket],
     push: Callable[[Pair], None],
     receivers: Mapping[Pair, socket.socket],
@@ -321,7 +327,7 @@ def _pump(
     skip: float,
     quiet: float,
 ) -> dict[Pair, float]:
-    """Send for ``seconds`` in a child process, and receive in this one until ``quiet`` seconds without data.
+    """Send for ``seconds`` in a child process; receive in this process until ``quiet`` seconds pass without data.
 
     A single process would delay sending while it receives, and a link without data to send looks like a slow link.
     """
@@ -329,7 +335,7 @@ def _pump(
     end = time.monotonic() + seconds
 
     def send() -> None:
-        with _watching(senders, select.EPOLLOUT) as ready:
+        with _watch_sockets(senders, select.EPOLLOUT) as ready:
             while time.monotonic() < end:
                 for pair in ready(0.05):
                     with contextlib.suppress(BlockingIOError):
@@ -338,7 +344,7 @@ def _pump(
     heard = time.monotonic()
     sending = multiprocessing.get_context("fork").Process(target=send)
     sending.start()
-    with _watching(receivers, select.EPOLLIN) as ready:
+    with _watch_sockets(receivers, select.EPOLLIN) as ready:
         while (now := time.monotonic()) < max(end, heard + quiet if quiet else 0.0):
             for pair in ready(0.05):
                 count = pull(pair)
@@ -350,7 +356,7 @@ def _pump(
 
 
 @contextlib.contextmanager
-def _watching(
+def _watch_sockets(
     sockets: Mapping[Pair, socket.socket], event: int
 ) -> Iterator[Callable[[float], list[Pair]]]:
     by_descriptor = {each.fileno(): pair for pair, each in sockets.items()}

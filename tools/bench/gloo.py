@@ -42,18 +42,18 @@ MICRO_BATCHES = 4
 WARM_UP = 3
 """Steps not measured at the beginning, while connections are established and their windows open."""
 STEPS = 10
-SHARE = 0.8
+MOST_STEP_RATIO = 0.8
 """Maximum ratio of our step time to that of gloo."""
-BESIDE = 0.25
+MOST_PROCESSOR_RATIO = 0.25
 """Maximum ratio of our processor time without computation to the processor time of torch's pipelining."""
-AWAY = 0.05
+MOST_DEVIATION = 0.05
 """Maximum relative difference of our step time from the plan."""
 PORT = 29500
 _TAIL = 2000
 """Number of characters shown of a failed program's output."""
 
 
-def scenario(schedule: str) -> Scenario:
+def make_scenario(schedule: str) -> Scenario:
     """Return the scenario of the comparison for a schedule, with two layers per device."""
     return Scenario.model_validate(
         {
@@ -88,7 +88,7 @@ class GlooTimes:
     """Processor time of all stages in all steps."""
 
 
-def jobs(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
+def stage_arguments(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
     """Return the argument of the gloo program for each device: the cuts of the plan, with a rank per stage."""
     common = {
         "world": len(plan.assignments),
@@ -132,9 +132,9 @@ def _run_program(
     return times
 
 
-def gloo_times(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
-    """Run torch's pipelining on a lab and return its times; the step time is that of steps after the warm-up."""
-    arguments = jobs(plan, schedule)
+def measure_gloo(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
+    """Run torch's pipelining on a lab and return the times, without the steps of the warm-up."""
+    arguments = stage_arguments(plan, schedule)
     first = lab.devices[plan.coordinator].address
     running = {}
     times = {}
@@ -151,12 +151,12 @@ def gloo_times(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
     return GlooTimes(step, sum(each["processor"] for each in times.values()))
 
 
-def our_times(steps: Sequence[Step]) -> list[float]:
+def steady_step_times(steps: Sequence[Step]) -> list[float]:
     """Return the times of our undisturbed steps after the warm-up, in seconds."""
     return [step.seconds for step in steps if step.steady and step.step >= WARM_UP]
 
 
-def judge(
+def compare_step_times(
     schedule: str, ours: float, gloo: float, planned: float, host: HostTime
 ) -> Iterator[Measurement]:
     """Yield the three step times in seconds and their ratios; ``host`` is the delay of our steps by a slow host."""
@@ -172,20 +172,23 @@ def judge(
         "x",
         detail="the least that ours could reach",
     )
-    yield Measurement(f"{step}, ours to gloo's", ours / gloo, "x", SHARE)
+    yield Measurement(f"{step}, ours to gloo's", ours / gloo, "x", MOST_STEP_RATIO)
     own = abs(ours * (1 - host.share) / planned - 1)
     yield Measurement(
         f"{step}, ours without what the host added, away from the plan", own, ""
     )
     yield Measurement(
-        f"{step}, ours away from the plan", abs(ours / planned - 1), "", AWAY
+        f"{step}, ours away from the plan", abs(ours / planned - 1), "", MOST_DEVIATION
     )
 
 
 def compare_processor_time(
     schedule: str, ours: Mapping[str, float], gloo: float
 ) -> Iterator[Measurement]:
-    """Yield processor times in seconds; ``ours`` is the result of `processor_time`, ``gloo`` that of all stages."""
+    """Yield processor times in seconds, and their ratio.
+
+    ``ours`` is the result of `processor_time`; ``gloo`` is the processor time of all stages.
+    """
     run = f"{WARM_UP + STEPS} steps by {schedule}"
     taken = sum(ours.values()) - ours["computing"]
     detail = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ours.items())
@@ -199,18 +202,18 @@ def compare_processor_time(
         f"{run}, processor time of ours but for computing to torch's",
         taken / gloo,
         "x",
-        BESIDE,
+        MOST_PROCESSOR_RATIO,
     )
 
 
-def with_gloo(prepared: Mapping[str, Prepared]) -> dict[str, GlooTimes]:
+def measure_schedules(prepared: Mapping[str, Prepared]) -> dict[str, GlooTimes]:
     """Return the times of each schedule over gloo, all on one lab."""
     first = next(iter(prepared.values()))
     lab = Lab.create(first.trial)
     times = {}
     try:
         for schedule, each in prepared.items():
-            times[schedule] = gloo_times(lab, each.plan, schedule)
+            times[schedule] = measure_gloo(lab, each.plan, schedule)
     finally:
         lab.down()
     return times
@@ -220,17 +223,17 @@ def measure() -> Iterator[Measurement]:
     """Yield for each schedule the step time over gloo, of ours and of the plan, their ratios, and processor time."""
     prepared = {}
     for schedule in SCHEDULES:
-        prepared[schedule] = prepare(trials(scenario(schedule))[0])
-    gloo = with_gloo(prepared)
+        prepared[schedule] = prepare(trials(make_scenario(schedule))[0])
+    gloo = measure_schedules(prepared)
     for schedule, each in prepared.items():
         dataset = load_data(workload_section(each.scenario).data)
         outcome = emulate(each, dataset, accept_links=True)
         record = RunView(outcome, each.experiment, each.plan)
         assert each.plan.step_time is not None
         theirs = gloo[schedule]
-        yield from judge(
+        yield from compare_step_times(
             schedule,
-            median(our_times(record.steps)),
+            median(steady_step_times(record.steps)),
             theirs.step,
             each.plan.step_time,
             added_time(record),

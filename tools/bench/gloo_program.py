@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-PATIENCE = timedelta(seconds=60)
+MESSAGE_TIMEOUT = timedelta(seconds=60)
 """Maximum time to wait for a message of another stage."""
 
 
-def layers(widths: list[int], first: int, last: int) -> nn.Sequential:
+def make_layers(widths: list[int], first: int, last: int) -> nn.Sequential:
     """Return the fully connected layers from ``first`` to ``last`` (excluded); layer i has widths[i] inputs.
 
     A ReLU follows each layer except the last one of the whole model.
@@ -35,13 +35,13 @@ def layers(widths: list[int], first: int, last: int) -> nn.Sequential:
     return nn.Sequential(*modules)
 
 
-def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Train this stage in the existing process group; return the measured times."""
+def train_stage(job: dict[str, Any]) -> dict[str, Any]:
+    """Train one stage in the existing process group; return the measured times."""
     # The import takes more than a second, which tests and the bench itself can do without.
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     rank, world, widths = job["rank"], job["world"], job["widths"]
-    model = layers(widths, job["first"], job["last"])
+    model = make_layers(widths, job["first"], job["last"])
     stage = PipelineStage(model, rank, world, torch.device("cpu"))
     schedules = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
     schedule = schedules[job["schedule"]](
@@ -68,9 +68,9 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     distributed.init_process_group(
-        "gloo", rank=job["rank"], world_size=job["world"], timeout=PATIENCE
+        "gloo", rank=job["rank"], world_size=job["world"], timeout=MESSAGE_TIMEOUT
     )
-    times = train(job)
+    times = train_stage(job)
     distributed.barrier()
     distributed.destroy_process_group()
     print(json.dumps(times))

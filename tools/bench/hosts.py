@@ -14,11 +14,11 @@ from testbed_controller.hosts.contexts import reach
 from testbed_controller.hosts.lab import HostsLab
 from testbed_controller.lab.removal import RUN
 from tools.bench.figure import Measurement
-from tools.bench.startup import scenario
+from tools.bench.startup import make_scenario
 
 DEVICES = 64
-RATIO = 1.2
-EMPTY = 60e6
+MOST_RATIO = 1.2
+MOST_MEMORY = 60e6
 """Maximum memory of the testbed on a host without devices, in bytes."""
 
 
@@ -37,19 +37,19 @@ def measure(devices: int = DEVICES) -> Iterator[Measurement]:
     several = _time_start_up(devices, hosts)
     yield Measurement(f"start-up {names} on {len(hosts)} hosts", several, "s")
     yield Measurement(
-        "start-up on several hosts, ratio to one", several / one, "x", RATIO
+        "start-up on several hosts, ratio to one", several / one, "x", MOST_RATIO
     )
     if len(hosts) > 1:
         yield Measurement(
             "memory on a host without devices",
             _empty_host_bytes(hosts) / 1e6,
             "MB",
-            EMPTY / 1e6,
+            MOST_MEMORY / 1e6,
         )
 
 
 def _time_start_up(devices: int, hosts: Sequence[str]) -> float:
-    trial = trials(scenario(devices))[0]
+    trial = trials(make_scenario(devices))[0]
     began = time.monotonic()
     lab = HostsLab.create(trial, hosts, {})
     seconds = time.monotonic() - began
@@ -59,7 +59,7 @@ def _time_start_up(devices: int, hosts: Sequence[str]) -> float:
 
 def _empty_host_bytes(hosts: Sequence[str]) -> float:
     """Return the memory of the containers on a host without devices."""
-    trial = trials(scenario(2))[0]
+    trial = trials(make_scenario(2))[0]
     place = {each.name: hosts[0] for each in trial.experiment.devices}
     lab = HostsLab.create(trial, hosts[:2], place)
     try:

@@ -17,8 +17,8 @@ WORSE = 1.1
 """Ratio to the other revision above which a figure is marked as worse."""
 
 
-def keep(figures: Iterable[Measurement], file: Path = KEPT) -> None:
-    """Store figures for the current revision; they replace earlier figures of the same names."""
+def store_figures(figures: Iterable[Measurement], file: Path = KEPT) -> None:
+    """Store figures for the current revision, and replace earlier figures of the same names."""
     stored = _read_file(file)
     own = stored.setdefault(revision() or "unknown", {})
     for each in figures:
@@ -27,8 +27,11 @@ def keep(figures: Iterable[Measurement], file: Path = KEPT) -> None:
     file.write_text(json.dumps(stored, indent=1) + "\n")
 
 
-def of_revision(name: str, file: Path = KEPT) -> Mapping[str, float]:
-    """Return the figures of a revision, given by the beginning of its name. Raises UsageError without figures."""
+def figures_of_revision(name: str, file: Path = KEPT) -> Mapping[str, float]:
+    """Return the figures of the revision whose name begins with ``name``.
+
+    Raises UsageError if no revision, or more than one, has such a name.
+    """
     stored = _read_file(file)
     matches = [each for each in stored if each.startswith(name)]
     if len(matches) != 1:
@@ -41,8 +44,16 @@ def of_revision(name: str, file: Path = KEPT) -> Mapping[str, float]:
     return stored[matches[0]]
 
 
-def ratio(figure: Measurement, before: Mapping[str, float]) -> tuple[str, bool]:
-    """Return the ratio to the earlier figure as text (empty without one), and whether it is worse by a tenth."""
+def compare_figure(
+    figure: Measurement, before: Mapping[str, float]
+) -> tuple[str, bool]:
+    """Return the ratio to the earlier figure as text, and whether the figure is a tenth worse.
+
+    Without an earlier figure, the text is empty.
+
+    >>> compare_figure(Measurement("start-up", 9.0, "s"), {"start-up": 8.0})
+    ('1.12×', True)
+    """
     if not before.get(figure.name):
         return "", False
     value = figure.value / before[figure.name]

@@ -32,15 +32,15 @@ from tools.bench.bare import Network
 
 MESSAGES = {1_000: 400, 20_000: 300, 200_000: 60, 2_000_000: 20}
 """Size of messages in bytes -> number of messages."""
-SECONDS = 240.0
+MOST_SECONDS = 240.0
 """Time after which no further message of a size is sent."""
-LEAST = 5
+LEAST_MESSAGES = 5
 """Minimum number of messages for a result."""
 _TCP_NOTSENT_LOWAT = 25
 
 
-def waves() -> Iterator[list[Link]]:
-    """Yield groups of links that are measured at the same time; each link is the same in both directions."""
+def link_groups() -> Iterator[list[Link]]:
+    """Yield groups of links that are measured at the same time; both directions of a link are equal."""
     for delay in (0.001, 0.01, 0.05):
         links = []
         for rate, loss in product((10e6, 100e6), (0.001, 0.01, 0.05)):
@@ -76,7 +76,7 @@ class Point:
         return {"link": self.link.to_json(), "size": self.size, "seconds": self.seconds}
 
 
-def measure_wave(links: Sequence[Link], algorithm: str, seed: int) -> Iterator[Point]:
+def measure_group(links: Sequence[Link], algorithm: str, seed: int) -> Iterator[Point]:
     """Measure all message sizes over a group of links at the same time."""
     names: list[str] = []
     shaped: dict[Pair, Link] = {}
@@ -128,7 +128,7 @@ def _measure_link(
 
 def _time_messages(sender: socket.socket, size: int, count: int) -> Iterator[float]:
     body = bytes(size)
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + MOST_SECONDS
     for _ in range(count):
         began = time.monotonic()
         sender.sendall(body)
@@ -150,11 +150,12 @@ def _answer_messages(listening: socket.socket, size: int) -> None:
                 return
             remaining -= received
             if not remaining:
+                # One byte, so that the answer takes no more than a round trip.
                 connection.sendall(b"k")
                 remaining = size
 
 
-def simulated(link: Link, size: int, count: int) -> float:
+def simulate_mean_time(link: Link, size: int, count: int) -> float:
     """Return the mean time of messages over ten simulated connections, each with ``count`` messages, in seconds."""
     assert link.rate
     packets = math.ceil(size / SEGMENT)
@@ -179,7 +180,7 @@ def simulated(link: Link, size: int, count: int) -> float:
     return fmean(times)
 
 
-def rows(points: Sequence[Point]) -> Iterator[str]:
+def table_lines(points: Sequence[Point]) -> Iterator[str]:
     """Yield the lines of the table: in each cell mean, standard error, and the ratio to the simulated mean."""
     sizes = [*MESSAGES]
     yield "| link | " + " | ".join(f"{size // 1000} kB" for size in sizes) + " |"
@@ -201,11 +202,11 @@ def _describe_link(link: Link) -> str:
 
 def _format_point(point: Point) -> str:
     count = len(point.seconds)
-    if count < LEAST:
+    if count < LEAST_MESSAGES:
         return "–"
     mean = fmean(point.seconds)
     error = stdev(point.seconds) / math.sqrt(count) / mean
-    ratio = mean / simulated(point.link, point.size, count)
+    ratio = mean / simulate_mean_time(point.link, point.size, count)
     return f"{mean:.3g} s ± {error:.0%}: {ratio:.2f}"
 
 
@@ -224,10 +225,10 @@ def main() -> None:
                 Point(Link.from_json(each["link"]), each["size"], each["seconds"])
             )
     else:
-        for number, links in enumerate(waves()):
-            points += measure_wave(links, given.algorithm, number)
+        for number, links in enumerate(link_groups()):
+            points += measure_group(links, given.algorithm, number)
             given.file.write_text(json.dumps([each.to_json() for each in points]))
-    print("\n".join(rows(points)))
+    print("\n".join(table_lines(points)))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def measure() -> Iterator[Measurement]:
         )
         for name, agent in agents.items():
             agent.deploy(deployed.of(name))
+        # The coordinator alone holds samples.
         agents["source"].put_data(pack(dataset))
         yield Measurement(
             "resident memory, device with torch", sink.metrics()[RESIDENT] / 1e6, "MB"

@@ -52,6 +52,7 @@ def measure(charges: list[float], seconds: float) -> dict[str, Any]:
         )
 
     put(0, began)
+    # Work runs in the thread of `Processors`, which calls `end` after each piece.
     over.wait()
     return {"spans": spans, "wall": time.monotonic() - began}
 

@@ -68,7 +68,7 @@ def pace(devices: int = DEVICES, seconds: float = SECONDS) -> list[Series]:
 
 
 @contextlib.contextmanager
-def loaded() -> Iterator[None]:
+def load_one_core() -> Iterator[None]:
     """Keep one core of the host busy within the block."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
@@ -82,7 +82,7 @@ def measure() -> Iterator[Measurement]:
     """Yield the error of spans on an idle host and with one core loaded, with and without time reported as late."""
     for name, load in (
         ("idle", contextlib.nullcontext()),
-        ("one core loaded", loaded()),
+        ("one core loaded", load_one_core()),
     ):
         spans: list[Paced] = []
         with load:

@@ -19,8 +19,8 @@ PAGE = ROOT / "docs" / "fidelity.md"
 _BEGIN, _END = "<!-- figures -->\n", "<!-- /figures -->\n"
 
 
-def table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return a Markdown table with one row per figure and one column per run, and the commands that measure them."""
+def make_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table with a row for each figure and a column for each run, and the commands of the runs."""
     heads = [f"{run['backend']}, kernel {run['kernel']}, {run['date']}" for run in runs]
     lines = [
         f"| property | bounds | {' | '.join(heads)} |",
@@ -47,6 +47,11 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _format_bounds(figure: Mapping[str, Any]) -> str:
+    """Return the bounds of a measurement as text.
+
+    >>> _format_bounds({"between": None, "at_most": True, "target": 50.0})
+    'at most 50'
+    """
     if figure["between"]:
         lowest, highest = figure["between"]
         return f"{lowest:.4g} to {highest:.4g}"
@@ -62,7 +67,7 @@ def main(files: Sequence[str]) -> None:
     text = PAGE.read_text()
     before, rest = text.split(_BEGIN)
     _, after = rest.split(_END)
-    PAGE.write_text(before + _BEGIN + table(runs) + _END + after)
+    PAGE.write_text(before + _BEGIN + make_table(runs) + _END + after)
 
 
 if __name__ == "__main__":

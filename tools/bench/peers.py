@@ -69,7 +69,7 @@ def measure() -> Iterator[Measurement]:
 
 
 def _run_peer(part: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a part of ``peers_program`` in the environment of the peers; return its result and its costs."""
+    """Run a part of ``peers_program`` in the environment of the peers; return the result with the costs."""
     python = HOME / "bin/python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(HOME)], check=True)
@@ -98,6 +98,7 @@ def _simulate_training(training: Mapping[str, Any]) -> dict[str, Any]:
             "initialisation": "torch",
             "method": {"name": "federated"},
             "training": {"optimizer": {"learning_rate": training["rate"]}},
+            # A client with few samples trains them as one batch, in Flower as well.
             "batch_size": min(training["batch"], 1437 // training["clients"]),
             "epochs": training["rounds"],
         },
@@ -119,9 +120,9 @@ def _simulate_training(training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_timed(command: list[str], *, has_output: bool = True) -> dict[str, Any]:
-    """Run a command; return its last line of output as JSON, with seconds, processor time and memory of all processes.
+    """Run a command; return the JSON object in the last line of output, and the costs of all processes.
 
-    Without ``has_output``, only the costs are returned.
+    The costs are seconds, processor time and memory. Without ``has_output``, only the costs are returned.
     """
     environment = {
         **os.environ,

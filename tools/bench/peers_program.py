@@ -18,7 +18,7 @@ DEVICES, MESSAGES, PEERS = 1000, 200_000, 8
 """The same amounts as in `tools.bench.simulation.messages_per_second`."""
 
 
-def simpy(_: dict[str, Any]) -> dict[str, Any]:
+def measure_simpy(_: dict[str, Any]) -> dict[str, Any]:
     """Return the messages per second of processor time of a SimPy model.
 
     Links have a rate, a delay and a queue, and every message is acknowledged.
@@ -97,14 +97,14 @@ def _draw_links(
     return links
 
 
-def ours(_: dict[str, Any]) -> dict[str, Any]:
+def measure_testbed(_: dict[str, Any]) -> dict[str, Any]:
     """Return the messages per second of processor time of the testbed's simulator."""
     from tools.bench.simulation import messages_per_second
 
     return {"rate": messages_per_second(DEVICES, MESSAGES, PEERS).rate}
 
 
-def flower(given: dict[str, Any]) -> dict[str, Any]:
+def train_flower(given: dict[str, Any]) -> dict[str, Any]:
     """Train a perceptron on the digits by federated averaging in Flower's simulation; return accuracy and versions."""
     import flwr
     import numpy as np
@@ -201,8 +201,8 @@ def flower(given: dict[str, Any]) -> dict[str, Any]:
     return {"accuracy": accuracies[-1], "version": ", ".join(versions)}
 
 
-def watch(command: list[str]) -> dict[str, Any]:
-    """Run a command; return its seconds, and the processor time and peak memory (PSS) of all its processes.
+def watch_command(command: list[str]) -> dict[str, Any]:
+    """Run a command; return the seconds, processor time and peak memory (PSS) of all processes.
 
     Processes are sampled twenty times a second. The processor time of a process is that of its last sample.
     """
@@ -231,6 +231,11 @@ def watch(command: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parts = {"simpy": simpy, "ours": ours, "flower": flower, "watch": watch}
+    parts = {
+        "simpy": measure_simpy,
+        "ours": measure_testbed,
+        "flower": train_flower,
+        "watch": watch_command,
+    }
     run_part = parts[sys.argv[1]]
     print(json.dumps(run_part(json.loads(sys.argv[2]))))

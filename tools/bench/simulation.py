@@ -32,7 +32,7 @@ class Throughput:
 def messages_per_second(
     devices: int = 1000, messages: int = 200_000, peers: int = 8, padding: int = 1000
 ) -> Throughput:
-    """Measure devices that send to random peers, one message at a time, over links with random rates and delays.
+    """Measure devices that send single messages to random peers over links with random rates and delays.
 
     ``padding`` is the size of each message in bytes.
     """
@@ -64,6 +64,7 @@ def messages_per_second(
         finished += 1
         if finished == devices:
             over.set()
+        # A device that has sent everything must still acknowledge the messages of others.
         await over.wait()
         listening.cancel()
 

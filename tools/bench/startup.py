@@ -21,12 +21,12 @@ from testbed_controller.lab.runstate import RunState
 from testbed_controller.shaping.namespaces import Namespace
 from tools.bench.figure import Measurement
 
-CURVE = (4, 16, 64)
-AT = 16
+DEVICE_COUNTS = (4, 16, 64)
+RATIO_AT = 16
 TARGET = 1.5
 
 
-def scenario(devices: int) -> Scenario:
+def make_scenario(devices: int) -> Scenario:
     """Return a scenario of devices without work."""
     return Scenario.model_validate(
         {
@@ -45,9 +45,9 @@ def scenario(devices: int) -> Scenario:
     )
 
 
-def with_testbed(devices: int) -> tuple[float, float]:
-    """Return the seconds to create a mesh of devices, shaped and healthy, and the seconds to remove it."""
-    trial = trials(scenario(devices))[0]
+def time_testbed(devices: int) -> tuple[float, float]:
+    """Return the seconds to create a mesh of shaped, healthy devices, and the seconds to remove the mesh."""
+    trial = trials(make_scenario(devices))[0]
     began = time.monotonic()
     lab = Lab.create(trial)
     created = time.monotonic()
@@ -55,14 +55,14 @@ def with_testbed(devices: int) -> tuple[float, float]:
     return created - began, time.monotonic() - created
 
 
-def bare(devices: int) -> float:
+def time_bare_containers(devices: int) -> float:
     """Return the seconds until as many containers, created in the same way, answer their health check.
 
     They have no shaper and no network: the check runs inside their namespaces, which needs root.
     """
     client = connect()
     image = ensure_images(client, lambda _text: None).device
-    specs = trials(scenario(devices))[0].experiment.devices
+    specs = trials(make_scenario(devices))[0].experiment.devices
     state = RunState(f"bench-bare-{secrets.token_hex(4)}", "token")
     addresses = {}
     for number, spec in enumerate(specs, 2):
@@ -90,17 +90,17 @@ def bare(devices: int) -> float:
         remove_run(client, state.run, settle=False)
 
 
-def measure(curve: tuple[int, ...] = CURVE) -> Iterator[Measurement]:
+def measure(counts: tuple[int, ...] = DEVICE_COUNTS) -> Iterator[Measurement]:
     """Yield the seconds for each number of devices, with and without the testbed, and their ratio."""
-    for devices in curve:
-        plain = bare(devices)
-        whole, removed = with_testbed(devices)
+    for devices in counts:
+        plain = time_bare_containers(devices)
+        whole, removed = time_testbed(devices)
         yield Measurement(f"start-up of {devices} bare containers", plain, "s")
         yield Measurement(
             f"start-up of {devices} devices, shaped and healthy", whole, "s"
         )
         yield Measurement(f"removal of {devices} devices", removed, "s")
-        target = TARGET if devices == AT else None
+        target = TARGET if devices == RATIO_AT else None
         yield Measurement(
             f"start-up of {devices} devices, ratio to bare", whole / plain, "x", target
         )

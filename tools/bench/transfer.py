@@ -19,8 +19,8 @@ from tools.bench.figure import Measurement
 WARM_UP = 5
 """Messages not measured at the beginning, while the connection is established and its window opens."""
 TENSOR = 1_000_000
-SHARE = 0.9
-OVERHEAD = 2e-3
+LEAST_SHARE = 0.9
+MOST_OVERHEAD = 2e-3
 
 
 def exchange_scenario(
@@ -43,8 +43,8 @@ def exchange_scenario(
     )
 
 
-def exchange(scenario: Scenario) -> RunView:
-    """Run a scenario in containers and return its record."""
+def run_exchange(scenario: Scenario) -> RunView:
+    """Run a scenario in containers and return the record of the run."""
     prepared = prepare(trials(scenario)[0])
     outcome = emulate(
         prepared, load_data(workload_section(scenario).data), accept_links=True
@@ -72,8 +72,8 @@ def one_way_times(record: RunView) -> list[float]:
     return times[WARM_UP:]
 
 
-def per_gigabit(link: str, record: RunView) -> Iterator[Measurement]:
-    """Yield the processor time of a run per gigabit of its messages, without headers."""
+def processor_time_per_gigabit(link: str, record: RunView) -> Iterator[Measurement]:
+    """Yield the processor time of a run for each gigabit of messages, without headers."""
     gigabits = 8e-9 * sum(size for (size,) in record.of("send").rows("bytes"))
     for part, seconds in (processor_time(record) or {}).items():
         if part in ("agents", "shaper"):
@@ -87,7 +87,7 @@ def per_gigabit(link: str, record: RunView) -> Iterator[Measurement]:
 def measure() -> Iterator[Measurement]:
     """Yield the throughput of tensors, the overhead of small messages, and the processor time of large ones."""
     for rate, bits in (("100mbit", 1e8), ("1gbit", 1e9)):
-        record = exchange(exchange_scenario("1MB", 40, rate))
+        record = run_exchange(exchange_scenario("1MB", 40, rate))
         times = one_way_times(record)
         share = TENSOR * 8 / median(times) / bits
         detail = f"median of {len(times)}: {median(times) * 1e3:.2f} ms"
@@ -95,15 +95,15 @@ def measure() -> Iterator[Measurement]:
             f"1 MB tensor at {rate}, share of the rate",
             share,
             "",
-            SHARE,
+            LEAST_SHARE,
             at_most=False,
             detail=detail,
         )
-        yield from per_gigabit(rate, record)
-    yield from per_gigabit(
-        "100mbit and 5 ms", exchange(exchange_scenario("1MB", 40, "100mbit", "5ms"))
+        yield from processor_time_per_gigabit(rate, record)
+    yield from processor_time_per_gigabit(
+        "100mbit and 5 ms", run_exchange(exchange_scenario("1MB", 40, "100mbit", "5ms"))
     )
-    record = exchange(exchange_scenario("1kB", 200, "100mbit", "5ms"))
+    record = run_exchange(exchange_scenario("1kB", 200, "100mbit", "5ms"))
     sends = _payload_events(record, "send", "source")[WARM_UP:]
     answered = [event.fields["duration"] for event in sends]
     delays = [link.delay for link in record.outcome.links if link.delay is not None]
@@ -113,6 +113,6 @@ def measure() -> Iterator[Measurement]:
         "1 kB message above the link's round trip",
         median(answered) - trip,
         "s",
-        OVERHEAD,
+        MOST_OVERHEAD,
         detail=detail,
     )

@@ -9,7 +9,7 @@ from testbed.network.link import Link
 from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Transmission, Window
 from testbed.wire.message import Message
 from tests.helpers.worlds import events, idle, world
-from tools.bench.losses import simulated
+from tools.bench.losses import simulate_mean_time
 
 TRIP = 0.1
 
@@ -107,7 +107,7 @@ def test_messages_take_as_long_as_on_real_connections(
     rate, delay, loss, size, measured
 ):
     # docs/fidelity.md has these means of the kernel's own Reno, with their errors.
-    assert simulated(Link(rate, delay, loss=loss), size, 40) == pytest.approx(
+    assert simulate_mean_time(Link(rate, delay, loss=loss), size, 40) == pytest.approx(
         measured, rel=0.15
     )
 
