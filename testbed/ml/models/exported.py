@@ -311,14 +311,17 @@ class _Flat:
 
 
 def _module_stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
-    """Return the modules a node was created in, outermost first, without the network itself."""
+    """Return the modules a node was created in by their paths in the network, outermost first, without the network
+    itself.
+    """
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     modules = {}
     for key, (path, kind) in stack.items():
         # A module called several times has "@1", "@2" ... in its path.
         plain_path, _, _ = path.partition("@")
+        # The wrapper has the empty path and the network the path "network"; both become the empty path.
         own_path = f"{plain_path}.".removeprefix(_NETWORK).rstrip(".")
-        if own_path not in ("", "network"):
+        if own_path:
             modules[key] = (own_path, kind)
     return modules
 
