@@ -52,13 +52,15 @@ class FedBuff(RoundMethod[FedBuffOptions]):
 
         def begin_after_restart(hello):
             # The loop below starts devices that were there before: a second start would cancel their training.
-            if hello.incarnation > start:
+            if hello.incarnation > server_start:
                 begin(hello.sender)
 
         mailbox.on(Hello, begin_after_restart)
         # A message that nobody takes would stay in the mailbox.
         mailbox.on(Begun, lambda _: None)
-        start = device.now()
+        server_start = device.now()
+        start = server_start
+        """Time of the last merge."""
         buffer = []
         for name in context.plan.details.clients:
             begin(name)

@@ -305,6 +305,19 @@ def test_fedbuff_goes_on_after_a_restart(victim: str) -> None:
     } == set(range(10))
 
 
+def test_fedbuff_begins_a_restarted_device_whose_hello_arrives_after_a_merge() -> None:
+    outcome = run(
+        "fedbuff",
+        workload__steps=1000,
+        network__links='[{"between": ["server", "slow"], "delay": "800ms"}]',
+        faults='[{"kill": "slow", "at": "1s", "for": "100ms"}]',
+    )
+    later_rounds = [
+        event for event in outcome.events if event.event == "round" and event.time > 2.0
+    ]
+    assert any("slow" in event.fields["samples"] for event in later_rounds)
+
+
 def test_gossip_scores_every_device_and_says_how_far_they_are_from_their_mean() -> None:
     events = [
         event.fields for event in run("gossip").events if event.event == "consensus"
