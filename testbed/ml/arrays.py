@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
-    """Serialize tensors to bytes, without a copy if they are contiguous."""
+    """Serialize tensors to bytes, without a copy if they are contiguous.
+
+    >>> to_raw({"weight": torch.zeros(2, 3)})[0].shape
+    (2, 3)
+    """
     result = []
     for name, tensor in tensors.items():
         dtype = type_of(name, tensor)
@@ -56,14 +60,23 @@ def copy(tensor: torch.Tensor) -> torch.Tensor:
 def mask(
     tensor: torch.Tensor, gaps: npt.NDArray[np.bool_]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a tensor with its gaps set to zero, and the mask of the gaps, of the same shape."""
+    """Return a tensor with its gaps set to zero, and the mask of the gaps, of the same shape.
+
+    >>> import numpy as np
+    >>> mask(torch.tensor([1.0, 2.0]), np.array([False, True]))
+    (tensor([1., 0.]), tensor([False,  True]))
+    """
     missing = torch.from_numpy(gaps)
     filled = tensor if tensor.is_meta else tensor.masked_fill(missing, 0)
     return filled, missing
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor with the shape and type of the given one and no values."""
+    """Return a meta tensor with the shape and type of the given one and no values.
+
+    >>> without_values(torch.zeros(2, 3)).device.type
+    'meta'
+    """
     return tensor.to("meta")
 
 

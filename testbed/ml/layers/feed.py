@@ -33,7 +33,14 @@ _PLAIN = TrainingConfig()
 
 
 class Score:
-    """Accumulates correct answers, loss and the configured metrics."""
+    """Accumulates correct answers, loss and the configured metrics.
+
+    >>> import numpy as np
+    >>> score = Score()
+    >>> score.add(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), np.array([0, 0]))
+    >>> score.samples, score.accuracy
+    (2, 0.5)
+    """
 
     def __init__(self, training: TrainingConfig = _PLAIN) -> None:
         self.samples = 0

@@ -20,7 +20,14 @@ LayerSlices = Sequence[tuple[GraphLayer, Slice]]
 
 
 def count_values(held: LayerSlices) -> int:
-    """Return the number of values in slices: weights, and the values of each finished channel."""
+    """Return the number of values in slices: weights, and the values of each finished channel.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> from testbed.ml.models.graph import graph_of
+    >>> layers = graph_of(create("mlp", {"hidden": [32]}, (1, 8, 8), 10)).layers
+    >>> count_values([(layer, layer.whole) for layer in layers])
+    2410
+    """
     values = 0
     for layer, part in held:
         values += layer.share(layer.weights, part)

@@ -251,6 +251,10 @@ class Model:
         """Return the tensors crossing the cut before unit ``cut``, in the order of the producing units.
 
         Before the first unit that is the model's input, after the last its output.
+
+        >>> from testbed.ml.models.catalog import create
+        >>> create("mlp", {"hidden": [32]}, (1, 8, 8), 10).crossing(1)
+        ((0, (32,)),)
         """
         return self._crossings[cut]
 
@@ -269,7 +273,12 @@ class Model:
         return tuple(reversed(crossing))
 
     def cut_bytes(self, cut: int) -> int:
-        """Return the bytes of one sample that cross the cut before unit ``cut``."""
+        """Return the bytes of one sample that cross the cut before unit ``cut``.
+
+        >>> from testbed.ml.models.catalog import create
+        >>> create("mlp", {"hidden": [32]}, (1, 8, 8), 10).cut_bytes(1)
+        128
+        """
         values = sum(math.prod(shape) for _, shape in self.crossing(cut))
         return BYTES_PER_VALUE * values
 
@@ -392,7 +401,13 @@ class Model:
 
 
 def cost_of(units: Sequence[Unit]) -> Cost:
-    """Return the forward cost of one sample through units."""
+    """Return the forward cost of one sample through units.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
+    >>> cost_of(model.units).of().flops
+    4736.0
+    """
     return sum((unit.cost for unit in units), Cost())
 
 
@@ -410,6 +425,9 @@ def backward_of(cost: Cost, samples: int) -> Cost:
     """Return the backward cost of a batch from ``cost``, the forward cost of one sample.
 
     A backward reads and writes a gradient for each value of the forward, reads the weights and writes their gradients.
+
+    >>> backward_of(Cost(flops=100.0, accessed=40, weights=20), samples=8).of().flops
+    1600.0
     """
     return cost.scaled(
         flops=BACKWARD_OVER_FORWARD * samples, accessed=samples, weights=2

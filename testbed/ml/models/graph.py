@@ -151,7 +151,13 @@ class GraphLayer:
         return self.sequence[0].output(self.entering)
 
     def by_outputs(self, channels: Channels) -> Slice:
-        """Return the slice computing some output channels from the complete input."""
+        """Return the slice computing some output channels from the complete input.
+
+        >>> from testbed.ml.models.catalog import create
+        >>> layer = graph_of(create("mlp", {"hidden": [32]}, (1, 8, 8), 10)).layers[0]
+        >>> layer.by_outputs(range(0, 16))
+        Slice(rows=range(0, 16), columns=range(0, 64), channels=range(0, 16))
+        """
         return Slice(channels, self.whole.columns, channels)
 
     def by_inputs(self, columns: Channels, channels: Channels | None = None) -> Slice:
@@ -199,7 +205,15 @@ class GraphLayer:
 
 @dataclass(frozen=True)
 class Graph:
-    """Layers in topological order; the output of the last one is the result."""
+    """Layers in topological order; the output of the last one is the result.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> graph = graph_of(create("cnn", {}, (1, 8, 8), 10))
+    >>> graph.readers[0], graph.follows(1)
+    ((1,), True)
+    >>> graph.weights < sum(layer.parameters for layer in graph.layers)
+    True
+    """
 
     name: str
     layers: tuple[GraphLayer, ...]

@@ -208,7 +208,14 @@ def shapes_through(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
 def build_sequence(
     layers: Sequence[Layer], shape: Shape, generator: torch.Generator
 ) -> nn.Sequential:
-    """Build layers in a row, drawing their weights in this order."""
+    """Build layers in a row, drawing their weights in this order.
+
+    >>> build_sequence([Linear(8), ReLU()], (4,), torch.Generator().manual_seed(1))
+    Sequential(
+      (0): Linear(in_features=4, out_features=8, bias=True)
+      (1): ReLU()
+    )
+    """
     modules = []
     # The last shape is the output of the row.
     for layer, entering in zip(layers, shapes_through(layers, shape), strict=False):
@@ -472,7 +479,14 @@ class BatchNorm2d(Layer):
 
 @dataclass(frozen=True)
 class Conv2d(Layer):
-    """Square convolution; ``groups`` equal to the input channels makes it depthwise."""
+    """Square convolution; ``groups`` equal to the input channels makes it depthwise.
+
+    >>> layer = Conv2d(16, padding=1)
+    >>> layer.output((3, 32, 32)), layer.parameters((3, 32, 32))
+    ((16, 32, 32), 448)
+    >>> layer.flops((3, 32, 32)) == 2 * 16 * 3 * 3 * 3 * 32 * 32
+    True
+    """
 
     channels: int
     kernel: int = 3
@@ -552,7 +566,12 @@ class Conv2d(Layer):
 
 @dataclass(frozen=True)
 class Linear(Layer):
-    """Fully connected."""
+    """Fully connected.
+
+    >>> layer = Linear(10)
+    >>> layer.output((64,)), layer.parameters((64,)), layer.flops((64,))
+    ((10,), 650, 1280.0)
+    """
 
     features: int
     bias: bool = True

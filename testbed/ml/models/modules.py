@@ -14,7 +14,12 @@ from testbed.ml.models.shapes import Made, Shape
 
 
 class Sum(nn.Sequential):
-    """Applies all children to the same input and adds their results."""
+    """Applies all children to the same input and adds their results.
+
+    >>> doubled = Sum(nn.Identity(), nn.Identity())
+    >>> doubled(torch.tensor([1.0, 2.0]))
+    tensor([2., 4.])
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Sequential
         """Add the children's outputs, which have one shape, in their order."""
@@ -31,6 +36,9 @@ class DarknetReorganise(nn.Module):
     Darknet reads the C channels as C/s^2 images of s times the height and width, takes every s-th pixel of these
     images, and writes s^2 C/s^2 = C channels of the old height and width, which are then read with s^2 as many
     channels. The result differs from a plain space-to-depth, and weights trained with Darknet depend on it.
+
+    >>> DarknetReorganise(stride=2)(torch.zeros(1, 64, 26, 26)).shape
+    torch.Size([1, 256, 13, 13])
     """
 
     def __init__(self, stride: int) -> None:
@@ -49,7 +57,11 @@ class DarknetReorganise(nn.Module):
 
 
 class Joined(nn.Sequential):
-    """Applies its children to the concatenation of several tensors along their first axis."""
+    """Applies its children to the concatenation of several tensors along their first axis.
+
+    >>> Joined(nn.Identity())(torch.zeros(1, 16, 8, 8), torch.zeros(1, 32, 8, 8)).shape
+    torch.Size([1, 48, 8, 8])
+    """
 
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:
         """Join the inputs, (samples, channels, ...) each, along the channels, and run the children."""
@@ -82,7 +94,13 @@ class SplitInputs(nn.Module):
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of frozen parameters in the module's state dictionary."""
+    """Return the names of frozen parameters in the module's state dictionary.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> _ = layer.bias.requires_grad_(False)
+    >>> sorted(frozen_names(layer))
+    ['bias']
+    """
     named = module.named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in named if not parameter.requires_grad)
 

@@ -310,7 +310,13 @@ class DenseStep:
 
 
 def is_dense(layer: GraphLayer) -> bool:
-    """Return whether a layer is fully connected and followed by a ReLU at most."""
+    """Return whether a layer is fully connected and followed by a ReLU at most.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> from testbed.ml.models.graph import graph_of
+    >>> [is_dense(layer) for layer in graph_of(create("mlp", {"hidden": [32]}, (1, 8, 8), 10)).layers]
+    [True, True]
+    """
     first, *others = layer.sequence or (None,)
     return isinstance(first, Linear) and others in ([], [ReLU()])
 
@@ -325,6 +331,11 @@ def dense_forward(
     """Return the outputs, (samples, neurons), of inputs, (samples, inputs), after a ReLU if ``rectified``.
 
     ``weight`` is (neurons, inputs), ``bias`` (neurons,).
+
+    >>> weight = torch.tensor([[1.0, -1.0]])
+    >>> dense_forward(torch.tensor([[3.0, 1.0], [1.0, 3.0]]), weight, None, rectified=True)
+    tensor([[2.],
+            [0.]])
     """
     # As torch's own linear layer: adding the bias to the finished product may round differently.
     sums = inputs @ weight.T if bias is None else torch.addmm(bias, inputs, weight.T)

@@ -232,6 +232,13 @@ def relative_capacities(
 
     A capacity refers to all units together, as in the paper; for single units it is exact if all rates of the devices
     are proportional.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
+    >>> fast = DeviceSpec("fast", speed=2e9, memory=1e9)
+    >>> slow = DeviceSpec("slow", speed=1e9, memory=1e9)
+    >>> relative_capacities([fast, slow], model.units, batch_size=16)
+    (1.0, 2.0)
     """
     sample = cost_of(units)
     batch = forward_of(sample, batch_size) + backward_of(sample, batch_size)

@@ -35,6 +35,11 @@ def training_bytes(
     """Return the bytes of a training stage with ``samples`` samples in flight and ``versions`` of its weights.
 
     ``state_values`` is the optimizer's number of values per parameter. Trained values are float32 in any ``precision``.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
+    >>> training_bytes(model, range(0, 1), samples=16, state_values=1)
+    37248.0
     """
     copies = versions + 1 + state_values
     entering = model.cut_bytes(units.start) if units else 0
@@ -47,7 +52,13 @@ def training_bytes(
 def inference_bytes(
     model: Model, units: range, samples: int, precision: Precision = "f32"
 ) -> float:
-    """Return the bytes of an inference stage with ``samples`` samples at once."""
+    """Return the bytes of an inference stage with ``samples`` samples at once.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
+    >>> inference_bytes(model, range(0, 2), samples=16)
+    21928.0
+    """
     widest = max(
         (
             model.cut_bytes(index) + model.units[index].activation_bytes

@@ -51,7 +51,16 @@ def _neighbour_pairs(devices: Sequence[DeviceSpec]) -> list[Pair]:
 
 @dataclass(frozen=True)
 class Chain:
-    """The units of a model over devices in a row, one stage each, with the costs of a batch."""
+    """The units of a model over devices in a row, one stage each, with the costs of a batch.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
+    >>> devices = (DeviceSpec("a", speed=1e9, memory=1e9), DeviceSpec("b", speed=1e9, memory=1e9))
+    >>> links = {("a", "b"): Link(rate=8e6), ("b", "a"): Link(rate=8e6)}
+    >>> chain = Chain(model, devices, links, batch_size=16)
+    >>> chain.even(), round(chain.latency((0, 1, 2)), 6)
+    ((0, 1, 2), 0.002708)
+    """
 
     model: Model
     devices: tuple[DeviceSpec, ...]
@@ -386,7 +395,17 @@ class TrainingPipeline(Chain):
 
 @dataclass(frozen=True)
 class SynchronousPipeline(TrainingPipeline):
-    """Training in a synchronous pipeline: micro-batches forward and back by a schedule, then one update."""
+    """Training in a synchronous pipeline: micro-batches forward and back by a schedule, then one update.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> from testbed.ml.schedule import one_forward_one_backward
+    >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
+    >>> devices = (DeviceSpec("a", speed=1e9, memory=1e9), DeviceSpec("b", speed=1e9, memory=1e9))
+    >>> links = {("a", "b"): Link(rate=8e6), ("b", "a"): Link(rate=8e6)}
+    >>> pipeline = SynchronousPipeline(model, devices, links, 16, micro_batches=4, schedule=one_forward_one_backward)
+    >>> pipeline.step_time((0, 1, 2)) < 4 * pipeline.latency((0, 1, 2))
+    True
+    """
 
     micro_batches: int
     schedule: Schedule

@@ -24,7 +24,14 @@ HeldUnits = Mapping[str, Collection[int]]
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Assignment of units to devices: device ``devices[i]`` has units ``cuts[i]`` to ``cuts[i + 1]`` (exclusive)."""
+    """Assignment of units to devices: device ``devices[i]`` has units ``cuts[i]`` to ``cuts[i + 1]`` (exclusive).
+
+    >>> partition = StagePartition(("a", "b"), (0, 2, 5))
+    >>> partition.coordinator, partition.units, partition.holder(3)
+    ('a', 5, 'b')
+    >>> partition.successor("b")
+    'a'
+    """
 
     devices: tuple[str, ...]
     """Devices in the order of the stages; the first is the coordinator."""
@@ -116,6 +123,11 @@ def needs(
     the chain replica; from the coordinator if both lack it; and else from any device that has it. With
     ``local_first`` a device fetches no unit of which it has a replica. Raises `UnitsLostError` for units that
     no device has.
+
+    >>> old, new = StagePartition(("a", "b"), (0, 2, 4)), StagePartition(("a",), (0, 4))
+    >>> held = {"a": range(0, 4)}
+    >>> needs(old, new, held)["a"]
+    Need(local=(0, 1, 2, 3), fetch={})
     """
     lost = missing_units(held, new.units)
     if lost:

@@ -54,6 +54,14 @@ class Lineage:
 
     Each configuration resumed from a state of an earlier one. Batches of a configuration beyond the first step of the
     next one have been undone, and their points are void wherever they reappear.
+
+    >>> lineage = Lineage(((1, 0), (2, 6)))
+    >>> Point(1, 6) in lineage, Point(1, 7) in lineage, Point(2, 7) in lineage
+    (True, False, True)
+    >>> lineage.point(5), lineage.point(9)
+    (Point(configuration=1, step=5), Point(configuration=2, step=9))
+    >>> lineage.branch(8, configuration=3)
+    Lineage(begun=((1, 0), (2, 6), (3, 8)))
     """
 
     begun: tuple[tuple[int, int], ...] = ()
@@ -218,6 +226,9 @@ def resume_point(inventory: StepInventory, units: int) -> int | None:
     The number is also the batch to resume with: later batches are undone on all devices. The inventory must exclude
     lost devices. State 0 is the initial one; a device able to produce it (from the seed or the coordinator's disk) has
     an entry.
+
+    >>> resume_point({"a": {0: [0, 1, 2], 20: [0, 1]}, "b": {20: [2], 40: [2]}}, units=3)
+    20
     """
     states: set[int] = set()
     for by_step in inventory.values():
@@ -229,7 +240,11 @@ def resume_point(inventory: StepInventory, units: int) -> int | None:
 
 
 def units_at(inventory: StepInventory, done: int) -> dict[str, Collection[int]]:
-    """Return the units of one state by device, for `testbed.ml.partition.redistribution.needs`."""
+    """Return the units of one state by device, for `testbed.ml.partition.redistribution.needs`.
+
+    >>> units_at({"a": {20: [0, 1]}, "b": {20: [2], 40: [2]}}, done=40)
+    {'b': [2]}
+    """
     return {
         device: by_step[done]
         for device, by_step in inventory.items()
@@ -263,6 +278,11 @@ def classify_failure(
 
     A device with a changed incarnation has lost its memory, whatever its answer contains. Answers of devices without a
     stage are ignored.
+
+    >>> classify_failure({"a": 0.0, "b": 0.0}, answers={"a": 0.0, "b": 7.5})
+    FailureCase(case='refill', gone=(), empty=('b',))
+    >>> classify_failure({"a": 0.0, "b": 0.0}, answers={"a": 0.0}).case
+    'redistribute'
     """
     gone = []
     empty = []
@@ -280,7 +300,14 @@ def classify_failure(
 
 
 class Replicas:
-    """The replicas of one device: its own units at points of the training, and units kept for others."""
+    """The replicas of one device: its own units at points of the training, and units kept for others.
+
+    >>> import torch
+    >>> replicas = Replicas()
+    >>> replicas.put(Point(1, 20), {"0.weight": torch.ones(2), "1.weight": torch.ones(3)}, units=[0, 1])
+    >>> replicas.inventory(), replicas.bytes()
+    ([(1, 20, [0, 1])], 20)
+    """
 
     def __init__(self) -> None:
         self._held: dict[Point, dict[int, State]] = {}

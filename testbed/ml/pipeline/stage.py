@@ -46,7 +46,13 @@ SPANS: dict[Purpose, str] = {
 
 @dataclass(frozen=True)
 class StagePosition:
-    """The position of a stage in one configuration."""
+    """The position of a stage in one configuration.
+
+    >>> stages = [("a", 0, 2), ("b", 2, 5)]
+    >>> position = StagePosition(1, coordinator="a", stages=stages, index=1, steps=100)
+    >>> position.units, position.before, position.after
+    ((2, 5), 'a', None)
+    """
 
     configuration: int
     coordinator: str

@@ -12,7 +12,15 @@ State = Mapping[str, "torch.Tensor"]
 
 
 class Stopping:
-    """Processes consecutive evaluations on the evaluating device."""
+    """Processes consecutive evaluations on the evaluating device.
+
+    >>> from testbed.ml.training.schema import TrainingPart
+    >>> stopping = Stopping(TrainingConfig(TrainingPart(patience=1)))
+    >>> stopping.judge(10, {"loss": 0.5}, weights=dict)
+    >>> stopping.judge(20, {"loss": 0.6}, weights=dict)
+    >>> stopping.reason
+    '1 evaluations in a row were no better'
+    """
 
     def __init__(self, training: TrainingConfig) -> None:
         part = training.part
