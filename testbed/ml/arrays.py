@@ -33,7 +33,11 @@ def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
 
 
 def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
-    """Return tensors sharing the memory of a writable buffer; raises TensorError for shapes torch cannot have."""
+    """Return tensors sharing the memory of a writable buffer; raises TensorError for shapes torch cannot have.
+
+    >>> from_raw(to_raw({"bias": torch.ones(2)}))
+    {'bias': tensor([1., 1.])}
+    """
     result = {}
     for raw in raws:
         dtype = getattr(torch, NAMES[raw.dtype])
@@ -81,5 +85,9 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty(raw: Raw) -> torch.Tensor:
-    """Return a meta tensor with the shape and type of a serialized one."""
+    """Return a meta tensor with the shape and type of a serialized one.
+
+    >>> empty(to_raw({"bias": torch.ones(2)})[0]).shape
+    torch.Size([2])
+    """
     return torch.empty(raw.shape, dtype=getattr(torch, NAMES[raw.dtype]), device="meta")

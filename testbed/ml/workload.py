@@ -72,7 +72,11 @@ class ModelPart(ConfigModel):
 
 
 class SplitPart(ConfigModel):
-    """The distribution of training samples among the devices with data."""
+    """The distribution of training samples among the devices with data.
+
+    >>> SplitPart(dirichlet=0.5).dirichlet
+    0.5
+    """
 
     sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         None,
@@ -184,7 +188,11 @@ class AugmentPart(ConfigModel):
 
 
 class DataPart(ConfigModel):
-    """A data set by name (see `testbed show data`), or the user's own, by `file` or `path`."""
+    """A data set by name (see `testbed show data`), or the user's own, by `file` or `path`.
+
+    >>> DataPart(name="digits", train=100).split
+    'coordinator'
+    """
 
     name: str = Field(
         "digits",

@@ -20,7 +20,13 @@ Labels: TypeAlias = "npt.NDArray[Any]"
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples and labels, split into training and test parts. Samples of any kind are called images."""
+    """Samples and labels, split into training and test parts. Samples of any kind are called images.
+
+    >>> from testbed.ml.data.synthetic import make
+    >>> dataset = make("synthetic-1x4x4-2", train=4, test=2)
+    >>> dataset.shape, len(dataset.train_labels), dataset.classes
+    ((1, 4, 4), 4, 2)
+    """
 
     name: str
     """Name shown beside every metric; names of synthetic sets contain the word."""
@@ -89,7 +95,15 @@ class Dataset:
         )
 
     def part(self, train: npt.NDArray[np.int64], *, tests: bool) -> Dataset:
-        """Return a set of the training samples with these indices, (samples,), and all or no test samples."""
+        """Return a set of the training samples with these indices, (samples,), and all or no test samples.
+
+        >>> import numpy as np
+        >>> from testbed.ml.data.synthetic import make
+        >>> dataset = make("synthetic-1x4x4-2", train=4, test=2)
+        >>> part = dataset.part(np.array([0, 2]), tests=False)
+        >>> len(part.train_labels), len(part.test_labels)
+        (2, 0)
+        """
         test = slice(None) if tests else slice(0)
         drawing = None if self.drawing is None else self.drawing.part(train)
         return replace(
@@ -157,7 +171,13 @@ _ARRAYS = {
 
 
 def pack(dataset: Dataset) -> bytes:
-    """Return the message body: its arrays, with name and number of classes as metadata."""
+    """Return the message body: its arrays, with name and number of classes as metadata.
+
+    >>> from testbed.ml.data.synthetic import make
+    >>> dataset = make("synthetic-1x4x4-2", train=4, test=2)
+    >>> unpack(bytearray(pack(dataset))).train_labels
+    array([0, 1, 0, 1])
+    """
     dataset = dataset.drawn()
     arrays = {name: getattr(dataset, name) for name in _ARRAYS}
     metadata = {"name": dataset.name, "classes": str(dataset.classes)}

@@ -22,7 +22,13 @@ from testbed.ml.training.config import TrainingConfig
 
 
 def count_parameters(units: Sequence[Unit]) -> int:
-    """Return the number of trained values."""
+    """Return the number of trained values.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
+    >>> count_parameters(model.units)
+    2410
+    """
     return sum(unit.parameters for unit in units)
 
 
@@ -38,7 +44,13 @@ def forward_cost(units: Sequence[Unit], samples: int) -> Cost:
 
 
 def backward_cost(units: Sequence[Unit], samples: int) -> Cost:
-    """Return the cost of a backward of units for a number of samples."""
+    """Return the cost of a backward of units for a number of samples.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
+    >>> backward_cost(model.units, samples=16).of().flops
+    151552.0
+    """
     return backward_of(cost_of(units), samples)
 
 
@@ -60,7 +72,14 @@ def weight_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
 
 
 def state_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
-    """Return the bytes of the transmitted weights and the optimizer's state."""
+    """Return the bytes of the transmitted weights and the optimizer's state.
+
+    >>> from testbed.ml.models.catalog import create
+    >>> from testbed.ml.training.config import TrainingConfig
+    >>> model = create("mlp", {"hidden": [32]}, (1, 8, 8), 10)
+    >>> state_bytes(model.units, TrainingConfig())
+    9640.0
+    """
     # The cost of a copy is an operation for each value.
     values = copy_cost(units, training).of().flops
     return BYTES_PER_VALUE * values

@@ -106,12 +106,20 @@ def code_of(name: str) -> Code | None:
 
 
 def list_names() -> list[str]:
-    """Return the names of all models, those of installed packages last."""
+    """Return the names of all models, those of installed packages last.
+
+    >>> "mlp" in list_names()
+    True
+    """
     return list({**CATALOG, **plugins.installed(GROUP)})
 
 
 def summary_of(name: str) -> str:
-    """Return one line about a model; of a broken package, the error."""
+    """Return one line about a model; of a broken package, the error.
+
+    >>> summary_of("vgg5")
+    "three convolutions and two fully connected layers, as in PipeLearn's Table II"
+    """
     if name in CATALOG:
         return CATALOG[name].summary
     try:
@@ -163,6 +171,10 @@ def describe(model: Model) -> dict[str, Any]:
 
     ``reads`` are the units whose outputs a unit reads, -1 the model's input; ``cut_bytes`` cross the cut after the
     unit.
+
+    >>> description = describe(create("mlp", {"hidden": [32]}, (1, 8, 8), 10))
+    >>> description["parameters"], [unit["name"] for unit in description["units"]]
+    (2410, ['hidden1', 'output'])
     """
     return {
         "name": model.name,

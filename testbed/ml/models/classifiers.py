@@ -92,7 +92,11 @@ class CnnOptions(ConfigModel):
 
 
 def cnn(options: CnnOptions, shape: Shape, classes: int) -> Model:
-    """Create convolutions, the last two with pooling, and fully connected layers."""
+    """Create convolutions, the last two with pooling, and fully connected layers.
+
+    >>> [unit.name for unit in cnn(CnnOptions(), (1, 28, 28), 10).units]
+    ['conv1', 'conv2', 'conv3', 'hidden1', 'hidden2', 'output']
+    """
     units: Units = []
     for index, channels in enumerate(options.channels, 1):
         units.append((f"conv{index}", [Conv2d(channels, padding=1), ReLU()]))
@@ -115,7 +119,11 @@ class BatchNormOptions(ConfigModel):
 
 
 def vgg5(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
-    """Create VGG5 as in PipeLearn's Table II."""
+    """Create VGG5 as in PipeLearn's Table II.
+
+    >>> [unit.name for unit in vgg5(BatchNormOptions(), (3, 32, 32), 10).units]
+    ['conv1', 'conv2', 'conv3', 'fc1', 'fc2']
+    """
     convolutions: list[tuple[int, Layer]] = [
         (32, MaxPool2d()),
         (64, MaxPool2d()),
@@ -141,6 +149,9 @@ def resnet18(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     (He et al., arXiv:1512.03385) both have stride 2, which reduces 32x32 pixels to 8x8: the stem's output for 10,000
     samples is then 1.3 Gbit. At 16x16 pixels it would be 5.2 Gbit, which the 10 Mbit/s of 4G could not transmit in the
     203.6 s of the paper's Table IV.
+
+    >>> resnet18(BatchNormOptions(), (3, 32, 32), 10).parameters
+    11181642
     """
     norm = options.batch_norm
     stem = [*_conv_layers(64, 7, 2, batch_norm=norm), ReLU(), MaxPool2d(3, 2, 1)]
@@ -184,6 +195,9 @@ def alexnet(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
 
     Every convolution with its ReLU is a unit, as are every pooling and every fully connected layer. Dropout is omitted,
     because it acts in training only.
+
+    >>> alexnet(ImagenetOptions(), (3, 224, 224), 1000).parameters
+    61100840
     """
     units: Units = [
         ("conv1", [Conv2d(64, 11, stride=4, padding=2), ReLU()]),
@@ -200,7 +214,11 @@ def alexnet(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
 
 
 def vgg16(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
-    """Create VGG-16 (Simonyan and Zisserman, configuration D), with units as in `alexnet`; images of 224x224."""
+    """Create VGG-16 (Simonyan and Zisserman, configuration D), with units as in `alexnet`; images of 224x224.
+
+    >>> vgg16(ImagenetOptions(), (3, 224, 224), 1000).parameters
+    138357544
+    """
     units: Units = []
     for block, (channels, count) in enumerate(VGG16_BLOCKS, 1):
         for index in range(1, count + 1):
@@ -247,6 +265,9 @@ def mobilenetv2(options: MobileNetV2Options, shape: Shape, classes: int) -> Mode
     The model has 2.2 million parameters at width 1 for 10 classes. In the small stem, for images such as the 28 pixels
     of MNIST and the 32 of CIFAR-10, the strides of the first convolution and of the second group are 1, so the head
     receives 4x4 pixels instead of one. Raises ValueError for inputs other than images.
+
+    >>> mobilenetv2(MobileNetV2Options(), (3, 224, 224), 1000).parameters
+    3504872
     """
     if len(shape) != 3:
         raise ValueError(f"MobileNetV2 needs (channels, height, width), not {shape}")

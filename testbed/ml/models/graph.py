@@ -161,7 +161,13 @@ class GraphLayer:
         return Slice(channels, self.whole.columns, channels)
 
     def by_inputs(self, columns: Channels, channels: Channels | None = None) -> Slice:
-        """Return the slice of partial sums from some input channels that finishes ``channels``; None finishes all."""
+        """Return the slice of partial sums from some input channels that finishes ``channels``; None finishes all.
+
+        >>> from testbed.ml.models.catalog import create
+        >>> layer = graph_of(create("mlp", {"hidden": [32]}, (1, 8, 8), 10)).layers[0]
+        >>> layer.by_inputs(range(0, 16), channels=range(0, 8))
+        Slice(rows=range(0, 32), columns=range(0, 16), channels=range(0, 8))
+        """
         finished = self.whole.channels if channels is None else channels
         return Slice(self.whole.rows, columns, finished)
 

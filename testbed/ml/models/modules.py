@@ -168,7 +168,11 @@ def _join_tensors(
 
 
 class ChannelMean(nn.Module):
-    """The mean over height and width."""
+    """The mean over height and width.
+
+    >>> ChannelMean()(torch.ones(2, 16, 8, 8)).shape
+    torch.Size([2, 16])
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Module
         """Map (samples, channels, height, width) to (samples, channels)."""

@@ -286,6 +286,12 @@ class DenseStep:
 
     For y = relu(x W' + b) with the gradient g of y: the gradient of the sums is s = g where y > 0, that of the inputs
     s W, of the weight s' x, and of the bias the sum of s over the samples.
+
+    >>> weight = torch.tensor([[1.0, -1.0]])
+    >>> step = DenseStep(torch.tensor([[3.0, 1.0]]), weight, torch.tensor([[2.0]]), rectified=True)
+    >>> sums = step.of_sums(torch.tensor([[0.5]]))
+    >>> step.of_inputs(sums), step.of_parameters(sums)
+    (tensor([[ 0.5000, -0.5000]]), (tensor([[1.5000, 0.5000]]), tensor([0.5000])))
     """
 
     inputs: torch.Tensor

@@ -102,7 +102,11 @@ class SynchronousOptions(StagesOptions):
         return MICRO_BATCHES.get(info.data.get("schedule", ""), 1)
 
     def checkpoints(self, step: int, steps: int) -> bool:
-        """Return whether the state after ``step`` of ``steps`` becomes a checkpoint, as the last one always does."""
+        """Return whether the state after ``step`` of ``steps`` becomes a checkpoint, as the last one always does.
+
+        >>> SynchronousOptions(checkpoint_every=20).checkpoints(40, steps=100)
+        True
+        """
         return step % self.checkpoint_every == 0 or step == steps
 
 
@@ -282,7 +286,11 @@ class AsynchronousOptions(StagesOptions):
     )
 
     def window(self, stages: int) -> int:
-        """Return the number of batches under way at once."""
+        """Return the number of batches under way at once.
+
+        >>> AsynchronousOptions(in_flight=2).window(stages=3)
+        2
+        """
         return stages if self.in_flight is None else min(stages, self.in_flight)
 
     def chain_due(self, done: int) -> bool:
@@ -296,6 +304,9 @@ class AsynchronousOptions(StagesOptions):
     def keepers(self, stage: int, stages: int) -> list[int]:
         """Return the stages keeping a stage's chain replica; if too few follow, the coordinator's stage is
         among them.
+
+        >>> AsynchronousOptions(replicas=2).keepers(stage=1, stages=3)
+        [2, 0]
         """
         end = min(stages, stage + 1 + self.replicas)
         keepers = list(range(stage + 1, end))

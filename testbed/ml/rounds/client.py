@@ -91,7 +91,11 @@ def send_weights(start: State, trained: State) -> State:
 
 
 def send_difference(start: State, trained: State) -> State:
-    """Send the difference between trained and initial weights."""
+    """Send the difference between trained and initial weights.
+
+    >>> send_difference({"0.weight": torch.ones(2)}, {"0.weight": torch.tensor([1.5, 1.0])})
+    {'0.weight': tensor([0.5000, 0.0000])}
+    """
     return {name: tensor - start[name] for name, tensor in trained.items()}
 
 

@@ -171,7 +171,11 @@ def _backward_seconds(layers: Sequence[LayerTimes], samples: int) -> float:
 
 
 def transfer_time(link: Link, content: float) -> float:
-    """Return the seconds from the first byte sent to the last byte received."""
+    """Return the seconds from the first byte sent to the last byte received.
+
+    >>> transfer_time(Link(rate=8e6, delay=0.01), content=1e6)
+    1.056058
+    """
     return link.transmission_time(size_around(content)) + link.delay
 
 
@@ -302,7 +306,11 @@ def predecessors(stage: GraphStage, count: int) -> tuple[GraphStage, ...]:
 
 
 def graph_stages(count: int) -> Iterator[GraphStage]:
-    """Return all stages of an iteration in topological order."""
+    """Return all stages of an iteration in topological order.
+
+    >>> list(graph_stages(count=1))
+    [('forward', 1), ('upload', 1), ('server forward', 1), ('server backward', 1), ('download', 1), ('backward', 1)]
+    """
     for n in range(1, count + 1):
         yield "forward", n
     for n in range(1, count + 1):

@@ -13,7 +13,11 @@ _EXTRA = "extra:"
 
 
 def with_extra(weights: State, extra: State) -> dict[str, torch.Tensor]:
-    """Return weights and additional tensors, of any names, as one mapping for a message."""
+    """Return weights and additional tensors, of any names, as one mapping for a message.
+
+    >>> sorted(with_extra({"0.weight": torch.ones(1)}, {"momentum": torch.zeros(1)}))
+    ['0.weight', 'extra:momentum']
+    """
     joined = dict(weights)
     for name, tensor in extra.items():
         joined[_EXTRA + name] = tensor

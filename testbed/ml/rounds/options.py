@@ -114,7 +114,11 @@ class Length:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of the workload."""
+        """Number of rounds of the workload.
+
+        >>> Length(epochs=True, each=2, total=3).rounds
+        2
+        """
         return math.ceil(self.total / self.each)
 
     def iterations(self, number: int, per_epoch: int) -> range:

@@ -34,6 +34,9 @@ def max_versions(stages: int, stage: int, *, vertical_sync: bool = True) -> int:
 
     Without vertical sync n - i: the newest batch in flight uses the newest version. With it n on every stage: batches
     in flight use at most n - i versions, but later stages already have newer ones for future batches.
+
+    >>> [max_versions(stages=3, stage=stage) for stage in range(3)]
+    [3, 3, 3]
     """
     return max_in_flight(stages, 0 if vertical_sync else stage)
 
