@@ -231,6 +231,7 @@ class Profile:
 
 
 _GIB = 2.0**30
+"""Bytes."""
 _TOP500_BENCHMARK = "github.com/geerlingguy/top500-benchmark"
 _LLAMAFILE = "LLaMA Now Goes Faster on CPUs (J. Tunney, 2024), llamafile 0.7, TinyLlama 1.1B in q8_0, one digit each"
 

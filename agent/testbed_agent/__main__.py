@@ -16,6 +16,7 @@ from testbed_agent.settings import Settings
 from testbed_agent.starting import HealthFirst
 
 CONTROL_THREADS = 8
+"""Threads of the control server; some requests wait for the whole run."""
 
 _LOG = logging.getLogger("testbed_agent")
 

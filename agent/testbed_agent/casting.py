@@ -29,6 +29,7 @@ _PREFIX = struct.Struct("<4sQIHH")
 """Run mark, sender's incarnation, broadcast number, chunk number, number of chunks."""
 assert _PREFIX.size == CAST_HEADER
 _MOST_CHUNKS = 0xFFFF
+"""Maximum number of datagrams of a message, whose count has 16 bits."""
 _MOST_PARTIAL = 32
 """Maximum number of incomplete messages; the oldest are dropped."""
 _LOOK_SECONDS = 0.02

@@ -25,6 +25,7 @@ CATCH_UP_SECONDS = 0.005
 LEAD_SECONDS = 0.001
 """Time between the delivery of a result and its due instant, in seconds."""
 _PR_SET_TIMERSLACK = 29
+"""Constant of linux/prctl.h."""
 
 T = TypeVar("T")
 

@@ -31,6 +31,7 @@ _TOGETHER = 1 << 15
 """Received bytes before the loop wakes up, instead of once for each packet. Half of the smallest window, so that no
 sender has to wait."""
 _PIECE = 1 << 14
+"""Bytes received in one call while the head of a message is incomplete."""
 _ACCEPTED = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 

@@ -26,10 +26,12 @@ from testbed_agent.settings import Address
 _LOG = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.5
+"""Time-out of the first connection attempts, in seconds."""
 CONNECT_SECONDS_MOST = 3.0
 """The kernel repeats a lost SYN after one second and again after two, so a healed link is detected within two
 seconds."""
 STALL_SECONDS = 2.0
+"""Seconds without an answer after which the sender reconnects."""
 STALL_SECONDS_MOST = 30.0
 """The time-out grows when a connection stalls, so that a link slowed down by a fault works in the end."""
 QUIET_SECONDS = 0.05
@@ -46,10 +48,13 @@ _MOST_PIECES = 256
 Answer = tuple[int, bytes]
 """Status and body of an HTTP response."""
 BACKOFF_SECONDS = 0.01
+"""Pause after a refused connection, in seconds; doubled up to the maximum."""
 BACKOFF_SECONDS_MOST = 0.25
+"""Maximum pause after a refused connection, in seconds."""
 AT_ONCE = 1 << 20
 """Bytes offered to the kernel in one call."""
 _RETRY_LATER = 503
+"""Status of a receiver whose queue is full."""
 
 
 class ConnectionLost(Exception):  # noqa: N818 - a state of the link

@@ -8,6 +8,7 @@ from functools import cache
 from statistics import fmean, stdev
 
 CONFIDENCE = 0.95
+"""Probability with which an interval contains the mean, as in the tables of most papers."""
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:

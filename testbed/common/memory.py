@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h."""
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 """Bytes; glibc's maximum on 64 bits, see mallopt(3)."""
 

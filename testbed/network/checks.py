@@ -25,6 +25,7 @@ RESERVED_NAMES = (
 )
 """Names of a run's own container and networks and of every container's own addresses, and of no device."""
 SMALLEST_PREFIX = 24
+"""Prefix length of the smallest subnet: 253 addresses for containers."""
 _RESERVED_ADDRESSES = 3
 """Unavailable addresses of every subnet: network, bridge and broadcast address."""
 

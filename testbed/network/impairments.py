@@ -15,6 +15,7 @@ from statistics import NormalDist, fmean, pstdev
 from testbed.network.link import Distribution, GilbertElliott, Link
 
 QUANTILES = 4096
+"""Number of equally likely values that stand for a distribution, as netem's tables do."""
 FURTHEST = 4.0
 """Maximum deviation in standard deviations, the bound of netem's tables."""
 _PARETO_CUT = 3.7

@@ -14,7 +14,9 @@ from testbed.scenario.loading import parse, read_keys
 from testbed.scenario.schema import DevicePart, ProfilePart, Scenario
 
 _MAX_NAME = 31
+"""Maximum number of characters of a device's name, which becomes part of container and host names."""
 MAX_DEVICES = 20_000
+"""Maximum number of devices of a scenario, simulated ones included."""
 MAX_LINKS = 2_000_000
 """Maximum number of directed links: a mesh of 1,400 devices."""
 

@@ -19,6 +19,7 @@ from testbed.scenario.schema import Scenario, Source
 M = TypeVar("M", bound=BaseModel)
 _TAG = "tag:yaml.org,2002:"
 _MAX_BYTES = 1 << 20
+"""Maximum size of a scenario file in bytes; a larger file is probably not a scenario."""
 _MAX_VALUES = 40_000
 """More than any scenario has; stops a file whose aliases unfold without end."""
 _MAX_SIGNS = 35_000

@@ -18,6 +18,7 @@ LONGEST_TIMEOUT = 2.0
 FIRST_WINDOW = 10
 """Initial window in packets."""
 _LEAST_WINDOW = 2
+"""Minimum congestion window in packets after a loss (RFC 5681)."""
 _DELAYED_ACKNOWLEDGEMENT = 0.04
 """Seconds for which a receiver keeps the acknowledgement of every other packet back."""
 _TICK = 0.005

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 MTU = 1500
+"""Maximum bytes of an IP packet on Ethernet."""
 ETHERNET_HEADER = 14
 """Destination, source and type; the kernel's shaper does not see the preamble and the checksum."""
 TCP_HEADERS = 20 + 32

@@ -64,7 +64,9 @@ class Message:
 
 
 MAGIC = b"EDGE"
+"""First bytes of every message, to refuse what is no message."""
 VERSION = 1
+"""Version of the encoding; another one is refused."""
 HEADER_LIMIT = 1 << 20
 """Maximum size of a message's JSON header, in bytes."""
 ENVELOPE = 320

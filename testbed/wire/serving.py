@@ -23,12 +23,17 @@ STALLED_AFTER = 30
 MOST_WAITING = 256
 """Maximum number of connections without a complete head; the least recently active one beyond is closed."""
 LARGEST_HEAD = 1 << 16
+"""Maximum size of a request's head in bytes."""
 _PIECE = 1 << 16
+"""Bytes received or sent in one call."""
 _UNSENT = 1 << 20
 """Maximum number of buffered response bytes per connection; beyond, the application waits."""
 _NEVER_A_FILE = 1 << 30
+"""Bytes of a response beyond which waitress would use a temporary file, which no response of an agent should need."""
 _LOOK_SECONDS = 1
+"""Seconds between two checks for stalled connections."""
 _LONGEST_REFUSAL = 4000
+"""Maximum size of a refusal as JSON in bytes; a refusal may quote the request."""
 
 # Waitress would warn about each request that waits for a thread.
 logging.getLogger("waitress.queue").disabled = True

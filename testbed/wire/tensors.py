@@ -22,7 +22,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 HEADER_LIMIT = 1 << 20
 """Maximum size of the JSON header, in bytes; enough for ten thousand tensors."""
 _ALIGNMENT = 64
+"""Tensors begin at multiples of this number of bytes, so that a buffer is used without a copy."""
 _LARGEST = 1 << 48
+"""Maximum size of an axis and of a tensor in elements, far below the overflow of 64 bits."""
 ITEM_SIZES = {
     "BOOL": 1,
     "U8": 1,

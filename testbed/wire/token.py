@@ -55,6 +55,7 @@ def data_token(token: str, sender: str, receiver: str) -> str:
 LEASE = "TESTBED_LEASE"
 """Environment variable with a container's lease in seconds; without the variable, the container has no lease."""
 _TICK = 5.0
+"""Maximum seconds between two looks at the time that is left."""
 
 
 class Lease:

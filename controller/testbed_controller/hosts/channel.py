@@ -28,6 +28,7 @@ from testbed_controller.lab.engineaddress import CERTIFICATES, EngineAddress
 
 RELAY = ["python3", "-m", "testbed_controller.hosts.inside.relay"]
 FIRST_EXCHANGES = 32
+"""Number of time exchanges before a host's clock counts as measured."""
 LOST_SECONDS = 4.0
 """Silence after which a host counts as lost, in seconds."""
 _START = """\

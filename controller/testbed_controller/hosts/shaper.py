@@ -30,6 +30,7 @@ Way = tuple[str, str]
 """A path: (source host, destination host)."""
 T = TypeVar("T")
 _ATTEMPTS = 3
+"""Number of measurements of a set of links across hosts before the last result stands."""
 _AHEAD = 0.3
 """Time until a measurement begins, in seconds; by then every host has its request."""
 _LEAST = 5e-5

@@ -21,7 +21,9 @@ from testbed_controller.shaping.plan import Endpoint
 _LOG = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
+"""Time-out of a connection to an agent, in seconds."""
 ANSWER_SECONDS = 30.0
+"""Time-out of requests without long work, in seconds."""
 WORK_SECONDS = 600.0
 """Time-out of requests for which the agent imports torch or reads a data set, on a busy host."""
 

@@ -22,6 +22,7 @@ SURE = 5.0
 EXCHANGE_SECONDS = 1.0
 """Interval of time exchanges, in seconds."""
 _FIRST_EXCHANGES = 16
+"""Number of time exchanges before the first estimate."""
 _SAME = 1e-3
 """Tolerance for identical clocks beyond half a round trip, in seconds."""
 

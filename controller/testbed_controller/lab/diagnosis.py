@@ -55,9 +55,11 @@ from testbed_controller.shaping.capability import DEVICE_RATE
 CheckStatus = Literal["ok", "missing", "unknown"]
 
 _REGISTRY_PATIENCE = 5.0
+"""Time for a registry to answer, in seconds."""
 _ROOM = 6 * 10**9
 """Free disk space for images in bytes: they take half of it, and all of it while they are built."""
 _ROOM_WITH_CUDA = 16 * 10**9
+"""The same for images with CUDA's libraries."""
 _SHAPER_LEASE = 120.0
 """Lease of the test shaper in seconds."""
 _TRY_LINKS = (

@@ -29,13 +29,17 @@ from testbed_controller.lab.paths import RECIPES, state_folder
 Say = Callable[[str], None]
 
 _POOL = 64
+"""Maximum number of connections kept open to an engine, since containers are started concurrently."""
 _TIMEOUT = 120
+"""Time-out of a request to an engine in seconds: an engine that starts many containers answers late."""
 ANSWER_SECONDS = 8
 """Time-out of the first response of a remote engine, in seconds."""
 _START_PATIENCE = 60.0
+"""Time for a starting engine to respond, in seconds."""
 PATIENCE = 60.0
 """Time, in seconds, during which an engine that has responded before may be silent."""
 _PAUSE = 0.25
+"""Pause between two attempts to reach an engine, in seconds."""
 SIMULATE = "'--runtime simulate' needs no engine"
 
 

@@ -28,6 +28,7 @@ _LOG = logging.getLogger(__name__)
 PATIENCE = 60.0
 """Time for a container to respond, in seconds; many starting at once on few processors are slow."""
 INTERVAL = 0.04
+"""Interval of health checks, in seconds."""
 LOOK_INTERVAL = 0.5
 """Interval of checks for ended containers, in seconds: on a busy host, frequent queries slow down the start itself."""
 PORT_SECONDS = 1.0

@@ -47,9 +47,11 @@ from testbed_controller.lab.wheels import (
 
 REGISTRY_BASE = f"python:{PYTHON}-slim-bookworm"
 PULL_PATIENCE = 60.0
+"""Time for a registry to deliver the base image, in seconds; then the image is built without the registry."""
 _BOOTSTRAP_ROOM = 600 * 10**6
 """Temporary disk space of mmdebstrap in bytes: packages, their files, and the archive."""
 LABEL = "testbed.image"
+"""Label of the testbed's images; its value is the kind of image."""
 _STAGE_SECONDS = 3600.0
 """Upper bound of a build's duration, in seconds."""
 _SYSTEM_CONTAINERD = (

@@ -67,6 +67,7 @@ MINIMAL_MEMORY = 32 * 2**20
 LEASE_SECONDS = 1800.0
 """Lifetime of a container without its controller, in seconds; long enough for a busy host."""
 RENEWAL_SECONDS = 60.0
+"""Interval in which leases are renewed, in seconds."""
 PAUSE = 0.2
 """Pause before reconnecting to the engine's event stream, in seconds."""
 

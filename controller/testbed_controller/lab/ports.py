@@ -12,6 +12,7 @@ from docker.errors import APIError
 from testbed.wire.ports import CONTROL_PORT
 
 _CONNECT_SECONDS = 1.0
+"""Time-out of a connection within one machine, in seconds."""
 _TRY = f"import socket; socket.create_connection(('127.0.0.1', {CONTROL_PORT}), {_CONNECT_SECONDS})"
 _CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
 """Files that Docker and Podman create in every container."""

@@ -24,6 +24,7 @@ _DISMISSED = b"dismissed"
 _PAUSE = 2.0
 """Pause between two attempts to remove a run while its engine does not respond, in seconds."""
 _PATIENCE = 24 * 3600.0
+"""Time for which a reaper retries while the engine does not respond, in seconds."""
 
 
 _UNSURE: list[Reaper] = []

@@ -21,11 +21,13 @@ ADDRESS = "testbed.address"
 ROLE = "testbed.role"
 
 _PATIENCE = 30.0
+"""Time, in seconds, for an engine to remove objects that it refused to remove at first."""
 _BEING_MADE = 300.0
 """Time, in seconds, during which a run without a running container counts as being created."""
 _SETTLE = 0.4
 """Time, in seconds, after which a request of a killed client has taken effect in the engine."""
 _WORKERS = 8
+"""Number of containers removed concurrently."""
 
 
 def labelled_runs(client: docker.DockerClient) -> set[str]:

@@ -24,9 +24,13 @@ import torch
 from torch import nn
 
 PORT = 8720
+"""TCP port on the board that answers the measurements."""
 BATCH = 32
+"""Samples of a measured batch."""
 REPETITIONS = 15
+"""Number of measurements of a layer, of which the fastest counts, since noise only adds time."""
 PINGS = 20
+"""Number of round trips, of which the shortest counts."""
 SENT = 4 << 20
 """Bytes by which a link is measured."""
 _BYTES = 4

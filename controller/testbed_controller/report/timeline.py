@@ -17,6 +17,7 @@ MOST_BARS = 40_000
 """Maximum number of bars embedded individually; longer runs keep only those of interesting windows and merge
 the rest."""
 MOST_DEVICES = 48
+"""Maximum number of devices drawn; the others are omitted."""
 AROUND = 1.0
 """Seconds shown before and after a fault."""
 MOST_PAUSES = 3

@@ -34,6 +34,7 @@ HALTED = MIN_FACTOR
 RETIRE_SECONDS = 60.0
 """Time for a device to hand over its state, in seconds."""
 RETIRE_INTERVAL = 0.1
+"""Interval of checks whether a device has handed over, in seconds."""
 _SLOWNESS_STEP = 0.5
 """Minimum change of a round-trip time that is sent to devices, in seconds. Time-outs have two seconds to spare, and a
 trace of a radio link changes its rate many times a second."""

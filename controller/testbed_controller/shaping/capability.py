@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 RATES = (10e9, 5e9, 4e9, 3e9, 2e9, 1.5e9, 1e9, 500e6, 200e6, 100e6, 10e6)
 """Rates in bit/s, tried from the fastest with the delay below, so that the backend has to hold packets."""
 DELAY = 1e-3
+"""Delay of the measured link in seconds."""
 DELAYS = (0.1e-3, 0.2e-3, 0.5e-3, 1e-3, 2e-3, 5e-3)
 """Delays in seconds, tried from the shortest."""
 LOAD_RATE = 100e6
@@ -41,6 +42,7 @@ DEVICE_RATE = 10e6
 _PAIR = ("a", "b")
 _INTERFACE = "data"
 _TRAINS = 5
+"""Number of packet trains of a measurement."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,10 @@ _PATIENCE = 2e-3
 _EARLY = 60e-6
 """Maximum earliness of a packet released with another one, in seconds: one wake-up serves several."""
 _IP_HEADER = 20
+"""Bytes of an IPv4 header without options."""
 _LOOPBACK_FRAME = bytes(12) + b"\x08\x00"
 _SO_TIMESTAMPNS = 35
+"""Constant of asm-generic/socket.h, which Python's `socket` lacks."""
 
 _Entry = tuple[float, bytearray | bytes, int, bytes | None]
 """Due instant; identity of the packet in a verdict, with a suffix for a second copy; bytes on the wire if needed;

@@ -22,7 +22,9 @@ from testbed_controller.shaping.medium import QUEUE, Media, Route
 LIMIT = 5000
 """Maximum number of waiting packets of one device, above the capacity of its socket buffers."""
 _IP_HEADER = 20
+"""Bytes of an IPv4 header without options."""
 _MOST_READ = 64
+"""Maximum number of packets read before due packets are released."""
 _EARLY = 60e-6
 """Earliness of a packet's release, in seconds: about the duration of the way back through the kernel."""
 

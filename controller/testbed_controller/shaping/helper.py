@@ -31,11 +31,15 @@ from testbed_controller.shaping.plan import Access
 LARGEST_REQUEST = 1 << 20
 """Maximum size of a request or response, in bytes."""
 _END_SECONDS = 5.0
+"""Time for the helper to end before it is killed, in seconds."""
 _SO_SNDBUFFORCE = 32
+"""Constant of asm-generic/socket.h, which Python's `socket` lacks."""
 _PR_SET_TIMERSLACK = 29
+"""Constant of linux/prctl.h."""
 _CAPABILITY_VERSION = 0x20080522
 """linux/capability.h"""
 _CAP_NET_ADMIN = 12
+"""Constant of linux/capability.h."""
 _AT_ONCE = 64
 """Maximum number of impairments in one request, of about 600 bytes each."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SAMPLE_SECONDS = 0.25
+"""Interval of samples, in seconds."""
 SATURATED = 0.95
 """Share of busy processors above which a sample counts as saturated, that is, tasks were waiting."""
 

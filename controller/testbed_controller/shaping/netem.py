@@ -28,6 +28,7 @@ _ROOT = f"{_TREE.number}:"
 _INNER = 0x2000
 """Offset of the handles of queues before a downlink from those of their netems."""
 _TABLE_UNIT = 8192
+"""Value that netem's distribution tables have for one standard deviation."""
 _DRAINING = 20_000
 """Limit, in packets, of a queue after its downlink was lifted, so that none is lost while draining."""
 

@@ -21,10 +21,13 @@ QUEUE_SECONDS = 0.05
 """Length of a queue beyond a round trip, in seconds."""
 
 DEFAULT_CLASS = 1
+"""Class of packets that belong to no link."""
 BROADCAST_CLASS = 2
+"""Class of broadcasts."""
 ACCESS_CLASS = 3
 """Class shared by all links of a device in one direction: its uplink or downlink."""
 FIRST_PEER_CLASS = 0x10
+"""Class of the link to the first peer; others follow."""
 
 DOWN = Link(up=False)
 

@@ -43,13 +43,17 @@ from testbed_controller.shaping.trains import (
 )
 
 _DELAY_PACKETS = 30
+"""Maximum number of packets for the delay of a link without loss."""
 _FEWEST_PACKETS = 10
+"""Minimum number of packets for a link, however many links share the packet rate."""
 _PACKETS_PER_SECOND = 2500
 """Maximum packet rate over all links: more would load the host noticeably."""
 _MOST_SECONDS = 1.0
+"""Maximum duration of a part of the measurement, in seconds."""
 _BEHIND_SECONDS = 30.0
 """Maximum delay of the schedule on an overloaded host, in seconds."""
 _ATTEMPTS = 3
+"""Number of measurements of a link before its last result stands."""
 _AGAIN_SECONDS = 30.0
 """Time after which no further attempt begins, in seconds: many slow links of different kinds take minutes."""
 _BETWEEN = 0.1

@@ -18,6 +18,7 @@ HEAD_SECONDS = 5.0
 """Time limit for the head of a connection's first request, in seconds."""
 _END = b"\r\n\r\n"
 _PIECE = 1 << 16
+"""Bytes read at a time."""
 _TO_DEVICE = re.compile(rb"([A-Z]+ )/devices/([^/ ]+)(?=/)")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
 _NOBODY = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"

@@ -24,6 +24,7 @@ from testbed_controller.shaping.shaper import Shaping
 _LOG = logging.getLogger(__name__)
 
 _LARGEST_REQUEST = 16 << 20
+"""Maximum size of a request in bytes: a mesh of 1,000 devices has many links."""
 
 _Action = Callable[[Mapping[str, Any]], dict[str, Any] | None]
 """Function from the JSON object of a request to that of the response, if any."""

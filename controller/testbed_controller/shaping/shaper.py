@@ -34,6 +34,7 @@ from testbed_controller.shaping.registry import Registry
 _LOG = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
+"""Time-out of a connection within a device's namespace, in seconds."""
 
 
 def check_links(links: Mapping[Pair, Link]) -> None:

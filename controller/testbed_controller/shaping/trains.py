@@ -24,22 +24,29 @@ HEADERS = 42
 CONTENT = struct.Struct("=8sIId")
 """Content of each datagram: measurement, link index, number, and sending time in seconds."""
 SMALL_FRAME = HEADERS + CONTENT.size
+"""Size in bytes of a frame without padding."""
 BUFFER_PER_FRAME = 2304
 """Kernel memory charged to a socket for a full frame, in bytes."""
 MOST_FRAMES = 4000
 """Maximum number of frames in transit to one socket."""
 SO_TIMESTAMPNS = 35
+"""Constant of asm-generic/socket.h, which Python's `socket` lacks."""
 ETHERNET = 14
 """Size of the Ethernet header in bytes."""
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
+"""Constants of linux/sockios.h."""
 _SO_RCVBUFFORCE = 33
+"""Constant of asm-generic/socket.h."""
 _TRAIN_SECONDS = 0.12
+"""Duration of a train on a fast link, in seconds."""
 _MOST_SECONDS = 1.0
 """Maximum duration of the smallest train over a slow link, in seconds; its frames are smaller."""
 _FEWEST_FRAMES = 24
+"""Minimum number of frames of a train."""
 _AT_ONCE = 64
 """Number of frames sent to a downlink between two checks for arrivals, which have no earlier time stamp."""
 _SO_SNDBUFFORCE, _UDP_SEGMENT = 32, 103
+"""Constants of asm-generic/socket.h and linux/udp.h."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ _LAST_LINES = 5
 LONGEST = 1 << 20
 """Bytes of a line; a longer one is recorded as several."""
 CHUNK = 1 << 16
+"""Bytes of output read at a time."""
 _COLLECT_SECONDS = 1.0
 """Seconds between two searches for exited orphans."""
 _NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

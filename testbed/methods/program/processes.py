@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
+"""Constant of linux/prctl.h."""
 _END_SECONDS = 2.0
 """Seconds allowed for killed processes to vanish."""
 _OOM_COUNTERS = (

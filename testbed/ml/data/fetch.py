@@ -22,6 +22,7 @@ DownloadProgress = Callable[[str, int, int | None], None]
 """Function of a file's name, the bytes so far, and all bytes if known."""
 
 _CHUNK = 1 << 20
+"""Bytes written to the disk at a time, so that large files need little memory."""
 _TIMEOUT = 30.0
 """Seconds without a single byte."""
 

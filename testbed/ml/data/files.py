@@ -18,8 +18,11 @@ from testbed.common.lazy import np, npt
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 _UNSIGNED_BYTE = 0x08
+"""Code of the IDX format for values of one unsigned byte."""
 CIFAR_IMAGE = (3, 32, 32)
+"""Channels, height and width."""
 _CIFAR_RECORD = 1 + math.prod(CIFAR_IMAGE)
+"""Bytes of a sample: one for the label, then the pixels."""
 
 
 def find(folder: Path, name: str) -> Path | None:

@@ -19,6 +19,7 @@ _BLOCK = 4
 _NOISE = 0.25
 """Standard deviation of the noise, for pixels in [0, 1]: a small network learns, and needs some epochs."""
 TRAIN, TEST = 2000, 500
+"""Number of training and test samples if the scenario gives none: enough to see a network learn, in seconds."""
 
 
 def parse(name: str) -> tuple[tuple[int, int, int], int]:

@@ -12,6 +12,7 @@ from testbed.plan import Assignment, Plan
 from testbed.wire.message import Message
 
 DEFAULT_REQUESTS = 50
+"""Number of exchanges if the scenario gives none."""
 LISTENING_SECONDS = 0.2
 """Seconds the coordinator waits after its last cast beyond the longest delay, so the cast is still received."""
 

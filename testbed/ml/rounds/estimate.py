@@ -27,6 +27,7 @@ from testbed.network.link import Link
 from testbed.wire.message import size_around
 
 BYTES_PER_LABEL = 8
+"""Bytes of a class, which messages carry as int64."""
 AGGREGATION_FLOPS = 2.0
 """FLOPs that an average is charged for each parameter of each model in it: a multiply and an add."""
 

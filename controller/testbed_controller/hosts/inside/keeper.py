@@ -25,7 +25,9 @@ ENGINE = "/engine.sock"
 ROLE = "testbed.role"
 RUN = "testbed.run"
 _TICK = 1.0
+"""Seconds between two checks of the lease, and between two attempts to remove the run."""
 _AT_ONCE = 8
+"""Number of objects removed concurrently."""
 _PATIENCE = 24 * 3600.0
 """Time for attempts to remove the run, in seconds: the overlay network stays while an absent host uses it."""
 

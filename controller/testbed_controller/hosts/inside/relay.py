@@ -22,6 +22,7 @@ from testbed_controller.shaping.namespaces import Namespace
 ALIVE = "/run/alive"
 """File touched at every sign of life of the controller; the keeper watches it."""
 CONNECT_SECONDS = 5.0
+"""Time-out of a connection within a container's namespace, in seconds."""
 
 
 async def _connect(

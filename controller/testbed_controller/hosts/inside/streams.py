@@ -20,7 +20,9 @@ HEAD = struct.Struct(">BII")
 TIMES = struct.Struct(">ddd")
 """Instants in seconds at which a `CLOCK` frame was sent, received, and returned."""
 PIECE = 1 << 16
+"""Bytes read at a time."""
 WINDOW = 1 << 20
+"""Bytes that an end may send before the other end has forwarded them."""
 
 Connect = Callable[
     [dict[str, Any]], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
