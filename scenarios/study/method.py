@@ -1,4 +1,4 @@
-"""The method: federated learning whose server takes the median of each weight (Yin et al., 2018), not the mean."""
+"""A method: federated learning whose server takes the median of each weight (Yin et al., 2018) instead of the mean."""
 
 import torch
 
@@ -6,11 +6,12 @@ from testbed.ml.rounds.method import Hooks, RoundMethod
 
 
 def median(state, trained, memory):
-    """Return the new weights: of each value the median of what the devices have sent."""
-    return {
-        name: torch.stack([each.state[name] for each in trained]).quantile(0.5, dim=0)
-        for name in state
-    }
+    """Return the median of the devices' values for each weight."""
+    merged = {}
+    for name in state:
+        values = torch.stack([update.state[name] for update in trained])
+        merged[name] = values.quantile(0.5, dim=0)
+    return merged
 
 
 class Median(RoundMethod):
@@ -20,5 +21,5 @@ class Median(RoundMethod):
     summary = "federated learning whose server takes the median of each weight"
 
     def hooks(self, options):
-        """Change what the server makes of the updates."""
+        """Replace the mean of federated averaging by the median."""
         return Hooks(options.choose, merge=median, min_updates=options.min_devices)

@@ -1,4 +1,4 @@
-"""The network: plain torch, nothing here knows the testbed."""
+"""A network in plain torch, without imports of the testbed."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ class Network(nn.Sequential):
     """Two convolutions and a fully connected layer."""
 
     def __init__(self, shape, classes, width):
-        """Take the shape of a sample and the number of classes from the data, the rest from the scenario."""
+        """``shape`` and ``classes`` come from the data, ``width`` from the scenario."""
         channels, height, across = shape
         super().__init__(
             nn.Conv2d(channels, width, 3, padding=1),

@@ -1,4 +1,4 @@
-"""What the study claims, as tests: run them with `pytest`."""
+"""Claims of the study as tests, which `pytest` runs."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ STUDY = Path(__file__).parent / "study.yaml"
 
 
 def test_the_devices_learn_together(tmp_path):
-    """A hundred steps are enough for half of the digits."""
+    """After a hundred steps, the network recognizes more than half of the digits."""
     run = testbed.simulate(
         testbed.load(STUDY, {"workload.steps": 100}), tmp_path / "run"
     )
@@ -16,7 +16,7 @@ def test_the_devices_learn_together(tmp_path):
 
 
 def test_the_same_seed_gives_the_same_run(tmp_path):
-    """Nothing depends on the machine that simulates."""
+    """The duration of a run does not depend on the host."""
     few = testbed.load(STUDY, {"workload.steps": 20})
     one, other = (testbed.simulate(few, tmp_path / name) for name in ("one", "other"))
     assert one.metrics["duration"] == other.metrics["duration"]
