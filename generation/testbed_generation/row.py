@@ -32,6 +32,8 @@ class RowOptions:
     """Seconds between two questions whether the stages are there."""
     patience: float
     """Seconds without an answer after which a stage counts as lost."""
+    startup: float = 10.0
+    """Patience until all stages hold their first layers, since devices in containers start at different times."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,9 @@ class Stage:
 class Watch:
     """Asks devices for signs of life."""
 
-    def __init__(self, mailbox: Mailbox, patience: float) -> None:
+    def __init__(self, mailbox: Mailbox) -> None:
         """Hear the answers of all devices."""
         self._mailbox = mailbox
-        self._patience = patience
         self._question = 0
         self._answers: dict[str, Pong] = {}
         self._incarnations: dict[str, float] = {}
@@ -68,14 +69,14 @@ class Watch:
         """Forget the start time of a device, whose present start counts once layers are assigned."""
         self._incarnations.pop(name, None)
 
-    async def ask(self, names: Collection[str]) -> set[str]:
+    async def ask(self, names: Collection[str], patience: float) -> set[str]:
         """Return the devices without an answer in time, or with a restart since layers were assigned."""
         device, sends = self._mailbox.device, self._mailbox.sends
         self._question += 1
         self._answers.clear()
         pings = {name: self._mailbox.post(name, Ping(self._question)) for name in names}
         # A ping waits for the messages before it on the link, which may take longer than the patience.
-        deadline = {name: sends.due(name) + self._patience for name in names}
+        deadline = {name: sends.due(name) + patience for name in names}
         while silent := set(names) - self._answers.keys():
             left = max(deadline[name] for name in silent) - device.now()
             if left <= 0:
@@ -121,14 +122,17 @@ class Row:
         self._options = options
         self._weights = weights
         self._numbers = count(1)
-        self._watch = Watch(mailbox, options.patience)
+        self._watch = Watch(mailbox)
         self._whole = asyncio.Event()
+        self._has_begun = False
+        """Whether all stages have held their layers once."""
         self._loss = 0
         """How often stages were lost, the present loss included."""
 
     async def begin(self) -> None:
         """Assign the planned layers, and watch the stages from then on. Raises `TestbedError`."""
         await self._establish()
+        self._has_begun = True
         self._mailbox.start(self._keep_watch())
 
     async def whole(self) -> None:
@@ -210,7 +214,11 @@ class Row:
         return following if following != stage.device else None
 
     async def _ask(self, names: set[str]) -> set[str]:
-        return await self._watch.ask(names - {self._device.name})
+        options = self._options
+        patience = options.patience
+        if not self._has_begun:
+            patience = max(options.startup, patience)
+        return await self._watch.ask(names - {self._device.name}, patience)
 
     def _forget(self, lost: set[str]) -> None:
         self._there = [name for name in self._there if name not in lost]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
     from testbed.scenario.schema import Scenario
     from testbed_generation.tokens import Tokens
+
+
+PROGRAM_MODULES = ("gather", "programs", "row", "source", "stage", "tensor_parallel")
+"""Modules that the programs of methods import."""
 
 
 class LanguageModelPart(ConfigModel):
@@ -395,8 +400,12 @@ class Generate(Workload):
         return [piece.encode("latin-1") for piece in json.loads(body)]
 
     def prepare_device(self, problem: PlanningProblem) -> dict[str, Any] | None:
-        """Import torch where tokens are computed."""
+        """Import the modules of all programs; return the processor and the kernels where tokens are computed."""
         assert isinstance(problem, GenerateProblem)
+        # These imports, of torch above all, take seconds. After the start of the run, the source would count a device
+        # that still imports as lost.
+        for module in PROGRAM_MODULES:
+            import_module(f"testbed_generation.{module}")
         if not problem.workload.is_computed:
             return None
         from testbed.ml import kernels

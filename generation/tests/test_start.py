@@ -1,0 +1,72 @@
+"""The start of a run: devices that start late are awaited, and imports precede the first message."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import testbed
+
+SCENARIO: dict[str, Any] = {
+    "name": "start",
+    "workload": {
+        "task": "generate",
+        "model": {"preset": "tinystories-260k"},
+        "prompts": ["hello"],
+        "tokens": 4,
+        "method": {"name": "sequential", "partition": "even"},
+    },
+    "devices": {"pi": {"count": 3, "profile": "raspberry-pi-4b"}},
+    "network": {"topology": "mesh", "link": {"rate": "100mbit", "delay": "5ms"}},
+}
+
+
+def test_device_that_starts_seconds_late_keeps_its_layers() -> None:
+    late = {"pause": "pi3", "at": "0s", "for": "4s"}
+    run = testbed.simulate(testbed.build(**SCENARIO, faults=[late])).run
+    assert run.metrics["recoveries"] == 0
+    computed = [event for event in run.outcome.events if event.event == "compute"]
+    assert "pi3" in {event.device for event in computed}
+
+
+def test_device_that_never_answers_is_left_out() -> None:
+    dead = {"kill": "pi3", "at": "0s"}
+    run = testbed.simulate(testbed.build(**SCENARIO, faults=[dead])).run
+    assert run.metrics["tokens"] == 4
+
+
+PROGRAM = """
+import sys
+import testbed
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
+from testbed_generation.workload import Generate
+
+for method in METHODS:
+    keys = SCENARIO
+    keys["workload"]["method"] = {"name": method}
+    scenario = testbed.build(**keys)
+    Generate().prepare_device(prepare(trials(scenario)[0]).problem)
+    before = set(sys.modules)
+    testbed.simulate(scenario)
+    for name in set(sys.modules) - before:
+        if name == "torch" or name.startswith("testbed_generation"):
+            print(name)
+"""
+
+
+def test_programs_import_torch_and_their_modules_before_the_start(
+    tmp_path: Path,
+) -> None:
+    methods = ("sequential", "ring", "petals", "tensor-parallel")
+    program = f"METHODS = {methods}\nSCENARIO = {SCENARIO}\n{PROGRAM}"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout == ""
