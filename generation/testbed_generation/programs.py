@@ -11,7 +11,7 @@ from testbed.device import Device
 from testbed_generation.draft import Draft
 from testbed_generation.sampling import Sampling
 from testbed_generation.source import Service
-from testbed_generation.tokens import text_of
+from testbed_generation.tokens import TextDecoder, text_of
 from testbed_generation.weights import DRAFT, EMBEDDING, Given, Seeded, Source
 from testbed_generation.workload import GenerateContext, GenerateProblem
 
@@ -78,8 +78,13 @@ def service_of(device: Device, context: GenerateContext[Any, Any]) -> Service:
             shown = tokens[:-1] if tokens[-1] == problem.end else tokens
             device.record("text", request=number, text=text_of(shown, context.pieces))
 
-    def text(token: int) -> str:
-        return text_of([token], context.pieces)
+    decoders: dict[int, TextDecoder] = {}
+
+    def text(number: int, token: int) -> str:
+        if token == problem.end:
+            return ""
+        decoder = decoders.setdefault(number, TextDecoder(context.pieces))
+        return decoder.decode(token)
 
     is_computed = problem.workload.is_computed
     return Service(

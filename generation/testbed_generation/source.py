@@ -311,8 +311,8 @@ class Service:
     """The token after which a text is complete; None: each has as many tokens as it may."""
     complete: Callable[[int, Sequence[int]], None] = lambda number, tokens: None
     """Is called with the number and the tokens of a request that is complete."""
-    text: Callable[[int], str] | None = None
-    """Returns the text of a token for the record; None where no tokens are computed."""
+    text: Callable[[int, int], str] | None = None
+    """Returns the text of a request's next token for the record; None where no tokens are computed."""
 
 
 async def serve_requests(device: Device, drive: Drive, service: Service) -> None:
@@ -330,7 +330,9 @@ async def serve_requests(device: Device, drive: Drive, service: Service) -> None
                     if progress.is_complete(service.end):
                         break
                     progress.tokens.append(token)
-                    text = {} if service.text is None else {"text": service.text(token)}
+                    text = {}
+                    if service.text is not None:
+                        text["text"] = service.text(request.number, token)
                     device.record(
                         "token",
                         request=request.number,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,27 @@ class Tokens(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
+
+
+class TextDecoder:
+    """Decodes the tokens of a text one by one, as they are generated.
+
+    A character may take several tokens. Its text belongs to the last of them; the others have none.
+
+    >>> decoder = TextDecoder(Bytes().pieces)
+    >>> [decoder.decode(token) for token in "é!".encode()]
+    ['', 'é', '!']
+    """
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        """``pieces`` are the bytes of each token."""
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def decode(self, token: int) -> str:
+        """Return the characters that a token completes; invalid UTF-8 and tokens without text become U+FFFD."""
+        piece = self._pieces[token] if token < len(self._pieces) else UNKNOWN
+        return self._decoder.decode(piece)
 
 
 def text_of(tokens: Sequence[int], pieces: Sequence[bytes]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from testbed.faults.parts import ActionPart
 from testbed.methods import METHODS
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, parse
+from testbed.trace.events import Event
 from testbed_controller.report.thinning import MOST
 from testbed_controller.results.recorder import Recorder
 from testbed_controller.watch import feed
 from testbed_controller.watch.feed import Tail, batches, select_shown
-from testbed_controller.watch.server import application, describe_run
+from testbed_controller.watch.server import PageServer, application, describe_run
 from tests.helpers import ROOT, recorded
+from tests.helpers.browser import CHROMIUM, Page, opened
 
 ORIGIN = "http://127.0.0.1:4000"
 
@@ -108,6 +111,37 @@ def test_events_are_told_as_they_come(tmp_path: Path) -> None:
     assert [event["event"] for event in next(feed)["events"]] == ["step"]
     begun.finish(recorded.outcome(events=[step]))
     assert next(feed)["over"] == {"status": "finished", "error": None}
+
+
+def awaited(page: Page, script: str, value: object) -> object:
+    """Return the value of a script once it is the given one, or after ten seconds."""
+    found = page.evaluate(script)
+    end = time.monotonic() + 10
+    while found != value and time.monotonic() < end:
+        time.sleep(0.1)
+        found = page.evaluate(script)
+    return found
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser")
+def test_generated_text_grows_token_by_token(tmp_path: Path) -> None:
+    run = Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    server = PageServer(run.path)
+    text = "document.getElementById('texts').textContent"
+    try:
+        with opened(server.address) as page:
+            for number, token in enumerate(("Once", " upon", "\na time")):
+                fields = {"request": 0, "micro": number, "text": token}
+                run.event(Event(0.1 * number, "a", "token", fields))
+                shown = "request 0  " + "Once upon\na time"[: (4, 9, 16)[number]]
+                assert awaited(page, text, shown) == shown
+            status = "document.getElementById('status').textContent.split(' · ').pop()"
+            assert awaited(page, status, "3 tokens") == "3 tokens"
+            assert page.evaluate("document.getElementById('second').textContent") == (
+                "Text"
+            )
+    finally:
+        server.close()
 
 
 def test_a_line_that_is_half_there_waits(tmp_path: Path) -> None:
