@@ -13,9 +13,19 @@ class Disk:
     """
 
     def __init__(
-        self, device: Device, rate: float, memory: float, layer_bytes: float
+        self,
+        device: Device,
+        rate: float,
+        memory: float,
+        layer_bytes: float,
+        *,
+        prefetch: bool = True,
     ) -> None:
-        """Read ``rate`` bytes a second where the layers need more than ``memory`` bytes."""
+        """Read ``rate`` bytes a second where the layers need more than ``memory`` bytes.
+
+        Without ``prefetch``, a window is read when it is needed.
+        """
+        self._prefetch = prefetch
         self._device = device
         self._rate = rate
         self._memory = memory
@@ -49,7 +59,7 @@ class Disk:
 
     def read_ahead(self, first: int) -> None:
         """Begin to read the following window, if memory has room for a whole window."""
-        if first not in self._windows:
+        if not self._prefetch or first not in self._windows:
             return
         order = sorted(self._windows)
         following = order[(order.index(first) + 1) % len(order)]

@@ -9,18 +9,21 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-Format = Literal["f32", "f16", "q8_0", "q4_0"]
+Format = Literal["f32", "f16", "q8_0", "q4_0", "q4_k_m"]
 """Storage format of weight matrices."""
 
 BLOCK = 32
-"""Values in a block of the quantised formats."""
+"""Values in a block of the formats with one scale a block."""
 
-_BLOCK_BYTES: dict[Format, int] = {
-    "f32": 4 * BLOCK,
-    "f16": 2 * BLOCK,
-    "q8_0": 2 + BLOCK,
-    "q4_0": 2 + BLOCK // 2,
+_BLOCKS: dict[Format, tuple[int, int]] = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "q8_0": (BLOCK, 2 + BLOCK),
+    "q4_0": (BLOCK, 2 + BLOCK // 2),
+    # Some matrices have 6 bits. The mean is that of Llama-3-70B, 40 GiB by appendix A.7 of arXiv 2504.08791v2.
+    "q4_k_m": (64, 39),
 }
+"""Values of a block, and its bytes."""
 
 
 def stored_bytes(values: int, storage: Format) -> int:
@@ -30,6 +33,5 @@ def stored_bytes(values: int, storage: Format) -> int:
         >>> stored_bytes(64, "q4_0")
         36
     """
-    if storage in ("f32", "f16"):
-        return values * _BLOCK_BYTES[storage] // BLOCK
-    return math.ceil(values / BLOCK) * _BLOCK_BYTES[storage]
+    block, block_bytes = _BLOCKS[storage]
+    return math.ceil(values / block) * block_bytes

@@ -31,7 +31,14 @@ from testbed_generation.planning import (
     shards_of,
     window_assignments,
 )
-from testbed_generation.ring import Ring, Windows, best_windows, even_windows, halda
+from testbed_generation.ring import (
+    Ring,
+    Windows,
+    best_windows,
+    even_windows,
+    halda,
+    memory_windows,
+)
 from testbed_generation.sharding import check_rows
 from testbed_generation.workload import GenerateContext, GenerateProblem
 
@@ -280,10 +287,10 @@ class Petals(Sequential):
 class RingOptions(StagesOptions):
     """Options of `PipedRing`."""
 
-    partition: Literal["halda", "even"] = Field(  # type: ignore[assignment]
+    partition: Literal["halda", "even", "memory"] = Field(  # type: ignore[assignment]
         "halda",
         description="halda: the windows with the least time of a token by the integer program of prima.cpp, which may "
-        "leave devices unused; even: equal windows",
+        "leave devices unused; even: equal windows; memory: windows in proportion to free memory, as exo does",
     )
     recovery: Literal["restart", "replicate"] = Field(
         "restart",
@@ -300,6 +307,10 @@ class RingOptions(StagesOptions):
         {},
         description="devices with their rates of reading layers that do not fit into their memory; all others hold "
         "their layers in memory",
+    )
+    prefetch: bool = Field(
+        True,
+        description="whether a device reads its next window from its disk while other devices compute",
     )
 
 
@@ -341,17 +352,27 @@ class PipedRing(Sequential):
         spec = problem.device(device.name)
         is_head = spec is problem.devices[0]
         memory = free_memory(problem, spec, holds_output=is_head)
-        return Disk(device, rate, memory, problem.model.layer_memory())
+        return Disk(
+            device,
+            rate,
+            memory,
+            problem.model.layer_memory(),
+            prefetch=_ring_options(problem).prefetch,
+        )
 
     def _ring(
         self, problem: GenerateProblem[StagesOptions], names: Sequence[str]
     ) -> Ring:
-        return ring_over(problem, names, _ring_options(problem).disk)
+        options = _ring_options(problem)
+        return ring_over(problem, names, options.disk, prefetch=options.prefetch)
 
     def _windows(self, problem: GenerateProblem[StagesOptions], ring: Ring) -> Windows:
         options = _ring_options(problem)
-        assign = halda if options.partition == "halda" else even_windows
-        return best_windows(ring, assign, options.rounds)
+        return best_windows(ring, WINDOWS[options.partition], options.rounds)
+
+
+WINDOWS = {"halda": halda, "even": even_windows, "memory": memory_windows}
+"""Rules that assign windows, by their names in a scenario."""
 
 
 def _ring_options(problem: GenerateProblem[StagesOptions]) -> RingOptions:

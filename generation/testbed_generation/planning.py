@@ -90,7 +90,11 @@ def row_over(problem: GenerateProblem[Any], names: Sequence[str]) -> Row:
 
 
 def ring_over(
-    problem: GenerateProblem[Any], names: Sequence[str], disks: Mapping[str, float]
+    problem: GenerateProblem[Any],
+    names: Sequence[str],
+    disks: Mapping[str, float],
+    *,
+    prefetch: bool,
 ) -> Ring:
     """Return the inputs for dividing layers round a ring; the head is the first device, and has the output matrix."""
     model = problem.model
@@ -112,6 +116,7 @@ def ring_over(
         model.layer_memory(),
         travel_seconds(problem, model.message_bytes(1)),
         problem.device(names[0]).seconds(model.output(1)),
+        prefetch,
     )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from testbed.common.errors import InputError
 from testbed_generation.placement import REMEDY, Layers
+from testbed_generation.sharding import apportion
 
 
 def read_seconds(
@@ -77,6 +78,8 @@ class Ring:
     """Seconds that a token's values take from a device to another; infinite where there is no link."""
     output_seconds: float = 0.0
     """Time of the output matrix on the head."""
+    prefetch: bool = True
+    """Whether a device reads its next window while other devices compute."""
 
     def member(self, name: str) -> Member:
         """Return a device by name."""
@@ -98,8 +101,8 @@ class Ring:
         return read_seconds(window, held, self.layer_bytes, member.memory, member.disk)
 
     def can_prefetch(self, member: Member, window: int) -> bool:
-        """Return whether a window fits into a device's memory; of a larger one, pages are evicted before their use."""
-        return window * self.layer_bytes <= member.memory
+        """Return whether a device reads a window ahead; one beyond its memory is evicted before its use."""
+        return self.prefetch and window * self.layer_bytes <= member.memory
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Windows:
         return seconds
 
     def token_seconds(self, ring: Ring) -> float:
-        """Return the seconds of one token of a single request when windows are read ahead.
+        """Return the seconds of one token of a single request, with windows read ahead where possible.
 
         A round takes at least all its computing, messages and reads that cannot overlap, and at least as long as any
         device computes and reads.
@@ -222,6 +225,57 @@ def _add_member(states: States, ring: Ring, place: int, rounds: int) -> None:
 
 def even_windows(ring: Ring, rounds: int) -> Windows:
     """Return equal windows for all devices, as prima.cpp's option ``-lw`` can ask for."""
+    total = _round_layers(ring, rounds)
+    sizes = apportion(total, [1.0] * len(ring.members), "layers")
+    windows = []
+    for member, window in zip(ring.members, sizes, strict=True):
+        if not _fits(ring, member, window, rounds):
+            raise _does_not_fit(member, rounds * window)
+        windows.append((member.name, window))
+    return Windows(rounds, tuple(windows))
+
+
+def memory_windows(ring: Ring, rounds: int) -> Windows:
+    """Return windows in proportion to free memory: the rule of exo, and of prima.cpp without Halda.
+
+    A device without a disk, such as a GPU, has no more layers than fit into its memory; the others share the rest.
+
+    >>> members = (Member("small", 1.0, 2.0, disk=9.0), Member("large", 1.0, 6.0))
+    >>> memory_windows(Ring(members, 8, 1.0, lambda one, other: 0.5), rounds=2).windows
+    (('small', 1), ('large', 3))
+    >>> memory_windows(Ring(members, 16, 1.0, lambda one, other: 0.5), rounds=2).windows
+    (('small', 5), ('large', 3))
+    """
+    left = _round_layers(ring, rounds)
+    sizes: dict[str, int] = {}
+    sharing = list(ring.members)
+    while True:
+        # A device with a disk and no free memory reads all its layers, so it has a share as well.
+        shares = [max(member.memory, 1.0) for member in sharing]
+        proportional = apportion(left, shares, "layers")
+        full = []
+        for member, window in zip(sharing, proportional, strict=True):
+            sizes[member.name] = window
+            if not _fits(ring, member, window, rounds):
+                full.append(member)
+        if not full:
+            break
+        if len(full) == len(sharing):
+            raise _does_not_fit(full[0], rounds * sizes[full[0].name])
+        for member in full:
+            window = int(member.memory / ring.layer_bytes / rounds)
+            sizes[member.name] = window
+            left -= window
+            sharing.remove(member)
+    windows = []
+    for member in ring.members:
+        if sizes[member.name] > 0:
+            windows.append((member.name, sizes[member.name]))
+    return Windows(rounds, tuple(windows))
+
+
+def _round_layers(ring: Ring, rounds: int) -> int:
+    """Return the layers of one round, in which every device has a window."""
     total, number = ring.layers // rounds, len(ring.members)
     if ring.layers % rounds or total < number:
         raise InputError(
@@ -229,16 +283,18 @@ def even_windows(ring: Ring, rounds: int) -> Windows:
             "other 'rounds'",
             ("workload", "method", "rounds"),
         )
-    windows = []
-    for place, member in enumerate(ring.members):
-        window = total // number + (place < total % number)
-        if ring.device_seconds(member, window, rounds) == math.inf:
-            raise InputError(
-                f"{member.name} has no memory for {rounds * window} layers: {REMEDY}, or give a 'disk' rate",
-                ("workload", "method"),
-            )
-        windows.append((member.name, window))
-    return Windows(rounds, tuple(windows))
+    return total
+
+
+def _fits(ring: Ring, member: Member, window: int, rounds: int) -> bool:
+    return ring.device_seconds(member, window, rounds) < math.inf
+
+
+def _does_not_fit(member: Member, layers: int) -> InputError:
+    return InputError(
+        f"{member.name} has no memory for {layers} layers: {REMEDY}, or give a 'disk' rate",
+        ("workload", "method"),
+    )
 
 
 def best_windows(

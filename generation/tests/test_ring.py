@@ -19,6 +19,7 @@ from testbed_generation.ring import (
     best_windows,
     even_windows,
     halda,
+    memory_windows,
 )
 
 
@@ -100,6 +101,28 @@ def test_more_rounds_hide_reads_from_a_disk() -> None:
     assert best_windows(ring, even_windows, None).rounds == 2
 
 
+def test_without_prefetching_every_read_is_waited_for() -> None:
+    slow = Member("slow", 0.01, 3.0, disk=50.0)
+    members = (Member("head", 0.1, 100.0), slow)
+    ring = Ring(members, 8, 1.0, lambda one, other: 0.0, prefetch=False)
+    # Of 4 layers memory holds 3, so each of two rounds reads half a layer.
+    assert even_windows(ring, 2).token_seconds(ring) == pytest.approx(0.44 + 0.02)
+
+
+def test_windows_by_memory_fill_devices_without_a_disk_and_share_the_rest() -> None:
+    members = (
+        Member("cpu", 1.0, 2.0, disk=9.0),
+        Member("gpu", 1.0, 6.0),
+        Member("phone", 1.0, 2.0, disk=9.0),
+    )
+    ring = Ring(members, 20, 1.0, lambda one, other: 0.0)
+    # In proportion the GPU would get 12 layers.
+    assert memory_windows(ring, 1).windows == (("cpu", 7), ("gpu", 6), ("phone", 7))
+    without_disks = Ring(members[1:2], 20, 1.0, lambda one, other: 0.0)
+    with pytest.raises(InputError, match="gpu has no memory for 20 layers"):
+        memory_windows(without_disks, 1)
+
+
 SCENARIO: dict[str, Any] = {
     "name": "ring",
     "workload": {
@@ -148,7 +171,8 @@ def test_texts_survive_the_death_of_a_device(recovery: str, token: int) -> None:
     assert texts(**RING, recovery=recovery, faults=[kill]) == texts(**RING)
 
 
-def test_times_with_a_disk_are_the_predicted_ones() -> None:
+@pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"partition": "memory"}])
+def test_times_with_a_disk_are_the_predicted_ones(options: dict[str, Any]) -> None:
     device = {"profile": {"name": "small", "memory": "3.8GB", "speed": "100gflops"}}
     run = testbed.simulate(
         testbed.build(
@@ -164,6 +188,7 @@ def test_times_with_a_disk_are_the_predicted_ones() -> None:
                         "name": "ring",
                         "rounds": 4,
                         "disk": {"a": "5GB/s", "b": "5GB/s", "c": "5GB/s"},
+                        **options,
                     },
                 },
                 "devices": {"a": device, "b": device, "c": device},
