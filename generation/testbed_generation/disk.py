@@ -46,6 +46,12 @@ class Disk:
         if layers:
             self._windows[first] = layers
 
+    def drop(self, first: int) -> None:
+        """Drop the window with the first layer ``first``, if it is still there."""
+        self._windows.pop(first, None)
+        if self._next == first:
+            self._next = None
+
     async def fetch(self, first: int) -> None:
         """Wait until a window is in memory."""
         if first not in self._windows:

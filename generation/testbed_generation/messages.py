@@ -22,6 +22,8 @@ class Assign(TypedMessage, kind="assign"):
     """Whether the output matrix belongs to it, so that it chooses tokens."""
     replica: str | None = None
     """The device that receives copies of new entries of the KV caches."""
+    oldest: int | None = None
+    """Lowest number of a valid assignment, if all layers are assigned anew: the device drops its older ones."""
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The weights of the layers; empty: they are drawn from the seed, or were placed before the run."""
 

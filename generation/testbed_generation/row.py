@@ -165,13 +165,20 @@ class Row:
                     Stage(name, next(self._numbers), first, first + layers, self._loss)
                 )
                 first += layers
-            lost = await self._assign(stages, stages)
+            # At first there is nothing to drop.
+            oldest = stages[0].assignment if stages[0].assignment > 1 else None
+            lost = await self._assign(stages, stages, oldest)
             if not lost:
                 return
             self._forget(lost)
 
-    async def _assign(self, wanted: Sequence[Stage], row: list[Stage]) -> set[str]:
-        """Assign some stages of a row, which becomes the present one; return devices lost meanwhile."""
+    async def _assign(
+        self, wanted: Sequence[Stage], row: list[Stage], oldest: int | None = None
+    ) -> set[str]:
+        """Assign some stages of a row, which becomes the present one; return devices lost meanwhile.
+
+        Assignments before number ``oldest`` become void.
+        """
         waiting = {}
         for stage in wanted:
             self._watch.renew(stage.device)
@@ -183,6 +190,7 @@ class Row:
                 stage.last,
                 final,
                 self._replica(stage, row),
+                oldest,
             )
             self._mailbox.post(
                 stage.device,

@@ -170,6 +170,8 @@ class Holder:
         self._disk = disk
         self._copies: dict[tuple[int, int], list[Copy]] = {}
         """Copies of others' caches by first layer and request."""
+        self._oldest = 0
+        """Lowest number of a valid assignment."""
         self._incarnation = self._device.now()
         mailbox.on(Ping, self._answer)
         mailbox.on(Copy, self._keep)
@@ -199,10 +201,23 @@ class Holder:
                 del self._copies[key]
 
     def _assign(self, assign: Assign) -> None:
+        if assign.oldest is not None:
+            self._drop_before(assign.oldest)
         self._mailbox.start(self._load(assign))
+
+    def _drop_before(self, oldest: int) -> None:
+        """Drop the ranges of void assignments, whose weights would take memory until the end of the run."""
+        self._oldest = oldest
+        for number in [number for number in self.ranges if number < oldest]:
+            dropped = self.ranges.pop(number)
+            if self._disk is not None:
+                self._disk.drop(dropped.assign.first)
 
     async def _load(self, assign: Assign) -> None:
         await self._device.sleep(self._load_seconds(assign))
+        if assign.assignment < self._oldest:
+            # Void since another device was lost while this one loaded.
+            return
         held = LayerRange(self._model, assign, self._weights(assign))
         for (first, _), copies in self._copies.items():
             if first == assign.first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import random
@@ -12,6 +13,8 @@ import pytest
 
 import testbed
 from testbed.common.errors import InputError
+from testbed.device import Device
+from testbed_generation.disk import Disk
 from testbed_generation.ring import (
     Member,
     Ring,
@@ -196,6 +199,32 @@ def test_times_with_a_disk_are_the_predicted_ones(options: dict[str, Any]) -> No
         )
     ).run
     assert run.metrics["tpot"] == pytest.approx(run.plan.details.token_time, rel=0.02)
+
+
+def test_dropped_windows_of_a_disk_are_not_read_any_more() -> None:
+    slept: list[float] = []
+
+    class Clock:
+        def now(self) -> float:
+            return 0.0
+
+        async def sleep(self, seconds: float) -> None:
+            slept.append(seconds)
+
+    def read_window(*, after_restart: bool) -> float:
+        device: Device = Clock()  # type: ignore[assignment]
+        disk = Disk(device, rate=1.0, memory=8.0, layer_bytes=1.0)
+        if after_restart:
+            disk.hold(0, 4)
+            disk.hold(8, 4)
+            disk.drop(0)
+            disk.drop(8)
+        disk.hold(14, 6)
+        disk.hold(20, 6)
+        asyncio.run(disk.fetch(14))
+        return slept.pop()
+
+    assert read_window(after_restart=True) == read_window(after_restart=False)
 
 
 def test_rounds_that_do_not_divide_the_layers_are_refused() -> None:

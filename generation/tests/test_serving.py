@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,6 +184,25 @@ def test_a_dead_stage_is_noticed_within_a_second(recovery: str) -> None:
     (detected, _) = events(made, "recovery")
     assert detected["missing"] == ["c"]
     assert 0.3 < detected["time"] < 1.3
+
+
+def test_layers_assigned_anew_replace_those_before_the_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holders: list[Holder] = []
+
+    class RecordedHolder(Holder):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            holders.append(self)
+
+    monkeypatch.setattr(sys.modules[__name__], "Holder", RecordedHolder)
+    serve("restart", [{"kill": "c", "at": "300ms"}])
+    held = {holder._device.name: list(holder.ranges.values()) for holder in holders}
+    ranges = [held[name] for name in "abd"]
+    assert [len(each) for each in ranges] == [1, 1, 1]
+    layers = [(each.assign.first, each.assign.last) for [each] in ranges]
+    assert layers == [(0, 2), (2, 4), (4, TINY.layers)]
 
 
 @pytest.mark.parametrize("recovery", RECOVERIES)
