@@ -376,7 +376,7 @@ class Totals:
             if fields.get(key) is not None:
                 self.learned[metric] = fields[key]
 
-    def count_message(self, way: Literal["sent", "received"], size: int) -> None:
+    def count_message(self, direction: Literal["sent", "received"], size: int) -> None:
         """Count a sent or received message of ``size`` bytes."""
-        self.counts[f"{way}_bytes"] += size
-        self.counts[f"{way}_messages"] += 1
+        self.counts[f"{direction}_bytes"] += size
+        self.counts[f"{direction}_messages"] += 1

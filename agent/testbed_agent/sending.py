@@ -522,15 +522,15 @@ class Lane:
                 break
         return pieces, None
 
-    def _advance_position(self, taken: int) -> None:
-        """Account for ``taken`` bytes accepted by the kernel."""
-        while taken:
+    def _advance_position(self, written: int) -> None:
+        """Account for ``written`` bytes accepted by the kernel."""
+        while written:
             outgoing = self._messages[self._written]
             if not self._offset:
                 self._unacknowledged += len(outgoing.body)
                 outgoing.begun = outgoing.begun or time.monotonic()
-            step = min(taken, outgoing.size - self._offset)
-            taken -= step
+            step = min(written, outgoing.size - self._offset)
+            written -= step
             self._offset += step
             if self._offset == outgoing.size:
                 self._written += 1

@@ -102,7 +102,7 @@ def is_visible(character: str) -> bool:
     return unicodedata.category(character) == "Zs"
 
 
-def escape_control(text: str, most: int = 2000) -> str:
+def escape_control(text: str, max_characters: int = 2000) -> str:
     r"""Escape control characters and truncate long text for output on a terminal.
 
     A device's output must not move the cursor or change colours of the user's terminal.
@@ -111,9 +111,9 @@ def escape_control(text: str, most: int = 2000) -> str:
     '\\x1b[31mred'
     """
     escaped = "".join(each if is_visible(each) else repr(each)[1:-1] for each in text)
-    if len(escaped) <= most:
+    if len(escaped) <= max_characters:
         return escaped
-    return f"{escaped[:most]}... ({len(escaped) - most} more characters)"
+    return f"{escaped[:max_characters]}... ({len(escaped) - max_characters} more characters)"
 
 
 def number(value: float | None) -> str:

@@ -124,10 +124,10 @@ _DEVIATIONS = 3
 """Number of standard deviations of jitter allowed for."""
 
 
-def slowness(there: Link, back: Link) -> float:
+def slowness(forward: Link, backward: Link) -> float:
     """Return an upper bound in seconds for the round trip of a few full packets, for use in time-outs."""
     seconds = 0.0
-    for link in (there, back):
+    for link in (forward, backward):
         longest_delay = link.delay + _DEVIATIONS * link.jitter
         seconds += longest_delay + link.transmission_time(_FEW_PACKETS)
     return seconds

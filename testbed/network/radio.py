@@ -120,7 +120,7 @@ def with_mean_reception(
 
 def draw_positions(
     names: Iterable[str],
-    given: Mapping[str, Position],
+    fixed: Mapping[str, Position],
     area: tuple[float, float],
     seed: int,
 ) -> dict[str, Position]:
@@ -131,7 +131,7 @@ def draw_positions(
     positions = {}
     for name in names:
         drawn = _random_position(area, derive(seed, "position", name))
-        positions[name] = given.get(name, drawn)
+        positions[name] = fixed.get(name, drawn)
     return positions
 
 

@@ -186,14 +186,14 @@ def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnosti
 
 def _named_devices(
     scenario: Scenario,
-    given: Sequence[str],
+    requested: Sequence[str],
     names: list[str],
     key: Key,
     problems: list[Diagnostic],
 ) -> list[str]:
     """Return the devices of a list of names (all for an empty list); report invalid names."""
     members: list[str] = []
-    for place, name in enumerate(given):
+    for place, name in enumerate(requested):
         # The name of a group comes first: a group may have the name of another group's device.
         if name in scenario.devices:
             members += device_names(name, scenario.devices[name])
@@ -204,7 +204,7 @@ def _named_devices(
                 f"unknown device '{name}': {nearest(name, [*scenario.devices, *names])}"
             )
             problems.append(Diagnostic((*key, "devices", place), text))
-    return list(dict.fromkeys(members if given else names))
+    return list(dict.fromkeys(members if requested else names))
 
 
 def _expand_machines(scenario: Scenario, names: list[str]) -> tuple[Machine, ...]:

@@ -174,7 +174,7 @@ def max_min_fair_rates(
 
 
 def _raise_rates(
-    rising: Iterable[SharedTransfer], left: Mapping[Shared, float]
+    rising: Iterable[SharedTransfer], remaining: Mapping[Shared, float]
 ) -> tuple[float, set[Shared]]:
     """Return the highest common rate of the rising transmissions and the media filled by this rate; none if a link is
     the limit."""
@@ -182,13 +182,13 @@ def _raise_rates(
     for flow in rising:
         for shared, share in flow.uses:
             weights[shared] = weights.get(shared, 0.0) + share
-    level = min(left[shared] / weight for shared, weight in weights.items())
+    level = min(remaining[shared] / weight for shared, weight in weights.items())
     slowest = min(flow.cap for flow in rising)
     # A transmission's own link limits it alone; what it leaves is shared by the others in the next step.
     if slowest <= level:
         return slowest, set()
     full = set()
     for shared, weight in weights.items():
-        if left[shared] * _NEARLY <= level * weight:
+        if remaining[shared] * _NEARLY <= level * weight:
             full.add(shared)
     return level, full

@@ -62,11 +62,11 @@ class _Pieces:
         """Sender of each message; None for a computation."""
 
     def add(
-        self, end: float, start: float, late: float, sender: str | None = None
+        self, end: float, start: float, lateness: float, sender: str | None = None
     ) -> None:
         self.ends.append(end)
         self.starts.append(start)
-        self.late.append(late)
+        self.late.append(lateness)
         self.senders.append(sender)
 
     def sort(self) -> None:

@@ -150,11 +150,11 @@ class _Store:
         os.pwrite(self._file.fileno(), content, place)
         return place, len(content)
 
-    def _read_columns(self, place: int, length: int) -> list[_Packed]:
-        return marshal.loads(os.pread(self._file.fileno(), length, place))  # type: ignore[no-any-return]  # our own
+    def _read_columns(self, offset: int, length: int) -> list[_Packed]:
+        return marshal.loads(os.pread(self._file.fileno(), length, offset))  # type: ignore[no-any-return]  # our own
 
-    def _decode_columns(self, place: int, length: int) -> Columns:
-        return [_unpack_column(*each) for each in self._read_columns(place, length)]
+    def _decode_columns(self, offset: int, length: int) -> Columns:
+        return [_unpack_column(*each) for each in self._read_columns(offset, length)]
 
 
 def _pack_column(column: Sequence[Any]) -> _Packed:
@@ -176,10 +176,10 @@ def _pack_column(column: Sequence[Any]) -> _Packed:
     return "list", list(column)
 
 
-def _unpack_column(way: str, content: Any) -> Sequence[Any]:
-    if way == "list":
+def _unpack_column(encoding: str, content: Any) -> Sequence[Any]:
+    if encoding == "list":
         return content  # type: ignore[no-any-return]
-    return [content[0]] * content[1] if way == "same" else array(way, content)
+    return [content[0]] * content[1] if encoding == "same" else array(encoding, content)
 
 
 class EventLog(Sequence[Event]):

@@ -171,12 +171,12 @@ def _check_course(outcome: Outcome) -> Check:
     return Check("course", False, f"the run {verb}{why}")
 
 
-def _name_gaps(log: EventLog, wanted: str) -> list[str]:
+def _name_gaps(log: EventLog, event_name: str) -> list[str]:
     """Name steps (or requests) missing from the log before later ones."""
     # A request that was given up is not missing.
-    names = [wanted, "failed"] if wanted == "request" else [wanted]
+    names = [event_name, "failed"] if event_name == "request" else [event_name]
     recorded = set()
-    for (number,) in log.of(*names).rows(wanted):
+    for (number,) in log.of(*names).rows(event_name):
         if isinstance(number, int):
             recorded.add(number)
     if not recorded or len(recorded) == max(recorded) - min(recorded) + 1:
@@ -186,7 +186,7 @@ def _name_gaps(log: EventLog, wanted: str) -> list[str]:
     if len(missing) > NAMED:
         numbers.append("...")
     plural = "s" if len(missing) > 1 else ""
-    return [f"{len(missing)} {wanted}{plural} ({', '.join(numbers)})"]
+    return [f"{len(missing)} {event_name}{plural} ({', '.join(numbers)})"]
 
 
 def _check_record(record: RunView) -> Check:

@@ -190,20 +190,24 @@ def simulate_trial(trial: Trial, folder: Path, options: RunOptions) -> Path:
 
 
 def _emulate_on_free_host(
-    trial: Trial, folder: Path, options: RunOptions, free: Queue[str], managing: str
+    trial: Trial,
+    folder: Path,
+    options: RunOptions,
+    free_hosts: Queue[str],
+    managing: str,
 ) -> Path:
     from testbed_controller.hosts.placement import LabPart
 
     # Prepared first, as a host is busy from `get` on.
     prepared = prepare(trial)
-    host = free.get()
+    host = free_hosts.get()
     place = {device.name: host for device in trial.experiment.devices}
     try:
         where = parse(LabPart, {"hosts": sorted({host, managing}), "place": place})
         host_options = replace(options, where=where)
         return _execute_run(prepared, "emulate", folder, host_options)
     finally:
-        free.put(host)
+        free_hosts.put(host)
 
 
 def _execute_run(

@@ -121,13 +121,13 @@ def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
     )
 
 
-def _read_dataset(part: DataPart, place: Path | None) -> Dataset:
+def _read_dataset(part: DataPart, path: Path | None) -> Dataset:
     from testbed.ml.data import catalog
     from testbed.ml.data.catalog import data_place
 
     if catalog.is_own(part):
         return catalog.load(part, Path(part.path or part.file or ""))
-    return catalog.load(part, place or data_place(part.name))
+    return catalog.load(part, path or data_place(part.name))
 
 
 def _dataset_facts(dataset: Dataset) -> dict[str, Any]:

@@ -111,13 +111,13 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
     _print_content(place)
 
 
-def _write_error(place: Path, error: OSError) -> HostError:
-    return HostError(f"{place}: cannot be written: {error.strerror or error}")
+def _write_error(path: Path, error: OSError) -> HostError:
+    return HostError(f"{path}: cannot be written: {error.strerror or error}")
 
 
-def _print_content(place: Path) -> None:
-    names = sorted(each.name for each in place.iterdir())
-    click.echo(f"{place}: {', '.join(names)}")
+def _print_content(path: Path) -> None:
+    names = sorted(each.name for each in path.iterdir())
+    click.echo(f"{path}: {', '.join(names)}")
 
 
 @export.command()

@@ -206,9 +206,9 @@ class EngineClock(MeasuredClock):
         estimate = self.clock.offset
         return abs(estimate.seconds) > estimate.uncertainty + _SAME
 
-    def follow(self, over: threading.Event) -> None:
+    def follow(self, stop: threading.Event) -> None:
         """Exchange times until the event is set: two clocks drift apart by milliseconds per minute."""
-        while not over.wait(EXCHANGE_SECONDS):
+        while not stop.wait(EXCHANGE_SECONDS):
             with suppress(TestbedError):  # the shaper may be busy or stopping
                 self._exchange_times()
 

@@ -30,9 +30,9 @@ CLOSED = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
 
 
 def free_subnets(
-    within: str, devices: int, taken: Iterable[IPv4Network], key: str = "subnet"
+    within: str, devices: int, used: Iterable[IPv4Network], key: str = "subnet"
 ) -> Iterator[IPv4Network]:
-    """Yield the subnets of a range with room for the devices and without overlaps with ``taken``, lowest first.
+    """Yield the subnets of a range with room for the devices and without overlaps with ``used``, lowest first.
 
     Raises InputError, located at ``key`` of the scenario's network, if the range is too small.
 
@@ -44,7 +44,7 @@ def free_subnets(
     if not has_room(whole, devices):
         raise InputError(no_room(within, devices), ("network", key))
     prefix = max(prefix_for(devices), whole.prefixlen)
-    obstacles = [network for network in taken if network.overlaps(whole)]
+    obstacles = [network for network in used if network.overlaps(whole)]
     for subnet in whole.subnets(new_prefix=prefix):
         if not any(subnet.overlaps(obstacle) for obstacle in obstacles):
             yield subnet

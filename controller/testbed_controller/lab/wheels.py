@@ -402,14 +402,14 @@ def _wheel_folder() -> Path:
     return folder
 
 
-def describe_full_disk(errors: str, folder: Path, room: int = _FULL) -> str:
+def describe_full_disk(errors: str, folder: Path, free_bytes: int = _FULL) -> str:
     """Return a sentence if the errors result from a full disk, otherwise an empty text.
 
-    A disk with less than ``room`` bytes free is assumed to be the cause of any error.
+    A disk with less than ``free_bytes`` bytes free is assumed to be the cause of any error.
     """
     for location in (folder, Path(tempfile.gettempdir())):
         free = shutil.disk_usage(location).free
-        if free < room:
+        if free < free_bytes:
             size = formats.size(free)
             return f"the disk of {location} has {size} free: free some space, or choose another disk with TMPDIR"
     if os.strerror(errno.ENOSPC) in errors:

@@ -211,7 +211,7 @@ def curve(
     run: Run,
     name: str,
     *,
-    over: str = "steps",
+    x_key: str = "steps",
     begin: float = 0.0,
     end: float = float("inf"),
     steady: bool = False,
@@ -231,7 +231,7 @@ def curve(
             continue
         last_rows[row.get("step", number)] = row
         number += 1
-    x = "step" if over == "steps" else "time"
+    x = "step" if x_key == "steps" else "time"
     points = [(row[x], row[key]) for row in last_rows.values()]
     return sorted(point for point in points if begin <= point[0] <= end)
 

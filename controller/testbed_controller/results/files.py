@@ -179,7 +179,7 @@ def _names_in_summary(folder: Path) -> list[str]:
 
 
 def keep_finished_runs(
-    folders: Sequence[Path], wanted: Sequence[Trial]
+    folders: Sequence[Path], trials: Sequence[Trial]
 ) -> dict[int, Run]:
     """Delete the folders of unfinished runs; return the finished runs of the given trials, without events.
 
@@ -188,7 +188,7 @@ def keep_finished_runs(
     Raises InputError if a folder contains a run of another trial.
     """
     finished_runs = {}
-    for number, (place, trial) in enumerate(zip(folders, wanted, strict=True)):
+    for number, (place, trial) in enumerate(zip(folders, trials, strict=True)):
         if not place.exists():
             continue
         run = load_metrics(place)

@@ -74,39 +74,39 @@ class Applier:
             self._no_gate = str(error)
         return self._gate is not None
 
-    def problem(self, attached: Attached, wanted: InterfacePlan) -> str:
+    def problem(self, attached: Attached, plan: InterfacePlan) -> str:
         """Return the reason why the backend cannot apply a plan, or an empty text."""
-        return attached.namespace.run(partial(self._backend.problem, wanted)) or ""
+        return attached.namespace.run(partial(self._backend.problem, plan)) or ""
 
     def apply(
-        self, attached: Attached, wanted: InterfacePlan, routes: dict[str, Route]
+        self, attached: Attached, plan: InterfacePlan, routes: dict[str, Route]
     ) -> None:
         """Apply a plan to a device's interface and verify the kernel's state; raises HostError for differences."""
-        if attached.plan == wanted and (attached.routes or {}) == routes:
+        if attached.plan == plan and (attached.routes or {}) == routes:
             return
         name = attached.endpoint.name
         old = attached.plan
         # After a failure the state is unknown, and the next plan is applied from scratch.
         attached.plan = None
         problems = attached.namespace.run(
-            lambda: self._apply_inside(attached, old, wanted, routes)
+            lambda: self._apply_inside(attached, old, plan, routes)
         )
         if problems:
             raise HostError(
                 f"links of {name} could not be applied: {'; '.join(problems)}"
             )
-        attached.plan = wanted
+        attached.plan = plan
 
     def _apply_inside(
         self,
         attached: Attached,
         old: InterfacePlan | None,
-        wanted: InterfacePlan,
+        plan: InterfacePlan,
         routes: dict[str, Route],
     ) -> list[str]:
         """Apply a plan in the device's namespace; return the remaining differences."""
         name = attached.endpoint.name
-        interface = wanted.interface
+        interface = plan.interface
         if self._gate is not None and (routes or attached.routes):
             before = attached.routes
             attached.routes = None
@@ -118,21 +118,21 @@ class Applier:
             # After the default route, since each route of the interface names the algorithm.
             set_congestion_control(interface, CONGESTION_CONTROL)
         if attached.endpoint.network is not None:
-            unknown = linked_addresses(wanted) - attached.neighbours
+            unknown = linked_addresses(plan) - attached.neighbours
             hardware = {address: hardware_address(address) for address in unknown}
             set_neighbours(interface, hardware)
             attached.neighbours |= unknown
-        if old is None or old.segments != wanted.segments:
-            bound_segments(interface, wanted.segments)
+        if old is None or old.segments != plan.segments:
+            bound_segments(interface, plan.segments)
         # The backend creates the devices and queues that its tc commands then lead packets into.
-        self._backend.apply(name, old, wanted)
-        lines = sender.build(wanted) if old is None else sender.change(old, wanted)
-        lines += self._backend.lines(old, wanted)
-        return self._differences(attached, wanted, lines)
+        self._backend.apply(name, old, plan)
+        lines = sender.build(plan) if old is None else sender.change(old, plan)
+        lines += self._backend.lines(old, plan)
+        return self._differences(attached, plan, lines)
 
-    def differences(self, attached: Attached, wanted: InterfacePlan) -> list[str]:
+    def differences(self, attached: Attached, plan: InterfacePlan) -> list[str]:
         """Return the differences between a device's plan and the state of the kernel."""
-        return attached.namespace.run(partial(self._differences, attached, wanted))
+        return attached.namespace.run(partial(self._differences, attached, plan))
 
     def _differences(
         self, attached: Attached, plan: InterfacePlan, lines: Sequence[str] = ()

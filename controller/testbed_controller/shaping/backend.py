@@ -87,7 +87,7 @@ class Backend:
         """Return interfaces and (interface, parent) pairs whose classes and filters are read back."""
         return [], []
 
-    def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
+    def differences(self, plan: InterfacePlan, observed: Shown) -> list[str]:
         """Return the differences between the plan and the kernel's state."""
         return []
 

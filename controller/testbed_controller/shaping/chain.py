@@ -47,9 +47,9 @@ class RuleChain:
         if self._entry_rule() not in present:
             command([iptables, "-w", "-I", *self.entry, "-j", self.name])
 
-    def differences(self, shown: str) -> list[str]:
+    def differences(self, observed: str) -> list[str]:
         """Compare the chain with the output of ``iptables -S``."""
-        lines = shown.splitlines()
+        lines = observed.splitlines()
         present = [line for line in lines if line.startswith(f"-A {self.name} ")]
         problems = [
             f"missing rule: {rule}" for rule in self.lines if rule not in present

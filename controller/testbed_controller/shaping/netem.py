@@ -289,13 +289,13 @@ def _redirections(filters: Iterable[Mapping[str, Any]]) -> dict[str, str | None]
     return targets
 
 
-def _netem_differences(line: ReceiverLine, held: Mapping[str, Any]) -> list[str]:
+def _netem_differences(line: ReceiverLine, observed: Mapping[str, Any]) -> list[str]:
     link = line.link if line.link.up else Link(loss=1.0)
     limit = line.limit if line.link.up else 1000
-    delay = held.get("delay", {})
-    loss = held.get("loss-random", {}).get("loss", 0.0)
+    delay = observed.get("delay", {})
+    loss = observed.get("loss-random", {}).get("loss", 0.0)
     # Keys and tolerances of the kernel's Gilbert-Elliott model: p, r, 1-h and 1-k of netem's manual page.
-    bursts = held.get("loss-gemodel", {})
+    bursts = observed.get("loss-gemodel", {})
     states = loss_chain(link)
     wanted_loss = link.loss
     chances = (0.0, 0.0, 0.0, 0.0)
@@ -304,7 +304,7 @@ def _netem_differences(line: ReceiverLine, held: Mapping[str, Any]) -> list[str]
         chances = (states.p, states.r, states.bad_loss, states.good_loss)
     # Description, value in the kernel, wanted value, tolerance: microseconds, and 32-bit fractions.
     compared = [
-        ("{} packets in transit at most", held.get("limit"), limit, 0.0),
+        ("{} packets in transit at most", observed.get("limit"), limit, 0.0),
         ("delay {} s", delay.get("delay", 0.0), link.delay, 1e-6),
         ("jitter {} s", delay.get("jitter", 0.0), link.jitter, 1e-6),
         ("loss {}", loss, wanted_loss, 1e-5),
@@ -314,8 +314,8 @@ def _netem_differences(line: ReceiverLine, held: Mapping[str, Any]) -> list[str]
         ("loss in the good state {}", bursts.get("1-k", 0.0), chances[3], 1e-5),
     ]
     for name in ("duplicate", "reorder", "corrupt"):
-        fraction = held.get(name, {}).get(name, 0.0)
-        if name == "reorder" and not held.get("gap"):
+        fraction = observed.get(name, {}).get(name, 0.0)
+        if name == "reorder" and not observed.get("gap"):
             fraction = 0.0  # the kernel still shows an earlier setting, but ignores it without a gap
         compared.append((f"{name} {{}}", fraction, getattr(link, name), 1e-5))
     problems = []

@@ -117,10 +117,10 @@ class Tree:
         return f"class {verb} dev {self.device} parent {self.number:x}: classid {self.identity(number)} {words}"
 
     def differences(
-        self, shown: str, access: Access | None, rates: Iterable[tuple[int, int]]
+        self, observed: str, access: Access | None, rates: Iterable[tuple[int, int]]
     ) -> list[str]:
         """Compare the output of ``tc class show`` with the rates of the classes."""
-        held = _parse_classes(shown)
+        held = _parse_classes(observed)
         problems = []
         for number, rate in [(ACCESS_CLASS, _access_rate(access)), *rates]:
             present = held.get((self.number, number))
@@ -152,10 +152,10 @@ class _Held:
     burst: int
 
 
-def _parse_classes(shown: str) -> dict[tuple[int, int], _Held]:
+def _parse_classes(output: str) -> dict[tuple[int, int], _Held]:
     """Parse the output of ``tc class show`` for one or several interfaces."""
     classes = {}
-    for tree, number, rate, unit, bucket, bucket_unit in _CLASS.findall(shown):
+    for tree, number, rate, unit, bucket, bucket_unit in _CLASS.findall(output):
         bits = int(rate) * _FACTOR[unit]
         size = int(bucket) * _BINARY[bucket_unit]
         classes[int(tree, 16), int(number, 16)] = _Held(bits, size)

@@ -190,10 +190,17 @@ class Programs(Workload):
         )
 
 
-def _with_files(given: PlanningProblem, files: Mapping[str, bytes]) -> ProgramsProblem:
-    assert isinstance(given.workload, ProgramsPart)
+def _with_files(
+    problem: PlanningProblem, files: Mapping[str, bytes]
+) -> ProgramsProblem:
+    assert isinstance(problem.workload, ProgramsPart)
     return ProgramsProblem(
-        given.devices, given.links, given.workload, given.options, given.seed, files
+        problem.devices,
+        problem.links,
+        problem.workload,
+        problem.options,
+        problem.seed,
+        files,
     )
 
 

@@ -178,9 +178,9 @@ def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Sample
     return source.name, *_split_parts((images, table[:, -1].copy()))
 
 
-def _read_pictures(source: DataSource, place: Path) -> tuple[str, Samples, Samples]:
+def _read_pictures(source: DataSource, path: Path) -> tuple[str, Samples, Samples]:
     """Read photographs as test samples only: training is impossible without labels."""
-    photographs = [pictures.read(place)] if source.from_path else pictures.photos()
+    photographs = [pictures.read(path)] if source.from_path else pictures.photos()
     images = np.stack(
         [pictures.letterbox(picture, source.shape) for picture in photographs]
     )
@@ -399,11 +399,11 @@ def is_own(part: DataPart) -> bool:
     return not part.name.startswith("synthetic") and own.is_packaged(part)
 
 
-def describe_part(part: DataPart, place: Path) -> DataSource:
+def describe_part(part: DataPart, path: Path) -> DataSource:
     """Describe the data of a scenario; raises `InputError`. User data are read for the description."""
     if not is_own(part):
         return describe(part.name)
-    dataset = own.load(part, place, TEST_SHARE)
+    dataset = own.load(part, path, TEST_SHARE)
     return DataSource(
         part.name,
         "",
@@ -446,18 +446,18 @@ def known_samples(part: DataPart) -> int | None:
     return DIGITS_TRAIN if part.name in DIGITS else None
 
 
-def problems(part: DataPart, place: Path) -> Iterator[tuple[Key, str]]:
+def problems(part: DataPart, path: Path) -> Iterator[tuple[Key, str]]:
     """Yield (key, problem) for the files of a catalogue set and for the number of requested samples.
 
-    ``place`` is the folder or the file of the set. Samples are not read. Raises `InputError` for an unknown name.
+    ``path`` is the folder or the file of the set. Samples are not read. Raises `InputError` for an unknown name.
     """
     source = describe(part.name)
     if source.files:
-        yield from _folder_problems(source, part.name, place)
-    elif source.from_path and part.path is not None and not place.is_file():
+        yield from _folder_problems(source, part.name, path)
+    elif source.from_path and part.path is not None and not path.is_file():
         yield (
             ("path",),
-            f"{place} not found: give the path of an image, relative to the scenario file",
+            f"{path} not found: give the path of an image, relative to the scenario file",
         )
     if part.name in DIGITS and part.train is not None and part.train > DIGITS_TRAIN:
         yield (

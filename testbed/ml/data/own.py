@@ -52,23 +52,23 @@ _VALUES_AT_ONCE = 1 << 22
 _PICTURE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
 
 
-def load(part: DataPart, place: Path, test_share: float) -> Dataset:
-    """Return all samples of the file or folder ``place``; raises `InputError` for malformed data.
+def load(part: DataPart, path: Path, test_share: float) -> Dataset:
+    """Return all samples of the file or folder ``path``; raises `InputError` for malformed data.
 
     Bytes are scaled to [0, 1]; other values stay as they are, and integers stay int64. If the data have no test part,
     ``test_share`` of the samples is used for tests. The last result is cached until the file changes.
     """
     if is_packaged(part):
-        place = Path(part.name)
+        path = Path(part.name)
         changed = 0
     else:
-        changed = _time_of_change(part, place)
+        changed = _time_of_change(part, path)
     group = part.split.column if isinstance(part.split, SplitPart) else None
     # One cached set serves all runs of a sweep: these keys only choose among its samples.
     unlimited = part.model_copy(
         update={"train": None, "test": None, "split": "coordinator"}
     )
-    return _load_cached(unlimited.model_dump_json(), place, changed, test_share, group)
+    return _load_cached(unlimited.model_dump_json(), path, changed, test_share, group)
 
 
 def is_packaged(part: DataPart) -> bool:
@@ -78,15 +78,15 @@ def is_packaged(part: DataPart) -> bool:
     return callable(plugins.find(GROUP, part.name, _NAME))
 
 
-def _time_of_change(part: DataPart, place: Path) -> int:
+def _time_of_change(part: DataPart, path: Path) -> int:
     """Return a number that differs after any change of a file or of the files in a folder."""
     try:
-        total = place.stat().st_mtime_ns
-        if place.is_dir():
-            total += sum(each.stat().st_mtime_ns for each in place.rglob("*"))
+        total = path.stat().st_mtime_ns
+        if path.is_dir():
+            total += sum(each.stat().st_mtime_ns for each in path.rglob("*"))
     except OSError as error:
         raise InputError(
-            f"{place} cannot be read: {error.strerror}: paths are relative to the scenario",
+            f"{path} cannot be read: {error.strerror}: paths are relative to the scenario",
             _key_of(part),
         ) from None
     return total
@@ -98,27 +98,27 @@ def _key_of(part: DataPart) -> Key:
 
 @lru_cache(maxsize=2)
 def _load_cached(
-    text: str, place: Path, changed: int, test_share: float, group: str | None
+    text: str, path: Path, changed: int, test_share: float, group: str | None
 ) -> Dataset:
     part = DataPart.model_validate_json(text)
     key = _key_of(part)
-    read, read_test, groups = _read_parts(part, place, group)
+    read, read_test, groups = _read_parts(part, path, group)
     if group is not None and groups is None:
         read, groups = _drop_column(read, group)
         if read_test is not None:
             read_test, _ = _drop_column(read_test, group)
-    train, fields = _check_part(read, f"{place}: the training samples", key)
+    train, fields = _check_part(read, f"{path}: the training samples", key)
     if read_test is None:
         train, test, groups = _hold_out(train, groups, test_share)
     else:
-        test, test_fields = _check_part(read_test, f"{place}: the test samples", key)
+        test, test_fields = _check_part(read_test, f"{path}: the test samples", key)
         if fields != test_fields:
             raise InputError(
-                f"{place}: training samples have {_field_list(fields)}, test samples {_field_list(test_fields)}",
+                f"{path}: training samples have {_field_list(fields)}, test samples {_field_list(test_fields)}",
                 key,
             )
-    train, test = _match_types(train, test, place, key)
-    classes = _count_classes(train[1], test[1], place, key)
+    train, test = _match_types(train, test, path, key)
+    classes = _count_classes(train[1], test[1], path, key)
     return Dataset(part.name, classes, *train, *test, groups, fields)
 
 
@@ -140,7 +140,7 @@ def _hold_out(
 
 
 def _match_types(
-    train: Arrays, test: Arrays, place: Path, key: Key
+    train: Arrays, test: Arrays, path: Path, key: Key
 ) -> tuple[Arrays, Arrays]:
     """Return both parts with samples of one type; raises `InputError` for differing shapes or label types."""
     samples, labels = train
@@ -148,13 +148,13 @@ def _match_types(
     shape, test_shape = samples.shape[1:], test_samples.shape[1:]
     if shape != test_shape:
         raise InputError(
-            f"{place}: training samples are of {shape}, test samples of {test_shape}: give both one shape",
+            f"{path}: training samples are of {shape}, test samples of {test_shape}: give both one shape",
             key,
         )
     has_same_type = labels.dtype == test_labels.dtype
     if not has_same_type or labels.shape[1:] != test_labels.shape[1:]:
         raise InputError(
-            f"{place}: training and test labels differ in shape or type: give both the same",
+            f"{path}: training and test labels differ in shape or type: give both the same",
             key,
         )
     if samples.dtype != test_samples.dtype:
@@ -165,7 +165,7 @@ def _match_types(
 
 
 def _count_classes(
-    train: npt.NDArray[Any], test: npt.NDArray[Any], place: Path, key: Key
+    train: npt.NDArray[Any], test: npt.NDArray[Any], path: Path, key: Key
 ) -> int:
     """Return the number of classes, or of predicted values per sample; raises `InputError` for invalid labels."""
     if train.dtype.kind == "f":
@@ -175,32 +175,32 @@ def _count_classes(
     # A year or an identifier as the label would make a network of thousands of outputs.
     if is_class(train) and classes > count:
         raise InputError(
-            f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0",
+            f"{path}: labels up to {classes - 1} for {count} samples: number the classes from 0",
             key,
         )
     return classes
 
 
 def _read_parts(
-    part: DataPart, place: Path, group: str | None
+    part: DataPart, path: Path, group: str | None
 ) -> tuple[Samples, Samples | None, Groups]:
     """Return training and test samples as stored in a file or folder, and the split column of the training samples."""
-    if part.size is not None and not place.is_dir():
+    if part.size is not None and not path.is_dir():
         raise InputError(
             "applies to folders of images only: remove the key", ("data", "size")
         )
     if part.path is None:
         _refuse_columns(part)
-        return *_from_function(part, place), None
-    if place.suffix in tables.SUFFIXES:
-        table = tables.read(place, part.label, part.columns, group)
+        return *_from_function(part, path), None
+    if path.suffix in tables.SUFFIXES:
+        table = tables.read(path, part.label, part.columns, group)
         return (table.samples, table.labels), None, table.groups
-    if any((place / name).is_file() for name in _HUGGING_FACE):
-        return *_from_hugging_face(part, place), None
+    if any((path / name).is_file() for name in _HUGGING_FACE):
+        return *_from_hugging_face(part, path), None
     _refuse_columns(part)
-    if place.is_dir() and not any(place.glob("*.npy")):
-        return *_from_folders(place, part.size), None
-    return *_from_arrays(place), None
+    if path.is_dir() and not any(path.glob("*.npy")):
+        return *_from_folders(path, part.size), None
+    return *_from_arrays(path), None
 
 
 def _refuse_columns(part: DataPart) -> None:
@@ -342,7 +342,7 @@ def _convert_labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArra
     raise InputError(text, key)
 
 
-def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
+def _from_function(part: DataPart, path: Path) -> tuple[Samples, Samples | None]:
     """Call the user's function, which returns train and test: pairs of arrays, torch data sets, or None for no test
     part.
     """
@@ -350,8 +350,8 @@ def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None
         package = plugins.installed(GROUP)[part.name]
         result = plugins.load(package, _NAME, lambda function: function())
     else:
-        result = usercode.call(usercode.read(place, part.name, _FILE), _FILE)
-    where = f"{place}: {part.name}"
+        result = usercode.call(usercode.read(path, part.name, _FILE), _FILE)
+    where = f"{path}: {part.name}"
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise InputError(
             f"{where} returned {type(result).__name__}: return (train, test)", _FILE
@@ -452,35 +452,35 @@ def _to_array(values: Any) -> npt.NDArray[Any]:
     return array
 
 
-def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
-    arrays = _read_arrays(place)
+def _from_arrays(path: Path) -> tuple[Samples, Samples | None]:
+    arrays = _read_arrays(path)
     for (samples_name, labels_name), test_names in _ARRAY_NAMES:
         if samples_name in arrays and labels_name in arrays:
             train = (arrays[samples_name], arrays[labels_name])
-            return train, _test_part(place, arrays, test_names)
+            return train, _test_part(path, arrays, test_names)
     inputs = _inputs_of(arrays, "train_")
     labels = inputs.pop("labels", None)
     test_inputs = _inputs_of(arrays, "test_")
     test_labels = test_inputs.pop("labels", None)
     if not inputs or labels is None:
         raise InputError(
-            f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {_NEEDED}", _PATH
+            f"{path} holds {', '.join(arrays) or 'nothing'}: it needs {_NEEDED}", _PATH
         )
     if bool(test_inputs) != (test_labels is not None):
         raise InputError(
-            f"{place} holds test samples or labels, and not both: it needs both or none",
+            f"{path} holds test samples or labels, and not both: it needs both or none",
             _PATH,
         )
     return (inputs, labels), None if test_labels is None else (test_inputs, test_labels)
 
 
 def _test_part(
-    place: Path, arrays: Mapping[str, npt.NDArray[Any]], names: tuple[str, str]
+    path: Path, arrays: Mapping[str, npt.NDArray[Any]], names: tuple[str, str]
 ) -> Arrays | None:
     given = [arrays[name] for name in names if name in arrays]
     if len(given) == 1:
         raise InputError(
-            f"{place} holds one of {' and '.join(names)}: it needs both or none", _PATH
+            f"{path} holds one of {' and '.join(names)}: it needs both or none", _PATH
         )
     return (given[0], given[1]) if given else None
 
@@ -496,30 +496,30 @@ def _inputs_of(
     return inputs
 
 
-def _from_hugging_face(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
+def _from_hugging_face(part: DataPart, path: Path) -> tuple[Samples, Samples | None]:
     """Read data saved by `datasets`; each column is an input of the samples, one column alone the only input."""
     library = require_extra(
-        "datasets", "datasets", f"{place}: a data set of Hugging Face", _PATH
+        "datasets", "datasets", f"{path}: a data set of Hugging Face", _PATH
     )
     try:
-        saved = library.load_from_disk(str(place))
+        saved = library.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{place}: cannot be read by `datasets`: {error}", _PATH
+            f"{path}: cannot be read by `datasets`: {error}", _PATH
         ) from None
     parts = saved if isinstance(saved, Mapping) else {"train": saved}
     if "train" not in parts:
         raise InputError(
-            f"{place} holds {', '.join(parts)}: one has to be named train", _PATH
+            f"{path} holds {', '.join(parts)}: one has to be named train", _PATH
         )
-    train = _read_columns(part, parts["train"], place)
+    train = _read_columns(part, parts["train"], path)
     for name in ("test", "validation"):
         if name in parts:
-            return train, _read_columns(part, parts[name], place)
+            return train, _read_columns(part, parts[name], path)
     return train, None
 
 
-def _read_columns(part: DataPart, rows: Any, place: Path) -> Samples:
+def _read_columns(part: DataPart, rows: Any, path: Path) -> Samples:
     """Return the chosen columns of a data set of Hugging Face, and its labels."""
     names = list(rows.column_names)
     has_plural = "labels" in names and "label" not in names
@@ -534,7 +534,7 @@ def _read_columns(part: DataPart, rows: Any, place: Path) -> Samples:
         if name not in names:
             key = "label" if name == label else "columns"
             raise InputError(
-                f"{place} has no column {name}: there are {', '.join(names)}",
+                f"{path} has no column {name}: there are {', '.join(names)}",
                 ("data", key),
             )
     try:
@@ -542,40 +542,40 @@ def _read_columns(part: DataPart, rows: Any, place: Path) -> Samples:
         labels = _stack_samples(rows[label], filling=IGNORED)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"{place}: samples have to be numbers: name their `columns`: {error}", _PATH
+            f"{path}: samples have to be numbers: name their `columns`: {error}", _PATH
         ) from None
     return _only_or_all(inputs), labels
 
 
-def _from_npz(place: Path) -> dict[str, npt.NDArray[Any]]:
-    if not zipfile.is_zipfile(place):
+def _from_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
+    if not zipfile.is_zipfile(path):
         # numpy would take the file for a pickle, and advise to load it as such.
-        raise InputError(f"{place} is no .npz file: write it by numpy.savez", _PATH)
-    with np.load(place, allow_pickle=False) as file:
+        raise InputError(f"{path} is no .npz file: write it by numpy.savez", _PATH)
+    with np.load(path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
 
 
-def _from_npy_folder(place: Path) -> dict[str, npt.NDArray[Any]]:
+def _from_npy_folder(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Map the arrays of a folder into memory: they may be larger than memory."""
     arrays = {}
-    for file in place.glob("*.npy"):
+    for file in path.glob("*.npy"):
         arrays[file.stem] = np.load(file, mmap_mode="r", allow_pickle=False)
     return arrays
 
 
-def _read_arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
+def _read_arrays(path: Path) -> Mapping[str, npt.NDArray[Any]]:
     try:
-        if place.is_dir():
-            return _from_npy_folder(place)
-        if place.suffix == ".npz":
-            return _from_npz(place)
-        if place.suffix == ".safetensors":
-            with safe_open(place, framework="numpy") as file:
+        if path.is_dir():
+            return _from_npy_folder(path)
+        if path.suffix == ".npz":
+            return _from_npz(path)
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="numpy") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except TypeError as error:
         # numpy lacks the type, such as bfloat16.
         raise InputError(
-            f"{place}: cannot be read: {error}: write it as float32", _PATH
+            f"{path}: cannot be read: {error}: write it as float32", _PATH
         ) from None
     except (
         OSError,
@@ -588,18 +588,18 @@ def _read_arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
         if "pickle" in str(error):
             # A pickle runs code of whoever wrote it.
             text = "holds Python objects, and nothing is unpickled: write arrays of numbers"
-        raise InputError(f"{place}: {text}", _PATH) from None
+        raise InputError(f"{path}: {text}", _PATH) from None
     raise InputError(
-        f"{place}: must be .npz, .safetensors, .csv or .parquet, or a folder with a folder of images for each class",
+        f"{path}: must be .npz, .safetensors, .csv or .parquet, or a folder with a folder of images for each class",
         _PATH,
     )
 
 
-def _from_folders(place: Path, size: str | None) -> tuple[Samples, Samples | None]:
+def _from_folders(path: Path, size: str | None) -> tuple[Samples, Samples | None]:
     """Read images from one folder per class, optionally below ``train`` and ``test``."""
-    train, test = place / "train", place / "test"
+    train, test = path / "train", path / "test"
     if not train.is_dir() or not test.is_dir():
-        return _read_pictures(place, _class_folders(place), size), None
+        return _read_pictures(path, _class_folders(path), size), None
     classes = _class_folders(train)
     # The classes are numbered by the training images.
     unknown = set(_class_folders(test)) - set(classes)

@@ -35,7 +35,7 @@ class Table:
 
 
 def read(
-    place: Path, label: str | None, columns: Columns | None, group: str | None
+    path: Path, label: str | None, columns: Columns | None, group: str | None
 ) -> Table:
     """Read a table; words become integers in alphabetical order, in labels and in inputs.
 
@@ -44,20 +44,20 @@ def read(
     rows, so it may be larger than memory. Raises `InputError` for missing columns, empty cells, and files in another
     format.
     """
-    inputs = _input_columns(place, label, columns, group)
+    inputs = _input_columns(path, label, columns, group)
     assert label is not None
     names = list(dict.fromkeys([label, *chain.from_iterable(inputs.values())]))
     # A first reading finds the types, a second the words, a third fills the arrays: a column's type depends on its last
     # row, too.
-    kinds, rows = _column_kinds(place, names)
-    words = _distinct_words(place, [name for name in names if kinds[name] is str])
+    kinds, rows = _column_kinds(path, names)
+    words = _distinct_words(path, [name for name in names if kinds[name] is str])
     samples = {}
     for name, own_columns in inputs.items():
         shape = (rows, len(own_columns))
         samples[name] = large.empty(shape, _array_type(kinds, own_columns))
     labels = np.empty(rows, _array_type(kinds, [label]))
     begin = 0
-    for block in _read_blocks(place, names):
+    for block in _read_blocks(path, names):
         end = begin + len(block[label])
         numbers = {}
         for column in names:
@@ -70,31 +70,31 @@ def read(
         labels[begin:end] = numbers[label]
         begin = end
     is_single = not isinstance(columns, Mapping)
-    groups = _read_groups(place, group)
+    groups = _read_groups(path, group)
     return Table(samples[""] if is_single else samples, labels, groups)
 
 
-def _read_groups(place: Path, name: str | None) -> npt.NDArray[np.int64] | None:
+def _read_groups(path: Path, name: str | None) -> npt.NDArray[np.int64] | None:
     """Return a column as integers, numbering its values in alphabetical order."""
     if name is None:
         return None
-    words = _distinct_words(place, [name])[name]
+    words = _distinct_words(path, [name])[name]
     # The empty array, for a table without rows.
     parts: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
-    for block in _read_blocks(place, [name]):
+    for block in _read_blocks(path, [name]):
         parts.append(_column_values(block[name], str, words))
     return np.concatenate(parts)
 
 
 def _input_columns(
-    place: Path, label: str | None, columns: Columns | None, group: str | None
+    path: Path, label: str | None, columns: Columns | None, group: str | None
 ) -> Mapping[str, Sequence[str]]:
     """Return the columns of each input by name, "" for a single input; raises `InputError` for unknown columns."""
-    existing = _column_names(place)
+    existing = _column_names(path)
     names = ", ".join(existing)
     if label is None:
         raise InputError(
-            f"{place} has the columns {names}: name the one of the labels",
+            f"{path} has the columns {names}: name the one of the labels",
             ("data", "label"),
         )
     if columns is None:
@@ -107,11 +107,11 @@ def _input_columns(
     for name, key in keys.items():
         if name not in existing:
             raise InputError(
-                f"{place} has no column '{name}': there are {names}", ("data", key)
+                f"{path} has no column '{name}': there are {names}", ("data", key)
             )
     if not chosen:
         raise InputError(
-            f"{place} has only the columns {names}: a sample needs at least one more",
+            f"{path} has only the columns {names}: a sample needs at least one more",
             _PATH,
         )
     return inputs
@@ -132,25 +132,25 @@ def _column_values(
     return np.searchsorted(words, _cell_texts(cells))
 
 
-def _column_names(place: Path) -> list[str]:
-    if place.suffix == ".parquet":
-        names = list(_open_parquet(place).schema_arrow.names)
+def _column_names(path: Path) -> list[str]:
+    if path.suffix == ".parquet":
+        names = list(_open_parquet(path).schema_arrow.names)
     else:
-        names, _ = next(_read_lines(place))
+        names, _ = next(_read_lines(path))
     for number, name in enumerate(names):
         if name in names[:number]:
-            raise InputError(f"{place}: has two columns '{name}': rename one", _PATH)
+            raise InputError(f"{path}: has two columns '{name}': rename one", _PATH)
     return names
 
 
 def _read_blocks(
-    place: Path, names: Sequence[str]
+    path: Path, names: Sequence[str]
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
     """Yield the cells of some columns, (rows,) each, for `ROWS` rows at a time."""
-    if place.suffix == ".parquet":
-        yield from _read_parquet_blocks(place, names)
+    if path.suffix == ".parquet":
+        yield from _read_parquet_blocks(path, names)
         return
-    for header, rows in _read_lines(place):
+    for header, rows in _read_lines(path):
         block = {}
         for name in names:
             column = header.index(name)
@@ -159,10 +159,10 @@ def _read_blocks(
 
 
 def _read_parquet_blocks(
-    place: Path, names: Sequence[str]
+    path: Path, names: Sequence[str]
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
     try:
-        for batch in _open_parquet(place).iter_batches(ROWS, columns=list(names)):
+        for batch in _open_parquet(path).iter_batches(ROWS, columns=list(names)):
             block = {}
             for name in names:
                 # A copy, since columns with missing values have no array to share.
@@ -170,61 +170,61 @@ def _read_parquet_blocks(
             yield block
     except (OSError, ValueError) as error:
         # Errors of pyarrow are ValueErrors, too.
-        raise _no_parquet(place, error) from None
+        raise _no_parquet(path, error) from None
 
 
-def _read_lines(place: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
+def _read_lines(path: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
     """Yield blocks of `ROWS` lines of a CSV file, each preceded by the header line."""
     # The first line is the header.
     number = 1
     try:
         # Spreadsheets write a byte order mark, which "utf-8-sig" drops.
-        with place.open(newline="", encoding="utf-8-sig") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = (row for row in csv.reader(file) if row)
             header = [name.strip() for name in next(rows, [])]
             while block := list(islice(rows, ROWS)):
                 for row in block:
                     number += 1
                     if len(row) != len(header):
-                        text = f"{place}:{number}: has {len(row)} cells, the first line {len(header)}"
+                        text = f"{path}:{number}: has {len(row)} cells, the first line {len(header)}"
                         raise InputError(text, _PATH)
                 yield header, block
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{place}: cannot be read as CSV: {error}", _PATH) from None
+        raise InputError(f"{path}: cannot be read as CSV: {error}", _PATH) from None
     if number == 1:
         raise InputError(
-            f"{place}: holds no rows: write the names of the columns, then a sample a line",
+            f"{path}: holds no rows: write the names of the columns, then a sample a line",
             _PATH,
         )
 
 
-def _open_parquet(place: Path) -> Any:
-    parquet = require_extra("pyarrow.parquet", "frames", f"{place}: Parquet", _PATH)
+def _open_parquet(path: Path) -> Any:
+    parquet = require_extra("pyarrow.parquet", "frames", f"{path}: Parquet", _PATH)
     try:
-        return parquet.ParquetFile(place)
+        return parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
-        raise _no_parquet(place, error) from None
+        raise _no_parquet(path, error) from None
 
 
-def _no_parquet(place: Path, error: Exception) -> InputError:
-    return InputError(f"{place}: cannot be read as Parquet: {error}", _PATH)
+def _no_parquet(path: Path, error: Exception) -> InputError:
+    return InputError(f"{path}: cannot be read as Parquet: {error}", _PATH)
 
 
-def _column_kinds(place: Path, names: Sequence[str]) -> tuple[dict[str, Kind], int]:
+def _column_kinds(path: Path, names: Sequence[str]) -> tuple[dict[str, Kind], int]:
     """Return the kind of each column (integers, numbers or words) and the number of rows."""
     wider: Sequence[Kind] = (np.int64, np.float32, str)
     widths = dict.fromkeys(names, 0)
     rows = 0
-    for block in _read_blocks(place, names):
+    for block in _read_blocks(path, names):
         for name in names:
-            _refuse_empty(place, name, block[name], rows)
+            _refuse_empty(path, name, block[name], rows)
             width = wider.index(_value_kind(block[name]))
             widths[name] = max(widths[name], width)
         rows += len(block[names[0]])
     return {name: wider[width] for name, width in widths.items()}, rows
 
 
-def _refuse_empty(place: Path, name: str, cells: npt.NDArray[Any], before: int) -> None:
+def _refuse_empty(path: Path, name: str, cells: npt.NDArray[Any], before: int) -> None:
     """Raise `InputError` for an empty cell; ``before`` is the number of rows before the block."""
     if cells.dtype.kind in "iub":
         return
@@ -232,7 +232,7 @@ def _refuse_empty(place: Path, name: str, cells: npt.NDArray[Any], before: int) 
         # NaN and None are how pandas and Parquet write an empty cell.
         if text.strip().lower().lstrip("+-") in ("", "none", "nan"):
             raise InputError(
-                f"{place}: column '{name}' is empty in row {row}: fill the cell or remove the row",
+                f"{path}: column '{name}' is empty in row {row}: fill the cell or remove the row",
                 _PATH,
             )
 
@@ -252,12 +252,12 @@ def _value_kind(cells: npt.NDArray[Any]) -> Kind:
     return str
 
 
-def _distinct_words(place: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+def _distinct_words(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Return the distinct words of some columns in alphabetical order."""
     if not names:
         return {}
     distinct: dict[str, set[str]] = {name: set() for name in names}
-    for block in _read_blocks(place, names):
+    for block in _read_blocks(path, names):
         for name, words in distinct.items():
             words.update(_cell_texts(block[name]))
     return {name: np.array(sorted(words)) for name, words in distinct.items()}

@@ -19,7 +19,7 @@ LayerSlices = Sequence[tuple[GraphLayer, Slice]]
 """The layers held by a device in model order, each with its slice."""
 
 
-def count_values(held: LayerSlices) -> int:
+def count_values(slices: LayerSlices) -> int:
     """Return the number of values in slices: weights, and the values of each finished channel.
 
     >>> from testbed.ml.models.catalog import create
@@ -29,25 +29,25 @@ def count_values(held: LayerSlices) -> int:
     2410
     """
     values = 0
-    for layer, part in held:
+    for layer, part in slices:
         values += layer.share(layer.weights, part)
         values += layer.channel_values * len(part.channels)
     return values
 
 
 def place_slices(
-    problem: PlanningProblem, device: str, held: LayerSlices, part: str
+    problem: PlanningProblem, device: str, slices: LayerSlices, part: str
 ) -> Assignment:
     """Return the placement of a device holding slices of all units; ``part`` describes the slices for display.
 
     The memory is that of the weights and, for a batch, of the largest sum of one layer's input and output.
     """
     samples = problem.workload.batch_size
-    values = count_values(held)
+    values = count_values(slices)
     most = 0
     multiplications = 0
     cost = Cost()
-    for layer, layer_part in held:
+    for layer, layer_part in slices:
         most = max(most, layer.inputs + layer.pixels * len(layer_part.rows))
         multiplications += layer.share(layer.multiplications, layer_part)
         cost += product_cost(layer, layer_part, samples)

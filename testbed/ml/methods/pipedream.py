@@ -85,9 +85,9 @@ class TakeOverPartitioner(Partitioner[ResPipeOptions]):
             return as_given(self.problem, names)
         return super().pipeline(names)
 
-    def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
+    def after_loss(self, old: StagePartition, present: Sequence[str]) -> StagePartition:
         """Return the partition over the remaining devices."""
-        return take_over(old, set(old.devices).difference(there))
+        return take_over(old, set(old.devices).difference(present))
 
     def due(self, done: int) -> bool:
         """Never look for a better partition."""

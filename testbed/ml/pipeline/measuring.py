@@ -221,12 +221,13 @@ class LinkProfiler:
         self._measure_links(pairs)
         await self._supervisor.until(lambda: self._awaited.isdisjoint(pairs))
 
-    def measure_standby(self, *, again: bool) -> None:
-        """Make the neighbouring stages measure their links to standby devices, once or ``again``.
+    def measure_standby(self, *, repeats: bool) -> None:
+        """Make the neighbouring stages measure their links to standby devices.
 
-        Training continues. A device that was cut off or too slow may become a stage again once reachable.
+        Training continues. ``repeats`` includes devices that were tried before: a device that was cut off or too slow
+        may become a stage again once reachable.
         """
-        if again:
+        if repeats:
             self._tried.clear()
         stages = self._recovery.partition.devices
         under_way = {target for _, target in self._awaited}

@@ -26,11 +26,11 @@ MOVED = "unit"
 # How it recovers: the phases "repartitioned", "redistributed" and "trained" of its recovery events.
 
 
-def _received_bytes(record: RunView, begun: float, ended: float) -> float:
+def _received_bytes(record: RunView, start: float, end: float) -> float:
     """Return the bytes of weights and optimizer state received by devices in an interval, as messages."""
     received = 0
     for event in record.of("receive"):
-        if begun <= event.time <= ended and event.fields["message"] == MOVED:
+        if start <= event.time <= end and event.fields["message"] == MOVED:
             received += event.fields["bytes"]
     return float(received)
 
@@ -79,9 +79,9 @@ def _remaining_time(record: RunView) -> float | None:
     return max(0.0, steps[-1].time - resumed[-1]) if resumed and steps else None
 
 
-def _span_between(item: Item, begun: str, ended: str) -> float | None:
-    first = item.get(begun)
-    last = item.get(ended)
+def _span_between(item: Item, start_event: str, end_event: str) -> float | None:
+    first = item.get(start_event)
+    last = item.get(end_event)
     if first is None or last is None:
         return None
     return float(last - first)
@@ -92,10 +92,11 @@ def _longest_time(seconds: Iterable[float | None]) -> float | None:
     return max(known, default=None)
 
 
-def _phase_metric(name: str, begun: str, ended: str, meaning: str) -> Metric:
+def _phase_metric(name: str, start_event: str, end_event: str, meaning: str) -> Metric:
     def compute(record: RunView) -> float | None:
         return _longest_time(
-            _span_between(item, begun, ended) for item in record.cached(_all_recoveries)
+            _span_between(item, start_event, end_event)
+            for item in record.cached(_all_recoveries)
         )
 
     return Metric(name, "seconds", f"longest, {meaning}", compute)

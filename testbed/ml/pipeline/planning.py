@@ -180,10 +180,10 @@ def all_devices(problem: PlanningProblem[StagesOptions]) -> tuple[DeviceSpec, ..
 
 
 def devices_among(
-    problem: PlanningProblem[StagesOptions], there: Collection[str]
+    problem: PlanningProblem[StagesOptions], present: Collection[str]
 ) -> tuple[DeviceSpec, ...]:
     """Return the usable devices among those present, in the scenario's order."""
-    devices = [device for device in problem.devices if device.name in there]
+    devices = [device for device in problem.devices if device.name in present]
     stages = problem.options.stages or len(devices)
     # Every stage needs a unit.
     count = min(stages, len(problem.model.units))
@@ -470,9 +470,9 @@ class Partitioner(Generic[Known]):
         """Return the partition with the memory each stage needs."""
         return stage_assignments(self.pipeline(partition.devices), partition.cuts)
 
-    def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
+    def after_loss(self, old: StagePartition, present: Sequence[str]) -> StagePartition:
         """Return the partition over the present devices; raises `InputError` if none fits."""
-        return self.partition_for(there)
+        return self.partition_for(present)
 
     def due(self, done: int) -> bool:
         """Return whether repartitioning is considered after ``done`` batches."""
@@ -483,12 +483,12 @@ class Partitioner(Generic[Known]):
         )
 
     def propose_repartition(
-        self, old: StagePartition, there: Sequence[str]
+        self, old: StagePartition, present: Sequence[str]
     ) -> StagePartition | None:
         """Return a partition worth changing to, or None; the default reacts to new devices only."""
-        if set(there) == set(old.devices):
+        if set(present) == set(old.devices):
             return None
-        candidate = self.partition_for(there)
+        candidate = self.partition_for(present)
         if len(candidate.devices) <= len(old.devices):
             return None
         return candidate

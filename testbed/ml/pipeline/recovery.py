@@ -542,9 +542,9 @@ class ReplicaRecovery:
             return self._fitting_partition(choose, there), there
 
     def _fitting_partition(
-        self, choose: Callable[[Sequence[str]], StagePartition], there: Sequence[str]
+        self, choose: Callable[[Sequence[str]], StagePartition], present: Sequence[str]
     ) -> StagePartition:
         try:
-            return choose(there)
+            return choose(present)
         except InputError as error:
             raise TestbedError(f"not enough devices: {error.text}") from error

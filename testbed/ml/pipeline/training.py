@@ -403,7 +403,7 @@ class AsynchronousTrainer:
     def _must_reconsider(self, done: int, fed: int) -> bool:
         """Have links to standby devices measured; return whether to reconsider the partition after a batch."""
         due = self._partitioner.due(done)
-        self._survey.measure_standby(again=due)
+        self._survey.measure_standby(repeats=due)
         return due and fed < self._training.steps
 
     def _better_partition(self) -> StagePartition | None:

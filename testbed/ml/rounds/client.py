@@ -238,13 +238,13 @@ class Client:
         server: str,
         training: LocalTraining,
         *,
-        alone: bool = True,
+        is_alone: bool = True,
     ) -> None:
-        """``alone``: the device trains a round to its end without the server."""
+        """``is_alone``: the device trains a round to its end without the server."""
         self._mailbox = mailbox
         self._server = server
         self._training = training
-        self._alone = alone
+        self._alone = is_alone
         self._incarnation = mailbox.device.now()
         self._running: asyncio.Task[None] | None = None
         mailbox.on(Begin, self._begin_round)

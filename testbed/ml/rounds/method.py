@@ -165,7 +165,7 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
             else:
                 hooks = replace(hooks, train_local=with_server(mailbox, server))
                 training = local_training(device, context, hooks)
-                await Client(mailbox, server, training, alone=False).serve()
+                await Client(mailbox, server, training, is_alone=False).serve()
 
 
 def _message_codecs(context: ProgramContext[O, RoundDetails]) -> dict[str, TensorCodec]:

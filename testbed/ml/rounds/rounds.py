@@ -157,11 +157,11 @@ class Rounds:
             self._serve = _serve_nothing
         return updates
 
-    async def present(self, devices: Sequence[str], least: int) -> list[str]:
-        """Wait until at least ``least`` devices are known to be present; return their names."""
+    async def present(self, devices: Sequence[str], minimum: int) -> list[str]:
+        """Wait until at least ``minimum`` devices are known to be present; return their names."""
         while True:
             present = [name for name in devices if name not in self._absent]
-            if len(present) >= least:
+            if len(present) >= minimum:
                 return present
             await self._mailbox.changed()
 
@@ -213,7 +213,7 @@ class Rounds:
         return max(2 * seconds, LATE * sum(times))
 
     async def _collect_updates(
-        self, chosen: Sequence[str], least: int, startup: float, extension: int
+        self, chosen: Sequence[str], minimum: int, startup: float, extension: int
     ) -> None:
         """Wait until all devices have sent an update or lost the round; after the deadline, wait for enough updates
         only.
@@ -228,7 +228,7 @@ class Rounds:
                 awaited.pop()
             if not awaited:
                 return
-            enough = len(self._updates) >= least
+            enough = len(self._updates) >= minimum
             limit = self._time_limit(chosen, enough=enough)
             limit += startup if enough else 2 * startup
             left = self._began_at + extension * limit - self._device.now()
