@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
+from annotated_types import Le
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 _NUMBER_AND_UNIT = re.compile(
@@ -260,6 +261,9 @@ def _annotated_type(
     """Combine parser, formatter and JSON schema of one kind of quantity into a pydantic annotation."""
     schema = {"anyOf": [{"type": "string"}, {"const": 0}], "examples": [example]}
     return (
+        # The parser refuses larger values itself. Without a bound here, `testbed.common.part` adds that of plain
+        # numbers, which is lower: 10tflops would be refused.
+        Le(LARGEST),
         BeforeValidator(parse),
         PlainSerializer(format_text),
         WithJsonSchema(schema),

@@ -7,8 +7,10 @@ import string
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from testbed.common import quantities as q
+from testbed.common.part import ConfigModel
 
 KINDS = {
     "rate": (q.parse_rate, q.format_rate, q.RATE_UNITS),
@@ -136,3 +138,14 @@ def test_anything_else_is_refused_in_one_line(value):
 
 def test_blanks_around_a_quantity_do_not_matter_for_a_common_scale():
     assert q.on_one_scale([" 2mbit ", "500 kbit", "0"]) == ([2.0, 0.5, 0.0], "mbit")
+
+
+def test_quantities_above_the_bound_of_plain_numbers_are_valid_keys():
+    class Board(ConfigModel):
+        speed: q.Speed
+        memory: q.Size
+
+    board = Board.model_validate({"speed": "1000tflops", "memory": "4TB"})
+    assert (board.speed, board.memory) == (1e15, 4e12)
+    with pytest.raises(ValidationError, match="too large for a speed"):
+        Board.model_validate({"speed": "1e9tflops", "memory": "1GB"})
