@@ -35,6 +35,10 @@ class Assignment(BaseModel):
     """FLOPs of a forward pass of one sample; None for all FLOPs of its units."""
     seconds: float | None = None
     """Seconds of a forward pass of a batch; None to derive the time from the cost of the units."""
+    pass_seconds: dict[str, float] | None = None
+    """Seconds by kind of pass, such as ``{"prefill of 12": 1.5, "token": 0.2}``, of a workload with several kinds; the
+    FLOPs are those of the last one. None for a single kind.
+    """
 
 
 class PlanDetails(BaseModel):

@@ -82,6 +82,12 @@ class CostModel:
         weights = stored_bytes(round(values), self.storage)
         return Cost(flops, activations + cached, weights, "linear")
 
+    def shard_layers(self, shard: Shard, tokens: int, past: int) -> Cost:
+        """Return the cost of a shard's heads and hidden columns in all layers."""
+        heads = self.shard_part(shard, tokens, past, attention=True)
+        columns = self.shard_part(shard, tokens, past, attention=False)
+        return (heads + columns) * self.architecture.layers
+
     def product(self, values: int, tokens: int, integers: bool) -> Cost:
         """Return the cost of multiplying tokens with a matrix of so many values.
 

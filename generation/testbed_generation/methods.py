@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,6 +25,8 @@ from testbed_generation.planning import (
     cache_of,
     first_devices,
     free_memory,
+    middle_position,
+    pass_seconds,
     ring_over,
     room,
     row_assignments,
@@ -505,7 +508,17 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
             ends = model.end_memory(device is source, device is source)
             part = f"heads {shard.first_head} to {shard.last_head - 1}"
             memory = layers + model.buffer_memory() + ends
-            assignments.append(self._assign(problem, device, memory, part))
+            seconds = pass_seconds(
+                problem,
+                device,
+                partial(model.shard_layers, shard),
+                is_last=device is source,
+            )
+            flops = model.shard_layers(shard, 1, middle_position(problem)).of().flops
+            assignment = self._assign(problem, device, memory, part)
+            assignments.append(
+                assignment.model_copy(update={"pass_seconds": seconds, "flops": flops})
+            )
             cache[device.name] = share * architecture.layers * model.layer_cache()
         return self._plan(problem, assignments, cache)
 

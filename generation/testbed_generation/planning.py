@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.plan import Assignment
 from testbed.wire.message import size_around
@@ -28,8 +30,33 @@ CHOICES: dict[str, Callable[[Row], Layers]] = {
 
 def middle_position(problem: GenerateProblem[Any]) -> int:
     """Return the tokens in the cache in the middle of a text of mean length, for which times are predicted."""
+    return mean_prompt(problem) + problem.workload.tokens // 2
+
+
+def mean_prompt(problem: GenerateProblem[Any]) -> int:
+    """Return the mean length of the prompts in tokens, rounded."""
     prompts = [len(request.prompt) for request in problem.requests] or [1]
-    return round(sum(prompts) / len(prompts)) + problem.workload.tokens // 2
+    return round(sum(prompts) / len(prompts))
+
+
+def pass_seconds(
+    problem: GenerateProblem[Any],
+    device: DeviceSpec,
+    cost: Callable[[int, int], Cost],
+    *,
+    is_last: bool,
+) -> dict[str, float]:
+    """Return a device's seconds of computing for a prompt of mean length, and for one token in the middle of a text.
+
+    ``cost`` is a function of the number of tokens and of the tokens in the cache before them. The last device also
+    chooses a token. Reads from a disk are not included.
+    """
+    end = problem.model.output(1) if is_last else Cost()
+    prompt = mean_prompt(problem)
+    return {
+        f"prefill of {prompt}": device.seconds(cost(prompt, 0) + end),
+        "token": device.seconds(cost(1, middle_position(problem)) + end),
+    }
 
 
 def room(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
@@ -144,6 +171,12 @@ def row_assignments(
             memory=memory,
             parameters=parameters,
             flops=flops,
+            pass_seconds=pass_seconds(
+                problem,
+                problem.device(name),
+                partial(model.layers, count),
+                is_last=index == len(layers) - 1,
+            ),
         )
         assignments.append(assignment)
         first += count
@@ -158,7 +191,7 @@ def window_assignments(
     assignments: list[Assignment] = []
     used: dict[str, float] = {}
     first = 0
-    for name, count in layers:
+    for index, (name, count) in enumerate(layers):
         device = problem.device(name)
         is_head = device.name == problem.devices[0].name
         memory = count * model.layer_memory()
@@ -175,6 +208,12 @@ def window_assignments(
             memory=memory,
             parameters=count * model.architecture.layer_values,
             flops=count * model.architecture.layer_flops(1, middle_position(problem)),
+            pass_seconds=pass_seconds(
+                problem,
+                device,
+                partial(model.layers, count),
+                is_last=index == len(layers) - 1,
+            ),
         )
         assignments.append(assignment)
         first += count

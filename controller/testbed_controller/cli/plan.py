@@ -105,19 +105,24 @@ class AssignmentView:
     memory: float
     memory_available: float
     flops: float
-    compute_time: float
+    compute_time: float | None
+    pass_times: dict[str, float]
 
     @property
     def unit_range(self) -> str:
-        """The units of the assignment: ``0-2 conv1..conv3``."""
-        if not self.units:
+        """The units of the assignment: ``0-2 conv1..conv3``, or only their numbers if units have no names."""
+        count = self.stop - self.start
+        if not count:
             return "-"
         numbers = str(self.start)
-        names = self.units[0]
-        if len(self.units) > 1:
+        if count > 1:
             numbers = f"{self.start}-{self.stop - 1}"
-            names = f"{self.units[0]}..{self.units[-1]}"
-        text = f"{numbers} {names}"
+        text = numbers
+        if self.units:
+            names = self.units[0]
+            if count > 1:
+                names = f"{self.units[0]}..{self.units[-1]}"
+            text = f"{numbers} {names}"
         if self.part is not None:
             text = f"{self.part} of {numbers}"
         return text if self.copy_for is None else f"{text} for {self.copy_for}"
@@ -329,6 +334,10 @@ def _view_assignment(
         cost = costs.forward_cost(units, samples)
         if problem.workload.task == "train":
             cost += costs.backward_cost(units, samples)
+    compute_time = assignment.seconds
+    # Without units there is no cost to derive the time from.
+    if compute_time is None and units:
+        compute_time = device.seconds(cost)
     parameters = assignment.parameters
     if parameters is None:
         parameters = sum(unit.parameters for unit in units)
@@ -349,9 +358,8 @@ def _view_assignment(
         flops=cost.of().flops
         if assignment.flops is None
         else assignment.flops * samples,
-        compute_time=device.seconds(cost)
-        if assignment.seconds is None
-        else assignment.seconds,
+        compute_time=compute_time,
+        pass_times=assignment.pass_seconds or {},
     )
 
 
@@ -385,7 +393,9 @@ def _view_blocks(view: PlanView) -> Iterator[Section | str]:
     coordinator = "coordinator"
     if not view.data and not view.samples_everywhere:
         coordinator += ", which holds the data"
-    yield f"\n[dim]* {coordinator}; of: share of the device's memory; FLOP, time: per {view.unit}[/dim]"
+    kinds = pass_kinds(view)
+    columns = f"FLOP: per {kinds[-1]}" if kinds else f"FLOP, time: per {view.unit}"
+    yield f"\n[dim]* {coordinator}; of: share of the device's memory; {columns}[/dim]"
     yield from time_lines(view)
     yield from hosts_table(view)
     if view.data is not None:
@@ -405,9 +415,18 @@ def programs_table(view: PlanView) -> Section:
     return plain([Column("device"), Column("command"), Column("")], rows)
 
 
+def pass_kinds(view: PlanView) -> list[str]:
+    """Return the kinds of passes with times of their own; empty for a single kind."""
+    kinds: dict[str, None] = {}
+    for assignment in view.assignments:
+        kinds |= dict.fromkeys(assignment.pass_times)
+    return list(kinds)
+
+
 def pieces_table(view: PlanView) -> Section:
     """Return the table of assignments by device; the memory share is the total of a device's assignments."""
     rows: list[Sequence[str]] = []
+    kinds = pass_kinds(view)
     previous = ""
     for assignment in view.assignments:
         name = ""
@@ -424,6 +443,9 @@ def pieces_table(view: PlanView) -> Section:
         frozen = (
             f" + {formats.count(assignment.frozen)} frozen" if assignment.frozen else ""
         )
+        times = [assignment.compute_time]
+        if kinds:
+            times = [assignment.pass_times.get(kind) for kind in kinds]
         rows.append(
             (
                 name,
@@ -432,15 +454,16 @@ def pieces_table(view: PlanView) -> Section:
                 formats.size(assignment.memory),
                 "< 1%" if share == "0%" else share,
                 formats.count(assignment.flops),
-                formats.seconds(assignment.compute_time),
+                *(formats.seconds(each) for each in times),
             )
         )
-    rows += [(name, "-", *[""] * 5) for name in view.idle]
+    time_headings = kinds or ["time"]
+    rows += [(name, "-", *[""] * (4 + len(time_headings))) for name in view.idle]
     return plain(
         [
             Column("device"),
             Column("units"),
-            *number_columns("parameters", "memory", "of", "FLOP", "time"),
+            *number_columns("parameters", "memory", "of", "FLOP", *time_headings),
         ],
         rows,
     )
