@@ -206,12 +206,12 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
     return problems
 
 
-def _device_key(name: str, scenario: Scenario) -> Key:
-    """Return the scenario key that defines the memory of a device."""
+def _device_key(name: str, scenario: Scenario, field: str = "memory") -> Key:
+    """Return the scenario key of a property of a device."""
     for part_name, part in scenario.devices.items():
         if name in device_names(part_name, part):
-            # Without the key, the memory is the profile's.
-            own = ("memory",) if part.memory is not None else ()
+            # Without the key, the property is the profile's.
+            own = (field,) if field in part.model_fields_set else ()
             return ("devices", part_name, *own)
     return ("devices",)
 
@@ -222,6 +222,7 @@ def _locate_error(error: InputError, trial: Trial) -> Diagnostic:
     key = error.key or ("method",)
     if key[0] in type(trial.scenario.workload).model_fields:
         return Diagnostic(("workload", *key), error.text)
-    if key[0] == "devices" and len(key) > 1:
-        return Diagnostic(_device_key(str(key[1]), trial.scenario), error.text)
+    if key[0] == "devices" and len(key) > 2:
+        name, field = str(key[1]), str(key[2])
+        return Diagnostic(_device_key(name, trial.scenario, field), error.text)
     return Diagnostic(key, error.text)

@@ -166,9 +166,10 @@ def export_weights(prepared: Prepared, outcome: Outcome) -> Outcome:
 
 
 def load_data(prepared: Prepared) -> Dataset:
-    """Return the samples of an experiment; raises `InputError` if a batch exceeds the data set."""
+    """Return the samples of an experiment; raises `InputError` if their number does not suit the batches."""
     scenario = prepared.scenario
     workload = workload_section(scenario)
+    assert isinstance(prepared.method, Method)
     assert isinstance(prepared.problem, PlanningProblem)
     is_timing_only = workload.numerics == "none"
     dataset = data.load(workload.data, data_folder(scenario), blank=is_timing_only)
@@ -177,6 +178,11 @@ def load_data(prepared: Prepared) -> Dataset:
     wrong = list(_batch_problems(workload, samples))
     if wrong:
         raise scenario.source.error(wrong)
+    if not prepared.problem.samples:
+        try:
+            _check_last_batch_of(samples, prepared.method, prepared.problem)
+        except InputError as error:
+            raise scenario.source.error([_locate_error(error)]) from None
     if workload.data.augment is not None and not is_timing_only:
         # Imports torch, which runs without augmentation or numbers do not need.
         from testbed.ml.data.augment import drawing
@@ -259,13 +265,13 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     samples = data.known_samples(part)
     if samples is not None:
         yield from _batch_problems(workload, samples)
-    names_file = part.path is not None or part.file is not None
+    # With `file`, the data are the user's own.
     if kind.from_path and part.path is None:
         yield Diagnostic(
             key,
             f"{name} is your own image: give its file with `path`, or use the data set photos",
         )
-    elif not kind.from_path and names_file:
+    elif not kind.from_path and part.path is not None:
         yield Diagnostic(
             (*key, "path"),
             f"{name} is not read from a single file: use the data set image, or remove `path`",
@@ -456,29 +462,37 @@ def _check_normalisation(method: Method, problem: PlanningProblem) -> None:
 
 
 def _check_last_batch(method: Method, problem: PlanningProblem) -> None:
-    """Raise `InputError` for an incomplete last batch if the method or the model does not support its size."""
+    """Raise `InputError` for an incomplete last batch if the method or the model does not support its size.
+
+    `load_data` checks the number of samples in files.
+    """
     workload = problem.workload
-    key: Key = ("drop_last",)
     if workload.drop_last or workload.task != "train":
         return
     if "smaller_batches" not in method.supports:
         text = f"'{method.name}' requires batches of equal size: remove the key"
-        raise InputError(text, key)
+        raise InputError(text, ("drop_last",))
     counts = list(problem.samples.values())
     known = data.known_samples(workload.data)
     if not counts and known:
         counts = [known]
-    micro_batches = workload.batch_size // method.samples_at_once(problem)
-    needed = max(unit.least_samples for unit in problem.model.units)
     for count in counts:
-        last = count % workload.batch_size
-        if not last:
-            continue
-        # The last batch is cut into as many micro-batches as it has samples, at most.
-        smallest = last // min(micro_batches, last)
-        if smallest < needed:
-            text = f"the last batch of {count} samples has {last}, too few to normalise: use another batch_size"
-            raise InputError(text, key)
+        _check_last_batch_of(count, method, problem)
+
+
+def _check_last_batch_of(
+    samples: int, method: Method, problem: PlanningProblem
+) -> None:
+    workload = problem.workload
+    last = samples % workload.batch_size
+    if not last or workload.drop_last or workload.task != "train":
+        return
+    # The last batch is cut into as many micro-batches as it has samples, at most.
+    micro_batches = workload.batch_size // method.samples_at_once(problem)
+    smallest = last // min(micro_batches, last)
+    if smallest < max(unit.least_samples for unit in problem.model.units):
+        text = f"the last batch of {samples} samples has {last}, too few to normalise: use another batch_size"
+        raise InputError(text, ("drop_last",))
 
 
 def model_code(scenario: Scenario) -> Code | None:

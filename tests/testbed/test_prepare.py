@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from testbed.common.errors import InputError
 from testbed.ml.data import catalog
 from testbed.ml.methods.pipeline import Pipeline
-from testbed.ml.preparation import data_folder, pretraining_of
+from testbed.ml.preparation import data_folder, load_data, pretraining_of
 from testbed.prepare import count_batches, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -367,6 +368,10 @@ def test_names_line_key_and_remedy(file, old, new, line, said):
             InputError("is too small", ("devices", "source", "memory")),
             "3: devices.source",
         ),
+        (
+            InputError("computes in float32", ("devices", "worker2", "precision")),
+            "4: devices.worker",
+        ),
         (InputError("lacks a link", ("network", "topology")), "8: network.topology"),
     ],
 )
@@ -414,6 +419,34 @@ def test_a_swept_value_that_does_not_fit_names_the_sweep(file):
         match=r"small\.yaml:25 \(sweep: 0\): workload\.method\.micro_batches: '0' must be",
     ):
         prepare(runs[1])
+
+
+def test_precision_of_a_device_with_its_own_memory_is_located(file):
+    old = "    memory: 64MiB\n"
+    assert old in GOOD
+    text = GOOD.replace(old, f"{old}    precision: int8\n    speed: 1gflops\n")
+    (line,) = refusal(file, text)
+    assert line.startswith("small.yaml:8: devices.worker.precision: ")
+
+
+def test_last_batch_of_samples_in_files_is_checked_as_they_are_read(file):
+    Path("net.py").write_text(
+        "from torch import nn\n"
+        "def net(shape, classes):\n"
+        "    first = [nn.Flatten(), nn.Linear(8, 6), nn.BatchNorm1d(6)]\n"
+        "    return nn.Sequential(*first, nn.ReLU(), nn.Linear(6, classes))\n"
+    )
+    values = np.zeros((21, 8), np.float32)
+    classes = np.arange(21) % 2
+    np.savez("own.npz", x_train=values, y_train=classes, x_test=values, y_test=classes)
+    text = (
+        "name: own\ndevices: {a: {}}\n"
+        "workload: {model: {file: net.py, name: net}, data: {name: own, path: own.npz}, method: {name: single}, "
+        "epochs: 1, batch_size: BATCH, drop_last: false}\n"
+    )
+    assert load_data(prepared(file, text.replace("BATCH", "3"))).train_labels.size == 21
+    with pytest.raises(InputError, match="last batch of 21 samples has 1, too few"):
+        load_data(prepared(file, text.replace("BATCH", "4")))
 
 
 def test_counts_batches_without_reading_the_data(file):
