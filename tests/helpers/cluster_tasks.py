@@ -31,6 +31,18 @@ def deadly_twice(
     return {"figure": b"1"}
 
 
+def naming_its_folder(
+    _counts: str,
+    _files: object,
+    _argv: list[str],
+    _version: str,
+    place: str,
+    *_: object,
+) -> dict[str, bytes]:
+    """Return a file with the path of the results folder."""
+    return {"place": place.encode()}
+
+
 def endless(begun: str, *_: object) -> dict[str, bytes]:
     """Create a file to report the beginning, and continue for long."""
     Path(begun).touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import secrets
@@ -95,10 +96,10 @@ class Cluster:
         packed = {number: _pack_trial(run.trial) for number, run in runs.items()}
         with self._connect() as client:
             _check_workers(client)
-            client.run_on_scheduler(_limit_deaths)
             workers = f"{_count_workers(client)} workers of {client.scheduler.address}"
             console.print(f"{len(runs)} runs on {workers}")
-            _Batch(runs, packed, client, console, self.options).execute(done)
+            with _limited_deaths(client):
+                _Batch(runs, packed, client, console, self.options).execute(done)
 
     def _connect(self) -> AbstractContextManager[Client]:
         if isinstance(self.scheduler, str):
@@ -141,7 +142,7 @@ class _Batch:
                 lost=self._handle_loss,
                 # While there is no worker, one task waits for the first.
                 at_once=lambda: max(1, _count_workers(self._client)),
-                look=_Watch(self._client, self._console),
+                on_poll=_Watch(self._client, self._console),
             )
         except BaseException:
             # Cancels the submitted tasks.
@@ -155,7 +156,8 @@ class _Batch:
 
     def _start_counter(self, number: int) -> str:
         """Return the name of the queue that counts the starts of a run."""
-        return f"{self._runs[number].folder.name}-{self._id}"
+        # Folders of different parents may have the same name.
+        return f"{self._runs[number].folder.name}-{number}-{self._id}"
 
     def _submit_run(self, number: int) -> Future[Files]:
         self._attempts[number] += 1
@@ -229,10 +231,13 @@ def _count_workers(client: Client) -> int:
     return len(client.scheduler_info(n_workers=-1)["workers"])
 
 
+# Once in a process, which keeps the code that it has imported even if the files change.
+@functools.cache
 def version() -> str:
     """Return the version of the testbed with a hash of its Python files and of those of packages with methods.
 
-    Workers with another version are refused, because their results may differ.
+    Workers with another version are refused, because their results may differ. Libraries such as torch are not
+    compared; manifest.json names their versions.
     """
     digest = hashlib.sha256()
     names = {"testbed", "testbed_controller"}
@@ -268,19 +273,37 @@ def _check_workers(client: Client) -> None:
     for worker, theirs in versions.items():
         if theirs != ours:
             raise HostError(
-                f"--cluster: worker {worker} has testbed {theirs}, this machine {ours}: install one version"
+                f"--cluster: worker {worker} has testbed {theirs}, this machine {ours}: install one version, and "
+                "restart the workers"
             )
 
 
 def _version_there() -> str:
+    # Sent by name, so that a worker calls its own `version`.
     return version()
 
 
-def _limit_deaths(dask_scheduler: Any) -> None:
-    """Configure the scheduler to abandon a task when its third worker dies."""
-    dask_scheduler.allowed_failures = min(
-        dask_scheduler.allowed_failures, MAX_DEATHS - 1
-    )
+@contextmanager
+def _limited_deaths(client: Client) -> Iterator[None]:
+    """Let the scheduler, which others may share, abandon a task at the last allowed death, within the block."""
+    before = client.run_on_scheduler(_limit_failures, at_most=MAX_DEATHS - 1)
+    try:
+        yield
+    finally:
+        # A scheduler that has ended does not answer.
+        if client.status == "running":
+            client.run_on_scheduler(_allow_failures, failures=before)
+
+
+def _limit_failures(dask_scheduler: Any, at_most: int) -> int:
+    """Limit the deaths that a task may survive; return the former limit."""
+    before: int = dask_scheduler.allowed_failures
+    dask_scheduler.allowed_failures = min(before, at_most)
+    return before
+
+
+def _allow_failures(dask_scheduler: Any, failures: int) -> None:
+    dask_scheduler.allowed_failures = failures
 
 
 def _pack_trial(trial: Trial) -> tuple[Trial, Files]:
@@ -324,10 +347,11 @@ def _simulate_files(
     options: RunOptions,
 ) -> Files:
     """Simulate a trial in a worker and return the files for ``final_folder`` on the machine of the client."""
-    # This may be a worker that joined after `_check_workers`.
+    # This may be a worker that joined after `_check_workers`. A repeated run would soon return to this idle worker.
     if version() != required_version:
         raise HostError(
-            f"this worker has the testbed {version()}, but the run requires {required_version}"
+            f"--cluster: a new worker has testbed {version()}, the run requires {required_version}: install one "
+            "version, restart the worker, then continue with --resume"
         )
     with tempfile.TemporaryDirectory(prefix="testbed-") as name:
         _write_files(files, Path(name))
@@ -343,9 +367,11 @@ def _simulate_files(
         contents = {}
         for path in folder.rglob("*"):
             if path.is_file():
-                # The report contains the path of the results folder.
-                content = path.read_bytes().replace(
-                    str(folder).encode(), final_folder.encode()
-                )
+                content = path.read_bytes()
+                # Pages contain the path of the results folder.
+                if path.suffix == ".html":
+                    content = content.replace(
+                        str(folder).encode(), final_folder.encode()
+                    )
                 contents[str(path.relative_to(folder))] = content
     return contents

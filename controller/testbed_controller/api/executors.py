@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from testbed.scenario.schema import Trial
 
 T = TypeVar("T")
-LOOK_SECONDS = 5.0
+POLL_SECONDS = 5.0
 """Time without a finished run after which the executor checks its workers."""
 Done = Callable[[int, Run], None]
 """Callback with the number of a run and the finished run."""
@@ -234,12 +234,13 @@ def collect(
         [int, Future[T]], Literal["again", "given up"] | None
     ] = lambda _number, _ended: None,
     at_once: Callable[[], int] = lambda: sys.maxsize,
-    look: Callable[[], None] = lambda: None,
+    on_poll: Callable[[], None] = lambda: None,
 ) -> None:
     """Submit runs, at most ``at_once()`` at a time, and call ``done`` with each finished run.
 
     ``place`` returns the results folder of a run. ``lost`` returns None for a run with results, or decides whether a
-    run without results is submitted again or given up. ``look`` is called every `LOOK_SECONDS` without a finished run.
+    run without results is submitted again or given up. ``on_poll`` is called every `POLL_SECONDS` without a finished
+    run.
     """
     began = time.monotonic()
     waiting = list(todo)
@@ -249,9 +250,9 @@ def collect(
         while waiting and len(submitted) < at_once():
             number = waiting.pop(0)
             submitted[submit(number)] = number
-        ended_runs = wait(submitted, LOOK_SECONDS, return_when=FIRST_COMPLETED).done
+        ended_runs = wait(submitted, POLL_SECONDS, return_when=FIRST_COMPLETED).done
         if not ended_runs:
-            look()
+            on_poll()
         for ended in ended_runs:
             number = submitted.pop(ended)
             verdict = lost(number, ended)

@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -120,6 +122,8 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
         lambda place: type("Run", (), {"path": place}),
     )
     done: list[int] = []
+    before = client.run_on_scheduler(allowed_failures)
+    assert before >= cluster.MAX_DEATHS
     counts = tmp_path / "deaths"
     runs = {number: planned(tmp_path / f"run{number}") for number in range(3)}
     monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: (str(counts), {}))
@@ -131,6 +135,7 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
         )
     assert sorted(done) == [0, 2]
     assert len(counts.read_text()) == cluster.MAX_DEATHS
+    assert client.run_on_scheduler(allowed_failures) == before, "others may use it"
 
 
 def test_only_those_are_given_up_that_were_under_way_as_workers_died(
@@ -152,6 +157,47 @@ def test_only_those_are_given_up_that_were_under_way_as_workers_died(
     assert sorted(done) == [*range(8)]
 
 
+def allowed_failures(dask_scheduler: Any) -> int:
+    failures: int = dask_scheduler.allowed_failures
+    return failures
+
+
+def test_runs_whose_folders_have_the_same_name_are_told_apart(
+    client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.naming_its_folder)
+    monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: ("", {}))
+    monkeypatch.setattr(
+        "testbed_controller.api.executors.load_metrics",
+        lambda place: type("Run", (), {"path": place}),
+    )
+    runs = {}
+    for number, parent in enumerate("ab"):
+        (tmp_path / parent).mkdir()
+        runs[number] = planned(tmp_path / parent / "run")
+    cluster.Cluster(client).execute(runs, SILENT, lambda *_: None)
+    for run in runs.values():
+        assert (run.folder / "place").read_text() == str(run.folder)
+
+
+def test_a_process_has_the_version_that_it_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "installed.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("own", "installed", "testbed.methods")
+    monkeypatch.setattr(cluster.plugins, "installed", lambda _group: {"own": point})
+    cluster.version.cache_clear()
+    try:
+        imported = cluster.version()
+        (tmp_path / "installed.py").write_text("updated = True")
+        assert cluster.version() == imported
+        cluster.version.cache_clear()
+        assert cluster.version() != imported
+    finally:
+        cluster.version.cache_clear()
+
+
 def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +206,7 @@ def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
         cluster, "_pack_trial", lambda _trial: (str(tmp_path / "begun"), {})
     )
     monkeypatch.setattr(cluster, "WORKER_TIMEOUT", 1.0)
-    monkeypatch.setattr("testbed_controller.api.executors.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("testbed_controller.api.executors.POLL_SECONDS", 0.2)
     said = StringIO()
     with (
         distributed.LocalCluster(
