@@ -73,10 +73,10 @@ Navigation = list[dict[str, Any]]
 """Titles, each with a page or a list of further titles."""
 
 
-def grouped() -> Navigation:
+def group_pages() -> Navigation:
     """Return the pages of the repository in the groups of mkdocs.yml; pages without a group end the last group."""
     groups: Navigation = [dict(group) for group in SETTINGS["nav"]]
-    known = set(places(groups))
+    known = set(page_paths(groups))
     last = next(iter(groups[-1].values()))
     for file in sorted((ROOT / "docs").glob("*.md")):
         place = f"docs/{file.name}"
@@ -86,22 +86,25 @@ def grouped() -> Navigation:
     return groups
 
 
-def places(navigation: Navigation) -> Iterator[str]:
+def page_paths(navigation: Navigation) -> Iterator[str]:
     """Yield the pages of a navigation, at all levels."""
     for group in navigation:
         for content in group.values():
             if isinstance(content, str):
                 yield content
             else:
-                yield from places(content)
+                yield from page_paths(content)
 
 
-def shipped() -> list[Shipped]:
+def load_shipped() -> list[Shipped]:
     """Return every scenario of the testbed."""
-    return [Shipped(name, load(file)) for name, file in scenarios_in().items()]
+    scenarios = []
+    for name, file in scenarios_in().items():
+        scenarios.append(Shipped(name, load(file)))
+    return scenarios
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def make_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a Markdown table; empty without rows."""
     if not rows:
         return ""
@@ -115,7 +118,7 @@ def _escape_cell(cell: object) -> str:
     return str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
+def make_method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
     """Return the page of a method: summary, options, metrics, events and scenarios."""
     summary = method.summary[:1].upper() + method.summary[1:]
     text = f"# {method.name}\n\n{summary}. Tasks: {', '.join(method.tasks)}.\n\n"
@@ -144,11 +147,11 @@ def _options_tables(method: Method) -> str:
     text = ""
     if rows:
         text += "## Options\n\nKeys beside `name` in `workload.method`.\n\n"
-        text += table(("option", "default", "meaning"), rows)
+        text += make_table(("option", "default", "meaning"), rows)
     baselines = []
     for name, values in method.Options.baselines.items():
         baselines.append((f"`baseline: {name}`", f"`{json.dumps(values)}`"))
-    return text + table(("baseline", "stands for"), baselines)
+    return text + make_table(("baseline", "stands for"), baselines)
 
 
 def _metrics_table(method: Method) -> str:
@@ -158,7 +161,7 @@ def _metrics_table(method: Method) -> str:
     if not rows:
         return ""
     text = "## Metrics\n\nIn addition to [the metrics of every method](../docs/scenario/metrics.md).\n\n"
-    return text + table(("metric", "unit", "meaning"), rows)
+    return text + make_table(("metric", "unit", "meaning"), rows)
 
 
 def _events_table(method: Method) -> str:
@@ -167,7 +170,7 @@ def _events_table(method: Method) -> str:
         rows.append((f"`{each.name}`", each.meaning, ", ".join(each.fields)))
     if not rows:
         return ""
-    return "## Events\n\n" + table(("event", "meaning", "fields"), rows)
+    return "## Events\n\n" + make_table(("event", "meaning", "fields"), rows)
 
 
 def _default(option: Mapping[str, Any]) -> str:
@@ -185,10 +188,10 @@ def _scenario_table(scenarios: Sequence[Shipped]) -> str:
     for each in scenarios:
         link = f"[{each.name}](../{each.file})"
         rows.append((link, each.scenario.description, each.runs))
-    return table(("scenario", "description", "runs"), rows)
+    return make_table(("scenario", "description", "runs"), rows)
 
 
-def paper_pages() -> Iterator[tuple[str, str]]:
+def read_paper_pages() -> Iterator[tuple[str, str]]:
     """Yield the page with the headlines of all papers, and the page of each paper."""
     yield str(EXTRA), (ROOT / EXTRA).read_text()
     for family in PAPERS:
@@ -196,18 +199,18 @@ def paper_pages() -> Iterator[tuple[str, str]]:
         yield page, (ROOT / page).read_text()
 
 
-def pages(scenarios: Sequence[Shipped]) -> dict[str, str]:
+def collect_pages(scenarios: Sequence[Shipped]) -> dict[str, str]:
     """Return the text of every page by its path, with links as in the repository."""
-    texts = {place: (ROOT / place).read_text() for place in places(grouped())}
+    texts = {place: (ROOT / place).read_text() for place in page_paths(group_pages())}
     for name in COMMANDS:
         place = f"docs/commands/{name}.md"
         texts[place] = (ROOT / place).read_text()
     for name, method in METHODS.items():
-        texts[f"methods/{name}.md"] = method_page(method, scenarios)
-    return texts | dict(paper_pages())
+        texts[f"methods/{name}.md"] = make_method_page(method, scenarios)
+    return texts | dict(read_paper_pages())
 
 
-def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
+def rewrite_links(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
     """Return a page with links valid in the site: linked files are copied, links to folders become plain text.
 
     The marks of generated parts are removed, as mkdocs does not recognize a table directly after a comment.
@@ -230,13 +233,13 @@ def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
     return re.sub(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", replace_link, unmarked)
 
 
-def navigation() -> Navigation:
+def make_navigation() -> Navigation:
     """Return the navigation for mkdocs."""
     families = []
     for family, title in PAPERS.items():
         families.append({title: f"papers/{family}/README.md"})
     return [
-        *grouped(),
+        *group_pages(),
         {"Methods": [{name: f"methods/{name}.md"} for name in METHODS]},
         {"Papers": [{"Published and reproduced figures": str(EXTRA)}, *families]},
         {"Commands": [{name: f"docs/commands/{name}.md"} for name in COMMANDS]},
@@ -247,16 +250,16 @@ def main(folder: Path) -> None:
     """Write the sources of the site for mkdocs."""
     site = folder / "pages"
     shutil.rmtree(folder, ignore_errors=True)
-    texts = pages(shipped())
+    texts = collect_pages(load_shipped())
     for place, text in texts.items():
         file = site / place
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(linked(place, text, texts, site))
+        file.write_text(rewrite_links(place, text, texts, site))
     colours = " ".join(f"--{name}: {colour};" for name, colour in COLOURS.items())
     styles = (ROOT / "docs/tables.css").read_text()
     (site / "tables.css").write_text(f":root {{ {colours} }}\n{styles}")
     # JSON is valid YAML.
-    settings = json.dumps({**SETTINGS, "nav": navigation()}, indent=2)
+    settings = json.dumps({**SETTINGS, "nav": make_navigation()}, indent=2)
     (folder / "mkdocs.yml").write_text(settings)
 
 

@@ -115,7 +115,7 @@ def test_the_site_has_a_page_for_each_method_and_paper_and_its_links_lead_somewh
         website.Shipped(name, load(name))
         for name in ("quickstart", "papers/stahl-example")
     ]
-    found = website.pages(scenarios)
+    found = website.collect_pages(scenarios)
     assert {f"methods/{name}.md" for name in METHODS} | {
         f"papers/{name}/README.md" for name in website.PAPERS
     } <= {*found}
@@ -127,7 +127,8 @@ def test_the_site_has_a_page_for_each_method_and_paper_and_its_links_lead_somewh
     )
     for place, text in found.items():
         for target in re.findall(
-            r"\]\(([^)#:]+)(?:#[^)]*)?\)", website.linked(place, text, found, tmp_path)
+            r"\]\(([^)#:]+)(?:#[^)]*)?\)",
+            website.rewrite_links(place, text, found, tmp_path),
         ):
             path = (tmp_path / place).parent / target
             assert (

@@ -13,7 +13,7 @@ FOLDER = "plots"
 
 
 def draw_plots(system: System) -> dict[str, str]:
-    """Write the plots of a system whose rows have been run; return the file of each by its title.
+    """Write the plots of a system with results for their rows; return the file of each plot by title.
 
     Without matplotlib, the extra ``plots``, the files of an earlier call are kept.
     """
@@ -52,7 +52,7 @@ def _draw_plot(system: System, plot: Plot) -> Any:
         _draw_ours(axes, system, rows, color=f"C{number}", label=series.label)
         paper = {}
         for x, row in rows.items():
-            # A ranking and a range have no one value to draw_plots.
+            # A ranking and a range have no single value.
             if row.kind != "ranking" and isinstance(row.paper, str):
                 paper[x] = float(row.paper)
         style: dict[str, Any] = {
@@ -69,7 +69,7 @@ def _draw_plot(system: System, plot: Plot) -> Any:
 
 
 def _x_positions(axes: Any, plot: Plot) -> list[float]:
-    """Return the positions of a plot's values; names become labels in their order, those without a run too."""
+    """Return the positions of a plot's values; names become labels in the order of the plot."""
     numbers = [x for x in plot.x if not isinstance(x, str)]
     if len(numbers) == len(plot.x):
         return numbers
@@ -81,7 +81,7 @@ def _x_positions(axes: Any, plot: Plot) -> list[float]:
 def _draw_ours(
     axes: Any, system: System, rows: Mapping[float, Row], **style: str
 ) -> None:
-    """Draw our values with their intervals, as far as they were run."""
+    """Draw our values with confidence intervals, without rows that were not run."""
     places: list[float] = []
     means: list[float] = []
     halves: list[float] = []

@@ -117,7 +117,7 @@ def _summary_section(system: System) -> str:
     blocks = ["## At a glance"]
     headlines = []
     for headline in system.figures.headlines:
-        headlines.append([*_headline_cells(system, headline)])
+        headlines.append(list(_headline_cells(system, headline)))
     if headlines:
         heading = ["claim", "paper", "ours", "what differs", "word"]
         blocks.append(_table(heading, headlines))
@@ -128,7 +128,7 @@ def _summary_section(system: System) -> str:
 
 
 def _lines_by_word(system: System, rows: Iterable[Row]) -> Iterator[Line]:
-    """Yield each word with the number of its rows and the figures that have them."""
+    """Yield each word with the number of rows and the figures of these rows."""
     words = {row.name: system.word(row) for row in rows}
     groups = _group_by_item(rows)
     for word in WORDS:
@@ -155,7 +155,9 @@ def _group_by_item(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 def _headline_cells(system: System, headline: Headline) -> Iterator[str]:
     rows = [system.figures.row(name) for name in headline.rows]
-    differs = [headline.differs] if headline.differs else []
+    differs = []
+    if headline.differs:
+        differs.append(headline.differs)
     yield headline.claim
     if len(rows) == 1:
         yield paper_value(rows[0])
@@ -166,29 +168,41 @@ def _headline_cells(system: System, headline: Headline) -> Iterator[str]:
         yield from _value_ranges(system, rows)
     yield "; ".join(differs)
     words = {system.word(row) for row in rows}
-    yield words.pop() if len(words) == 1 else _count_words(system, rows)
+    if len(words) == 1:
+        yield words.pop()
+    else:
+        yield _count_words(system, rows)
 
 
 def _value_ranges(system: System, rows: list[Row]) -> tuple[str, str]:
-    """Return the least and the largest value of several rows, the paper's and ours.
-
-    Values of several quantities have no range, which different units and plain numbers tell.
-    """
+    """Return the least and the largest value of several rows, the paper's and ours, or only the number of rows."""
     units = {row.unit for row in rows}
+    # Plain numbers of a formula count elements, operations and slots, which have no common range.
     if len(units) > 1 or (units == {""} and rows[0].kind == "arithmetic"):
         return f"{len(rows)} figures", ""
-    values = [ours for ours in map(system.ours, rows) if ours is not None]
+    values = []
+    for row in rows:
+        ours = system.ours(row)
+        if ours is not None:
+            values.append(ours)
     return paper_range(rows), our_range(values, rows[0].unit)
 
 
 def _count_words(system: System, rows: Iterable[Row]) -> str:
     """Return how many rows have each word, as text."""
     counts = Counter(system.word(row) for row in rows)
-    return ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
+    parts = []
+    for word in WORDS:
+        if counts[word]:
+            parts.append(f"{counts[word]} {word}")
+    return ", ".join(parts)
 
 
 def _is_too_wide(system: System, row: Row) -> bool:
-    """Return whether a row differs only since its interval, which contains the paper's value, is too wide."""
+    """Return whether a row differs only because of the width of our interval.
+
+    Such an interval contains the paper's value, so a reader should not conclude that the values contradict each other.
+    """
     ours = system.ours(row)
     if row.kind == "ranking" or ours is None or ours.half_width is None:
         return False
@@ -209,7 +223,7 @@ def _conditions_section(system: System) -> str:
 
 
 def _figures_section(system: System) -> str:
-    """Return the table of all rows; remarks follow it by their numbers, as many rows share one."""
+    """Return the table of all rows, and a numbered list of remarks, since many rows share a remark."""
     rows = system.figures.rows
     remarks: dict[str, int] = {}
     lines = []
@@ -251,7 +265,7 @@ def _remarks(system: System, row: Row) -> Iterator[str]:
 
 
 def _plots_table(plots: Mapping[str, str]) -> str:
-    """Return two plots a line; an empty heading makes a table of them."""
+    """Return a table with two plots a line and an empty heading."""
     pictures = [f"![{title}]({place})" for title, place in plots.items()]
     if not pictures:
         return ""
@@ -277,6 +291,7 @@ def _sensitivity_section(system: System) -> str:
 
 def _sensitivity_lines(system: System) -> Iterator[Line]:
     """Yield a line for each row and parameter, or several for many values."""
+    # The file lists parameters in the order in which they were tried, so a row can appear in several places.
     by_row: dict[str, list[Sensitivity]] = {}
     for each in system.figures.sensitivity:
         by_row.setdefault(each.row, []).append(each)
@@ -293,14 +308,14 @@ def _sensitivity_lines(system: System) -> Iterator[Line]:
 
 
 def _trial_text(system: System, row: Row, trial: Trial) -> str:
-    """Return a value of a parameter with our value of the row there."""
+    """Return a value of a parameter, and our value of the row for this parameter."""
     unit = trial.unit or row.unit
     ours = system.results.ours(trial.scenario, (trial.ours,), unit)
     return f"{trial.value}: {our_value(ours, unit)}"
 
 
 def _clocks_section(system: System) -> str:
-    """Return the comparison of both clocks, with its date and host."""
+    """Return the comparison of both clocks, with date and host."""
     if system.figures.containers is None:
         return ""
     heading = ["metric", "containers", "simulated", "ratio", "verdict"]
@@ -317,15 +332,18 @@ def _clocks_section(system: System) -> str:
 
 
 def _short_figure(system: System) -> str:
-    """Return the name of the figure that is run on both clocks."""
+    """Return the figure that is run on both clocks."""
     wanted = system.figures.containers
     return NONE if wanted is None else wanted.figure
 
 
 def _clock_cells(system: System) -> Iterator[Line]:
     """Yield metric, both values, their ratio and the verdict."""
-    wanted, clocks = system.figures.containers, system.clocks
-    for metric in wanted.metrics if wanted is not None else ():
+    wanted = system.figures.containers
+    clocks = system.clocks
+    if wanted is None:
+        return
+    for metric in wanted.metrics:
         if clocks is None or metric not in clocks.containers:
             yield [metric, NONE, NONE, NONE, "not run"]
             continue
@@ -390,7 +408,7 @@ def _table(heading: Line, lines: Iterable[Line]) -> str:
 
 
 def _fold(summary: str, content: str, lines: int) -> str:
-    """Return content that a reader unfolds, if it has many lines.
+    """Fold content of many lines; a reader unfolds the content by a click on the summary.
 
     GitHub needs the empty lines, and mkdocs the attribute, to read the content as Markdown.
     """
