@@ -4,7 +4,7 @@ import pytest
 
 from testbed.common import formats
 from testbed.trace.registry import COMMON
-from testbed_controller.report.declared import figure
+from testbed_controller.report.declared import format_metric
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_shares_keep_apart_a_little_and_nothing() -> None:
 
 
 def test_figures_are_written_as_their_kind() -> None:
-    assert figure("step_time", 0.25, COMMON) == "250 ms"
-    assert figure("accuracy", 0.5, COMMON) == "50.0%"
-    assert figure("trusted", True, COMMON) == "yes"
-    assert figure("devices.a.bytes_sent", 1e6, COMMON) == "1 MB"
-    assert figure("recoveries", 1, COMMON) == "1"
-    assert figure("loss", 0.0123456, COMMON) == "0.0123"
+    assert format_metric("step_time", 0.25, COMMON) == "250 ms"
+    assert format_metric("accuracy", 0.5, COMMON) == "50.0%"
+    assert format_metric("trusted", True, COMMON) == "yes"
+    assert format_metric("devices.a.bytes_sent", 1e6, COMMON) == "1 MB"
+    assert format_metric("recoveries", 1, COMMON) == "1"
+    assert format_metric("loss", 0.0123456, COMMON) == "0.0123"
     assert formats.rate(None) == "unlimited"
     assert formats.rate(49.87e6) == "49.9 mbit"
 

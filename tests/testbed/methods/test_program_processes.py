@@ -84,7 +84,7 @@ def test_a_line_of_many_megabytes_is_recorded_in_parts_of_which_nothing_is_lost(
     )
     *parts, last = device.lines()
     assert "".join(parts) == "y" * 5_000_000
-    assert max(map(len, parts)) <= program.LONGEST + program.PIECE
+    assert max(map(len, parts)) <= program.LONGEST + program.CHUNK
     assert last == "last"
 
 
