@@ -28,17 +28,17 @@ from testbed.wire.framing import wire_bytes
 T = TypeVar("T")
 
 SMALL = 1_000
-"""Bytes of the smallest message in the measurement of a link."""
+"""Bytes of the smallest message in the measurement of a link: one packet, whose time is mostly the delay."""
 LARGE = 256_000
-"""Bytes of the largest message in the measurement of a link."""
+"""Bytes of the largest message in the measurement of a link, a quarter of the size that every device accepts."""
 ENOUGH = 0.1
-"""Additional seconds of a large message after which the rate of a link counts as measured."""
+"""Additional seconds of a large message after which the rate of a link counts as measured: far above jitter."""
 
 
 RECENT = 10
-"""Messages in a row that show whether a link has changed."""
+"""Number of successive messages that must all deviate before a link counts as changed."""
 NOTICEABLE = 0.01
-"""Minimum seconds of a message for conclusions about its link."""
+"""Minimum seconds of a message for conclusions about its link; shorter times are dominated by the host."""
 DEVIATION = 1.5
 """Factor by which a message must be slower or faster than expected to indicate a changed link."""
 
@@ -127,15 +127,16 @@ class LinkWatch:
 
         A message waits for the previous one, whose bytes have left one latency before its acknowledgement.
         """
-        begun = max(posted, self._last - self._measurement.latency)
+        start = max(posted, self._last - self._measurement.latency)
         self._last = acknowledged
-        taken = acknowledged - begun
+        transfer_time = acknowledged - start
         expected = self._measurement.seconds(size)
-        if max(taken, expected) < NOTICEABLE:
+        if max(transfer_time, expected) < NOTICEABLE:
             return False
-        ratio = taken / expected if expected else math.inf
+        ratio = transfer_time / expected if expected else math.inf
         self._ratios.append(ratio)
         self._seen += 1
+        # Faster than the smallest initial ratio: a link measured while others used it looks faster from then on.
         if self._seen <= RECENT:
             self._usual = min(self._usual, ratio)
         if len(self._ratios) < RECENT:
@@ -154,19 +155,19 @@ async def measure_link(mailbox: Mailbox, peer: str) -> MeasuredLink:
     busy for long nor a fast one measured by its jitter.
     """
 
-    async def taken(size: int) -> float:
+    async def transfer_time(size: int) -> float:
         begun = mailbox.device.now()
         await mailbox.post(peer, Packet(mailbox.configuration, padding=size))
         return mailbox.device.now() - begun
 
     # Opens the connection, which would count as time of a measured message.
-    await taken(SMALL)
-    latency = await taken(SMALL)
+    await transfer_time(SMALL)
+    latency = await transfer_time(SMALL)
     size = SMALL
     longer = 0.0
     while longer < ENOUGH and size < LARGE:
         size = min(LARGE, 4 * size)
-        longer = await taken(size) - latency
+        longer = await transfer_time(size) - latency
     rate = math.inf
     if longer > 0:
         rate = 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer
@@ -201,13 +202,13 @@ class LinkProfiler:
         self._mailbox.on_open(self._start_over)
 
     @property
-    def lacking(self) -> bool:
+    def lacks_measurements(self) -> bool:
         """Whether the choice of a partition lacks measurements."""
         return bool(
             self._runs or self._partitioner.unmeasured_links(self._recovery.partition)
         )
 
-    async def learn(self) -> None:
+    async def measure_missing(self) -> None:
         """Measure everything the choice needs while training pauses: all links at once, as in training."""
         if self._runs:
             images, labels = self._training.batch(0)

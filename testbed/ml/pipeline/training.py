@@ -38,19 +38,17 @@ class Evaluations:
         supervisor: Supervisor,
         context: ProgramContext,
         steps: int,
-        whole: Callable[[int], bool],
+        is_complete: Callable[[int], bool],
         weights: Callable[[], State],
     ) -> None:
-        """``whole`` returns whether the state after a step is complete here, ``weights`` the newest
-        complete weights.
-        """
+        """``is_complete(step)``: whether all weights after a step are here; ``weights``: the newest complete ones."""
         assert context.dataset is not None
         self.stopping = Stopping(context.problem.training)
         self._supervisor = supervisor
         self._training = context.problem.training
         self._tests = Requests(context.dataset, context.problem.workload.batch_size)
         self._steps = steps
-        self._whole = whole
+        self._is_complete = is_complete
         self._weights = weights
         supervisor.device.expose(lambda: self.stopping.result(weights()))
 
@@ -60,7 +58,7 @@ class Evaluations:
         Return whether to continue.
         """
         if step == self._steps or self._training.part.uses_evaluations:
-            await self._supervisor.until(lambda: self._whole(step))
+            await self._supervisor.until(lambda: self._is_complete(step))
         fields = await evaluate(self._supervisor, step, self._tests, self._training)
         self.stopping.judge(step, fields, self._weights)
         return not self.stopping.reason
@@ -84,7 +82,11 @@ class SynchronousTrainer:
         )
         self._computed = context.problem.workload.numerics != "none"
         self._evaluations = Evaluations(
-            supervisor, context, self._training.steps, self._is_kept, recovery.weights
+            supervisor,
+            context,
+            self._training.steps,
+            self._is_checkpointed,
+            recovery.weights,
         )
         self._due = IntervalTrigger(
             self._options.evaluate_every, supervisor.device.now()
@@ -108,9 +110,10 @@ class SynchronousTrainer:
         for step in range(self.start, steps):
             await self._train_step(step)
             done = step + 1
+            # Joiners wait for a checkpoint: a new configuration resumes from the last one and would lose steps since.
             joiners = self._supervisor.membership.joiners
             if joiners and self._options.checkpoints(done, steps):
-                await self._supervisor.until(partial(self._is_kept, done))
+                await self._supervisor.until(partial(self._is_checkpointed, done))
                 await self._recovery.admit_joiners()
             if done < steps and self._due(done, device.now()):
                 if not await self._evaluations.make(done):
@@ -118,7 +121,7 @@ class SynchronousTrainer:
                 self._due.made(device.now())
         await self._evaluations.make(steps)
 
-    def _is_kept(self, step: int) -> bool:
+    def _is_checkpointed(self, step: int) -> bool:
         """Return whether the checkpoint of this step is complete."""
         return self._recovery.checkpoint.step == step
 
@@ -172,7 +175,7 @@ class Draining:
     done: int
     """The first batch that is not done on all stages."""
     end: int
-    wanted: StagePartition | None
+    target: StagePartition | None
     """The partition to change to afterwards."""
     since: float
 
@@ -182,7 +185,7 @@ class Reconfiguring:
     """State: the pipeline is empty and receives another partition."""
 
     step: int
-    wanted: StagePartition
+    target: StagePartition
     draining: float
 
 
@@ -209,7 +212,7 @@ class AsynchronousTrainer:
         self._evaluations = Evaluations(
             supervisor, context, self._training.steps, points.has_all, points.weights
         )
-        self._survey = LinkProfiler(
+        self._profiler = LinkProfiler(
             supervisor, recovery, partitioner, problem, self._training
         )
         self._due = IntervalTrigger(problem.options.evaluate_every, self._device.now())
@@ -255,9 +258,9 @@ class AsynchronousTrainer:
         if first == self._training.steps:
             await self._evaluations.make(first)
             return None
-        wanted = await self._measured_better()
-        if wanted is not None:
-            return await self._after_draining(first, wanted, state.draining)
+        target = await self._measure_and_propose()
+        if target is not None:
+            return await self._after_draining(first, target, state.draining)
         window = self._window_size
         self._device.record(
             "stretch",
@@ -270,30 +273,32 @@ class AsynchronousTrainer:
         done = first
         fed = first
         while True:
+            # More batches than the window would only wait before a stage, which stores one weight version for each.
             while fed - done < window:
                 if self._must_drain(first, fed):
                     return self._end_stretch(done, fed)
                 self._post_batch(fed, begins_stretch=fed == first)
                 fed += 1
-            await self._until_done(done)
+            await self._wait_until_done(done)
             done += 1
             if self._must_reconsider(done, fed):
-                wanted = self._known_better()
-                if wanted is not None or self._survey.lacking:
-                    return self._end_stretch(done, fed, wanted)
+                target = self._propose_if_measured()
+                if target is not None or self._profiler.lacks_measurements:
+                    return self._end_stretch(done, fed, target)
 
-    async def _measured_better(self) -> StagePartition | None:
+    async def _measure_and_propose(self) -> StagePartition | None:
         """Measure the times and links missing for the choice of a partition; return a better partition, if any."""
-        if not self._survey.lacking or self._recovery.recovering:
+        if not self._profiler.lacks_measurements or self._recovery.recovering:
             return None
-        await self._survey.learn()
-        return self._better_partition()
+        await self._profiler.measure_missing()
+        return self._propose_partition()
 
     def _must_drain(self, first: int, batch: int) -> bool:
         """Return whether the pipeline must run empty before a batch."""
-        return batch == self._training.steps or (
-            batch > first and self._must_evaluate(batch)
-        )
+        if batch == self._training.steps:
+            return True
+        # An evaluation needs the weights of one step on all stages, which they have only while no batch is under way.
+        return batch > first and self._must_evaluate(batch)
 
     def _post_batch(self, batch: int, *, begins_stretch: bool) -> None:
         layout = self._supervisor.layout
@@ -313,29 +318,29 @@ class AsynchronousTrainer:
         self._mailbox.post(layout[0].device, activation)
 
     def _end_stretch(
-        self, done: int, end: int, wanted: StagePartition | None = None
+        self, done: int, end: int, target: StagePartition | None = None
     ) -> Draining:
         """Make the pipeline run empty before batch ``end``."""
         now = self._device.now()
         first_stage = self._supervisor.layout[0].device
         self._mailbox.post(first_stage, End(self._mailbox.configuration, end))
-        return Draining(done, end, wanted, now)
+        return Draining(done, end, target, now)
 
     async def _await_drain(self, state: Draining) -> Reconfiguring | Feeding | None:
         """Wait for the batches under way."""
-        wanted = state.wanted
+        target = state.target
         for batch in range(state.done, state.end):
-            await self._until_done(batch)
+            await self._wait_until_done(batch)
             # Also while draining: the batch after which a partition is due passes only once.
             if self._must_reconsider(batch + 1, state.end):
-                wanted = self._known_better()
+                target = self._propose_if_measured()
         for part in self._supervisor.layout:
             await self._supervisor.take(Drained, part.device)
         draining = self._device.now() - state.since
-        return await self._after_draining(state.end, wanted, draining)
+        return await self._after_draining(state.end, target, draining)
 
     async def _after_draining(
-        self, step: int, wanted: StagePartition | None, draining: float
+        self, step: int, target: StagePartition | None, draining: float
     ) -> Reconfiguring | Feeding | None:
         """Run a due evaluation; return the next state, None at the end of training."""
         if self._must_evaluate(step):
@@ -343,18 +348,18 @@ class AsynchronousTrainer:
             if not await self._evaluations.make(step):
                 return None
             self._due.made(self._device.now())
-        if wanted is None:
+        if target is None:
             return Feeding(step, draining)
-        return Reconfiguring(step, wanted, draining)
+        return Reconfiguring(step, target, draining)
 
     async def _change_partition(self, state: Reconfiguring) -> Feeding:
         """Change to another partition; raises `Lost` if a stage is absent."""
         recovery = self._recovery
         before = recovery.partition
         begun = self._device.now()
-        there = await recovery.regroup({*before.devices, *state.wanted.devices})
-        # Chosen again: a device of the wanted partition may have left meanwhile.
-        better = self._partitioner.propose_repartition(before, there)
+        present = await recovery.regroup({*before.devices, *state.target.devices})
+        # Chosen again: a device of the target partition may have left meanwhile.
+        better = self._partitioner.propose_repartition(before, present)
         recovery.adopt(before if better is None else better)
         await recovery.establish()
         self._device.record(
@@ -372,20 +377,20 @@ class AsynchronousTrainer:
         assert updated.loss is not None
         batch = updated.batch
         self._partitioner.store_times(self._recovery.partition, updated.times)
-        loss = loss_fields(
-            updated.loss, computed=self._problem.workload.numerics != "none"
-        )
+        has_numbers = self._problem.workload.numerics != "none"
+        loss = loss_fields(updated.loss, computed=has_numbers)
         self._device.record(
             "step", step=batch, samples=self._training.count(batch), **loss
         )
         self._done = batch + 1
         self._recovery.done = self._done
+        # Batches repeated after a recovery are no progress: a run that only repeats them must be given up.
         self._supervisor.progress = max(self._supervisor.progress, self._done)
         if self._recovery.recovering:
             self._recovery.recovering = False
             self._device.record("recovery", phase="trained", step=batch)
 
-    async def _until_done(self, batch: int) -> None:
+    async def _wait_until_done(self, batch: int) -> None:
         """Wait until a batch is done, unless a device is lost. Raises `Lost`."""
         while True:
             try:
@@ -403,19 +408,19 @@ class AsynchronousTrainer:
     def _must_reconsider(self, done: int, fed: int) -> bool:
         """Have links to standby devices measured; return whether to reconsider the partition after a batch."""
         due = self._partitioner.due(done)
-        self._survey.measure_standby(repeats=due)
+        self._profiler.measure_standby(repeats=due)
         return due and fed < self._training.steps
 
-    def _better_partition(self) -> StagePartition | None:
+    def _propose_partition(self) -> StagePartition | None:
         """Return the partition worth changing to now, if any."""
         partition = self._recovery.partition
-        there = {*partition.devices, *self._recovery.standby.joiners()}
+        present = {*partition.devices, *self._recovery.standby.joiners()}
         return self._partitioner.propose_repartition(
-            partition, self._recovery.ordered(there)
+            partition, self._recovery.ordered(present)
         )
 
-    def _known_better(self) -> StagePartition | None:
+    def _propose_if_measured(self) -> StagePartition | None:
         """Return the partition worth changing to; None while measurements for the choice are missing."""
-        if self._survey.lacking:
+        if self._profiler.lacks_measurements:
             return None
-        return self._better_partition()
+        return self._propose_partition()

@@ -324,6 +324,7 @@ class AsynchronousUpdates:
         interval = self._options.aggregation_interval
         if versions.is_aggregation_due(done - self._base, self._depth, interval):
             aggregated = self._depth
+            # FTPipeHD's weight aggregation: an addition for each parameter of each averaged version.
             cost += Cost(aggregated * costs.count_parameters(stage.units))
 
         def advance() -> None:

@@ -38,7 +38,7 @@ from testbed.wire.message import Message
 def average(
     states: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """Return the mean of several models' states, weighted by samples, in the order given.
+    """Return the mean of several models' states, weighted by samples: FedAvg (McMahan et al., 2017), Algorithm 1.
 
     Running statistics of batch normalisation are averaged like weights. Integers (the number of batches seen) take the
     maximum. Momentum is not part of a state: it stays on its device. Raises ValueError for states of different names
@@ -211,16 +211,14 @@ class GlobalModel:
             return
         for name, tensor in self.state.items():
             before = self._averages.get(name)
+            # The first round has no average before it, and counters (integers) have none at all.
             if before is not None and tensor.is_floating_point():
                 tensor = torch.lerp(tensor, before, self._ema)
             self._averages[name] = tensor
 
     def result(self) -> State:
         """Return the evaluated and final weights: the model, or its moving average."""
-        return {
-            name: self._averages.get(name, tensor)
-            for name, tensor in self.state.items()
-        }
+        return {**self.state, **self._averages}
 
     async def keep(self, start: float, trained: Sequence[Trained]) -> None:
         """Count a round started at ``start``, and save the model to the disk with the unrecorded results."""
@@ -246,6 +244,7 @@ class GlobalModel:
             tensors[_MEMORY + name] = tensor
         for name, tensor in self._averages.items():
             tensors[AVERAGE + name] = tensor
+        # Saved before the events are recorded: a restarted server records them again, and trains no round twice.
         await self._device.save(GLOBAL, Message(GLOBAL, fields, tensors))
 
     def _record_divergence(self, trained: Sequence[Trained]) -> None:
@@ -283,6 +282,7 @@ class GlobalModel:
             self._device.record("evaluate", step=self.rounds, **fields)
             self._due.made(self._device.now())
             self.stopping.judge(self.rounds, fields, self.result)
+        # Saved last: a server that restarts before this line has not recorded the round completely.
         await self._device.save(REPORTED, Message(REPORTED, {"rounds": self.rounds}))
 
 
