@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from testbed.ml.models.graph import Graph
 from testbed_stahl.plan import Scheme
-from testbed_stahl.schemes import Reuse, Schemes, WorkerTotals, elements
+from testbed_stahl.schemes import Reuse, Schemes, WorkerTotals, layer_communication
 
 _SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
 
@@ -90,7 +90,9 @@ def least_communication(
             "fuse2": index - 1 in split and graph.fuses(index - 1),
         }
         for scheme in _SCHEMES:
-            cost = float(elements(layers[index], scheme, workers, False, reuse))
+            cost = float(
+                layer_communication(layers[index], scheme, workers, False, reuse)
+            )
             chosen[index, scheme] = program.variable(cost, float(able[scheme]), True)
         program.rows.append(
             ({chosen[index, scheme]: 1.0 for scheme in _SCHEMES}, 1.0, 1.0)
@@ -124,7 +126,7 @@ def _reuse(
     """Add what a layer saves where the one before it uses LOP."""
     for scheme in _SCHEMES:
         alone, after = (
-            elements(graph.layers[index], scheme, workers, held, reuse)
+            layer_communication(graph.layers[index], scheme, workers, held, reuse)
             for held in (False, True)
         )
         if after < alone:

@@ -23,16 +23,22 @@ from testbed_stahl.plan import (
     Range,
     Tiling,
     divide,
-    proportional,
+    proportional_shares,
+    scaled,
 )
 from testbed_stahl.schemes import (
     Schemes,
     WorkerTotals,
-    everywhere,
-    fused,
+    fused_schemes,
     least_communication,
+    uniform_schemes,
 )
-from testbed_stahl.tiles import best_tiling, check_early, early_layers, tile
+from testbed_stahl.tiles import (
+    best_tiling,
+    check_tileable,
+    feature_dominated_layers,
+    make_tiling,
+)
 
 
 def divided_plan(
@@ -48,17 +54,14 @@ def divided_plan(
     layers: list[LayerPlan] = []
     for index, (layer, scheme) in enumerate(zip(graph.layers, schemes, strict=True)):
         if scheme in ("lop", "fuse1"):
-            layers.append(
-                LayerPlan(scheme=scheme, outputs=divide(layer.output_channels, shares))
-            )
+            outputs = divide(layer.output_channels, shares)
+            layers.append(LayerPlan(scheme=scheme, outputs=outputs))
         elif scheme in ("lip", "fuse2"):
-            layers.append(
-                LayerPlan(scheme=scheme, inputs=_split_input(graph, index, shares))
-            )
+            inputs = _split_input(graph, index, shares)
+            layers.append(LayerPlan(scheme=scheme, inputs=inputs))
         else:
-            layers.append(
-                LayerPlan(scheme=scheme, owner=source if scheme == "whole" else None)
-            )
+            owner = source if scheme == "whole" else None
+            layers.append(LayerPlan(scheme=scheme, owner=owner))
     return DistributedPlan(
         scheme=name,
         devices=tuple(devices),
@@ -76,11 +79,9 @@ def _split_input(
     if not graph.follows(index) or not graph.layers[index - 1].splits:
         return divide(layer.input_channels, shares)
     channels = graph.layers[index - 1].output_channels
-    # More than one where a fully connected layer takes a feature map, of which each device has whole channels.
+    # A fully connected layer has an input channel for each pixel of a feature map; a device has whole maps.
     factor = layer.input_channels // channels
-    return tuple(
-        Range(first * factor, last * factor) for first, last in divide(channels, shares)
-    )
+    return tuple(scaled(part, factor) for part in divide(channels, shares))
 
 
 def single_plan(
@@ -99,26 +100,21 @@ def sequential_plan(
 ) -> DistributedPlan:
     """Build a plan of sequential layer mapping (DL): contiguous layers over the devices, the source first.
 
-    The cuts minimize the largest ratio of weights to memory.
-
-    The cuts are those for which the weights on the fullest device are the least, in relation to its capacity.
+    The cuts minimize the largest ratio of weights to ``capacities``, the memory of each device.
     """
-    order = [source, *(index for index in range(len(devices)) if index != source)][
-        : len(graph.layers)
-    ]
-    costs = Costs(
-        lambda stage, first, last: (
-            sum(layer.weights for layer in graph.layers[first:last])
-            / capacities[order[stage]]
-        ),
-        lambda _stage, _cut: 0.0,
-    )
+    others = [index for index in range(len(devices)) if index != source]
+    # Each device has at least one layer.
+    order = [source, *others][: len(graph.layers)]
+
+    def fill_ratio(stage: int, first: int, last: int) -> float:
+        weights = sum(layer.weights for layer in graph.layers[first:last])
+        return weights / capacities[order[stage]]
+
+    costs = Costs(fill_ratio, lambda _stage, _cut: 0.0)
     _, cuts = best_cuts(len(graph.layers), len(order), costs, max)
-    owners = [
-        owner
-        for owner, (first, last) in zip(order, pairwise(cuts), strict=True)
-        for _ in range(first, last)
-    ]
+    owners: list[int] = []
+    for owner, (first, last) in zip(order, pairwise(cuts), strict=True):
+        owners += [owner] * (last - first)
     return _owned_layers(name, devices, source, owners)
 
 
@@ -132,7 +128,7 @@ def _owned_layers(
 
 
 MOST_TILES = 144
-"""How fine a grid is looked at where a coarser one does not fit into memory."""
+"""Maximum number of tiles in a finer grid, which is tried if a coarser one does not fit into memory."""
 _STEPS = 1000
 """Shares bounded by memory are rounded down to thousandths of their value."""
 
@@ -152,19 +148,19 @@ class Candidate:
 
     def excess(self, devices: Sequence[DeviceSpec]) -> dict[int, float]:
         """Return the missing bytes by device."""
-        pairs = enumerate(zip(self.needs, devices, strict=True))
-        return {
-            index: need - device.memory
-            for index, (need, device) in pairs
-            if need > device.memory
-        }
+        missing = {}
+        for index, (need, device) in enumerate(zip(self.needs, devices, strict=True)):
+            if need > device.memory:
+                missing[index] = need - device.memory
+        return missing
 
     def fullest(self, devices: Sequence[DeviceSpec]) -> int:
         """Return the device with the highest ratio of demand to memory."""
-        return max(
-            range(len(devices)),
-            key=lambda index: self.needs[index] / devices[index].memory,
-        )
+
+        def fill_ratio(index: int) -> float:
+            return self.needs[index] / devices[index].memory
+
+        return max(range(len(devices)), key=fill_ratio)
 
     def shortfall(self, devices: Sequence[DeviceSpec]) -> float:
         """Return the bytes missing on the fullest device; 0 if every device fits."""
@@ -175,29 +171,25 @@ def candidate(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> Candidate:
     """Return a plan that fits, otherwise the one with the smallest shortfall; raises `InputError` for invalid ones."""
-    names, scheme = [device.name for device in devices], settings.options.scheme
+    names = [device.name for device in devices]
+    scheme = settings.options.scheme
     if scheme == "single":
-        return Candidate.of(
-            dataflow(
-                graph, single_plan(scheme, graph, names, settings.source), settings
-            )
-        )
-    if scheme == "sequential":
-        plan = sequential_plan(
-            scheme, graph, names, settings.source, [device.memory for device in devices]
-        )
+        plan = single_plan(scheme, graph, names, settings.source)
         return Candidate.of(dataflow(graph, plan, settings))
-    early = (
-        early_layers(graph)
-        if settings.options.tiled_layers is None
-        else settings.options.tiled_layers
-    )
-    check_early(graph, early)
+    if scheme == "sequential":
+        capacities = [device.memory for device in devices]
+        plan = sequential_plan(scheme, graph, names, settings.source, capacities)
+        return Candidate.of(dataflow(graph, plan, settings))
+    tiled = settings.options.tiled_layers
+    if tiled is None:
+        tiled = feature_dominated_layers(graph)
+    check_tileable(graph, tiled)
     candidates: list[Candidate] = []
-    for tiling in _candidate_tilings(graph, devices, settings, early):
-        candidates.append(_bound_by_memory(graph, devices, settings, early, tiling))
-        if not candidates[-1].excess(devices):
-            return candidates[-1]
+    for tiling in _candidate_tilings(graph, devices, settings, tiled):
+        bounded = _bound_by_memory(graph, devices, settings, tiled, tiling)
+        if not bounded.excess(devices):
+            return bounded
+        candidates.append(bounded)
     return min(candidates, key=lambda option: option.shortfall(devices))
 
 
@@ -205,7 +197,7 @@ def _bound_by_memory(
     graph: Graph,
     devices: Sequence[DeviceSpec],
     settings: PlanSettings,
-    early: int,
+    tiled: int,
     tiling: Tiling | None,
 ) -> Candidate:
     """Shrink the shares of devices without enough memory while other devices can take over."""
@@ -213,7 +205,7 @@ def _bound_by_memory(
     caps: dict[int, Fraction] = {}
     while True:
         shares = _divide_shares(devices, settings, caps)
-        schemes = _candidate_schemes(graph, shares, early, settings)
+        schemes = _candidate_schemes(graph, shares, tiled, settings)
         plan = divided_plan(
             settings.options.scheme,
             graph,
@@ -225,12 +217,14 @@ def _bound_by_memory(
         )
         bounded = Candidate.of(dataflow(graph, plan, settings))
         excess = bounded.excess(devices)
+        # A device that exceeds its memory without any share cannot be relieved.
         if not excess or any(shares[index] == 0 for index in excess):
             return bounded
-        for index, much in excess.items():
-            shrinks = BYTES_PER_VALUE * divided_weights(bounded.flow, index)
-            left = max(0.0, 1 - much / shrinks) if shrinks else 0.0
-            caps[index] = shares[index] * Fraction(int(left * _STEPS), _STEPS)
+        for index, missing in excess.items():
+            divisible = BYTES_PER_VALUE * divided_weights(bounded.flow, index)
+            remaining = max(0.0, 1 - missing / divisible) if divisible else 0.0
+            caps[index] = shares[index] * Fraction(int(remaining * _STEPS), _STEPS)
+        # No device is left that could take over a share.
         if len(caps) == len(devices):
             return bounded
 
@@ -239,69 +233,65 @@ def _divide_shares(
     devices: Sequence[DeviceSpec], settings: PlanSettings, caps: Mapping[int, Fraction]
 ) -> tuple[Fraction, ...]:
     """Divide the remaining share among the devices without a memory bound, in proportion to their speed."""
-    free = [index for index in range(len(devices)) if index not in caps]
-    speeds = [
-        devices[index].speed if settings.options.shares == "speed" else 1.0
-        for index in free
-    ]
-    rest = 1 - sum(caps.values())
-    shares = {
-        **caps,
-        **{
-            index: rest * share
-            for index, share in zip(free, proportional(speeds), strict=True)
-        },
-    }
+    unbounded = [index for index in range(len(devices)) if index not in caps]
+    speeds = _speeds([devices[index] for index in unbounded], settings)
+    remaining = 1 - sum(caps.values())
+    shares = dict(caps)
+    for index, share in zip(unbounded, proportional_shares(speeds), strict=True):
+        shares[index] = remaining * share
     return tuple(shares[index] for index in range(len(devices)))
 
 
+def _speeds(devices: Sequence[DeviceSpec], settings: PlanSettings) -> list[float]:
+    """Return the speeds by which work is divided, all equal with the option ``shares: equal``."""
+    if settings.options.shares == "speed":
+        return [device.speed for device in devices]
+    return [1.0] * len(devices)
+
+
 def _candidate_schemes(
-    graph: Graph, shares: Sequence[Fraction], early: int, settings: PlanSettings
+    graph: Graph, shares: Sequence[Fraction], tiled: int, settings: PlanSettings
 ) -> Schemes:
-    options, workers = settings.options, WorkerTotals.of(shares, settings.source)
+    options = settings.options
     if options.scheme == "lop" or options.scheme == "lip":
-        return everywhere(graph, options.scheme, early)
+        return uniform_schemes(graph, options.scheme, tiled)
     if options.scheme == "fuse" and options.fused_pairs is not None:
-        return fused(graph, options.fused_pairs, early)
+        return fused_schemes(graph, options.fused_pairs, tiled)
     return least_communication(
         graph,
-        workers,
+        WorkerTotals.of(shares, settings.source),
         options.communication_formula,
-        early,
+        tiled,
         lip=options.scheme == "optimal",
     )
 
 
 def _candidate_tilings(
-    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, early: int
+    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, tiled: int
 ) -> Iterator[Tiling | None]:
     """Yield the requested grid, or the fastest grid followed by finer ones, whose tiles need less memory."""
-    if not early:
+    if not tiled:
         yield None
         return
-    speeds = [
-        device.speed if settings.options.shares == "speed" else 1.0
-        for device in devices
-    ]
-    layers = graph.layers[:early]
+    speeds = _speeds(devices, settings)
+    layers = graph.layers[:tiled]
     reuse = settings.options.tile_overlap == "reuse"
     if settings.options.tile_grid is not None:
-        yield tile(layers, *settings.options.tile_grid, speeds, settings.source, reuse)
+        rows, columns = settings.options.tile_grid
+        yield make_tiling(layers, rows, columns, speeds, settings.source, reuse)
         return
     best = best_tiling(layers, speeds, settings.source, reuse)
     yield best
     _, height, width = layers[-1].output
     for factor in (2, 3, 4):
-        rows, columns = (
-            min(factor * best.rows, height),
-            min(factor * best.columns, width),
-        )
+        rows = min(factor * best.rows, height)
+        columns = min(factor * best.columns, width)
         if rows * columns <= MOST_TILES:
-            yield tile(layers, rows, columns, speeds, settings.source, reuse)
+            yield make_tiling(layers, rows, columns, speeds, settings.source, reuse)
 
 
-_PROBES = (*range(1, 9), 12, 16, 24, 32, 48, 64)
-"""Numbers of devices that are tried in the search for one that would do."""
+_PROBES: tuple[int, ...] = (*range(1, 9), 12, 16, 24, 32, 48, 64)
+"""Numbers of devices tried in the search for a sufficient number."""
 
 
 def fitting_plan(
@@ -324,54 +314,55 @@ def _what_fits(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> str:
     """Describe the smallest sufficient number of devices, for another scheme if this one never fits."""
-    ways: list[SchemeName] = (
-        [settings.options.scheme] if settings.options.scheme != "single" else []
-    )
-    if settings.options.scheme in ("single", "sequential"):
-        ways.append("optimal")
-    for scheme in ways:
+    chosen = settings.options.scheme
+    schemes: list[SchemeName] = []
+    if chosen != "single":
+        schemes.append(chosen)
+    if chosen in ("single", "sequential"):
+        schemes.append("optimal")
+    for scheme in schemes:
         count = enough_devices(graph, devices, settings.with_options(scheme=scheme))
         if count:
-            by = "" if scheme == settings.options.scheme else f" by the scheme {scheme}"
-            like = (
-                f", the added ones like {devices[-1].name}"
-                if count > len(devices)
-                else ""
-            )
-            return f"{count} devices would do{by}{like}"
+            advice = f"{count} devices would do"
+            if scheme != chosen:
+                advice += f" by the scheme {scheme}"
+            if count > len(devices):
+                advice += f", the added ones like {devices[-1].name}"
+            return advice
     return (
-        "no number of such devices would do, for what each needs whatever its share, activations above all, is too "
-        f"much for one of them: give {devices[settings.source].name} and the others more memory, or use a smaller "
-        "input, batch_size or in_flight"
+        "no number of such devices would do, since activations and other demands that do not shrink with the share of "
+        f"a device exceed the memory of one: give {devices[settings.source].name} and the others more memory, or use "
+        "a smaller input, batch_size or in_flight"
     )
 
 
 def enough_devices(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> int:
-    """Return how many devices a scheme needs, extra ones being copies of the last; 0 if no number in `_PROBES`
-    suffices.
+    """Return the number of devices that a scheme needs, or 0 if no number in `_PROBES` suffices.
+
+    Further devices are copies of the last one.
     """
-    others = [
-        device for index, device in enumerate(devices) if index != settings.source
-    ]
-    ordered = [devices[settings.source], *others]
-    inner = replace(settings, source=0)
+    others = [*devices]
+    source = others.pop(settings.source)
+    ordered = [source, *others]
+    source_first = replace(settings, source=0)
 
     def fits(count: int) -> bool:
-        some = [*ordered[:count], *[ordered[-1]] * (count - len(ordered))]
-        if BYTES_PER_VALUE * graph.weights > sum(device.memory for device in some):
+        tried = [*ordered[:count], *[ordered[-1]] * (count - len(ordered))]
+        available = sum(device.memory for device in tried)
+        if BYTES_PER_VALUE * graph.weights > available:
             return False
-        return not candidate(graph, some, inner).excess(some)
+        return not candidate(graph, tried, source_first).excess(tried)
 
-    # Shares fall with the number of devices, but sums to be merged grow: all that fit are next to each other.
-    missed = 0
+    # Shares shrink with the number of devices, and the sums to be merged grow, so the numbers that suffice are
+    # successive: the least one lies between the first probe that suffices and the probe before.
+    insufficient = 0
     for probe in _PROBES:
         if fits(probe):
-            return next(
-                count
-                for count in range(missed + 1, probe + 1)
-                if count == probe or fits(count)
-            )
-        missed = probe
+            for count in range(insufficient + 1, probe):
+                if fits(count):
+                    return count
+            return probe
+        insufficient = probe
     return 0

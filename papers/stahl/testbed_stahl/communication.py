@@ -36,11 +36,11 @@ class Transfer:
     value: int
     """The layer, or `INPUT`."""
     messages: tuple[int, ...]
-    """The elements of one sample in each."""
+    """Elements of one sample in each message."""
     forwarded: bool = False
-    """Whether the sender passes on what others made, or first puts their tiles together or adds up their sums."""
+    """Whether the sender forwards data of other devices, or first joins their tiles or merges their sums."""
     sums: bool = False
-    """Whether it is partial sums, of which each receiver gets others; all receivers of a value get the same."""
+    """Whether the data are partial sums, which differ by receiver; all receivers of a value get equal data."""
 
     @cached_property
     def elements(self) -> int:
@@ -49,11 +49,10 @@ class Transfer:
 
     def wire_bytes(self, samples: int) -> float:
         """Return the bytes on the wire of a request of ``samples`` samples, headers included."""
-        sizes = Counter(self.messages)
-        return sum(
-            count * size_around(samples * BYTES_PER_VALUE * elements)
-            for elements, count in sizes.items()
-        )
+        total = 0.0
+        for elements, count in Counter(self.messages).items():
+            total += count * size_around(samples * BYTES_PER_VALUE * elements)
+        return total
 
 
 def transfers(flow: Dataflow) -> tuple[Transfer, ...]:
@@ -61,8 +60,12 @@ def transfers(flow: Dataflow) -> tuple[Transfer, ...]:
     return (*of_tiles(flow), *_of_values(flow), *_of_sums(flow))
 
 
-def elements(transfers: Sequence[Transfer]) -> int:
-    """Return the elements of one sample in the given transfers; the paper's C if these are all of an inference."""
+def sent_elements(transfers: Sequence[Transfer]) -> int:
+    """Return the elements of one sample in the given transfers; for all transfers of an inference, the paper's C.
+
+    >>> sent_elements([Transfer(0, 1, 2, (8, 8)), Transfer(1, 0, 3, (4,))])
+    20
+    """
     return sum(transfer.elements for transfer in transfers)
 
 
@@ -73,35 +76,40 @@ def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
     tile data, unless devices send to each other directly; they always pass through the source if tiles can be stolen.
     The count assumes no stealing.
     """
-    source, tiles, transfers = flow.plan.source, flow.plan.tiles, []
+    source = flow.plan.source
+    transfers = []
     for tile in flow.plan.tiles:
         if tile.device != source:
-            first, last = flow.graph.layers[0], flow.graph.layers[flow.tiled - 1]
-            there, back = (
-                first.input[0] * tile.regions[0].pixels,
-                last.output[0] * tile.regions[-1].pixels,
-            )
-            transfers.append(Transfer(source, tile.device, INPUT, (there,)))
-            transfers.append(Transfer(tile.device, source, flow.tiled - 1, (back,)))
-    for (lender, borrower), taken in flow.overlaps.items():
-        size = sum(map(flow.values, taken))
-        way = [tiles[lender].device, tiles[borrower].device]
-        if flow.settings.options.tile_stealing or (
-            way[0] != way[1] and flow.way == "via-source"
-        ):
-            way.insert(1, source)
-        for leg, (one, other) in enumerate(pairwise(way)):
-            if one != other:
-                transfers.append(
-                    Transfer(
-                        one,
-                        other,
-                        flow.tiled - 2,
-                        (size,),
-                        forwarded=leg == 1 and source != way[0],
-                    )
+            first = flow.graph.layers[0]
+            last = flow.graph.layers[flow.tiled - 1]
+            image = first.input[0] * tile.regions[0].pixels
+            result = last.output[0] * tile.regions[-1].pixels
+            transfers.append(Transfer(source, tile.device, INPUT, (image,)))
+            transfers.append(Transfer(tile.device, source, flow.tiled - 1, (result,)))
+    for (lender, borrower), overlaps in flow.overlaps.items():
+        size = sum(map(flow.values, overlaps))
+        route = _route_of_overlap(flow, lender, borrower)
+        for leg, (sender, receiver) in enumerate(pairwise(route)):
+            if sender == receiver:
+                continue
+            is_forwarded = leg == 1 and source != route[0]
+            transfers.append(
+                Transfer(
+                    sender, receiver, flow.tiled - 2, (size,), forwarded=is_forwarded
                 )
+            )
     return tuple(transfers)
+
+
+def _route_of_overlap(flow: Dataflow, lender: int, borrower: int) -> list[int]:
+    """Return the devices that an overlap passes, from the device of the lender to that of the borrower."""
+    start = flow.plan.tiles[lender].device
+    end = flow.plan.tiles[borrower].device
+    passes_source = start != end and flow.way == "via-source"
+    # A stolen tile is computed by any device, which only the source knows.
+    if flow.settings.options.tile_stealing or passes_source:
+        return [start, flow.plan.source, end]
+    return [start, end]
 
 
 def _of_values(flow: Dataflow) -> Iterator[Transfer]:
@@ -112,37 +120,42 @@ def _of_values(flow: Dataflow) -> Iterator[Transfer]:
             if not home.size:
                 continue
             pieces = flow.pieces(value, maker)
-            merges = value != INPUT and (
-                value == flow.tiled - 1 or flow.tasks[value][maker].work == "sums"
-            )
+            merges = _merges_first(flow, value, maker)
             for receiver, part in flow.receivers(value, maker, home):
-                yield Transfer(
-                    maker, receiver, value, _cut_part(pieces, part), forwarded=merges
-                )
+                sizes = _piece_sizes(pieces, part)
+                yield Transfer(maker, receiver, value, sizes, forwarded=merges)
             if flow.way == "via-source" and maker != source:
                 for receiver, part in flow.forwarded(value, maker, home):
-                    yield Transfer(
-                        source, receiver, value, _cut_part(pieces, part), forwarded=True
-                    )
+                    sizes = _piece_sizes(pieces, part)
+                    yield Transfer(source, receiver, value, sizes, forwarded=True)
 
 
-def _cut_part(pieces: Pieces, part: Range) -> tuple[int, ...]:
+def _merges_first(flow: Dataflow, value: int, maker: int) -> bool:
+    """Return whether a device joins tiles or merges sums of other devices before it has a value."""
+    if value == INPUT:
+        return False
+    return value == flow.tiled - 1 or flow.tasks[value][maker].work == "sums"
+
+
+def _piece_sizes(pieces: Pieces, part: Range) -> tuple[int, ...]:
     """Return the size of each piece of a part."""
-    if part.first <= pieces[0].first and pieces[-1].last <= part.last:
-        return tuple(piece.size for piece in pieces)
-    return tuple(size for piece in pieces if (size := intersection(piece, part).size))
+    sizes = []
+    for piece in pieces:
+        size = intersection(piece, part).size
+        if size:
+            sizes.append(size)
+    return tuple(sizes)
 
 
 def _of_sums(flow: Dataflow) -> Iterator[Transfer]:
     """Yield the partial sums merged by another device than the one computing them."""
     for index, tasks in enumerate(flow.tasks):
-        each = flow.graph.layers[index].pixels
+        pixels = flow.graph.layers[index].pixels
         for merger, merging in enumerate(tasks):
             if merging.work != "sums" or not merging.makes.size:
                 continue
-            messages = tuple(
-                each * chunk.size for chunk in flow.chunks(index, merging.makes)
-            )
+            chunks = flow.chunks(index, merging.makes)
+            messages = tuple(pixels * chunk.size for chunk in chunks)
             for device, task in enumerate(tasks):
                 if device != merger and task.takes.size:
                     yield Transfer(device, merger, index, messages, sums=True)
@@ -163,9 +176,9 @@ class Phase:
     """The time of one layer, or of all tiled layers together."""
 
     compute: float
-    """Seconds, of the device that is last."""
+    """Seconds of the slowest device."""
     network: float = 0.0
-    """Seconds, of the busiest link with everything that it carries."""
+    """Seconds of the busiest link with all messages of the layer."""
     gathering: Leg = Leg()
     """Messages of all devices but the source."""
     own: Leg = Leg()
@@ -175,34 +188,39 @@ class Phase:
     chunks: int = 1
     """Number of messages in which an output goes over a link."""
     layerwise: bool = False
-    """Whether each station begins when the one before has ended."""
+    """Whether computing, gathering, sending and forwarding follow one another without overlap."""
 
     @property
     def seconds(self) -> float:
         """Seconds from the complete input to the complete output."""
         if self.layerwise:
-            return self.compute + sum(
-                leg.busy + leg.delay
-                for leg in (self.gathering, self.own, self.forwarding)
-            )
-        # One message is sent when all is computed and forwarded when all is received. Of several, the first passes
-        # while the layer before still sends its last, so the slowest station alone counts.
-        share = 1.0 if self.chunks == 1 else 0.0
-        gathered, sent = (
-            max(self.compute, leg.busy)
-            + share * min(self.compute, leg.busy)
-            + leg.delay
-            for leg in (self.gathering, self.own)
-        )
+            legs = (self.gathering, self.own, self.forwarding)
+            return self.compute + sum(leg.busy + leg.delay for leg in legs)
+        gathered = self._computed_and_sent(self.gathering)
+        sent = self._computed_and_sent(self.own)
         if not self.forwarding.busy:
             return max(gathered, sent)
-        # The way out of the source is busy with its own output until there is something to forward.
-        first = share * (self.compute + self.gathering.busy) + self.gathering.delay
-        begun = max(share * self.compute + self.own.busy, first)
+        # The source's outgoing link is busy with its own output until the first message to forward has arrived.
+        serial = self._serial_share
+        first = serial * (self.compute + self.gathering.busy) + self.gathering.delay
+        begun = max(serial * self.compute + self.own.busy, first)
         forwarded = max(
-            begun + self.forwarding.busy, gathered + share * self.forwarding.busy
+            begun + self.forwarding.busy, gathered + serial * self.forwarding.busy
         )
         return max(forwarded + self.forwarding.delay, sent)
+
+    @property
+    def _serial_share(self) -> float:
+        """1 if computing and sending follow one another, 0 if they overlap."""
+        # A single message is sent when all is computed and forwarded when all is received. Of several, the first one
+        # passes while the layer before still sends its last one, so only the slowest of computing and sending counts.
+        return 1.0 if self.chunks == 1 else 0.0
+
+    def _computed_and_sent(self, leg: Leg) -> float:
+        """Return the seconds until the output is computed and its messages on a leg have arrived."""
+        longer = max(self.compute, leg.busy)
+        shorter = min(self.compute, leg.busy)
+        return longer + self._serial_share * shorter + leg.delay
 
 
 def overlapped(phases: Sequence[Phase]) -> float:
@@ -211,11 +229,13 @@ def overlapped(phases: Sequence[Phase]) -> float:
 
 
 def interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
-    """Return the seconds between two results: the latency of one request, or less if several requests overlap."""
-    computing, sending = (
-        sum(phase.compute for phase in phases),
-        sum(phase.network for phase in phases),
-    )
+    """Return the seconds between two results: the latency of one request, or less if several requests overlap.
+
+    >>> interval([Phase(compute=2.0, network=1.0, gathering=Leg(busy=1.0))], in_flight=2)
+    2.0
+    """
+    computing = sum(phase.compute for phase in phases)
+    sending = sum(phase.network for phase in phases)
     return max(computing, sending, overlapped(phases) / in_flight)
 
 
@@ -227,43 +247,49 @@ def phases(
     for transfer in transfers(flow):
         moved.setdefault(transfer.value, []).append(transfer)
     rows = costs(flow)
-    work = {
-        index: _last_finish(rows[index : index + 1], devices)
-        for index in range(flow.tiled, len(rows))
-    }
-    # All tiled layers count as one, between the image and their map; or as two, the second of the tiles that wait.
+    work = {}
+    for index in range(flow.tiled, len(rows)):
+        work[index] = _last_finish([rows[index]], devices)
+    # All tiled layers count as one phase, from the image to their map; with reuse as two, of which the second has the
+    # tiles that wait for their neighbours.
     work[INPUT] = _last_finish(rows[: flow.tiled], devices)
     if flow.overlaps:
-        work[INPUT], work[flow.tiled - 2] = _in_turns(flow, devices)
-    return tuple(
-        _make_phase(work.get(value, 0.0), moved.get(value, ()), flow, devices, links)
-        for value in range(INPUT, len(flow.graph.layers))
-    )
+        work[INPUT], work[flow.tiled - 2] = _tile_seconds(flow, devices)
+    made = []
+    for value in range(INPUT, len(flow.graph.layers)):
+        seconds = work.get(value, 0.0)
+        sent = moved.get(value, ())
+        made.append(_make_phase(seconds, sent, flow, devices, links))
+    return tuple(made)
 
 
 def _last_finish(
     rows: Sequence[Sequence[Cost]], devices: Sequence[DeviceSpec]
 ) -> float:
     """Return the seconds until the last device has finished its part of these layers."""
-    loads = (
-        sum((row[device] for row in rows), Cost()) for device in range(len(devices))
-    )
-    return max(spec.seconds(load) for load, spec in zip(loads, devices, strict=True))
+    finish_times = []
+    for index, device in enumerate(devices):
+        load = sum((row[index] for row in rows), Cost())
+        finish_times.append(device.seconds(load))
+    return max(finish_times)
 
 
-def _in_turns(flow: Dataflow, devices: Sequence[DeviceSpec]) -> tuple[float, float]:
+def _tile_seconds(flow: Dataflow, devices: Sequence[DeviceSpec]) -> tuple[float, float]:
     """Return the seconds until independent tiles are done, and the additional seconds for dependent tiles."""
-    layers, ends = flow.graph.layers[: flow.tiled], [0.0, 0.0]
-    loads = [[Cost(), Cost()] for _ in devices]
+    layers = flow.graph.layers[: flow.tiled]
+    independent = [Cost()] * len(devices)
+    dependent = [Cost()] * len(devices)
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
         cost = sum(tile_costs(layers, made, flow.settings.samples), Cost())
-        loads[tile.device][is_late(tile.row, tile.column)] += cost
-    for (early, late), spec in zip(loads, devices, strict=True):
-        ends = [
-            max(ends[0], spec.seconds(early)),
-            max(ends[1], spec.seconds(early + late)),
-        ]
-    return ends[0], max(0.0, ends[1] - ends[0])
+        loads = dependent if is_late(tile.row, tile.column) else independent
+        loads[tile.device] += cost
+    first_end = 0.0
+    last_end = 0.0
+    for index, device in enumerate(devices):
+        both = independent[index] + dependent[index]
+        first_end = max(first_end, device.seconds(independent[index]))
+        last_end = max(last_end, device.seconds(both))
+    return first_end, max(0.0, last_end - first_end)
 
 
 def _leg_of(transfer: Transfer, source: int) -> str:
@@ -289,17 +315,17 @@ def _make_phase(
         size = 8 * transfer.wire_bytes(flow.settings.samples)
         leg = _leg_of(transfer, flow.plan.source)
         delays[leg] = max(delays[leg], link.delay)
-        for way in (busy["all"], busy[leg]):
-            way["link", sender, receiver] += size / link.rate if link.rate else 0.0
-            way["up", sender, sender] += size / (devices[sender].uplink or inf)
-            way["down", receiver, receiver] += size / (
-                devices[receiver].downlink or inf
-            )
+        uplink = devices[sender].uplink or inf
+        downlink = devices[receiver].downlink or inf
+        for seconds in (busy["all"], busy[leg]):
+            seconds["link", sender, receiver] += size / link.rate if link.rate else 0.0
+            seconds["up", sender, sender] += size / uplink
+            seconds["down", receiver, receiver] += size / downlink
     legs = {leg: Leg(max(busy[leg].values()), delays[leg]) for leg in delays}
     chunks = max((len(transfer.messages) for transfer in moved), default=1)
-    # Each receiver of sums gets others, computed one after the other.
-    sums = {each.receiver for each in moved if each.sums}
-    chunks = max(1, chunks) * max(1, len(sums))
+    # Each receiver gets different sums, which are computed one after the other.
+    mergers = {transfer.receiver for transfer in moved if transfer.sums}
+    chunks = max(1, chunks) * max(1, len(mergers))
     return Phase(
         compute,
         max(busy["all"].values(), default=0.0),

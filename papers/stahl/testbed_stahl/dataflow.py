@@ -26,10 +26,10 @@ from testbed_stahl.plan import (
     Region,
     difference,
     divide,
-    evenly,
+    divide_evenly,
     hull,
     intersection,
-    proportional,
+    proportional_shares,
     scaled,
     shifted,
     union,
@@ -134,7 +134,9 @@ def _merged_ranges(
     """Return the range of output channels merged by each device."""
     channels, decided = graph.layers[index].output[0], plan.layers[index]
     if way == "direct" and graph.readers[index]:
-        return divide(channels, proportional([taken.size for taken in decided.inputs]))
+        return divide(
+            channels, proportional_shares([taken.size for taken in decided.inputs])
+        )
     return tuple(
         Range(0, channels if device == plan.source else 0)
         for device in range(len(plan.devices))
@@ -258,7 +260,7 @@ class Dataflow:
             else max(1, min(options.chunks, made.size, size // options.min_chunk_bytes))
         )
         return (
-            tuple(shifted(part, made.first) for part in evenly(made.size, count))
+            tuple(shifted(part, made.first) for part in divide_evenly(made.size, count))
             if made.size
             else ()
         )

@@ -15,7 +15,7 @@ from testbed.ml.models.chain import forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed_stahl import tiles
 from testbed_stahl.dataflow import Dataflow, by_chunks, layers_stored, stored
-from testbed_stahl.plan import Range, intersection, size
+from testbed_stahl.plan import Range, intersection, total_size
 from testbed_stahl.tiles import Overlap
 
 
@@ -152,7 +152,7 @@ def _hold_value(
     """Hold the elements of a value while the device produces, receives or collects them."""
     made, lacking, last = (
         flow.homes[value][device].size,
-        size(flow.lacks(value, device)),
+        total_size(flow.lacks(value, device)),
         flow.last[value][device],
     )
     merges = value >= flow.tiled and flow.tasks[value][device].work == "sums"

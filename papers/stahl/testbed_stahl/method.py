@@ -40,9 +40,9 @@ from testbed_stahl.plan import DistributedPlan
 from testbed_stahl.planner import (
     DistributedDetails,
     alternatives,
+    assignments_for,
     distributed,
     flow_of,
-    over,
     part_messages,
     plan,
 )
@@ -195,7 +195,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
             recovery = CheckpointRecovery(
                 supervisor,
                 partial(_configuration_for, context, supervisor),
-                partial(over, problem),
+                partial(assignments_for, problem),
                 len(problem.model.units),
                 context.weights,
             )

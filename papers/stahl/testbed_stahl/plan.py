@@ -32,25 +32,43 @@ NOTHING = Range(0, 0)
 
 
 def scaled(part: Range, factor: int) -> Range:
-    """Convert a range of channels to a range of elements."""
+    """Convert a range of channels to a range of elements.
+
+    >>> scaled(Range(2, 5), 10)
+    Range(first=20, last=50)
+    """
     return Range(part.first * factor, part.last * factor)
 
 
 def shifted(part: Range, by: int) -> Range:
-    """Return a range moved by ``by``."""
+    """Return a range moved by ``by``.
+
+    >>> shifted(Range(2, 5), -2)
+    Range(first=0, last=3)
+    """
     return Range(part.first + by, part.last + by)
 
 
 def intersection(one: Range, other: Range) -> Range:
-    """Return the common part of two ranges, which may be empty."""
+    """Return the common part of two ranges, which may be empty.
+
+    >>> intersection(Range(0, 4), Range(2, 8)), intersection(Range(0, 4), Range(6, 8)).size
+    (Range(first=2, last=4), 0)
+    """
     first = max(one.first, other.first)
     return Range(first, max(first, min(one.last, other.last)))
 
 
 def union(one: Pieces, other: Pieces) -> Pieces:
-    """Return the union of two lists of ranges."""
+    """Return the union of two lists of ranges.
+
+    >>> union((Range(0, 2), Range(6, 8)), (Range(1, 4),))
+    (Range(first=0, last=4), Range(first=6, last=8))
+    """
     merged: list[Range] = []
-    for piece in sorted(piece for piece in (*one, *other) if piece.size):
+    for piece in sorted((*one, *other)):
+        if not piece.size:
+            continue
         if merged and piece.first <= merged[-1].last:
             merged[-1] = Range(merged[-1].first, max(merged[-1].last, piece.last))
         else:
@@ -59,44 +77,64 @@ def union(one: Pieces, other: Pieces) -> Pieces:
 
 
 def difference(pieces: Pieces, gone: Range) -> Pieces:
-    """Return the ranges without the given range."""
+    """Return the ranges without the given range.
+
+    >>> difference((Range(0, 8),), Range(2, 3))
+    (Range(first=0, last=2), Range(first=3, last=8))
+    """
     if not gone.size:
         return pieces
-    parts = (
-        part
-        for piece in pieces
-        for part in (
-            Range(piece.first, min(piece.last, gone.first)),
-            Range(max(piece.first, gone.last), piece.last),
-        )
-    )
-    return tuple(part for part in parts if part.last > part.first)
+    remaining = []
+    for piece in pieces:
+        before = Range(piece.first, min(piece.last, gone.first))
+        after = Range(max(piece.first, gone.last), piece.last)
+        for part in (before, after):
+            if part.last > part.first:
+                remaining.append(part)
+    return tuple(remaining)
 
 
-def size(pieces: Iterable[Range]) -> int:
-    """Return the total length of the ranges."""
+def total_size(pieces: Iterable[Range]) -> int:
+    """Return the total length of the ranges.
+
+    >>> total_size([Range(0, 2), Range(6, 8)])
+    4
+    """
     return sum(piece.size for piece in pieces)
 
 
 def hull(pieces: Iterable[Range]) -> Range:
-    """Return the smallest range containing all pieces."""
-    every = [*pieces]
-    if not every:
+    """Return the smallest range containing all pieces; empty without pieces.
+
+    >>> hull([Range(0, 2), Range(6, 8)])
+    Range(first=0, last=8)
+    """
+    ordered = sorted(pieces)
+    if not ordered:
         return NOTHING
-    return Range(
-        min(piece.first for piece in every), max(piece.last for piece in every)
-    )
+    last = max(piece.last for piece in ordered)
+    return Range(ordered[0].first, last)
 
 
-def equal(count: int) -> tuple[Fraction, ...]:
-    """Return ``count`` equal shares."""
+def equal_shares(count: int) -> tuple[Fraction, ...]:
+    """Return ``count`` equal shares.
+
+    >>> equal_shares(2)
+    (Fraction(1, 2), Fraction(1, 2))
+    """
     return (Fraction(1, count),) * count
 
 
-def proportional(weights: Sequence[float]) -> tuple[Fraction, ...]:
-    """Return exact shares in proportion to the given weights; equal weights give equal shares."""
+def proportional_shares(weights: Sequence[float]) -> tuple[Fraction, ...]:
+    """Return exact shares in proportion to the given weights; equal weights give equal shares.
+
+    >>> proportional_shares([1.0, 3.0])
+    (Fraction(1, 4), Fraction(3, 4))
+    """
+    # Fractions, since shares of floats need not sum to exactly 1, and a remainder would be lost.
     exact = [Fraction(weight) for weight in weights]
-    return tuple(weight / sum(exact) for weight in exact)
+    total = sum(exact)
+    return tuple(weight / total for weight in exact)
 
 
 def divide(size: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
@@ -105,23 +143,32 @@ def divide(size: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
     The largest remainder method rounds: every share gets its whole pieces, and the remaining pieces go one by one to
     the largest fractions (the first on ties). Every result is within one piece of its exact share, and equal shares
     differ by at most one piece.
+
+    >>> divide(5, equal_shares(2))
+    (Range(first=0, last=3), Range(first=3, last=5))
     """
     exact = [size * share for share in shares]
     counts = [int(amount) for amount in exact]
-    by_remainder = sorted(
-        range(len(shares)), key=lambda index: (counts[index] - exact[index], index)
-    )
-    for index in by_remainder[: size - sum(counts)]:
+
+    def negative_remainder(index: int) -> tuple[Fraction, int]:
+        return counts[index] - exact[index], index
+
+    by_remainder = sorted(range(len(shares)), key=negative_remainder)
+    unassigned = size - sum(counts)
+    for index in by_remainder[:unassigned]:
         counts[index] += 1
-    return tuple(
-        Range(first, last) for first, last in pairwise([0, *accumulate(counts)])
-    )
+    bounds = [0, *accumulate(counts)]
+    return tuple(Range(first, last) for first, last in pairwise(bounds))
 
 
 @lru_cache(maxsize=4096)
-def evenly(size: int, count: int) -> tuple[Range, ...]:
-    """Divide ``size`` pieces into ranges whose lengths differ by at most one."""
-    return divide(size, equal(count))
+def divide_evenly(size: int, count: int) -> tuple[Range, ...]:
+    """Divide ``size`` pieces into ranges whose lengths differ by at most one.
+
+    >>> [part.size for part in divide_evenly(10, 4)]
+    [3, 3, 2, 2]
+    """
+    return divide(size, equal_shares(count))
 
 
 Scheme = Literal["lop", "lip", "fuse1", "fuse2", "whole", "tiled"]
@@ -168,8 +215,8 @@ class Tile(_Frozen):
     column: int
     device: int
     regions: tuple[Region, ...]
-    """What the tile needs of the input of each early layer, and at the end what it computes of the last one's output.
-    Within the map: what lies outside is padding."""
+    """Region that the tile needs of each early layer's input, and finally the region that it computes of the last
+    one's output. Regions lie within the map, since pixels outside are padding."""
 
 
 class Tiling(_Frozen):
@@ -192,7 +239,7 @@ class DistributedPlan(_Frozen):
     """One for each layer of the network."""
     tiling: Tiling | None = None
     shares: tuple[float, ...] = ()
-    """Each device's share of every layer that is split, before rounding to whole channels; none where nothing is."""
+    """Each device's share of every divided layer, before rounding to whole channels; empty if no layer is divided."""
 
     @property
     def tiles(self) -> tuple[Tile, ...]:

@@ -16,7 +16,13 @@ from testbed.ml.models.graph import Graph, graph_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Assignment, Plan, PlanDetails
 from testbed_stahl.candidates import Candidate, candidate, fitting_plan
-from testbed_stahl.communication import elements, interval, of_tiles, phases, transfers
+from testbed_stahl.communication import (
+    interval,
+    of_tiles,
+    phases,
+    sent_elements,
+    transfers,
+)
 from testbed_stahl.dataflow import Dataflow, dataflow
 from testbed_stahl.demands import (
     costs,
@@ -27,8 +33,14 @@ from testbed_stahl.demands import (
     weights,
 )
 from testbed_stahl.options import SCHEMES, DistributedOptions, PlanSettings
-from testbed_stahl.plan import DistributedPlan, equal
-from testbed_stahl.schemes import REUSES, Reuse, WorkerTotals, pairs_of, total
+from testbed_stahl.plan import DistributedPlan, equal_shares
+from testbed_stahl.schemes import (
+    REUSES,
+    Reuse,
+    WorkerTotals,
+    pairs_of,
+    total_communication,
+)
 from testbed_stahl.tiles import redundant_multiplications
 
 _DEFAULTS = DistributedOptions.model_fields
@@ -39,13 +51,13 @@ class PlanDemands(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     weight_elements: tuple[int, ...]
-    """Elements of each device."""
+    """F: weight elements of each device, biases excluded."""
     weights_bytes: float
-    """Bytes on the device with most."""
+    """Bytes of weights on the device with the most weights."""
     memory_bytes: float
-    """Bytes on the device with most."""
+    """Bytes of memory on the device with the highest demand."""
     longest_path: int
-    """Multiplications one after the other."""
+    """T: sequential multiplications."""
     communication: float
     """C, in elements, without values that the receiving devices already hold."""
     communication_bytes: float
@@ -59,11 +71,11 @@ class PlanDemands(BaseModel):
     wire_bytes: float
     messages: int
     tile_bytes: float = 0.0
-    """Bytes on the wire about tiles: parts of the image, what tiles take of each other, what they become."""
+    """Bytes on the wire for tiles: regions of the image, reused overlaps, and results."""
     saved_tile_bytes: float = 0.0
-    """How many less than with the same grid where nothing is reused; below 0 where what is reused weighs more."""
+    """Bytes saved by reuse, compared with the same grid without reuse; negative if the reused overlaps are larger."""
     saved_multiplications: int = 0
-    """Multiplications that reuse saves all tiles."""
+    """Multiplications saved by reuse in all tiles."""
 
 
 class DistributedDetails(PlanDetails):
@@ -85,81 +97,76 @@ def plan(
             f"unknown device '{source}': {nearest(source, names)}", ("method", "source")
         )
     _check_links(problem, source)
-    spread = flow_of(problem, distributed(problem, names))
-    options = problem.options
-    about = [
-        key
-        for key in ("tile_grid", "tile_overlap", "tile_stealing")
-        if getattr(options, key) != _DEFAULTS[key].default
-    ]
-    if (
-        about
-        and spread.plan.tiling is None
-        and options.scheme not in ("single", "sequential")
-    ):
-        raise InputError(
-            f"no layer of {problem.model.name} is tiled: leave it out, or tile some of the first layers "
-            "by method.tiled_layers",
-            ("method", about[0]),
-        )
-    described = plan_demands(spread).model_copy(update=_reuse_savings(problem, spread))
+    flow = flow_of(problem, distributed(problem, names))
+    _check_tile_options(problem, flow)
+    savings = _reuse_savings(problem, flow)
+    demands = plan_demands(flow).model_copy(update=savings)
     return Plan(
         method=method,
         coordinator=source,
-        assignments=assignments(problem, spread),
-        step_time=_step_time(problem, spread),
-        details=DistributedDetails(distributed=spread.plan, demands=described),
+        assignments=assignments(problem, flow),
+        step_time=_step_time(problem, flow),
+        details=DistributedDetails(distributed=flow.plan, demands=demands),
     )
+
+
+def _check_tile_options(
+    problem: PlanningProblem[DistributedOptions], flow: Dataflow
+) -> None:
+    """Raise `InputError` for an option of tiles in a plan that divides layers but tiles none."""
+    options = problem.options
+    if flow.plan.tiling is not None or options.scheme in ("single", "sequential"):
+        return
+    for key in ("tile_grid", "tile_overlap", "tile_stealing"):
+        if getattr(options, key) != _DEFAULTS[key].default:
+            raise InputError(
+                f"no layer of {problem.model.name} is tiled: remove the key, or tile some of the first layers "
+                "by method.tiled_layers",
+                ("method", key),
+            )
 
 
 def plan_demands(flow: Dataflow) -> PlanDemands:
     """Return the resource demands of a plan, without the savings of tile reuse."""
-    sent, graph = transfers(flow), flow.graph
-    held = tuple(weights(flow, device) for device in flow.devices)
-    communication, printed = (formula(flow, reuse) for reuse in REUSES)
+    sent = transfers(flow)
+    stored_weights = tuple(weights(flow, device) for device in flow.devices)
+    communication, printed = (paper_communication(flow, reuse) for reuse in REUSES)
     return PlanDemands(
-        weight_elements=held,
-        weights_bytes=BYTES_PER_VALUE * max(held),
+        weight_elements=stored_weights,
+        weights_bytes=BYTES_PER_VALUE * max(stored_weights),
         memory_bytes=max(memory(flow)),
         longest_path=longest_path(flow),
         communication=communication,
         communication_bytes=BYTES_PER_VALUE * communication,
         communication_as_printed=printed,
         communication_as_printed_bytes=BYTES_PER_VALUE * printed,
-        sent_elements=elements(sent),
-        output_elements=tuple(layer.outputs for layer in graph.layers),
+        sent_elements=sent_elements(sent),
+        output_elements=tuple(layer.outputs for layer in flow.graph.layers),
         wire_bytes=sum(each.wire_bytes(flow.settings.samples) for each in sent),
         messages=sum(len(each.messages) for each in sent),
         tile_bytes=_tile_bytes(flow),
     )
 
 
-def formula(flow: Dataflow, reuse: Reuse) -> float:
-    """Return C by the paper's formulas; sequential layer mapping counts the elements crossing between devices."""
-    graph, plan = flow.graph, flow.plan
+def paper_communication(flow: Dataflow, reuse: Reuse) -> float:
+    """Return C by the paper's formulas, in elements.
+
+    Sequential layer mapping counts the elements that cross from one device to the next.
+    """
+    graph = flow.graph
+    plan = flow.plan
     if flow.way == "row":
-        # The result's way back is left out.
-        return float(
-            elements(
-                [
-                    each
-                    for each in transfers(flow)
-                    if each.value != len(graph.layers) - 1
-                ]
-            )
-        )
-    # As shares they are ratios of small numbers, of which a plan that travels as JSON keeps the nearest float.
-    shares = [
-        Fraction(share).limit_denominator(10**9) for share in plan.shares
-    ] or equal(len(plan.devices))
-    return float(
-        total(
-            graph,
-            [part.scheme for part in plan.layers],
-            WorkerTotals.of(shares, plan.source),
-            reuse,
-        )
-    )
+        result = len(graph.layers) - 1
+        # The paper does not count the way of the result back to the source.
+        counted = [sent for sent in transfers(flow) if sent.value != result]
+        return float(sent_elements(counted))
+    shares: Sequence[Fraction] = equal_shares(len(plan.devices))
+    if plan.shares:
+        # Shares are ratios of small numbers; a plan that travels as JSON keeps the nearest float of each.
+        shares = [Fraction(share).limit_denominator(10**9) for share in plan.shares]
+    schemes = [layer.scheme for layer in plan.layers]
+    workers = WorkerTotals.of(shares, plan.source)
+    return float(total_communication(graph, schemes, workers, reuse))
 
 
 def _reuse_savings(
@@ -170,13 +177,15 @@ def _reuse_savings(
     if tiling is None or not flow.overlaps:
         return {}
     grid = (tiling.rows, tiling.columns)
-    alone = settings_of(problem, problem.devices).with_options(
+    settings = settings_of(problem, problem.devices).with_options(
         tile_grid=grid, tile_overlap="compute"
     )
-    without = candidate(flow.graph, problem.devices, alone).flow
+    without = candidate(flow.graph, problem.devices, settings).flow
     return {
         "saved_tile_bytes": _tile_bytes(without) - _tile_bytes(flow),
-        "saved_multiplications": _of_tiles(without) - _of_tiles(flow),
+        "saved_multiplications": (
+            _tile_multiplications(without) - _tile_multiplications(flow)
+        ),
     }
 
 
@@ -184,7 +193,7 @@ def _tile_bytes(flow: Dataflow) -> float:
     return sum(each.wire_bytes(flow.settings.samples) for each in of_tiles(flow))
 
 
-def _of_tiles(flow: Dataflow) -> int:
+def _tile_multiplications(flow: Dataflow) -> int:
     return sum(sum(row) for row in multiplications(flow)[: flow.tiled])
 
 
@@ -196,7 +205,7 @@ def distributed(
     return fitting_plan(graph_of(problem.model), devices, settings_of(problem, devices))
 
 
-def over(
+def assignments_for(
     problem: PlanningProblem[DistributedOptions], there: Collection[str]
 ) -> tuple[Assignment, ...]:
     """Plan for the present devices; raises `InputError` if their memory is insufficient."""
@@ -204,28 +213,28 @@ def over(
 
 
 def assignments(
-    problem: PlanningProblem[DistributedOptions], spread: Dataflow
+    problem: PlanningProblem[DistributedOptions], flow: Dataflow
 ) -> tuple[Assignment, ...]:
-    """Return the placements of a plan, one part of every unit per device, with the source first as coordinator."""
-    needs, work = (
-        memory(spread),
-        [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)],
-    )
-    charged = [sum(column, Cost()) for column in zip(*costs(spread), strict=True)]
-    placements = [
-        Assignment(
+    """Return the assignments of a plan, one part of every unit per device, with the source first as coordinator."""
+    needs = memory(flow)
+    products = list(zip(*multiplications(flow), strict=True))
+    layer_costs = list(zip(*costs(flow), strict=True))
+    made = []
+    for index, name in enumerate(flow.plan.devices):
+        cost = sum(layer_costs[index], Cost())
+        assignment = Assignment(
             device=name,
             start=0,
             stop=len(problem.model.units),
             memory=needs[index],
             part="a part",
-            parameters=parameters(spread, index),
-            flops=work[index],
-            seconds=problem.device(name).seconds(charged[index]),
+            parameters=parameters(flow, index),
+            # A multiplication comes with an addition.
+            flops=2.0 * sum(products[index]),
+            seconds=problem.device(name).seconds(cost),
         )
-        for index, name in enumerate(spread.plan.devices)
-    ]
-    return (placements.pop(spread.plan.source), *placements)
+        made.append(assignment)
+    return (made.pop(flow.plan.source), *made)
 
 
 def flow_of(
@@ -242,17 +251,15 @@ def alternatives(
     problem: PlanningProblem[DistributedOptions],
 ) -> tuple[Alternative, ...]:
     """Return every scheme over the same devices, except schemes requiring a missing link."""
-    candidates = compare(
-        graph_of(problem.model), problem.devices, settings_of(problem, problem.devices)
-    )
-    return tuple(
-        _describe_alternative(problem, each)
-        for each in candidates
-        if _has_links(problem, each.flow)
-    )
+    settings = settings_of(problem, problem.devices)
+    described = []
+    for each in compare_schemes(graph_of(problem.model), problem.devices, settings):
+        if _has_links(problem, each.flow):
+            described.append(_describe_alternative(problem, each))
+    return tuple(described)
 
 
-def compare(
+def compare_schemes(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> list[Candidate]:
     """Return a plan for every scheme; the configured scheme uses the configured pairs.
@@ -261,10 +268,9 @@ def compare(
     """
     candidates = []
     for name in SCHEMES:
+        with_scheme = settings.with_options(scheme=name)
         try:
-            candidates.append(
-                candidate(graph, devices, settings.with_options(scheme=name))
-            )
+            candidates.append(candidate(graph, devices, with_scheme))
         except InputError:
             if name == settings.options.scheme:
                 raise
@@ -273,65 +279,67 @@ def compare(
 
 def _has_links(problem: PlanningProblem[DistributedOptions], flow: Dataflow) -> bool:
     names = flow.plan.devices
-    return all(
-        (names[transfer.sender], names[transfer.receiver]) in problem.links
-        for transfer in transfers(flow)
-    )
+    used = set()
+    for transfer in transfers(flow):
+        used.add((names[transfer.sender], names[transfer.receiver]))
+    return used <= problem.links.keys()
 
 
 def _describe_alternative(
     problem: PlanningProblem[DistributedOptions], candidate: Candidate
 ) -> Alternative:
-    flow, plan = candidate.flow, candidate.flow.plan
-    names, layers, schemes = (
-        plan.devices,
-        flow.graph.layers,
-        tuple(part.scheme for part in plan.layers),
-    )
-    pairs = [f"{one}+{other}" for one, other in pairs_of(schemes)]
-    lip = [
-        str(index)
-        for index, scheme in enumerate(schemes)
-        if scheme == "lip" and plan.scheme != "lip"
-    ]
-    notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [
-        f"LIP {', '.join(lip)}"
-    ] * bool(lip)
+    flow = candidate.flow
+    plan = flow.plan
+    layers = flow.graph.layers
     demands = plan_demands(flow)
+    redundant = 0
+    if plan.tiling:
+        redundant = redundant_multiplications(layers[: plan.tiled], flow.computed)
+    schemes = {}
+    for layer, decided in zip(layers, plan.layers, strict=True):
+        schemes[layer.name] = decided.scheme
     return Alternative(
         name=plan.scheme,
         chosen=plan.scheme == problem.options.scheme,
         fits=not candidate.excess(problem.devices),
-        weights=dict(zip(names, demands.weight_elements, strict=True)),
-        memory=dict(zip(names, candidate.needs, strict=True)),
+        weights=dict(zip(plan.devices, demands.weight_elements, strict=True)),
+        memory=dict(zip(plan.devices, candidate.needs, strict=True)),
         longest_path=demands.longest_path,
-        communication=formula(flow, problem.options.communication_formula),
+        communication=paper_communication(flow, problem.options.communication_formula),
         elements=demands.sent_elements,
         wire_bytes=demands.wire_bytes,
         messages=demands.messages,
         step_time=_step_time(problem, flow),
-        notes="; ".join(notes),
+        notes="; ".join(_notes_on(plan)),
         details={
-            "layers": {
-                layer.name: scheme
-                for layer, scheme in zip(layers, schemes, strict=True)
-            },
-            "tiled_elements": elements(of_tiles(flow)),
-            "redundant_multiplications": (
-                redundant_multiplications(layers[: plan.tiled], flow.computed)
-                if plan.tiling
-                else 0
-            ),
+            "layers": schemes,
+            "tiled_elements": sent_elements(of_tiles(flow)),
+            "redundant_multiplications": redundant,
         },
     )
 
 
-def _step_time(problem: PlanningProblem[DistributedOptions], spread: Dataflow) -> float:
+def _notes_on(plan: DistributedPlan) -> list[str]:
+    """Name the fused pairs of a plan, and the layers divided by input unless all are."""
+    schemes = [layer.scheme for layer in plan.layers]
+    notes = []
+    pairs = [f"{one}+{other}" for one, other in pairs_of(schemes)]
+    if pairs:
+        notes.append(f"fused {', '.join(pairs)}")
+    by_input = []
+    for index, scheme in enumerate(schemes):
+        if scheme == "lip":
+            by_input.append(str(index))
+    if by_input and plan.scheme != "lip":
+        notes.append(f"LIP {', '.join(by_input)}")
+    return notes
+
+
+def _step_time(problem: PlanningProblem[DistributedOptions], flow: Dataflow) -> float:
     """Predict the seconds between two results; with one concurrent request, its latency."""
-    devices = _present_devices(problem, spread.plan.devices)
-    return interval(
-        phases(spread, devices, problem.links), spread.settings.options.in_flight
-    )
+    devices = _present_devices(problem, flow.plan.devices)
+    made = phases(flow, devices, problem.links)
+    return interval(made, flow.settings.options.in_flight)
 
 
 def _present_devices(
@@ -344,8 +352,10 @@ def settings_of(
     problem: PlanningProblem[DistributedOptions], devices: Collection[DeviceSpec]
 ) -> PlanSettings:
     """Return the common settings of all plans over these devices."""
-    options, names = problem.options, [device.name for device in devices]
-    source = names.index(options.source) if options.source else 0
+    options = problem.options
+    source = 0
+    if options.source:
+        source = [device.name for device in devices].index(options.source)
     return PlanSettings(options, source, problem.workload.batch_size)
 
 
@@ -355,14 +365,16 @@ def _check_links(problem: PlanningProblem[DistributedOptions], source: str) -> N
     Idle devices need links too: they register with the source and may take over work.
     """
     options = problem.options
-    everyone = options.scheme != "single" and (
+    needs_all_links = options.scheme != "single" and (
         options.exchange == "direct" or options.scheme == "sequential"
     )
-    for one, other in permutations([device.name for device in problem.devices], 2):
-        if (everyone or source in (one, other)) and (one, other) not in problem.links:
+    names = [device.name for device in problem.devices]
+    for sender, receiver in permutations(names, 2):
+        is_needed = needs_all_links or source in (sender, receiver)
+        if is_needed and (sender, receiver) not in problem.links:
             raise InputError(
-                f"{one} and {other} exchange data in a distributed inference, but no link leads from {one} to "
-                f"{other}: use the topology mesh or add the link",
+                f"{sender} and {receiver} exchange data in a distributed inference, but no link leads from {sender} to "
+                f"{receiver}: use the topology mesh or add the link",
                 ("network", "topology"),
             )
 
@@ -371,21 +383,13 @@ def part_messages(
     problem: PlanningProblem[DistributedOptions], plan: Plan[DistributedDetails]
 ) -> Iterator[PlannedMessage]:
     """Yield each transmitted part of an output, and the initial weights of each device."""
-    decided, value_bytes = (
-        plan.details.distributed,
-        BYTES_PER_VALUE * problem.workload.batch_size,
-    )
-    for each in transfers(flow_of(problem, decided)):
-        elements = max(each.messages, default=0)
-        yield (
-            decided.devices[each.sender],
-            decided.devices[each.receiver],
-            value_bytes * elements,
-        )
+    devices = plan.details.distributed.devices
+    element_bytes = BYTES_PER_VALUE * problem.workload.batch_size
+    for transfer in transfers(flow_of(problem, plan.details.distributed)):
+        largest = max(transfer.messages, default=0)
+        sender, receiver = devices[transfer.sender], devices[transfer.receiver]
+        yield sender, receiver, element_bytes * largest
     if problem.workload.model.weights is not None:
         for assignment in plan.assignments:
-            yield (
-                plan.coordinator,
-                assignment.device,
-                BYTES_PER_VALUE * (assignment.parameters or 0),
-            )
+            weight_bytes = BYTES_PER_VALUE * (assignment.parameters or 0)
+            yield plan.coordinator, assignment.device, weight_bytes

@@ -19,8 +19,8 @@ from testbed.ml.models.graph import Graph, GraphLayer
 from testbed_stahl.plan import Scheme
 
 Reuse = Literal["with-reuse", "equation-9"]
-"""Whether a layer after a LOP receives values already held. ``with-reuse``: never, only what is missing.
-``equation-9``: as printed, where only LOP after LOP has the term and equation (9) charges FUSE1 for all its input."""
+"""Elements that a layer receives after a layer divided by LOP. ``with-reuse``: only the elements that a device lacks.
+``equation-9``: as printed, where only LOP after LOP has this term, and equation (9) charges FUSE1 for all its input."""
 REUSES: tuple[Reuse, ...] = ("with-reuse", "equation-9")
 
 
@@ -35,103 +35,120 @@ class WorkerTotals:
 
     @classmethod
     def of(cls, shares: Sequence[Fraction], source: int) -> WorkerTotals:
-        """Return the totals of devices with these shares."""
-        return cls(
-            sum(share > 0 for index, share in enumerate(shares) if index != source),
-            1 - shares[source],
-        )
+        """Return the totals of devices with these shares.
+
+        >>> WorkerTotals.of([Fraction(1, 2), Fraction(1, 2), Fraction(0)], source=0)
+        WorkerTotals(count=1, share=Fraction(1, 2))
+        """
+        count = 0
+        for index, share in enumerate(shares):
+            if index != source and share > 0:
+                count += 1
+        return cls(count, 1 - shares[source])
 
     @classmethod
     def equal(cls, devices: int) -> WorkerTotals:
-        """Return the totals of N devices with equal shares, as in the paper."""
+        """Return the totals of N devices with equal shares, as in the paper.
+
+        >>> WorkerTotals.equal(4)
+        WorkerTotals(count=3, share=Fraction(3, 4))
+        """
         return cls(devices - 1, Fraction(devices - 1, devices))
 
 
-def elements(
+def layer_communication(
     layer: GraphLayer,
     scheme: Scheme,
     workers: WorkerTotals,
-    held: bool,
+    holds_share: bool,
     reuse: Reuse = "with-reuse",
 ) -> Fraction:
-    """Return the elements sent and returned by a layer.
+    """Return the elements that a layer sends to the workers and back, by equations (7) to (9).
 
-    ``held``: each device already has its share of the input, since the previous layer used LOP and feeds this one
-    directly.
+    ``holds_share``: each device already has its share of the input, since the previous layer used LOP and feeds this
+    one directly.
     """
-    m, k = layer.inputs, layer.outputs
-    everything, shares = m * workers.count, m * workers.share
-    if scheme == "lop":
-        return everything - held * shares + k * workers.share
-    if scheme == "fuse1":
-        return everything - (held and reuse == "with-reuse") * shares
-    if scheme == "lip":
-        return (not (held and reuse == "with-reuse")) * shares + Fraction(
-            k * workers.count
-        )
-    if scheme == "fuse2":
-        return Fraction(k * workers.count)
-    return Fraction(0)
+    whole_input = Fraction(layer.inputs * workers.count)
+    input_shares = layer.inputs * workers.share
+    output_shares = layer.outputs * workers.share
+    whole_output = Fraction(layer.outputs * workers.count)
+    # Only LOP has a term for held input in the paper; its worked example needs the term for the other schemes too.
+    saves_input = holds_share and (scheme == "lop" or reuse == "with-reuse")
+    match scheme:
+        case "lop":
+            saved = input_shares if saves_input else Fraction(0)
+            return whole_input - saved + output_shares
+        case "fuse1":
+            return whole_input - input_shares if saves_input else whole_input
+        case "lip":
+            return whole_output if saves_input else input_shares + whole_output
+        case "fuse2":
+            return whole_output
+        case _:
+            return Fraction(0)
 
 
-def held(graph: Graph, schemes: Sequence[Scheme], index: int) -> bool:
+def holds_shares(graph: Graph, schemes: Sequence[Scheme], index: int) -> bool:
     """Return whether the devices hold their shares of a layer's input, given the schemes up to this layer."""
     return graph.follows(index) and schemes[index - 1] == "lop"
 
 
-def total(
+def total_communication(
     graph: Graph,
     schemes: Sequence[Scheme],
     workers: WorkerTotals,
     reuse: Reuse = "with-reuse",
 ) -> Fraction:
-    """Return C of a whole network, in elements: equation (10). Layers ``whole`` and ``tiled`` add nothing to it."""
-    return sum(
-        (
-            elements(layer, scheme, workers, held(graph, schemes, index), reuse)
-            for index, (layer, scheme) in enumerate(
-                zip(graph.layers, schemes, strict=True)
-            )
-        ),
-        Fraction(0),
-    )
+    """Return C of a whole network, in elements: equation (10). Layers ``whole`` and ``tiled`` add nothing to C."""
+    total = Fraction(0)
+    for index, (layer, scheme) in enumerate(zip(graph.layers, schemes, strict=True)):
+        holds_share = holds_shares(graph, schemes, index)
+        total += layer_communication(layer, scheme, workers, holds_share, reuse)
+    return total
 
 
 Schemes = tuple[Scheme, ...]
 LayerPair = tuple[int, int]
 
 
-def everywhere(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
-    """Return one scheme for all splittable layers from layer ``first`` on; earlier layers are tiled."""
-    return tuple(
-        "tiled" if index < first else scheme if layer.splits else "whole"
-        for index, layer in enumerate(graph.layers)
-    )
+def uniform_schemes(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
+    """Return one scheme for all divisible layers from layer ``first`` on; earlier layers are tiled."""
+    schemes: list[Scheme] = []
+    for index, layer in enumerate(graph.layers):
+        if index < first:
+            schemes.append("tiled")
+        elif layer.splits:
+            schemes.append(scheme)
+        else:
+            schemes.append("whole")
+    return tuple(schemes)
 
 
-def fused(graph: Graph, pairs: Collection[LayerPair], first: int = 0) -> Schemes:
+def fused_schemes(
+    graph: Graph, pairs: Collection[LayerPair], first: int = 0
+) -> Schemes:
     """Return LOP with the given pairs of layers fused; raises `InputError` listing the valid pairs."""
-    schemes = list(everywhere(graph, "lop", first))
+    schemes = list(uniform_schemes(graph, "lop", first))
     for one, other in pairs:
-        if (
-            other != one + 1
-            or one < first
-            or not graph.fuses(one)
-            or {schemes[one], schemes[other]} != {"lop"}
-        ):
-            able = ", ".join(
-                f"{index}+{index + 1}"
-                for index in range(first, len(schemes))
-                if graph.fuses(index)
-            )
+        is_pair = other == one + 1 and one >= first and graph.fuses(one)
+        # A layer that is in another pair has the scheme fuse1 or fuse2 by now.
+        if not is_pair or {schemes[one], schemes[other]} != {"lop"}:
             raise InputError(
-                f"layers {one} and {other} of {graph.name} cannot be fused: a pair is two layers with "
-                f"weights right after each other, in no other pair, whose output between is needed nowhere else; "
-                f"choose from {able or 'none: this network has no such pair'}",
+                f"layers {one} and {other} of {graph.name} cannot be fused: a pair is two successive layers with "
+                "weights, in no other pair, whose intermediate output no other layer reads; "
+                f"choose from {_valid_pairs(graph, first)}",
                 ("method", "fused_pairs"),
             )
         schemes[one], schemes[other] = "fuse1", "fuse2"
     return tuple(schemes)
+
+
+def _valid_pairs(graph: Graph, first: int) -> str:
+    pairs = []
+    for index in range(first, len(graph.layers)):
+        if graph.fuses(index):
+            pairs.append(f"{index}+{index + 1}")
+    return ", ".join(pairs) or "none: this network has no such pair"
 
 
 def least_communication(
@@ -153,37 +170,46 @@ def least_communication(
     for index in reversed(range(first, count)):
         best[index] = {}
         for after_lop in (False, True):
-            held = after_lop and graph.follows(index)
+            holds_share = after_lop and graph.follows(index)
             options = []
-            for way in _possible_schemes(graph, index, lip):
-                cost, rest = best[index + len(way)][way[-1] == "lop"]
-                for offset, scheme in enumerate(way):
-                    cost += elements(
+            for chosen in _possible_schemes(graph, index, lip):
+                cost, later = best[index + len(chosen)][chosen[-1] == "lop"]
+                for offset, scheme in enumerate(chosen):
+                    cost += layer_communication(
                         graph.layers[index + offset],
                         scheme,
                         workers,
-                        held and offset == 0,
+                        holds_share and offset == 0,
                         reuse,
                     )
-                options.append((cost, (*way, *rest)))
-            best[index][after_lop] = min(options, key=lambda each: each[0])
-    return (*everywhere(graph, "lop", first)[:first], *best[first][False][1])
+                options.append((cost, (*chosen, *later)))
+            # min keeps the first of equal costs, so the order of the possible schemes decides ties.
+            best[index][after_lop] = min(options, key=lambda option: option[0])
+    tiled = uniform_schemes(graph, "lop", first)[:first]
+    _, divided = best[first][False]
+    return (*tiled, *divided)
 
 
 def _possible_schemes(graph: Graph, index: int, lip: bool) -> list[Schemes]:
     """Return the possible schemes for a layer alone or fused with the next one."""
     if not graph.layers[index].splits:
         return [("whole",)]
-    ways: list[Schemes] = [("lop",)]
+    possible: list[Schemes] = [("lop",)]
     if lip:
-        ways.append(("lip",))
+        possible.append(("lip",))
     if graph.fuses(index):
-        ways.append(("fuse1", "fuse2"))
-    return ways
+        possible.append(("fuse1", "fuse2"))
+    return possible
 
 
 def pairs_of(schemes: Sequence[Scheme]) -> tuple[LayerPair, ...]:
-    """Return the fused pairs among the schemes."""
-    return tuple(
-        (index, index + 1) for index, scheme in enumerate(schemes) if scheme == "fuse1"
-    )
+    """Return the fused pairs among the schemes.
+
+    >>> pairs_of(["lop", "fuse1", "fuse2", "lop"])
+    ((1, 2),)
+    """
+    pairs = []
+    for index, scheme in enumerate(schemes):
+        if scheme == "fuse1":
+            pairs.append((index, index + 1))
+    return tuple(pairs)

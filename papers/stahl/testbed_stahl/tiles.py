@@ -24,7 +24,7 @@ from testbed.device import Cost
 from testbed.ml.models.chain import forward_of
 from testbed.ml.models.graph import Graph, GraphLayer
 from testbed.ml.models.shapes import INPUT
-from testbed_stahl.plan import NOTHING, Range, Region, Tile, Tiling, evenly
+from testbed_stahl.plan import NOTHING, Range, Region, Tile, Tiling, divide_evenly
 
 
 class Overlap(NamedTuple):
@@ -127,7 +127,7 @@ def _column_range(region: Region) -> Range:
     return Range(region.left, region.right)
 
 
-def early_layers(graph: Graph) -> int:
+def feature_dominated_layers(graph: Graph) -> int:
     """Return how many of the first layers should be tiled instead of divided by channels.
 
     In feature-dominated layers, inputs and outputs have more elements than the weights. The cut maximizes the sum of
@@ -149,7 +149,7 @@ def early_layers(graph: Graph) -> int:
     return cut
 
 
-def check_early(graph: Graph, count: int) -> None:
+def check_tileable(graph: Graph, count: int) -> None:
     """Raise `InputError` naming the nearest valid number if the first ``count`` layers cannot be tiled."""
     if count <= len(graph.layers) and _can_be(graph, count):
         return
@@ -257,7 +257,7 @@ class _Grid:
     def _axis_lines(self, count: int, axis: int) -> list[tuple[_AxisTiles, _AxisTiles]]:
         whole = [
             _trace_axis(self.layers, out, axis)
-            for out in evenly(self.layers[-1].output[axis], count)
+            for out in divide_evenly(self.layers[-1].output[axis], count)
         ]
         ranges = []
         for index, each in enumerate(whole):
@@ -355,7 +355,7 @@ class _Grid:
         )
 
 
-def tile(
+def make_tiling(
     layers: Sequence[GraphLayer],
     rows: int,
     columns: int,

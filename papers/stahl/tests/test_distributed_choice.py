@@ -16,10 +16,10 @@ from testbed_stahl.schemes import (
     Reuse,
     Schemes,
     WorkerTotals,
-    everywhere,
-    fused,
+    fused_schemes,
     least_communication,
-    total,
+    total_communication,
+    uniform_schemes,
 )
 from tests.helpers import integer_program
 from tests.helpers.graphs import FOUR_LAYERS, Halve, chains, dense, yolov2
@@ -41,16 +41,16 @@ SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
 @pytest.mark.parametrize(
     ("schemes", "expected"),
     [
-        (everywhere(FOUR_LAYERS, "lop"), 34),
-        (everywhere(FOUR_LAYERS, "lip"), 48),
-        (fused(FOUR_LAYERS, ((0, 1), (2, 3))), 40),
+        (uniform_schemes(FOUR_LAYERS, "lop"), 34),
+        (uniform_schemes(FOUR_LAYERS, "lip"), 48),
+        (fused_schemes(FOUR_LAYERS, ((0, 1), (2, 3))), 40),
         (("lop", "fuse1", "fuse2", "lop"), 22),
     ],
 )
 def test_the_four_layer_example_communicates_as_the_paper_says(
     schemes: tuple[Scheme, ...], expected: int
 ) -> None:
-    assert total(FOUR_LAYERS, schemes, WorkerTotals.equal(2)) == expected
+    assert total_communication(FOUR_LAYERS, schemes, WorkerTotals.equal(2)) == expected
 
 
 def test_the_optimum_of_the_four_layer_example_is_the_papers() -> None:
@@ -66,7 +66,7 @@ def test_the_optimum_of_the_four_layer_example_is_the_papers() -> None:
 
 def test_equation_9_as_printed_does_not_give_the_papers_own_22() -> None:
     assert (
-        total(
+        total_communication(
             FOUR_LAYERS,
             ("lop", "fuse1", "fuse2", "lop"),
             WorkerTotals.equal(2),
@@ -96,7 +96,9 @@ def test_yolov2_on_six_devices_communicates_as_table_2_says(
         name: round(
             float(
                 4
-                * total(YOLO, fused(YOLO, pairs, 16), WorkerTotals.equal(6), reuse)
+                * total_communication(
+                    YOLO, fused_schemes(YOLO, pairs, 16), WorkerTotals.equal(6), reuse
+                )
                 / MIB
             ),
             1,
@@ -114,9 +116,11 @@ def test_of_lop_and_fused_pairs_the_best_of_table_2_is_the_optimum(
     program: Callable[..., Schemes], reuse: Reuse, least: float
 ) -> None:
     workers = WorkerTotals.equal(6)
-    found = total(YOLO, program(YOLO, workers, reuse, 16, lip=False), workers, reuse)
+    found = total_communication(
+        YOLO, program(YOLO, workers, reuse, 16, lip=False), workers, reuse
+    )
     assert found == min(
-        total(YOLO, fused(YOLO, pairs, 16), workers, reuse)
+        total_communication(YOLO, fused_schemes(YOLO, pairs, 16), workers, reuse)
         for pairs in TABLE_2.values()
     )
     assert round(float(4 * found / MIB), 1) == least
@@ -128,7 +132,11 @@ def test_the_whole_integer_program_does_better_than_table_2_with_lip_where_a_lay
 ) -> None:
     schemes = program(YOLO, WorkerTotals.equal(6), "with-reuse", 16)
     assert (
-        round(float(4 * total(YOLO, schemes, WorkerTotals.equal(6)) / MIB), 1) == 57.0
+        round(
+            float(4 * total_communication(YOLO, schemes, WorkerTotals.equal(6)) / MIB),
+            1,
+        )
+        == 57.0
     )
     # GraphLayer 26 makes 64 channels of 512.
     assert [index for index, scheme in enumerate(schemes) if scheme == "lip"] == [26]
@@ -160,8 +168,8 @@ def test_the_dynamic_program_finds_the_least_there_is(
     ]
     found = least_communication(graph, workers, reuse)
     assert allowed(graph, found)
-    assert total(graph, found, workers, reuse) == min(
-        total(graph, way, workers, reuse) for way in ways
+    assert total_communication(graph, found, workers, reuse) == min(
+        total_communication(graph, way, workers, reuse) for way in ways
     )
 
 
@@ -178,9 +186,13 @@ def test_integer_and_dynamic_program_agree_on_random_chains() -> None:
             program(graph, workers, reuse, lip=lip) for program in PROGRAMS
         )
         assert allowed(graph, integer)
-        assert total(graph, integer, workers, reuse) == total(
-            graph, dynamic, workers, reuse
-        ), (graph, workers, reuse)
+        assert total_communication(
+            graph, integer, workers, reuse
+        ) == total_communication(graph, dynamic, workers, reuse), (
+            graph,
+            workers,
+            reuse,
+        )
 
 
 def random_chain(chance: random.Random) -> Graph:
@@ -235,4 +247,4 @@ def test_pairs_that_cannot_be_fused_are_refused_naming_those_that_can(
         InputError,
         match=r"choose from 18\+19, 19\+20, 20\+21, 21\+22, 22\+23, 23\+24, 29\+30",
     ):
-        fused(YOLO, pairs, 16)
+        fused_schemes(YOLO, pairs, 16)

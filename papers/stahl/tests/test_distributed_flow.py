@@ -23,8 +23,15 @@ from testbed.ml.models.layers import (
 from testbed.ml.models.sliced import SlicedLayer, cut_tensors
 from testbed.ml.models.slices import NONE, Slice
 from testbed_stahl.candidates import candidate
-from testbed_stahl.communication import elements, of_tiles, transfers
-from testbed_stahl.plan import Range, difference, divide, intersection, size, union
+from testbed_stahl.communication import of_tiles, sent_elements, transfers
+from testbed_stahl.plan import (
+    Range,
+    difference,
+    divide,
+    intersection,
+    total_size,
+    union,
+)
 from testbed_stahl.request_work import Ledger
 from testbed_stahl.tile_work import compute_tile
 from tests.helpers.graphs import asked, chains, yolov2
@@ -91,7 +98,7 @@ def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(
     found = candidate(
         graph, crew(speeds), asked(scheme=scheme, source=source, tiled_layers=0)
     ).flow
-    assert elements(transfers(found)) == sent_through_the_source(graph, found.plan)
+    assert sent_elements(transfers(found)) == sent_through_the_source(graph, found.plan)
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
@@ -101,7 +108,7 @@ def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
         graph, crew([1.0, 2.5, 1.0, 4.0]), asked(scheme, tiled_layers=16, source=2)
     ).flow
     later = sent_through_the_source(graph, found.plan)
-    assert elements(transfers(found)) == later + elements(of_tiles(found))
+    assert sent_elements(transfers(found)) == later + sent_elements(of_tiles(found))
 
 
 @settings(deadline=None, max_examples=150)
@@ -144,7 +151,7 @@ def test_pieces_are_sets_of_numbers(ranges, gone):
     pieces = union((), tuple(ranges))
     numbers = {number for each in ranges for number in range(*each)}
     assert {number for piece in pieces for number in range(*piece)} == numbers
-    assert size(pieces) == len(numbers)
+    assert total_size(pieces) == len(numbers)
     assert {
         number for piece in difference(pieces, gone) for number in range(*piece)
     } == numbers - {*range(*gone)}

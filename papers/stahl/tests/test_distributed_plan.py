@@ -26,7 +26,7 @@ from testbed.ml.models.layers import (
 from testbed.ml.models.shapes import INPUT
 from testbed.wire.framing import wire_bytes
 from testbed_stahl.candidates import enough_devices, fitting_plan
-from testbed_stahl.communication import Transfer, elements, of_tiles, transfers
+from testbed_stahl.communication import Transfer, of_tiles, sent_elements, transfers
 from testbed_stahl.dataflow import Dataflow, dataflow
 from testbed_stahl.demands import (
     activations,
@@ -38,8 +38,8 @@ from testbed_stahl.demands import (
 )
 from testbed_stahl.options import SCHEMES, PlanSettings, SchemeName
 from testbed_stahl.plan import DistributedPlan
-from testbed_stahl.planner import compare, plan_demands
-from testbed_stahl.schemes import WorkerTotals, total
+from testbed_stahl.planner import compare_schemes, plan_demands
+from testbed_stahl.schemes import WorkerTotals, total_communication
 from tests.helpers.graphs import FOUR_LAYERS, asked, chains, yolov2
 
 YOLO = yolov2()
@@ -62,7 +62,7 @@ def planned(graph: Graph, crew: list[DeviceSpec], request: PlanSettings) -> Data
 
 
 def counted(found: Dataflow) -> tuple[tuple[int, ...], int, int]:
-    return held(found), longest_path(found), elements(transfers(found))
+    return held(found), longest_path(found), sent_elements(transfers(found))
 
 
 def held(found: Dataflow) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(
     graph = graph_of(create("mlp", {"hidden": [64, 128, 32, 64]}, (1, 8, 8), 16))
     found = planned(graph, even(count), asked(scheme))
     schemes = [part.scheme for part in found.plan.layers]
-    assert elements(transfers(found)) == total(
+    assert sent_elements(transfers(found)) == total_communication(
         graph, schemes, WorkerTotals.equal(count)
     )
 
@@ -173,7 +173,7 @@ def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
     assert fused == [18, 20, 23, 29]
     # Of the layers from 16 on, up to the rounding to whole channels, that is C of FUSE2: 67.3 MiB.
     spread = dataflow(YOLO, found, asked())
-    later = elements(transfers(spread)) - elements(of_tiles(spread))
+    later = sent_elements(transfers(spread)) - sent_elements(of_tiles(spread))
     assert 4 * later / 2**20 == pytest.approx(67.26, rel=2e-3)
 
 
@@ -397,7 +397,7 @@ def test_layers_of_one_unit_are_described_apart_with_what_follows_each_value_by_
 def test_figures_of_all_schemes_beside_each_other() -> None:
     found = {
         each.flow.plan.scheme: each
-        for each in compare(FOUR_LAYERS, even(2, memory=900.0), asked())
+        for each in compare_schemes(FOUR_LAYERS, even(2, memory=900.0), asked())
     }
     described = {name: plan_demands(each.flow) for name, each in found.items()}
     assert {

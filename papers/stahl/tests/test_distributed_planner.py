@@ -23,7 +23,12 @@ from testbed_stahl.candidates import fitting_plan
 from testbed_stahl.communication import interval, overlapped, phases
 from testbed_stahl.dataflow import dataflow
 from testbed_stahl.options import DistributedOptions
-from testbed_stahl.planner import DistributedDetails, alternatives, over, plan
+from testbed_stahl.planner import (
+    DistributedDetails,
+    alternatives,
+    assignments_for,
+    plan,
+)
 from tests.helpers.graphs import FOUR_LAYERS, asked
 
 
@@ -70,9 +75,9 @@ def test_a_plan_travels_as_json_and_says_what_each_device_has_to_do() -> None:
     assert (
         sum(part.flops or 0 for part in found.assignments) == posed.model.forward_flops
     )
-    assert over(posed, ["d0", "d1", "d2"]) == found.assignments
+    assert assignments_for(posed, ["d0", "d1", "d2"]) == found.assignments
     assert (
-        sum(part.parameters or 0 for part in over(posed, ["d1", "d2"]))
+        sum(part.parameters or 0 for part in assignments_for(posed, ["d1", "d2"]))
         == posed.model.parameters
     )
 
@@ -203,6 +208,6 @@ def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(InputError, match=r"method.tiled_layers: .* use 0"):
         plan("distributed", problem({"tiled_layers": 1}))
     with pytest.raises(
-        InputError, match=r"method.tile_grid: no layer of mlp is tiled: leave it out"
+        InputError, match=r"method.tile_grid: no layer of mlp is tiled: remove the key"
     ):
         plan("distributed", problem({"tile_grid": [2, 2]}))

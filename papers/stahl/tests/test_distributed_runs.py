@@ -10,7 +10,7 @@ from testbed.ml.models import create
 from testbed.ml.models.sliced import cut_tensors, draw_tensors
 from testbed.trace.intervals import total
 from testbed.trace.metrics import metrics
-from testbed_stahl.communication import elements, overlapped, phases, transfers
+from testbed_stahl.communication import overlapped, phases, sent_elements, transfers
 from testbed_stahl.dataflow import layers_stored
 from testbed_stahl.demands import parameters
 from testbed_stahl.request_work import Ledger
@@ -225,7 +225,7 @@ def test_schemes_rank_by_run_time_as_by_communication():
             )
         )
         times[scheme] = of(found.outcome, "request")[0]["latency"]
-        sent[scheme] = elements(transfers(found.flow))
+        sent[scheme] = sent_elements(transfers(found.flow))
     assert sorted(times, key=times.__getitem__) == sorted(sent, key=sent.__getitem__)
 
 

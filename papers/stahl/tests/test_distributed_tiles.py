@@ -13,12 +13,12 @@ from testbed.ml.models.layers import Conv2d, PixelWindow
 from testbed_stahl.plan import Region
 from testbed_stahl.tiles import (
     best_tiling,
-    check_early,
-    early_layers,
+    check_tileable,
+    feature_dominated_layers,
+    make_tiling,
     multiplications,
     padding,
     redundant_multiplications,
-    tile,
 )
 from tests.helpers.graphs import convolution, pooling, yolov2
 
@@ -101,7 +101,7 @@ def test_tiles_computed_each_alone_make_up_the_whole(
     whole = image
     for layer, kernel in zip(layers, kernels, strict=True):
         whole = compute(layer, kernel, whole, (window(layer).padding,) * 4)
-    tiling = tile(layers, rows, columns, [1.0], 0)
+    tiling = make_tiling(layers, rows, columns, [1.0], 0)
     assert len(tiling.tiles) == rows * columns
     covered = torch.zeros(height, width)
     for each in tiling.tiles:
@@ -132,7 +132,7 @@ def test_halo_of_a_small_example_by_hand() -> None:
         pooling("b", first.output, 0),
         convolution("c", (1, 4, 4), 1, 3, 1),
     ]
-    upper, lower = tile(layers, 2, 1, [1.0, 1.0], 0).tiles
+    upper, lower = make_tiling(layers, 2, 1, [1.0, 1.0], 0).tiles
     # Two rows of the last layer need three of pooling, so six of the first, so seven of the image.
     assert upper.regions == ((0, 7, 0, 8), (0, 6, 0, 8), (0, 3, 0, 4), (0, 2, 0, 4))
     assert lower.regions == ((1, 8, 0, 8), (2, 8, 0, 8), (1, 4, 0, 4), (2, 4, 0, 4))
@@ -143,38 +143,38 @@ def test_halo_of_a_small_example_by_hand() -> None:
         redundant_multiplications(layers, [upper.regions[1:], lower.regions[1:]])
         == 9 * 2 * 16
     )
-    (one,) = tile(layers, 1, 1, [1.0], 0).tiles
+    (one,) = make_tiling(layers, 1, 1, [1.0], 0).tiles
     assert redundant_multiplications(layers, [one.regions[1:]]) == 0
 
 
 def test_the_early_layers_of_the_networks() -> None:
-    assert early_layers(YOLO) == 16
-    assert early_layers(yolov2(416)) < 16
+    assert feature_dominated_layers(YOLO) == 16
+    assert feature_dominated_layers(yolov2(416)) < 16
     vgg = graph_of(create("vgg16", {}, (3, 224, 224), 0))
-    assert vgg.layers[early_layers(vgg) - 1].by_channel
-    assert early_layers(graph_of(create("mlp", {}, (1, 8, 8), 10))) == 0
+    assert vgg.layers[feature_dominated_layers(vgg) - 1].by_channel
+    assert feature_dominated_layers(graph_of(create("mlp", {}, (1, 8, 8), 10))) == 0
 
 
 @pytest.mark.parametrize(("count", "instead"), [(18, 17), (25, 17), (40, 17)])
 def test_layers_that_cannot_be_tiled_are_refused(count: int, instead: int) -> None:
     with pytest.raises(InputError, match=rf"first {count} layers .* use {instead}"):
-        check_early(YOLO, count)
+        check_tileable(YOLO, count)
     for able in range(18):
-        check_early(YOLO, able)
+        check_tileable(YOLO, able)
 
 
 def test_padding_as_large_as_the_kernel_is_not_tiled() -> None:
     """A tile at the border would see nothing of the map."""
     padded = GraphLayer("padded", (Conv2d(8, 1, 1, 1),), (3, 6, 6), (-1,))
     graph = Graph("padded", (padded, convolution("after", padded.output, 8, 3, 0)))
-    assert early_layers(graph) == 0
+    assert feature_dominated_layers(graph) == 0
     with pytest.raises(InputError, match=r"less padding than their kernels.* use 0"):
-        check_early(graph, 1)
+        check_tileable(graph, 1)
 
 
 def test_tiles_go_to_devices_by_speed_and_of_equals_to_the_source() -> None:
     layers = YOLO.layers[:12]
-    tiling = tile(layers, 3, 3, [2.0, 1.0], 1)
+    tiling = make_tiling(layers, 3, 3, [2.0, 1.0], 1)
     loads = [
         sum(
             sum(multiplications(layers, each.regions[1:]))
@@ -184,7 +184,9 @@ def test_tiles_go_to_devices_by_speed_and_of_equals_to_the_source() -> None:
         for n in (0, 1)
     ]
     assert 1.5 < loads[0] / loads[1] < 2.5
-    assert [each.device for each in tile(layers, 1, 1, [1.0] * 4, 2).tiles] == [2]
+    assert [each.device for each in make_tiling(layers, 1, 1, [1.0] * 4, 2).tiles] == [
+        2
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8])
@@ -194,7 +196,7 @@ def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(
     layers = YOLO.layers[:16]
 
     def busiest(rows: int, columns: int) -> int:
-        tiling = tile(layers, rows, columns, [1.0] * count, 0)
+        tiling = make_tiling(layers, rows, columns, [1.0] * count, 0)
         loads = [0] * count
         for each in tiling.tiles:
             loads[each.device] += sum(multiplications(layers, each.regions[1:]))
@@ -211,7 +213,7 @@ def test_grids_finer_than_the_map_are_refused() -> None:
         InputError,
         match=r"method.tile_grid: a map of 38x38 pixels cannot be cut into 39 columns: use 1 to 38",
     ):
-        tile(YOLO.layers[:16], 1, 39, [1.0], 0)
+        make_tiling(YOLO.layers[:16], 1, 39, [1.0], 0)
 
 
 def test_a_layer_whose_inside_is_asked_for_later_ends_the_early_ones() -> None:
@@ -220,10 +222,10 @@ def test_a_layer_whose_inside_is_asked_for_later_ends_the_early_ones() -> None:
     joined = GraphLayer("join", (), (4, 8, 8), (2, 1))
     graph = Graph("n", (*layers, joined))
     with pytest.raises(InputError, match="use 2"):
-        check_early(graph, 3)
-    assert early_layers(graph) == 2
+        check_tileable(graph, 3)
+    assert feature_dominated_layers(graph) == 2
     # Tiles leave the image nowhere as a whole.
     again = Graph("n", (*layers, GraphLayer("again", (), (4, 8, 8), (2, -1))))
-    assert early_layers(again) == 0
+    assert feature_dominated_layers(again) == 0
     with pytest.raises(InputError, match="use 0"):
-        check_early(again, 3)
+        check_tileable(again, 3)

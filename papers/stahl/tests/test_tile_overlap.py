@@ -13,10 +13,10 @@ from testbed.ml.models.graph import Graph, GraphLayer
 from testbed.trace.metrics import metrics
 from testbed_stahl.candidates import candidate
 from testbed_stahl.communication import (
-    elements,
     of_tiles,
     overlapped,
     phases,
+    sent_elements,
     transfers,
 )
 from testbed_stahl.demands import memory, multiplications
@@ -147,7 +147,7 @@ def test_what_yolov2_saves_on_six_devices() -> None:
             redundant_multiplications(YOLO.layers[:16], flow.computed)
             / YOLO.multiplications
         )
-        figures.append((redundant, elements(of_tiles(flow))))
+        figures.append((redundant, sent_elements(of_tiles(flow))))
     (plain, all_), (direct, saved), (through, less) = figures
     assert direct == through < plain / 6
     assert saved < less < all_
@@ -233,4 +233,4 @@ def test_the_time_is_predicted() -> None:
         phases(found.flow, found.experiment.devices, found.experiment.links)
     )
     assert latency == pytest.approx(predicted, rel=0.15)
-    assert elements(transfers(found.flow)) > elements(of_tiles(found.flow))
+    assert sent_elements(transfers(found.flow)) > sent_elements(of_tiles(found.flow))
