@@ -21,6 +21,7 @@ from testbed_stahl.options import PlanSettings
 from testbed_stahl.plan import (
     NOTHING,
     DistributedPlan,
+    LayerPlan,
     Pieces,
     Range,
     Region,
@@ -39,8 +40,7 @@ from testbed_stahl.tiles import Overlap, computed, overlaps
 T = TypeVar("T")
 
 Way = Literal["direct", "via-source", "row"]
-"""An exchange, or ``row``: every layer is whole and goes from its owner to the next one's; nothing passes the source
-for that."""
+"""The option ``exchange``, or ``row``: every layer is whole, and its output goes directly to the next layer's owner."""
 TaskKind = Literal["none", "outputs", "sums", "whole", "channels"]
 """``outputs``: some output channels from all of the input. ``sums``: partial sums of all outputs from a part of the
 input. ``whole``: the layer as it is. ``channels``: a layer that treats each channel by itself, on some of them."""
@@ -55,9 +55,9 @@ class LayerTask:
 
     work: TaskKind = "none"
     takes: Range = NOTHING
-    """Elements of the layer's input that it computes from."""
+    """Elements of the layer's input that the device computes from."""
     makes: Range = NOTHING
-    """Output channels that it ends up with; for ``sums`` those that it merges, of everybody's sums."""
+    """Output channels that the device finishes; for ``sums`` the channels whose sums of all devices it merges."""
 
 
 IDLE = LayerTask()
@@ -69,7 +69,7 @@ def is_alias(layer: GraphLayer, way: Way) -> bool:
 
 
 def by_chunks(layer: GraphLayer, task: LayerTask) -> bool:
-    """Whether a device computes its part in chunks and sends each chunk immediately."""
+    """Return whether a device computes its part in chunks and sends each chunk immediately."""
     return task.work in ("outputs", "sums") or (task.work == "whole" and layer.splits)
 
 
@@ -77,26 +77,40 @@ def tasks_of(
     graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: Homes
 ) -> tuple[LayerTask, ...]:
     """Return the task of each device in an untiled layer; ``homes`` maps each value and device to its elements."""
-    layer, decided = graph.layers[index], plan.layers[index]
+    layer = graph.layers[index]
+    decided = plan.layers[index]
     if decided.scheme in ("lop", "fuse1"):
-        everything = Range(0, layer.inputs)
-        return tuple(
-            LayerTask("outputs", everything, made) if made.size else IDLE
-            for made in decided.outputs
-        )
+        return _output_tasks(layer, decided)
     if decided.scheme in ("lip", "fuse2"):
-        merging = _merged_ranges(graph, plan, way, index)
-        each = layer.inputs // layer.input_channels
-        return tuple(
-            LayerTask("sums", scaled(taken, each), made)
-            for taken, made in zip(decided.inputs, merging, strict=True)
-        )
-    if way == "direct" and (
-        local := _without_exchange(layer, len(plan.devices), homes)
-    ):
-        return local
+        merged = _merged_ranges(graph, plan, way, index)
+        return _input_tasks(layer, decided, merged)
+    if way == "direct":
+        local = _without_exchange(layer, len(plan.devices), homes)
+        if local:
+            return local
     tasks = [IDLE] * len(plan.devices)
-    tasks[plan.source if decided.owner is None else decided.owner] = _whole_task(layer)
+    owner = plan.source if decided.owner is None else decided.owner
+    tasks[owner] = _whole_task(layer)
+    return tuple(tasks)
+
+
+def _output_tasks(layer: GraphLayer, decided: LayerPlan) -> tuple[LayerTask, ...]:
+    """Return the tasks of LOP: some output channels from all of the input."""
+    whole_input = Range(0, layer.inputs)
+    tasks = []
+    for made in decided.outputs:
+        tasks.append(LayerTask("outputs", whole_input, made) if made.size else IDLE)
+    return tuple(tasks)
+
+
+def _input_tasks(
+    layer: GraphLayer, decided: LayerPlan, merged: Sequence[Range]
+) -> tuple[LayerTask, ...]:
+    """Return the tasks of LIP: sums of all outputs from a part of the input; ``merged`` is each device's output."""
+    pixels = layer.inputs // layer.input_channels
+    tasks = []
+    for channels, made in zip(decided.inputs, merged, strict=True):
+        tasks.append(LayerTask("sums", scaled(channels, pixels), made))
     return tuple(tasks)
 
 
@@ -108,20 +122,16 @@ def _without_exchange(
         return (IDLE,) * devices
     if layer.division == "moves":
         return (_whole_task(layer),) * devices
-    homes_before = homes.get(layer.sources[0], ())
-    if (
-        not layer.by_channel
-        or len(layer.sources) > 1
-        or not any(home.size for home in homes_before)
-    ):
+    input_homes = homes.get(layer.sources[0], ())
+    has_input = any(home.size for home in input_homes)
+    if not layer.by_channel or len(layer.sources) > 1 or not has_input:
         return ()
-    channel = layer.inputs // layer.output[0]
-    return tuple(
-        LayerTask("channels", home, Range(home.first // channel, home.last // channel))
-        if home.size
-        else IDLE
-        for home in homes_before
-    )
+    pixels = layer.inputs // layer.output[0]
+    tasks = []
+    for home in input_homes:
+        channels = Range(home.first // pixels, home.last // pixels)
+        tasks.append(LayerTask("channels", home, channels) if home.size else IDLE)
+    return tuple(tasks)
 
 
 def _whole_task(layer: GraphLayer) -> LayerTask:
@@ -132,15 +142,11 @@ def _merged_ranges(
     graph: Graph, plan: DistributedPlan, way: Way, index: int
 ) -> tuple[Range, ...]:
     """Return the range of output channels merged by each device."""
-    channels, decided = graph.layers[index].output[0], plan.layers[index]
+    channels = graph.layers[index].output[0]
     if way == "direct" and graph.readers[index]:
-        return divide(
-            channels, proportional_shares([taken.size for taken in decided.inputs])
-        )
-    return tuple(
-        Range(0, channels if device == plan.source else 0)
-        for device in range(len(plan.devices))
-    )
+        sizes = [taken.size for taken in plan.layers[index].inputs]
+        return divide(channels, proportional_shares(sizes))
+    return _at_source(plan, channels)
 
 
 class Origin(NamedTuple):
@@ -151,7 +157,7 @@ class Origin(NamedTuple):
     part: Range
     """Elements of that value."""
     at: int
-    """First element of the layer's input that it becomes."""
+    """First element of the layer's input that the part becomes."""
 
 
 @dataclass(frozen=True)
@@ -163,15 +169,15 @@ class Dataflow:
     settings: PlanSettings
     way: Way
     tasks: tuple[tuple[LayerTask, ...], ...]
-    """By layer and device; the layers that are tiled have none."""
+    """By layer and device; tiled layers have none."""
     homes: Homes
-    """By value and device: the elements that the device itself makes. Of the tiled layers there is only the last one's
+    """By value and device: the elements that the device itself makes. The only value of tiled layers is the last one's
     output, which the source collects."""
     wants: Mapping[int, tuple[Pieces, ...]]
-    """By value and device: the elements that the device computes from at some time, or hands out as the result."""
+    """By value and device: the elements that the device computes from, or returns as the result."""
     last: Mapping[int, tuple[int, ...]]
-    """By value and device: the last layer for which the device needs the value. Beyond all layers where it is the
-    result, before all where it is not needed."""
+    """By value and device: the last layer for which the device needs the value; the number of layers for the result,
+    and less than `INPUT` for a value that the device does not need."""
 
     @property
     def devices(self) -> range:
@@ -221,18 +227,17 @@ class Dataflow:
     def _trace_origins(self, index: int, taken: Range) -> Iterator[Origin]:
         at = 0
         for source in self.graph.layers[index].sources:
-            there = Range(at, at + self.graph.outputs_of(source))
-            part = intersection(there, taken)
-            if (
-                part.size
-                and source != INPUT
-                and is_alias(self.graph.layers[source], self.way)
-            ):
+            whole = Range(at, at + self.graph.outputs_of(source))
+            part = intersection(whole, taken)
+            if part.size and self._is_alias(source):
                 for origin in self.origins(source, shifted(part, -at)):
                     yield origin._replace(at=origin.at + at)
             elif part.size:
                 yield Origin(source, shifted(part, -at), part.first)
-            at = there.last
+            at = whole.last
+
+    def _is_alias(self, value: int) -> bool:
+        return value != INPUT and is_alias(self.graph.layers[value], self.way)
 
     def result(self) -> tuple[Origin, ...]:
         """Return the origins of the network's output."""
@@ -247,45 +252,36 @@ class Dataflow:
         The ranges depend on the size of a full request only, so all devices choose the same ranges without
         communication.
         """
+        if not made.size:
+            return ()
         options = self.settings.options
-        size = (
-            made.size
-            * self.graph.layers[index].pixels
-            * self.settings.samples
-            * BYTES_PER_VALUE
-        )
-        count = (
-            1
-            if options.layerwise
-            else max(1, min(options.chunks, made.size, size // options.min_chunk_bytes))
-        )
-        return (
-            tuple(shifted(part, made.first) for part in divide_evenly(made.size, count))
-            if made.size
-            else ()
-        )
+        elements = made.size * self.graph.layers[index].pixels * self.settings.samples
+        count = 1
+        if not options.layerwise:
+            most = BYTES_PER_VALUE * elements // options.min_chunk_bytes
+            count = max(1, min(options.chunks, made.size, most))
+        parts = divide_evenly(made.size, count)
+        return tuple(shifted(part, made.first) for part in parts)
 
     def pieces(self, value: int, device: int) -> Pieces:
         """Return the ranges of elements a device produces of a value, in order of production."""
-        if (value, device) not in self._pieces:
-            self._pieces[value, device] = self._made_in(value, device)
-        return self._pieces[value, device]
+        if (value, device) not in self._piece_cache:
+            self._piece_cache[value, device] = self._find_pieces(value, device)
+        return self._piece_cache[value, device]
 
     @cached_property
-    def _pieces(self) -> dict[tuple[int, int], Pieces]:
+    def _piece_cache(self) -> dict[tuple[int, int], Pieces]:
         return {}
 
-    def _made_in(self, value: int, device: int) -> Pieces:
+    def _find_pieces(self, value: int, device: int) -> Pieces:
+        if value >= self.tiled:
+            layer = self.graph.layers[value]
+            task = self.tasks[value][device]
+            if by_chunks(layer, task):
+                chunks = self.chunks(value, task.makes)
+                return tuple(scaled(chunk, layer.pixels) for chunk in chunks)
         home = self.homes[value][device]
-        if value < self.tiled or not by_chunks(
-            self.graph.layers[value], self.tasks[value][device]
-        ):
-            return (home,) if home.size else ()
-        each = self.graph.layers[value].pixels
-        return tuple(
-            scaled(chunk, each)
-            for chunk in self.chunks(value, self.tasks[value][device].makes)
-        )
+        return (home,) if home.size else ()
 
     def receivers(
         self, value: int, device: int, made: Range
@@ -318,25 +314,25 @@ class Dataflow:
     def collected(self, value: int) -> int:
         """Return the number of elements of a value collected by the source, for itself and for others."""
         source = self.plan.source
-        return sum(
-            part.size
-            for maker, home in enumerate(self.homes[value])
-            if maker != source and home.size
-            for to, part in self.receivers(value, maker, home)
-            if to == source
-        )
+        total = 0
+        for maker, home in enumerate(self.homes[value]):
+            if maker == source or not home.size:
+                continue
+            for receiver, part in self.receivers(value, maker, home):
+                if receiver == source:
+                    total += part.size
+        return total
 
     def _for_source(self, value: int, maker: int) -> Range:
         """Return the elements of another device's part collected by the source, for itself and for others."""
-        needed = [
-            piece for _, pieces in self._missing_parts(value, maker) for piece in pieces
-        ]
-        return hull([*self.wants[value][self.plan.source], *needed])
+        needed = [*self.wants[value][self.plan.source]]
+        for _, pieces in self._missing_parts(value, maker):
+            needed += pieces
+        return hull(needed)
 
     def _missing_parts(self, value: int, maker: int) -> Iterator[tuple[int, Pieces]]:
-        """Yield each device and its missing elements of a value, in ring order after ``maker`` to spread the load over
-        links.
-        """
+        """Yield each device and its missing elements of a value, in ring order after ``maker``."""
+        # In another order all makers would send to the same device first, and its link would be the bottleneck.
         count = len(self.plan.devices)
         for step in range(1, count):
             receiver = (maker + step) % count
@@ -345,11 +341,9 @@ class Dataflow:
 
 def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dataflow:
     """Determine the tasks of every device and the elements each needs from others."""
-    way: Way = (
-        "row"
-        if all(layer.scheme == "whole" for layer in plan.layers)
-        else settings.options.exchange
-    )
+    way: Way = settings.options.exchange
+    if all(layer.scheme == "whole" for layer in plan.layers):
+        way = "row"
     tasks, homes = _assign_tasks(graph, plan, way)
     draft = Dataflow(graph, plan, settings, way, (), {}, {}, {})
     needs = _Needs(homes, len(plan.devices))
@@ -389,10 +383,11 @@ class _Needs:
     """The elements of each value read by each device and the last layer reading them."""
 
     def __init__(self, values: Iterable[int], devices: int) -> None:
-        self.wants: dict[int, list[Pieces]] = {
-            value: [()] * devices for value in values
-        }
-        self.last = {value: [INPUT - 1] * devices for value in self.wants}
+        self.wants: dict[int, list[Pieces]] = {}
+        self.last: dict[int, list[int]] = {}
+        for value in values:
+            self.wants[value] = [()] * devices
+            self.last[value] = [INPUT - 1] * devices
 
     def add(self, origins: Iterable[Origin], device: int, reader: int) -> None:
         """Add the elements read by a layer on a device."""
@@ -404,44 +399,43 @@ class _Needs:
         self, index: int, tasks: Sequence[LayerTask]
     ) -> tuple[LayerTask, ...]:
         """Keep the tasks of a layer on devices whose later tasks read the output."""
-        return tuple(
-            task if self.wants[index][device] else IDLE
-            for device, task in enumerate(tasks)
-        )
+        kept = []
+        for task, wanted in zip(tasks, self.wants[index], strict=True):
+            kept.append(task if wanted else IDLE)
+        return tuple(kept)
 
 
 def _freeze_pieces(rows: Mapping[int, Sequence[T]]) -> dict[int, tuple[T, ...]]:
     return {value: tuple(row) for value, row in rows.items()}
 
 
-def _at_source(plan: DistributedPlan, elements: int) -> tuple[Range, ...]:
-    return tuple(
-        Range(0, elements if device == plan.source else 0)
-        for device in range(len(plan.devices))
-    )
+def _at_source(plan: DistributedPlan, size: int) -> tuple[Range, ...]:
+    """Return the range of each device if the source alone has all ``size`` elements or channels."""
+    ranges = [Range(0, 0)] * len(plan.devices)
+    ranges[plan.source] = Range(0, size)
+    return tuple(ranges)
 
 
 def _made_pieces(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, ...]:
-    each = layer.pixels
-    return tuple(scaled(task.makes, each) for task in tasks)
+    return tuple(scaled(task.makes, layer.pixels) for task in tasks)
 
 
 def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
     """Return the slices stored by a device, in layer order. Each device with a tile stores complete tiled layers."""
     slices: dict[int, Slice] = {}
-    tiles = flow.settings.options.tile_stealing or any(
-        tile.device == device for tile in flow.plan.tiles
-    )
+    owns_tile = any(tile.device == device for tile in flow.plan.tiles)
+    computes_tiles = owns_tile or flow.settings.options.tile_stealing
     for index, layer in enumerate(flow.graph.layers):
-        task, whole = flow.tasks[index][device], layer.whole
+        task = flow.tasks[index][device]
+        whole = layer.whole
         makes = as_range(task.makes)
-        if task.work == "whole" or (index < flow.tiled and tiles):
+        if task.work == "whole" or (index < flow.tiled and computes_tiles):
             slices[index] = whole
         elif task.work == "outputs":
             slices[index] = Slice(makes, whole.columns, makes)
         elif task.work == "sums":
-            each = layer.inputs // layer.input_channels
-            columns = range(task.takes.first // each, task.takes.last // each)
+            pixels = layer.inputs // layer.input_channels
+            columns = range(task.takes.first // pixels, task.takes.last // pixels)
             slices[index] = Slice(whole.rows, columns, makes)
         elif task.work == "channels":
             slices[index] = Slice(NONE, NONE, makes)
@@ -450,11 +444,14 @@ def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
 
 def layers_stored(flow: Dataflow, device: int) -> list[tuple[GraphLayer, Slice]]:
     """Return the slices stored by a device together with their layers."""
-    return [
-        (flow.graph.layers[index], part) for index, part in stored(flow, device).items()
-    ]
+    layers = flow.graph.layers
+    return [(layers[index], part) for index, part in stored(flow, device).items()]
 
 
 def as_range(part: Range) -> range:
-    """Convert a range of a plan to a Python range."""
+    """Convert a range of a plan to a Python range.
+
+    >>> as_range(Range(2, 5))
+    range(2, 5)
+    """
     return range(part.first, part.last)

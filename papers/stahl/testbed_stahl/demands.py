@@ -6,8 +6,8 @@ interpreter, torch, scratch space of kernels and messages in transit are exclude
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import accumulate, islice
+from collections.abc import Mapping
+from itertools import accumulate
 
 from testbed.device import Cost
 from testbed.ml.layers import layer_slices
@@ -16,24 +16,22 @@ from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed_stahl import tiles
 from testbed_stahl.dataflow import Dataflow, by_chunks, layers_stored, stored
 from testbed_stahl.plan import Range, intersection, total_size
-from testbed_stahl.tiles import Overlap
 
 
 def weights(flow: Dataflow, device: int) -> int:
     """Return F: the weight elements stored by a device, biases excluded."""
-    return sum(
-        layer.share(layer.weights, part) for layer, part in layers_stored(flow, device)
-    )
+    stored_layers = layers_stored(flow, device)
+    return sum(layer.share(layer.weights, part) for layer, part in stored_layers)
 
 
 def divided_weights(flow: Dataflow, device: int) -> int:
     """Return the stored weights of layers divided by channels; only these shrink with the device's share."""
-    layers = flow.graph.layers
-    return sum(
-        layers[index].share(layers[index].weights, part)
-        for index, part in stored(flow, device).items()
-        if flow.tasks[index][device].work in ("outputs", "sums")
-    )
+    total = 0
+    for index, part in stored(flow, device).items():
+        if flow.tasks[index][device].work in ("outputs", "sums"):
+            layer = flow.graph.layers[index]
+            total += layer.share(layer.weights, part)
+    return total
 
 
 def parameters(flow: Dataflow, device: int) -> int:
@@ -44,73 +42,67 @@ def parameters(flow: Dataflow, device: int) -> int:
 def multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
     """Return each layer's multiplications on each device: one row a layer, one column a device."""
     layers = flow.graph.layers
+    tiled = layers[: flow.tiled]
     rows = [[0] * len(flow.devices) for _ in layers]
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
-        for row, work in zip(
-            rows, tiles.multiplications(layers[: flow.tiled], made), strict=False
-        ):
-            row[tile.device] += work
+        for index, products in enumerate(tiles.multiplications(tiled, made)):
+            rows[index][tile.device] += products
     for device in flow.devices:
         for index, part in stored(flow, device).items():
             if index >= flow.tiled:
-                rows[index][device] = layers[index].share(
-                    layers[index].multiplications, part
-                )
+                layer = layers[index]
+                rows[index][device] = layer.share(layer.multiplications, part)
     return tuple(map(tuple, rows))
 
 
 def costs(flow: Dataflow) -> list[list[Cost]]:
     """Return the cost of a request, one row a layer and one column a device; merging sums is excluded."""
-    layers, samples = flow.graph.layers, flow.settings.samples
+    layers = flow.graph.layers
+    tiled = layers[: flow.tiled]
+    samples = flow.settings.samples
     rows = [[Cost()] * len(flow.devices) for _ in layers]
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
-        for row, cost in zip(
-            rows, tiles.costs(layers[: flow.tiled], made, samples), strict=False
-        ):
-            row[tile.device] += cost
+        for index, cost in enumerate(tiles.costs(tiled, made, samples)):
+            rows[index][tile.device] += cost
     for index in range(flow.tiled, len(layers)):
-        rows[index] = [
-            forward_of(_layer_cost(flow, index, device), samples)
-            for device in flow.devices
-        ]
+        for device in flow.devices:
+            rows[index][device] = forward_of(_layer_cost(flow, index, device), samples)
     return rows
 
 
 def _layer_cost(flow: Dataflow, index: int, device: int) -> Cost:
     """Return the cost of a device's part of a layer for one sample."""
-    layer, tasks = flow.graph.layers[index], flow.tasks[index]
+    layer = flow.graph.layers[index]
+    tasks = flow.tasks[index]
     task = tasks[device]
     if task.work == "none":
         return Cost()
-    # Chunk by chunk, each from all that is read; of sums, those of all who merge some.
+    # A device with partial sums computes them for every device that merges some, each time from its whole input.
     makes = [each.makes for each in tasks] if task.work == "sums" else [task.makes]
-    products = [
-        layer.product_cost(task.takes.size, chunk.size)
-        for made in makes
-        for chunk in (flow.chunks(index, made) if by_chunks(layer, task) else (made,))
-    ]
-    return sum(products, layer.finish_cost(task.makes.size))
+    cost = layer.finish_cost(task.makes.size)
+    for made in makes:
+        chunks = flow.chunks(index, made) if by_chunks(layer, task) else (made,)
+        for chunk in chunks:
+            cost += layer.product_cost(task.takes.size, chunk.size)
+    return cost
 
 
 def longest_path(flow: Dataflow) -> int:
     """Return T: the sequential multiplications if devices compute in parallel between exchanges."""
     rows = multiplications(flow)
-    early = max(
-        (sum(column) for column in zip(*rows[: flow.tiled], strict=True)), default=0
-    )
-    return early + sum(max(row) for row in rows[flow.tiled :])
+    # All tiled layers of a device follow one another without an exchange.
+    of_tiles = [sum(column) for column in zip(*rows[: flow.tiled], strict=True)]
+    return max(of_tiles, default=0) + sum(max(row) for row in rows[flow.tiled :])
 
 
 def memory(flow: Dataflow) -> tuple[float, ...]:
     """Return the bytes each device needs: parameters once, activations for each request under way."""
     samples = flow.settings.options.in_flight * flow.settings.samples
-    return tuple(
-        float(
-            BYTES_PER_VALUE
-            * (parameters(flow, device) + samples * activations(flow, device))
-        )
-        for device in flow.devices
-    )
+    needs = []
+    for device in flow.devices:
+        values = parameters(flow, device) + samples * activations(flow, device)
+        needs.append(float(BYTES_PER_VALUE * values))
+    return tuple(needs)
 
 
 def activations(flow: Dataflow, device: int) -> int:
@@ -150,23 +142,19 @@ def _hold_value(
     held: _Held, flow: Dataflow, device: int, value: int, begins: int
 ) -> None:
     """Hold the elements of a value while the device produces, receives or collects them."""
-    made, lacking, last = (
-        flow.homes[value][device].size,
-        total_size(flow.lacks(value, device)),
-        flow.last[value][device],
-    )
+    made = flow.homes[value][device].size
+    lacking = total_size(flow.lacks(value, device))
+    last = flow.last[value][device]
     merges = value >= flow.tiled and flow.tasks[value][device].work == "sums"
-    # Chunk by chunk a result takes the place of its sums.
+    # A merged result replaces its partial sums chunk by chunk, so it counts from the next layer on.
     held.hold(value + merges, last, made)
     if made and last < value and not merges:
-        held.hold(value, value, max(piece.size for piece in flow.pieces(value, device)))
+        largest = max(piece.size for piece in flow.pieces(value, device))
+        held.hold(value, value, largest)
     held.hold(begins, last, lacking)
-    if (
-        last >= 0
-        and flow.way == "via-source"
-        and device == flow.plan.source
-        and made + lacking < flow.graph.outputs_of(value)
-    ):
+    collects = flow.way == "via-source" and device == flow.plan.source
+    is_partial = made + lacking < flow.graph.outputs_of(value)
+    if last >= 0 and collects and is_partial:
         # The source keeps the elements that only others need, too.
         held.hold(begins, len(flow.graph.layers), flow.collected(value) - lacking)
 
@@ -175,13 +163,14 @@ def _hold_sums(
     held: _Held, flow: Dataflow, device: int, index: int, begins: Mapping[int, int]
 ) -> None:
     """Hold the partial sums merged or accumulated during a layer."""
-    layer, task = flow.graph.layers[index], flow.tasks[index][device]
+    layer = flow.graph.layers[index]
+    task = flow.tasks[index][device]
     made = task.makes.size * layer.pixels
     if task.work == "sums" and made:
-        mine = task.takes.size > 0
-        others = sum(each.takes.size > 0 for each in flow.tasks[index]) - mine
+        own = 1 if task.takes.size else 0
+        others = sum(each.takes.size > 0 for each in flow.tasks[index]) - own
         held.hold(_earliest_layer(flow, device, index, begins), index, others * made)
-        held.hold(index, index, mine * made)
+        held.hold(index, index, own * made)
     elif by_chunks(layer, task) and _in_pieces(flow, device, index):
         held.hold(index, index, made)
 
@@ -195,15 +184,11 @@ def _first_arrivals(flow: Dataflow, device: int) -> dict[int, int]:
     for value in flow.homes:
         if value < flow.tiled:
             first_layers[value] = flow.tiled
-        elif (
-            flow.tasks[value][device].work == "sums"
-            and flow.tasks[value][device].takes.size
-        ):
-            # They wait for its sums, which it sends one after the other, its own merging coming last.
+        elif _contributes_sums(flow, device, value):
+            # Other devices wait for this device's sums, which it sends one after the other before it merges its own.
             messages = sum(len(flow.pieces(value, merger)) for merger in flow.devices)
-            first_layers[value] = value + (
-                messages == 1 and _has_sent_all(flow, device, value)
-            )
+            has_finished = messages == 1 and _has_sent_all(flow, device, value)
+            first_layers[value] = value + 1 if has_finished else value
         else:
             first_layers[value] = _earliest_layer(flow, device, value, first_layers)
     return first_layers
@@ -213,15 +198,12 @@ def _earliest_layer(
     flow: Dataflow, device: int, index: int, begins: Mapping[int, int]
 ) -> int:
     """Return the earliest own layer during which another device can finish a part of the given layer."""
-    taken = {
-        task.takes: None
-        for other, task in enumerate(flow.tasks[index])
-        if other != device and task.takes.size
-    }
-    return min(
-        (_needed_progress(flow, device, index, takes, begins) for takes in taken),
-        default=index,
-    )
+    inputs = set()
+    for other, task in enumerate(flow.tasks[index]):
+        if other != device and task.takes.size:
+            inputs.add(task.takes)
+    progress = [_needed_progress(flow, device, index, each, begins) for each in inputs]
+    return min(progress, default=index)
 
 
 def _needed_progress(
@@ -230,34 +212,43 @@ def _needed_progress(
     """Return the progress of a device required before all inputs of this part exist."""
     progress = []
     for value, part, _ in flow.origins(index, takes):
-        whole = part.size == flow.graph.outputs_of(value)
-        needed = intersection(flow.homes[value][device], part).size or (
-            whole and _has_sent_all(flow, device, value)
-        )
-        progress.append(value + 1 if needed else begins[value])
+        is_whole = part.size == flow.graph.outputs_of(value)
+        waits_for_all = is_whole and _has_sent_all(flow, device, value)
+        if waits_for_all or intersection(flow.homes[value][device], part).size:
+            progress.append(value + 1)
+        else:
+            progress.append(begins[value])
     return max(progress)
+
+
+def _contributes_sums(flow: Dataflow, device: int, value: int) -> bool:
+    task = flow.tasks[value][device]
+    return task.work == "sums" and task.takes.size > 0
 
 
 def _has_sent_all(flow: Dataflow, device: int, value: int) -> bool:
     """Return whether a device has finished a layer once all of the value exists."""
     if value < flow.tiled:
         return False
-    task = flow.tasks[value][device]
-    return task.work == "sums" and task.takes.size > 0 and not task.makes.size
+    merges_none = not flow.tasks[value][device].makes.size
+    return _contributes_sums(flow, device, value) and merges_none
 
 
 def _in_pieces(flow: Dataflow, device: int, index: int) -> bool:
     """Return whether a device can receive a layer's input in pieces; its own output counts as one piece."""
     taken = flow.tasks[index][device].takes
-    pieces = (
-        piece
-        for value, part, _ in flow.origins(index, taken)
-        for maker, home in enumerate(flow.homes[value])
-        if intersection(home, part).size
-        for piece in (flow.pieces(value, maker) if maker != device else (home,))
-        if intersection(piece, part).size
-    )
-    return len([*islice(pieces, 2)]) > 1
+    count = 0
+    for value, part, _ in flow.origins(index, taken):
+        for maker, home in enumerate(flow.homes[value]):
+            if not intersection(home, part).size:
+                continue
+            pieces = (home,) if maker == device else flow.pieces(value, maker)
+            for piece in pieces:
+                if intersection(piece, part).size:
+                    count += 1
+                if count > 1:
+                    return True
+    return False
 
 
 def _while_tiling(flow: Dataflow, device: int) -> int:
@@ -266,47 +257,48 @@ def _while_tiling(flow: Dataflow, device: int) -> int:
     Counted are the inputs of all tiles, data reused from other tiles, and the intermediate values of one tile; at the
     source also the image, which contains all tile inputs, and the collected map.
     """
-    layers, tiles = flow.graph.layers[: flow.tiled], flow.plan.tiles
     if flow.settings.options.tile_stealing:
         return _while_stealing(flow, device)
+    image = flow.graph.layers[0].inputs
+    result = flow.graph.layers[flow.tiled - 1].outputs
+    tiles = flow.plan.tiles
     own = [number for number, tile in enumerate(tiles) if tile.device == device]
     within = max((_tile_peak(flow, number) for number in own), default=0)
-    taken = sum(
-        sum(map(flow.values, each))
-        for (_, borrower), each in flow.overlaps.items()
-        if borrower in own
-    )
+    borrowed = sum(_borrowed_elements(flow, number) for number in own)
     if device != flow.plan.source:
-        return (
-            within
-            + taken
-            + sum(
-                layers[0].input[0] * tiles[number].regions[0].pixels for number in own
-            )
-        )
+        inputs = sum(_tile_input(flow, number) for number in own)
+        return within + borrowed + inputs
     if len(tiles) == 1:
-        return layers[0].inputs + max(within, layers[-1].outputs)
-    return layers[0].inputs + layers[-1].outputs + within + taken
+        return image + max(within, result)
+    return image + result + within + borrowed
+
+
+def _tile_input(flow: Dataflow, number: int) -> int:
+    """Return the elements of the image that a tile needs."""
+    channels = flow.graph.layers[0].input[0]
+    return channels * flow.plan.tiles[number].regions[0].pixels
+
+
+def _borrowed_elements(flow: Dataflow, number: int) -> int:
+    """Return the elements that a tile reuses from other tiles."""
+    total = 0
+    for (_, borrower), overlaps in flow.overlaps.items():
+        if borrower == number:
+            total += sum(map(flow.values, overlaps))
+    return total
 
 
 def _while_stealing(flow: Dataflow, device: int) -> int:
     """Return the peak for tile stealing: any one tile at a time on a worker; the source keeps all reused data."""
-    layers, everything = flow.graph.layers[: flow.tiled], range(len(flow.plan.tiles))
-    within = max(_tile_peak(flow, number) for number in everything)
-    taken = [
-        sum(
-            sum(map(flow.values, each))
-            for pair, each in flow.overlaps.items()
-            if pair[1] == number
-        )
-        for number in everything
-    ]
+    numbers = range(len(flow.plan.tiles))
+    within = max(_tile_peak(flow, number) for number in numbers)
+    borrowed = [_borrowed_elements(flow, number) for number in numbers]
     if device == flow.plan.source:
-        return layers[0].inputs + layers[-1].outputs + within + sum(taken)
-    inputs = max(
-        layers[0].input[0] * tile.regions[0].pixels for tile in flow.plan.tiles
-    )
-    return within + inputs + max(taken)
+        image = flow.graph.layers[0].inputs
+        result = flow.graph.layers[flow.tiled - 1].outputs
+        return image + result + within + sum(borrowed)
+    inputs = max(_tile_input(flow, number) for number in numbers)
+    return within + inputs + max(borrowed)
 
 
 def _tile_peak(flow: Dataflow, number: int) -> int:
@@ -315,19 +307,26 @@ def _tile_peak(flow: Dataflow, number: int) -> int:
     Counted are the input and output of one layer; the computed part and the assembled map where a tile merges reused
     data; and lent regions, both in parts and in one message.
     """
-    layers, lent = (
-        flow.graph.layers,
-        sum(sum(map(flow.values, each)) for each in _lent_elements(flow, number)),
-    )
-    most = before = 0
+    computed = flow.computed[number]
+    regions = flow.plan.tiles[number].regions[1:]
+    peak = 0
+    before = 0
     for layer, made, whole in zip(
-        layers, flow.computed[number], flow.plan.tiles[number].regions[1:], strict=False
+        flow.graph.layers[: flow.tiled], computed, regions, strict=True
     ):
-        parts, after = layer.output[0] * made.pixels, layer.output[0] * whole.pixels
-        most = max(most, before + parts, parts + after if made != whole else 0)
+        parts = layer.output[0] * made.pixels
+        after = layer.output[0] * whole.pixels
+        # A map without reused parts is the computed part itself and needs no second copy.
+        assembled = parts + after if made != whole else 0
+        peak = max(peak, before + parts, assembled)
         before = after
-    return most + 2 * lent
+    return peak + 2 * _lent_elements(flow, number)
 
 
-def _lent_elements(flow: Dataflow, number: int) -> Iterator[tuple[Overlap, ...]]:
-    return (each for (lender, _), each in flow.overlaps.items() if lender == number)
+def _lent_elements(flow: Dataflow, number: int) -> int:
+    """Return the elements that a tile lends to other tiles."""
+    total = 0
+    for (lender, _), overlaps in flow.overlaps.items():
+        if lender == number:
+            total += sum(map(flow.values, overlaps))
+    return total
