@@ -33,37 +33,32 @@ def compute_tile(
     ``taken``.
     """
     borrowed = _unpack_overlaps(flow, number, inputs, taken)
-    lent: dict[int, list[torch.Tensor]] = {
-        borrower: [] for borrower in _borrowers_of(flow, number)
-    }
+    lent: dict[int, list[torch.Tensor]] = {}
+    for lender, borrower in flow.overlaps:
+        if lender == number:
+            lent[borrower] = []
     values = inputs
-    for index, (layer, made) in enumerate(
-        zip(layers, flow.computed[number], strict=True)
-    ):
+    computed = flow.computed[number]
+    for index, (layer, made) in enumerate(zip(layers, computed, strict=True)):
         parts = borrowed.get(index, [])
+        own = None
         if made.pixels:
-            parts = [
-                (made, ledger.hold(layer.tile(values, padding(layer.layer, made)))),
-                *parts,
-            ]
+            own = ledger.hold(layer.tile(values, padding(layer.layer, made)))
+            parts = [(made, own), *parts]
         if values is not inputs:
             ledger.drop(values)
         _lend_regions(flow, number, index, parts, lent, ledger)
-        values = (
-            parts[0][1]
-            if len(parts) == 1 and made.pixels
-            else _join_region(flow, number, index, inputs, parts, ledger)
-        )
-        if made.pixels and values is not parts[0][1]:
-            ledger.drop(parts[0][1])
+        if own is not None and len(parts) == 1:
+            values = own
+        else:
+            values = _join_region(flow, number, index, inputs, parts, ledger)
+            if own is not None:
+                ledger.drop(own)
     ledger.drop(values)
-    return values, {
-        borrower: _in_one_piece(pieces, ledger) for borrower, pieces in lent.items()
-    }
-
-
-def _borrowers_of(flow: Dataflow, number: int) -> list[int]:
-    return [borrower for lender, borrower in flow.overlaps if lender == number]
+    messages = {}
+    for borrower, pieces in lent.items():
+        messages[borrower] = _join_pieces(pieces, ledger)
+    return values, messages
 
 
 def _lend_regions(
@@ -76,14 +71,13 @@ def _lend_regions(
 ) -> None:
     """Extract the regions of a layer lent to other tiles, by borrower."""
     for borrower, pieces in lent.items():
-        for each in flow.overlaps[number, borrower]:
-            if each.layer == index:
-                pieces.append(
-                    ledger.hold(_cut_region(parts[0], each.region).flatten(1))
-                )
+        for overlap in flow.overlaps[number, borrower]:
+            if overlap.layer == index:
+                region = _cut_region(parts[0], overlap.region)
+                pieces.append(ledger.hold(region.flatten(1)))
 
 
-def _in_one_piece(pieces: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tensor:
+def _join_pieces(pieces: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tensor:
     whole = ledger.hold(torch.cat([*pieces], dim=1))
     for piece in pieces:
         ledger.drop(piece)
@@ -97,25 +91,23 @@ def _unpack_overlaps(
     by_layer: dict[int, list[Part]] = {}
     for lender, tensor in taken.items():
         overlaps = flow.overlaps[lender, number]
-        for each, part in zip(
-            overlaps,
-            torch.split(tensor, [*map(flow.values, overlaps)], dim=1),
-            strict=True,
-        ):
-            height, width = (
-                each.region.bottom - each.region.top,
-                each.region.right - each.region.left,
-            )
-            by_layer.setdefault(each.layer, []).append(
-                (each.region, part.reshape(len(inputs), -1, height, width))
-            )
+        sizes = [flow.values(overlap) for overlap in overlaps]
+        parts = torch.split(tensor, sizes, dim=1)
+        for overlap, part in zip(overlaps, parts, strict=True):
+            region = overlap.region
+            height = region.bottom - region.top
+            width = region.right - region.left
+            values = part.reshape(len(inputs), -1, height, width)
+            by_layer.setdefault(overlap.layer, []).append((region, values))
     return by_layer
 
 
 def _cut_region(part: Part, region: Region) -> torch.Tensor:
+    """Return the values of a region inside a larger part."""
     around, values = part
     rows = slice(region.top - around.top, region.bottom - around.top)
-    return values[:, :, rows, region.left - around.left : region.right - around.left]
+    columns = slice(region.left - around.left, region.right - around.left)
+    return values[:, :, rows, columns]
 
 
 def _join_region(
@@ -128,21 +120,21 @@ def _join_region(
 ) -> torch.Tensor:
     """Assemble a tile's input region of a layer's output; empty if the region is empty."""
     whole = flow.plan.tiles[number].regions[index + 1]
-    size = (whole.bottom - whole.top, whole.right - whole.left)
-    joined = ledger.hold(
-        like.new_empty(len(like), flow.graph.layers[index].output[0], *size)
-    )
+    channels = flow.graph.layers[index].output[0]
+    height = whole.bottom - whole.top
+    width = whole.right - whole.left
+    joined = ledger.hold(like.new_empty(len(like), channels, height, width))
     for region, values in parts:
         _cut_region((whole, joined), region).copy_(values)
     return joined
 
 
 Item = tuple[int, int]
-"""A request, and a tile by its place in the plan."""
+"""A request, and the index of a tile in the plan."""
 
 
 class TileQueue:
-    """Tiles waiting at the source, which is gateway and data source of DeepThings in one.
+    """Tiles waiting at the source, which is the gateway and the data source of DeepThings at the same time.
 
     A device has one tile at a time: first its own tiles; then it steals the last tile of the device with the longest
     backlog if it expects to finish earlier. A device's time for a multiplication is measured from its last tile,
@@ -156,21 +148,24 @@ class TileQueue:
         lending: Collection[tuple[int, int]],
         pace: Sequence[float],
     ) -> None:
-        """``work``: multiplications by tile; ``lending``: pairs (lender, borrower); ``pace``: seconds for each."""
+        """Create an empty queue.
+
+        ``work``: multiplications by tile. ``lending``: pairs (lender, borrower). ``pace``: seconds of each device for a
+        multiplication.
+        """
         self._tiles = tiles
-        # A tile of no more than pooling counts as one multiplication.
+        # A tile of pooling layers alone counts as one multiplication, since paces are measured by dividing by it.
         self._work = [max(1, each) for each in work]
-        self._lenders = [
-            [one for one, other in lending if other == number]
-            for number in range(len(tiles))
-        ]
+        self._lenders: list[list[int]] = [[] for _ in tiles]
+        for lender, borrower in lending:
+            self._lenders[borrower].append(lender)
         self._pace = [*pace]
         self._order = sorted(range(len(self._tiles)), key=self._tile_rank)
         self._waiting: list[Item] = []
-        self._hands: dict[int, tuple[Item, float]] = {}
-        """What each device has, and since when."""
+        self._current: dict[int, tuple[Item, float]] = {}
+        """The tile of each busy device, and the time of its assignment."""
         self._done: dict[int, set[int]] = {}
-        """Tiles, by request."""
+        """Finished tiles by request."""
 
     def _tile_rank(self, number: int) -> tuple[bool, int]:
         tile = self._tiles[number]
@@ -183,51 +178,51 @@ class TileQueue:
 
     def take(self, device: int, now: float) -> Item | None:
         """Return the tile a device should compute now; None if the device is busy or has no work."""
-        if device in self._hands:
+        if device in self._current:
             return None
-        ready = [
-            each
-            for each in self._waiting
-            if self._done[each[0]].issuperset(self._lenders[each[1]])
-        ]
-        own = [each for each in ready if self._tiles[each[1]].device == device]
+        ready = []
+        for request, number in self._waiting:
+            if self._done[request].issuperset(self._lenders[number]):
+                ready.append((request, number))
+        own = [item for item in ready if self._tiles[item[1]].device == device]
         item = own[0] if own else self._steal_tile(device, ready, now)
         if item is not None:
             self._waiting.remove(item)
-            self._hands[device] = item, now
+            self._current[device] = item, now
         return item
 
     def _steal_tile(
         self, device: int, ready: Sequence[Item], now: float
     ) -> Item | None:
-        last = {
-            self._tiles[number].device: (request, number) for request, number in ready
-        }
+        """Return the last tile of the device with the longest backlog, if another device would finish it earlier."""
+        last: dict[int, Item] = {}
+        for request, number in ready:
+            last[self._tiles[number].device] = request, number
         if not last:
             return None
-        victim = max(last, key=lambda each: self._backlog_seconds(each, now))
-        sooner = self._work[last[victim][1]] * self._pace[
-            device
-        ] < self._backlog_seconds(victim, now)
-        return last[victim] if sooner else None
+        owner = max(last, key=lambda each: self._backlog_seconds(each, now))
+        _, number = last[owner]
+        seconds = self._work[number] * self._pace[device]
+        return last[owner] if seconds < self._backlog_seconds(owner, now) else None
 
     def _backlog_seconds(self, device: int, now: float) -> float:
         """Return the seconds a device needs for its current and waiting tiles."""
-        pace, left = self._pace[device], 0.0
-        if device in self._hands:
-            (_, number), since = self._hands[device]
+        pace = self._pace[device]
+        remaining = 0.0
+        if device in self._current:
+            (_, number), since = self._current[device]
+            # A device that has needed longer than expected by now has become slower.
             pace = max(pace, (now - since) / self._work[number])
-            left = self._work[number] * pace - (now - since)
-        waiting = (
-            number
-            for _, number in self._waiting
-            if self._tiles[number].device == device
-        )
-        return left + pace * sum(self._work[number] for number in waiting)
+            remaining = self._work[number] * pace - (now - since)
+        waiting = 0
+        for _, number in self._waiting:
+            if self._tiles[number].device == device:
+                waiting += self._work[number]
+        return remaining + pace * waiting
 
     def done(self, device: int, now: float) -> None:
         """Record the arrival of a device's tile."""
-        (request, number), since = self._hands.pop(device)
+        (request, number), since = self._current.pop(device)
         self._pace[device] = (now - since) / self._work[number]
         self._done[request].add(number)
 
@@ -240,12 +235,9 @@ def tile_queue(flow: Dataflow, speeds: Sequence[float]) -> TileQueue:
     """Return the queue of a plan's tiles; ``speeds`` of its devices in FLOP/s."""
     layers = flow.graph.layers[: flow.tiled]
     work = [sum(multiplications(layers, made)) for made in flow.computed]
-    return TileQueue(
-        flow.plan.tiles,
-        work,
-        flow.overlaps,
-        [2.0 * flow.settings.samples / speed for speed in speeds],
-    )
+    # A multiplication comes with an addition.
+    pace = [2.0 * flow.settings.samples / speed for speed in speeds]
+    return TileQueue(flow.plan.tiles, work, flow.overlaps, pace)
 
 
 class TileWork:
@@ -267,21 +259,19 @@ class TileWork:
         self._member = member
         self._flow = member.flow
         self._spread = spread
-        self._queue = (
-            tile_queue(member.flow, speeds)
-            if member.flow.settings.options.tile_stealing
-            else None
-        )
-        """The waiting tiles, on the source, where idle devices steal them."""
-        self._inputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._queue: TileQueue | None = None
+        """The waiting tiles on the source, if idle devices may steal tiles."""
+        if member.flow.settings.options.tile_stealing:
+            self._queue = tile_queue(member.flow, speeds)
+        self._inputs: dict[Item, torch.Tensor] = {}
         """Regions of the image by request and tile, (samples, channels, height, width)."""
-        self._taken: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        """What others lend a tile, by request and tile, then by lender."""
+        self._borrowed: dict[Item, dict[int, torch.Tensor]] = {}
+        """Overlaps lent to a tile, by request and tile, then by lender."""
         self._images: dict[int, torch.Tensor] = {}
         """Images on the source by request, until all tiles are done."""
         self._maps: dict[int, torch.Tensor] = {}
         self._missing: dict[int, int] = {}
-        """Tiles that are not in the map, by request."""
+        """Number of tiles missing in the map, by request."""
 
     @property
     def _is_source(self) -> bool:
@@ -298,113 +288,103 @@ class TileWork:
             self._assign_tile(request, number, tile.device)
 
     def _assign_tile(self, request: int, number: int, device: int) -> None:
-        """Assign a tile to a device."""
+        """Give a device a tile's region of the image."""
         region = self._flow.plan.tiles[number].regions[0]
-        part = self._images[request][
-            :, :, region.top : region.bottom, region.left : region.right
-        ]
+        part = _crop(self._images[request], region)
         if device == self._member.index:
             self.take_input(request, number, part)
         else:
-            self._member.post(
-                device,
-                TileInput(
-                    self._member.configuration, request, number, part.contiguous()
-                ),
-            )
+            configuration = self._member.configuration
+            message = TileInput(configuration, request, number, part.contiguous())
+            self._member.post(device, message)
 
     def _hand_out(self, queue: TileQueue) -> None:
         """Assign a tile to every idle device, with its reused overlaps."""
+        names = self._flow.plan.devices
         for device in self._flow.devices:
-            if (item := queue.take(device, self._member.device.now())) is None:
+            item = queue.take(device, self._member.device.now())
+            if item is None:
                 continue
             request, number = item
             if device != self._member.index:
-                for lender, tensor in self._taken.pop(item, {}).items():
+                for lender, tensor in self._borrowed.pop(item, {}).items():
                     self._member.ledger.drop(tensor)
-                    message = TileOverlap(
-                        self._member.configuration, request, lender, number, tensor
-                    )
-                    self._member.post(device, message)
+                    self._send_overlap(device, request, lender, number, tensor)
             self._assign_tile(request, number, device)
-            names, owner = self._flow.plan.devices, self._flow.plan.tiles[number].device
+            owner = names[self._flow.plan.tiles[number].device]
             self._member.device.record(
-                "tile",
-                request=request,
-                tile=number,
-                owner=names[owner],
-                by=names[device],
+                "tile", request=request, tile=number, owner=owner, by=names[device]
             )
+
+    def _send_overlap(
+        self,
+        device: int,
+        request: int,
+        lender: int,
+        borrower: int,
+        tensor: torch.Tensor,
+    ) -> None:
+        configuration = self._member.configuration
+        message = TileOverlap(configuration, request, lender, borrower, tensor)
+        self._member.post(device, message)
 
     def take_input(self, request: int, number: int, inputs: torch.Tensor) -> None:
         """Receive the image region of a tile, (samples, channels, height, width)."""
-        # On the source it is a part of the image.
-        self._inputs[request, number] = (
-            inputs if self._is_source else self._member.ledger.hold(inputs)
-        )
+        # On the source the region is a part of the image, which the ledger counts already.
+        if not self._is_source:
+            self._member.ledger.hold(inputs)
+        self._inputs[request, number] = inputs
         self._begin_if_complete(request, number)
 
     def take_overlap(
         self, request: int, lender: int, borrower: int, tensor: torch.Tensor
     ) -> None:
         """Receive an overlap of two tiles, (samples, elements); forward it if another device computes the borrower."""
-        to = self._flow.plan.tiles[borrower].device
-        if self._queue is None and to != self._member.index:
-            self._member.post(
-                to,
-                TileOverlap(
-                    self._member.configuration, request, lender, borrower, tensor
-                ),
-            )
+        receiver = self._flow.plan.tiles[borrower].device
+        if self._queue is None and receiver != self._member.index:
+            self._send_overlap(receiver, request, lender, borrower, tensor)
             return
-        self._taken.setdefault((request, borrower), {})[lender] = (
-            self._member.ledger.hold(tensor)
-        )
+        by_lender = self._borrowed.setdefault((request, borrower), {})
+        by_lender[lender] = self._member.ledger.hold(tensor)
         self._begin_if_complete(request, borrower)
 
     def _lend_regions(
         self, request: int, lender: int, borrower: int, tensor: torch.Tensor
     ) -> None:
         """Provide another tile with an overlap, through the source if all tile traffic passes there."""
-        to, source = self._flow.plan.tiles[borrower].device, self._flow.plan.source
-        if self._queue is not None or (
-            self._flow.way == "via-source" and to != self._member.index
-        ):
-            to = source
-        if self._member.index in (to, source):
+        source = self._flow.plan.source
+        receiver = self._flow.plan.tiles[borrower].device
+        is_local = receiver == self._member.index
+        passes_source = self._flow.way == "via-source" and not is_local
+        if self._queue is not None or passes_source:
+            receiver = source
+        if self._member.index in (receiver, source):
             self.take_overlap(request, lender, borrower, tensor)
         else:
-            self._member.post(
-                to,
-                TileOverlap(
-                    self._member.configuration, request, lender, borrower, tensor
-                ),
-            )
+            self._send_overlap(receiver, request, lender, borrower, tensor)
 
     def _begin_if_complete(self, request: int, number: int) -> None:
-        lenders = sum(borrower == number for _, borrower in self._flow.overlaps)
-        if (request, number) in self._inputs and len(
-            self._taken.get((request, number), ())
-        ) == lenders:
+        lenders = 0
+        for _, borrower in self._flow.overlaps:
+            lenders += borrower == number
+        item = (request, number)
+        if item in self._inputs and len(self._borrowed.get(item, ())) == lenders:
             self._member.start(self._compute_tile(request, number))
 
     async def _compute_tile(self, request: int, number: int) -> None:
-        flow, ledger = self._flow, self._member.ledger
-        inputs, taken = (
-            self._inputs.pop((request, number)),
-            self._taken.pop((request, number), {}),
-        )
+        flow = self._flow
+        ledger = self._member.ledger
+        inputs = self._inputs.pop((request, number))
+        borrowed = self._borrowed.pop((request, number), {})
         layers = [self._member.layers[index] for index in range(flow.tiled)]
-        cost = sum(
-            costs(flow.graph.layers[: flow.tiled], flow.computed[number], len(inputs)),
-            Cost(),
-        )
+        tiled = flow.graph.layers[: flow.tiled]
+        cost = sum(costs(tiled, flow.computed[number], len(inputs)), Cost())
         outputs, lent = await self._member.compute(
-            lambda: compute_tile(flow, number, layers, inputs, taken, ledger),
+            lambda: compute_tile(flow, number, layers, inputs, borrowed, ledger),
             cost,
             Span(SPAN, request, 0),
         )
-        for tensor in taken.values():
+        for tensor in borrowed.values():
             ledger.drop(tensor)
         for borrower, tensor in lent.items():
             ledger.drop(tensor)
@@ -413,28 +393,25 @@ class TileWork:
             self.place(request, number, outputs, flow.plan.devices[flow.plan.source])
         else:
             ledger.drop(inputs)
-            self._member.post(
-                None, TileOutput(self._member.configuration, request, number, outputs)
-            )
+            configuration = self._member.configuration
+            message = TileOutput(configuration, request, number, outputs)
+            self._member.post(None, message)
 
     def place(
         self, request: int, number: int, outputs: torch.Tensor, device: str
     ) -> None:
         """Collect tiles, (samples, channels, height, width), on the source; distribute the complete map."""
         if self._queue is not None:
-            self._queue.done(
-                self._flow.plan.devices.index(device), self._member.device.now()
-            )
+            index = self._flow.plan.devices.index(device)
+            self._queue.done(index, self._member.device.now())
             self._hand_out(self._queue)
-        tiles, ledger = self._flow.plan.tiles, self._member.ledger
+        tiles = self._flow.plan.tiles
+        ledger = self._member.ledger
         if request not in self._maps:
             shape = self._flow.graph.layers[self._flow.tiled - 1].output
             self._maps[request] = ledger.hold(outputs.new_empty(len(outputs), *shape))
             self._missing[request] = len(tiles)
-        region = tiles[number].regions[-1]
-        self._maps[request][
-            :, :, region.top : region.bottom, region.left : region.right
-        ] = outputs
+        _crop(self._maps[request], tiles[number].regions[-1])[:] = outputs
         self._missing[request] -= 1
         if not self._missing[request]:
             complete = self._maps.pop(request)
@@ -443,3 +420,8 @@ class TileWork:
             for tensor in (complete, self._images.pop(request)):
                 ledger.drop(tensor)
             self._spread(request, complete.flatten(1))
+
+
+def _crop(values: torch.Tensor, region: Region) -> torch.Tensor:
+    """Return a view of a region of whole maps, (samples, channels, height, width)."""
+    return values[:, :, region.top : region.bottom, region.left : region.right]

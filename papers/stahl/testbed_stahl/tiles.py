@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import ceil, inf
 from typing import NamedTuple
 
 from testbed.common.errors import InputError
@@ -38,18 +39,25 @@ class Overlap(NamedTuple):
 
 
 def is_late(row: int, column: int) -> bool:
-    """Whether a tile waits for its neighbours."""
+    """Return whether a tile waits for its neighbours, as every second tile of a chessboard does.
+
+    >>> is_late(0, 0), is_late(0, 1), is_late(1, 1)
+    (False, True, False)
+    """
     return (row + column) % 2 == 1
 
 
 def between(needed: Range, before: Range | None, after: Range | None) -> Range:
-    """Return the part of a range along one axis covered by neither neighbour; None means no neighbour."""
-    first = (
-        needed.first
-        if before is None
-        else min(max(needed.first, before.last), needed.last)
-    )
-    last = needed.last if after is None else max(first, min(needed.last, after.first))
+    """Return the part of a range along one axis covered by neither neighbour; None means no neighbour.
+
+    >>> between(Range(2, 9), before=Range(0, 4), after=None)
+    Range(first=4, last=9)
+    """
+    first, last = needed
+    if before is not None:
+        first = min(max(needed.first, before.last), needed.last)
+    if after is not None:
+        last = max(first, min(needed.last, after.first))
     return Range(first, last)
 
 
@@ -58,23 +66,16 @@ def computed(tiling: Tiling, number: int) -> tuple[Region, ...]:
     tile = tiling.tiles[number]
     if not is_late(tile.row, tile.column):
         return tile.regions[1:]
-    sides = _neighbour_tiles(tiling, tile)
+    above, below, left, right = _neighbour_tiles(tiling, tile)
     regions = []
     for level, region in enumerate(tile.regions[1:-1], 1):
-        above, below = (
-            None if each is None else _row_range(each.regions[level])
-            for each in sides[:2]
+        rows = between(
+            _row_range(region), _rows_of(above, level), _rows_of(below, level)
         )
-        left, right = (
-            None if each is None else _column_range(each.regions[level])
-            for each in sides[2:]
+        columns = between(
+            _column_range(region), _columns_of(left, level), _columns_of(right, level)
         )
-        regions.append(
-            Region(
-                *between(_row_range(region), above, below),
-                *between(_column_range(region), left, right),
-            )
-        )
+        regions.append(Region(*rows, *columns))
     return (*regions, tile.regions[-1])
 
 
@@ -91,32 +92,50 @@ def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
             if neighbour is None:
                 continue
             lender = tiling.tiles.index(neighbour)
-            for layer, (all_, own) in enumerate(
-                zip(tile.regions[1:-1], computed(tiling, number), strict=False)
-            ):
-                region = (
-                    all_._replace(bottom=own.top),
-                    all_._replace(top=own.bottom),
-                    own._replace(left=all_.left, right=own.left),
-                    own._replace(left=own.right, right=all_.right),
-                )[side]
+            own_regions = computed(tiling, number)[:-1]
+            regions = zip(tile.regions[1:-1], own_regions, strict=True)
+            for layer, (whole, own) in enumerate(regions):
+                region = _reused_region(whole, own, side)
                 if region.pixels:
                     shared.append(Overlap(lender, number, layer, region))
     return tuple(shared)
 
 
+def _reused_region(whole: Region, own: Region, side: int) -> Region:
+    """Return the part of a region that a neighbour lends: above, below, left or right of the computed part."""
+    match side:
+        case 0:
+            return whole._replace(bottom=own.top)
+        case 1:
+            return whole._replace(top=own.bottom)
+        case 2:
+            return own._replace(left=whole.left, right=own.left)
+        case _:
+            return own._replace(left=own.right, right=whole.right)
+
+
 def _neighbour_tiles(tiling: Tiling, tile: Tile) -> tuple[Tile | None, ...]:
-    def at(row: int, column: int) -> Tile | None:
-        inside = 0 <= row < tiling.rows and 0 <= column < tiling.columns
-        return tiling.tiles[row * tiling.columns + column] if inside else None
+    """Return the tiles above, below, left and right of a tile; None beyond the border."""
+
+    def tile_at(row: int, column: int) -> Tile | None:
+        is_inside = 0 <= row < tiling.rows and 0 <= column < tiling.columns
+        return tiling.tiles[row * tiling.columns + column] if is_inside else None
 
     row, column = tile.row, tile.column
     return (
-        at(row - 1, column),
-        at(row + 1, column),
-        at(row, column - 1),
-        at(row, column + 1),
+        tile_at(row - 1, column),
+        tile_at(row + 1, column),
+        tile_at(row, column - 1),
+        tile_at(row, column + 1),
     )
+
+
+def _rows_of(tile: Tile | None, level: int) -> Range | None:
+    return None if tile is None else _row_range(tile.regions[level])
+
+
+def _columns_of(tile: Tile | None, level: int) -> Range | None:
+    return None if tile is None else _column_range(tile.regions[level])
 
 
 def _row_range(region: Region) -> Range:
@@ -134,7 +153,9 @@ def feature_dominated_layers(graph: Graph) -> int:
     (features - weights) over the layers with weights before the cut; a pooling directly after the cut is tiled too. For
     YOLOv2 at 608x608 the result is layer 16, as in Stahl et al., Section 5.
     """
-    best, total, cut = 0, 0, 0
+    best = 0
+    total = 0
+    cut = 0
     for index in range(len(graph.layers)):
         if not _is_tileable(graph, index):
             break
@@ -151,47 +172,45 @@ def feature_dominated_layers(graph: Graph) -> int:
 
 def check_tileable(graph: Graph, count: int) -> None:
     """Raise `InputError` naming the nearest valid number if the first ``count`` layers cannot be tiled."""
-    if count <= len(graph.layers) and _can_be(graph, count):
+    if count <= len(graph.layers) and _can_tile(graph, count):
         return
-    nearest = max(
-        fewer
-        for fewer in range(min(count, len(graph.layers)) + 1)
-        if _can_be(graph, fewer)
-    )
+    # Zero layers can always be tiled.
+    nearest = min(count, len(graph.layers))
+    while not _can_tile(graph, nearest):
+        nearest -= 1
     raise InputError(
-        f"the first {count} layers of {graph.name} cannot be tiled together, which takes convolutions and pooling in a "
-        "row, with less padding than their kernels, of which only the last one's output is used further on: "
-        f"use {nearest}",
+        f"the first {count} layers of {graph.name} cannot be tiled together, which takes successive convolutions and "
+        "pooling layers, with less padding than their kernels, of which later layers read the last one's output "
+        f"alone: use {nearest}",
         ("method", "tiled_layers"),
     )
 
 
-def _can_be(graph: Graph, count: int) -> bool:
-    """Whether the first ``count`` layers can be tiled."""
-    return count == 0 or (
-        all(_is_tileable(graph, index) for index in range(count))
-        and _closes_stack(graph, count)
-    )
+def _can_tile(graph: Graph, count: int) -> bool:
+    """Return whether the first ``count`` layers can be tiled."""
+    if count == 0:
+        return True
+    are_tileable = all(_is_tileable(graph, index) for index in range(count))
+    return are_tileable and _closes_stack(graph, count)
 
 
 def _is_tileable(graph: Graph, index: int) -> bool:
-    """Whether a layer works on neighbouring pixels of the previous layer's output only.
-
-    A padding as large as the kernel is excluded, since a border tile might see no pixel of the map.
-    """
+    """Return whether a layer works on neighbouring pixels of the previous layer's output only."""
     layer = graph.layers[index]
-    near = layer.window is not None and layer.window.padding < layer.window.kernel
-    return near and layer.sources == (index - 1,)
+    if layer.window is None or layer.sources != (index - 1,):
+        return False
+    # With a padding as large as the kernel, a border tile might see no pixel of the map.
+    return layer.window.padding < layer.window.kernel
 
 
 def _closes_stack(graph: Graph, count: int) -> bool:
-    """Whether no later layer reads a value inside the first ``count`` layers, or the image."""
+    """Return whether no later layer reads a value inside the first ``count`` layers, or the image."""
     inside = range(INPUT, count - 1)
-    return all(
-        source not in inside
-        for layer in graph.layers[count:]
-        for source in layer.sources
-    )
+    for layer in graph.layers[count:]:
+        for source in layer.sources:
+            if source in inside:
+                return False
+    return True
 
 
 def needed(layer: GraphLayer, out: Range, size: int) -> Range:
@@ -255,22 +274,19 @@ class _Grid:
         return self._axis_lines(self.columns, 2)
 
     def _axis_lines(self, count: int, axis: int) -> list[tuple[_AxisTiles, _AxisTiles]]:
-        whole = [
-            _trace_axis(self.layers, out, axis)
-            for out in divide_evenly(self.layers[-1].output[axis], count)
-        ]
-        ranges = []
-        for index, each in enumerate(whole):
-            early = _AxisTiles(each, each[1:])
-            before = whole[index - 1] if index else None
-            after = whole[index + 1] if index + 1 < count else None
-            late = (
-                _trace_between(self.layers, each[-1], axis, before, after)
-                if self.reuse
-                else early
-            )
-            ranges.append((early, late))
-        return ranges
+        traced = []
+        for out in divide_evenly(self.layers[-1].output[axis], count):
+            traced.append(_trace_axis(self.layers, out, axis))
+        lines = []
+        for index, needs in enumerate(traced):
+            early = _AxisTiles(needs, needs[1:])
+            late = early
+            if self.reuse:
+                before = traced[index - 1] if index else None
+                after = traced[index + 1] if index + 1 < count else None
+                late = _trace_between(self.layers, needs[-1], axis, before, after)
+            lines.append((early, late))
+        return lines
 
     @cached_property
     def work(self) -> list[int]:
@@ -279,25 +295,17 @@ class _Grid:
             layer.multiplications // (layer.output[1] * layer.output[2])
             for layer in self.layers
         ]
-        products = []
-        for row, highs in enumerate(self._row_lines):
-            per_column = [
-                [
-                    each * high.size
-                    for each, high in zip(per_pixel, of.computed, strict=True)
-                ]
-                for of in highs
-            ]
-            for column, wides in enumerate(self._column_lines):
+        work = []
+        for row, row_lines in enumerate(self._row_lines):
+            for column, column_lines in enumerate(self._column_lines):
                 late = is_late(row, column)
-                wide = wides[late].computed
-                products.append(
-                    sum(
-                        each * part.size
-                        for each, part in zip(per_column[late], wide, strict=True)
-                    )
-                )
-        return products
+                heights = row_lines[late].computed
+                widths = column_lines[late].computed
+                products = 0
+                for each, rows, columns in zip(per_pixel, heights, widths, strict=True):
+                    products += each * rows.size * columns.size
+                work.append(products)
+        return work
 
     def least_time(self, speeds: Sequence[float]) -> float:
         """Return a lower bound on the time of any assignment, in multiplications per unit of speed."""
@@ -307,52 +315,41 @@ class _Grid:
         """Assign each tile to a device; return the owners and the finish time of the last device."""
         loads = [0] * len(speeds)
         owners = [source] * len(self.work)
-        order = range(len(owners))
-        for index in sorted(
-            order,
-            key=lambda index: (
-                self.reuse and self._is_late_tile(index),
-                -self.work[index],
-            ),
-        ):
+        for index in sorted(range(len(owners)), key=self._assignment_rank):
             more = self.work[index]
-            ends = [
-                (load + more) / speed for load, speed in zip(loads, speeds, strict=True)
-            ]
+            ends = []
+            for load, speed in zip(loads, speeds, strict=True):
+                ends.append((load + more) / speed)
             soonest = min(ends)
             device = source if ends[source] == soonest else ends.index(soonest)
             loads[device] += more
             owners[index] = device
-        return owners, max(
-            load / speed for load, speed in zip(loads, speeds, strict=True)
-        )
+        times = [load / speed for load, speed in zip(loads, speeds, strict=True)]
+        return owners, max(times)
 
-    def _is_late_tile(self, index: int) -> bool:
-        return is_late(*divmod(index, self.columns))
+    def _assignment_rank(self, index: int) -> tuple[bool, int]:
+        """Return the sort key of a tile: tiles that wait come last, larger ones first."""
+        waits = self.reuse and is_late(*divmod(index, self.columns))
+        return waits, -self.work[index]
 
     def tiling(self, owners: Sequence[int]) -> Tiling:
         """Return the tiles with their regions."""
         cells = product(range(self.rows), range(self.columns))
-        return Tiling(
-            rows=self.rows,
-            columns=self.columns,
-            tiles=tuple(
-                Tile(
-                    row=row,
-                    column=column,
-                    device=owner,
-                    regions=tuple(
-                        Region(*high, *wide)
-                        for high, wide in zip(
-                            self._row_lines[row][is_late(row, column)].needed,
-                            self._column_lines[column][is_late(row, column)].needed,
-                            strict=True,
-                        )
-                    ),
-                )
-                for owner, (row, column) in zip(owners, cells, strict=True)
-            ),
-        )
+        tiles = []
+        for owner, (row, column) in zip(owners, cells, strict=True):
+            regions = self._regions(row, column)
+            tiles.append(Tile(row=row, column=column, device=owner, regions=regions))
+        return Tiling(rows=self.rows, columns=self.columns, tiles=tuple(tiles))
+
+    def _regions(self, row: int, column: int) -> tuple[Region, ...]:
+        """Return the regions that a tile needs of each layer's input, and its region of the last output."""
+        late = is_late(row, column)
+        heights = self._row_lines[row][late].needed
+        widths = self._column_lines[column][late].needed
+        regions = []
+        for rows, columns in zip(heights, widths, strict=True):
+            regions.append(Region(*rows, *columns))
+        return tuple(regions)
 
 
 def make_tiling(
@@ -389,18 +386,25 @@ def best_tiling(
     reuse: bool = False,
 ) -> Tiling:
     """Return the fastest grid with about one or two tiles per device; the coarsest on ties."""
-    grids = [_Grid(layers, *each, reuse) for each in _grid_sizes(layers, len(speeds))]
-    best: tuple[float, int, list[int], _Grid] | None = None
-    for bound, grid in sorted(
-        ((grid.least_time(speeds), grid) for grid in grids), key=lambda each: each[0]
-    ):
-        if best is not None and bound > best[0]:
+    bounded = []
+    for rows, columns in _grid_sizes(layers, len(speeds)):
+        grid = _Grid(layers, rows, columns, reuse)
+        bounded.append((grid.least_time(speeds), grid))
+    bounded.sort(key=lambda pair: pair[0])
+    best_rank = (inf, 0)
+    best: tuple[_Grid, list[int]] | None = None
+    for bound, grid in bounded:
+        # No assignment of this grid, or of the grids after it, is faster than the best one so far.
+        if bound > best_rank[0]:
             break
         owners, time = grid.owners(speeds, source)
-        if best is None or (time, len(owners)) < best[:2]:
-            best = (time, len(owners), owners, grid)
+        rank = (time, len(owners))
+        if rank < best_rank:
+            best_rank = rank
+            best = grid, owners
     assert best is not None
-    return best[3].tiling(best[2])
+    best_grid, best_owners = best
+    return best_grid.tiling(best_owners)
 
 
 def _grid_sizes(layers: Sequence[GraphLayer], devices: int) -> list[tuple[int, int]]:
@@ -408,11 +412,10 @@ def _grid_sizes(layers: Sequence[GraphLayer], devices: int) -> list[tuple[int, i
     _, height, width = layers[-1].output
     sizes = set()
     for rows in range(1, min(devices, height) + 1):
-        for columns in (
-            max(1, devices // rows),
-            -(-devices // rows),
-            2 * devices // rows,
-        ):
+        rounded_down = max(1, devices // rows)
+        rounded_up = ceil(devices / rows)
+        twice = 2 * devices // rows
+        for columns in (rounded_down, rounded_up, twice):
             sizes.add((rows, min(columns, width)))
     return sorted(sizes)
 
@@ -433,21 +436,26 @@ def _trace_between(
     after: list[Range] | None,
 ) -> _AxisTiles:
     """Return the ranges needed and computed along one axis with data from the neighbours."""
-    needs, makes = [out], [out]
-    for index in range(len(layers) - 1, -1, -1):
-        needs.append(needed(layers[index], makes[-1], layers[index].input[axis]))
+    needs = [out]
+    makes = [out]
+    for index in reversed(range(len(layers))):
+        layer = layers[index]
+        needs.append(needed(layer, makes[-1], layer.input[axis]))
+        # The image comes from the source in full.
         if index:
-            sides = (None if each is None else each[index] for each in (before, after))
-            makes.append(between(needs[-1], *sides))
+            lent_before = None if before is None else before[index]
+            lent_after = None if after is None else after[index]
+            makes.append(between(needs[-1], lent_before, lent_after))
     return _AxisTiles(needs[::-1], makes[::-1])
 
 
 def multiplications(layers: Sequence[GraphLayer], made: Sequence[Region]) -> list[int]:
     """Return the multiplications of each layer in a tile computing these regions of the layers' outputs."""
-    return [
-        layer.multiplications * region.pixels // (layer.output[1] * layer.output[2])
-        for layer, region in zip(layers, made, strict=True)
-    ]
+    products = []
+    for layer, region in zip(layers, made, strict=True):
+        pixels = layer.output[1] * layer.output[2]
+        products.append(layer.multiplications * region.pixels // pixels)
+    return products
 
 
 def costs(
@@ -457,10 +465,10 @@ def costs(
     by_layer = []
     for layer, region in zip(layers, made, strict=True):
         share = region.pixels / (layer.output[1] * layer.output[2])
-        one = layer.cost(layer.inputs, layer.output_channels).scaled(
-            flops=share, accessed=share, weights=1
-        )
-        by_layer.append(forward_of(one, samples))
+        whole = layer.cost(layer.inputs, layer.output_channels)
+        # A tile reads all weights of a layer, whatever its share of the pixels.
+        part = whole.scaled(flops=share, accessed=share, weights=1)
+        by_layer.append(forward_of(part, samples))
     return by_layer
 
 
