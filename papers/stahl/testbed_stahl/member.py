@@ -51,19 +51,13 @@ class InferenceMember:
         self._flow = flow
         self._state = state
         self._computes = problem.workload.numerics == "full"
-        self._context = MemberContext(
-            mailbox, flow, coordinator, problem.device(mailbox.device.name).memory
-        )
+        memory = problem.device(mailbox.device.name).memory
+        self._context = MemberContext(mailbox, flow, coordinator, memory)
         self._requests: dict[int, RequestWork] = {}
         speeds = [problem.device(name).speed for name in flow.plan.devices]
-        self._tiles = TileWork(
-            self._context,
-            speeds,
-            lambda request, value: self._request_work(request).spread(
-                flow.tiled - 1, value
-            ),
-        )
+        self._tiles = TileWork(self._context, speeds, self._spread_map)
         self._reported = -1
+        """Peak of activations in the last report, in bytes."""
 
     @property
     def actions(self) -> int:
@@ -77,63 +71,49 @@ class InferenceMember:
 
     async def prepare(self) -> None:
         """Load the weights and start receiving messages."""
-        context, flow, problem = self._context, self._flow, self._problem
-
-        def load() -> None:
-            held = layers_stored(flow, context.index)
-            if not self._computes:
-                for layer, part in stored(flow, context.index).items():
-                    context.layers[layer] = SlicedShape(flow.graph.layers[layer], part)
-                context.ledger.weights = BYTES_PER_VALUE * parameters(
-                    flow, context.index
-                )
-                return
-            state = (
-                draw_tensors(problem.model, held, problem.seed)
-                if self._state is None
-                else self._state
-            )
-            for layer, part in stored(flow, context.index).items():
-                context.layers[layer] = SlicedLayer(
-                    flow.graph.layers[layer], part, state
-                )
-            context.ledger.weights = sum(tensor.nbytes for tensor in state.values())
-
-        # One operation for each value, as `costs.copy_cost` has it for a stage without momentum.
-        await context.compute(load, Cost(parameters(flow, context.index)), Span("load"))
+        # One operation for each value, as `costs.copy_cost` charges a stage without momentum.
+        cost = Cost(parameters(self._flow, self._context.index))
+        await self._context.compute(self._load_weights, cost, Span("load"))
         self._report_memory()
-        self._register_handler(
-            Activation,
-            lambda message: self._begin_request(
-                message.batch, self._input_image(message.tensor)
-            ),
-        )
+        self._register_handler(Activation, self._begin_request)
         self._register_handler(OutputPiece, self._take_values)
         self._register_handler(PartialSums, self._take_sums)
-        tiles = self._tiles
         self._register_handler(TileInput, self._take_tile)
-        self._register_handler(
-            TileOverlap,
-            lambda lent: tiles.take_overlap(
-                lent.request, lent.lender, lent.borrower, lent.tensor
-            ),
-        )
-        self._register_handler(
-            TileOutput,
-            lambda made: tiles.place(made.request, made.tile, made.tensor, made.sender),
-        )
+        self._register_handler(TileOverlap, self._take_overlap)
+        self._register_handler(TileOutput, self._place_tile)
 
-    def _begin_request(self, number: int, images: torch.Tensor) -> None:
+    def _load_weights(self) -> None:
+        """Create the slices of all layers, without values in timing-only runs."""
+        context = self._context
+        layers = self._flow.graph.layers
+        slices = stored(self._flow, context.index)
+        if not self._computes:
+            for index, part in slices.items():
+                context.layers[index] = SlicedShape(layers[index], part)
+            values = parameters(self._flow, context.index)
+            context.ledger.weights = BYTES_PER_VALUE * values
+            return
+        state = self._state
+        if state is None:
+            held = layers_stored(self._flow, context.index)
+            state = draw_tensors(self._problem.model, held, self._problem.seed)
+        for index, part in slices.items():
+            context.layers[index] = SlicedLayer(layers[index], part, state)
+        context.ledger.weights = sum(tensor.nbytes for tensor in state.values())
+
+    def _begin_request(self, message: Activation) -> None:
         """Start a request on the source by distributing its images."""
-        request = self._request_work(number)
+        # Tensors on torch's device "meta" have a shape and no values.
+        images = message.tensor if self._computes else message.tensor.to("meta")
+        request = self._request_work(message.batch)
         if self._flow.plan.tiles:
-            self._tiles.begin(number, images)
+            self._tiles.begin(message.batch, images)
         else:
             request.spread(INPUT, images.flatten(1))
 
-    def _input_image(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the image of a request, or a tensor without values in timing-only runs."""
-        return tensor if self._computes else tensor.to("meta")
+    def _spread_map(self, request: int, value: torch.Tensor) -> None:
+        """Distribute the complete output of the tiled layers, (samples, elements), from the source."""
+        self._request_work(request).spread(self._flow.tiled - 1, value)
 
     async def serve(self) -> None:
         """Answer requests until cancelled."""
@@ -153,6 +133,14 @@ class InferenceMember:
         self._request_work(message.request)
         self._tiles.take_input(message.request, message.tile, message.tensor)
 
+    def _take_overlap(self, message: TileOverlap) -> None:
+        self._tiles.take_overlap(
+            message.request, message.lender, message.borrower, message.tensor
+        )
+
+    def _place_tile(self, message: TileOutput) -> None:
+        self._tiles.place(message.request, message.tile, message.tensor, message.sender)
+
     def _take_values(self, message: OutputPiece) -> None:
         maker = self._flow.plan.devices.index(message.sender)
         self._request_work(message.request).take_values(
@@ -160,13 +148,10 @@ class InferenceMember:
         )
 
     def _take_sums(self, message: PartialSums) -> None:
-        channels, sender = (
-            Range(message.first, message.last),
-            self._flow.plan.devices.index(message.sender),
-        )
-        self._request_work(message.request).store.put_sums(
-            message.layer, channels, sender, message.tensor
-        )
+        channels = Range(message.first, message.last)
+        sender = self._flow.plan.devices.index(message.sender)
+        store = self._request_work(message.request).store
+        store.put_sums(message.layer, channels, sender, message.tensor)
 
     def _request_work(self, number: int) -> RequestWork:
         """Return the state of a request, created by the first message about the request."""

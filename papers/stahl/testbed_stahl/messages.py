@@ -19,7 +19,7 @@ class ConfigureMember(ConfigurationMessage, kind="configure", opens=True):
     plan: Mapping[str, Any]
     """A `DistributedPlan` as JSON."""
     given: bool
-    """Whether the member's slices of the weights are here; else they come from the seed."""
+    """Whether the message has the member's slices of the weights; otherwise the seed gives them."""
     state: State
 
 
@@ -29,7 +29,7 @@ class OutputPiece(ConfigurationMessage, kind="piece"):
 
     request: int
     value: int
-    """The layer that made them, or `INPUT`."""
+    """The layer that made the elements, or `INPUT`."""
     first: int
     tensor: torch.Tensor
 

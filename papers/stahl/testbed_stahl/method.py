@@ -55,12 +55,17 @@ TILE_KINDS = (TileInput.kind, TileOverlap.kind, TileOutput.kind)
 
 
 def _fullest_device(metrics: Metrics) -> tuple[str, Mapping[str, Any]]:
-    """Return the device with the highest reported memory use."""
-    held = {name: row for name, row in metrics["devices"].items() if "weights" in row}
-    return max(
-        held.items(),
-        key=lambda item: float(item[1]["weights"] + item[1]["activations"]),
-    )
+    """Return the device with the highest reported memory use, and its metrics."""
+
+    def memory_use(item: tuple[str, Mapping[str, Any]]) -> float:
+        _, row = item
+        return float(row["weights"] + row["activations"])
+
+    reporting = []
+    for name, row in metrics["devices"].items():
+        if "weights" in row:
+            reporting.append((name, row))
+    return max(reporting, key=memory_use)
 
 
 def _peak_memory(metrics: Metrics) -> str:
@@ -74,23 +79,23 @@ def _part_bytes(metrics: Metrics) -> str:
 
 
 def _has_plan_metrics(metrics: Metrics) -> bool:
-    return "requests" in metrics and any(
-        "weights" in row for row in metrics["devices"].values()
-    )
+    devices = metrics["devices"].values()
+    return "requests" in metrics and any("weights" in row for row in devices)
 
 
 def _tile_bytes(record: RunView) -> int | None:
-    about = [
-        event.fields["bytes"]
-        for event in record.of("send")
-        if event.fields["message"] in TILE_KINDS
-    ]
-    return sum(about) if about else None
+    sizes: list[int] = []
+    for event in record.of("send"):
+        if event.fields["message"] in TILE_KINDS:
+            sizes.append(event.fields["bytes"])
+    return sum(sizes) if sizes else None
 
 
 def _stolen_tiles(record: RunView) -> int | None:
-    given = [event.fields for event in record.of("tile")]
-    return sum(fields["owner"] != fields["by"] for fields in given) if given else None
+    assigned = [event.fields for event in record.of("tile")]
+    if not assigned:
+        return None
+    return sum(fields["owner"] != fields["by"] for fields in assigned)
 
 
 DECLARED = MetricsSpec(
@@ -121,10 +126,10 @@ DECLARED = MetricsSpec(
 
 
 class Distributed(Method[DistributedOptions, DistributedDetails]):
-    """The source distributes an image, workers exchange the data their schemes need, and the source gets the result.
+    """The source distributes an image, workers exchange data as their schemes need, and the source gets the result.
 
-    A device holds the weights of its own parts and no others. Devices that die are dealt with as
-    `testbed.ml.pipeline.checkpointing` says, the layers being divided again over those that are left.
+    A device stores the weights of its own parts and no others. After the loss of a device the layers are divided again
+    over the remaining devices; `testbed.ml.pipeline.checkpointing` describes the recovery.
     """
 
     name = "distributed"
@@ -158,25 +163,19 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
 
     async def program(self, device: Device, context: DistributedContext) -> None:
         """Send requests from the source; act as a member on every device."""
-        problem, source, options = (
-            context.problem,
-            context.plan.coordinator,
-            context.problem.options,
-        )
+        problem = context.problem
+        options = problem.options
+        source = context.plan.coordinator
 
         def member_of(configure: ConfigureMember) -> InferenceMember:
-            flow = flow_of(problem, DistributedPlan.model_validate(configure.plan))
+            plan = DistributedPlan.model_validate(configure.plan)
+            state = configure.state if configure.given else None
             return InferenceMember(
-                mailbox,
-                problem,
-                flow,
-                source,
-                configure.state if configure.given else None,
+                mailbox, problem, flow_of(problem, plan), source, state
             )
 
-        async with Mailbox(
-            device, problem.links, (*MEMBERSHIP_KINDS, *MEMBER_KINDS)
-        ) as mailbox:
+        kinds = (*MEMBERSHIP_KINDS, *MEMBER_KINDS)
+        async with Mailbox(device, problem.links, kinds) as mailbox:
             holder = RoleHolder(mailbox, source)
             holder.follow(ConfigureMember, member_of)
             if device.name != source:
@@ -216,30 +215,28 @@ def _configuration_for(
     state: State | None,
 ) -> ConfigureMember:
     """Return the message for a member, with its slices of a state; None draws the weights from the seed."""
-    there = {assignment.device for assignment in supervisor.layout}
-    planned = there == {assignment.device for assignment in context.plan.assignments}
-    decided = (
-        context.plan.details.distributed
-        if planned
-        else distributed(context.problem, there)
-    )
-    given = (
-        {}
-        if state is None
-        else _slices_of(context.problem, decided, part.device, state)
-    )
-    configuration = supervisor.mailbox.configuration
+    problem = context.problem
+    present = {assignment.device for assignment in supervisor.layout}
+    planned = {assignment.device for assignment in context.plan.assignments}
+    plan = context.plan.details.distributed
+    if present != planned:
+        plan = distributed(problem, present)
+    slices: State = {}
+    if state is not None:
+        slices = _slices_of(problem, plan, part.device, state)
     return ConfigureMember(
-        configuration, decided.model_dump(mode="json"), state is not None, given
+        configuration=supervisor.mailbox.configuration,
+        plan=plan.model_dump(mode="json"),
+        given=state is not None,
+        state=slices,
     )
 
 
 def _slices_of(
     problem: PlanningProblem[DistributedOptions],
-    decided: DistributedPlan,
+    plan: DistributedPlan,
     device: str,
     state: State,
 ) -> State:
-    return cut_copies(
-        layers_stored(flow_of(problem, decided), decided.devices.index(device)), state
-    )
+    index = plan.devices.index(device)
+    return cut_copies(layers_stored(flow_of(problem, plan), index), state)

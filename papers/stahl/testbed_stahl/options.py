@@ -27,12 +27,13 @@ class DistributedOptions(Options):
 
     scheme: SchemeName = Field(
         "optimal",
-        description="lop, lip: by output or input, everywhere; fuse: by output, with fused pairs; optimal: the least "
-        "communication of all three; sequential: layers in a row; single: the source alone",
+        description="division of the layers. lop, lip: all by output or all by input; fuse: by output, with fused "
+        "pairs; optimal: minimal communication with all three; sequential: whole layers on successive devices; single: "
+        "the source alone",
     )
     fused_pairs: tuple[tuple[int, int], ...] | None = Field(
         None,
-        description="pairs of layers, by index, for the scheme fuse; default: those with the least communication",
+        description="pairs of layers, by index, for the scheme fuse; default: pairs with minimal communication",
     )
     communication_formula: Reuse = Field(
         "with-reuse",
@@ -41,16 +42,16 @@ class DistributedOptions(Options):
     )
     shares: Literal["speed", "equal"] = Field(
         "speed",
-        description="of each layer: in proportion to the devices' speed, or equal; within their memory",
+        description="shares of the devices in each layer: in proportion to their speed, or equal; limited by memory",
     )
     tiled_layers: int | None = Field(
         None,
         ge=0,
-        description="number of first layers that are done by fused tiles, in all schemes but sequential and single; "
-        "none: those dominated by features",
+        description="number of first layers computed by fused tiles, in all schemes but sequential and single; "
+        "default: the layers whose inputs and outputs are larger than their weights",
     )
     tile_grid: tuple[int, int] | None = Field(
-        None, description="rows and columns of tiles; default: what is done soonest"
+        None, description="rows and columns of tiles; default: the fastest grid"
     )
     source: str | None = Field(
         None,
@@ -68,20 +69,20 @@ class DistributedOptions(Options):
     links."""
     layerwise: bool = Field(
         False,
-        description="whether a device computes its part of a layer once it has all of the input, sends it once all is "
-        "computed, and the source sends on what it has collected whole; otherwise all of this overlaps, in pieces",
+        description="whether a device computes its part of a layer after all of the input has arrived, sends the whole "
+        "part after computing, and the source forwards complete outputs; otherwise these steps overlap, in chunks",
     )
     on_loss: Literal["replan", "fail"] = Field(
         "replan",
-        description="requests under way when a device is lost: finish them with the others, or fail",
+        description="requests under way when a device is lost: finish them with the remaining devices, or fail",
     )
     stall_timeout: Duration = Field(
         2.0,
         gt=0,
-        description="without progress before devices are polled, and without a reply before they count as lost",
+        description="time without progress before devices are polled, and without a reply before they count as lost",
     )
     rejoin_timeout: Duration = Field(
-        5.0, description="how long a lost device may take to come back"
+        5.0, description="time in which a lost device may return"
     )
 
     # Beyond the paper, from here on.
@@ -89,13 +90,13 @@ class DistributedOptions(Options):
     in_flight: int = Field(1, ge=1, description="requests under way at once")
     tile_overlap: Literal["compute", "reuse"] = Field(
         "compute",
-        description="what neighbouring tiles both need within the early layers: computed by each, or reused "
-        "(DeepThings): computed by one and sent to the other, which begins later",
+        description="regions that neighbouring tiles both need. compute: each tile computes them; reuse (DeepThings): "
+        "one tile computes them and sends them to the other, which begins later",
     )
     tile_stealing: bool = Field(
         False,
-        description="whether idle devices take tiles that wait for others (DeepThings); each device has one tile at a "
-        "time, and the early layers' weights",
+        description="whether idle devices steal tiles that wait for other devices (DeepThings); each device has one "
+        "tile at a time, and the weights of all tiled layers",
     )
     chunks: int = Field(
         16,
@@ -105,15 +106,15 @@ class DistributedOptions(Options):
     min_chunk_bytes: int = Field(
         65_536,
         ge=1,
-        description="bytes that a chunk has at least, unless it is the only one",
+        description="minimum bytes of a chunk, unless it is the only one",
     )
-    """Smaller ones would hardly overlap more, and each message keeps an emulating host busy for about a millisecond."""
+    """Smaller chunks hardly overlap more, and each message occupies an emulating host for about a millisecond."""
 
     @model_validator(mode="after")
     def _pairs_have_their_scheme(self) -> Self:
         if self.fused_pairs is not None and self.scheme != "fuse":
             raise ValueError(
-                f"'fused_pairs' names pairs for the scheme fuse, but the scheme is {self.scheme}: use scheme fuse"
+                f"'fused_pairs' belongs to the scheme fuse, but the scheme is {self.scheme}: use scheme fuse"
             )
         if self.layerwise and self.exchange != "via-source":
             raise ValueError(
@@ -133,7 +134,11 @@ class PlanSettings:
     """Samples in a request, at most."""
 
     def with_options(self, **changes: object) -> PlanSettings:
-        """Return a copy with other options, without validation."""
+        """Return a copy with other options, without validation.
+
+        >>> PlanSettings().with_options(scheme="lop").options.scheme
+        'lop'
+        """
         return PlanSettings(
             self.options.model_copy(update=changes), self.source, self.samples
         )

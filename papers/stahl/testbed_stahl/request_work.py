@@ -21,9 +21,9 @@ from testbed.ml.lazy import torch
 from testbed.ml.models.chain import forward_of
 from testbed.ml.models.sliced import SlicedLayer, SlicedShape
 from testbed.ml.pipeline.messages import Output
-from testbed_stahl.dataflow import Dataflow, LayerTask, Origin, as_range
+from testbed_stahl.dataflow import Dataflow, LayerTask, Origin, as_range, by_chunks
 from testbed_stahl.messages import OutputPiece, PartialSums
-from testbed_stahl.plan import Range, intersection
+from testbed_stahl.plan import Range, intersection, scaled, shifted
 
 
 class Ledger:
@@ -36,7 +36,7 @@ class Ledger:
         self.weights = 0
         self.activations = 0
         self.peak = 0
-        """Most bytes of activations at once."""
+        """Peak bytes of activations."""
         self._device = device
         self._memory = memory
 
@@ -75,14 +75,12 @@ class MemberContext:
         self.index = flow.plan.devices.index(mailbox.device.name)
         """Index of the device in the plan."""
         self.layers: dict[int, SlicedLayer | SlicedShape] = {}
-        """What it holds, by layer."""
+        """Stored slices by layer."""
         self.ledger = Ledger(mailbox.device.name, memory)
-        self.done_after: dict[int, list[int]] = {
-            index: [] for index in range(len(flow.graph.layers))
-        }
-        """Values that the device needs no more after a layer."""
+        self.done_after: dict[int, list[int]] = {}
+        """Values that the device no longer needs after a layer."""
         for value, readers in flow.last.items():
-            self.done_after.get(readers[self.index], []).append(value)
+            self.done_after.setdefault(readers[self.index], []).append(value)
         self._mailbox = mailbox
         self._coordinator = coordinator
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -100,10 +98,10 @@ class MemberContext:
 
     def post(self, device: int | None, message: TypedMessage) -> None:
         """Queue a message to a device of the plan or to the coordinator, without waiting."""
-        self._mailbox.post(
-            self._coordinator if device is None else self.flow.plan.devices[device],
-            message,
-        )
+        name = self._coordinator
+        if device is not None:
+            name = self.flow.plan.devices[device]
+        self._mailbox.post(name, message)
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
         """Compute on the device's processor, without gradients."""
@@ -159,12 +157,12 @@ class Store:
         """Return the received blocks of a layer's input."""
         blocks: list[Block] = []
         for origin in origins:
+            offset = origin.at - origin.part.first
             for part, tensor in self._pieces.get(origin.value, ()):
-                here = intersection(part, origin.part)
-                if here.size:
-                    at = origin.at - origin.part.first
-                    taken = tensor[:, here.first - part.first : here.last - part.first]
-                    blocks.append((Range(here.first + at, here.last + at), taken))
+                common = intersection(part, origin.part)
+                if common.size:
+                    values = _cut_columns(tensor, part, common)
+                    blocks.append((shifted(common, offset), values))
         return sorted(blocks, key=lambda block: block[0])
 
     async def all_of(self, origins: tuple[Origin, ...]) -> list[Block]:
@@ -220,24 +218,22 @@ class RequestWork:
 
     async def run(self) -> None:
         """Compute this device's part of every layer in order; submit the result on the source."""
+        member = self._member
         for index in range(self._flow.tiled, len(self._layers)):
-            task = self._flow.tasks[index][self._member.index]
-            if task.work == "outputs" or (
-                task.work == "whole" and self._layers[index].splits
-            ):
-                await self._by_outputs(index, task)
-            elif task.work == "sums":
+            task = self._flow.tasks[index][member.index]
+            if task.work == "sums":
                 await self._by_inputs(index, task)
+            elif by_chunks(self._layers[index], task):
+                await self._by_outputs(index, task)
             elif task.work != "none":
                 await self._compute_whole(index, task)
-            for value in self._member.done_after[index]:
+            for value in member.done_after.get(index, ()):
                 self.store.forget(value)
-        if self._member.index == self._flow.plan.source:
+        if member.index == self._flow.plan.source:
             result = _join_blocks(await self.store.all_of(self._flow.result()))
             shaped = result.reshape(-1, *self._layers[-1].output)
-            self._member.post(
-                None, Output(self._member.configuration, "infer", self.number, shaped)
-            )
+            output = Output(member.configuration, "infer", self.number, shaped)
+            member.post(None, output)
         self.store.clear()
 
     # Divided layers.
@@ -247,35 +243,29 @@ class RequestWork:
 
         The last contribution is computed in chunks, each sent while the next is computed.
         """
-        each, total = self._layers[index].pixels, None
+        pixels = self._layers[index].pixels
+        total = None
         used: set[Range] = set()
         blocks = await self._new_blocks(index, task, used)
         while sum(taken.size for taken in used) < task.takes.size:
             work = partial(self._add_products, index, blocks, task.makes, total)
-            added = await self._compute_layer(
-                index, work, self._product_cost(index, blocks, task.makes.size)
-            )
+            cost = self._product_cost(index, blocks, task.makes.size)
+            added = await self._compute_layer(index, work, cost)
+            # Later contributions replace the sums of earlier ones, so the sums count once.
             if total is None:
                 self._member.ledger.hold(added)
             total = added
             blocks = await self._new_blocks(index, task, used)
+        whole = scaled(task.makes, pixels)
         for chunk in self._flow.chunks(index, task.makes):
             before = None
             if total is not None:
-                before = total[
-                    :,
-                    (chunk.first - task.makes.first) * each : (
-                        chunk.last - task.makes.first
-                    )
-                    * each,
-                ]
+                before = _cut_columns(total, whole, scaled(chunk, pixels))
             work = partial(self._finish_channels, index, blocks, chunk, before)
             cost = self._product_cost(index, blocks, chunk.size)
-            cost += forward_of(
-                self._layers[index].finish_cost(chunk.size), len(blocks[0][1])
-            )
+            cost += self._finish_cost(index, chunk.size, _samples_of(blocks))
             made = await self._compute_layer(index, work, cost)
-            self._publish(index, chunk.first * each, made)
+            self._publish(index, chunk.first * pixels, made)
         if total is not None:
             self._member.ledger.drop(total)
 
@@ -287,18 +277,17 @@ class RequestWork:
         if self._flow.settings.options.layerwise:
             await self.store.all_of(origins)
         while True:
-            blocks = [
-                block for block in self.store.blocks(origins) if block[0] not in used
-            ]
-            if blocks:
-                used.update(taken for taken, _ in blocks)
-                return blocks
+            unused = []
+            for taken, values in self.store.blocks(origins):
+                if taken not in used:
+                    unused.append((taken, values))
+            if unused:
+                used.update(taken for taken, _ in unused)
+                return unused
             await self.store.news()
 
     async def _by_inputs(self, index: int, task: LayerTask) -> None:
-        """LIP: compute partial sums of all outputs, one part per merger and the own part last; then merge the received
-        sums.
-        """
+        """LIP: compute partial sums of all outputs, then merge the sums of all devices for the own output channels."""
         if task.takes.size:
             await self._send_sums(index, task)
         senders = sum(other.takes.size > 0 for other in self._flow.tasks[index])
@@ -306,37 +295,36 @@ class RequestWork:
             sums = await self.store.sums(index, chunk, senders)
             # An addition for each value that is merged.
             cost = Cost(sum(each.numel() for each in sums[1:]))
-            cost += forward_of(
-                self._layers[index].finish_cost(chunk.size), len(sums[0])
-            )
-            made = await self._compute_layer(
-                index, partial(self._merge_sums, index, sums, chunk), cost
-            )
+            cost += self._finish_cost(index, chunk.size, len(sums[0]))
+            work = partial(self._merge_sums, index, sums, chunk)
+            made = await self._compute_layer(index, work, cost)
             self._publish(index, chunk.first * self._layers[index].pixels, made)
 
     async def _send_sums(self, index: int, task: LayerTask) -> None:
-        tasks, own = self._flow.tasks[index], self._member.index
+        """Compute the partial sums of each merger in ring order, and those of the device itself last."""
+        tasks = self._flow.tasks[index]
+        own = self._member.index
         blocks = await self.store.all_of(self._flow.origins(index, task.takes))
         for step in range(1, len(tasks) + 1):
             merger = (own + step) % len(tasks)
             for chunk in self._flow.chunks(index, tasks[merger].makes):
                 work = partial(self._add_products, index, blocks, chunk, None)
-                added = await self._compute_layer(
-                    index, work, self._product_cost(index, blocks, chunk.size)
-                )
+                cost = self._product_cost(index, blocks, chunk.size)
+                added = await self._compute_layer(index, work, cost)
                 if merger == own:
                     self.store.put_sums(index, chunk, own, added)
                 else:
-                    sums = PartialSums(
-                        self._member.configuration, self.number, index, *chunk, added
-                    )
+                    configuration = self._member.configuration
+                    sums = PartialSums(configuration, self.number, index, *chunk, added)
                     self._member.post(merger, sums)
 
     def _product_cost(self, index: int, blocks: Sequence[Block], channels: int) -> Cost:
         read = sum(taken.size for taken, _ in blocks)
-        return forward_of(
-            self._layers[index].product_cost(read, channels), len(blocks[0][1])
-        )
+        one_sample = self._layers[index].product_cost(read, channels)
+        return forward_of(one_sample, _samples_of(blocks))
+
+    def _finish_cost(self, index: int, channels: int, samples: int) -> Cost:
+        return forward_of(self._layers[index].finish_cost(channels), samples)
 
     def _add_products(
         self,
@@ -346,12 +334,13 @@ class RequestWork:
         before: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the accumulated sums of some output channels after adding parts of the input."""
-        layer, sliced = self._layers[index], self._member.layers[index]
-        each, total = layer.inputs // layer.input_channels, before
+        layer = self._layers[index]
+        sliced = self._member.layers[index]
+        pixels = layer.inputs // layer.input_channels
+        total = before
         for taken, inputs in blocks:
-            sums = sliced.sums(
-                inputs, range(taken.first // each, taken.last // each), as_range(made)
-            )
+            channels = range(taken.first // pixels, taken.last // pixels)
+            sums = sliced.sums(inputs, channels, as_range(made))
             total = sums if total is None else _add_tensors(total, sums)
         assert total is not None
         return total
@@ -363,9 +352,8 @@ class RequestWork:
         made: Range,
         before: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self._member.layers[index].finish(
-            self._add_products(index, blocks, made, before), as_range(made)
-        )
+        total = self._add_products(index, blocks, made, before)
+        return self._member.layers[index].finish(total, as_range(made))
 
     def _merge_sums(
         self, index: int, sums: Sequence[torch.Tensor], made: Range
@@ -378,12 +366,12 @@ class RequestWork:
     async def _compute_whole(self, index: int, task: LayerTask) -> None:
         """Compute a whole layer, or pool some channels."""
         layer = self._layers[index]
+        sliced = self._member.layers[index]
         blocks = await self.store.all_of(self._flow.origins(index, task.takes))
-        cost = forward_of(
-            layer.cost(task.takes.size, task.makes.size), len(blocks[0][1])
-        )
+        one_sample = layer.cost(task.takes.size, task.makes.size)
+        cost = forward_of(one_sample, _samples_of(blocks))
         made = await self._compute_layer(
-            index, lambda: self._member.layers[index].run(_join_blocks(blocks)), cost
+            index, lambda: sliced.run(_join_blocks(blocks)), cost
         )
         self._publish(index, task.makes.first * layer.pixels, made)
 
@@ -406,13 +394,13 @@ class RequestWork:
     def _publish(self, value: int, first: int, tensor: torch.Tensor) -> None:
         """Send this device's part of a value to its receivers and keep a local copy."""
         part = Range(first, first + tensor.shape[1])
+        own = self._member.index
+        # The tensor counts in the peak even if the device does not keep it.
         self._member.ledger.drop(self._member.ledger.hold(tensor))
         if self._collects:
-            self._send_on(value, part, tensor, self._member.index)
+            self._send_on(value, part, tensor, own)
         else:
-            for receiver, wanted in self._flow.receivers(
-                value, self._member.index, part
-            ):
+            for receiver, wanted in self._flow.receivers(value, own, part):
                 self._send_part(value, receiver, wanted, part, tensor)
         self._keep_part(value, part, tensor)
 
@@ -423,10 +411,9 @@ class RequestWork:
         parts = self._collected.setdefault(value, [])
         parts.append((maker, part, tensor))
         if self._flow.settings.options.layerwise:
-            whole = self._flow.homes[value][
-                self._member.index
-            ].size + self._flow.collected(value)
-            if sum(each.size for _, each, _ in parts) < whole:
+            own = self._flow.homes[value][self._member.index].size
+            arrived = sum(each.size for _, each, _ in parts)
+            if arrived < own + self._flow.collected(value):
                 return
         for origin, each, made in self._collected.pop(value):
             for receiver, wanted in self._flow.forwarded(value, origin, each):
@@ -440,15 +427,10 @@ class RequestWork:
         part: Range,
         tensor: torch.Tensor,
     ) -> None:
-        sent = tensor[
-            :, wanted.first - part.first : wanted.last - part.first
-        ].contiguous()
-        self._member.post(
-            receiver,
-            OutputPiece(
-                self._member.configuration, self.number, value, wanted.first, sent
-            ),
-        )
+        sent = _cut_columns(tensor, part, wanted).contiguous()
+        configuration = self._member.configuration
+        message = OutputPiece(configuration, self.number, value, wanted.first, sent)
+        self._member.post(receiver, message)
 
     def _keep_part(self, value: int, part: Range, tensor: torch.Tensor) -> None:
         if self._flow.last[value][self._member.index] >= 0:
@@ -465,10 +447,18 @@ def _join_blocks(blocks: Sequence[Block]) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0]
     if tensors[0].is_meta:
-        return torch.empty(
-            (len(tensors[0]), sum(each.shape[1] for each in tensors)), device="meta"
-        )
+        elements = sum(each.shape[1] for each in tensors)
+        return torch.empty((len(tensors[0]), elements), device="meta")
     return torch.cat(tensors, dim=1)
+
+
+def _samples_of(blocks: Sequence[Block]) -> int:
+    return len(blocks[0][1])
+
+
+def _cut_columns(tensor: torch.Tensor, whole: Range, part: Range) -> torch.Tensor:
+    """Return a view of the elements ``part`` of a tensor with the elements ``whole``, (samples, elements)."""
+    return tensor[:, part.first - whole.first : part.last - whole.first]
 
 
 def _add_tensors(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
