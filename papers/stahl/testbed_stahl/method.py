@@ -95,7 +95,8 @@ def _stolen_tiles(record: RunView) -> int | None:
     assigned = [event.fields for event in record.of("tile")]
     if not assigned:
         return None
-    return sum(fields["owner"] != fields["by"] for fields in assigned)
+    stolen = [fields for fields in assigned if fields["owner"] != fields["by"]]
+    return len(stolen)
 
 
 DECLARED = MetricsSpec(
