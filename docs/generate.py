@@ -141,7 +141,7 @@ def _users_of(
     common: Iterable[Declared],
     declarations: Callable[[MetricsSpec], Iterable[Declared]],
 ) -> dict[Declared, str]:
-    """Return the methods with each metric or event as text, first those of every method."""
+    """Return the methods of each metric or event as text; declarations of every method come first."""
     users = {each: ["every method"] for each in common}
     for method in METHODS.values():
         for each in declarations(method.declared):
@@ -163,7 +163,7 @@ def _keys_table() -> str:
 def _walk_keys(
     schema: Schema, root: Schema, prefix: str
 ) -> Iterator[tuple[str, Schema, bool]]:
-    """Yield each dotted key with its schema and whether the key is required, depth first."""
+    """Yield dotted keys with schema and whether the key is required, depth first."""
     required = schema.get("required", ())
     for name, value in schema.get("properties", {}).items():
         key = f"{prefix}{name}"
@@ -178,7 +178,12 @@ def _walk_keys(
 
 
 def _alternatives(schema: Schema, root: Schema) -> Iterator[Schema]:
-    """Yield the schemas that a value may have, with references resolved."""
+    """Yield the possible schemas of a value, with references resolved.
+
+    >>> root = {"$defs": {"size": {"type": "integer"}}}
+    >>> list(_alternatives({"anyOf": [{"$ref": "#/$defs/size"}, {"type": "null"}]}, root))
+    [{'type': 'integer'}, {'type': 'null'}]
+    """
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         yield from _alternatives(root["$defs"][name], root)
@@ -220,7 +225,7 @@ def _table_line(cells: Iterable[str]) -> str:
 
 
 def main(check: bool) -> int:
-    """Write the files that are out of date, or print their names with ``check``; return the exit status."""
+    """Write all outdated files, or with ``check`` print the names of these files; return the exit status."""
     is_current = True
     for path, text in generate_files():
         if path.exists() and path.read_text() == text:

@@ -87,7 +87,11 @@ def group_pages() -> Navigation:
 
 
 def page_paths(navigation: Navigation) -> Iterator[str]:
-    """Yield the pages of a navigation, at all levels."""
+    """Yield the pages of a navigation, at all levels.
+
+    >>> list(page_paths([{"Home": "README.md"}, {"Docs": [{"Glossary": "docs/glossary.md"}]}]))
+    ['README.md', 'docs/glossary.md']
+    """
     for group in navigation:
         for content in group.values():
             if isinstance(content, str):
@@ -105,7 +109,14 @@ def load_shipped() -> list[Shipped]:
 
 
 def make_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table; empty without rows."""
+    """Return a Markdown table; empty without rows.
+
+    >>> print(make_table(["option", "default"], [["`rate`", 1]]), end="")
+    | option | default |
+    | --- | --- |
+    | `rate` | 1 |
+    <BLANKLINE>
+    """
     if not rows:
         return ""
     lines = [header, ["---"] * len(header)]

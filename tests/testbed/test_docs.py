@@ -32,8 +32,9 @@ def test_generated_parts_are_current():
     )
 
 
-def test_examples_of_the_generator_are_true():
-    command = [sys.executable, "-m", "doctest", str(DOCS / "generate.py")]
+@pytest.mark.parametrize("program", ["generate.py", "website.py"])
+def test_examples_of_the_generators_are_true(program):
+    command = [sys.executable, "-m", "doctest", str(DOCS / program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, permutations
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
@@ -80,9 +80,7 @@ class NamespaceLab:
         self.shaping = Shaping(backend, seed=1)
         self.backend = str(self.shaping.facts()["backend"])
         self.net = Network(self.names)
-        self.pairs = [
-            (one, other) for one in self.names for other in self.names if one != other
-        ]
+        self.pairs = list(permutations(self.names, 2))
         self.shaping.attach(
             self.net.endpoints.values(), dict.fromkeys(self.pairs, _DOWN)
         )
@@ -229,7 +227,11 @@ def measure_bursts(
         length = 1 / states.r
         bounds = (1 - BURSTS_FRACTION, 1 + BURSTS_FRACTION)
         lost = 100 * sum(fates) / packets
-        mean = fmean(len([*run]) for is_lost, run in groupby(fates) if is_lost)
+        lengths = []
+        for is_lost, run in groupby(fates):
+            if is_lost:
+                lengths.append(len(list(run)))
+        mean = fmean(lengths)
         yield Measurement(
             f"{name}: loss", lost, "%", between=(share * bounds[0], share * bounds[1])
         )

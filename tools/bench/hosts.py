@@ -27,8 +27,10 @@ def measure(devices: int = DEVICES) -> Iterator[Measurement]:
 
     Without ``TESTBED_HOSTS``, nothing is measured.
     """
-    names_given = os.environ.get("TESTBED_HOSTS", "").split(",")
-    hosts = [each.strip() for each in names_given if each.strip()]
+    hosts = []
+    for name in os.environ.get("TESTBED_HOSTS", "").split(","):
+        if name.strip():
+            hosts.append(name.strip())
     if not hosts:
         return
     names = f"of {devices} devices"
