@@ -13,7 +13,7 @@ from contextlib import contextmanager
 _RARE = (100_000, 50, 100)
 
 
-def collect_rarely() -> None:
+def collect_garbage_rarely() -> None:
     """Raise the collection threshold: a command line mostly imports modules, which stay in memory."""
     gc.set_threshold(*_RARE)
 
@@ -41,7 +41,7 @@ def keep_imports() -> Iterator[None]:
         gc.enable()
 
 
-def keep_everything() -> None:
+def skip_garbage_at_exit() -> None:
     """Never look at present objects again: as Python ends, a last look through torch's modules takes 0.6 s."""
     gc.freeze()
 

@@ -17,16 +17,23 @@ LONGEST_TIMEOUT = 2.0
 """Maximum retransmission time-out: the agent reconnects after this silence."""
 FIRST_WINDOW = 10
 """Initial window in packets."""
-_LEAST_WINDOW = 2
+_MIN_WINDOW = 2
 """Minimum congestion window in packets after a loss (RFC 5681)."""
 _DELAYED_ACKNOWLEDGEMENT = 0.04
-"""Seconds for which a receiver keeps the acknowledgement of every other packet back."""
+"""A receiver acknowledges every second packet at once, and a single one after this number of seconds."""
 _TICK = 0.005
 """Delay of short timers in seconds: the kernel adds 2 ms and rounds up to its tick of 4 ms."""
-_SHOWN = 3
-"""Number of later packets that reveal a loss at once; with fewer, a timer decides."""
-_QUEUED_PACKETS, _QUEUED_SECONDS = 2, 0.001
-"""Packets beyond the link's own that TCP hands to the queue before the link: so many, and those of so many seconds."""
+_DUPLICATE_THRESHOLD = 3
+"""Number of packets after a lost one whose arrival reveals the loss at once; with fewer, a timer decides."""
+_REORDERING_SHARE = 1 / 8
+"""Share of a round trip for which RACK waits, since a missing packet may only be late."""
+_QUEUED_PACKETS = 2
+"""TCP small queues: beyond the packets on the way, at most this number of packets waits before the link, ..."""
+_QUEUED_SECONDS = 0.001
+"""... plus the packets that the link sends in this number of seconds."""
+_CERTAIN_ANSWERS = 4
+"""Number of acknowledgements of which one arrives for certain: a loss of all is too rare to matter, and draws take
+time."""
 _ATTEMPTS = 10_000
 """Maximum number of rounds and time-outs beyond one per packet, after which the message gets through."""
 
@@ -45,7 +52,10 @@ class Window:
         self._credit = 0
 
     def grow(self, sent: int) -> None:
-        """Grow after a round without loss, unless the window was not used up."""
+        """Grow after a round without loss that used the window.
+
+        Below the threshold a round uses the window with more than half of it, above only with all of it.
+        """
         if self.size < self.threshold:
             if self.size < 2 * sent:
                 self.size = int(min(self.size + sent, self.threshold))
@@ -57,33 +67,33 @@ class Window:
 
     def halve(self) -> None:
         """Shrink after a loss revealed by later packets."""
-        self.size = max(self.size // 2, _LEAST_WINDOW)
+        self.size = max(self.size // 2, _MIN_WINDOW)
         self.threshold, self._credit = float(self.size), 0
 
     def restart(self) -> None:
-        """Shrink to the least after a time-out, and grow fast up to half of the former size."""
+        """Shrink to the minimum after a time-out; the window then grows fast up to half of its former size."""
         self.halve()
         # Not one: the repeated packet is acknowledged by then.
-        self.size = _LEAST_WINDOW
+        self.size = _MIN_WINDOW
 
 
 class Transmission:
     """The packets of one message. `run` fills in ``sent``, ``busy`` and ``over``."""
 
     __slots__ = (
+        "_attempt_limit",
         "_attempts",
         "_budget",
-        "_left",
+        "_largest_round",
         "_lost",
         "_missing",
-        "_most",
-        "_most_attempts",
+        "_new_before_halving",
         "_now",
         "_recovering",
         "_round_trip",
-        "_same_recovery",
         "_spacing",
         "_unheard",
+        "_unsent",
         "_window",
         "busy",
         "last",
@@ -101,17 +111,17 @@ class Transmission:
         unheard: Chance,
     ) -> None:
         """``spacing`` is the time of a packet on the link; ``lost`` and ``unheard`` draw the fates of a packet and of
-        an acknowledgement."""
+        an acknowledgement: true if lost."""
         self.sent = 0
         """Packets sent in all."""
         self.busy = 0.0
         """Seconds until every packet had left for the first time."""
         self.over = 0.0
-        """Seconds until the last arrived packet had left."""
+        """Seconds until the packet that arrives last had left."""
         self.last = 0
         """Packets of the last round."""
         self._window = window
-        self._left = packets
+        self._unsent = packets
         """Number of unsent packets."""
         self._missing = 0
         """Packets known to be lost."""
@@ -123,31 +133,34 @@ class Transmission:
         self._recovering = False
         self._budget = 0
         """Number of packets per round during recovery."""
-        self._same_recovery = 0
-        """New packets sent before a recovery began; their loss does not halve the window again."""
+        self._new_before_halving = 0
+        """Number of new packets in the next round that leave before the sender learns of the loss; their loss does not
+        halve the window again."""
         self._attempts = 0
-        self._most_attempts = packets + _ATTEMPTS
-        # TCP small queues: packets beyond these wait in the sender's own socket.
-        self._most = packets
+        self._attempt_limit = packets + _ATTEMPTS
+        self._largest_round = packets
+        """Number of packets that leave in one round at most; further ones wait in the socket."""
         if spacing:
             on_the_way = round_trip / spacing
-            self._most = int(on_the_way + _QUEUED_PACKETS + _QUEUED_SECONDS / spacing)
+            self._largest_round = int(
+                on_the_way + _QUEUED_PACKETS + _QUEUED_SECONDS / spacing
+            )
 
     def run(self) -> None:
         """Send until everything has arrived."""
-        while self._left or self._missing:
+        while self._unsent or self._missing:
             self._send_round()
         self.over = max(self._now - self._round_trip, self.busy)
 
     def _send_round(self) -> None:
         window = self._budget
         if not self._recovering:
-            window = min(self._window.size, self._most)
+            window = min(self._window.size, self._largest_round)
         # Lost packets go first, as in Linux.
         repeated = min(self._missing, window)
-        count = min(self._left, window - repeated)
+        count = min(self._unsent, window - repeated)
         self._missing -= repeated
-        self._left -= count
+        self._unsent -= count
         count += repeated
         fates = self._draw_fates(count)
         lost = sum(fates)
@@ -155,8 +168,8 @@ class Transmission:
         self.last = count
         # The instant at which the last packet of the round has left.
         gone = self._now + count * self._spacing
-        more = self._left > 0 or self._missing > 0
-        if not self._left and not self.busy:
+        more = self._unsent > 0 or self._missing > 0
+        if not self._unsent and not self.busy:
             self.busy = gone
         if not lost and not more:
             self._now = gone + self._round_trip
@@ -174,7 +187,7 @@ class Transmission:
         in_order = first == arrived
         answers = arrived // 2 if in_order and not self._recovering else arrived
         heard = self._is_heard(answers)
-        ends = not self._left and not self._missing
+        ends = not self._unsent and not self._missing
         self._missing += lost
         if not heard or (lost and in_order and ends):
             self._await_timer(gone, count, arrived, heard, in_order)
@@ -187,51 +200,56 @@ class Transmission:
 
     def _is_heard(self, answers: int) -> bool:
         """Draw whether any of so many acknowledgements arrives."""
-        # The loss of four in a row is too rare to matter, and each draw takes time.
-        return answers >= 4 or not all(self._unheard() for _ in range(answers))
+        return answers >= _CERTAIN_ANSWERS or not all(
+            self._unheard() for _ in range(answers)
+        )
 
     def _continue_sending(self, fates: list[bool], repeated: int) -> None:
         """Begin the next round of a recovery, or of sending without losses."""
         if not self._recovering:
             self._window.grow(len(fates))
-        elif any(fates[repeated + self._same_recovery :]):
+        # A repeated packet that is lost again belongs to the loss that halved the window.
+        elif any(fates[repeated + self._new_before_halving :]):
             self._window.halve()
-        self._start_recovery(self._window.size)
+        self._prepare_round(self._window.size)
 
-    def _begin_recovery(self, first: int, behind: int) -> None:
-        """Halve the window once so many packets ``behind`` the ``first`` lost one have arrived."""
+    def _begin_recovery(self, in_order: int, behind: int) -> None:
+        """Halve the window: ``in_order`` packets arrived before the first lost one, and ``behind`` after it."""
         self._window.halve()
         budget = self._window.size
-        if behind < _SHOWN:
-            timer = self._round_trip / 8 + _TICK
-            if self._left:
+        if behind < _DUPLICATE_THRESHOLD:
+            timer = self._round_trip * _REORDERING_SHARE + _TICK
+            if self._unsent:
                 # Acknowledgements of new packets reveal the loss before the timer.
                 timer = min(timer, self._round_trip + self._spacing)
             self._now += timer
-        if self._left:
-            # Each acknowledgement before the loss shows lets one new packet leave; later, one for every two.
-            budget = first + min(behind, _SHOWN - 1) + max(1, (behind - 1) // 2)
-        self._start_recovery(budget)
-        self._same_recovery = first + _SHOWN - 1
+        if self._unsent:
+            # Until the loss is detected, each acknowledgement lets one new packet leave; then every second one does.
+            before = in_order + min(behind, _DUPLICATE_THRESHOLD - 1)
+            budget = before + max(1, (behind - 1) // 2)
+        self._prepare_round(budget)
+        # After `_prepare_round`, which resets the number.
+        self._new_before_halving = in_order + _DUPLICATE_THRESHOLD - 1
 
     def _draw_fates(self, count: int) -> list[bool]:
+        """Return for each of some packets whether it is lost."""
         self._attempts += 1
-        if self._attempts > self._most_attempts:
+        if self._attempts > self._attempt_limit:
             return [False] * count
         lost = self._lost
         return [lost() for _ in range(count)]
 
     def _draw_failure(self) -> bool:
         self._attempts += 1
-        if self._attempts > self._most_attempts:
+        if self._attempts > self._attempt_limit:
             return False
         return self._lost() or self._unheard()
 
-    def _start_recovery(self, budget: int) -> None:
-        """Send so many packets in the next round while lost ones are missing."""
+    def _prepare_round(self, budget: int) -> None:
+        """Set the number of packets of the next round, which belongs to a recovery while lost packets are missing."""
         self._recovering = self._missing > 0
         self._budget = budget
-        self._same_recovery = 0
+        self._new_before_halving = 0
 
     def _time_out(self, since: float) -> None:
         """Repeat one packet until acknowledged, after silence since ``since``."""
@@ -254,31 +272,32 @@ class Transmission:
         since = gone + self._round_trip if heard else gone
         if self._recovering or not in_order:
             self._time_out(since)
-            self._start_recovery(self._window.size)
+            self._prepare_round(self._window.size)
         else:
             self._send_probe(since, gone, count, arrived, heard)
-            self._start_recovery(self._window.size if heard else 1)
+            self._prepare_round(self._window.size if heard else 1)
 
     def _send_probe(
         self, since: float, gone: float, count: int, arrived: int, heard: bool
     ) -> None:
         """Send one packet more, unless a delayed acknowledgement lets new packets leave before."""
         lost = count - arrived
-        due = since + self._probe_timer(lost + arrived % 2 if heard else count)
+        outstanding = lost + arrived % 2 if heard else count
+        due = since + self._probe_timer(outstanding)
         delayed = gone + self._round_trip + _DELAYED_ACKNOWLEDGEMENT
         probes = True
         # The receiver acknowledges an odd packet after a delay, which restarts the timer.
         if arrived % 2 and delayed < due:
             due = delayed + self._probe_timer(lost)
-            if self._left:
+            if self._unsent:
                 due, probes = delayed, False
         if probes:
             self.sent += 1
             # A probe is a new packet if there is one, else the last one once more.
-            renews = self._left > 0
+            renews = self._unsent > 0
             if renews:
-                self._left -= 1
-                if not self._left:
+                self._unsent -= 1
+                if not self._unsent:
                     self.busy = due
             if self._draw_failure():
                 self._time_out(due)

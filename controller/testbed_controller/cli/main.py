@@ -13,7 +13,7 @@ import sys
 import click
 
 from testbed.common import plugins
-from testbed.common.collector import collect_rarely, keep_everything
+from testbed.common.collector import collect_garbage_rarely, skip_garbage_at_exit
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.common.formats import escape_control
 from testbed.common.logs import LEVEL, LEVELS, PACKAGES, LineFormatter
@@ -108,7 +108,7 @@ RENAMED = {
     "hosts": "testbed setup hosts",
     "bench": "make bench' in a checkout, or 'python -m tools.bench",
 }
-"""Former names of commands, with their replacements."""
+"""Former names of commands, with their replacements; the message adds the outer quotes of two replacements."""
 GROUP = "testbed.commands"
 """Entry point group of commands in installed packages: ``name = "module:command"``, with click commands."""
 
@@ -195,7 +195,7 @@ def _suggest_removal() -> None:
     if sys.argv[1:2] == ["down"]:
         return
     for run in orphaned_runs():
-        text = "was killed together with its reaper, and its containers remain: remove them with"
+        text = "was killed, and its containers remain: remove them with"
         click.echo(f"testbed: the run {run} {text} 'testbed down {run}'", err=True)
 
 
@@ -207,8 +207,8 @@ def _drop_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
 
 def main() -> None:
     """Run the command line; print a `TestbedError` as one line and exit with its status."""
-    collect_rarely()
-    atexit.register(keep_everything)
+    collect_garbage_rarely()
+    atexit.register(skip_garbage_at_exit)
     # Handled like Ctrl-C, so that the partial results of a run are written.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
@@ -240,7 +240,7 @@ def main() -> None:
 
 
 def _explain_error(error: Exception) -> tuple[str | None, int]:
-    """Return message and exit status for an expected kind of foreign error; None to show the traceback."""
+    """Return message and exit status for an error of a library or of the user's code; None shows the traceback."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         text = "the disk is full; written results are kept, and `testbed report` rebuilds the page from them"
         return text, HostError.exit_code

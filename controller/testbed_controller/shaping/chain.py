@@ -28,7 +28,7 @@ class RuleChain:
         """The rules as printed by ``iptables -S``."""
         return [f"-A {self.name} {rule}" for rule in self.rules]
 
-    def restore(self) -> str:
+    def restore_input(self) -> str:
         """Return the input for ``iptables-restore --noflush`` to replace all rules."""
         lines = ["*filter", f":{self.name} - [0:0]", *self.lines, "COMMIT", ""]
         return "\n".join(lines)
@@ -37,9 +37,13 @@ class RuleChain:
         return f"-A {' '.join(self.entry)} -j {self.name}"
 
     def apply(self, iptables: str, before: RuleChain | None) -> None:
-        """Replace the rules in the calling thread's namespace; the first time, also add the entry rule."""
+        """Replace the rules in the calling thread's namespace; the first time, also add the entry rule.
+
+        ``iptables`` is the name of the command, such as ``iptables-legacy``; ``before`` is the chain that this process
+        applied last, None the first time.
+        """
         if before is None or before.rules != self.rules:
-            command([f"{iptables}-restore", "-w", "--noflush"], self.restore())
+            command([f"{iptables}-restore", "-w", "--noflush"], self.restore_input())
         if before is not None:
             return
         # A restarted shaper finds the entry rule of its predecessor; a second one would lead packets here twice.
@@ -63,11 +67,15 @@ class RuleChain:
 
 
 def receiving_chain(plan: InterfacePlan) -> RuleChain:
-    """Return the chain of the receiving side for backend `userspace`; unimpaired links have no rule."""
+    """Return the chain of the receiving side for backend `userspace`.
+
+    A link that is down drops packets, an impaired one queues them to the user space, and others have no rule."""
     rules = []
-    for line in plan.receivers:
-        if not line.link.up:
-            rules.append(f"-s {line.address}/32 -j DROP")
-        elif line.queued:
-            rules.append(f"-s {line.address}/32 -j NFQUEUE --queue-num {line.number}")
+    for incoming in plan.receivers:
+        # The address is that of the sender, as at the sending side it is that of the receiver.
+        match = f"-s {incoming.address}/32"
+        if not incoming.link.up:
+            rules.append(f"{match} -j DROP")
+        elif incoming.queued:
+            rules.append(f"{match} -j NFQUEUE --queue-num {incoming.number}")
     return RuleChain("TESTBED", ("INPUT", "-i", plan.interface), tuple(rules))

@@ -26,7 +26,7 @@ from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.method import Method, Options, PlanningProblem, ProgramContext
-from testbed.methods.program.processes import ProcessTree, killed_for_memory
+from testbed.methods.program.processes import ProcessTree, count_memory_kills
 from testbed.methods.program.workload import (
     ProgramPart,
     ProgramsPart,
@@ -198,7 +198,7 @@ async def execute(
         _place_files(Path(folder), {name: problem.files[name] for name in part.files})
         tree = ProcessTree()
         # The kernel counts since the container's start, so earlier runs of the program are subtracted.
-        killed_before = killed_for_memory()
+        killed_before = count_memory_kills()
         try:
             process = await asyncio.create_subprocess_exec(
                 *part.command,
@@ -215,7 +215,7 @@ async def execute(
     device.record("exit", status=status)
     if status != 0:
         text = f"{' '.join(part.command)} ended with {_describe_status(status)}: {last or 'no output'}"
-        if killed_for_memory() > killed_before:
+        if count_memory_kills() > killed_before:
             held = formats.size(problem.device(device.name).memory)
             text += f"; the device ran out of memory: its container is held to {held}: give it more"
         raise TestbedError(text)

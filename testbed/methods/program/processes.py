@@ -1,4 +1,4 @@
-"""The process tree of a program: clean termination, and detection of out-of-memory kills."""
+"""The process tree of a program: complete termination, and detection of out-of-memory kills."""
 
 from __future__ import annotations
 
@@ -27,51 +27,52 @@ class ProcessTree:
     """
 
     def __init__(self) -> None:
-        # A container's first process has its orphans already; elsewhere, in tests, they would go to the system's first.
+        # In a container this process is number 1 and receives orphans anyway; in tests, the system's first would.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._earlier = set(_own_descendants())
+        """Numbers of processes that ran before; they are neither reaped nor killed."""
 
-    def collect_orphans(self, program: int) -> None:
-        """Reap exited orphans; the ``program`` itself is awaited elsewhere."""
+    def collect_orphans(self, program_pid: int) -> None:
+        """Reap exited orphans; the program itself is awaited elsewhere."""
         own = os.getpid()
-        awaited_elsewhere = {program, *self._earlier}
+        awaited_elsewhere = {program_pid, *self._earlier}
         for pid, (state, parent) in _visible_processes().items():
-            is_orphan = parent == own and pid not in awaited_elsewhere
-            if state == "Z" and is_orphan:
+            is_other_child = parent == own and pid not in awaited_elsewhere
+            if state == "Z" and is_other_child:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
 
-    def kill(self, program: int) -> None:
-        """Kill a ``program`` and all its descendants, including those started meanwhile.
+    def kill(self, program_pid: int) -> None:
+        """Kill a program and all its descendants, including those started meanwhile.
 
         Takes milliseconds, and `_END_SECONDS` at most.
         """
         deadline = time.monotonic() + _END_SECONDS
         # Again and again, since a process may fork between the listing and its kill.
         while True:
-            left = self._running_descendants(program)
+            left = self._running_descendants(program_pid)
             if not left:
                 return
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self.collect_orphans(program)
+            self.collect_orphans(program_pid)
             if time.monotonic() > deadline:
                 return
             time.sleep(0.002)
 
-    def _running_descendants(self, program: int) -> list[int]:
+    def _running_descendants(self, program_pid: int) -> list[int]:
         running = []
         for pid, state in _own_descendants().items():
             # The program's own exit status is collected elsewhere, so it stays as a zombie.
-            is_over = pid == program and state == "Z"
+            is_over = pid == program_pid and state == "Z"
             if pid not in self._earlier and not is_over:
                 running.append(pid)
         return running
 
 
 def _visible_processes() -> dict[int, tuple[str, int]]:
-    """Return state and parent of every visible process by number."""
+    """Return state and parent of every visible process by process number."""
     processes = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
@@ -86,7 +87,7 @@ def _visible_processes() -> dict[int, tuple[str, int]]:
 
 
 def _own_descendants() -> dict[int, str]:
-    """Return the state of each descendant of this process by number."""
+    """Return the state of each descendant of this process by process number."""
     processes = _visible_processes()
     children: dict[int, list[int]] = {}
     for pid, (_, parent) in processes.items():
@@ -100,7 +101,7 @@ def _own_descendants() -> dict[int, str]:
     return descendants
 
 
-def killed_for_memory() -> int:
+def count_memory_kills() -> int:
     """Return the number of out-of-memory kills in this container; 0 if unknown."""
     for name in _OOM_COUNTERS:
         with contextlib.suppress(OSError):

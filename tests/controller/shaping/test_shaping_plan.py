@@ -95,7 +95,7 @@ def test_a_peer_with_a_new_address_gets_a_new_filter_only() -> None:
 
 
 def test_only_impaired_links_pass_through_a_queue() -> None:
-    assert receiving_chain(plan_of_a()).restore() == (
+    assert receiving_chain(plan_of_a()).restore_input() == (
         "*filter\n:TESTBED - [0:0]\n-A TESTBED -s 198.18.0.3/32 -j NFQUEUE --queue-num 2\nCOMMIT\n"
     )
     down = plan_interface(

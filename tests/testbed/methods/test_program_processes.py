@@ -149,7 +149,7 @@ def test_other_children_of_the_process_live_on() -> None:
 
 def test_a_kill_for_want_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter((3, 4))
-    monkeypatch.setattr(program, "killed_for_memory", lambda: next(counts))
+    monkeypatch.setattr(program, "count_memory_kills", lambda: next(counts))
     with pytest.raises(
         TestbedError,
         match=r"ended with signal SIGKILL.*ran out of memory: its container is held to",
