@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from testbed.ml.method import Baselines, PlanningProblem
-from testbed.ml.slots.arrangement import Allocation, NeuronAssignment, partition
-from testbed.ml.slots.planner import Divide, SlotDetails, SlotOptions, neurons_of
+from testbed.ml.slots.arrangement import Allocation, NeuronAssignment, partition_neurons
+from testbed.ml.slots.planner import Divide, SlotDetails, SlotOptions, layer_sizes
 from testbed.plan import Plan
 
 INFORMING = ("needs_arrangement", "arrangement")
@@ -57,11 +57,13 @@ class EdgePipeOptions(SlotOptions):
         >>> EdgePipeOptions(allocation="vertical").divide([4, 4], ["a", "b"]).devices
         ('a', 'b')
         """
-        return partial(partition, allocation=self.layers_per_group or self.allocation)
+        return partial(
+            partition_neurons, allocation=self.layers_per_group or self.allocation
+        )
 
 
-def arrangement(
+def planned_assignment(
     problem: PlanningProblem[EdgePipeOptions], plan: Plan[SlotDetails]
 ) -> NeuronAssignment:
     """Return the placement of neurons in a plan."""
-    return problem.options.divide(neurons_of(problem), plan.details.devices)
+    return problem.options.divide(layer_sizes(problem), plan.details.devices)

@@ -12,7 +12,7 @@ from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.method import ProgramContext
 from testbed.ml.slots.arrangement import NeuronAssignment
-from testbed.ml.slots.missing import Arrived, Usable, Work, backpropagate
+from testbed.ml.slots.missing import ReceivedParts, Usable, Work, backpropagate
 from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import SlotDetails
 from testbed.ml.slots.program import KINDS, FixedAssignment, SlotProgram, transmit_of
@@ -21,12 +21,12 @@ from testbed_edgepipe.planner import (
     INFORMING,
     EdgePipeOptions,
     UpdateCondition,
-    arrangement,
+    planned_assignment,
 )
 
 
 class NeedsArrangement(Needs, kind=INFORMING[0]):
-    """Request for the arrangement, to the coordinator."""
+    """Request for the assignment, to the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class TreatedAsNull:
 
     >>> from testbed.ml.slots.missing import SenderPart
     >>> parts = (SenderPart("a", range(1), torch.ones(1, 1)), SenderPart("b", range(1, 2), None))
-    >>> arrived = Arrived(layer=1, batch=0, samples=1, neurons=2, parts=parts)
-    >>> TreatedAsNull().inputs(arrived)
+    >>> received = Arrived(layer=1, batch=0, samples=1, neurons=2, parts=parts)
+    >>> TreatedAsNull().inputs(received)
     tensor([[1., 0.]])
-    >>> arrived.complete
+    >>> received.is_complete
     False
     """
 
-    announces = False
+    casts_empty_messages = False
 
     def __init__(
         self,
@@ -67,35 +67,35 @@ class TreatedAsNull:
         self._incomplete: set[tuple[int, int]] = set()
         """Layers and batches with missing inputs on this device, if such batches are excluded from learning."""
 
-    def inputs(self, arrived: Arrived) -> torch.Tensor:
+    def inputs(self, received: ReceivedParts) -> torch.Tensor:
         """Return the outputs of the layer before, (samples, values), with zeros for missing values."""
-        if self._update_condition == "all_transmissions" and not arrived.complete:
-            self._incomplete.add((arrived.layer + 1, arrived.batch))
-        return arrived.joined_values()
+        if self._update_condition == "all_transmissions" and not received.is_complete:
+            self._incomplete.add((received.layer + 1, received.batch))
+        return received.joined_values()
 
-    def test_values(self, arrived: Arrived) -> Arrived:
+    def test_values(self, received: ReceivedParts) -> ReceivedParts:
         """Return the received values: missing ones count as zero in tests, too."""
-        return arrived
+        return received
 
-    async def usable_results(self, arrived: Arrived) -> Usable:
+    async def usable_results(self, received: ReceivedParts) -> Usable:
         """Return the results, with zeros for missing values if the output layer may learn from such results."""
-        suffices = arrived.complete or self._update_condition == "all_losses"
-        values = arrived.joined_values() if suffices else None
-        return self._usable(arrived.layer, arrived, values)
+        suffices = received.is_complete or self._update_condition == "all_losses"
+        values = received.joined_values() if suffices else None
+        return self._usable(received.layer, received, values)
 
-    async def usable_losses(self, arrived: Arrived) -> Usable:
+    async def usable_losses(self, received: ReceivedParts) -> Usable:
         """Return the gradient of the own outputs if all parts have arrived."""
-        values = arrived.summed_losses() if arrived.complete else None
-        return self._usable(arrived.layer - 1, arrived, values)
+        values = received.summed_losses() if received.is_complete else None
+        return self._usable(received.layer - 1, received, values)
 
     def _usable(
-        self, layer: int, arrived: Arrived, values: torch.Tensor | None
+        self, layer: int, received: ReceivedParts, values: torch.Tensor | None
     ) -> Usable:
         """Exclude a batch whose inputs of the layer were incomplete."""
-        is_incomplete = (layer, arrived.batch) in self._incomplete
+        is_incomplete = (layer, received.batch) in self._incomplete
         # Earlier batches of the layer will not come back.
         for key in list(self._incomplete):
-            if key[0] == layer and key[1] <= arrived.batch:
+            if key[0] == layer and key[1] <= received.batch:
                 self._incomplete.discard(key)
         if is_incomplete or values is None:
             return Usable(None, "nothing")
@@ -135,8 +135,8 @@ class TreatedAsNull:
 async def receive_arrangement(
     mailbox: Mailbox, context: ProgramContext[EdgePipeOptions, SlotDetails]
 ) -> NeuronAssignment:
-    """Return the planned arrangement; if `send_model_partition` is set, as received from the coordinator."""
-    planned = arrangement(context.problem, context.plan)
+    """Return the planned assignment; if `send_model_partition` is set, as received from the coordinator."""
+    planned = planned_assignment(context.problem, context.plan)
     if not context.problem.options.send_model_partition:
         return planned
 

@@ -19,7 +19,7 @@ from testbed.trace.metrics import metrics
 from testbed.wire.cast import CastForm, size_around
 from testbed.wire.message import Message
 from testbed_edgepipe.method import EdgePipe
-from testbed_edgepipe.planner import arrangement
+from testbed_edgepipe.planner import planned_assignment
 from tests.helpers.delayed import Reference
 from tests.helpers.runs import events, of, plain, problem_of, run, scenario
 
@@ -382,7 +382,7 @@ def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(
     written = lossy({}, deaf, model=model)
     problem, chosen = planned(written)
     assert chosen.details.devices == devices
-    held = arrangement(problem, chosen)
+    held = planned_assignment(problem, chosen)
     outcome = run(written)
     updated = {
         name: sum(
@@ -402,7 +402,7 @@ def test_a_lost_part_counts_as_zero_and_stops_the_learning_of_the_layers_before(
     assert figures["update_share"] == pytest.approx(1 - 12 / sum(learning.values()))
     assert updated == {**learning, devices[0]: 0}
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(
-        frozen(written, held.of(devices[0], 1)), rel=1e-5
+        frozen(written, held.neurons_of(devices[0], 1)), rel=1e-5
     )
 
 
@@ -448,8 +448,8 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradien
     )
     problem, chosen = planned(written)
     assert chosen.details.devices == devices
-    held = arrangement(problem, chosen)
-    lost, deaf = held.of(devices[0], 1), held.of(devices[2], 2)
+    held = planned_assignment(problem, chosen)
+    lost, deaf = held.neurons_of(devices[0], 1), held.neurons_of(devices[2], 2)
     expected = Reference(written)
     optimizer = torch.optim.SGD(
         expected.model.parameters(),
@@ -499,7 +499,7 @@ def test_lost_outputs_are_zeros_in_the_sums_of_the_next_layer_and_get_no_gradien
         sum(missed), rel=1e-4
     )
     assert counted["expected"] == 12 * (
-        2 + len(held.groups[held.group(devices[2])]) - 1
+        2 + len(held.groups[held.group_of(devices[2])]) - 1
     )
 
 

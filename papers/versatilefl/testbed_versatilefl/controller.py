@@ -2,7 +2,7 @@
 
 At the end of a window each device knows the fraction received of every sender's casts and adds this record to its own
 casts. After the records have reached all devices, the coordinator, which is the first member with received casts,
-decides for all devices. The arrangement and the neurons that move are sent reliably.
+decides for all devices. The assignment and the neurons that move are sent reliably.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from testbed_versatilefl.planner import VersatileDetails, VersatileOptions
 from testbed_versatilefl.rearrangement import (
     Decision,
     DecisionRules,
-    after_window,
+    decide_after_window,
     decide_join,
     find_coordinator,
     list_moves,
@@ -46,7 +46,7 @@ class Leave(TypedMessage, kind="leave"):
 
 
 class ArrangementController:
-    """The hook `testbed.ml.slots.program.Arranging`: windows, joining and leaving devices, and rearrangement.
+    """The hook `testbed.ml.slots.program.AssignmentPolicy`: windows, joining and leaving devices, and rearrangement.
 
     Every device has one; only the coordinator's decides.
     """
@@ -94,9 +94,9 @@ class ArrangementController:
         mailbox.on(Leave, self._on_leave)
 
     @property
-    def now(self) -> NeuronAssignment:
+    def assignment(self) -> NeuronAssignment:
         """The newest arrangement."""
-        return self._handover.now
+        return self._handover.assignment
 
     def _on_join(self, message: Join) -> None:
         known = self._handover.known
@@ -110,7 +110,7 @@ class ArrangementController:
     @property
     def _group(self) -> int | None:
         known = self._handover.known
-        return None if known is None else known.group(self._device.name)
+        return None if known is None else known.group_of(self._device.name)
 
     async def wait_for_group(self, until: float) -> int | None:
         """Return the own group as soon as the device has one.
@@ -141,7 +141,7 @@ class ArrangementController:
 
         Raises `GroupLostError` on the coordinator.
         """
-        step = None if segment.tests or action is None else action.batch
+        step = None if segment.is_test or action is None else action.batch
         self._record_counts(segment, step)
         self._stop_when_due(step)
         if not self._rearranges:
@@ -152,7 +152,7 @@ class ArrangementController:
         self._announce_leaving()
         window = None if step is None else self._judge_devices(step)
         absent = {*self._silent, *self._leaving, *self._joining}
-        if find_coordinator(self.now, absent) == self._device.name:
+        if find_coordinator(self.assignment, absent) == self._device.name:
             self._rearrange(window)
         return self._group != before
 
@@ -174,24 +174,26 @@ class ArrangementController:
 
     def _record_counts(self, segment: SlotSegment, step: int | None) -> None:
         """Record the counts of maintenance after each window and at the end of training."""
-        if segment.tests:
+        if segment.is_test:
             return
         is_end = step is None
         window = (segment.batches.stop if step is None else step) // self._steps
         if is_end or window > self._reported:
             self._reported = window
-            recorded = segment.trained if step is None else step
+            recorded = segment.trained_steps if step is None else step
             self._maintenance.record_counts(self._device, recorded)
 
     def _judge_devices(self, step: int) -> int | None:
         """Close a window at its end; return the last window once its records have reached all devices."""
-        self._records.close_window(step, self.now)
+        self._records.close_window(step, self.assignment)
         window = self._records.next_due_window(step)
         if window is None:
             return None
         latest, table = self._records.receptions_of(window)
         # Receivers have no full window of a newcomer.
-        members = [name for name in self.now.devices if name not in self._newcomers]
+        members = [
+            name for name in self.assignment.devices if name not in self._newcomers
+        ]
         self._silent = [name for name in members if is_silent(latest, name)]
         me = self._device.name
         if self._records.is_cut_off and me != self._rules.coordinator:
@@ -202,23 +204,23 @@ class ArrangementController:
         return window
 
     def _rearrange(self, window: int | None) -> None:
-        first = now = self.now
+        first = assignment = self.assignment
         for decision in self._pending_decisions(window):
-            self._record_decision(now, decision)
-            now = decision.arrangement
-        if now.version == first.version:
+            self._record_decision(assignment, decision)
+            assignment = decision.assignment
+        if assignment.version == first.version:
             return
         layers = []
-        for holders in now.layers:
+        for holders in assignment.layers:
             layers.append({name: list(held) for name, held in holders.items()})
         # The others apply it when the message arrives; until then versions in casts tell whose neurons they hold.
-        self._post_to_all(Arrange(now.version, layers))
-        self._handover.apply(now)
+        self._post_to_all(Arrange(assignment.version, layers))
+        self._handover.apply(assignment)
         self._forget_joined()
 
     def _record_decision(self, before: NeuronAssignment, decision: Decision) -> None:
         moved = anew = 0
-        for move in list_moves(before, decision.arrangement, decision.gone):
+        for move in list_moves(before, decision.assignment, decision.gone):
             if move.giver is None:
                 anew += len(move.neurons)
             else:
@@ -227,32 +229,32 @@ class ArrangementController:
             "rearrangement",
             cause=decision.cause,
             devices=list(decision.devices),
-            version=decision.arrangement.version,
+            version=decision.assignment.version,
             moved=moved,
             reset=anew,
         )
 
     def _pending_decisions(self, window: int | None) -> Iterator[Decision]:
         """Yield the changes due to joining and leaving devices, and to a window with complete records."""
-        now, averages, rules = self.now, self._averages, self._rules
+        assignment, averages, rules = self.assignment, self._averages, self._rules
         for name in self._joining:
-            decision = decide_join(now, name, averages, rules)
-            now = decision.arrangement
+            decision = decide_join(assignment, name, averages, rules)
+            assignment = decision.assignment
             yield decision
         for name in self._leaving:
-            if now.group(name) is not None:
-                now = without_device(now, name, averages, rules.seed)
-                yield Decision(now, "retirement", (name,))
+            if assignment.group_of(name) is not None:
+                assignment = without_device(assignment, name, averages, rules.seed)
+                yield Decision(assignment, "retirement", (name,))
         if window is not None:
             for name, value in averages.items():
                 self._device.record(
                     "credibility", window=window, rated_device=name, value=value
                 )
-            yield from after_window(now, self._silent, averages, rules)
+            yield from decide_after_window(assignment, self._silent, averages, rules)
 
     def _forget_joined(self) -> None:
-        """Forget requests to join once a newer arrangement has answered them."""
-        version = self.now.version
+        """Forget requests to join once a newer assignment has answered them."""
+        version = self.assignment.version
         for name, known in list(self._joining.items()):
             if known != version:
                 del self._joining[name]

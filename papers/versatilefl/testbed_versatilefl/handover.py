@@ -1,4 +1,4 @@
-"""Changes of arrangement on one device: neurons are sent to their new holders, and received ones are added."""
+"""Changes of assignment on one device: neurons are sent to their new holders, and received ones are added."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Moved(TypedMessage, kind="moved"):
 
 
 class Handover:
-    """The neurons of one device as arrangements change.
+    """The neurons of one device as assignments change.
 
     A device always holds the neurons of its arrangement. Neurons that are on their way have initial weights until they
     arrive, and keep these if the previous holder has failed.
@@ -47,9 +47,9 @@ class Handover:
         first: NeuronAssignment,
         changed: Callable[[int], None],
     ) -> None:
-        """``first`` is the plan's arrangement, which is not applied; ``changed`` is called with a changed layer."""
+        """``first`` is the plan's assignment, which is not applied; ``changed`` is called with a changed layer."""
         self.known: NeuronAssignment | None = None
-        """The newest arrangement; None after a boot, until the first one arrives."""
+        """The newest assignment; None after a boot, until the first one arrives."""
         self.past: dict[int, NeuronAssignment] = {}
         """Arrangements by version, for casts that were sent under an earlier one."""
         self._mailbox = mailbox
@@ -57,14 +57,14 @@ class Handover:
         self._neurons = neurons
         self._first = first
         self._changed = changed
-        self._arranged: list[Arrange] = []
-        self._moved: list[Moved] = []
+        self._arrange_messages: list[Arrange] = []
+        self._moved_messages: list[Moved] = []
         self._sends: list[asyncio.Future[None]] = []
-        mailbox.on(Arrange, self._arranged.append)
-        mailbox.on(Moved, self._moved.append)
+        mailbox.on(Arrange, self._arrange_messages.append)
+        mailbox.on(Moved, self._moved_messages.append)
 
     @property
-    def now(self) -> NeuronAssignment:
+    def assignment(self) -> NeuronAssignment:
         """The newest arrangement. Raises ValueError without one."""
         if self.known is None:
             raise ValueError(
@@ -74,9 +74,9 @@ class Handover:
 
     def apply_messages(self) -> None:
         """Apply the changes requested by messages since the last call."""
-        if self._arranged:
-            newest = max(self._arranged, key=lambda message: message.version)
-            self._arranged.clear()
+        if self._arrange_messages:
+            newest = max(self._arrange_messages, key=lambda message: message.version)
+            self._arrange_messages.clear()
             layers = []
             for holders in newest.layers:
                 layers.append(
@@ -87,50 +87,50 @@ class Handover:
         if self.known is not None:
             self._receive_until(self.known)
 
-    def _receive_until(self, arrangement: NeuronAssignment) -> None:
-        """Add the neurons moved by this arrangement or an earlier one."""
+    def _receive_until(self, assignment: NeuronAssignment) -> None:
+        """Add the neurons moved by this assignment or an earlier one."""
         due: list[Moved] = []
         later: list[Moved] = []
-        for moved in self._moved:
-            if moved.version <= arrangement.version:
+        for moved in self._moved_messages:
+            if moved.version <= assignment.version:
                 due.append(moved)
             else:
                 later.append(moved)
         # In place: the mailbox appends to this list.
-        self._moved[:] = later
+        self._moved_messages[:] = later
         for moved in due:
-            self._receive(arrangement, moved)
+            self._receive(assignment, moved)
 
-    def apply(self, arrangement: NeuronAssignment) -> None:
-        """Release and add own neurons as an arrangement requires; older arrangements change nothing."""
-        if self.known is not None and arrangement.version <= self.known.version:
+    def apply(self, assignment: NeuronAssignment) -> None:
+        """Release and add own neurons as an assignment requires; older assignments change nothing."""
+        if self.known is not None and assignment.version <= self.known.version:
             return
-        self.known = self.past[arrangement.version] = arrangement
-        for layer in range(1, len(arrangement.sizes)):
-            self._apply_layer(arrangement, layer)
+        self.known = self.past[assignment.version] = assignment
+        for layer in range(1, len(assignment.sizes)):
+            self._apply_layer(assignment, layer)
         me = self._device.name
         counts = {}
-        for layer in range(len(arrangement.sizes)):
-            counts[str(layer)] = len(arrangement.of(me, layer))
+        for layer in range(len(assignment.sizes)):
+            counts[str(layer)] = len(assignment.neurons_of(me, layer))
         self._device.record(
             "arrangement",
-            version=arrangement.version,
+            version=assignment.version,
             neurons=sum(counts.values()),
             layers=counts,
         )
 
-    def _apply_layer(self, arrangement: NeuronAssignment, layer: int) -> None:
+    def _apply_layer(self, assignment: NeuronAssignment, layer: int) -> None:
         shard = self._neurons.shards.get(layer)
         held = set(shard.part.rows if shard else ())
-        wanted = set(arrangement.of(self._device.name, layer))
+        wanted = set(assignment.neurons_of(self._device.name, layer))
         released, added = as_channels(held - wanted), as_channels(wanted - held)
         # The new holder works with initial weights until these arrive.
         if released:
-            state = self._neurons.give(layer, released)
-            moved = Moved(arrangement.version, layer, list(released), state)
-            self._send(arrangement, moved)
+            state = self._neurons.release(layer, released)
+            moved = Moved(assignment.version, layer, list(released), state)
+            self._send(assignment, moved)
         if added:
-            self._neurons.take(layer, added)
+            self._neurons.add(layer, added)
         if released or added:
             self._changed(layer)
 
@@ -138,26 +138,26 @@ class Handover:
         """Wait until all neurons sent have arrived."""
         await asyncio.gather(*self._sends)
 
-    def _send(self, arrangement: NeuronAssignment, moved: Moved) -> None:
+    def _send(self, assignment: NeuronAssignment, moved: Moved) -> None:
         """Send neurons to their holders by an arrangement."""
-        for owner, neurons in arrangement.layers[moved.layer].items():
+        for owner, neurons in assignment.layers[moved.layer].items():
             part = as_channels(set(moved.neurons) & set(neurons))
             if part and owner != self._device.name:
                 self._sends.append(
                     self._mailbox.post(owner, _select_neurons(moved, part))
                 )
 
-    def _receive(self, arrangement: NeuronAssignment, moved: Moved) -> None:
+    def _receive(self, assignment: NeuronAssignment, moved: Moved) -> None:
         """Add received neurons of this device, and pass on neurons of other devices."""
-        wanted = arrangement.of(self._device.name, moved.layer)
+        wanted = assignment.neurons_of(self._device.name, moved.layer)
         own = as_channels(set(moved.neurons) & set(wanted))
         if own:
-            # They have had initial weights since the arrangement was applied.
-            self._neurons.give(moved.layer, own)
-            self._neurons.take(moved.layer, own, _select_neurons(moved, own).state)
+            # They have had initial weights since the assignment was applied.
+            self._neurons.release(moved.layer, own)
+            self._neurons.add(moved.layer, own, _select_neurons(moved, own).state)
             self._changed(moved.layer)
-        # Newer arrangements may have moved some neurons again while they were on their way.
-        self._send(arrangement, moved)
+        # Newer assignments may have moved some neurons again while they were on their way.
+        self._send(assignment, moved)
 
 
 def _select_neurons(moved: Moved, neurons: Channels) -> Moved:

@@ -18,7 +18,7 @@ from testbed.ml.layers.shard import State
 from testbed.ml.models.slices import Channels
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.casts import Outputs, Transmit, Values
-from testbed.ml.slots.missing import Arrived, Usable, Work, backpropagate
+from testbed.ml.slots.missing import ReceivedParts, Usable, Work, backpropagate
 from testbed_versatilefl.planner import VersatileOptions
 
 MOST_FORWARD = 0.5
@@ -27,7 +27,7 @@ MOST_REUSE = 10
 
 Rates = tuple[float, ...]
 """Layer-to-layer success rates of one batch, from 0 to 1, beginning with the rate into layer 1."""
-Confirm = Callable[[int, Arrived], Awaitable[bool]]
+ConfirmLayer = Callable[[int, ReceivedParts], Awaitable[bool]]
 """Hook: return whether the other devices of a layer have received everything, too."""
 
 
@@ -124,13 +124,13 @@ def merge_rates(heard: Sequence[Rates], layers: int) -> Rates:
     )
 
 
-def _received_rates(arrived: Arrived, layers: int) -> Rates:
-    received = []
-    for part in arrived.parts:
+def _received_rates(received: ReceivedParts, layers: int) -> Rates:
+    rates = []
+    for part in received.parts:
         if part.tensor is not None:
             note = part.note or {}
-            received.append(tuple(note["rates"]))
-    return merge_rates(received, layers)
+            rates.append(tuple(note["rates"]))
+    return merge_rates(rates, layers)
 
 
 @dataclass
@@ -150,8 +150,8 @@ class Maintenance:
     # Equation (2): losses go to all neurons of the previous layer.
     masks_missing_outputs = False
 
-    def __init__(self, update: DynamicUpdate, confirm: Confirm) -> None:
-        self.announces = update.options.rearrangement
+    def __init__(self, update: DynamicUpdate, confirm: ConfirmLayer) -> None:
+        self.casts_empty_messages = update.options.rearrangement
         """The others judge a device by its casts, so that it has to cast in every slot."""
         self.rates: dict[tuple[int, int], Rates] = {}
         """By layer and batch: the success rates of a forwarded batch up to that layer."""
@@ -183,92 +183,94 @@ class Maintenance:
             device.record("maintenance", step=step, layer=layer, **counts)
         self._counts.clear()
 
-    def inputs(self, arrived: Arrived) -> torch.Tensor | None:
+    def inputs(self, received: ReceivedParts) -> torch.Tensor | None:
         """Return inputs, (samples, values), with zeros for missing ones (equation 1).
 
         None if the forward criterion is not met.
         """
-        layer = arrived.layer + 1
-        rates = (*_received_rates(arrived, arrived.layer), arrived.rate)
+        layer = received.layer + 1
+        rates = (*_received_rates(received, received.layer), received.success_rate)
         counts = self._counts[layer]
-        for part in arrived.parts:
+        for part in received.parts:
             is_missing = part.tensor is None
             counts["expected"] += len(part.neurons)
             counts["missing"] += len(part.neurons) * is_missing
-        if not self._accept_batch(layer, arrived, rates):
+        if not self._accept_batch(layer, received, rates):
             return None
-        self.rates[layer, arrived.batch] = rates
-        return self._substitute(arrived).joined_values()
+        self.rates[layer, received.batch] = rates
+        return self._substitute(received).joined_values()
 
-    def test_values(self, arrived: Arrived) -> Arrived | None:
+    def test_values(self, received: ReceivedParts) -> ReceivedParts | None:
         """Return the parts of the inputs, as in training; without substitution, None if any part is missing."""
-        if self._update.options.substitution or arrived.complete:
-            return self._substitute(arrived)
+        if self._update.options.substitution or received.is_complete:
+            return self._substitute(received)
         return None
 
-    def _substitute(self, arrived: Arrived) -> Arrived:
+    def _substitute(self, received: ReceivedParts) -> ReceivedParts:
         """Replace missing outputs by past ones if `substitute_past_outputs` is set; otherwise they remain zeros."""
         if not self._update.options.substitute_past_outputs:
-            return arrived
+            return received
         parts = []
-        for part in arrived.parts:
-            sent, key = part.tensor, (arrived.layer, part.sender, part.neurons)
+        for part in received.parts:
+            sent, key = part.tensor, (received.layer, part.sender, part.neurons)
             if sent is not None and part.missing is None:
                 self._past[key] = sent.mean(dim=0)
             elif key in self._past:
-                past = self._past[key].expand(arrived.samples, -1)
+                past = self._past[key].expand(received.samples, -1)
                 if sent is not None and part.missing is not None:
                     past = past.where(part.missing, sent)
                 part = part._replace(tensor=past)
             parts.append(part)
-        return replace(arrived, parts=tuple(parts))
+        return replace(received, parts=tuple(parts))
 
-    def _accept_batch(self, layer: int, arrived: Arrived, rates: Rates) -> bool:
+    def _accept_batch(self, layer: int, received: ReceivedParts, rates: Rates) -> bool:
         """Return whether layers may learn from a batch, and remember rejected batches."""
-        key = (layer, arrived.batch)
+        key = (layer, received.batch)
         self._counts[layer]["batches"] += 1
         # The output layer asks again when its results are due.
         if key in self._dropped:
             return False
-        substitutes = self._update.options.substitution or arrived.complete
+        substitutes = self._update.options.substitution or received.is_complete
         if substitutes and is_valid(rates, self._update.thres_fw):
             return True
         self._dropped.add(key)
         self._counts[layer]["dropped"] += 1
         return False
 
-    async def usable_results(self, arrived: Arrived) -> Usable:
+    async def usable_results(self, received: ReceivedParts) -> Usable:
         """Return all results; a batch with missing results has no exact loss, and saved gradients are used."""
         others_complete = True
         if self._update.options.result_sharing == "layer":
-            others_complete = await self._confirm(arrived.layer, arrived)
-        rates = _received_rates(arrived, arrived.layer)
-        if not self._accept_batch(arrived.layer, arrived, rates):
+            others_complete = await self._confirm(received.layer, received)
+        rates = _received_rates(received, received.layer)
+        if not self._accept_batch(received.layer, received, rates):
             return Usable(None, "nothing")
-        if arrived.complete and others_complete:
-            return Usable(arrived.joined_values(), "new")
+        if received.is_complete and others_complete:
+            return Usable(received.joined_values(), "new")
         return Usable(None, "saved")
 
-    async def usable_losses(self, arrived: Arrived) -> Usable:
+    async def usable_losses(self, received: ReceivedParts) -> Usable:
         """Return the sum of the received losses (equation 2).
 
         The option `backward_granularity` decides whether they are new gradients.
         """
         layer, granularity = (
-            arrived.layer - 1,
+            received.layer - 1,
             self._update.options.backward_granularity,
         )
         others_complete = True
         if granularity == "layer":
-            others_complete = await self._confirm(layer, arrived)
-        received = sum(part.tensor is not None for part in arrived.parts)
-        is_new = received == len(arrived.parts) and others_complete
+            others_complete = await self._confirm(layer, received)
+        received_count = sum(part.tensor is not None for part in received.parts)
+        is_new = received_count == len(received.parts) and others_complete
         if granularity == "link":
-            is_new = received > 0
+            is_new = received_count > 0
         losses = None
-        if received and (self._update.options.substitution or arrived.complete):
-            losses = arrived.summed_losses()
-        if self._was_dropped(layer, arrived.batch):
+        if received_count and (
+            self._update.options.substitution or received.is_complete
+        ):
+            losses = received.summed_losses()
+        if self._was_dropped(layer, received.batch):
             # The losses still go on to earlier layers, which may have forwarded the batch.
             return Usable(losses, "nothing")
         return Usable(losses, "new" if is_new else "saved")
@@ -290,10 +292,10 @@ class Maintenance:
         usable: Usable,
     ) -> Work | None:
         """Learn from new gradients, (samples, values), or from saved ones as often as gradReuse_bw allows."""
-        if usable.learns == "nothing":
+        if usable.gradient_source == "nothing":
             return None
         saved, options = self._saved[layer], self._update.options
-        is_new = gradient is not None and usable.learns == "new"
+        is_new = gradient is not None and usable.gradient_source == "new"
         may_reuse = saved.used < self._update.grad_reuse_bw and bool(saved.gradients)
         reuses = not is_new and options.reuse_gradients and may_reuse
         kind = "reused" if reuses else "idle"
@@ -336,42 +338,42 @@ class Complete(TypedMessage, kind="complete", key=("batch", "layer", "sender")):
     layer: int
 
 
-class Confirming:
-    """The hook `Confirm`: cast `Complete` to the other devices of a layer, and wait shortly for theirs.
+class LayerConfirmation:
+    """The hook `ConfirmLayer`: cast `Complete` to the other devices of a layer, and wait shortly for theirs.
 
     These casts can be lost as well; then the others count as incomplete.
     """
 
     def __init__(
-        self, mailbox: Mailbox, arrangement: Callable[[], NeuronAssignment], wait: float
+        self, mailbox: Mailbox, assignment: Callable[[], NeuronAssignment], wait: float
     ) -> None:
-        """``arrangement`` returns the current one; ``wait`` is in seconds."""
+        """``assignment`` returns the current one; ``wait`` is in seconds."""
         self._mailbox = mailbox
-        self._arrangement = arrangement
+        self._assignment = assignment
         self._wait = wait
 
-    async def __call__(self, layer: int, arrived: Arrived) -> bool:
+    async def __call__(self, layer: int, received: ReceivedParts) -> bool:
         """Return whether the others have everything, too.
 
         True if this device has not: then the answer does not matter.
         """
         device = self._mailbox.device
-        holders = self._arrangement().holders(layer)
+        holders = self._assignment().holders(layer)
         others = [name for name in holders if name != device.name]
-        if not arrived.complete or not others:
+        if not received.is_complete or not others:
             return True
-        await self._mailbox.cast(others, Complete(arrived.batch, layer))
+        await self._mailbox.cast(others, Complete(received.batch, layer))
         deadline = device.now() + self._wait
         answers = []
         for name in others:
-            key = (arrived.batch, layer, name)
+            key = (received.batch, layer, name)
             answers.append(await self._mailbox.take(Complete, key, deadline=deadline))
         # Late answers of earlier batches would otherwise stay in the mailbox for the whole run.
-        self._mailbox.discard_before(Complete, (arrived.batch,))
+        self._mailbox.discard_before(Complete, (received.batch,))
         return None not in answers
 
 
-class Ideal:
+class ReliableResults:
     """Another `Transmit` for all casts but the shared results of the output layer, which are sent reliably."""
 
     def __init__(self, mailbox: Mailbox, transmit: Transmit, output: int) -> None:

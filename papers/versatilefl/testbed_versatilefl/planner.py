@@ -16,7 +16,7 @@ from testbed.common.seeds import derive
 from testbed.ml.method import Baselines, PlanningProblem
 from testbed.ml.models.slices import as_channels
 from testbed.ml.slots import planner
-from testbed.ml.slots.arrangement import Allocation, NeuronAssignment, partition
+from testbed.ml.slots.arrangement import Allocation, NeuronAssignment, partition_neurons
 from testbed.ml.slots.planner import SlotDetails, SlotOptions
 from testbed.plan import Plan
 from testbed_versatilefl.records import ALPHA
@@ -123,7 +123,7 @@ def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
     planned = planner.plan(
         "versatile",
         problem,
-        lambda sizes, names: partition(
+        lambda sizes, names: partition_neurons(
             sizes, names, options.layers_per_group or allocation
         ),
     )
@@ -152,14 +152,16 @@ def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
     return Plan(**{**dict(planned), "details": details})
 
 
-def arrangement(
+def initial_assignment(
     problem: PlanningProblem[VersatileOptions], details: VersatileDetails
 ) -> NeuronAssignment:
     """Return the initial placement of neurons: EdgePipe's, or with `allocation: random` one drawn from the seed."""
     options, names = problem.options, details.devices
-    sizes = planner.neurons_of(problem)
+    sizes = planner.layer_sizes(problem)
     if options.allocation != "random":
-        return partition(sizes, names, options.layers_per_group or options.allocation)
+        return partition_neurons(
+            sizes, names, options.layers_per_group or options.allocation
+        )
     layers = []
     for layer, size in enumerate(sizes):
         draws = random.Random(derive(problem.seed, "scatter", layer))

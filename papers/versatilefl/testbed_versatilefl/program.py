@@ -20,12 +20,16 @@ from testbed_versatilefl.controller import ArrangementController, Join, Leave
 from testbed_versatilefl.handover import Arrange, Handover, Moved
 from testbed_versatilefl.maintenance import (
     Complete,
-    Confirming,
     DynamicUpdate,
-    Ideal,
+    LayerConfirmation,
     Maintenance,
+    ReliableResults,
 )
-from testbed_versatilefl.planner import VersatileDetails, VersatileOptions, arrangement
+from testbed_versatilefl.planner import (
+    VersatileDetails,
+    VersatileOptions,
+    initial_assignment,
+)
 from testbed_versatilefl.records import ReceptionRecords
 
 VersatileContext = ProgramContext[VersatileOptions, VersatileDetails]
@@ -49,7 +53,7 @@ class VersatileNotes:
         for name, (window, record) in self.records.newest.items():
             records[name] = [window, record]
         note: dict[str, Any] = {
-            "version": self.handover.now.version,
+            "version": self.handover.assignment.version,
             "stage": self.update.stage,
             "records": records,
         }
@@ -59,7 +63,7 @@ class VersatileNotes:
         return replace(message, note=note)
 
     def read_note(self, message: Values) -> Channels | None:
-        """Process the note of a message; return None if the sender's arrangement is unknown here."""
+        """Process the note of a message; return None if the sender's assignment is unknown here."""
         note = message.note or {}
         self.records.note_cast(message.sender, received=True)
         self.records.merge_records(note["records"])
@@ -68,7 +72,7 @@ class VersatileNotes:
         sent_under = self.handover.past.get(note["version"])
         if sent_under is None:
             return None
-        return sent_under.of(message.sender, message.layer)
+        return sent_under.neurons_of(message.sender, message.layer)
 
     def note_missing(self, sender: str) -> None:
         """Record a message missing in its slot."""
@@ -83,7 +87,7 @@ async def run(device: Device, context: VersatileContext) -> None:
         context.problem.options,
     )
     assert context.dataset is not None
-    first = arrangement(problem, details)
+    first = initial_assignment(problem, details)
     has_restarted = device.saved(STARTED) is not None
     await device.save(STARTED, Message(STARTED))
     epoch = steps_per_epoch(
@@ -96,9 +100,9 @@ async def run(device: Device, context: VersatileContext) -> None:
         neurons = Neurons(
             device, problem, await receive_initial_weights(mailbox, context)
         )
-        # The arrangement is asked for during training, when `handover` exists.
-        confirm = Confirming(
-            mailbox, lambda: handover.now, answering_time(mailbox, details)
+        # The assignment is asked for during training, when `handover` exists.
+        confirm = LayerConfirmation(
+            mailbox, lambda: handover.assignment, answering_time(mailbox, details)
         )
         maintenance = Maintenance(update, confirm)
         handover = Handover(mailbox, neurons, first, maintenance.forget_layer)
@@ -114,7 +118,7 @@ async def run(device: Device, context: VersatileContext) -> None:
         )
         transmit = transmit_of(mailbox, context)
         if options.result_sharing == "ideal":
-            transmit = Ideal(mailbox, transmit, first.output)
+            transmit = ReliableResults(mailbox, transmit, first.output_layer)
         notes = VersatileNotes(handover, records, maintenance, update)
         await SlotProgram(
             mailbox, context, neurons, controller, maintenance, transmit, notes

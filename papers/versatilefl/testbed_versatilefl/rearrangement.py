@@ -1,6 +1,6 @@
 """Rearrangement of neurons (Section V-B) in proportion to credibility, as devices leave and join.
 
-Each function computes an arrangement from another one. Neurons move within their layer only, so that no schedule
+Each function computes an assignment from another one. Neurons move within their layer only, so that no schedule
 changes.
 """
 
@@ -28,7 +28,7 @@ class GroupLostError(TestbedError):
 class Decision:
     """A placement of neurons and the cause of its change."""
 
-    arrangement: NeuronAssignment
+    assignment: NeuronAssignment
     cause: Cause
     devices: tuple[str, ...]
     """The devices that failed, retired or joined, or whose credibility is too low."""
@@ -47,8 +47,8 @@ class DecisionRules:
     seed: int
 
 
-def after_window(
-    now: NeuronAssignment,
+def decide_after_window(
+    assignment: NeuronAssignment,
     failed: Iterable[str],
     averages: Mapping[str, float],
     rules: DecisionRules,
@@ -60,35 +60,42 @@ def after_window(
     """
     for name in failed:
         # Without the coordinator nobody would score the tests: the run fails with it.
-        if name != rules.coordinator and now.group(name) is not None:
-            now = without_device(now, name, averages, rules.seed)
-            yield Decision(now, "failure", (name,), frozenset({name}))
-    for group in range(len(now.groups)):
-        poor = _poor_members(now, group, averages, rules.threshold)
-        after = rearrange_group(now, group, averages, rules.seed) if poor else now
-        if after.layers != now.layers:
-            now = after
-            yield Decision(now, "credibility", poor)
+        if name != rules.coordinator and assignment.group_of(name) is not None:
+            assignment = without_device(assignment, name, averages, rules.seed)
+            yield Decision(assignment, "failure", (name,), frozenset({name}))
+    for group in range(len(assignment.groups)):
+        poor = _poor_members(assignment, group, averages, rules.threshold)
+        after = (
+            rearrange_group(assignment, group, averages, rules.seed)
+            if poor
+            else assignment
+        )
+        if after.layers != assignment.layers:
+            assignment = after
+            yield Decision(assignment, "credibility", poor)
 
 
 def _poor_members(
-    now: NeuronAssignment, group: int, averages: Mapping[str, float], threshold: float
+    assignment: NeuronAssignment,
+    group: int,
+    averages: Mapping[str, float],
+    threshold: float,
 ) -> tuple[str, ...]:
     """Return the devices of a group with less credibility than the threshold; none if one has no credibility."""
-    members = now.members(group)
+    members = assignment.members(group)
     if not all(name in averages for name in members):
         return ()
     return tuple(name for name in members if averages[name] < threshold)
 
 
 def without_device(
-    now: NeuronAssignment, device: str, averages: Mapping[str, float], seed: int
+    assignment: NeuronAssignment, device: str, averages: Mapping[str, float], seed: int
 ) -> NeuronAssignment:
-    """Return the arrangement without a device. Raises `GroupLostError`."""
-    group = now.group(device)
-    after = remove_device(now, device, averages, seed)
+    """Return the assignment without a device. Raises `GroupLostError`."""
+    group = assignment.group_of(device)
+    after = remove_device(assignment, device, averages, seed)
     if group is not None and not after.members(group):
-        first, last = now.groups[group][0], now.groups[group][-1]
+        first, last = assignment.groups[group][0], assignment.groups[group][-1]
         layers = f"layer {first}" if first == last else f"layers {first} to {last}"
         raise GroupLostError(
             f"group {group} ({layers}) is left with no device: {device} was its last"
@@ -97,7 +104,7 @@ def without_device(
 
 
 def decide_join(
-    now: NeuronAssignment,
+    assignment: NeuronAssignment,
     device: str,
     averages: Mapping[str, float],
     rules: DecisionRules,
@@ -107,28 +114,30 @@ def decide_join(
     The coordinator returns to its own place.
     """
     if device == rules.coordinator:
-        after = replace(now, version=now.version + 1)
+        after = replace(assignment, version=assignment.version + 1)
     else:
         # Whoever restarts before its failure was noticed still has a place, and loses it here.
-        others = remove_device(now, device, averages, rules.seed)
+        others = remove_device(assignment, device, averages, rules.seed)
         after = add_device(others, device, rules.seed)
     return Decision(after, "join", (device,), frozenset({device}))
 
 
-def find_coordinator(now: NeuronAssignment, absent: Collection[str]) -> str | None:
+def find_coordinator(
+    assignment: NeuronAssignment, absent: Collection[str]
+) -> str | None:
     """Return the first member outside ``absent``; None without such a member.
 
     Devices of the input layer alone receive no casts, and so cannot decide.
 
-    >>> from testbed.ml.slots.arrangement import partition
-    >>> now = partition([4, 4, 4, 4], ["a", "b", "c", "d"])
-    >>> find_coordinator(now, absent=()), find_coordinator(now, absent={"a", "b"})
+    >>> from testbed.ml.slots.arrangement import partition_neurons
+    >>> assignment = partition_neurons([4, 4, 4, 4], ["a", "b", "c", "d"])
+    >>> find_coordinator(assignment, absent=()), find_coordinator(assignment, absent={"a", "b"})
     ('a', 'c')
     """
-    for group, layers in enumerate(now.groups):
+    for group, layers in enumerate(assignment.groups):
         if layers[-1] == 0:
             continue
-        for name in now.members(group):
+        for name in assignment.members(group):
             if name not in absent:
                 return name
     return None
@@ -171,60 +180,72 @@ def share_neurons(weights: Sequence[float], total: int) -> list[int]:
 
 
 def rearrange_group(
-    now: NeuronAssignment, group: int, credibility: Mapping[str, float], seed: int
+    assignment: NeuronAssignment,
+    group: int,
+    credibility: Mapping[str, float],
+    seed: int,
 ) -> NeuronAssignment:
     """Return the same members of a group with neurons in proportion to their credibility."""
-    weights = {name: credibility[name] for name in now.members(group)}
-    return _next_assignment(now, group, [weights] * len(now.groups[group]), seed)
+    weights = {name: credibility[name] for name in assignment.members(group)}
+    return _next_assignment(
+        assignment, group, [weights] * len(assignment.groups[group]), seed
+    )
 
 
 def remove_device(
-    now: NeuronAssignment, device: str, credibility: Mapping[str, float], seed: int
+    assignment: NeuronAssignment,
+    device: str,
+    credibility: Mapping[str, float],
+    seed: int,
 ) -> NeuronAssignment:
-    """Return the arrangement without a device: the rest of the group shares all neurons by credibility.
+    """Return the assignment without a device: the rest of the group shares all neurons by credibility.
 
     A group without devices keeps none; its neurons wait for a device that joins.
 
-    >>> from testbed.ml.slots.arrangement import partition
-    >>> after = remove_device(partition([6, 6], ["a", "b", "c"], "horizontal"), "b", {}, seed=1)
+    >>> from testbed.ml.slots.arrangement import partition_neurons
+    >>> after = remove_device(partition_neurons([6, 6], ["a", "b", "c"], "horizontal"), "b", {}, seed=1)
     >>> after.devices, [len(neurons) for neurons in after.layers[1].values()]
     (('a', 'c'), [3, 3])
     """
-    group = now.group(device)
+    group = assignment.group_of(device)
     if group is None:
-        return now
-    others = [name for name in now.members(group) if name != device]
+        return assignment
+    others = [name for name in assignment.members(group) if name != device]
     # A device that has just joined has no credibility yet; with 0 it would lose all neurons that it was given.
     known = [credibility[name] for name in others if name in credibility]
     usual = math.fsum(known) / len(known) if known else 1.0
     weights = {name: credibility.get(name, usual) for name in others}
-    return _next_assignment(now, group, [weights] * len(now.groups[group]), seed)
+    return _next_assignment(
+        assignment, group, [weights] * len(assignment.groups[group]), seed
+    )
 
 
-def add_device(now: NeuronAssignment, device: str, seed: int) -> NeuronAssignment:
-    """Return the arrangement with another device, in the group with the fewest devices, the first one on ties.
+def add_device(
+    assignment: NeuronAssignment, device: str, seed: int
+) -> NeuronAssignment:
+    """Return the assignment with another device, in the group with the fewest devices, the first one on ties.
 
     The device takes an even share of each layer, from the others in proportion to their neurons. A group is full if one
     of its layers has no neuron for another device; a device of the plan always finds the place that it left. Raises
     ValueError for a member, and if all groups are full.
     """
-    if now.group(device) is not None:
+    if assignment.group_of(device) is not None:
         raise ValueError(f"{device} is a member already")
-    counts = [len(now.members(index)) for index in range(len(now.groups))]
+    counts = [len(assignment.members(index)) for index in range(len(assignment.groups))]
     available = []
-    for index, layers in enumerate(now.groups):
-        if counts[index] < min(now.sizes[layer] for layer in layers):
+    for index, layers in enumerate(assignment.groups):
+        if counts[index] < min(assignment.sizes[layer] for layer in layers):
             available.append(index)
     if not available:
         raise ValueError(f"no group has a neuron for {device}")
     group = min(available, key=counts.__getitem__)
     weights = []
-    for layer in now.groups[group]:
-        holders = now.layers[layer]
+    for layer in assignment.groups[group]:
+        holders = assignment.layers[layer]
         counted = {name: float(len(neurons)) for name, neurons in holders.items()}
-        even_share = now.sizes[layer] / max(1, len(counted))
+        even_share = assignment.sizes[layer] / max(1, len(counted))
         weights.append({**counted, device: even_share})
-    return _next_assignment(now, group, weights, seed)
+    return _next_assignment(assignment, group, weights, seed)
 
 
 def list_moves(
@@ -249,15 +270,22 @@ def list_moves(
 
 
 def _next_assignment(
-    now: NeuronAssignment, group: int, weights: Sequence[Mapping[str, float]], seed: int
+    assignment: NeuronAssignment,
+    group: int,
+    weights: Sequence[Mapping[str, float]],
+    seed: int,
 ) -> NeuronAssignment:
-    """Return the next arrangement, in which the layers of a group are shared in proportion to weights."""
-    layers = list(now.layers)
-    for layer, wanted in zip(now.groups[group], weights, strict=True):
+    """Return the next assignment, in which the layers of a group are shared in proportion to weights."""
+    layers = list(assignment.layers)
+    for layer, wanted in zip(assignment.groups[group], weights, strict=True):
         # Another device may be the coordinator of the next change: draws depend on the version alone.
-        draws = random.Random(derive(seed, "rearrangement", now.version + 1, layer))
-        layers[layer] = _share_layer(layers[layer], wanted, now.sizes[layer], draws)
-    return replace(now, layers=tuple(layers), version=now.version + 1)
+        draws = random.Random(
+            derive(seed, "rearrangement", assignment.version + 1, layer)
+        )
+        layers[layer] = _share_layer(
+            layers[layer], wanted, assignment.sizes[layer], draws
+        )
+    return replace(assignment, layers=tuple(layers), version=assignment.version + 1)
 
 
 def _share_layer(

@@ -104,7 +104,7 @@ class ReceptionRecords:
                 record = {name: tuple(pair) for name, pair in shares.items()}
                 self.newest[receiver] = (window, record)
 
-    def close_window(self, step: int, arrangement: NeuronAssignment) -> None:
+    def close_window(self, step: int, assignment: NeuronAssignment) -> None:
         """Close the window before the current step's window, if still open."""
         before = self._open
         # The backward of a step comes after the forward of later ones: a window never opens again.
@@ -112,7 +112,7 @@ class ReceptionRecords:
         if before is None or self._open == before:
             return
         record = {}
-        for sender in arrangement.senders(self._device):
+        for sender in assignment.senders(self._device):
             pair = (sender, self._device)
             noted = self._noted[sender]
             known = self._credibility.get(pair, 0.0)

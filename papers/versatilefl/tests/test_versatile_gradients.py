@@ -13,7 +13,7 @@ from testbed.ml.models.chain import chain
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.layers import Linear
 from testbed.ml.models.sliced import draw_tensors
-from testbed.ml.slots.missing import Arrived, SenderPart, Usable
+from testbed.ml.slots.missing import ReceivedParts, SenderPart, Usable
 from testbed.ml.slots.planner import slice_of
 from testbed.ml.training.schema import OptimizerPart
 from testbed_versatilefl.maintenance import DynamicUpdate, Maintenance
@@ -101,7 +101,7 @@ def test_gradients_equal_those_of_numpy(granularity, limit, place):
             )
             complete[1 - at] = bool(heard[:, 1 - at].all())
             usable = asyncio.run(
-                missing.usable_losses(Arrived(place + 1, step, SAMPLES, 2, sent))
+                missing.usable_losses(ReceivedParts(place + 1, step, SAMPLES, 2, sent))
             )
             work = missing.learn(shard, place, step, usable.values, usable)
             passed = None if work is None else work()
@@ -142,16 +142,18 @@ def test_incomplete_results_and_dropped_batches_give_no_new_gradients():
     mine = SenderPart("a", range(1), torch.ones(2, 1), {"rates": [1.0, 1.0]})
     lost = SenderPart("b", range(1, 2), None)
     assert asyncio.run(
-        missing.usable_results(Arrived(2, 0, 2, 2, (mine, lost)))
+        missing.usable_results(ReceivedParts(2, 0, 2, 2, (mine, lost)))
     ) == Usable(None, "saved")
     other = SenderPart("b", range(1, 2), torch.ones(2, 1), {"rates": [0.5, 0.5]})
-    usable = asyncio.run(missing.usable_results(Arrived(2, 1, 2, 2, (mine, other))))
-    assert (usable.values.tolist(), usable.learns) == ([[1, 1], [1, 1]], "new")
+    usable = asyncio.run(
+        missing.usable_results(ReceivedParts(2, 1, 2, 2, (mine, other)))
+    )
+    assert (usable.values.tolist(), usable.gradient_source) == ([[1, 1], [1, 1]], "new")
     poor = tuple(
         SenderPart(name, range(1), torch.ones(2, 1), {"rates": [1.0, 0.25]})
         for name in "ab"
     )
-    nothing = asyncio.run(missing.usable_results(Arrived(2, 2, 2, 2, poor)))
+    nothing = asyncio.run(missing.usable_results(ReceivedParts(2, 2, 2, 2, poor)))
     assert nothing == Usable(None, "nothing")
     assert missing.learn(None, 2, 2, None, nothing) is None
 
@@ -164,7 +166,7 @@ def test_past_outputs_replace_missing_parts_and_missing_values():
 
     def inputs(batch, tensor, gaps=None):
         other = SenderPart("b", range(1, 3), tensor, {"rates": []}, gaps)
-        return missing.inputs(Arrived(0, batch, 2, 3, (mine, other))).tolist()
+        return missing.inputs(ReceivedParts(0, batch, 2, 3, (mine, other))).tolist()
 
     assert inputs(0, None) == [[1, 0, 0]] * 2, "nothing is known of the past"
     assert inputs(1, torch.tensor([[2.0, 3.0], [4.0, 7.0]])) == [[1, 2, 3], [1, 4, 7]]

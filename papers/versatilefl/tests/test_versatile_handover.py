@@ -7,9 +7,9 @@ import torch
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.ml.slots.neurons import Neurons
-from testbed.ml.slots.planner import neuron_values
+from testbed.ml.slots.planner import values_per_neuron
 from testbed_versatilefl.handover import Arrange, Handover
-from testbed_versatilefl.planner import arrangement, plan
+from testbed_versatilefl.planner import initial_assignment, plan
 from testbed_versatilefl.program import KINDS
 from testbed_versatilefl.rearrangement import (
     add_device,
@@ -70,10 +70,10 @@ def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
             5, workload=workload, method={"name": "versatile", "allocation": allocation}
         )
     )
-    first = arrangement(problem, plan(problem).details)
+    first = initial_assignment(problem, plan(problem).details)
     inputs = [
         size * values
-        for size, values in zip(first.sizes, neuron_values(problem), strict=True)
+        for size, values in zip(first.sizes, values_per_neuron(problem), strict=True)
     ]
     victim, lead = first.members(0)[:2]
     gone = remove_device(first, victim, {}, seed=1)
@@ -104,7 +104,7 @@ def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
     for now, found in seen:
         assert found.keys() == before.keys()
         for (layer, neuron), (holder, tensors) in found.items():
-            assert neuron in now.of(holder, layer)
+            assert neuron in now.neurons_of(holder, layer)
             _, expected = before[layer, neuron]
             assert tensors.keys() == expected.keys()
             assert all(

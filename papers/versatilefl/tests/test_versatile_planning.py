@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from testbed.ml.slots.arrangement import partition
+from testbed.ml.slots.arrangement import partition_neurons
 from testbed_versatilefl.maintenance import DynamicUpdate, is_valid, merge_rates
 from testbed_versatilefl.method import Versatile
 from testbed_versatilefl.planner import VersatileOptions
@@ -72,7 +72,7 @@ def test_the_credibility_of_table_1_follows_from_the_two_before_it():
 def records_of(alpha, initial=()):
     """Return a function that notes casts in one window of device e after the other, and what each window leaves."""
     records = ReceptionRecords("e", dict(initial), alpha, steps=1, grace=1)
-    arrangement = partition([5, 5], "abcde", "horizontal")
+    arrangement = partition_neurons([5, 5], "abcde", "horizontal")
     records.close_window(0, arrangement)
 
     def window(number, *casts):
@@ -136,21 +136,26 @@ def test_the_rates_of_a_layer_are_means_over_received_notes():
 
 def test_ten_neurons_are_shared_in_proportion_to_credibility():
     assert share_neurons([0.15, 0.6], 10) == [2, 8]
-    before = partition([10], ["a", "b"], "horizontal")
+    before = partition_neurons([10], ["a", "b"], "horizontal")
     after = rearrange_group(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
-    assert [len(after.of(name, 0)) - len(before.of(name, 0)) for name in "ab"] == [
+    assert [
+        len(after.neurons_of(name, 0)) - len(before.neurons_of(name, 0))
+        for name in "ab"
+    ] == [
         -3,
         3,
     ]
     (move,) = list_moves(before, after)
     assert (move.giver, move.taker, len(move.neurons)) == ("a", "b", 3)
-    assert set(move.neurons) < set(before.of("a", 0))
+    assert set(move.neurons) < set(before.neurons_of("a", 0))
     # Which of them is drawn from the seed.
     assert after == rearrange_group(before, 0, {"a": 0.15, "b": 0.6}, seed=1)
     assert (
         len(
             {
-                rearrange_group(before, 0, {"a": 0.15, "b": 0.6}, seed).of("a", 0)
+                rearrange_group(before, 0, {"a": 0.15, "b": 0.6}, seed).neurons_of(
+                    "a", 0
+                )
                 for seed in range(20)
             }
         )
@@ -171,27 +176,31 @@ def devices(count):
 
 
 def test_a_device_that_joins_takes_an_even_share_in_the_group_with_the_fewest():
-    before = partition([12, 12, 12, 12], devices(4), "hybrid")
+    before = partition_neurons([12, 12, 12, 12], devices(4), "hybrid")
     without = remove_device(before, "d3", {"d2": 0.8}, seed=1)
     assert without.members(1) == ("d2",)
-    assert without.of("d2", 3) == range(12)
+    assert without.neurons_of("d2", 3) == range(12)
     after = add_device(without, "new", seed=1)
     assert after.members(1) == ("d2", "new")
     assert [
-        len(after.of(name, layer)) for name in ("d2", "new") for layer in (2, 3)
+        len(after.neurons_of(name, layer)) for name in ("d2", "new") for layer in (2, 3)
     ] == [6] * 4
     # The other group is as it was.
     assert after.layers[:2] == before.layers[:2]
     third = add_device(after, "third", seed=1)
-    assert [len(third.of(name, 0)) for name in ("d0", "d1", "third")] == [4, 4, 4]
+    assert [len(third.neurons_of(name, 0)) for name in ("d0", "d1", "third")] == [
+        4,
+        4,
+        4,
+    ]
     with pytest.raises(ValueError, match="is a member already"):
         add_device(third, "third", seed=1)
     with pytest.raises(ValueError, match="no group has a neuron for new"):
-        add_device(partition([2, 9], devices(2), "horizontal"), "new", seed=1)
+        add_device(partition_neurons([2, 9], devices(2), "horizontal"), "new", seed=1)
 
 
 def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retires_travel():
-    before = partition([8, 8], devices(2), "horizontal")
+    before = partition_neurons([8, 8], devices(2), "horizontal")
     after = remove_device(before, "d1", {"d0": 1.0}, seed=3)
     assert {
         (move.giver, move.taker) for move in list_moves(before, after, gone={"d1"})
@@ -202,14 +211,16 @@ def test_neurons_of_a_device_that_failed_start_anew_and_those_of_one_that_retire
     nobody = remove_device(after, "d0", {}, seed=3)
     assert nobody.members(0) == ()
     again = add_device(nobody, "d1", seed=3)
-    assert again.of("d1", 1) == range(8)
+    assert again.neurons_of("d1", 1) == range(8)
     assert [move.giver for move in list_moves(nobody, again)] == [None, None]
 
 
 def test_a_newcomer_keeps_its_neurons_when_another_device_fails():
-    before = add_device(partition([12], devices(2), "horizontal"), "new", seed=1)
+    before = add_device(
+        partition_neurons([12], devices(2), "horizontal"), "new", seed=1
+    )
     after = remove_device(before, "d1", {"d0": 0.8, "d1": 0.1}, seed=1)
-    assert [len(after.of(name, 0)) for name in ("d0", "new")] == [6, 6]
+    assert [len(after.neurons_of(name, 0)) for name in ("d0", "new")] == [6, 6]
 
 
 def carried_out(held, found, now):
@@ -235,7 +246,7 @@ def test_a_removed_device_always_finds_a_place_again(kind):
             -(-len(names) // {"vertical": 4, "hybrid": 2, "horizontal": 1}[kind])
             for _ in range(4)
         ]
-        now, away = partition(sizes, names, kind), []
+        now, away = partition_neurons(sizes, names, kind), []
         for _ in range(20):
             if away and draws.random() < 0.5:
                 now = add_device(now, away.pop(), seed)
@@ -251,9 +262,9 @@ def test_no_neuron_is_lost_or_doubled_by_failures_retirements_and_joins(kind):
         draws = random.Random(seed)
         sizes = [draws.randint(6, 20) for _ in range(draws.randint(1, 5))]
         names = devices(draws.randint(len(sizes), 6))
-        now = partition(sizes, names, kind)
+        now = partition_neurons(sizes, names, kind)
         held = {
-            (name, layer): set(now.of(name, layer))
+            (name, layer): set(now.neurons_of(name, layer))
             for name in names
             for layer in range(len(sizes))
         }
@@ -285,7 +296,7 @@ def test_no_neuron_is_lost_or_doubled_by_failures_retirements_and_joins(kind):
                 ]
                 assert sorted(every) == (list(range(size)) if now.layers[layer] else [])
                 assert all(
-                    held.get((name, layer), set()) == set(now.of(name, layer))
+                    held.get((name, layer), set()) == set(now.neurons_of(name, layer))
                     for name in now.layers[layer]
                 )
 

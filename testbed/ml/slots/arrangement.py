@@ -34,7 +34,7 @@ class NeuronAssignment:
     version: int = 0
     """Number of changes: neurons may move during a run."""
 
-    def group(self, device: str) -> int | None:
+    def group_of(self, device: str) -> int | None:
         """Return the group of a device; None for a device without neurons."""
         for index in range(len(self.groups)):
             if device in self.members(index):
@@ -55,17 +55,17 @@ class NeuronAssignment:
         members = map(self.members, range(len(self.groups)))
         return tuple(chain.from_iterable(members))
 
-    def of(self, device: str, layer: int) -> Channels:
+    def neurons_of(self, device: str, layer: int) -> Channels:
         """Return a device's neurons of a layer; empty for layers of other groups."""
         return self.layers[layer].get(device, NONE)
 
     @property
-    def output(self) -> int:
+    def output_layer(self) -> int:
         """The last layer."""
         return len(self.sizes) - 1
 
     @property
-    def passes(self) -> list[tuple[int, int]]:
+    def layer_passes(self) -> list[tuple[int, int]]:
         """For each pass of a batch, the sending and the receiving layer.
 
         Outputs go forward; losses go backward, except to the input layer, which has no weights; results are shared
@@ -74,16 +74,16 @@ class NeuronAssignment:
         layers = range(1, len(self.sizes))
         forward = [(layer - 1, layer) for layer in layers]
         backward = [(layer, layer - 1) for layer in layers[1:]]
-        return [*forward, *backward, (self.output, self.output)]
+        return [*forward, *backward, (self.output_layer, self.output_layer)]
 
     def senders(self, receiver: str) -> tuple[str, ...]:
         """Return the other devices casting to a device, in the order of `devices`.
 
-        >>> partition([4, 4, 4, 4], ["a", "b", "c", "d"], "vertical").senders("b")
+        >>> partition_neurons([4, 4, 4, 4], ["a", "b", "c", "d"], "vertical").senders("b")
         ('a', 'c')
         """
         senders: set[str] = set()
-        for source, target in self.passes:
+        for source, target in self.layer_passes:
             if receiver in self.layers[target]:
                 senders.update(self.layers[source])
         senders.discard(receiver)
@@ -95,7 +95,7 @@ class NeuronAssignment:
         The values are its own outputs of a layer, or losses for all of the previous layer. ``values`` has, for each
         layer, the number of values per neuron and sample.
 
-        >>> partition([784, 128, 10], ["a", "b"], "horizontal").largest_message("a", values=[1, 1, 1])
+        >>> partition_neurons([784, 128, 10], ["a", "b"], "horizontal").largest_message("a", values=[1, 1, 1])
         392
         """
         lengths = []
@@ -109,7 +109,7 @@ class NeuronAssignment:
         return max(lengths)
 
 
-def partition(
+def partition_neurons(
     neurons: Sequence[int],
     devices: Sequence[str],
     allocation: Allocation | int = "hybrid",
@@ -119,7 +119,7 @@ def partition(
     A number as ``allocation`` is the paper's M_layers, the maximum number of layers per group. Raises `InputError` for
     fewer devices than groups or fewer neurons than devices.
 
-    >>> assignment = partition([10, 8, 8, 10], ["a", "b", "c", "d"])
+    >>> assignment = partition_neurons([10, 8, 8, 10], ["a", "b", "c", "d"])
     >>> assignment.groups
     (range(0, 2), range(2, 4))
     >>> assignment.layers[2]
@@ -131,7 +131,9 @@ def partition(
         raise InputError(text, ("method", "layers_per_group"))
     layers: list[Holders] = []
     first = 0
-    for group, count in zip(groups, devices_of(groups, len(devices)), strict=True):
+    for group, count in zip(
+        groups, group_device_counts(groups, len(devices)), strict=True
+    ):
         members = devices[first : first + count]
         first += count
         layers += [_split_layer(layer, neurons[layer], members) for layer in group]
@@ -185,13 +187,13 @@ def layer_groups(
     return groups
 
 
-def devices_of(groups: Sequence[range], devices: int) -> list[int]:
+def group_device_counts(groups: Sequence[range], devices: int) -> list[int]:
     """Return the number of devices of each group: proportional to its layers, at least one, and using all devices.
 
     Rounding follows line 6 if the result uses all devices; otherwise the remaining devices go to the groups with the
     largest deficit, starting at the input.
 
-    >>> devices_of([range(0, 2), range(2, 6)], 6)
+    >>> group_device_counts([range(0, 2), range(2, 6)], 6)
     [2, 4]
     """
     layers = sum(map(len, groups))

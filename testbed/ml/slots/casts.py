@@ -14,7 +14,7 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.ml.models.slices import Channels, elements_of, pick
 from testbed.ml.slots.arrangement import NeuronAssignment
-from testbed.ml.slots.missing import Arrived, SenderPart, present_share
+from testbed.ml.slots.missing import ReceivedParts, SenderPart, present_share
 
 
 @dataclass(frozen=True)
@@ -170,23 +170,23 @@ class CastExchange:
     def __init__(
         self,
         mailbox: Mailbox,
-        arrangement: Callable[[], NeuronAssignment],
+        assignment: Callable[[], NeuronAssignment],
         transmit: Transmit,
-        under_way: int,
+        batches_in_flight: int,
         values: Sequence[int],
         notes: Notes | None = None,
     ) -> None:
-        """``arrangement`` returns the current arrangement.
+        """``assignment`` returns the current arrangement.
 
-        ``under_way`` is the maximum number of batches between the first layer's forward and its backward. ``values``
-        has, for each layer, the values of a neuron per sample.
+        ``batches_in_flight`` is the maximum number of batches between the first layer's forward and its backward.
+        ``values`` has, for each layer, the values of a neuron per sample.
         """
         self.until = math.inf
         """End of the current slot in seconds, after which nothing is cast."""
         self._mailbox = mailbox
-        self._arrangement = arrangement
+        self._assignment = assignment
         self._transmit = transmit
-        self._under_way = under_way
+        self._batches_in_flight = batches_in_flight
         self._values = values
         self._notes = notes
         self._name = mailbox.device.name
@@ -224,33 +224,35 @@ class CastExchange:
         """Transmit to all devices with a layer receiving from this device; the local part is free."""
         if self._notes is not None:
             message = self._notes.annotate(message)
-        receivers = self._arrangement().holders(layer)
+        receivers = self._assignment().holders(layer)
         if self._name in receivers:
             self._store_part(message)
         others = [name for name in receivers if name != self._name]
         if others:
             await self._transmit(others, message, self.until)
 
-    def take_outputs(self, layer: int, batch: int, samples: int) -> Arrived:
+    def take_outputs(self, layer: int, batch: int, samples: int) -> ReceivedParts:
         """Remove and return the received outputs of a layer."""
-        arrangement = self._arrangement()
-        purpose = "sharing" if layer == arrangement.output else "forward"
+        assignment = self._assignment()
+        purpose = "sharing" if layer == assignment.output_layer else "forward"
         parts = self._received_parts(Outputs, batch, layer, purpose)
         # Layers of a device take outputs of different batches: those under way may still be asked for.
-        self._discard_before(Outputs, batch - self._under_way - 1)
-        size, values = arrangement.sizes[layer], self._values[layer]
-        return Arrived(layer, batch, samples, size, parts, values=values)
+        self._discard_before(Outputs, batch - self._batches_in_flight - 1)
+        size, values = assignment.sizes[layer], self._values[layer]
+        return ReceivedParts(layer, batch, samples, size, parts, values=values)
 
-    def take_losses(self, layer: int, batch: int, samples: int) -> Arrived:
+    def take_losses(self, layer: int, batch: int, samples: int) -> ReceivedParts:
         """Remove and return the received losses of a layer's own neurons, sent by the next layer.
 
         Later arrivals for earlier batches are dropped.
         """
-        arrangement = self._arrangement()
-        own = elements_of(arrangement.of(self._name, layer), self._values[layer])
+        assignment = self._assignment()
+        own = elements_of(assignment.neurons_of(self._name, layer), self._values[layer])
         parts = self._received_parts(Losses, batch, layer + 1, "backward", own)
         self._discard_before(Losses, batch)
-        return Arrived(layer + 1, batch, samples, arrangement.sizes[layer + 1], parts)
+        return ReceivedParts(
+            layer + 1, batch, samples, assignment.sizes[layer + 1], parts
+        )
 
     def _received_parts(
         self,
@@ -266,7 +268,7 @@ class CastExchange:
         parts: list[SenderPart] = []
         # Added to the tally at once: single additions would round differently.
         share: float = 0
-        for sender, neurons in self._arrangement().layers[layer].items():
+        for sender, neurons in self._assignment().layers[layer].items():
             message = arrived.get(sender)
             if sender != self._name:
                 tally.expected += 1

@@ -26,18 +26,18 @@ In the worst of 800 random topologies of 4 to 7 devices one climb in 13 led to t
 """
 
 
-def count_transmissions(arrangement: NeuronAssignment) -> tuple[tuple[int, ...], ...]:
+def count_transmissions(assignment: NeuronAssignment) -> tuple[tuple[int, ...], ...]:
     """Return the number of transmissions per batch from each super neuron (row) to each other (column).
 
-    >>> from testbed.ml.slots.arrangement import partition
-    >>> count_transmissions(partition([4, 4, 2], ["a", "b"], "horizontal"))
+    >>> from testbed.ml.slots.arrangement import partition_neurons
+    >>> count_transmissions(partition_neurons([4, 4, 2], ["a", "b"], "horizontal"))
     ((0, 4), (4, 0))
     """
     transmissions: Counter[Pair] = Counter()
-    for source, target in arrangement.passes:
-        senders, receivers = arrangement.holders(source), arrangement.holders(target)
+    for source, target in assignment.layer_passes:
+        senders, receivers = assignment.holders(source), assignment.holders(target)
         transmissions.update(itertools.product(senders, receivers))
-    names = arrangement.devices
+    names = assignment.devices
     rows = []
     for sender in names:
         # A device needs no transmission to itself.
@@ -50,14 +50,14 @@ def count_transmissions(arrangement: NeuronAssignment) -> tuple[tuple[int, ...],
     return tuple(rows)
 
 
-def connectivity(arrangement: NeuronAssignment) -> Matrix:
+def connectivity_matrix(assignment: NeuronAssignment) -> Matrix:
     """Return Algorithm 2's super-neuron topology: transmissions relative to the busiest pair, from 0 to 1.
 
-    >>> from testbed.ml.slots.arrangement import partition
-    >>> connectivity(partition([4, 4, 4], ["a", "b", "c"], "vertical"))
+    >>> from testbed.ml.slots.arrangement import partition_neurons
+    >>> connectivity_matrix(partition_neurons([4, 4, 4], ["a", "b", "c"], "vertical"))
     ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.0, 1.0, 0.0))
     """
-    counts = count_transmissions(arrangement)
+    counts = count_transmissions(assignment)
     # A single device transmits nothing, and its matrix is all zeros.
     busiest = max(map(max, counts), default=0) or 1
     return tuple(tuple(count / busiest for count in row) for row in counts)
@@ -80,7 +80,7 @@ def reception_matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matr
     return tuple(rows)
 
 
-def score_order(wanted: Matrix, ratios: Matrix, order: Order) -> float:
+def score_order(connectivity: Matrix, ratios: Matrix, order: Order) -> float:
     """Return the sum of the Hadamard product of super-neuron connectivity and device reception ratios.
 
     >>> chain = ((0.0, 1.0), (0.0, 0.0))
@@ -88,13 +88,13 @@ def score_order(wanted: Matrix, ratios: Matrix, order: Order) -> float:
     >>> score_order(chain, ratios, (0, 1)), score_order(chain, ratios, (1, 0))
     (0.9, 0.6)
     """
-    return _make_scorer(wanted, ratios)(order)
+    return _make_scorer(connectivity, ratios)(order)
 
 
-def _make_scorer(wanted: Matrix, ratios: Matrix) -> Callable[[Order], float]:
+def _make_scorer(connectivity: Matrix, ratios: Matrix) -> Callable[[Order], float]:
     # Most pairs of super neurons exchange nothing; leaving these out makes the thousands of scores cheap.
     edges = []
-    for source, row in enumerate(wanted):
+    for source, row in enumerate(connectivity):
         for target, weight in enumerate(row):
             if weight:
                 edges.append((source, target, weight))
@@ -114,7 +114,7 @@ def generation_count(devices: int) -> int:
 
 
 def genetic_order(
-    wanted: Matrix, ratios: Matrix, seed: int, count: int | None = None
+    connectivity: Matrix, ratios: Matrix, seed: int, count: int | None = None
 ) -> Order:
     """Return the result of Algorithm 2 after ``count`` generations, by default the paper's.
 
@@ -122,13 +122,13 @@ def genetic_order(
     printed, an order equal to the best one replaces it. If all links are alike, no order is better than another, and
     the devices keep their order.
     """
-    best: Order = tuple(range(len(wanted)))
+    best: Order = tuple(range(len(connectivity)))
     if _are_alike(ratios):
         return best
     draws = random.Random(derive(seed, "mapping"))
-    score = _make_scorer(wanted, ratios)
+    score = _make_scorer(connectivity, ratios)
     best_score = score(best)
-    for _ in range(generation_count(len(wanted)) if count is None else count):
+    for _ in range(generation_count(len(connectivity)) if count is None else count):
         shuffled = tuple(draws.sample(best, len(best)))
         rotated = (*best[1:], *best[:1])
         shuffled_score, rotated_score = score(shuffled), score(rotated)
@@ -146,10 +146,10 @@ def _are_alike(ratios: Matrix) -> bool:
     return len({ratios[sender][receiver] for sender, receiver in links}) < 2
 
 
-def climbed_order(wanted: Matrix, ratios: Matrix, seed: int) -> Order:
+def climbed_order(connectivity: Matrix, ratios: Matrix, seed: int) -> Order:
     """Return the best order that exchanges of two devices reach from Algorithm 2's order and from random ones."""
-    score = _make_scorer(wanted, ratios)
-    first = genetic_order(wanted, ratios, seed)
+    score = _make_scorer(connectivity, ratios)
+    first = genetic_order(connectivity, ratios, seed)
     draws = random.Random(derive(seed, "mapping", "climbing"))
     starts = [first]
     for _ in range(CLIMBS):
@@ -182,18 +182,18 @@ def random_order(devices: int, seed: int, number: int = 1) -> Order:
     return order
 
 
-def best_order(wanted: Matrix, ratios: Matrix) -> Order:
+def best_order(connectivity: Matrix, ratios: Matrix) -> Order:
     """Return the best of all orders, the first on ties: the paper's Upper.
 
     Raises ValueError for more than nine devices.
     """
-    count = len(wanted)
+    count = len(connectivity)
     if count > MOST_EXHAUSTIVE:
         raise ValueError(
             f"{count} devices have too many permutations for an exhaustive search: use {MOST_EXHAUSTIVE} at most"
         )
     orders = itertools.permutations(range(count))
-    return max(orders, key=_make_scorer(wanted, ratios))
+    return max(orders, key=_make_scorer(connectivity, ratios))
 
 
 def choose_device_coordinator(

@@ -27,12 +27,12 @@ class SenderPart(NamedTuple):
     """Mask of values not received (zeros) in a partially received part, shaped like ``tensor``."""
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the part has arrived completely."""
         return self.tensor is not None and self.missing is None
 
     @property
-    def share(self) -> float:
+    def received_share(self) -> float:
         """Received fraction of the part."""
         if self.tensor is None:
             return 0
@@ -44,7 +44,7 @@ ArrivalPattern = tuple[tuple[Channels, bool], ...]
 
 
 @dataclass(frozen=True)
-class Arrived:
+class ReceivedParts:
     """A device's received outputs of one layer, or losses sent back to a layer, for one batch."""
 
     layer: int
@@ -59,14 +59,14 @@ class Arrived:
     """Values of each neuron for a sample: the pixels of a filter's map."""
 
     @cached_property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all parts have arrived completely."""
-        return all(part.whole for part in self.parts)
+        return all(part.is_complete for part in self.parts)
 
     @property
-    def rate(self) -> float:
+    def success_rate(self) -> float:
         """The layer-to-layer success rate: the fraction of senders whose part has arrived."""
-        return sum(part.share for part in self.parts) / len(self.parts)
+        return sum(part.received_share for part in self.parts) / len(self.parts)
 
     @cached_property
     def arrival_pattern(self) -> ArrivalPattern | None:
@@ -83,13 +83,13 @@ class Arrived:
 
         The mask has one row if whole messages are missing, so all samples are equal. Callers must not modify the mask.
         """
-        if self.complete:
+        if self.is_complete:
             return None
         if self.arrival_pattern is not None:
             return _missing_mask_of(self.arrival_pattern, self.neurons, self.values)
         mask = torch.zeros(self.samples, self.neurons * self.values, dtype=torch.bool)
         for part in self.parts:
-            if part.whole:
+            if part.is_complete:
                 continue
             missing = part.missing
             if missing is None:
@@ -161,8 +161,8 @@ def _missing_mask_of(
 ) -> torch.Tensor:
     """Return the mask of values in missing parts of a layer, (1, values)."""
     mask = torch.zeros(1, neurons * values, dtype=torch.bool)
-    for part, came in pattern:
-        if not came:
+    for part, has_arrived in pattern:
+        if not has_arrived:
             _put_values(
                 torch.ones((), dtype=torch.bool), elements_of(part, values), mask
             )
@@ -188,7 +188,7 @@ class Usable(NamedTuple):
 
     None if too little has arrived.
     """
-    learns: Literal["new", "saved", "nothing"]
+    gradient_source: Literal["new", "saved", "nothing"]
     """Source of the layer's learning: this batch, saved gradients of an earlier one, or nothing."""
 
 
@@ -199,27 +199,27 @@ Work = Callable[[], torch.Tensor | None]
 class MissingDataPolicy(Protocol):
     """Hook: a method's treatment of incomplete batches."""
 
-    announces: bool
-    """Whether a device with nothing to send announces this by a cast without values."""
+    casts_empty_messages: bool
+    """Whether a device with nothing to send casts_empty_messages this by a cast without values."""
     masks_missing_outputs: bool
     """Whether outputs not received get no losses for their batch."""
 
-    def inputs(self, arrived: Arrived) -> torch.Tensor | None:
+    def inputs(self, received: ReceivedParts) -> torch.Tensor | None:
         """Compute the inputs of a layer, (samples, values), from the outputs of the previous layer.
 
         None stops the batch on this device.
         """
 
-    def test_values(self, arrived: Arrived) -> Arrived | None:
+    def test_values(self, received: ReceivedParts) -> ReceivedParts | None:
         """Return the values a layer's inputs, or a shared result, are computed from in tests; None stops the batch.
 
         The default returns the received values without substituting missing ones.
         """
 
-    async def usable_results(self, arrived: Arrived) -> Usable:
+    async def usable_results(self, received: ReceivedParts) -> Usable:
         """Return the usability of a batch's shared results."""
 
-    async def usable_losses(self, arrived: Arrived) -> Usable:
+    async def usable_losses(self, received: ReceivedParts) -> Usable:
         """Return the usability of a batch's losses from the next layer."""
 
     def learn(

@@ -13,7 +13,7 @@ from testbed.ml.layers.shard import State
 from testbed.ml.method import PlanningProblem
 from testbed.ml.models.sliced import cut_copies, draw_tensors
 from testbed.ml.models.slices import Channels
-from testbed.ml.slots.missing import Arrived, Work
+from testbed.ml.slots.missing import ReceivedParts, Work
 from testbed.ml.slots.planner import (
     LayerCosts,
     SlotOptions,
@@ -36,10 +36,10 @@ class Neurons:
         self,
         device: Device,
         problem: PlanningProblem[SlotOptions],
-        given: State | None = None,
+        initial_weights: State | None = None,
     ) -> None:
-        """``given`` is the initial weights of the whole network; None draws them from the seed."""
-        self._given = given
+        """``initial_weights`` is the initial weights of the whole network; None draws them from the seed."""
+        self._initial_weights = initial_weights
         self._device = device
         self._problem = problem
         self._layers = layers_of(problem)
@@ -49,7 +49,7 @@ class Neurons:
         """By layer, number of own neurons, and samples."""
         self._inferred: dict[Hashable, torch.Tensor] = {}
         """Outputs in tests by layer and inputs, until the weights change."""
-        self._room = torch.empty(0)
+        self._buffer = torch.empty(0)
         """Memory for the inputs of tests, reused because large allocations for each test would fragment the heap."""
         self.shards: dict[int, LayerShard] = {}
 
@@ -58,43 +58,47 @@ class Neurons:
         layer: int,
         batch: int,
         inputs: torch.Tensor,
-        unheard: torch.Tensor | None = None,
+        missing_inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the outputs, (samples, own values), keeping the values `backward` needs.
 
-        ``unheard`` marks missing inputs, (samples or 1, values), whose gradient is zero.
+        ``missing_inputs`` marks missing inputs, (samples or 1, values), whose gradient is zero.
         """
         # Training follows, which changes the weights.
         self._inferred.clear()
         work = partial(self.shards[layer].forward, batch, inputs)
         cost = self._layer_costs(layer, inputs.shape[0]).forward
         outputs = await self._device.compute(work, cost, Span("forward", batch))
-        self._forwarded[layer, batch] = unheard
+        self._forwarded[layer, batch] = missing_inputs
         return outputs
 
     async def infer(
-        self, layer: int, batch: int, entering: Arrived, alike: Hashable = None
+        self,
+        layer: int,
+        batch: int,
+        received: ReceivedParts,
+        cache_key: Hashable = None,
     ) -> torch.Tensor:
         """Return the outputs of a test, (samples, own values).
 
-        Calls with the same ``alike`` other than None have equal outputs, which are computed once.
+        Calls with the same ``cache_key`` other than None have equal outputs, which are computed once.
         """
 
-        work = partial(self._infer_once, layer, entering, alike)
+        work = partial(self._infer_once, layer, received, cache_key)
         # The device of the model computes every time; only the host saves work.
-        cost = self._layer_costs(layer, entering.samples).forward
+        cost = self._layer_costs(layer, received.samples).forward
         return await self._device.compute(work, cost, Span("evaluate", batch))
 
     def _infer_once(
-        self, layer: int, entering: Arrived, alike: Hashable
+        self, layer: int, received: ReceivedParts, cache_key: Hashable
     ) -> torch.Tensor:
-        known = self._inferred.get((layer, alike))
+        known = self._inferred.get((layer, cache_key))
         if known is not None:
             return known
-        outputs = self.shards[layer].infer(entering.joined_values(self._room))
+        outputs = self.shards[layer].infer(received.joined_values(self._buffer))
         fits = (len(self._inferred) + 1) * outputs.nbytes <= MOST_KEPT
-        if alike is not None and fits:
-            self._inferred[layer, alike] = outputs
+        if cache_key is not None and fits:
+            self._inferred[layer, cache_key] = outputs
         return outputs
 
     async def backward(
@@ -120,9 +124,9 @@ class Neurons:
             cost = costs.update if gradient is None else costs.backward + costs.update
             span = Span("backward", batch)
             input_gradient = await self._device.compute(work, cost, span)
-        unheard = self._forwarded.pop((layer, batch), None)
-        if input_gradient is not None and unheard is not None:
-            input_gradient.masked_fill_(unheard, 0.0)
+        missing_inputs = self._forwarded.pop((layer, batch), None)
+        if input_gradient is not None and missing_inputs is not None:
+            input_gradient.masked_fill_(missing_inputs, 0.0)
         self.shards[layer].forget(batch)
         return input_gradient
 
@@ -133,7 +137,7 @@ class Neurons:
                 del self._forwarded[key]
                 self.shards[layer].forget(key[1])
 
-    def give(self, layer: int, neurons: Channels) -> dict[str, torch.Tensor]:
+    def release(self, layer: int, neurons: Channels) -> dict[str, torch.Tensor]:
         """Remove some or all neurons of a layer and return their state. The layer's batches under way are dropped."""
         self._drop_computations(layer)
         shard = self.shards[layer]
@@ -141,13 +145,13 @@ class Neurons:
             return shard.give(neurons)
         return self.shards.pop(layer).state()
 
-    def take(self, layer: int, neurons: Channels, state: State | None = None) -> None:
+    def add(self, layer: int, neurons: Channels, state: State | None = None) -> None:
         """Add neurons of a layer with their state; None gives them initial weights."""
         self._drop_computations(layer)
         whole = self._layers[layer - 1]
         part = slice_of(whole, neurons)
-        if state is None and self._given is not None:
-            state = cut_copies([(whole, part)], self._given)
+        if state is None and self._initial_weights is not None:
+            state = cut_copies([(whole, part)], self._initial_weights)
         elif state is None:
             state = draw_tensors(
                 self._problem.model, [(whole, part)], self._problem.seed

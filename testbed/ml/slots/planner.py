@@ -24,7 +24,7 @@ from testbed.ml.models.slices import Channels, Slice
 from testbed.ml.slots import mapping
 from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.timeslots import (
-    MARGIN,
+    TIMESLOT_MARGIN,
     Timetable,
     draw_timetable,
     fill_and_drain,
@@ -36,7 +36,7 @@ from testbed.network.link import Pair
 from testbed.plan import Assignment, Plan, PlanDetails
 from testbed.wire import cast
 
-ANSWER = 0.005
+ACKNOWLEDGEMENT_TIME = 0.005
 """Seconds that a device may take to acknowledge a cast, beside the transmission."""
 
 BYTES_OF_RANGE = 32
@@ -88,7 +88,7 @@ class SlotOptions(Options):
     """Length of a timeslot; None: the longest computation, the longest transmission, and `timeslot_margin`."""
     training_time: Duration | None = Field(None, gt=0)
     """Time limit for training: as many steps as fit, without tests, but at most the workload's."""
-    timeslot_margin: Duration = MARGIN
+    timeslot_margin: Duration = TIMESLOT_MARGIN
     """Seconds of a timeslot beyond computation and transmission."""
 
 
@@ -117,7 +117,7 @@ class SlotDetails(PlanDetails):
     backward_seconds: tuple[float, ...]
     """By layer, the seconds of a batch's backward and update on the slowest device."""
     start_time: float | None = None
-    """Start of the first slot in seconds, after distributing weights or the arrangement; None: at once."""
+    """Start of the first slot in seconds, after distributing weights or the assignment; None: at once."""
     acknowledgement_seconds: tuple[float, ...]
     """By device, the seconds after a cast has left until all have acknowledged it; devices know only own links."""
 
@@ -138,10 +138,11 @@ def _timetable_for(
     return make_timetable(groups, pipelined=pipelined)
 
 
-def neurons_of(problem: PlanningProblem[SlotOptions]) -> tuple[int, ...]:
+def layer_sizes(problem: PlanningProblem[SlotOptions]) -> tuple[int, ...]:
     """Return the neurons of each layer, the input layer's first. Raises `InputError`."""
     layers = layers_of(problem)
-    return (layers[0].inputs, *(layer.output_channels for layer in layers))
+    outputs = [layer.output_channels for layer in layers]
+    return (layers[0].inputs, *outputs)
 
 
 def layers_of(problem: PlanningProblem[SlotOptions]) -> tuple[GraphLayer, ...]:
@@ -170,9 +171,10 @@ def _has_dropout(layer: GraphLayer) -> bool:
     return any(isinstance(module, Dropout) for module in layer.sequence)
 
 
-def neuron_values(problem: PlanningProblem[SlotOptions]) -> tuple[int, ...]:
+def values_per_neuron(problem: PlanningProblem[SlotOptions]) -> tuple[int, ...]:
     """Return by layer the number of values per neuron and sample: one, or the pixels of a filter's map."""
-    return (1, *(layer.pixels for layer in layers_of(problem)))
+    pixels = [layer.pixels for layer in layers_of(problem)]
+    return (1, *pixels)
 
 
 def slice_of(layer: GraphLayer, neurons: Channels) -> Slice:
@@ -213,43 +215,44 @@ def plan(
     ``send_model_partition``: whether the device coordinator sends all others their neurons before the first slot.
     """
     options, batch_size = problem.options, problem.workload.batch_size
-    neurons = neurons_of(problem)
+    sizes = layer_sizes(problem)
     names = [device.name for device in problem.devices]
     ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
     order, score = _map_neurons(
-        problem, divide(neurons, names), mapping.reception_matrix(names, ratios)
+        problem, divide(sizes, names), mapping.reception_matrix(names, ratios)
     )
-    held = divide(neurons, [names[index] for index in order])
-    _check_links(held, ratios, acknowledged=options.recovery == "ack")
-    _check_micro_batches(problem, held, micro_batches)
+    assignment = divide(sizes, [names[index] for index in order])
+    _check_links(assignment, ratios, acknowledged=options.recovery == "ack")
+    _check_micro_batches(problem, assignment, micro_batches)
     table = _timetable_for(
-        held.groups, pipelined=options.pipelined, micro_batches=micro_batches
+        assignment.groups, pipelined=options.pipelined, micro_batches=micro_batches
     )
-    slot = _slot_seconds(problem, held, math.ceil(batch_size / micro_batches))
+    slot = _slot_seconds(problem, assignment, math.ceil(batch_size / micro_batches))
     # Test batches may be larger than those of training and need longer slots.
-    test_seconds = sum(_needed_seconds(problem, held, test_batch(problem)))
-    times = [
-        _computation_seconds(problem, held, layer, batch_size)
-        for layer in range(len(neurons))
-    ]
+    test_samples = samples_per_test_batch(problem)
+    test_seconds = sum(_needed_seconds(problem, assignment, test_samples))
+    forward_seconds = []
+    backward_seconds = []
+    for layer in range(len(sizes)):
+        forward, backward = _computation_seconds(problem, assignment, layer, batch_size)
+        forward_seconds.append(forward)
+        backward_seconds.append(backward)
     # The coordinator records losses and scores, so that it needs the results. The paper's device coordinator, which
     # partitions the model, may be another device.
-    coordinator = held.holders(held.output)[0]
+    coordinator = assignment.holders(assignment.output_layer)[0]
     device_coordinator = mapping.choose_device_coordinator(names, ratios)
-    begin = 0.0
-    if problem.workload.model.weights is not None:
-        parameters = sum(unit.parameters for unit in problem.model.units)
-        begin += _distribution_seconds(
-            problem, coordinator, BYTES_PER_VALUE * parameters
-        )
+    start_time = _weights_seconds(problem, coordinator)
     if send_model_partition:
-        ranges = sum(map(len, held.layers))
-        begin += _distribution_seconds(
-            problem, device_coordinator, BYTES_OF_RANGE * ranges
+        range_count = sum(map(len, assignment.layers))
+        start_time += _distribution_seconds(
+            problem, device_coordinator, BYTES_OF_RANGE * range_count
         )
+    acknowledgement_seconds = [
+        _acknowledgement_seconds(problem, name) for name in assignment.devices
+    ]
     details = SlotDetails(
-        groups=tuple((group.start, group.stop) for group in held.groups),
-        devices=held.devices,
+        groups=tuple((group.start, group.stop) for group in assignment.groups),
+        devices=assignment.devices,
         device_coordinator=device_coordinator,
         mapping_score=score,
         mean_reception=fmean(ratios.values()) if ratios else 1.0,
@@ -257,68 +260,76 @@ def plan(
         micro_batches=micro_batches,
         timeslot=slot,
         test_timeslot=max(slot, test_seconds),
-        forward_seconds=tuple(forward for forward, _ in times),
-        backward_seconds=tuple(backward for _, backward in times),
-        start_time=begin or None,
-        acknowledgement_seconds=tuple(
-            _answering_time(problem, name) for name in held.devices
-        ),
+        forward_seconds=tuple(forward_seconds),
+        backward_seconds=tuple(backward_seconds),
+        start_time=start_time or None,
+        acknowledgement_seconds=tuple(acknowledgement_seconds),
     )
+    placements = []
+    for name in assignment.devices:
+        placements.append(_make_placement(problem, table, assignment, name))
     return Plan(
         method=method,
         coordinator=coordinator,
-        assignments=tuple(
-            _make_placement(problem, table, held, name) for name in held.devices
-        ),
+        assignments=tuple(placements),
         step_time=table.period * slot,
         steps=_step_count(problem, table, slot),
         details=details,
     )
 
 
+def _weights_seconds(problem: PlanningProblem[SlotOptions], coordinator: str) -> float:
+    """Return the seconds to distribute given initial weights; 0 if every device draws its own from the seed."""
+    if problem.workload.model.weights is None:
+        return 0.0
+    parameters = sum(unit.parameters for unit in problem.model.units)
+    return _distribution_seconds(problem, coordinator, BYTES_PER_VALUE * parameters)
+
+
 def _check_micro_batches(
-    problem: PlanningProblem[SlotOptions], held: NeuronAssignment, count: int
+    problem: PlanningProblem[SlotOptions], assignment: NeuronAssignment, count: int
 ) -> None:
     size = problem.workload.batch_size
-    text = None
-    if count > 1 and any(len(group) > 1 for group in held.groups):
+    key = ("method", "micro_batches")
+    largest_group = max(map(len, assignment.groups))
+    if count > 1 and largest_group > 1:
         text = "is GPipe, which divides layer by layer: use allocation: vertical and a device for each layer"
-    elif count > size:
+        raise InputError(text, key)
+    if count > size:
         text = f"cuts a batch of {size} samples into more parts than it has: take {size} at most"
-    if text is not None:
-        raise InputError(text, ("method", "micro_batches"))
+        raise InputError(text, key)
 
 
 def _map_neurons(
     problem: PlanningProblem[SlotOptions],
-    held: NeuronAssignment,
+    assignment: NeuronAssignment,
     ratios: mapping.Matrix,
 ) -> tuple[mapping.Order, float]:
     """Return the order of devices by the option `mapping`, with its score."""
     options, seed, count = problem.options, problem.seed, len(problem.devices)
-    wanted = mapping.connectivity(held)
+    connectivity = mapping.connectivity_matrix(assignment)
     match options.mapping:
         case "upper":
             most = mapping.MOST_EXHAUSTIVE
             if count > most:
                 text = f"{count} devices are too many for an exhaustive search: use genetic, or at most {most}"
                 raise InputError(text, ("method", "mapping"))
-            order = mapping.best_order(wanted, ratios)
+            order = mapping.best_order(connectivity, ratios)
         case "random":
             order = mapping.random_order(count, seed, options.random_order)
         case "hill-climbing":
-            order = mapping.climbed_order(wanted, ratios, seed)
+            order = mapping.climbed_order(connectivity, ratios, seed)
         case _:
-            order = mapping.genetic_order(wanted, ratios, seed)
-    return order, mapping.score_order(wanted, ratios, order)
+            order = mapping.genetic_order(connectivity, ratios, seed)
+    return order, mapping.score_order(connectivity, ratios, order)
 
 
 def _check_links(
-    held: NeuronAssignment, ratios: Mapping[Pair, float], *, acknowledged: bool
+    assignment: NeuronAssignment, ratios: Mapping[Pair, float], *, acknowledged: bool
 ) -> None:
     """Raise `InputError` for missing links between communicating super neurons, or for their acknowledgements."""
-    for receiver in held.devices:
-        for sender in held.senders(receiver):
+    for receiver in assignment.devices:
+        for sender in assignment.senders(receiver):
             if acknowledged and ratios.get((receiver, sender), 0) <= 0:
                 text = f"ack needs a return path, but {sender} receives nothing from {receiver}: use r-tx, or add a "
                 raise InputError(text + "link", ("method", "recovery"))
@@ -331,16 +342,16 @@ def _check_links(
                 raise InputError(text, ("network",))
 
 
-def test_batch(problem: PlanningProblem[SlotOptions]) -> int:
+def samples_per_test_batch(problem: PlanningProblem[SlotOptions]) -> int:
     """Return the maximum number of samples in a test batch."""
     return problem.options.test_batch_size or problem.workload.batch_size
 
 
 def _slot_seconds(
-    problem: PlanningProblem[SlotOptions], held: NeuronAssignment, samples: int
+    problem: PlanningProblem[SlotOptions], assignment: NeuronAssignment, samples: int
 ) -> float:
     """Return the seconds of a timeslot, configured or by equation (4). Raises `InputError` for a too short one."""
-    computing, transmitting = _needed_seconds(problem, held, samples)
+    computing, transmitting = _needed_seconds(problem, assignment, samples)
     needed = computing + transmitting
     given = problem.options.timeslot
     if given is None:
@@ -389,22 +400,22 @@ def _distribution_seconds(
 
 
 def _needed_seconds(
-    problem: PlanningProblem[SlotOptions], held: NeuronAssignment, samples: int
+    problem: PlanningProblem[SlotOptions], assignment: NeuronAssignment, samples: int
 ) -> tuple[float, float]:
     """Return the longest computation and the longest transmission of any device for this many samples, in seconds."""
-    computations = [
-        max(_computation_seconds(problem, held, layer, samples))
-        for layer in range(len(held.sizes))
-    ]
-    transmissions = [
-        _longest_transmission(problem, held, name, samples) for name in held.devices
-    ]
-    return max(computations), max(transmissions)
+    longest_computation = longest_transmission = 0.0
+    for layer in range(len(assignment.sizes)):
+        seconds = max(_computation_seconds(problem, assignment, layer, samples))
+        longest_computation = max(longest_computation, seconds)
+    for name in assignment.devices:
+        seconds = _transmission_seconds(problem, assignment, name, samples)
+        longest_transmission = max(longest_transmission, seconds)
+    return longest_computation, longest_transmission
 
 
 def _computation_seconds(
     problem: PlanningProblem[SlotOptions],
-    held: NeuronAssignment,
+    assignment: NeuronAssignment,
     layer: int,
     samples: int,
 ) -> tuple[float, float]:
@@ -413,7 +424,7 @@ def _computation_seconds(
         return 0.0, 0.0
     whole = layers_of(problem)[layer - 1]
     forward = backward = 0.0
-    for name, neurons in held.layers[layer].items():
+    for name, neurons in assignment.layers[layer].items():
         cost = layer_costs(whole, neurons, samples, problem)
         device = problem.device(name)
         forward = max(forward, device.seconds(cost.forward))
@@ -421,9 +432,9 @@ def _computation_seconds(
     return forward, backward
 
 
-def _longest_transmission(
+def _transmission_seconds(
     problem: PlanningProblem[SlotOptions],
-    held: NeuronAssignment,
+    assignment: NeuronAssignment,
     name: str,
     samples: int,
 ) -> float:
@@ -433,16 +444,18 @@ def _longest_transmission(
     """
     options = problem.options
     rate, delay = _cast_rate(problem, name)
-    values = held.largest_message(name, neuron_values(problem)) * samples
+    values = assignment.largest_message(name, values_per_neuron(problem)) * samples
     size = cast.size_around(BYTES_PER_VALUE * values)
     if options.recovery == "r-tx":
         size *= options.transmissions
-    answered = _answering_time(problem, name) if options.recovery == "ack" else 0.0
+    answered = (
+        _acknowledgement_seconds(problem, name) if options.recovery == "ack" else 0.0
+    )
     sending = 0.0 if rate is None else 8 * size / rate
     return delay + answered + sending
 
 
-def _answering_time(problem: PlanningProblem[SlotOptions], name: str) -> float:
+def _acknowledgement_seconds(problem: PlanningProblem[SlotOptions], name: str) -> float:
     """Return the seconds from the end of a cast until all receivers have acknowledged one after the other."""
     _, delay = _cast_rate(problem, name)
     answering = 0.0
@@ -455,7 +468,7 @@ def _answering_time(problem: PlanningProblem[SlotOptions], name: str) -> float:
         if rate is not None:
             answering += 8 * cast.size_around(0) / rate
         longest_return = max(longest_return, return_delay)
-    return delay + answering + longest_return + ANSWER
+    return delay + answering + longest_return + ACKNOWLEDGEMENT_TIME
 
 
 def _cast_rate(
@@ -469,25 +482,25 @@ def _cast_rate(
 
 
 def _parameter_count(layer: GraphLayer, neurons: Channels) -> int:
-    return layer.share(
-        layer.weights, slice_of(layer, neurons)
-    ) + layer.channel_values * len(neurons)
+    weights = layer.share(layer.weights, slice_of(layer, neurons))
+    # Each neuron has a bias beside its weights, and may have a normalisation.
+    return weights + layer.channel_values * len(neurons)
 
 
 def _make_placement(
     problem: PlanningProblem[SlotOptions],
     table: Timetable,
-    held: NeuronAssignment,
+    assignment: NeuronAssignment,
     name: str,
 ) -> Assignment:
     layers, samples = layers_of(problem), problem.workload.batch_size
-    group = held.group(name)
+    group = assignment.group_of(name)
     assert group is not None
-    members, own = held.members(group), held.groups[group]
+    members, own = assignment.members(group), assignment.groups[group]
     parameters = values = 0
     cost = Cost()
     for layer in learning_layers(own):
-        whole, neurons = layers[layer - 1], held.of(name, layer)
+        whole, neurons = layers[layer - 1], assignment.neurons_of(name, layer)
         weights = _parameter_count(whole, neurons)
         # Counted in whole batches: micro-batches together keep as much.
         batches = table.staleness(layer)
@@ -511,11 +524,11 @@ def _make_placement(
     )
 
 
-Given = TypeVar("Given", bound=SlotOptions)
-Planned = TypeVar("Planned", bound=SlotDetails)
+SlotMethodOptions = TypeVar("SlotMethodOptions", bound=SlotOptions)
+SlotMethodDetails = TypeVar("SlotMethodDetails", bound=SlotDetails)
 
 
-class SlotMethod(Method[Given, Planned]):
+class SlotMethod(Method[SlotMethodOptions, SlotMethodDetails]):
     """A method whose devices are super neurons driven by the clock of timeslots.
 
     Every device has all samples: devices of the input layer read their own values, and those of the output layer the
@@ -528,7 +541,7 @@ class SlotMethod(Method[Given, Planned]):
         "its neurons are updated by plain descent on cross-entropy",
     )
 
-    def draw(self, plan: Plan[Planned]) -> str | None:
+    def draw(self, plan: Plan[SlotMethodDetails]) -> str | None:
         """Draw the first timeslots, one line per group of layers."""
         return draw_timetable(timetable_of(plan.details))
 

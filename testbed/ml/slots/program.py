@@ -34,11 +34,17 @@ from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import (
     SlotDetails,
     SlotOptions,
-    neuron_values,
-    test_batch,
+    samples_per_test_batch,
     timetable_of,
+    values_per_neuron,
 )
-from testbed.ml.slots.samples import PATIENCE, Gathering, MicroBatches, Tested, TestRuns
+from testbed.ml.slots.samples import (
+    RESULT_WAIT_SLOTS,
+    Gathering,
+    MicroBatches,
+    Tested,
+    TestRuns,
+)
 from testbed.ml.slots.timeslots import (
     LayerAction,
     SlotSegment,
@@ -55,12 +61,12 @@ class MissedTestsError(TestbedError):
     """Raised if the coordinator was off at the end of the last test, so the run's result is unknown."""
 
 
-class Arranging(Protocol):
-    """Hook: the arrangement of neurons, and its changes between slots."""
+class AssignmentPolicy(Protocol):
+    """Hook: the assignment of neurons, and its changes between slots."""
 
     @property
-    def now(self) -> NeuronAssignment:
-        """The current arrangement, which includes this device."""
+    def assignment(self) -> NeuronAssignment:
+        """The current assignment, which includes this device."""
 
     async def wait_for_group(self, until: float) -> int | None:
         """Return the own group once the device has neurons.
@@ -79,18 +85,18 @@ class FixedAssignment:
     """A plan's constant arrangement."""
 
     def __init__(
-        self, arrangement: NeuronAssignment, neurons: Neurons, device: str
+        self, assignment: NeuronAssignment, neurons: Neurons, device: str
     ) -> None:
-        self.now = arrangement
+        self.assignment = assignment
         self._device = device
-        for layer, holders in enumerate(arrangement.layers):
+        for layer, holders in enumerate(assignment.layers):
             # The input layer has no weights.
             if layer and device in holders:
-                neurons.take(layer, holders[device])
+                neurons.add(layer, holders[device])
 
     async def wait_for_group(self, until: float) -> int | None:
         """Return the own group at once."""
-        return self.now.group(self._device)
+        return self.assignment.group_of(self._device)
 
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
         """Do nothing."""
@@ -139,8 +145,8 @@ class SlotProgram:
         mailbox: Mailbox,
         context: SlotContext,
         neurons: Neurons,
-        arranging: Arranging,
-        on_missing: MissingDataPolicy,
+        assignments: AssignmentPolicy,
+        missing_data: MissingDataPolicy,
         transmit: Transmit,
         notes: Notes | None = None,
     ) -> None:
@@ -155,7 +161,7 @@ class SlotProgram:
             Training(context.dataset, problem.workload, problem.seed), table.micro
         )
         self._tests = TestRuns(
-            context.dataset, test_batch(problem), problem.options.test_runs
+            context.dataset, samples_per_test_batch(problem), problem.options.test_runs
         )
         steps = min(self._training.steps, context.plan.steps or self._training.steps)
         self._context = context
@@ -169,16 +175,16 @@ class SlotProgram:
             problem.options.evaluate_every,
             details.start_time or 0.0,
         )
-        self._under_way = table.staleness(1) * table.micro
+        self._batches_in_flight = table.staleness(1) * table.micro
         self._neurons = neurons
-        self._arranging = arranging
-        self._on_missing = on_missing
+        self._assignments = assignments
+        self._missing_data = missing_data
         self._exchange = CastExchange(
             mailbox,
-            lambda: arranging.now,
+            lambda: assignments.assignment,
             transmit,
-            self._under_way,
-            neuron_values(problem),
+            self._batches_in_flight,
+            values_per_neuron(problem),
             notes,
         )
         self._losses: list[float] = []
@@ -189,7 +195,9 @@ class SlotProgram:
         if problem.options.test_results == "gathered":
             # Received and gathered results are scored apart.
             scores = TestRuns(
-                context.dataset, test_batch(problem), problem.options.test_runs
+                context.dataset,
+                samples_per_test_batch(problem),
+                problem.options.test_runs,
             )
             self._gathering = Gathering(mailbox, context.plan.coordinator, scores)
         self._evaluations: list[asyncio.Task[None]] = []
@@ -202,22 +210,27 @@ class SlotProgram:
         # The end of the last segment bounds every wait: nobody waits for a device without an end.
         *_, last = self._segments()
         is_over = False
-        group = await self._arranging.wait_for_group(last.end)
+        group = await self._assignments.wait_for_group(last.end)
         while group is not None and not is_over:
             is_over = await self._work_slots(group)
             if not is_over:
-                group = await self._arranging.wait_for_group(last.end)
-        until = last.end + PATIENCE * last.slot
+                group = await self._assignments.wait_for_group(last.end)
+        until = last.end + RESULT_WAIT_SLOTS * last.slot
         if self._gathering is not None:
             await self._gathering.wait_until_sent(until)
             await asyncio.gather(*self._evaluations)
         if self._context.problem.options.final_weights and group is not None:
             await weights.send_final_weights(
-                self._mailbox, self._context, self._neurons, self._arranging.now, until
+                self._mailbox,
+                self._context,
+                self._neurons,
+                self._assignments.assignment,
+                until,
             )
-        if self._is_coordinator and self._evaluated < last.trained:
-            text = f"the evaluation after step {last.trained} is lost: the coordinator {self._device.name} was off or "
-            text += f"had no neurons when the last timeslot ended at {last.end:.1f} s: "
+        if self._is_coordinator and self._evaluated < last.trained_steps:
+            name = self._device.name
+            text = f"the evaluation after step {last.trained_steps} is lost: the coordinator {name} was off or had no "
+            text += f"neurons when the last timeslot ended at {last.end:.1f} s: "
             text += "train more, or end the fault earlier"
             raise MissedTestsError(text)
 
@@ -225,13 +238,13 @@ class SlotProgram:
         """Work in the slots of a group; return whether all slots are over, with the group unchanged."""
         async with aclosing(work_slots(self._device, group, self._segments())) as work:
             async for segment, action in work:
-                if self._arranging.on_slot_start(segment, action):
+                if self._assignments.on_slot_start(segment, action):
                     return False
                 # Receivers use a cast in the next slot: later repetitions come too late.
                 self._exchange.until = segment.next_start(self._device.now())
                 if action is None:
                     self._end_segment(segment)
-                elif segment.tests:
+                elif segment.is_test:
                     await self._test_segment(segment, action)
                 else:
                     await self._train_segment(
@@ -257,19 +270,19 @@ class SlotProgram:
         self, layer: int, batch: int, number: int
     ) -> torch.Tensor | None:
         samples = self._training.samples(batch)
-        arrived = self._exchange.take_outputs(layer - 1, number, samples)
-        unheard = None
-        if layer > 1 and self._on_missing.masks_missing_outputs:
-            unheard = arrived.missing_mask()
-        inputs = self._on_missing.inputs(arrived)
+        received = self._exchange.take_outputs(layer - 1, number, samples)
+        missing_inputs = None
+        if layer > 1 and self._missing_data.masks_missing_outputs:
+            missing_inputs = received.missing_mask()
+        inputs = self._missing_data.inputs(received)
         if inputs is None:
             return None
-        return await self._neurons.forward(layer, batch, inputs, unheard)
+        return await self._neurons.forward(layer, batch, inputs, missing_inputs)
 
     async def _test_segment(self, segment: SlotSegment, action: LayerAction) -> None:
         layer, batch = action.layer, action.batch
         number = segment.batch_number(batch)
-        is_output = layer == self._arranging.now.output
+        is_output = layer == self._assignments.assignment.output_layer
         if is_output:
             # The slot in which the previous batch's results were shared is over.
             self._score_tests(segment, batch)
@@ -285,19 +298,19 @@ class SlotProgram:
         self, layer: int, batch: int, number: int
     ) -> torch.Tensor | None:
         samples = self._tests.samples(batch)
-        arrived = self._exchange.take_outputs(layer - 1, number, samples)
-        entering = self._on_missing.test_values(arrived)
+        received = self._exchange.take_outputs(layer - 1, number, samples)
+        entering = self._missing_data.test_values(received)
         if entering is None:
             return None
-        alike = None
+        cache_key = None
         # The input layer casts the samples themselves, in each run the same: equal gaps give equal outputs.
-        pattern = arrived.arrival_pattern if layer == 1 else None
-        if pattern and entering is arrived:
-            alike = (self._tests.index_in_run(batch), pattern)
-        return await self._neurons.infer(layer, batch, entering, alike)
+        pattern = received.arrival_pattern if layer == 1 else None
+        if pattern and entering is received:
+            cache_key = (self._tests.index_in_run(batch), pattern)
+        return await self._neurons.infer(layer, batch, entering, cache_key)
 
     def _own_neurons(self, layer: int) -> Channels:
-        return self._arranging.now.of(self._device.name, layer)
+        return self._assignments.assignment.neurons_of(self._device.name, layer)
 
     async def _cast_outputs(
         self, layer: int, number: int, values: torch.Tensor | None
@@ -306,42 +319,44 @@ class SlotProgram:
 
         The output layer shares its results within itself.
         """
-        if values is None and not self._on_missing.announces:
+        if values is None and not self._missing_data.casts_empty_messages:
             return
-        receiver = min(layer + 1, self._arranging.now.output)
+        receiver = min(layer + 1, self._assignments.assignment.output_layer)
         message = Outputs(number, layer, values, sender=self._device.name)
         await self._exchange.cast(receiver, message)
 
     async def _backward_layer(self, layer: int, batch: int, number: int) -> None:
         """Learn, and cast the own neurons' contribution to the losses of the previous layer."""
         samples = self._training.samples(batch)
-        if layer == self._arranging.now.output:
+        if layer == self._assignments.assignment.output_layer:
             usable = await self._result_gradient(layer, batch, number)
         else:
-            arrived = self._exchange.take_losses(layer, number, samples)
-            usable = await self._on_missing.usable_losses(arrived)
+            received = self._exchange.take_losses(layer, number, samples)
+            usable = await self._missing_data.usable_losses(received)
 
         def learn(shard: LayerShard, gradient: torch.Tensor | None) -> Work | None:
-            return self._on_missing.learn(shard, layer, batch, gradient, usable)
+            return self._missing_data.learn(shard, layer, batch, gradient, usable)
 
         losses = await self._neurons.backward(
             layer, batch, samples, usable.values, learn
         )
         # The input layer learns nothing and needs no losses.
-        if layer > 1 and (losses is not None or self._on_missing.announces):
+        if layer > 1 and (
+            losses is not None or self._missing_data.casts_empty_messages
+        ):
             message = Losses(number, layer, losses, sender=self._device.name)
             await self._exchange.cast(layer - 1, message)
 
     async def _result_gradient(self, layer: int, batch: int, number: int) -> Usable:
         """Return the gradient of a batch's cross-entropy by the own outputs, if the results are usable."""
-        arrived = self._exchange.take_outputs(
+        received = self._exchange.take_outputs(
             layer, number, self._training.samples(batch)
         )
-        usable = await self._on_missing.usable_results(arrived)
+        usable = await self._missing_data.usable_results(received)
         if usable.values is None and not self._is_coordinator:
             return usable
         values, whole = usable.values, self._training.whole
-        results = arrived.joined_values() if values is None else values
+        results = received.joined_values() if values is None else values
         logarithms = torch.log_softmax(results, dim=1)
         labels = self._training.labels(batch)
         if self._is_coordinator:
@@ -365,25 +380,25 @@ class SlotProgram:
         self._losses = []
         self._device.record("step", step=step, loss=total, samples=self._training.whole)
         if is_exact:
-            self._on_missing.observe_loss(step, total)
+            self._missing_data.observe_loss(step, total)
 
     def _score_tests(self, segment: SlotSegment, before: int) -> None:
         """Score the test batches before this one by the results received here, as in `_note_loss`."""
         if not self._is_coordinator and self._gathering is None:
             return
-        output = self._arranging.now.output
+        output = self._assignments.assignment.output_layer
         for test in self._tests.unscored_batches(before):
             number, samples = segment.batch_number(test), self._tests.samples(test)
-            arrived = self._exchange.take_outputs(output, number, samples)
-            usable = self._on_missing.test_values(arrived)
-            results = arrived.zeros() if usable is None else usable.joined_values()
+            received = self._exchange.take_outputs(output, number, samples)
+            usable = self._missing_data.test_values(received)
+            results = received.zeros() if usable is None else usable.joined_values()
             self._tests.score(test, results)
             if self._gathering is not None:
-                self._gathering.send_results(segment.trained, test, results)
+                self._gathering.send_results(segment.trained_steps, test, results)
 
     def _end_segment(self, segment: SlotSegment) -> None:
         """Record the received casts at the end of training, and the scores at the end of tests."""
-        if segment.tests:
+        if segment.is_test:
             self._evaluate_tests(segment)
             return
         for purpose, tally in self._exchange.tally.items():
@@ -394,24 +409,28 @@ class SlotProgram:
                 received=tally.received,
             )
         if self._is_coordinator:
-            self._device.record("test_start", step=segment.trained)
+            self._device.record("test_start", step=segment.trained_steps)
 
     def _evaluate_tests(self, segment: SlotSegment) -> None:
         """Score the last test batches on the coordinator and, if results are gathered, on its peers."""
-        now, gathering = self._arranging.now, self._gathering
-        is_peer = gathering is not None and self._device.name in now.holders(now.output)
+        assignment, gathering = self._assignments.assignment, self._gathering
+        is_peer = gathering is not None and self._device.name in assignment.holders(
+            assignment.output_layer
+        )
         if not self._is_coordinator and not is_peer:
             return
         self._score_tests(segment, len(self._tests))
         scores = self._tests.finish()
         if not self._is_coordinator:
             return
-        self._evaluated = segment.trained
+        self._evaluated = segment.trained_steps
         if gathering is None:
-            self._device.record("evaluate", step=segment.trained, **scores)
+            self._device.record("evaluate", step=segment.trained_steps, **scores)
             return
         # A task: the next training segment begins while results are still arriving.
-        gather = self._gather(segment, gathering, now.holders(now.output), scores)
+        gather = self._gather(
+            segment, gathering, assignment.holders(assignment.output_layer), scores
+        )
         self._evaluations.append(self._mailbox.start(gather))
 
     async def _gather(
@@ -422,11 +441,11 @@ class SlotProgram:
         own: Mapping[str, Any],
     ) -> None:
         """Record the scores of gathered results beside the accuracy by this device's ``own`` received results."""
-        until = segment.end + PATIENCE * segment.slot
-        scores = await gathering.collect_scores(segment.trained, devices, until)
+        until = segment.end + RESULT_WAIT_SLOTS * segment.slot
+        scores = await gathering.collect_scores(segment.trained_steps, devices, until)
         self._device.record(
             "evaluate",
-            step=segment.trained,
+            step=segment.trained_steps,
             coordinator_accuracy=own["accuracy"],
             **scores,
         )

@@ -21,7 +21,7 @@ from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers.feed import Requests, Score, Training
 from testbed.ml.models.slices import Channels, pick
 
-PATIENCE = 10
+RESULT_WAIT_SLOTS = 10
 """Slots of tests after their end in which the coordinator waits for results: a device that is off sends none."""
 
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from testbed.device import Device
 from testbed.ml.schedule import Action
 
-MARGIN = 0.1
+TIMESLOT_MARGIN = 0.1
 """Seconds; the paper's."""
 
 
@@ -153,7 +153,7 @@ def _slots_of_period(first: int, count: int, period: int) -> set[int]:
 class SlotSegment:
     """Consecutive batches from an empty pipeline to an empty one: some training steps, or the following tests."""
 
-    tests: bool
+    is_test: bool
     start: float
     """Seconds at which its first slot begins."""
     slot: float
@@ -161,9 +161,9 @@ class SlotSegment:
     table: Timetable
     batches: range
     """Steps, or test batches from 0 on."""
-    first: int
+    first_number: int
     """Number of its first batch among all batches of training and tests."""
-    trained: int
+    trained_steps: int
     """Completed training steps at its end."""
 
     @property
@@ -183,7 +183,7 @@ class SlotSegment:
 
     def batch_number(self, batch: int) -> int:
         """Return the number of one of its batches among all batches."""
-        return self.first + batch - self.batches.start
+        return self.first_number + batch - self.batches.start
 
     def scheduled_work(self, group: int) -> Iterator[tuple[int, LayerAction]]:
         """Yield the slots, numbered from 0, with work for a group's device, and the batch."""

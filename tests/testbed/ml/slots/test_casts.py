@@ -182,10 +182,10 @@ def test_parts_follow_their_holders_and_missing_ones_are_counted():
             ("b", [0], True),
             ("c", [1], False),
         ]
-        assert found.rate == 0.5
+        assert found.success_rate == 0.5
         assert (own.tally["sharing"].expected, own.tally["sharing"].received) == (2, 1)
         assert own.tally["forward"].expected == 0
-        assert own.take_outputs(2, 0, 2).rate == 0, "what was taken is gone"
+        assert own.take_outputs(2, 0, 2).success_rate == 0, "what was taken is gone"
 
     heard_by("a", ("c", Outputs(0, 2, torch.ones(2, 1))), check=check)
 
@@ -195,7 +195,7 @@ def test_own_values_cost_no_cast_and_are_not_counted():
         own = exchange(mailbox)
         await own.cast(1, Outputs(0, 0, torch.ones(2, 4), sender="a"))
         found = own.take_outputs(0, 0, 2)
-        assert found.complete
+        assert found.is_complete
         assert found.joined_values().tolist() == [[1, 1, 1, 1]] * 2
         assert own.tally["forward"].expected == 0
 
@@ -227,8 +227,8 @@ def test_outputs_are_dropped_when_no_layer_can_need_them_any_more():
     def check(own):
         own.take_outputs(2, 5, 2)
         # Two batches may be under way, so those from batch 2 on still count.
-        assert own.take_outputs(2, 1, 2).rate == 0
-        assert own.take_outputs(2, 2, 2).rate == 1 / 2
+        assert own.take_outputs(2, 1, 2).success_rate == 0
+        assert own.take_outputs(2, 2, 2).success_rate == 1 / 2
 
     heard_by(
         "a",

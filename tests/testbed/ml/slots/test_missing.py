@@ -10,7 +10,7 @@ from testbed.ml.models import create
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.sliced import cut_tensors
 from testbed.ml.models.slices import Slice
-from testbed.ml.slots.missing import Arrived, SenderPart, Usable
+from testbed.ml.slots.missing import ReceivedParts, SenderPart, Usable
 from testbed.ml.training.schema import OptimizerPart
 from testbed_edgepipe.program import TreatedAsNull
 
@@ -18,7 +18,7 @@ NEW, NOTHING = Usable(None, "new"), Usable(None, "nothing")
 
 
 def arrived(*parts, neurons=5):
-    return Arrived(
+    return ReceivedParts(
         1,
         7,
         2,
@@ -34,8 +34,8 @@ def test_missing_outputs_are_zeros_for_ranges_and_single_neurons():
         (range(4, 5), None),
     )
     assert found.joined_values().tolist() == [[2, 1, 1, 2, 0]] * 2
-    assert not found.complete
-    assert found.rate == pytest.approx(2 / 3)
+    assert not found.is_complete
+    assert found.success_rate == pytest.approx(2 / 3)
 
 
 def test_losses_are_summed_and_usable_only_if_complete():
@@ -44,7 +44,7 @@ def test_losses_are_summed_and_usable_only_if_complete():
     )
     usable = asyncio.run(TreatedAsNull().usable_losses(whole))
     assert usable.values.tolist() == [[3, 3, 3]] * 2
-    assert usable.learns == "new"
+    assert usable.gradient_source == "new"
     lacking = arrived((range(2), torch.ones(2, 3)), (range(2, 5), None))
     assert asyncio.run(TreatedAsNull().usable_losses(lacking)) == (None, "nothing")
     with pytest.raises(ValueError, match="no part of layer 1 has arrived for batch 7"):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from testbed.common.errors import InputError
 from testbed.common.seeds import derive
 from testbed.ml.slots import arrangement
-from testbed.ml.slots.arrangement import devices_of, layer_groups
+from testbed.ml.slots.arrangement import group_device_counts, layer_groups
 from testbed.ml.slots.mapping import (
     best_order,
     choose_device_coordinator,
     climbed_order,
-    connectivity,
+    connectivity_matrix,
     count_transmissions,
     generation_count,
     genetic_order,
@@ -26,7 +26,7 @@ from testbed.ml.slots.mapping import (
     score_order,
 )
 from testbed.ml.slots.timeslots import (
-    MARGIN,
+    TIMESLOT_MARGIN,
     draw_timetable,
     make_segments,
     make_timetable,
@@ -46,7 +46,7 @@ BUDGET = 2400 * naive_slots(6, 1) * 0.44142
 
 
 def partition(neurons, devices, allocation="hybrid"):
-    return arrangement.partition(
+    return arrangement.partition_neurons(
         neurons, [f"d{number}" for number in range(devices)], allocation
     )
 
@@ -72,13 +72,13 @@ def test_the_papers_example_of_six_layers_and_six_devices():
     assert [len(found.members(group)) for group in range(3)] == [2, 2, 2]
     device_4 = "d3"
     assert found.members(1).index(device_4) == 1
-    assert [found.of(device_4, layer) for layer in range(6)] == [
+    assert [found.neurons_of(device_4, layer) for layer in range(6)] == [
         *[range(0)] * 2,
         range(4, 8),
         range(4, 8),
         *[range(0)] * 2,
     ]
-    assert [found.of("d0", layer) for layer in (0, 1)] == [range(5), range(4)]
+    assert [found.neurons_of("d0", layer) for layer in (0, 1)] == [range(5), range(4)]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
@@ -110,7 +110,7 @@ def test_twice_as_many_devices_as_layers_are_vertical(devices):
 def test_remaining_layers_go_to_the_last_groups(layers, devices, wanted, held):
     groups = layer_groups(layers, devices, "hybrid")
     assert lengths(groups) == wanted
-    assert devices_of(groups, devices) == held
+    assert group_device_counts(groups, devices) == held
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_every_neuron_is_on_one_device_and_every_device_has_some(
     found = partition(neurons, devices, allocation)
     assert len(found.devices) == devices
     for layer, count in enumerate(neurons):
-        parts = [found.of(name, layer) for name in found.devices]
+        parts = [found.neurons_of(name, layer) for name in found.devices]
         assert sorted(neuron for part in parts for neuron in part) == list(range(count))
         sizes = [len(part) for part in parts if part]
         assert max(sizes) - min(sizes) <= 1
@@ -148,7 +148,7 @@ def test_every_neuron_is_on_one_device_and_every_device_has_some(
 def test_devices_are_rounded_as_in_line_6_if_that_uses_all(layers, devices):
     groups = layer_groups(layers, devices, "hybrid")
     rounded = [int(devices / layers * len(group) + 0.5) for group in groups]
-    counts = devices_of(groups, devices)
+    counts = group_device_counts(groups, devices)
     assert sum(counts) == devices
     assert min(counts) >= 1
     if sum(rounded) == devices:
@@ -177,7 +177,7 @@ def test_pairs_of_the_papers_example_exchange_one_two_or_three_passes():
     assert all(counted[a][b] == counted[b][a] == 1 for a in (0, 1) for b in (2, 3))
     assert all(counted[a][b] == counted[b][a] == 1 for a in (2, 3) for b in (4, 5))
     assert all(counted[a][b] == counted[b][a] == 0 for a in (0, 1) for b in (4, 5))
-    wanted = connectivity(partition(FIGURE_2, 6))
+    wanted = connectivity_matrix(partition(FIGURE_2, 6))
     assert wanted[4][5] == 1
     assert wanted[2][3] == pytest.approx(2 / 3)
 
@@ -211,7 +211,7 @@ def topology(seed, devices=6):
 
 def misses(mapped, allocation, devices=6, count=100):
     """Return, for random topologies, by which share of the best score a mapping misses it."""
-    wanted = connectivity(partition(EVALUATED, devices, allocation))
+    wanted = connectivity_matrix(partition(EVALUATED, devices, allocation))
     found = []
     for seed in range(count):
         ratios = topology(seed, devices)
@@ -252,7 +252,7 @@ def test_algorithm_2_takes_an_order_as_good_as_its_best_one():
 
 
 def test_mappings_are_seeded_and_never_worse_than_none():
-    wanted = connectivity(partition(EVALUATED, 6))
+    wanted = connectivity_matrix(partition(EVALUATED, 6))
     ratios = topology(1)
     assert genetic_order(wanted, ratios, 5) == genetic_order(wanted, ratios, 5)
     assert score_order(
@@ -280,7 +280,7 @@ def test_scores_are_the_sum_of_the_hadamard_product():
 
 
 def test_too_many_devices_for_all_orders():
-    wanted = connectivity(partition(EVALUATED, 10))
+    wanted = connectivity_matrix(partition(EVALUATED, 10))
     with pytest.raises(ValueError, match="use 9 at most"):
         best_order(wanted, wanted)
 
@@ -413,7 +413,7 @@ def test_the_slot_lengths_of_table_iii(allocation, computation, signals, millise
         max(division.largest_message(name, (1,) * 6) for name in division.devices)
         == signals
     )
-    assert 1e3 * (computation + 32 * signals / RATE + MARGIN) == pytest.approx(
+    assert 1e3 * (computation + 32 * signals / RATE + TIMESLOT_MARGIN) == pytest.approx(
         milliseconds, abs=0.005
     )
 
@@ -451,7 +451,9 @@ def test_a_planned_slot_fits_the_message_of_table_iii_and_its_frame(
     )
     transmission = 0 if signals is None else 8 * size_around(4 * signals) / RATE
     assert details.timeslot == pytest.approx(
-        max(details.forward_seconds + details.backward_seconds) + transmission + MARGIN
+        max(details.forward_seconds + details.backward_seconds)
+        + transmission
+        + TIMESLOT_MARGIN
     )
 
 
@@ -492,10 +494,10 @@ def test_a_schedule_is_drawn_a_line_a_group():
 def test_training_and_tests_take_turns_each_in_slots_of_its_own():
     table = schedule("hybrid")
     found = list(make_segments(table, 0.5, 7, 2.0, 4, every=3))
-    assert [each.tests for each in found] == [False, True] * 3
+    assert [each.is_test for each in found] == [False, True] * 3
     assert [each.batches for each in found[::2]] == [range(3), range(3, 6), range(6, 7)]
-    assert [each.trained for each in found] == [3, 3, 6, 6, 7, 7]
-    assert [each.first for each in found] == [0, 3, 7, 10, 14, 15]
+    assert [each.trained_steps for each in found] == [3, 3, 6, 6, 7, 7]
+    assert [each.first_number for each in found] == [0, 3, 7, 10, 14, 15]
     assert [each.start for each in found[1:]] == [each.end for each in found[:-1]]
     assert found[0].end == table.slot_count(3) * 0.5
     # Forward only: six layers, then two slots a batch.
@@ -523,6 +525,6 @@ def test_training_and_tests_take_turns_each_in_slots_of_its_own():
             assert set(numbers) == set(
                 range(segment.first, segment.first + len(segment.batches))
             )
-            assert not segment.tests or all(
+            assert not segment.is_test or all(
                 action.kind == "forward" for _, action in work
             )
