@@ -65,11 +65,10 @@ def decide_after_window(
             yield Decision(assignment, "failure", (name,), frozenset({name}))
     for group in range(len(assignment.groups)):
         poor = _poor_members(assignment, group, averages, rules.threshold)
-        after = (
-            rearrange_group(assignment, group, averages, rules.seed)
-            if poor
-            else assignment
-        )
+        if not poor:
+            continue
+        after = rearrange_group(assignment, group, averages, rules.seed)
+        # Credibilities in the same proportion as before move no neuron.
         if after.layers != assignment.layers:
             assignment = after
             yield Decision(assignment, "credibility", poor)
@@ -82,10 +81,14 @@ def _poor_members(
     threshold: float,
 ) -> tuple[str, ...]:
     """Return the devices of a group with less credibility than the threshold; none if one has no credibility."""
-    members = assignment.members(group)
-    if not all(name in averages for name in members):
-        return ()
-    return tuple(name for name in members if averages[name] < threshold)
+    poor = []
+    for name in assignment.members(group):
+        # A device that has joined has no credibility until a whole window is over.
+        if name not in averages:
+            return ()
+        if averages[name] < threshold:
+            poor.append(name)
+    return tuple(poor)
 
 
 def without_device(
@@ -154,28 +157,35 @@ class Move:
     taker: str
 
 
-def share_neurons(weights: Sequence[float], total: int) -> list[int]:
-    """Return ``neuronNum``: neurons in proportion to weights, with the remaining ones for the largest remainders.
+def share_neurons(proportions: Sequence[float], total: int) -> list[int]:
+    """Return Section V-B's ``neuronNum``: numbers of neurons in given proportions.
 
-    Each device gets at least one: a device without neurons would never be heard again. Without any weight, the division
-    is even. Raises ValueError for more devices than neurons.
+    Devices with the largest remainders get the neurons that rounding leaves. Each device gets at least one: the others
+    would never receive a cast of a device without neurons again. If all proportions are 0, the division is even. Raises
+    ValueError for more devices than neurons.
 
     >>> share_neurons([0.15, 0.6], 10)
     [2, 8]
     """
-    if len(weights) > total:
-        raise ValueError(f"{total} neurons are too few for {len(weights)} devices")
-    summed = math.fsum(weights)
-    exact = [total / len(weights)] * len(weights)
+    if len(proportions) > total:
+        raise ValueError(f"{total} neurons are too few for {len(proportions)} devices")
+    summed = math.fsum(proportions)
     if summed:
-        exact = [total * weight / summed for weight in weights]
+        exact = [total * proportion / summed for proportion in proportions]
+    else:
+        exact = [total / len(proportions)] * len(proportions)
     # Without the margin, 0.6 / 0.75 * 10 would be slightly less than 8.
     counts = [max(1, math.floor(value + 1e-9)) for value in exact]
     while sum(counts) != total:
         step = 1 if sum(counts) < total else -1
-        movable = [index for index, count in enumerate(counts) if count + step > 0]
-        deficits = {index: step * (exact[index] - counts[index]) for index in movable}
-        counts[max(movable, key=deficits.__getitem__)] += step
+        deficits = {}
+        for index, count in enumerate(counts):
+            # No device may fall to zero neurons.
+            if count + step > 0:
+                deficits[index] = step * (exact[index] - count)
+        # `max` returns the first of equal deficits, so that all devices compute the same numbers.
+        most_lacking = max(deficits, key=deficits.__getitem__)
+        counts[most_lacking] += step
     return counts
 
 
@@ -186,10 +196,9 @@ def rearrange_group(
     seed: int,
 ) -> NeuronAssignment:
     """Return the same members of a group with neurons in proportion to their credibility."""
-    weights = {name: credibility[name] for name in assignment.members(group)}
-    return _next_assignment(
-        assignment, group, [weights] * len(assignment.groups[group]), seed
-    )
+    proportions = {name: credibility[name] for name in assignment.members(group)}
+    layer_count = len(assignment.groups[group])
+    return _next_assignment(assignment, group, [proportions] * layer_count, seed)
 
 
 def remove_device(
@@ -211,13 +220,12 @@ def remove_device(
     if group is None:
         return assignment
     others = [name for name in assignment.members(group) if name != device]
-    # A device that has just joined has no credibility yet; with 0 it would lose all neurons that it was given.
     known = [credibility[name] for name in others if name in credibility]
+    # A device that has just joined has no credibility yet; with 0 it would lose all neurons that it was given.
     usual = math.fsum(known) / len(known) if known else 1.0
-    weights = {name: credibility.get(name, usual) for name in others}
-    return _next_assignment(
-        assignment, group, [weights] * len(assignment.groups[group]), seed
-    )
+    proportions = {name: credibility.get(name, usual) for name in others}
+    layer_count = len(assignment.groups[group])
+    return _next_assignment(assignment, group, [proportions] * layer_count, seed)
 
 
 def add_device(
@@ -225,82 +233,99 @@ def add_device(
 ) -> NeuronAssignment:
     """Return the assignment with another device, in the group with the fewest devices, the first one on ties.
 
-    The device takes an even share of each layer, from the others in proportion to their neurons. A group is full if one
-    of its layers has no neuron for another device; a device of the plan always finds the place that it left. Raises
-    ValueError for a member, and if all groups are full.
+    Section V-A inserts joining devices "into a layer-wise set with the least number of devices". The device takes an
+    even share of each layer, from the others in proportion to their neurons. A group is full if one of its layers has
+    no neuron for another device; a device of the plan always finds the place that it left. Raises ValueError for a
+    member, and if all groups are full.
+
+    >>> from testbed.ml.slots.arrangement import partition_neurons
+    >>> after = add_device(partition_neurons([6, 6], ["a", "b"], "horizontal"), "c", seed=1)
+    >>> [len(neurons) for neurons in after.layers[1].values()]
+    [2, 2, 2]
     """
     if assignment.group_of(device) is not None:
         raise ValueError(f"{device} is a member already")
-    counts = [len(assignment.members(index)) for index in range(len(assignment.groups))]
-    available = []
+    member_counts = {}
     for index, layers in enumerate(assignment.groups):
-        if counts[index] < min(assignment.sizes[layer] for layer in layers):
-            available.append(index)
-    if not available:
+        count = len(assignment.members(index))
+        smallest_layer = min(assignment.sizes[layer] for layer in layers)
+        if count < smallest_layer:
+            member_counts[index] = count
+    if not member_counts:
         raise ValueError(f"no group has a neuron for {device}")
-    group = min(available, key=counts.__getitem__)
-    weights = []
+    group = min(member_counts, key=member_counts.__getitem__)
+    proportions = []
     for layer in assignment.groups[group]:
         holders = assignment.layers[layer]
-        counted = {name: float(len(neurons)) for name, neurons in holders.items()}
-        even_share = assignment.sizes[layer] / max(1, len(counted))
-        weights.append({**counted, device: even_share})
-    return _next_assignment(assignment, group, weights, seed)
+        counts = {name: float(len(neurons)) for name, neurons in holders.items()}
+        counts[device] = assignment.sizes[layer] / max(1, len(holders))
+        proportions.append(counts)
+    return _next_assignment(assignment, group, proportions, seed)
 
 
 def list_moves(
     before: NeuronAssignment, after: NeuronAssignment, gone: Collection[str] = ()
 ) -> list[Move]:
-    """Return the neurons to hand over; neurons without a holder, or of ``gone`` devices, begin with initial weights."""
+    """Return the neurons to hand over; neurons without a holder, or of ``gone`` devices, begin with initial weights.
+
+    >>> from testbed.ml.slots.arrangement import partition_neurons
+    >>> before = partition_neurons([4], ["a", "b"], "horizontal")
+    >>> list_moves(before, remove_device(before, "b", {}, seed=1))
+    [Move(layer=0, neurons=range(2, 4), giver='b', taker='a')]
+    """
     moves = []
-    for layer, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
-        givers: dict[int, str] = {}
-        for name, neurons in old.items():
-            if name not in gone:
-                givers.update(dict.fromkeys(neurons, name))
-        for taker, neurons in new.items():
-            changing: dict[str | None, list[int]] = {}
+    for layer, holders_after in enumerate(after.layers):
+        givers = _holder_by_neuron(before.layers[layer], gone)
+        for taker, neurons in holders_after.items():
+            moved_from: dict[str | None, list[int]] = {}
             for neuron in neurons:
                 giver = givers.get(neuron)
                 if giver != taker:
-                    changing.setdefault(giver, []).append(neuron)
-            for giver, moved in changing.items():
+                    moved_from.setdefault(giver, []).append(neuron)
+            for giver, moved in moved_from.items():
                 moves.append(Move(layer, as_channels(moved), giver, taker))
     return moves
+
+
+def _holder_by_neuron(holders: Holders, gone: Collection[str]) -> dict[int, str]:
+    """Return the present device of each neuron of a layer; neurons of ``gone`` devices have none."""
+    by_neuron: dict[int, str] = {}
+    for name, neurons in holders.items():
+        if name not in gone:
+            by_neuron.update(dict.fromkeys(neurons, name))
+    return by_neuron
 
 
 def _next_assignment(
     assignment: NeuronAssignment,
     group: int,
-    weights: Sequence[Mapping[str, float]],
+    proportions: Sequence[Mapping[str, float]],
     seed: int,
 ) -> NeuronAssignment:
-    """Return the next assignment, in which the layers of a group are shared in proportion to weights."""
+    """Return the next assignment, in which devices share each layer of a group in the proportions of that layer."""
+    version = assignment.version + 1
     layers = list(assignment.layers)
-    for layer, wanted in zip(assignment.groups[group], weights, strict=True):
+    for layer, of_layer in zip(assignment.groups[group], proportions, strict=True):
         # Another device may be the coordinator of the next change: draws depend on the version alone.
-        draws = random.Random(
-            derive(seed, "rearrangement", assignment.version + 1, layer)
-        )
-        layers[layer] = _share_layer(
-            layers[layer], wanted, assignment.sizes[layer], draws
-        )
-    return replace(assignment, layers=tuple(layers), version=assignment.version + 1)
+        draws = random.Random(derive(seed, "rearrangement", version, layer))
+        size = assignment.sizes[layer]
+        layers[layer] = _share_layer(layers[layer], of_layer, size, draws)
+    return replace(assignment, layers=tuple(layers), version=version)
 
 
 def _share_layer(
-    holders: Holders, weights: Mapping[str, float], size: int, draws: random.Random
+    holders: Holders, proportions: Mapping[str, float], size: int, draws: random.Random
 ) -> dict[str, Channels]:
     """Return a layer's neurons by device: devices with too many give random ones to devices with too few."""
-    if not weights:
+    if not proportions:
         return {}
-    counts = dict(
-        zip(weights, share_neurons(list(weights.values()), size), strict=True)
-    )
+    shares = share_neurons(list(proportions.values()), size)
+    counts = dict(zip(proportions, shares, strict=True))
     kept = {}
     for name, count in counts.items():
-        held = holders.get(name, ())
-        kept[name] = draws.sample(held, min(count, len(held)))
+        present = holders.get(name, ())
+        # Section V-B: a device with too many neurons "randomly selects" those that it passes on.
+        kept[name] = draws.sample(present, min(count, len(present)))
     # Sorted, since the order of a set is not defined.
     free = sorted(set(range(size)).difference(*kept.values()))
     draws.shuffle(free)

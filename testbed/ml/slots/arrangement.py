@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Literal
 
 from testbed.common.errors import InputError
@@ -52,8 +52,10 @@ class NeuronAssignment:
     @cached_property
     def devices(self) -> tuple[str, ...]:
         """All members, group after group."""
-        members = map(self.members, range(len(self.groups)))
-        return tuple(chain.from_iterable(members))
+        devices: list[str] = []
+        for group in range(len(self.groups)):
+            devices += self.members(group)
+        return tuple(devices)
 
     def neurons_of(self, device: str, layer: int) -> Channels:
         """Return a device's neurons of a layer; empty for layers of other groups."""
@@ -71,10 +73,13 @@ class NeuronAssignment:
         Outputs go forward; losses go backward, except to the input layer, which has no weights; results are shared
         within the output layer.
         """
-        layers = range(1, len(self.sizes))
-        forward = [(layer - 1, layer) for layer in layers]
-        backward = [(layer, layer - 1) for layer in layers[1:]]
-        return [*forward, *backward, (self.output_layer, self.output_layer)]
+        passes = []
+        for layer in range(1, len(self.sizes)):
+            passes.append((layer - 1, layer))
+        for layer in range(2, len(self.sizes)):
+            passes.append((layer, layer - 1))
+        passes.append((self.output_layer, self.output_layer))
+        return passes
 
     def senders(self, receiver: str) -> tuple[str, ...]:
         """Return the other devices casting to a device, in the order of `devices`.
@@ -129,14 +134,14 @@ def partition_neurons(
     if len(groups) > len(devices):
         text = f"makes {len(groups)} groups of layers for {len(devices)} devices: use larger groups"
         raise InputError(text, ("method", "layers_per_group"))
+    counts = group_device_counts(groups, len(devices))
     layers: list[Holders] = []
     first = 0
-    for group, count in zip(
-        groups, group_device_counts(groups, len(devices)), strict=True
-    ):
+    for group, count in zip(groups, counts, strict=True):
         members = devices[first : first + count]
         first += count
-        layers += [_split_layer(layer, neurons[layer], members) for layer in group]
+        for layer in group:
+            layers.append(_split_layer(layer, neurons[layer], members))
     return NeuronAssignment(tuple(groups), tuple(neurons), tuple(layers))
 
 
@@ -148,9 +153,11 @@ def _split_layer(layer: int, size: int, members: Sequence[str]) -> Holders:
             f"layer {layer} has {size} neurons for {count} devices: use fewer devices"
         )
         raise InputError(text, ("method", "allocation"))
-    ends = [size * place // count for place in range(count + 1)]
-    ranges = [range(start, end) for start, end in pairwise(ends)]
-    return dict(zip(members, ranges, strict=True))
+    bounds = [size * place // count for place in range(count + 1)]
+    holders = {}
+    for name, (start, end) in zip(members, pairwise(bounds), strict=True):
+        holders[name] = range(start, end)
+    return holders
 
 
 def layer_groups(
@@ -167,17 +174,19 @@ def layer_groups(
     >>> layer_groups(6, 6, 4)
     [range(0, 2), range(2, 6)]
     """
+    groups: list[range] = []
     if isinstance(allocation, int):
-        ends = range(layers, 0, -allocation)
-        return [range(max(0, end - allocation), end) for end in reversed(ends)]
+        for end in reversed(range(layers, 0, -allocation)):
+            groups.append(range(max(0, end - allocation), end))
+        return groups
     if allocation == "vertical":
         count = min(layers, devices)
     elif allocation == "hybrid":
+        # Equation (1): two devices for each group, since one lost cast of a single device loses the whole layer.
         count = min(layers, max(1, devices // 2))
     else:
         count = 1
     size, left = divmod(layers, count)
-    groups = []
     start = 0
     for group in range(count):
         is_longer = group >= count - left
@@ -197,11 +206,12 @@ def group_device_counts(groups: Sequence[range], devices: int) -> list[int]:
     [2, 4]
     """
     layers = sum(map(len, groups))
-    wanted = [devices * len(group) / layers for group in groups]
-    counts = [max(1, int(share)) for share in wanted]
+    exact = [devices * len(group) / layers for group in groups]
+    # Line 6 rounds down; a group without a device could not compute its layers.
+    counts = [max(1, int(share)) for share in exact]
 
     def deficit(group: int) -> float:
-        return wanted[group] - counts[group]
+        return exact[group] - counts[group]
 
     # `max` and `min` return the first of equal groups, the one nearest to the input.
     while sum(counts) < devices:

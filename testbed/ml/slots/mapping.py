@@ -38,15 +38,12 @@ def count_transmissions(assignment: NeuronAssignment) -> tuple[tuple[int, ...], 
         senders, receivers = assignment.holders(source), assignment.holders(target)
         transmissions.update(itertools.product(senders, receivers))
     names = assignment.devices
+    # A device needs no transmission to itself.
+    for name in names:
+        transmissions[name, name] = 0
     rows = []
     for sender in names:
-        # A device needs no transmission to itself.
-        rows.append(
-            tuple(
-                0 if sender == receiver else transmissions[sender, receiver]
-                for receiver in names
-            )
-        )
+        rows.append(tuple(transmissions[sender, receiver] for receiver in names))
     return tuple(rows)
 
 
@@ -60,7 +57,10 @@ def connectivity_matrix(assignment: NeuronAssignment) -> Matrix:
     counts = count_transmissions(assignment)
     # A single device transmits nothing, and its matrix is all zeros.
     busiest = max(map(max, counts), default=0) or 1
-    return tuple(tuple(count / busiest for count in row) for row in counts)
+    rows = []
+    for row in counts:
+        rows.append(tuple(count / busiest for count in row))
+    return tuple(rows)
 
 
 def reception_matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matrix:
@@ -71,12 +71,12 @@ def reception_matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matr
     """
     rows = []
     for sender in names:
-        rows.append(
-            tuple(
-                0.0 if sender == receiver else ratios.get((sender, receiver), 0.0)
-                for receiver in names
-            )
-        )
+        row = []
+        for receiver in names:
+            # A device has no link to itself.
+            ratio = 0.0 if sender == receiver else ratios.get((sender, receiver), 0.0)
+            row.append(ratio)
+        rows.append(tuple(row))
     return tuple(rows)
 
 

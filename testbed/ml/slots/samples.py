@@ -57,7 +57,10 @@ class MicroBatches:
 
 
 class TestRuns:
-    """All test samples pass ``runs`` times, over the links at that time; batches are numbered from 0."""
+    """The test runs of an evaluation: all test samples pass ``runs`` times, over the links at that time.
+
+    Batches are numbered from 0 through all runs.
+    """
 
     def __init__(self, dataset: Dataset, batch_size: int, runs: int) -> None:
         self._requests = Requests(dataset, batch_size)
@@ -104,13 +107,17 @@ class TestRuns:
 
     def finish(self) -> dict[str, Any]:
         """Return mean accuracy and loss over the runs, standard deviation and each run's accuracy, and reset."""
-        accuracies = [run.accuracy or 0.0 for run in self._scores]
-        loss = fmean(run.loss or 0.0 for run in self._scores)
+        accuracies = []
+        losses = []
+        for run in self._scores:
+            # A run without scored batches has neither.
+            accuracies.append(run.accuracy or 0.0)
+            losses.append(run.loss or 0.0)
         self._scores = [Score() for _ in accuracies]
         self._scored = 0
         return {
             "accuracy": fmean(accuracies),
-            "loss": loss,
+            "loss": fmean(losses),
             "deviation": pstdev(accuracies),
             "run_accuracies": accuracies,
         }
@@ -130,7 +137,7 @@ class Tested(TypedMessage, kind="tested", key=("step", "test", "sender")):
 
 
 class Gathering:
-    """One device's side of gathering, and the aggregation on the coordinator."""
+    """The reliable collection of test results: one device's side, and the aggregation on the coordinator."""
 
     def __init__(self, mailbox: Mailbox, lead: str, scores: TestRuns) -> None:
         """``scores`` counts gathered results, one call per complete test batch."""
@@ -175,26 +182,26 @@ class Gathering:
         The field ``any_device_accuracy`` is the fraction of samples classified correctly by at least one device from
         its received results. Results missing at an instant, in seconds, count as zeros.
         """
-        right: list[bool] = []
+        right_anywhere: list[bool] = []
         for test in sorted(self._own):
-            received = await self._received(step, test, devices, until)
-            results = torch.stack([message.results for message in received])
-            # Each device adds its own neurons to zeros.
+            messages = await self._results_of(step, test, devices, until)
+            results = torch.stack([message.results for message in messages])
+            # Each device sends zeros for the neurons of the others, so that the sum has all neurons.
             self._scores.score(test, results.sum(dim=0))
-            masks = torch.stack([message.right for message in received])
-            right += masks.any(dim=0).tolist()
+            right = torch.stack([message.right for message in messages])
+            right_anywhere += right.any(dim=0).tolist()
         self._own.clear()
-        return {**self._scores.finish(), "any_device_accuracy": fmean(right)}
+        return {**self._scores.finish(), "any_device_accuracy": fmean(right_anywhere)}
 
-    async def _received(
+    async def _results_of(
         self, step: int, test: int, devices: Collection[str], until: float
     ) -> list[Tested]:
-        received = [self._own[test]]
+        messages = [self._own[test]]
         for name in devices:
             if name == self._coordinator:
                 continue
             key = (step, test, name)
             message = await self._mailbox.take(Tested, key, deadline=until)
             if message is not None:
-                received.append(message)
-        return received
+                messages.append(message)
+        return messages

@@ -84,14 +84,16 @@ class Timetable:
         return tuple(map(self._group_rhythm, self.groups))
 
     def _group_rhythm(self, group: range) -> tuple[tuple[_FirstAction, ...], ...]:
+        """Return for each slot of a period the actions that may fall into it, by the slot of batch 0."""
         rhythm: list[list[_FirstAction]] = [[] for _ in range(self.period)]
         for layer in group:
-            firsts = [_FirstAction("forward", layer, self.forward[layer])]
-            backward = self.backward[layer]
-            if backward is not None:
-                firsts.append(_FirstAction("backward", layer, backward))
+            first_actions = [_FirstAction("forward", layer, self.forward[layer])]
+            backward_slot = self.backward[layer]
+            if backward_slot is not None:
+                first_actions.append(_FirstAction("backward", layer, backward_slot))
+            # Micro-batches follow each other, one a slot.
             for part in range(self.micro):
-                for first in firsts:
+                for first in first_actions:
                     rhythm[(first.slot + part) % self.period].append(first)
         return tuple(map(tuple, rhythm))
 
@@ -99,7 +101,9 @@ class Timetable:
         """Yield the actions of a group's device slot by slot, until all groups have finished that number of batches."""
         for slot in range(self.slot_count(batches)):
             action = self.action(group, slot)
-            yield None if action is not None and action.batch >= batches else action
+            # A group that has finished its last batch stalls until the other groups have.
+            is_beyond_end = action is not None and action.batch >= batches
+            yield None if is_beyond_end else action
 
     def staleness(self, layer: int) -> int:
         """Return the number of updates a layer's weights lag in a forward: 1 if they include the previous batch.
@@ -128,19 +132,20 @@ def make_timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable
     layers 2-2  .    .    F0.2 B0.2 .    F1.2 B1.2 .    .
     """
     layers = groups[-1].stop
+    # Equation (2): the rhythm is that of the group with the most forwards and backwards of one batch.
     busiest = max(len(group) + len(learning_layers(group)) for group in groups)
     period = busiest if pipelined else naive_slots(layers, 1)
     backward: list[int | None] = [None] * layers
-    free = layers
+    next_slot = layers
     for group in reversed(groups):
-        backwards = learning_layers(group)
+        learning = learning_layers(group)
         forwarding = {layer % period for layer in group}
         # With groups of unequal length, the next slots may belong to forwards of later batches.
-        while forwarding & _slots_of_period(free, len(backwards), period):
-            free += 1
-        for layer in reversed(backwards):
-            backward[layer] = free
-            free += 1
+        while forwarding & _slots_of_period(next_slot, len(learning), period):
+            next_slot += 1
+        for layer in reversed(learning):
+            backward[layer] = next_slot
+            next_slot += 1
     return Timetable(tuple(groups), period, tuple(range(layers)), tuple(backward))
 
 
@@ -206,8 +211,14 @@ def make_segments(
 
     The pipeline drains before tests and fills again after them. Slots are in seconds, as is the instant ``first`` of
     the first slot.
+
+    >>> table = make_timetable([range(0, 2), range(2, 3)])
+    >>> for segment in make_segments(table, slot=0.5, steps=2, test_slot=1.0, tests=1):
+    ...     print(segment.is_test, segment.start, segment.end)
+    False 0.0 4.5
+    True 4.5 7.5
     """
-    testing = _forward_only(table)
+    test_table = _forward_only(table)
     start, number = first, 0
     interval = every or steps
     for begin in range(0, steps, interval):
@@ -215,12 +226,14 @@ def make_segments(
         batches = range(begin * table.micro, trained * table.micro)
         training = SlotSegment(False, start, slot, table, batches, number, trained)
         yield training
-        start, number = training.end, number + len(batches)
-        testing_segment = SlotSegment(
-            True, start, test_slot, testing, range(tests), number, trained
+        start = training.end
+        number += len(batches)
+        testing = SlotSegment(
+            True, start, test_slot, test_table, range(tests), number, trained
         )
-        yield testing_segment
-        start, number = testing_segment.end, number + tests
+        yield testing
+        start = testing.end
+        number += tests
 
 
 async def work_slots(
@@ -290,7 +303,10 @@ def draw_timetable(timetable: Timetable, batches: int = 3, widest: int = 24) -> 
     """
     lines = []
     for group, layers in enumerate(timetable.groups):
-        actions = islice(timetable.actions(group, batches), widest)
-        cells = " ".join(f"{action or '.'!s:<4}" for action in actions)
-        lines.append(f"layers {layers.start}-{layers.stop - 1}  {cells.rstrip()}")
+        cells = []
+        for action in islice(timetable.actions(group, batches), widest):
+            text = "." if action is None else str(action)
+            cells.append(f"{text:<4}")
+        row = " ".join(cells).rstrip()
+        lines.append(f"layers {layers.start}-{layers.stop - 1}  {row}")
     return "\n".join(lines)

@@ -523,7 +523,7 @@ def test_training_and_tests_take_turns_each_in_slots_of_its_own():
                 if action.kind == "forward"
             ]
             assert set(numbers) == set(
-                range(segment.first, segment.first + len(segment.batches))
+                range(segment.first_number, segment.first_number + len(segment.batches))
             )
             assert not segment.is_test or all(
                 action.kind == "forward" for _, action in work
