@@ -51,7 +51,12 @@ def published_schema() -> dict[str, Any]:
 
 @cache
 def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    return model.model_json_schema()
+    schema = model.model_json_schema()
+    for part in (schema, *schema.get("$defs", {}).values()):
+        if "description" in part:
+            # Examples in docstrings are Python, whereas a schema describes YAML.
+            part["description"] = part["description"].partition("\n\n>>> ")[0]
+    return schema
 
 
 def _schema_alternatives(

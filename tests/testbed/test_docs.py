@@ -77,6 +77,11 @@ def test_links_between_pages_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_descriptions_of_the_schema_have_no_python():
+    text = (DOCS / "scenario.schema.json").read_text()
+    assert ">>>" not in text
+
+
 def test_shipped_scenarios_fit_the_schema():
     schema = json.loads((DOCS / "scenario.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
