@@ -178,7 +178,7 @@ def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
     note = " ".join(notes)
     end = max(run.metrics["duration"] for run in runs)
     for title, name, y in CURVES:
-        lines = _mean_lines(grouped, name, over="seconds", steady=name == "steps")
+        lines = _mean_lines(grouped, name, x_axis="seconds", steady=name == "steps")
         # A single evaluation at the end of a run is a value, not a curve.
         has_curve = any(len(line.points) > 1 for line in lines)
         if lines and (has_curve or name != "accuracy"):
@@ -211,7 +211,7 @@ def curve(
     run: Run,
     name: str,
     *,
-    x_key: str = "steps",
+    x_axis: str = "steps",
     begin: float = 0.0,
     end: float = float("inf"),
     steady: bool = False,
@@ -219,7 +219,7 @@ def curve(
     """Return the points (x, value) of a curve of a run, in order.
 
     ``name`` is ``steps`` (the time of each step in seconds), ``loss``, ``accuracy``, ``test_loss`` or ``latency``. x is
-    the step, or with ``over="seconds"`` the time of the run; only points from ``begin`` to ``end`` are returned. A
+    the step, or with ``x_axis="seconds"`` the time of the run; only points from ``begin`` to ``end`` are returned. A
     repeated step counts as executed last, so that an outage is part of the step that resumed the work. ``steady``
     selects undisturbed steps.
     """
@@ -231,7 +231,7 @@ def curve(
             continue
         last_rows[row.get("step", number)] = row
         number += 1
-    x = "step" if x_key == "steps" else "time"
+    x = "step" if x_axis == "steps" else "time"
     points = [(row[x], row[key]) for row in last_rows.values()]
     return sorted(point for point in points if begin <= point[0] <= end)
 
