@@ -18,7 +18,7 @@ from testbed_comparison.rows import Containers
 
 FILE = "containers.json"
 WITHOUT_EXPECTATIONS: dict[str, Any] = {"expect": {}}
-"""A run that misses its own expectation still tells how far both clocks are apart."""
+"""Changes without which a run fails if its expectation does not hold, although its times can still be compared."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Clocks:
     containers: Mapping[str, float]
     simulated: Mapping[str, float]
     verdict: str
-    """Of the run in containers; ``not trusted`` where the host was too slow for its emulation."""
+    """Verdict of the run in containers; ``not trusted`` if the host was too slow for the emulation."""
     date: str
     processor: str
     revision: str
@@ -40,7 +40,11 @@ class Clocks:
 
 
 def load_clocks(folder: Path) -> Clocks | None:
-    """Return the kept values of a system; None before they were measured."""
+    """Return the kept values of a system; None before the first measurement.
+
+    >>> load_clocks(Path("papers/ftpipehd")).verdict
+    'trusted'
+    """
     file = folder / FILE
     if not file.is_file():
         return None
@@ -53,21 +57,18 @@ def measure_clocks(folder: Path, wanted: Containers) -> Clocks:
     Raises `InputError` if a run fails or does not finish. A verdict of ``not trusted`` is kept and shown, since the
     ratio then tells about the host.
     """
-    results = {
-        runtime: _run_once(folder, wanted, runtime)
-        for runtime in ("simulate", "emulate")
-    }
-    emulated = results["emulate"].run
+    simulated = _run_once(folder, wanted, "simulate")
+    emulated = _run_once(folder, wanted, "emulate")
+    manifest = emulated.run.manifest
+    command = compose_command(f"papers/{wanted.scenario}", wanted.changes, "emulate")
     clocks = Clocks(
-        containers=_metrics(results["emulate"], wanted),
-        simulated=_metrics(results["simulate"], wanted),
-        verdict=emulated.metrics["verdict"]["kind"],
-        date=emulated.manifest["date"][:10],
+        containers=_metrics(emulated, wanted),
+        simulated=_metrics(simulated, wanted),
+        verdict=emulated.run.metrics["verdict"]["kind"],
+        date=manifest["date"][:10],
         processor=processor_name(),
-        revision=emulated.manifest["revision"],
-        command=shlex.join(
-            compose_command(f"papers/{wanted.scenario}", wanted.changes, "emulate")
-        ),
+        revision=manifest["revision"],
+        command=shlex.join(command),
     )
     text = json.dumps(vars(clocks), indent=1, ensure_ascii=False)
     (folder / FILE).write_text(text + "\n", encoding="utf-8")
@@ -86,9 +87,10 @@ def _run_once(folder: Path, wanted: Containers, runtime: str) -> testbed.Result:
 
 
 def _metrics(result: testbed.Result, wanted: Containers) -> dict[str, float]:
-    values: dict[str, Any] = {}
+    values = {}
     for name in wanted.metrics:
-        values[name] = metric_of(result, name)
-        if values[name] is None:
+        value = metric_of(result, name)
+        if value is None:
             raise InputError(f"{result.path}: the run has no metric '{name}'")
+        values[name] = value
     return values

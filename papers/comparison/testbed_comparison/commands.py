@@ -135,12 +135,9 @@ def _write_page(system: System) -> None:
     from testbed_comparison.tables import fill_in, system_page
 
     page = system.folder / "README.md"
-    page.write_text(
-        fill_in(
-            page.read_text(encoding="utf-8"), system_page(system, draw_plots(system))
-        ),
-        encoding="utf-8",
-    )
+    content = system_page(system, draw_plots(system))
+    text = fill_in(page.read_text(encoding="utf-8"), content)
+    page.write_text(text, encoding="utf-8")
 
 
 def _compare_clocks(folders: Iterable[Path]) -> None:
@@ -163,18 +160,21 @@ def _compare(
     from testbed_comparison.results import compose_command
 
     system = open_system(folder)
-    figures, results = system.figures, system.results
-    names = set(results.stale(figures))
-    if again:
-        names = {scenario for scenario, _ in figures.values()}
-    chosen = [] if tables else [name for name in sorted(names) if fnmatch(name, only)]
-    for name in chosen:
+    figures = system.figures
+    results = system.results
+    names: set[str] = set()
+    if not tables:
+        every = {scenario for scenario, _ in figures.values()}
+        names = every if again else set(results.stale(figures))
+    for name in sorted(names):
+        if not fnmatch(name, only):
+            continue
         changes = figures.changes.get(name, {})
         click.echo(shlex.join(compose_command(f"papers/{name}", changes)))
         if listing:
             continue
         results.run(name, figures, jobs=jobs, again=again)
-        # After each scenario, so that Ctrl-C costs no finished one.
+        # Results are saved after each scenario, so that Ctrl-C loses no finished scenario.
         results.save()
     if not listing:
         results.prune(figures)

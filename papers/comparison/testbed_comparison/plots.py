@@ -48,24 +48,27 @@ def _draw_plot(system: System, plot: Plot) -> Any:
     axes = figure.add_subplot(title=plot.title, xlabel=plot.axis)
     places = _x_positions(axes, plot)
     for number, series in enumerate(plot.series):
-        rows = dict(zip(places, map(system.figures.row, series.rows), strict=True))
-        _draw_ours(axes, system, rows, color=f"C{number}", label=series.label)
-        paper = {}
-        for x, row in rows.items():
-            # A ranking and a range have no single value.
-            if row.kind != "ranking" and isinstance(row.paper, str):
-                paper[x] = float(row.paper)
-        style: dict[str, Any] = {
-            "color": f"C{number}",
-            "marker": "x",
-            "linestyle": "--",
-        }
-        if paper:
-            label = f"{series.label}, paper"
-            axes.plot([*paper], [*paper.values()], label=label, **style)
+        rows = {}
+        for x, name in zip(places, series.rows, strict=True):
+            rows[x] = system.figures.row(name)
+        color = f"C{number}"
+        _draw_ours(axes, system, rows, color=color, label=series.label)
+        _draw_paper(axes, rows, color=color, label=f"{series.label}, paper")
         axes.set_ylabel(next(iter(rows.values())).unit)
     axes.legend()
     return figure
+
+
+def _draw_paper(axes: Any, rows: Mapping[float, Row], **style: str) -> None:
+    """Draw the paper's values; a ranking and a range have no single value."""
+    places: list[float] = []
+    values: list[float] = []
+    for x, row in rows.items():
+        if row.kind != "ranking" and isinstance(row.paper, str):
+            places.append(x)
+            values.append(float(row.paper))
+    if values:
+        axes.plot(places, values, marker="x", linestyle="--", **style)
 
 
 def _x_positions(axes: Any, plot: Plot) -> list[float]:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,10 +22,12 @@ from testbed_comparison.words import Ours, measure
 FILE = "results.json"
 RUNS = Path("results/papers")
 PLAN = "plan."
+"""Prefix of values that come from the details of the plan instead of the metrics."""
 WITHOUT_EFFECT = ("description", "time_limit", "expect")
-"""Keys of a scenario that change no run."""
+"""Keys of a scenario without an effect on the values of its runs."""
+LIST_OF_NUMBERS = re.compile(r"\[[^\[\]{}]*\]")
 UNMET = 1
-"""Exit status of `testbed run` where a condition of the scenario does not hold."""
+"""Exit status of `testbed run` if an expectation of the scenario does not hold."""
 
 
 class Results:
@@ -38,28 +40,22 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.scenarios: dict[str, Any] = {}
         file = folder / FILE
-        self.scenarios: dict[str, Any] = (
-            json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        )
+        if file.is_file():
+            self.scenarios = json.loads(file.read_text(encoding="utf-8"))
 
     def save(self) -> None:
-        """Write ``results.json``."""
-        text = json.dumps(
-            dict(sorted(self.scenarios.items())), indent=1, ensure_ascii=False
-        )
-        one_line = re.sub(
-            r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), text
-        )
-        (self._folder / FILE).write_text(one_line + "\n", encoding="utf-8")
+        """Write ``results.json``, with each list of numbers on one line."""
+        in_order = dict(sorted(self.scenarios.items()))
+        text = json.dumps(in_order, indent=1, ensure_ascii=False)
+        text = LIST_OF_NUMBERS.sub(lambda match: " ".join(match[0].split()), text)
+        (self._folder / FILE).write_text(text + "\n", encoding="utf-8")
 
     def stale(self, figures: Figures) -> list[str]:
-        """Return the scenarios that were not run as they are now, or without a value that a row needs."""
-        needed: dict[str, set[str]] = {}
-        for scenario, value in figures.values():
-            needed.setdefault(scenario, set()).add(_value_key(value))
+        """Return the scenarios whose conditions have changed since their runs, or that lack a value of a row."""
         stale = []
-        for name, keys in needed.items():
+        for name, keys in _needed_values(figures).items():
             if not self._is_current(name, keys, figures):
                 stale.append(name)
         return stale
@@ -68,14 +64,14 @@ class Results:
         kept = self.scenarios.get(name)
         if kept is None or not keys <= kept["values"].keys():
             return False
-        return bool(kept["digest"] == self.digest(name, figures.changes.get(name, {})))
+        digest = self.digest(name, figures.changes.get(name, {}))
+        return bool(kept["digest"] == digest)
 
     def digest(self, name: str, changes: Mapping[str, Any]) -> str:
         """Return a hash of all keys of a scenario that have an effect on its runs."""
+        scenario = testbed.load(self._file(name), changes)
         # Only keys that the file sets: a new option with a default must not make every result stale.
-        keys = testbed.load(self._file(name), changes).model_dump(
-            mode="json", by_alias=True, exclude_unset=True
-        )
+        keys = scenario.model_dump(mode="json", by_alias=True, exclude_unset=True)
         for key in WITHOUT_EFFECT:
             keys.pop(key, None)
         text = json.dumps(keys, sort_keys=True)
@@ -86,9 +82,7 @@ class Results:
 
     def prune(self, figures: Figures) -> None:
         """Remove scenarios and values that no row needs any more."""
-        needed: dict[str, set[str]] = {}
-        for scenario, value in figures.values():
-            needed.setdefault(scenario, set()).add(_value_key(value))
+        needed = _needed_values(figures)
         for name in self.scenarios.keys() - needed.keys():
             del self.scenarios[name]
         for name, kept in self.scenarios.items():
@@ -98,24 +92,24 @@ class Results:
     def ours(
         self, scenario: str, expressions: Sequence[Expression], unit: str
     ) -> Ours | None:
-        """Return our value of expressions in a unit; None where a run is missing."""
+        """Return our value of expressions in a unit; None if a run is missing.
+
+        ``scenario`` is the scenario of values that name none.
+        """
         used: set[str] = set()
         for expression in expressions:
-            used.update(term.scenario or scenario for term in terms(expression))
+            for term in terms(expression):
+                used.add(term.scenario or scenario)
         if not used <= self.scenarios.keys():
             return None
-        is_timing = not any(self.scenarios[name]["trains"] for name in used)
-        return measure(
-            expressions, unit, self._values_of(scenario), is_timing=is_timing
-        )
 
-    def _values_of(self, scenario: str) -> Callable[[Value], Sequence[float | None]]:
-        def values(value: Value) -> Sequence[float | None]:
+        def numbers_of(value: Value) -> Sequence[float | None]:
             kept = self.scenarios[value.scenario or scenario]
             numbers: Sequence[float | None] = kept["values"].get(_value_key(value), ())
             return numbers
 
-        return values
+        is_timing = not any(self.scenarios[name]["trains"] for name in used)
+        return measure(expressions, unit, numbers_of, is_timing=is_timing)
 
     def run(self, name: str, figures: Figures, *, jobs: int, again: bool) -> None:
         """Simulate a scenario, or resume its runs, and keep its values."""
@@ -140,14 +134,10 @@ def run_scenario(
     *options: str,
 ) -> None:
     """Run a scenario in a process of its own, or resume its runs in a folder; raises `InputError` if that fails."""
-    program = [
-        sys.executable,
-        "-c",
-        "from testbed_controller.cli.main import main; main()",
-    ]
+    start = "from testbed_controller.cli.main import main; main()"
     _, *arguments = compose_command(str(file), changes, runtime)
     place = ["--resume" if runs.exists() else "--out", str(runs)]
-    command = [*program, *arguments, *place, *options, "--no-events"]
+    command = [sys.executable, "-c", start, *arguments, *place, *options, "--no-events"]
     status = subprocess.run(command, check=False).returncode
     if status not in (0, UNMET):
         raise InputError(
@@ -173,9 +163,19 @@ def compose_command(
     return command
 
 
+def _needed_values(figures: Figures) -> dict[str, set[str]]:
+    """Return the keys of the values that rows and sensitivity need, by scenario."""
+    needed: dict[str, set[str]] = {}
+    for scenario, value in figures.values():
+        needed.setdefault(scenario, set()).add(_value_key(value))
+    return needed
+
+
 def _value_key(value: Value) -> str:
+    """Return the key of a value in ``results.json``."""
     at = json.dumps(value.at, sort_keys=True)
-    return f"{'minimum ' if value.minimum else ''}{value.metric} at {at}"
+    key = f"{value.metric} at {at}"
+    return f"minimum {key}" if value.minimum else key
 
 
 def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any]:
@@ -184,20 +184,29 @@ def _record_runs(results: Sequence[Result], values: Sequence[Value]) -> dict[str
         _check_run(result)
     runs = [result.run for result in results]
     manifests = [run.manifest for run in runs]
-    computing: set[str] = set()
-    for manifest in manifests:
-        processors = manifest["host"].get("computing") or ()
-        computing.update(json.dumps(processor) for processor in processors)
+    kept = {}
+    for value in values:
+        kept[_value_key(value)] = _values_at(results, value)
     return {
         "date": manifests[0]["date"][:10],
         "revision": manifests[0]["revision"],
-        "computing": [json.loads(each) for each in sorted(computing)],
-        "seeds": sorted({each["seed"] for each in manifests}),
+        "computing": _processors_of(manifests),
+        "seeds": sorted({manifest["seed"] for manifest in manifests}),
         "runs": len(runs),
-        "seconds": round(sum(each["wall_seconds"] for each in manifests)),
+        "seconds": round(sum(manifest["wall_seconds"] for manifest in manifests)),
         "trains": any(run.metrics.get("accuracy") is not None for run in runs),
-        "values": {_value_key(value): _values_at(results, value) for value in values},
+        "values": kept,
     }
+
+
+def _processors_of(manifests: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the different processors, with version of torch, that computed the runs."""
+    # As text, since dictionaries are no members of sets.
+    texts: set[str] = set()
+    for manifest in manifests:
+        for processor in manifest["host"].get("computing") or ():
+            texts.add(json.dumps(processor))
+    return [json.loads(text) for text in sorted(texts)]
 
 
 def _check_run(result: Result) -> None:
@@ -210,16 +219,17 @@ def _check_run(result: Result) -> None:
 
 
 def _values_at(results: Sequence[Result], value: Value) -> list[float | None]:
-    """Return a value for each repetition, in their order; None for a run without it, such as a time never reached."""
+    """Return the metric of each repetition in order; None for a run without the metric, such as a time not reached."""
     points: dict[str, list[float | None]] = {}
     for result in results:
         if _is_at(result, value):
             point = json.dumps(result.run.trial.point, sort_keys=True)
             numbers = points.setdefault(point, [])
-            # A place for each repetition: pairs of two points must come from the same one.
+            # A place for each repetition, since both values of a ratio must come from the same repetition.
             numbers.append(metric_of(result, value.metric))
     if value.minimum:
-        return min(filter(_numbers_in, points.values()), key=_mean_of, default=[])
+        with_numbers = [numbers for numbers in points.values() if _numbers_in(numbers)]
+        return min(with_numbers, key=_mean_of, default=[])
     if len(points) != 1:
         raise InputError(
             f"{value.metric} at {value.at}: {len(points)} points of the sweep match; name exactly one"
@@ -236,10 +246,8 @@ def _mean_of(values: Sequence[float | None]) -> float:
 
 
 def _is_at(result: Result, value: Value) -> bool:
-    return all(
-        _swept_value(result.run.trial.point, key) == wanted
-        for key, wanted in value.at.items()
-    )
+    point = result.run.trial.point
+    return all(_swept_value(point, key) == wanted for key, wanted in value.at.items())
 
 
 def _swept_value(point: Mapping[str, Any], key: str) -> Any:

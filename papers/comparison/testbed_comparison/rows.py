@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,7 +80,12 @@ Expression = Value | Ratio | Difference | Saving
 
 
 def terms(expression: Expression) -> tuple[Value, ...]:
-    """Return the values that an expression combines."""
+    """Return the values that an expression combines.
+
+    >>> duration = Value(metric="duration")
+    >>> terms(Ratio(ratio=(duration, duration))) == (duration, duration)
+    True
+    """
     match expression:
         case Ratio(ratio=pair) | Difference(difference=pair) | Saving(saving=pair):
             return pair
@@ -114,11 +119,9 @@ class Row(_Part):
     @property
     def ends(self) -> tuple[str, ...]:
         """The paper's value, or the ends of its range that are not open."""
-        return (
-            tuple(filter(None, self.paper))
-            if isinstance(self.paper, tuple)
-            else (self.paper,)
-        )
+        if isinstance(self.paper, tuple):
+            return tuple(end for end in self.paper if end)
+        return (self.paper,)
 
     @property
     def expressions(self) -> tuple[Expression, ...]:
@@ -127,7 +130,7 @@ class Row(_Part):
 
     @field_validator("unit")
     @classmethod
-    def _known(cls, unit: str) -> str:
+    def _check_unit(cls, unit: str) -> str:
         if unit not in UNITS:
             raise ValueError(f"unknown unit '{unit}'; available: {', '.join(UNITS)}")
         return unit
@@ -147,13 +150,23 @@ class Row(_Part):
             raise ValueError(
                 "the paper's value of a ranking, and of no other row, is 'larger' or 'similar'"
             )
-        if self.kind == "ranking" and any(
-            isinstance(each, Value) for each in self.expressions
-        ):
-            raise ValueError("a ranking compares two values by a ratio or a difference")
-        if self.kind != "ranking":
-            list(map(float, self.ends))
+        if self.kind == "ranking":
+            self._check_ranking()
+        else:
+            self._check_numbers()
         return self
+
+    def _check_ranking(self) -> None:
+        for expression in self.expressions:
+            if isinstance(expression, Value):
+                raise ValueError(
+                    "a ranking compares two values by a ratio or a difference"
+                )
+
+    def _check_numbers(self) -> None:
+        for end in self.ends:
+            # Raises ValueError for text that is not a number.
+            float(end)
 
 
 class Condition(_Part):
@@ -207,7 +220,11 @@ class Plot(_Part):
 
     @property
     def file_name(self) -> str:
-        """The name of its file."""
+        """The name of the plot's file.
+
+        >>> Plot(title="Time of an epoch, VGG5", x=(), series=()).file_name
+        'time-of-an-epoch-vgg5.svg'
+        """
         return re.sub("[^a-z0-9]+", "-", self.title.lower()).strip("-") + ".svg"
 
 
@@ -224,12 +241,12 @@ class Containers(_Part):
 
 
 class Figures(_Part):
-    """All that is compared with one paper."""
+    """The figures of one paper, and the scenarios and expressions that give ours: the contents of ``figures.yaml``."""
 
     paper: str
     conditions: tuple[Condition, ...]
     changes: dict[str, dict[str, Any]] = {}
-    """Scenario -> dotted keys and values that are changed of it."""
+    """Scenario -> changes of its keys for the comparison, by dotted key."""
     rows: tuple[Row, ...]
     sensitivity: tuple[Sensitivity, ...] = ()
     plots: tuple[Plot, ...] = ()
@@ -238,20 +255,26 @@ class Figures(_Part):
 
     @model_validator(mode="after")
     def _check(self) -> Figures:
-        names = [row.name for row in self.rows]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"each row needs a name of its own: {', '.join(twice)}")
-        unknown = sorted(self._named() - set(names))
+        counts = Counter(row.name for row in self.rows)
+        repeated = sorted(name for name, count in counts.items() if count > 1)
+        if repeated:
+            raise ValueError(f"each row needs a name of its own: {', '.join(repeated)}")
+        unknown = sorted(self._used_rows() - counts.keys())
         if unknown:
             raise ValueError(f"unknown rows: {', '.join(unknown)}")
         return self
 
-    def _named(self) -> set[str]:
+    def _used_rows(self) -> set[str]:
         """Return the names of rows that headlines, plots and sensitivity use."""
-        lists = [headline.rows for headline in self.headlines]
-        lists += [series.rows for plot in self.plots for series in plot.series]
-        return {*chain.from_iterable(lists), *(each.row for each in self.sensitivity)}
+        names: set[str] = set()
+        for headline in self.headlines:
+            names.update(headline.rows)
+        for plot in self.plots:
+            for series in plot.series:
+                names.update(series.rows)
+        for each in self.sensitivity:
+            names.add(each.row)
+        return names
 
     def row(self, name: str) -> Row:
         """Return the row of that name."""
@@ -261,19 +284,25 @@ class Figures(_Part):
         """Yield each value that rows and sensitivity need, with its scenario."""
         for row in self.rows:
             for expression in row.expressions:
-                yield from (
-                    (term.scenario or row.scenario, term) for term in terms(expression)
-                )
+                yield from _terms_with_scenario(expression, row.scenario)
         for each in self.sensitivity:
             for trial in each.values:
-                yield from (
-                    (term.scenario or trial.scenario, term)
-                    for term in terms(trial.ours)
-                )
+                yield from _terms_with_scenario(trial.ours, trial.scenario)
+
+
+def _terms_with_scenario(
+    expression: Expression, default: str
+) -> Iterator[tuple[str, Value]]:
+    for term in terms(expression):
+        yield term.scenario or default, term
 
 
 def load(folder: Path) -> Figures:
-    """Read ``figures.yaml`` of a system's folder; raises `InputError`."""
+    """Read ``figures.yaml`` of a system's folder; raises `InputError` for a missing or invalid file.
+
+    >>> load(Path("papers/pipelearn")).paper
+    'PipeLearn'
+    """
     file = folder / FILE
     try:
         return Figures.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
@@ -282,8 +311,8 @@ def load(folder: Path) -> Figures:
             f"{file}: not found; papers are compared in a checkout of the testbed"
         ) from None
     except ValidationError as error:
-        found = [
-            f"{file}: {'.'.join(map(str, each['loc']))}: {each['msg']}"
-            for each in error.errors()
-        ]
-        raise InputError("\n".join(found)) from None
+        problems = []
+        for each in error.errors():
+            key = ".".join(map(str, each["loc"]))
+            problems.append(f"{file}: {key}: {each['msg']}")
+        raise InputError("\n".join(problems)) from None

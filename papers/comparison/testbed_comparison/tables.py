@@ -208,7 +208,7 @@ def _is_too_wide(system: System, row: Row) -> bool:
         return False
     if system.word(row) != "differs" or not isinstance(row.paper, str):
         return False
-    return ours.least <= float(row.paper) <= ours.most
+    return ours.minimum <= float(row.paper) <= ours.maximum
 
 
 def _conditions_section(system: System) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, get_args
 
 from testbed.common.intervals import interval
@@ -19,10 +20,11 @@ from testbed_comparison.rows import (
 )
 
 WITHIN = 0.1
-"""Largest half width of an interval that agrees, and largest deviation of a calibrated value, as a share."""
+"""Maximum half width of an interval that agrees, and maximum deviation of a calibrated value, as a share."""
 ROUNDING = 1e-9
+"""Relative error of floats that is ignored in a comparison with printed digits."""
 NEGLIGIBLE = 0.001
-"""Share by which two times or sizes may differ without a ranking, since single runs differ by such trifles."""
+"""Share by which two times or sizes may differ without a ranking, since single runs differ by as much."""
 Word = Literal[
     "exact",
     "agrees",
@@ -40,7 +42,7 @@ class Ours:
     """Values of our runs for a row, in the paper's unit."""
 
     low: float
-    """The mean; of a range the least mean."""
+    """The mean; of a range the minimum of the means."""
     high: float
     half_width: float | None
     """Half width of the 95 % confidence interval; None for a single run and for a range."""
@@ -49,12 +51,17 @@ class Ours:
     """Whether the runs compute times and sizes alone, so that one run is enough."""
 
     @property
-    def least(self) -> float:
-        """The lower end of the interval."""
+    def minimum(self) -> float:
+        """The lower end of the interval.
+
+        >>> ours = Ours(low=84.0, high=84.0, half_width=0.5, runs=5)
+        >>> ours.minimum, ours.maximum
+        (83.5, 84.5)
+        """
         return self.low - (self.half_width or 0.0)
 
     @property
-    def most(self) -> float:
+    def maximum(self) -> float:
         """The upper end of the interval."""
         return self.high + (self.half_width or 0.0)
 
@@ -62,20 +69,29 @@ class Ours:
 def combine(
     expression: Expression, values: Callable[[Value], Sequence[float | None]]
 ) -> list[float]:
-    """Return an expression's value for each repetition that has it.
+    """Return the value of an expression for each repetition that has all of its metrics.
 
-    Repetitions share their seed, so both values of a pair come from the same one.
+    Both values of a pair come from the same repetition, since they share the seed.
+
+    >>> two = Value(metric="duration", at={"devices": 2})
+    >>> one = Value(metric="duration", at={"devices": 1})
+    >>> combine(Ratio(ratio=(one, two)), lambda value: [8.0] if value == one else [4.0])
+    [2.0]
     """
     if isinstance(expression, Value):
         return [number for number in values(expression) if number is not None]
+    first, second = terms(expression)
     pairs = []
-    for one, other in zip(*map(values, terms(expression)), strict=False):
+    # An interrupted run may have fewer repetitions of one point than of the other.
+    for one, other in zip(values(first), values(second), strict=False):
         if one is not None and other is not None:
             pairs.append((one, other))
     if isinstance(expression, Difference):
         return [one - other for one, other in pairs]
     ratios = [one / other for one, other in pairs if other]
-    return [1 - ratio for ratio in ratios] if isinstance(expression, Saving) else ratios
+    if isinstance(expression, Saving):
+        return [1 - ratio for ratio in ratios]
+    return ratios
 
 
 def measure(
@@ -85,7 +101,7 @@ def measure(
     *,
     is_timing: bool,
 ) -> Ours | None:
-    """Return our value, or our range of several expressions; None where a run is missing.
+    """Return our value, or our range of several expressions; None if a run is missing.
 
     ``values`` returns the numbers of a value by repetition, in seconds, bytes or shares. The result is in ``unit``.
     """
@@ -128,14 +144,15 @@ def _contains(row: Row, ours: Ours) -> bool:
     """Return whether our interval contains the paper's value, or the paper's range contains ours."""
     low, high = _printed_range(row)
     if isinstance(row.paper, tuple):
-        return low <= ours.least and ours.most <= high
-    return low <= ours.most and ours.least <= high
+        return low <= ours.minimum and ours.maximum <= high
+    return low <= ours.maximum and ours.minimum <= high
 
 
 def _is_near(row: Row, ours: Ours) -> bool:
     low, high = _printed_range(row)
-    least, most = low - _margin(row, low), high + _margin(row, high)
-    return least <= ours.low and ours.high <= most
+    minimum = low - _margin(row, low)
+    maximum = high + _margin(row, high)
+    return minimum <= ours.low and ours.high <= maximum
 
 
 def _is_narrow(row: Row, ours: Ours) -> bool:
@@ -147,18 +164,20 @@ def _is_narrow(row: Row, ours: Ours) -> bool:
 
 def _margin(row: Row, value: float) -> float:
     """Return a share of a value; of a ratio, a share of its distance from 1."""
-    return WITHIN * abs(value - (row.unit == "x"))
+    neutral = 1.0 if row.unit == "x" else 0.0
+    return WITHIN * abs(value - neutral)
 
 
 def _printed_range(row: Row) -> tuple[float, float]:
-    """Return the least and the largest number that the paper's printed digits stand for."""
+    """Return the minimum and the maximum of the numbers that round to the paper's printed digits."""
     low, high = row.paper if isinstance(row.paper, tuple) else (row.paper, row.paper)
-    least, most = -float("inf"), float("inf")
+    minimum = -inf
+    maximum = inf
     if low is not None:
-        least = float(low) - _rounding_error(low)
+        minimum = float(low) - _rounding_error(low)
     if high is not None:
-        most = float(high) + _rounding_error(high)
-    return least, most
+        maximum = float(high) + _rounding_error(high)
+    return minimum, maximum
 
 
 def _rounding_error(text: str) -> float:
@@ -173,9 +192,11 @@ def _has_ranking(row: Row, ours: Ours) -> bool:
     # One run that trains has no interval, so its difference may be chance.
     if not ours.is_timing and ours.runs < 2:
         return False
-    even = 1.0 if isinstance(row.expressions[0], Ratio) else 0.0
-    even, near = even / UNITS[row.unit], WITHIN / UNITS[row.unit]
+    unit = UNITS[row.unit]
+    even = 1.0 / unit if isinstance(row.expressions[0], Ratio) else 0.0
     if row.paper == "similar":
-        return even - near <= ours.least <= even <= ours.most <= even + near
-    margin = NEGLIGIBLE / UNITS[row.unit] if ours.is_timing else 0.0
-    return ours.least > even + margin
+        near = WITHIN / unit
+        is_near = even - near <= ours.minimum and ours.maximum <= even + near
+        return is_near and ours.minimum <= even <= ours.maximum
+    margin = NEGLIGIBLE / unit if ours.is_timing else 0.0
+    return ours.minimum > even + margin
