@@ -1,4 +1,8 @@
-"""FTPipeHD: asynchronous 1F1B that adapts its partition to the devices as they are, and survives losing them."""
+"""FTPipeHD (Chen et al.): asynchronous 1F1B whose partition follows the measured devices and survives their loss.
+
+Equations and sections are those of the paper. The pipeline, replication and recovery are the testbed's; this module
+adds the capacities of devices, the measured links, and the rule that decides when the partition changes.
+"""
 
 from __future__ import annotations
 
@@ -37,38 +41,48 @@ class FTPipeHDOptions(AsynchronousOptions):
     aggregation_interval: int = Field(
         1,
         ge=0,
-        description="stage i of n averages its weight versions every aggregation_interval * (n - i) batches; 0: never",
+        description="weight aggregation: stage i of n averages its versions every aggregation_interval * (n - i) "
+        "batches; 0: never",
     )
     resume: Literal["next-batch", "last-replica"] = Field(
         "next-batch", description=RESUME
     )
     profile_runs: int = Field(
-        10, ge=1, description="times the first device tries each unit before training"
+        10,
+        ge=1,
+        description="number of times that the first device runs each unit before training, to measure its time",
     )
     repartition_first: int = Field(
         10,
         ge=0,
-        description="batches after which the first better partition is looked for",
+        description="number of batches after which a better partition is searched for the first time; 0: no such time",
     )
     repartition_every: int = Field(
-        100, ge=0, description="batches between later ones; 0: never"
+        100,
+        ge=0,
+        description="interval in batches between later searches for a better partition; 0: never",
     )
     min_improvement: float = Field(
         0.02,
         ge=0,
         lt=1,
-        description="of the bottleneck, for which the partition is changed",
+        description="minimum reduction of the bottleneck for which the partition changes, as a share of the bottleneck",
     )
 
 
 class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
-    """Capacities of devices as measured during the run; all devices count as equal before the first measurement."""
+    """Partitions by equations (4) to (7) with measured unit times, capacities of devices and rates of links.
+
+    Before the first measurement all devices have the same capacity, as in Section III-B.
+    """
 
     def __init__(self, problem: PlanningProblem[FTPipeHDOptions]) -> None:
         super().__init__(problem)
         self._profile: UnitTimes | None = None
         self._rates: dict[Pair, float] = {}
+        """Measured bit/s of links."""
         self._capacities: dict[str, float] = {}
+        """Measured capacities, the time of a device divided by that of the coordinator for the same units."""
         self.profile_runs = problem.options.profile_runs
 
     def store_profile(self, profile: UnitTimes) -> None:
@@ -93,10 +107,10 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         return pairs
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
-        """Return the pipeline over these devices with measured capacities."""
+        """Return the pipeline over these devices with measured capacities and links."""
         capacities = [self._capacities.get(name, 1.0) for name in names]
-        known = pipeline_over(self.problem, names, self._profile, capacities)
-        return replace(known, links=self._links(names))
+        pipeline = pipeline_over(self.problem, names, self._profile, capacities)
+        return replace(pipeline, links=self._links(names))
 
     def _links(self, names: Sequence[str]) -> Mapping[Pair, Link]:
         """Return the links as measured.
@@ -105,20 +119,22 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         """
         if not self._rates:
             return self.problem.links
+        # A link without a limit has an infinite rate, which would make the mean infinite.
         finite = [rate for rate in self._rates.values() if not math.isinf(rate)]
-        typical = fmean(finite) if finite else math.inf
+        mean_rate = fmean(finite) if finite else math.inf
         # Global replication goes to the coordinator from every stage, also from those that are not its neighbours.
         to_coordinator = [(name, names[0]) for name in names[2:]]
         rates: dict[Pair, float] = {}
         for source, target in [*_neighbours(names), *to_coordinator]:
             if (source, target) in self.problem.links:
-                back = self._rates.get((target, source), typical)
-                rates[source, target] = self._rates.get((source, target), back)
+                opposite = self._rates.get((target, source), mean_rate)
+                rates[source, target] = self._rates.get((source, target), opposite)
         return links_at_rates(rates)
 
     def due(self, done: int) -> bool:
-        """Return whether a better partition is looked for after ``done`` batches: early once, then regularly."""
+        """Return whether a better partition is searched after ``done`` batches: once early, then regularly."""
         options = self.problem.options
+        # Section III-D: after 10 batches, to reach a good partition early, then after every 100.
         is_first = done > 0 and done == options.repartition_first
         return is_first or is_due(done, options.repartition_every)
 
@@ -137,15 +153,16 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
     def propose_repartition(
         self, old: StagePartition, there: Sequence[str]
     ) -> StagePartition | None:
-        """Return a partition that is worth changing to, or None."""
+        """Return a partition whose improvement is worth the change, or None."""
         try:
             new = self.partition_for(there)
         except InputError:
+            # With the measured times no partition fits the devices' memory, so the run keeps the present one.
             return None
-        before = self.pipeline(old.devices).bottleneck(old.cuts)
-        after = self.pipeline(new.devices).bottleneck(new.cuts)
+        current = self.pipeline(old.devices).bottleneck(old.cuts)
+        best = self.pipeline(new.devices).bottleneck(new.cuts)
         min_improvement = self.problem.options.min_improvement
-        if new != old and is_worthwhile(before, after, min_improvement):
+        if new != old and is_worthwhile(current, best, min_improvement):
             return new
         return None
 
@@ -172,15 +189,17 @@ def estimate_capacities(
     """
     capacities = []
     for seconds, (first, last) in zip(observed, pairwise(cuts), strict=True):
-        profiled = sum(execution[first:last])
-        capacities.append(1.0 if seconds is None else seconds / profiled)
+        if seconds is None:
+            capacities.append(1.0)
+        else:
+            capacities.append(seconds / sum(execution[first:last]))
     return tuple(capacities)
 
 
 def is_worthwhile(current: float, best: float, min_improvement: float = 0.02) -> bool:
-    """Return whether a partition with bottleneck ``best`` gains enough over one with bottleneck ``current``.
+    """Return whether a partition with bottleneck ``best`` improves enough on one with bottleneck ``current``.
 
-    Measurements scatter: without a least gain the cuts would alternate between partitions that are equally fast.
+    Measurements scatter: without a minimum improvement the cuts would alternate between equally fast partitions.
 
     >>> is_worthwhile(1.0, 0.99), is_worthwhile(1.0, 0.9)
     (False, True)
@@ -189,14 +208,14 @@ def is_worthwhile(current: float, best: float, min_improvement: float = 0.02) ->
 
 
 class FTPipeHD(AsynchronousMethod[FTPipeHDOptions]):
-    """Asynchronous pipeline that follows the measured capacities of its devices (Chen et al.).
+    """Asynchronous pipeline whose partition follows the measured capacities of its devices.
 
-    Training begins with PipeDream's partition for equal devices. After a loss training continues with the first batch
-    without gradients (option ``resume``).
+    Training begins with PipeDream's partition for equal devices. After the loss of a device training continues with the
+    first batch without gradients (option ``resume``).
 
     Batch normalisation uses the statistics of the batch; its running averages, which only evaluation uses, follow the
-    batches in the order of their updates, and are replicated and moved with the weights. Dropout draws by seed, unit
-    and batch, so a repeated batch has the same draws.
+    batches in the order of their updates, and are replicated and moved with the weights. Random numbers of dropout
+    depend on seed, unit and batch, so a repeated batch has the same ones.
     """
 
     name = "ftpipehd"

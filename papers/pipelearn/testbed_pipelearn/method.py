@@ -1,4 +1,9 @@
-"""PipeLearn (Zhang et al., 2022): split-federated learning with several mini-batches under way for each device."""
+"""PipeLearn (Zhang et al., 2022): split-federated learning with several mini-batches of each device under way.
+
+Equations, algorithms and phases are those of the paper, as are its symbols: split point P, parallel batch number N,
+batch size B, and number of layers Q. Rounds, the split model and the averaging are the testbed's; this module adds the
+choice of P and N.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,8 @@ from testbed.ml.rounds.options import SPLIT, GroupOptions, SplitPoints
 from testbed.ml.rounds.planner import Choices, Participants, RoundDetails, split_plan
 from testbed.plan import Plan
 
+Candidates = Literal["equation-14", "all-sizes"]
+
 
 class PipeLearnOptions(GroupOptions):
     """Options of PipeLearn; the defaults are Phase 3 of the paper as printed."""
@@ -24,31 +31,31 @@ class PipeLearnOptions(GroupOptions):
     split_point: SplitPoints = Field("best", description=SPLIT)
     parallel_batches: Literal["best"] | int | dict[str, int] = Field(
         "best",
-        description="mini-batches of an iteration, N: one number for all devices, or `{device: N}`; best: by the stage "
-        "graph",
+        description="parallel batch number N, the mini-batches of an iteration that are in flight at once: one number "
+        "for all devices, or `{device: N}`; best: the shortest epoch by the stage graph",
     )
     min_mini_batch_size: int = Field(
         1,
         ge=1,
         description=(
-            "minimum samples of a mini-batch, where N is chosen; with batch normalisation "
-            "at least 2. 1: no further limit, as in the paper"
+            "minimum number of samples of a mini-batch, if N is chosen by the planner; "
+            "with batch normalisation at least 2. 1: no limit, as in the paper"
         ),
     )
-    parallel_batch_candidates: Literal["equation-14", "all-sizes"] = Field(
+    parallel_batch_candidates: Candidates = Field(
         "equation-14",
         description="values of N to choose from. equation-14: one for each split point, by the paper's equation (14); "
         "all-sizes: the largest N for each size of a mini-batch as well",
     )
 
 
-def parallel_batches(profile: PairProfile, split: int, batch_size: int) -> int:
-    """Return N for a split point P by equation (14), and no more than the batch has samples.
+def parallel_batches(profile: PairProfile, split_point: int, batch_size: int) -> int:
+    """Return N for a split point by equation (14), and no more than the batch has samples.
 
     The mini-batches beside the first one fill the time that a device would wait between a forward and its backward.
-    The server's sums run over its own layers, P+1..Q; the equation as printed has 1..P for the forward.
     """
-    whole = profile.durations(split, batch_size)
+    whole = profile.durations(split_point, batch_size)
+    # The server's sums run over its own layers, P+1..Q; the equation as printed has 1..P for the forward.
     idle = (
         whole["upload"]
         + whole["server forward"]
@@ -57,47 +64,49 @@ def parallel_batches(profile: PairProfile, split: int, batch_size: int) -> int:
     )
     idle += profile.up.delay + profile.down.delay
     shorter = min(whole["forward"], whole["backward"])
-    wanted = 1 + math.ceil(idle / shorter) if shorter > 0 else batch_size
-    return min(wanted, batch_size)
+    if shorter == 0:
+        return batch_size
+    return min(1 + math.ceil(idle / shorter), batch_size)
 
 
-def shortlist(
-    profile: PairProfile, batch_size: int, least: int = 1
+def paper_choices(
+    profile: PairProfile, batch_size: int, min_size: int = 1
 ) -> tuple[Choice, ...]:
     """Return the paper's candidates: for each split point P = 1..Q the N of equation (14).
 
-    ``least`` is the fewest samples of a mini-batch; the paper has no such limit.
+    ``min_size`` is the minimum number of samples of a mini-batch; the paper has no such limit.
     """
-    most = max(1, batch_size // least)
-    splits = range(1, profile.depth + 1)
-    return tuple(
-        Choice(split, min(most, parallel_batches(profile, split, batch_size)))
-        for split in splits
-    )
+    most = max(1, batch_size // min_size)
+    choices = []
+    for split_point in range(1, profile.depth + 1):
+        count = parallel_batches(profile, split_point, batch_size)
+        choices.append(Choice(split_point, min(most, count)))
+    return tuple(choices)
 
 
-def candidates(
-    profile: PairProfile, batch_size: int, least: int = 1
+def all_choices(
+    profile: PairProfile, batch_size: int, min_size: int = 1
 ) -> tuple[Choice, ...]:
-    """Return the shortlist, and for each size of a mini-batch the most that the batch gives, at every split point.
+    """Return the paper's candidates, and at each split point the largest N for each size of a mini-batch.
 
     Equation (14) stops where the device would no longer idle. If a link is the bottleneck of the pipeline, smaller
-    mini-batches still shorten the time before the link is busy and after its last transfer. ``least`` is the fewest
-    samples of a mini-batch.
+    mini-batches still shorten the time before the link is busy and after its last transfer.
     """
-    choices = list(shortlist(profile, batch_size, least))
-    sizes = range(max(1, min(least, batch_size)), batch_size + 1)
+    choices = list(paper_choices(profile, batch_size, min_size))
+    sizes = range(max(1, min(min_size, batch_size)), batch_size + 1)
     # Fewer mini-batches of the same size take as long each and fill the pipeline less.
     counts = sorted({batch_size // size for size in sizes})
-    for split in range(1, profile.depth + 1):
-        choices += [Choice(split, count) for count in counts]
+    for split_point in range(1, profile.depth + 1):
+        for count in counts:
+            choices.append(Choice(split_point, count))
+    # Equal choices once, in order: ties of the estimate go to the first one, which is the paper's.
     return tuple(dict.fromkeys(choices))
 
 
 def fewest_trainable_samples(units: Sequence[Unit]) -> int:
     """Return the fewest samples of a mini-batch that the units can train with.
 
-    Batch normalisation of maps of one pixel needs two samples: one has no deviation.
+    Batch normalisation of maps of one pixel needs two samples, because one sample has no deviation.
     """
     for unit in units:
         if unit.cost.of(["normalisation"]).accessed > 0:
@@ -106,10 +115,13 @@ def fewest_trainable_samples(units: Sequence[Unit]) -> int:
 
 
 @cache
-def choices(least: int, paper: bool) -> Choices:
-    """Return the function that lists the candidates for P and N; with ``paper``, equation (14) alone gives N."""
-    # One function for equal arguments: the planner caches choices by this function, for devices that are alike.
-    return partial(shortlist if paper else candidates, least=least)
+def make_choices(min_size: int, candidates: Candidates) -> Choices:
+    """Return the function that lists the candidates for P and N of a device.
+
+    Equal arguments give the same function, because the planner caches the choice of similar devices by this function.
+    """
+    listing = paper_choices if candidates == "equation-14" else all_choices
+    return partial(listing, min_size=min_size)
 
 
 class PipeLearn(SplitMethod[PipeLearnOptions]):
@@ -134,14 +146,13 @@ class PipeLearn(SplitMethod[PipeLearnOptions]):
         """Choose P and N for each device; raises `InputError` if no choice fits the devices' memory."""
         team = Participants(problem)
         options = problem.options
-        least = max(
-            options.min_mini_batch_size, fewest_trainable_samples(problem.model.units)
-        )
+        trainable = fewest_trainable_samples(problem.model.units)
+        min_size = max(options.min_mini_batch_size, trainable)
         return split_plan(
             self.name,
             team,
             options.split_point,
             concurrent_clients=len(team.devices),
             parallel_batches=options.parallel_batches,
-            choices=choices(least, options.parallel_batch_candidates == "equation-14"),
+            choices=make_choices(min_size, options.parallel_batch_candidates),
         )

@@ -21,7 +21,7 @@ from testbed.ml.rounds.estimate import (
 )
 from testbed.network.link import Link
 from testbed.network.parts import PRESETS
-from testbed_pipelearn.method import candidates, parallel_batches, shortlist
+from testbed_pipelearn.method import all_choices, paper_choices, parallel_batches
 from tests.helpers.training import sgd
 
 SAMPLES, BATCH, DEVICES = 10_000, 100, 4
@@ -153,7 +153,7 @@ def test_nothing_is_better_than_the_exhaustive_choice_and_the_optimiser_takes_it
     found: PairProfile, samples: int, batch: int
 ) -> None:
     best = exhaustive(found, samples, batch)
-    chosen = shortest_epoch(found, samples, batch, candidates(found, batch))
+    chosen = shortest_epoch(found, samples, batch, all_choices(found, batch))
     times = [
         epoch_time(found, Choice(split, count), samples, batch)
         for split in range(1, found.depth + 1)
@@ -161,7 +161,7 @@ def test_nothing_is_better_than_the_exhaustive_choice_and_the_optimiser_takes_it
     ]
     assert epoch_time(found, best, samples, batch) == min(times)
     assert epoch_time(found, chosen, samples, batch) == min(
-        epoch_time(found, each, samples, batch) for each in candidates(found, batch)
+        epoch_time(found, each, samples, batch) for each in all_choices(found, batch)
     )
     assert epoch_time(found, best_split(found, samples, batch), samples, batch) <= min(
         times[::batch]
@@ -177,15 +177,25 @@ def best_split(found: PairProfile, samples: int, batch: int) -> Choice:
 
 def test_the_shortlist_has_one_number_of_mini_batches_for_each_split_point() -> None:
     found = cell("vgg5", "4g")
-    assert [choice.split_point for choice in shortlist(found, BATCH)] == [1, 2, 3, 4, 5]
-    assert set(shortlist(found, BATCH)) <= set(candidates(found, BATCH))
+    assert [choice.split_point for choice in paper_choices(found, BATCH)] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    assert set(paper_choices(found, BATCH)) <= set(all_choices(found, BATCH))
 
 
 def test_no_mini_batch_is_smaller_than_asked_for() -> None:
     found = cell("vgg5", "4g")
-    counts = {choice.parallel_batches for choice in candidates(found, BATCH, least=8)}
+    counts = {
+        choice.parallel_batches for choice in all_choices(found, BATCH, min_size=8)
+    }
     assert max(counts) == 12
-    assert {choice.parallel_batches for choice in candidates(found, 4, least=8)} == {1}
+    assert {
+        choice.parallel_batches for choice in all_choices(found, 4, min_size=8)
+    } == {1}
 
 
 @pytest.mark.parametrize(("name", "network"), CELLS)
@@ -193,13 +203,13 @@ def test_the_choice_scores_at_least_96_percent_in_the_papers_cells(
     name: str, network: str
 ) -> None:
     found = cell(name, network)
-    chosen = shortest_epoch(found, SAMPLES, BATCH, candidates(found, BATCH))
+    chosen = shortest_epoch(found, SAMPLES, BATCH, all_choices(found, BATCH))
     assert chosen.split_point == 1
     assert score(found, chosen, SAMPLES, BATCH) >= 0.96
     assert (
         score(
             found,
-            shortest_epoch(found, SAMPLES, BATCH, shortlist(found, BATCH)),
+            shortest_epoch(found, SAMPLES, BATCH, paper_choices(found, BATCH)),
             SAMPLES,
             BATCH,
         )
@@ -216,7 +226,7 @@ def test_methods_rank_as_in_figure_4(name: str, network: str) -> None:
     )
     split, choice = (
         best_split(found, SAMPLES, BATCH),
-        shortest_epoch(found, SAMPLES, BATCH, candidates(found, BATCH)),
+        shortest_epoch(found, SAMPLES, BATCH, all_choices(found, BATCH)),
     )
     fl = (
         found.local_training_time(SAMPLES, BATCH)
