@@ -23,6 +23,10 @@ from testbed_comparison.rows import Figures, Headline, Row, Sensitivity, Trial
 from testbed_comparison.words import WORDS, Ours, Word, word_for
 
 MARK = re.compile(r"<!-- comparison -->\n.*?<!-- /comparison -->", re.DOTALL)
+LEGEND = (
+    "[docs/papers.md](../../docs/papers.md) defines the words.\n"
+    "Our values are simulated on the virtual clock, except those under *In containers*."
+)
 LONG_TABLE = 15
 """Number of lines from which a table is folded."""
 VALUES_A_LINE = 3
@@ -122,7 +126,7 @@ def _summary_section(system: System) -> str:
         heading = ["claim", "paper", "ours", "what differs", "word"]
         blocks.append(_table(heading, headlines))
     rows = system.figures.rows
-    blocks.append(f"{len(rows)} rows: {_count_words(system, rows)}.")
+    blocks.append(f"{len(rows)} rows: {_count_words(system, rows)}. {LEGEND}")
     blocks.append(_table(["word", "rows", "figures"], _lines_by_word(system, rows)))
     return "\n\n".join(blocks)
 
