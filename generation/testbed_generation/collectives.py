@@ -44,7 +44,7 @@ class PackedPart(TypedMessage, kind="packed-part", key=("sender", "operation")):
 class AllReduce(Protocol):
     """Adds up values over all devices."""
 
-    async def reduce(
+    async def all_reduce(
         self, operation: int, values: Tensor | None, size: int
     ) -> Tensor | None:
         """Return the sum of all devices' values; without numerics None, after messages of ``size`` bytes."""
@@ -58,7 +58,7 @@ class Star:
         self._mailbox = mailbox
         self._centre, *self._others = names
 
-    async def reduce(
+    async def all_reduce(
         self, operation: int, values: Tensor | None, size: int
     ) -> Tensor | None:
         """Return the sum of all devices' values."""
@@ -86,7 +86,7 @@ class Ring:
         self._names = names
         self._place = names.index(mailbox.device.name)
 
-    async def reduce(
+    async def all_reduce(
         self, operation: int, values: Tensor | None, size: int
     ) -> Tensor | None:
         """Return the sum of all devices' values."""
@@ -128,7 +128,7 @@ class Exchange:
         self._names = names
         self._transport = transport
 
-    async def reduce(
+    async def all_reduce(
         self, operation: int, values: Tensor | None, size: int
     ) -> Tensor | None:
         """Return the sum of all devices' values."""

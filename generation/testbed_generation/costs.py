@@ -35,7 +35,7 @@ class CostModel:
         """Bytes of a value in the KV cache."""
         return VALUE_BYTES if self.storage == "f32" else CACHE_BYTES
 
-    def layers(self, count: float, tokens: int, past: int) -> Cost:
+    def layers_cost(self, count: float, tokens: int, past: int) -> Cost:
         """Return the cost of so many layers for tokens of one sequence, after ``past`` tokens in the cache.
 
         Weights are read once for all tokens together; each token reads the cache of those before it.
@@ -88,7 +88,7 @@ class CostModel:
         columns = self.shard_part(shard, tokens, past, attention=False)
         return (heads + columns) * self.architecture.layers
 
-    def product(self, values: int, tokens: int, integers: bool) -> Cost:
+    def product_cost(self, values: int, tokens: int, integers: bool) -> Cost:
         """Return the cost of multiplying tokens with a matrix of so many values.
 
         Products of 8-bit ``integers`` take the time of reading the matrix; only those in float32 count as FLOPs.
@@ -96,17 +96,17 @@ class CostModel:
         flops = 0.0 if integers else 2.0 * tokens * values
         return Cost(flops, 0.0, stored_bytes(values, self.storage), "linear")
 
-    def attention(self, tokens: int, past: int) -> Cost:
+    def attention_cost(self, tokens: int, past: int) -> Cost:
         """Return the cost of attending with all heads of a layer, without the matrices."""
         pairs = tokens * past + tokens * (tokens + 1) / 2
         cached = self.architecture.cache_bytes(self.cache_value_bytes) * (past + tokens)
         return Cost(4.0 * self.architecture.query_values * pairs, cached, 0.0, "linear")
 
-    def embedding(self, tokens: int) -> Cost:
+    def embedding_cost(self, tokens: int) -> Cost:
         """Return the cost of looking tokens up in the embedding."""
         return Cost(0.0, VALUE_BYTES * self.architecture.width * tokens, 0.0, "linear")
 
-    def output(self, tokens: int) -> Cost:
+    def output_cost(self, tokens: int) -> Cost:
         """Return the cost of the last normalisation and the output matrix for tokens."""
         values = (
             VALUE_BYTES
@@ -152,7 +152,7 @@ class CostModel:
 
     def layer_seconds(self, device: DeviceSpec, past: int) -> float:
         """Return the seconds of one layer on a device for one decoded token."""
-        return device.seconds(self.layers(1, 1, past))
+        return device.seconds(self.layers_cost(1, 1, past))
 
     def message_bytes(self, tokens: int) -> int:
         """Return the bytes of the values of tokens between two layers.

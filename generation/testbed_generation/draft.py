@@ -55,7 +55,7 @@ class Draft:
         self._output = source.read(EMBEDDING if architecture.tied else OUTPUT)
         self._requests: dict[int, _Progress] = {}
 
-    async def propose(
+    async def propose_tokens(
         self, request: Request, known: Sequence[int], limit: int
     ) -> list[int]:
         """Return the draft model's choice of the tokens after the known ones, at most ``limit``."""
@@ -66,18 +66,18 @@ class Draft:
         new, proposed = list(known[len(progress.tokens) :]), list[int]()
         while len(proposed) < min(self._tokens, limit):
             past = len(progress.tokens)
-            cost = self._model.layers(
+            cost = self._model.layers_cost(
                 len(self._layers), len(new), past
-            ) + self._model.output(1)
+            ) + self._model.output_cost(1)
             span = Span("draft", batch=request.number, micro=past + len(new) - 1)
-            propose = partial(self._next, progress, new, request.number)
+            propose = partial(self._choose_next, progress, new, request.number)
             token = await self._device.compute(propose, cost, span)
             progress.tokens += new
             proposed.append(token)
             new = [token]
         return proposed
 
-    def forget(self, number: int) -> None:
+    def forget_request(self, number: int) -> None:
         """Drop the caches of a request."""
         self._requests.pop(number, None)
 
@@ -93,7 +93,9 @@ class Draft:
         for cache in progress.caches:
             cache.truncate(common)
 
-    def _next(self, progress: _Progress, new: Sequence[int], request: int) -> int:
+    def _choose_next(
+        self, progress: _Progress, new: Sequence[int], request: int
+    ) -> int:
         """Return the token after the new ones, which are appended to the caches."""
         with torch.inference_mode():
             values = embed(torch.tensor(new), self._embedding)
@@ -102,4 +104,6 @@ class Draft:
             logits = score(
                 values[-1:], self._norm, self._output, self._model.architecture.epsilon
             )[0]
-        return self._sampling.choose(logits, request, len(progress.tokens) + len(new))
+        return self._sampling.choose_token(
+            logits, request, len(progress.tokens) + len(new)
+        )

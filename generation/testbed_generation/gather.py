@@ -90,13 +90,13 @@ class Rows:
                     )
             self._weights.append(own)
 
-    def outputs(self, product: str) -> tuple[int, ...]:
+    def output_widths(self, product: str) -> tuple[int, ...]:
         """Return how many values of a token each device makes in a product, by tensor."""
         if product == "hidden":
             return (self.model.architecture.hidden // self.parts,)
         return tuple(self._shapes[name][0] // self.parts for name in PRODUCTS[product])
 
-    async def compute(
+    async def multiply(
         self, mailbox: Mailbox, product: str, values: Tensor | None, inputs: Inputs
     ) -> tuple[Tensor, ...] | None:
         """Return the device's rows of a product; None without numerics."""
@@ -119,7 +119,7 @@ class Rows:
         for name in PRODUCTS[product]:
             rows, columns = self._shapes[name]
             size += rows // self.parts * columns
-        cost = self.model.product(
+        cost = self.model.product_cost(
             size, inputs.tokens, integers=self.transport.storage == "q8_0"
         )
         span = Span(product, batch=inputs.forward, micro=inputs.layer)
@@ -136,13 +136,13 @@ async def serve_rows(mailbox: Mailbox, source: str, rows: Rows) -> None:
         if inputs.product == "down" and values is not None and own is not None:
             place = rows.part * own.shape[1]
             values = torch.cat((values[:, :place], own, values[:, place:]), dim=1)
-        made = await rows.compute(mailbox, inputs.product, values, inputs)
+        made = await rows.multiply(mailbox, inputs.product, values, inputs)
         # Rounded as on the wire: all devices multiply the values that the source has.
         if inputs.product == "hidden" and made is not None:
             own = transport.rounded(made[0])
         tensors = {} if made is None else transport.pack(torch.cat(made, dim=1))
         padding = (
-            transport.size(inputs.tokens * sum(rows.outputs(inputs.product)))
+            transport.size(inputs.tokens * sum(rows.output_widths(inputs.product)))
             if made is None
             else 0
         )
@@ -176,11 +176,11 @@ class GatherSource:
                 first, second = (source.read(full_name(layer, name)) for name in names)
                 self._norms.append((first, second))
 
-    def release(self, request: int) -> None:
+    def release_request(self, request: int) -> None:
         """Forget the caches of a request."""
         self._caches.pop(request, None)
 
-    async def compute(self, forward: Forward) -> Tensor | None:
+    async def compute_layers(self, forward: Forward) -> Tensor | None:
         """Return the values of tokens after all layers."""
         architecture = self._rows.model.architecture
         caches = self._caches.setdefault(
@@ -190,16 +190,18 @@ class GatherSource:
         sent = received = 0
         for layer in range(architecture.layers):
             first, second = self._norms[layer] if self._norms else (None, None)
-            queries, keys, own = await self._product(
-                forward, layer, "qkv", self._normal(values, first)
+            queries, keys, own = await self._gather_product(
+                forward, layer, "qkv", self._normalise_values(values, first)
             )
-            attended = await self._attend(forward, queries, keys, own, caches[layer])
-            (added,) = await self._product(forward, layer, "output", attended)
+            attended = await self._attend_all_heads(
+                forward, queries, keys, own, caches[layer]
+            )
+            (added,) = await self._gather_product(forward, layer, "output", attended)
             values = None if values is None or added is None else values + added
-            (hidden,) = await self._product(
-                forward, layer, "hidden", self._normal(values, second)
+            (hidden,) = await self._gather_product(
+                forward, layer, "hidden", self._normalise_values(values, second)
             )
-            (added,) = await self._product(forward, layer, "down", hidden)
+            (added,) = await self._gather_product(forward, layer, "down", hidden)
             values = None if values is None or added is None else values + added
             for product in PRODUCTS:
                 sent += len(self._workers) * self._input_bytes(product, forward.tokens)
@@ -219,14 +221,18 @@ class GatherSource:
         return self._rows.transport.size(tokens * columns)
 
     def _output_bytes(self, product: str, tokens: int) -> int:
-        return self._rows.transport.size(tokens * sum(self._rows.outputs(product)))
+        return self._rows.transport.size(
+            tokens * sum(self._rows.output_widths(product))
+        )
 
-    def _normal(self, values: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    def _normalise_values(
+        self, values: Tensor | None, scale: Tensor | None
+    ) -> Tensor | None:
         if values is None or scale is None:
             return None
         return normalise(values, scale, self._rows.model.architecture.epsilon)
 
-    async def _attend(
+    async def _attend_all_heads(
         self,
         forward: Forward,
         queries: Tensor | None,
@@ -249,10 +255,10 @@ class GatherSource:
             micro=forward.position + forward.tokens - 1,
         )
         return await self._mailbox.device.compute(
-            work, model.attention(forward.tokens, forward.position), span
+            work, model.attention_cost(forward.tokens, forward.position), span
         )
 
-    async def _product(
+    async def _gather_product(
         self, forward: Forward, layer: int, product: str, values: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Return all rows of a product, by tensor."""
@@ -275,13 +281,13 @@ class GatherSource:
                 padding=padding,
             )
             self._mailbox.post(name, inputs)
-        own = await rows.compute(
+        own = await rows.multiply(
             self._mailbox,
             product,
             values,
             Inputs(forward.number, layer, product, forward.tokens),
         )
-        widths = rows.outputs(product)
+        widths = rows.output_widths(product)
         parts = [] if own is None else [own]
         for name in self._workers:
             outputs = await self._mailbox.take(

@@ -25,10 +25,10 @@ from testbed_generation.planning import (
     cache_of,
     first_devices,
     free_memory,
+    layer_capacity,
     middle_position,
     pass_seconds,
     ring_over,
-    room,
     row_assignments,
     row_over,
     shards_of,
@@ -199,9 +199,9 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                 self.disk_of(device, problem),
             )
             if device.name != lead:
-                await holder.serve()
+                await holder.serve_steps()
             # The source holds layers as well, and sends itself steps like any other stage.
-            mailbox.start(holder.serve())
+            mailbox.start(holder.serve_steps())
 
             def plan_over(there: Collection[str]) -> Layers:
                 first = first_devices(problem, options.spares)
@@ -233,13 +233,13 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                 mailbox,
                 [device.name for device in problem.devices],
                 plan_over,
-                lambda name: room(problem, problem.device(name)),
+                lambda name: layer_capacity(problem, problem.device(name)),
                 RowOptions(
                     options.recovery, options.heartbeat, options.failure_timeout
                 ),
                 sent_weights,
             )
-            await row.begin()
+            await row.assign_layers()
             embedder = Embedder(mailbox, model, embedding_of(source))
             calls = StageCalls(mailbox, model, options.heartbeat)
             drive: Drive
@@ -626,7 +626,7 @@ class TensorParallel(Method[ShardsOptions, GenerationDetails]):
             shard = shards_of(problem, problem.options.shares)[names.index(device.name)]
             holder = ShardHolder(mailbox, problem.model, shard, source, reduce)
             if device.name != context.plan.coordinator:
-                await holder.serve()
+                await holder.serve_forwards()
             embedder = Embedder(mailbox, problem.model, embedding_of(source))
             drive = TensorParallelSource(
                 mailbox,

@@ -47,12 +47,12 @@ class RequestTimes:
     end: float | None = None
 
     @property
-    def first(self) -> float | None:
+    def first_seconds(self) -> float | None:
         """Seconds until the first token."""
         return self.tokens[0] - self.arrival if self.tokens else None
 
     @property
-    def between(self) -> list[float]:
+    def token_gaps(self) -> list[float]:
         """Seconds between tokens."""
         return [later - earlier for earlier, later in pairwise(self.tokens)]
 
@@ -82,12 +82,16 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def _median_ttft(record: RunView) -> float | None:
-    firsts = [each.first for each in request_times(record) if each.first is not None]
+    firsts = [
+        each.first_seconds
+        for each in request_times(record)
+        if each.first_seconds is not None
+    ]
     return median(firsts) if firsts else None
 
 
 def _token_gaps(record: RunView) -> list[float]:
-    return [seconds for each in request_times(record) for seconds in each.between]
+    return [seconds for each in request_times(record) for seconds in each.token_gaps]
 
 
 def _median_tpot(record: RunView) -> float | None:
@@ -207,8 +211,8 @@ def requests_list(record: RunView) -> list[dict[str, Any]]:
                 "arrival": each.arrival,
                 "prompt": each.prompt,
                 "tokens": len(each.tokens),
-                "ttft": each.first,
-                "tpot": median(each.between) if each.between else None,
+                "ttft": each.first_seconds,
+                "tpot": median(each.token_gaps) if each.token_gaps else None,
                 "latency": None if each.end is None else each.end - each.arrival,
             }
         )

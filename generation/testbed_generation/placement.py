@@ -57,9 +57,13 @@ class Row:
     def latency(self, layers: Layers) -> float:
         """Return the seconds of one token through a row and back to the source."""
         computing = sum(count * self.seconds[name] for name, count in layers)
-        return computing + self._travel(layers) + self.output_seconds(layers[-1][0])
+        return (
+            computing
+            + self._travel_seconds(layers)
+            + self.output_seconds(layers[-1][0])
+        )
 
-    def _travel(self, layers: Layers) -> float:
+    def _travel_seconds(self, layers: Layers) -> float:
         names = [name for name, _ in layers]
         forward = sum(self.send(one, other) for one, other in pairwise(names))
         return forward + (self.answer(names[-1], names[0]) if len(names) > 1 else 0.0)
@@ -112,7 +116,7 @@ def least_latency(row: Row) -> Layers:
     best: Layers | None = None
     best_seconds = math.inf
     for names, travel in _shortest_rows(row):
-        filled = _fill(row, names)
+        filled = _fill_row(row, names)
         if filled is None:
             continue
         seconds = travel + sum(count * row.seconds[name] for name, count in filled)
@@ -160,7 +164,7 @@ def _check_number(row: Row) -> None:
         )
 
 
-def _fill(row: Row, names: Sequence[str]) -> Layers | None:
+def _fill_row(row: Row, names: Sequence[str]) -> Layers | None:
     """Return the layers of a row with the least computing time: one for each device, and the rest on the fastest."""
     # Layers are alike, so time is linear in their numbers: after one for each device, the fastest get the rest.
     left = row.layers - len(names)
@@ -256,7 +260,7 @@ def _row_within(row: Row, limit: float) -> Layers | None:
                 len(way) == 1 or row.answer(row.devices[last], row.devices[0]) <= slack
             )
             if at_end[last] >= 1 and closes and room >= row.layers >= len(way):
-                return _spread(
+                return _spread_layers(
                     row, way, [most[index] for index in way[:-1]] + [at_end[last]]
                 )
             for following in range(1, number):
@@ -270,7 +274,7 @@ def _row_within(row: Row, limit: float) -> Layers | None:
     return None
 
 
-def _spread(row: Row, way: Sequence[int], most: Sequence[int]) -> Layers:
+def _spread_layers(row: Row, way: Sequence[int], most: Sequence[int]) -> Layers:
     """Return layers for the devices of a way, each at most so many: one each, then the rest from the front on."""
     left = row.layers - len(way)
     layers = []

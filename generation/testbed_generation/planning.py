@@ -51,7 +51,7 @@ def pass_seconds(
     ``cost`` is a function of the number of tokens and of the tokens in the cache before them. The last device also
     chooses a token. Reads from a disk are not included.
     """
-    end = problem.model.output(1) if is_last else Cost()
+    end = problem.model.output_cost(1) if is_last else Cost()
     prompt = mean_prompt(problem)
     return {
         f"prefill of {prompt}": device.seconds(cost(prompt, 0) + end),
@@ -59,7 +59,7 @@ def pass_seconds(
     }
 
 
-def room(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
+def layer_capacity(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
     """Return for how many layers a device has memory, beside the embedding, the output matrix and buffers.
 
     Only the source holds the embedding; the output matrix is reckoned on every device, since any may be the last one.
@@ -107,11 +107,11 @@ def row_over(problem: GenerateProblem[Any], names: Sequence[str]) -> Row:
         seconds={
             device.name: model.layer_seconds(device, position) for device in devices
         },
-        capacity={device.name: room(problem, device) for device in devices},
+        capacity={device.name: layer_capacity(problem, device) for device in devices},
         send=travel_seconds(problem, model.message_bytes(1)),
         answer=travel_seconds(problem, CHOSEN_BYTES),
         last_seconds={
-            device.name: device.seconds(model.output(1)) for device in devices
+            device.name: device.seconds(model.output_cost(1)) for device in devices
         },
     )
 
@@ -142,7 +142,7 @@ def ring_over(
         model.architecture.layers,
         model.layer_memory(),
         travel_seconds(problem, model.message_bytes(1)),
-        problem.device(names[0]).seconds(model.output(1)),
+        problem.device(names[0]).seconds(model.output_cost(1)),
         prefetch,
     )
 
@@ -174,7 +174,7 @@ def row_assignments(
             pass_seconds=pass_seconds(
                 problem,
                 problem.device(name),
-                partial(model.layers, count),
+                partial(model.layers_cost, count),
                 is_last=index == len(layers) - 1,
             ),
         )
@@ -211,7 +211,7 @@ def window_assignments(
             pass_seconds=pass_seconds(
                 problem,
                 device,
-                partial(model.layers, count),
+                partial(model.layers_cost, count),
                 is_last=index == len(layers) - 1,
             ),
         )

@@ -59,17 +59,17 @@ class Watch:
         self._question = 0
         self._answers: dict[str, Pong] = {}
         self._incarnations: dict[str, float] = {}
-        mailbox.on(Pong, self._take)
+        mailbox.on(Pong, self._take_pong)
 
-    def _take(self, pong: Pong) -> None:
+    def _take_pong(self, pong: Pong) -> None:
         if pong.question == self._question:
             self._answers[pong.sender] = pong
 
-    def renew(self, name: str) -> None:
+    def forget_start(self, name: str) -> None:
         """Forget the start time of a device, whose present start counts once layers are assigned."""
         self._incarnations.pop(name, None)
 
-    async def ask(self, names: Collection[str], patience: float) -> set[str]:
+    async def find_lost(self, names: Collection[str], patience: float) -> set[str]:
         """Return the devices without an answer in time, or with a restart since layers were assigned."""
         device, sends = self._mailbox.device, self._mailbox.sends
         self._question += 1
@@ -129,26 +129,26 @@ class Row:
         self._loss = 0
         """How often stages were lost, the present loss included."""
 
-    async def begin(self) -> None:
+    async def assign_layers(self) -> None:
         """Assign the planned layers, and watch the stages from then on. Raises `TestbedError`."""
-        await self._establish()
+        await self._assign_all()
         self._has_begun = True
         self._mailbox.start(self._keep_watch())
 
-    async def whole(self) -> None:
+    async def wait_until_whole(self) -> None:
         """Wait until all stages hold their layers."""
         await self._whole.wait()
 
-    def stage(self, first: int) -> Stage:
+    def stage_at(self, first: int) -> Stage:
         """Return the stage whose first layer is ``first``."""
         return next(stage for stage in self.stages if stage.first == first)
 
-    def release(self, request: int) -> None:
+    def release_request(self, request: int) -> None:
         """Let all stages forget the caches of a request."""
         for stage in self.stages:
             self._mailbox.post(stage.device, Release(request))
 
-    async def _establish(self) -> None:
+    async def _assign_all(self) -> None:
         """Assign layers to the reachable devices, again without each device lost meanwhile."""
         while True:
             try:
@@ -167,12 +167,12 @@ class Row:
                 first += layers
             # At first there is nothing to drop.
             oldest = stages[0].assignment if stages[0].assignment > 1 else None
-            lost = await self._assign(stages, stages, oldest)
+            lost = await self._assign_stages(stages, stages, oldest)
             if not lost:
                 return
-            self._forget(lost)
+            self._forget_devices(lost)
 
-    async def _assign(
+    async def _assign_stages(
         self, wanted: Sequence[Stage], row: list[Stage], oldest: int | None = None
     ) -> set[str]:
         """Assign some stages of a row, which becomes the present one; return devices lost meanwhile.
@@ -181,7 +181,7 @@ class Row:
         """
         waiting = {}
         for stage in wanted:
-            self._watch.renew(stage.device)
+            self._watch.forget_start(stage.device)
             # The last stage of a ring has no layers: the one before it ends with the same layer, and is not the last.
             final = stage.first == row[-1].first
             assign = Assign(
@@ -189,7 +189,7 @@ class Row:
                 stage.first,
                 stage.last,
                 final,
-                self._replica(stage, row),
+                self._replica_of(stage, row),
                 oldest,
             )
             self._mailbox.post(
@@ -204,7 +204,9 @@ class Row:
             )
             if done is None:
                 # A device that dies while it loads never answers, and is not watched before the row is whole.
-                lost = await self._ask({stage.device for stage in waiting.values()})
+                lost = await self._find_lost(
+                    {stage.device for stage in waiting.values()}
+                )
                 if lost:
                     return lost
             elif done.assignment in waiting:
@@ -214,21 +216,21 @@ class Row:
         self._whole.set()
         return set()
 
-    def _replica(self, stage: Stage, row: list[Stage]) -> str | None:
+    def _replica_of(self, stage: Stage, row: list[Stage]) -> str | None:
         """Return the receiver of copies of a stage's caches: the next device, after the last one the first."""
         if self._options.recovery != "replicate" or len(row) < 2:
             return None
         following = row[(row.index(stage) + 1) % len(row)].device
         return following if following != stage.device else None
 
-    async def _ask(self, names: set[str]) -> set[str]:
+    async def _find_lost(self, names: set[str]) -> set[str]:
         options = self._options
         patience = options.patience
         if not self._has_begun:
             patience = max(options.startup, patience)
-        return await self._watch.ask(names - {self._device.name}, patience)
+        return await self._watch.find_lost(names - {self._device.name}, patience)
 
-    def _forget(self, lost: set[str]) -> None:
+    def _forget_devices(self, lost: set[str]) -> None:
         self._there = [name for name in self._there if name not in lost]
 
     # Losses
@@ -236,27 +238,27 @@ class Row:
     async def _keep_watch(self) -> None:
         while True:
             await self._device.sleep(self._options.heartbeat)
-            lost = await self._ask({stage.device for stage in self.stages})
+            lost = await self._find_lost({stage.device for stage in self.stages})
             if lost:
-                await self._recover(lost)
+                await self._recover_from(lost)
 
-    async def _recover(self, lost: set[str]) -> None:
+    async def _recover_from(self, lost: set[str]) -> None:
         """Go on without the lost devices. Raises `TestbedError` where the layers fit nowhere else."""
         _LOG.info("lost: %s", ", ".join(sorted(lost)))
         self._device.record("recovery", phase="detected", missing=sorted(lost))
         self._whole.clear()
         self._loss += 1
-        self._forget(lost)
+        self._forget_devices(lost)
         if self._options.recovery == "restart":
-            await self._establish()
+            await self._assign_all()
         else:
             while lost:
-                lost = await self._substitute()
-                self._forget(lost)
+                lost = await self._replace_lost()
+                self._forget_devices(lost)
         partition = [[stage.device, stage.first, stage.last] for stage in self.stages]
         self._device.record("recovery", phase="resumed", partition=partition)
 
-    async def _substitute(self) -> set[str]:
+    async def _replace_lost(self) -> set[str]:
         """Assign the layers of lost stages to reachable devices; return devices lost meanwhile."""
         row = list(self.stages)
         gaps = []
@@ -267,26 +269,26 @@ class Row:
                     name, next(self._numbers), stage.first, stage.last, self._loss
                 )
                 gaps.append(row[index])
-        return await self._assign(gaps, row)
+        return await self._assign_stages(gaps, row)
 
     def _substitute_for(self, lost: Stage, row: list[Stage]) -> str:
         """Return the substitute for a lost stage: the device with copies of the caches, else the emptiest."""
         layers = lost.last - lost.first
 
-        def room(name: str) -> int:
+        def room_left(name: str) -> int:
             left = self._room(name)
             for stage in row:
                 if stage.device == name:
                     left -= stage.last - stage.first
             return left
 
-        replica = self._replica(lost, row)
-        if replica in self._there and room(replica) >= layers:
+        replica = self._replica_of(lost, row)
+        if replica in self._there and room_left(replica) >= layers:
             return replica
-        emptiest = max(self._there, key=room)
-        if room(emptiest) < layers:
+        emptiest = max(self._there, key=room_left)
+        if room_left(emptiest) < layers:
             raise TestbedError(
                 f"no device has room for the {layers} layers of {lost.device}: the emptiest is {emptiest} with room "
-                f"for {room(emptiest)}: add a spare device or more memory"
+                f"for {room_left(emptiest)}: add a spare device or more memory"
             )
         return emptiest

@@ -20,7 +20,7 @@ class Sampling:
     """Tokens are drawn from the most probable ones that have this probability together (Holtzman et al., 2020)."""
     seed: int = 0
 
-    def choose(self, logits: Tensor, request: int, position: int) -> int:
+    def choose_token(self, logits: Tensor, request: int, position: int) -> int:
         """Return the token at a position of a request from logits of shape (vocabulary,).
 
         The draw depends on seed, request and position alone, so a position that is computed again after a failure

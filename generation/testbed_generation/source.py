@@ -34,13 +34,13 @@ class Progress:
     """Tokens chosen so far."""
 
     @property
-    def left(self) -> int:
+    def tokens_left(self) -> int:
         """Number of tokens still allowed."""
         return self.request.limit - len(self.tokens)
 
     def is_complete(self, end: int | None) -> bool:
         """Return whether a text has all tokens, or ends with the token ``end``."""
-        return self.left <= 0 or (bool(self.tokens) and self.tokens[-1] == end)
+        return self.tokens_left <= 0 or (bool(self.tokens) and self.tokens[-1] == end)
 
     @property
     def all_tokens(self) -> list[int]:
@@ -54,7 +54,7 @@ class Drive(Protocol):
     async def next_tokens(self, progress: Progress) -> list[int]:
         """Return the next tokens of a request, at least one, whatever is lost meanwhile."""
 
-    def forget(self, number: int) -> None:
+    def forget_request(self, number: int) -> None:
         """Forget a complete request."""
 
 
@@ -69,7 +69,7 @@ class Embedder:
         self._model = model
         self._table = table
 
-    async def embed(
+    async def embed_tokens(
         self, progress: Progress, position: int, drafts: Sequence[int] = ()
     ) -> Tensor | None:
         """Return the values of a request's tokens from a position on, and of drafts; None without numerics."""
@@ -78,7 +78,7 @@ class Embedder:
             "embed", batch=progress.request.number, micro=position + len(tokens) - 1
         )
         return await self._device.compute(
-            lambda: self._look_up(tokens), self._model.embedding(len(tokens)), span
+            lambda: self._look_up(tokens), self._model.embedding_cost(len(tokens)), span
         )
 
     def _look_up(self, tokens: list[int]) -> Tensor | None:
@@ -94,7 +94,7 @@ class StageCalls:
         self._model = model
         self._heartbeat = heartbeat
 
-    async def call(
+    async def call_stages(
         self, device: str, step: Step, is_current: Callable[[], bool]
     ) -> Result | None:
         """Send a step, and return the last stage's result; None once ``is_current`` returns false.
@@ -144,10 +144,10 @@ class AlongRow:
         """Return the next tokens of a request: one more than the stages accepted of the draft."""
         drafts: list[int] = []
         if self._draft is not None and progress.tokens:
-            drafts = await self._draft.propose(
-                progress.request, progress.all_tokens, progress.left - 1
+            drafts = await self._draft.propose_tokens(
+                progress.request, progress.all_tokens, progress.tokens_left - 1
             )
-        chosen = await self._choose(progress, drafts)
+        chosen = await self._choose_tokens(progress, drafts)
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == chosen[accepted]:
             accepted += 1
@@ -161,14 +161,16 @@ class AlongRow:
             self._rejections[number] = self._rejections.get(number, 0) + 1
         return chosen[: accepted + 1]
 
-    async def _choose(self, progress: Progress, drafts: Sequence[int]) -> list[int]:
+    async def _choose_tokens(
+        self, progress: Progress, drafts: Sequence[int]
+    ) -> list[int]:
         """Return the tokens chosen by the stages after the newest token of a request and after each draft."""
         while True:
-            await self._row.whole()
+            await self._row.wait_until_whole()
             number, losses = progress.request.number, self._row.losses
-            position = self._cached(progress, losses)
+            position = self._cached_tokens(progress, losses)
             self._sent[number] = losses
-            values = await self._embedder.embed(progress, position, drafts)
+            values = await self._embedder.embed_tokens(progress, position, drafts)
             if self._row.losses != losses:
                 # A stage was lost while the source computed: the way would lead to a device that is gone.
                 continue
@@ -187,7 +189,7 @@ class AlongRow:
                 values,
                 len(drafts) + 1,
             )
-            result = await self._calls.call(
+            result = await self._calls.call_stages(
                 device, step, partial(self._is_unchanged, losses)
             )
             if result is not None:
@@ -197,7 +199,7 @@ class AlongRow:
         """Return whether no stage was lost since so many losses."""
         return self._row.losses == losses
 
-    def _cached(self, progress: Progress, losses: int) -> int:
+    def _cached_tokens(self, progress: Progress, losses: int) -> int:
         """Return how many tokens of a request all stages have in their caches."""
         number, newest = progress.request.number, len(progress.all_tokens) - 1
         if self._sent.get(number, losses) == losses:
@@ -210,13 +212,13 @@ class AlongRow:
                 cached = min(cached, stage.held.get(str(number), 0))
         return cached
 
-    def forget(self, number: int) -> None:
+    def forget_request(self, number: int) -> None:
         """Forget a request."""
         self._sent.pop(number, None)
         self._rejections.pop(number, None)
         if self._draft is not None:
-            self._draft.forget(number)
-        self._row.release(number)
+            self._draft.forget_request(number)
+        self._row.release_request(number)
 
 
 class ThroughSource:
@@ -239,30 +241,32 @@ class ThroughSource:
         """Return the next token of a request."""
         position = len(progress.all_tokens) - 1 if progress.tokens else 0
         tokens = len(progress.all_tokens) - position
-        values = await self._embedder.embed(progress, position)
+        values = await self._embedder.embed_tokens(progress, position)
         for first in [stage.first for stage in self._row.stages]:
             # Kept before the stage is called, so that a replacement is sent the newest tokens as well.
             self._inputs.setdefault((progress.request.number, first), []).append(values)
-            result = await self._call(progress.request.number, first, position, tokens)
+            result = await self._call_stage(
+                progress.request.number, first, position, tokens
+            )
             values = result.values
         return list(result.chosen)
 
-    def forget(self, number: int) -> None:
+    def forget_request(self, number: int) -> None:
         """Forget the inputs of a request."""
         for key in list(self._inputs):
             if key[0] == number:
                 del self._inputs[key]
                 del self._holders[key]
-        self._row.release(number)
+        self._row.release_request(number)
 
-    async def _call(
+    async def _call_stage(
         self, number: int, first: int, position: int, tokens: int
     ) -> Result:
         """Return a stage's result for the newest tokens; a new stage computes all earlier tokens as well."""
         key = (number, first)
         while True:
-            await self._row.whole()
-            stage, losses = self._row.stage(first), self._row.losses
+            await self._row.wait_until_whole()
+            stage, losses = self._row.stage_at(first), self._row.losses
             new = self._holders.get(key, stage.assignment) != stage.assignment
             self._holders[key] = stage.assignment
             inputs = self._inputs[key] if new else self._inputs[key][-1:]
@@ -281,7 +285,7 @@ class ThroughSource:
                 [],
                 values,
             )
-            result = await self._calls.call(
+            result = await self._calls.call_stages(
                 stage.device, step, partial(self._is_held, stage)
             )
             if result is None:
@@ -291,7 +295,7 @@ class ThroughSource:
 
     def _is_held(self, stage: Stage) -> bool:
         """Return whether a stage still has the same assignment."""
-        return self._row.stage(stage.first).assignment == stage.assignment
+        return self._row.stage_at(stage.first).assignment == stage.assignment
 
 
 def keep_last(result: Result, tokens: int) -> Result:
@@ -320,7 +324,7 @@ async def serve_requests(device: Device, drive: Drive, service: Service) -> None
     # A semaphore admits waiting requests in the order in which they began to wait, that of their arrival.
     slots = asyncio.Semaphore(service.concurrency)
 
-    async def serve(request: Request) -> None:
+    async def serve_request(request: Request) -> None:
         await device.sleep(max(0.0, request.arrival - device.now()))
         device.record("arrival", request=request.number, tokens=len(request.prompt))
         async with slots:
@@ -340,7 +344,7 @@ async def serve_requests(device: Device, drive: Drive, service: Service) -> None
                         token=token,
                         **text,
                     )
-            drive.forget(request.number)
+            drive.forget_request(request.number)
             service.complete(request.number, progress.tokens)
             device.record(
                 "request",
@@ -350,4 +354,4 @@ async def serve_requests(device: Device, drive: Drive, service: Service) -> None
 
     async with asyncio.TaskGroup() as group:
         for request in service.requests:
-            group.create_task(serve(request))
+            group.create_task(serve_request(request))

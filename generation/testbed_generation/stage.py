@@ -60,7 +60,7 @@ class LayerRange:
             self._norm = source.read(NORM)
 
     @property
-    def layers(self) -> int:
+    def layer_count(self) -> int:
         """Number of layers."""
         return self.assign.last - self.assign.first
 
@@ -69,7 +69,9 @@ class LayerRange:
 
         A step of an older attempt, one that was computed already, and one with a gap before it do not.
         """
-        sequence = self.sequences.setdefault(step.request, self._empty(step.attempt))
+        sequence = self.sequences.setdefault(
+            step.request, self._empty_sequence(step.attempt)
+        )
         if step.attempt < sequence.attempt or step.position > sequence.position:
             return False
         if step.attempt == sequence.attempt:
@@ -81,15 +83,15 @@ class LayerRange:
             cache.truncate(step.position)
         return True
 
-    def _empty(self, attempt: int) -> Sequence:
+    def _empty_sequence(self, attempt: int) -> Sequence:
         return Sequence(attempt, caches=[Cache() for _ in self._layers])
 
-    def cost(self, step: Step) -> Cost:
+    def step_cost(self, step: Step) -> Cost:
         """Return the cost of a step; the output matrix is applied to the last token only."""
-        cost = self.model.layers(self.layers, step.tokens, step.position)
-        return cost + self.model.output(step.scored) if self.assign.final else cost
+        cost = self.model.layers_cost(self.layer_count, step.tokens, step.position)
+        return cost + self.model.output_cost(step.scored) if self.assign.final else cost
 
-    def compute(self, step: Step) -> Tensor | None:
+    def compute_step(self, step: Step) -> Tensor | None:
         """Return the values after the layers, or the logits after the last tokens from the final stage."""
         sequence = self.sequences[step.request]
         sequence.position = step.position + step.tokens
@@ -108,7 +110,7 @@ class LayerRange:
                 self.model.architecture.epsilon,
             )
 
-    def added(self, step: Step) -> tuple[Tensor, Tensor] | None:
+    def added_entries(self, step: Step) -> tuple[Tensor, Tensor] | None:
         """Return the keys and values of a step's tokens, each of shape (layers, heads, tokens, values of a head)."""
         caches = self.sequences[step.request].caches
         if step.values is None or not caches:
@@ -122,12 +124,12 @@ class LayerRange:
             values.append(cache.values[:, step.position :])
         return torch.stack(keys), torch.stack(values)
 
-    def adopt(self, copies: list[Copy]) -> None:
+    def adopt_copies(self, copies: list[Copy]) -> None:
         """Fill the caches of a request from copies in the order of positions, up to the first gap."""
         # Copies of a later attempt replace those of rejected drafts and of texts that began anew.
         for copy in sorted(copies, key=lambda copy: (copy.attempt, copy.position)):
             sequence = self.sequences.setdefault(
-                copy.request, self._empty(copy.attempt)
+                copy.request, self._empty_sequence(copy.attempt)
             )
             if copy.position > sequence.position:
                 return
@@ -173,37 +175,37 @@ class Holder:
         self._oldest = 0
         """Lowest number of a valid assignment."""
         self._incarnation = self._device.now()
-        mailbox.on(Ping, self._answer)
-        mailbox.on(Copy, self._keep)
-        mailbox.on(Release, self._release)
-        mailbox.on(Assign, self._assign)
+        mailbox.on(Ping, self._answer_ping)
+        mailbox.on(Copy, self._keep_copy)
+        mailbox.on(Release, self._release_request)
+        mailbox.on(Assign, self._start_loading)
 
-    async def serve(self) -> None:
+    async def serve_steps(self) -> None:
         """Compute steps in the order of arrival, until cancelled."""
         while True:
             step = await self._mailbox.take(Step)
             held = self.ranges.get(step.assignment)
             # A device that has restarted does not know its assignments any more: the source will notice.
             if held is not None and held.accepts(step):
-                await self._compute(held, step)
+                await self._compute_step(held, step)
 
-    def _answer(self, ping: Ping) -> None:
+    def _answer_ping(self, ping: Ping) -> None:
         self._mailbox.post(ping.sender, Pong(ping.question, self._incarnation))
 
-    def _keep(self, copy: Copy) -> None:
+    def _keep_copy(self, copy: Copy) -> None:
         self._copies.setdefault((copy.first, copy.request), []).append(copy)
 
-    def _release(self, release: Release) -> None:
+    def _release_request(self, release: Release) -> None:
         for held in self.ranges.values():
             held.sequences.pop(release.request, None)
         for key in list(self._copies):
             if key[1] == release.request:
                 del self._copies[key]
 
-    def _assign(self, assign: Assign) -> None:
+    def _start_loading(self, assign: Assign) -> None:
         if assign.oldest is not None:
             self._drop_before(assign.oldest)
-        self._mailbox.start(self._load(assign))
+        self._mailbox.start(self._load_layers(assign))
 
     def _drop_before(self, oldest: int) -> None:
         """Drop the ranges of void assignments, whose weights would take memory until the end of the run."""
@@ -213,7 +215,7 @@ class Holder:
             if self._disk is not None:
                 self._disk.drop(dropped.assign.first)
 
-    async def _load(self, assign: Assign) -> None:
+    async def _load_layers(self, assign: Assign) -> None:
         await self._device.sleep(self._load_seconds(assign))
         if assign.assignment < self._oldest:
             # Void since another device was lost while this one loaded.
@@ -221,29 +223,29 @@ class Holder:
         held = LayerRange(self._model, assign, self._weights(assign))
         for (first, _), copies in self._copies.items():
             if first == assign.first:
-                held.adopt(copies)
+                held.adopt_copies(copies)
         self.ranges[assign.assignment] = held
         if self._disk is not None:
-            self._disk.hold(assign.first, held.layers)
+            self._disk.hold(assign.first, held.layer_count)
         positions = {
             str(request): sequence.position
             for request, sequence in held.sequences.items()
         }
         self._mailbox.post(self._source, Assigned(assign.assignment, positions))
 
-    async def _compute(self, held: LayerRange, step: Step) -> None:
+    async def _compute_step(self, held: LayerRange, step: Step) -> None:
         name = "prefill" if step.tokens > 1 else "decode"
         span = Span(name, batch=step.request, micro=step.position + step.tokens - 1)
         if self._disk is not None:
             await self._disk.fetch(held.assign.first)
         values = await self._device.compute(
-            lambda: held.compute(step), held.cost(step), span
+            lambda: held.compute_step(step), held.step_cost(step), span
         )
         if self._disk is not None:
             self._disk.read_ahead(held.assign.first)
         if held.assign.replica is not None:
             # Before the values, so that copies of a token are under way when the source learns of the token.
-            self._copy(held, step, held.assign.replica)
+            self._send_copy(held, step, held.assign.replica)
         end = step.position + step.tokens
         if step.way:
             (following, assignment), *way = step.way
@@ -258,7 +260,7 @@ class Holder:
         chosen: list[int] = []
         padding = 0
         if held.assign.final:
-            chosen = self._choose(step, values)
+            chosen = self._choose_tokens(step, values)
             values = None
         elif values is None:
             padding = self._model.message_bytes(step.tokens)
@@ -273,22 +275,24 @@ class Holder:
         )
         self._mailbox.post(self._source, result)
 
-    def _choose(self, step: Step, logits: Tensor | None) -> list[int]:
+    def _choose_tokens(self, step: Step, logits: Tensor | None) -> list[int]:
         """Return the tokens after the last ones of a step; without numerics any token stands for all."""
         if logits is None:
             return [0] * step.scored
         chosen = []
         first = step.position + step.tokens - step.scored + 1
         for place in range(step.scored):
-            token = self._sampling.choose(logits[place], step.request, first + place)
+            token = self._sampling.choose_token(
+                logits[place], step.request, first + place
+            )
             chosen.append(token)
         return chosen
 
-    def _copy(self, held: LayerRange, step: Step, neighbour: str) -> None:
-        added = held.added(step)
+    def _send_copy(self, held: LayerRange, step: Step, neighbour: str) -> None:
+        added = held.added_entries(step)
         size = (
             self._model.architecture.cache_bytes(self._model.cache_value_bytes)
-            * held.layers
+            * held.layer_count
             * step.tokens
         )
         keys, values = added if added is not None else (None, None)

@@ -52,18 +52,18 @@ class ShardHolder:
             for layer in range(architecture.layers):
                 weights = read_layer(source, architecture, layer, shard)
                 self._layers.append(LayerShard(architecture, weights))
-        mailbox.on(Release, lambda release: self.release(release.request))
+        mailbox.on(Release, lambda release: self.release_request(release.request))
 
-    async def serve(self) -> None:
+    async def serve_forwards(self) -> None:
         """Compute the source's forwards, until cancelled."""
         while True:
-            await self.compute(await self._mailbox.take(Forward))
+            await self.compute_layers(await self._mailbox.take(Forward))
 
-    def release(self, request: int) -> None:
+    def release_request(self, request: int) -> None:
         """Forget the caches of a request."""
         self._caches.pop(request, None)
 
-    async def compute(self, forward: Forward) -> Tensor | None:
+    async def compute_layers(self, forward: Forward) -> Tensor | None:
         """Return the values of tokens after all layers; equal on all devices."""
         architecture = self._model.architecture
         size = self._model.message_bytes(forward.tokens)
@@ -73,19 +73,21 @@ class ShardHolder:
         values = forward.values
         operation = 2 * architecture.layers * forward.number
         for layer in range(architecture.layers):
-            added = await self._part(
+            added = await self._compute_part(
                 layer, forward, values, caches[layer], attention=True
             )
-            total = await self._reduce.reduce(operation + 2 * layer, added, size)
+            total = await self._reduce.all_reduce(operation + 2 * layer, added, size)
             values = values if values is None or total is None else values + total
-            added = await self._part(
+            added = await self._compute_part(
                 layer, forward, values, caches[layer], attention=False
             )
-            total = await self._reduce.reduce(operation + 2 * layer + 1, added, size)
+            total = await self._reduce.all_reduce(
+                operation + 2 * layer + 1, added, size
+            )
             values = values if values is None or total is None else values + total
         return values
 
-    async def _part(
+    async def _compute_part(
         self,
         layer: int,
         forward: Forward,
@@ -119,10 +121,10 @@ class ShardHolder:
 class Computing(Protocol):
     """The source's part of the layers, which asks other devices for theirs."""
 
-    async def compute(self, forward: Forward) -> Tensor | None:
+    async def compute_layers(self, forward: Forward) -> Tensor | None:
         """Return the values of tokens after all layers."""
 
-    def release(self, request: int) -> None:
+    def release_request(self, request: int) -> None:
         """Forget the caches of a request."""
 
 
@@ -163,7 +165,7 @@ class TensorParallelSource:
     async def _next_token(self, progress: Progress) -> int:
         position = len(progress.all_tokens) - 1 if progress.tokens else 0
         tokens = len(progress.all_tokens) - position
-        values = await self._embedder.embed(progress, position)
+        values = await self._embedder.embed_tokens(progress, position)
         number, self._number = self._number, self._number + 1
         padding = self._model.message_bytes(tokens) if values is None else 0
         forward = Forward(
@@ -171,10 +173,12 @@ class TensorParallelSource:
         )
         for name in self._others:
             self._mailbox.post(name, forward)
-        values = await self._own.compute(forward)
-        return await self._choose(values, progress.request.number, position + tokens)
+        values = await self._own.compute_layers(forward)
+        return await self._choose_token(
+            values, progress.request.number, position + tokens
+        )
 
-    async def _choose(self, values: Tensor | None, request: int, end: int) -> int:
+    async def _choose_token(self, values: Tensor | None, request: int, end: int) -> int:
         def work() -> int:
             if values is None or self._norm is None or self._output is None:
                 return 0
@@ -185,14 +189,16 @@ class TensorParallelSource:
                     self._output,
                     self._model.architecture.epsilon,
                 )[0]
-            return self._sampling.choose(logits, request, end)
+            return self._sampling.choose_token(logits, request, end)
 
         return await self._device.compute(
-            work, self._model.output(1), Span("choose", batch=request, micro=end - 1)
+            work,
+            self._model.output_cost(1),
+            Span("choose", batch=request, micro=end - 1),
         )
 
-    def forget(self, number: int) -> None:
+    def forget_request(self, number: int) -> None:
         """Drop the caches of a request on all devices."""
-        self._own.release(number)
+        self._own.release_request(number)
         for name in self._others:
             self._mailbox.post(name, Release(number))

@@ -79,7 +79,7 @@ class Vocabulary:
         self.end = end
         number = tokenizer.get_vocab_size()
         self.pieces: Sequence[bytes] = [
-            _piece(tokenizer.id_to_token(token)) for token in range(number)
+            _token_bytes(tokenizer.id_to_token(token)) for token in range(number)
         ]
 
     def encode(self, text: str) -> list[int]:
@@ -102,7 +102,7 @@ def _byte_letters() -> dict[str, int]:
 _LETTERS = _byte_letters()
 
 
-def _piece(token: str | None) -> bytes:
+def _token_bytes(token: str | None) -> bytes:
     """Return the text of a token: letters represent bytes in byte-level vocabularies, else themselves."""
     if token is None:
         return UNKNOWN
@@ -115,7 +115,7 @@ def _piece(token: str | None) -> bytes:
     return token.encode()
 
 
-def _tokenizers(path: Path) -> Any:
+def _import_tokenizers(path: Path) -> Any:
     try:
         import tokenizers
     except ImportError:
@@ -139,7 +139,7 @@ def _from_checkpoint(path: Path) -> Tokens:
             f"{file}: no such file: put the model's tokenizer.json beside its weights",
             KEY,
         )
-    tokenizer = _tokenizers(path).Tokenizer.from_file(str(file))
+    tokenizer = _import_tokenizers(path).Tokenizer.from_file(str(file))
     # A tokenizer.json does not say which token ends a text; chat models end with the first of these that they have.
     for text in ("</s>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>"):
         end = tokenizer.token_to_id(text)
@@ -150,7 +150,7 @@ def _from_checkpoint(path: Path) -> Tokens:
 
 def _from_gguf(path: Path) -> Tokens:
     """Return the byte-pair tokenizer whose vocabulary and merges a GGUF file contains."""
-    tokenizers = _tokenizers(path)
+    tokenizers = _import_tokenizers(path)
     file = open_weights(path)
     assert isinstance(file, Gguf)
     if file.text("tokenizer.ggml.model") != "gpt2":

@@ -129,17 +129,17 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight."""
-        with self._open(name) as checkpoint:
+        with self._open_file(name) as checkpoint:
             return tuple(checkpoint.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
         """Return a weight in float32."""
-        with self._open(name) as checkpoint:
+        with self._open_file(name) as checkpoint:
             weight: Tensor = checkpoint.get_tensor(name)
             return weight.float()
 
     @contextmanager
-    def _open(self, name: str) -> Iterator[Any]:
+    def _open_file(self, name: str) -> Iterator[Any]:
         """Open the file with a weight."""
         file = self._path
         if name in self._index:

@@ -204,7 +204,7 @@ class GeneratePart(WorkloadPart):
     unit: ClassVar[str] = "request"
 
     @model_validator(mode="after")
-    def _known(self) -> GeneratePart:
+    def _check_parts(self) -> GeneratePart:
         if not isinstance(self.prompts, PromptsPart) and not self.prompts:
             raise ValueError("has no prompt: give at least one text in 'prompts'")
         if self.numerics == "none" and self.model.weights is not None:
@@ -293,8 +293,8 @@ class Generate(Workload):
     ) -> Iterator[Diagnostic]:
         """Yield errors in the model, the prompts and the files."""
         try:
-            model, _, _ = self._described(scenario)
-            _draft(_part(scenario), scenario, model)
+            model, _, _ = self._describe_model(scenario)
+            _draft_model(_part_of(scenario), scenario, model)
         except InputError as error:
             yield Diagnostic(error.key, error.text)
 
@@ -302,25 +302,31 @@ class Generate(Workload):
         self, given: PlanningProblem, scenario: Scenario, method: Method
     ) -> GenerateProblem:
         """Describe the network and read the prompts."""
-        model, requests, end = self._described(scenario)
-        return _posed(
-            given, model, requests, end, _draft(_part(scenario), scenario, model)
+        model, requests, end = self._describe_model(scenario)
+        return _pose_problem(
+            given,
+            model,
+            requests,
+            end,
+            _draft_model(_part_of(scenario), scenario, model),
         )
 
-    def _described(
+    def _describe_model(
         self, scenario: Scenario
     ) -> tuple[CostModel, tuple[Request, ...], int | None]:
-        part = _part(scenario)
+        part = _part_of(scenario)
         weights = (
-            None if part.model.weights is None else _path(scenario, part.model.weights)
+            None
+            if part.model.weights is None
+            else _file_path(scenario, part.model.weights)
         )
-        architecture = _architecture(part.model, weights)
+        architecture = _read_architecture(part.model, weights)
         if architecture.experts and part.is_computed:
             raise InputError(
                 f"{part.model.preset} is a mixture of experts, of which only times are known: add numerics: none",
                 ("workload", "numerics"),
             )
-        prompts, end = _prompts(part, scenario, architecture, weights)
+        prompts, end = _read_prompts(part, scenario, architecture, weights)
         times = arrivals(
             len(prompts), part.arrivals.every, part.arrivals.poisson, scenario.seed
         )
@@ -365,17 +371,19 @@ class Generate(Workload):
             Request(**{**each, "prompt": tuple(each["prompt"])})
             for each in facts["requests"]
         )
-        return _posed(given, model_of(facts["model"]), requests, facts["end"], draft)
+        return _pose_problem(
+            given, model_of(facts["model"]), requests, facts["end"], draft
+        )
 
     def load(self, prepared: Prepared) -> Loaded:
         """Read the text of all tokens, and the weights of the file that the scenario names."""
-        part, problem = _part(prepared.scenario), prepared.problem
+        part, problem = _part_of(prepared.scenario), prepared.problem
         assert isinstance(problem, GenerateProblem)
         if part.model.weights is None:
             return Loaded(tokens_of(None).pieces, None)
         from testbed_generation.weights import DRAFT, open_weights, read_all
 
-        path = _path(prepared.scenario, part.model.weights)
+        path = _file_path(prepared.scenario, part.model.weights)
         is_random = isinstance(part.prompts, PromptsPart) and part.prompts.file is None
         tokens = tokens_of(None if is_random else path)
         weights = read_all(open_weights(path), problem.model.architecture)
@@ -384,7 +392,7 @@ class Generate(Workload):
             and part.draft.weights is not None
             and problem.draft is not None
         ):
-            draft = open_weights(_path(prepared.scenario, part.draft.weights))
+            draft = open_weights(_file_path(prepared.scenario, part.draft.weights))
             for name, weight in read_all(draft, problem.draft.architecture).items():
                 weights[f"{DRAFT}{name}"] = weight
         return Loaded(tokens.pieces, weights)
@@ -467,7 +475,7 @@ class GenerateInputs(Inputs):
         assert isinstance(prepared.problem, GenerateProblem)
         self._architecture = prepared.problem.model.architecture
 
-    def _of(self, device: str) -> Mapping[str, torch.Tensor] | None:
+    def _weights_of(self, device: str) -> Mapping[str, torch.Tensor] | None:
         if self._weights is None or device == self._plan.coordinator:
             return self._weights
         from testbed_generation.weights import names_of_assignments
@@ -489,7 +497,7 @@ class GenerateInputs(Inputs):
         assert isinstance(problem, GenerateProblem)
         pieces = self._pieces if device == self._plan.coordinator else ()
         return GenerateContext(
-            problem, plan, shared, self._of(device), on_weights, pieces
+            problem, plan, shared, self._weights_of(device), on_weights, pieces
         )
 
     def data(self, device: str) -> bytes | None:
@@ -501,7 +509,7 @@ class GenerateInputs(Inputs):
 
     def weights(self, device: str) -> bytes | None:
         """Return the weights that a device in a container is sent."""
-        given = self._of(device)
+        given = self._weights_of(device)
         if given is None:
             return None
         import safetensors.torch
@@ -509,16 +517,16 @@ class GenerateInputs(Inputs):
         return bytes(safetensors.torch.save(dict(given)))
 
 
-def _part(scenario: Scenario) -> GeneratePart:
+def _part_of(scenario: Scenario) -> GeneratePart:
     assert isinstance(scenario.workload, GeneratePart)
     return scenario.workload
 
 
-def _path(scenario: Scenario, name: str) -> Path:
+def _file_path(scenario: Scenario, name: str) -> Path:
     return scenario.source.folder / name
 
 
-def _posed(
+def _pose_problem(
     given: PlanningProblem,
     model: CostModel,
     requests: tuple[Request, ...],
@@ -539,7 +547,7 @@ def _posed(
     )
 
 
-def _architecture(part: LanguageModelPart, weights: Path | None) -> Architecture:
+def _read_architecture(part: LanguageModelPart, weights: Path | None) -> Architecture:
     """Return the shape that the scenario gives, or that of a GGUF file; raises `InputError` for weights of another."""
     if weights is None:
         return part.architecture()
@@ -553,16 +561,16 @@ def _architecture(part: LanguageModelPart, weights: Path | None) -> Architecture
     return architecture
 
 
-def _draft(
+def _draft_model(
     part: GeneratePart, scenario: Scenario, model: CostModel
 ) -> CostModel | None:
     """Return the draft model; raises `InputError` for one with other tokens."""
     if part.draft is None:
         return None
     weights = (
-        None if part.draft.weights is None else _path(scenario, part.draft.weights)
+        None if part.draft.weights is None else _file_path(scenario, part.draft.weights)
     )
-    architecture = _architecture(part.draft, weights)
+    architecture = _read_architecture(part.draft, weights)
     # Proposed tokens are compared with those of the model by their numbers.
     if architecture.vocabulary != model.architecture.vocabulary:
         raise InputError(
@@ -579,7 +587,7 @@ def _draft(
     return CostModel(architecture, part.draft.storage, model.longest, model.sequences)
 
 
-def _prompts(
+def _read_prompts(
     part: GeneratePart,
     scenario: Scenario,
     architecture: Architecture,
@@ -596,7 +604,7 @@ def _prompts(
     texts: Sequence[str]
     if isinstance(prompts, PromptsPart):
         assert prompts.file is not None
-        file = _path(scenario, prompts.file)
+        file = _file_path(scenario, prompts.file)
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
             texts = [line for line in lines if line.strip()]

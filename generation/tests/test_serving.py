@@ -56,7 +56,7 @@ def alone(request: Request, sampling: Sampling) -> list[int]:
         logits = score(
             values[-1:], source.read(NORM), source.read(OUTPUT), TINY.epsilon
         )[0]
-        fed = [sampling.choose(logits, request.number, len(done))]
+        fed = [sampling.choose_token(logits, request.number, len(done))]
         done += fed
     return done[len(request.prompt) :]
 
@@ -95,8 +95,8 @@ def serve(
                     lambda assign: 0.0,
                 )
                 if name != "a":
-                    await holder.serve()
-                mailbox.start(holder.serve())
+                    await holder.serve_steps()
+                mailbox.start(holder.serve_steps())
                 options = RowOptions(recovery, heartbeat=0.2, patience=0.3)  # type: ignore[arg-type]
                 row = Row(
                     mailbox,
@@ -106,7 +106,7 @@ def serve(
                     options,
                     lambda name, assign: {},
                 )
-                await row.begin()
+                await row.assign_layers()
                 table = None if seeded is None else seeded.read(EMBEDDING)
                 calls, embedder = (
                     StageCalls(mailbox, MODEL, 0.1),

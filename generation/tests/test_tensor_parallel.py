@@ -45,7 +45,7 @@ def serve(
                     mailbox, model, shard, source, reduce(mailbox, names)
                 )
                 if name != names[0]:
-                    await holder.serve()
+                    await holder.serve_forwards()
                 embedder = Embedder(
                     mailbox, model, None if source is None else source.read(EMBEDDING)
                 )
@@ -98,7 +98,7 @@ def test_costs_of_all_shards_are_those_of_the_layers() -> None:
         for shard in shards
         for attention in (True, False)
     )
-    assert flops == pytest.approx(MODEL.layers(1, 1, 5).of().flops)
+    assert flops == pytest.approx(MODEL.layers_cost(1, 1, 5).of().flops)
 
 
 @pytest.mark.parametrize(("names", "kilobytes"), [("ab", 272), ("abcd", 816)])
