@@ -78,7 +78,9 @@ def metrics(
 
 def _add_group(result: dict[str, Any], name: str, values: Mapping[str, Any]) -> None:
     """Add the values of a metric such as ``layers.<layer>.dropped``, or ``metrics.<metric>`` without a last part."""
-    group, _, *last = name.split(".")
+    # A method may compute a mapping for a name without a placeholder, which is then the group itself.
+    group, *placeholder_and_last = name.split(".")
+    last = placeholder_and_last[1:]
     members = result.setdefault(group, {})
     for member, value in values.items():
         if last:

@@ -53,10 +53,42 @@ def metrics_of(declared: MetricsSpec) -> dict[str, Metric]:
     Metrics of packages come last, without those whose name the testbed or the method uses.
     """
     metrics = by_name([*COMMON.values(), *declared.metrics])
+    _check_keys(declared, metrics)
     # A package must not break a method whose metric has the same name.
     for name, metric in _packaged_metrics().items():
         metrics.setdefault(name, metric)
     return metrics
+
+
+RESERVED = {
+    "runtime",
+    "error",
+    "weights",
+    "series",
+    "devices",
+    "links",
+    "fault_list",
+    "recovery_list",
+    "phase_list",
+    "verdict",
+}
+"""Keys of ``metrics.json`` that every run has besides its metrics."""
+
+
+def _check_keys(declared: MetricsSpec, metrics: Mapping[str, Metric]) -> None:
+    """Raise ValueError for a name that would replace another value in ``metrics.json``."""
+    for metric in declared.metrics:
+        if metric.name in RESERVED:
+            raise ValueError(
+                f"the metric '{metric.name}' has the name of a part of metrics.json: rename the metric"
+            )
+    # Of layers.<layer>.dropped, the key is layers.
+    used = RESERVED | {name.partition(".")[0] for name in metrics}
+    for name in declared.lists or ():
+        if name in used:
+            raise ValueError(
+                f"the list '{name}' has the name of a metric or of a part of metrics.json: rename the list"
+            )
 
 
 @cache

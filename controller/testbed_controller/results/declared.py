@@ -27,6 +27,7 @@ from testbed.trace.metrics_spec import (
     TimeSeries,
 )
 from testbed.trace.record import RunView
+from testbed.trace.registry import metrics_of
 from testbed.validation import find_method, metrics_spec_of
 
 FILE = "declared.json"
@@ -80,7 +81,10 @@ def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
         # Missing while the run is in progress, or if it was cut off.
         if file.is_file():
             metrics = json.loads(file.read_text(encoding="utf-8"))
-        return _restore(stored, metrics)
+        restored = _restore(stored, metrics)
+        # Names may collide with metrics that the testbed has had since.
+        metrics_of(restored)
+        return restored
     # AttributeError: a list where a mapping is expected, or the other way round.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return NOTHING

@@ -107,6 +107,13 @@ def test_stored_metric_has_the_computed_value(
     assert restored.compute(recorded.record()) == value
 
 
+def test_names_that_the_testbed_uses_since_are_no_definitions(copied: Path) -> None:
+    trial = trial_in(copied)
+    metric = Metric("accuracy", "share", "any value", lambda _: 0.5)
+    keep(copied, trial, MetricsSpec((metric,)), {})
+    assert declared_in(copied, trial) == NOTHING
+
+
 def test_recoveries_detected_at_one_time_keep_their_own_fields(copied: Path) -> None:
     class RecoveriesOnly:
         recoveries = (Recovery(2.0, resumed=3.0), Recovery(2.0, resumed=4.0))

@@ -139,6 +139,23 @@ def test_a_figure_of_each_layer_is_asked_for_by_the_layer():
             metric_kind(unknown, figures)
 
 
+@pytest.mark.parametrize("name", ["devices", "verdict", "recovery_list"])
+def test_metric_with_the_name_of_a_part_of_metrics_json_is_refused(name):
+    metric = Metric(name, "number", "any value", len)
+    with pytest.raises(ValueError, match=f"the metric '{name}' .* rename the metric"):
+        metrics_of(MetricsSpec((metric,)))
+
+
+@pytest.mark.parametrize("name", ["links", "accuracy", "metrics", "laps", "rounds"])
+def test_list_that_would_replace_another_value_is_refused(name):
+    metrics = (
+        Metric("laps", "number", "any value", len),
+        Metric("rounds.<round>.losses", "number", "any value", len),
+    )
+    with pytest.raises(ValueError, match=f"the list '{name}' .* rename the list"):
+        metrics_of(MetricsSpec(metrics, lists={name: lambda _: []}))
+
+
 def test_a_method_adds_figures_under_names_of_their_own():
     laps = Metric(
         "laps", "number", "rounds of the token", lambda record: len(record.of("lap"))

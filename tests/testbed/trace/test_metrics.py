@@ -5,6 +5,8 @@ import json
 import pytest
 
 from testbed.trace.events import Event
+from testbed.trace.metrics import metrics
+from testbed.trace.metrics_spec import Metric, MetricsSpec
 from tests.helpers import recorded
 from tests.helpers.recorded import calm, recorded_metrics
 
@@ -98,3 +100,10 @@ def test_a_diverged_loss_is_still_json() -> None:
     events = [Event(1.0, "a", "step", {"step": 0, "loss": float("nan"), "samples": 8})]
     assert calm(events=events)["loss"] is None
     json.dumps(recorded_metrics(), allow_nan=False)
+
+
+def test_mapping_of_a_plain_name_becomes_a_group() -> None:
+    laps = Metric("laps", "number", "laps by device", lambda _: {"a": 1, "b": 2})
+    outcome, experiment = recorded.outcome(), recorded.trial().experiment
+    computed = metrics(outcome, experiment, recorded.plan(), MetricsSpec((laps,)))
+    assert computed["laps"] == {"a": 1, "b": 2}
