@@ -328,8 +328,7 @@ def _check_congestion_control(compared: _Compared) -> Iterator[str]:
 def _check_processors(compared: _Compared) -> Iterator[str]:
     processors = set()
     for run in compared.runs:
-        # Runs without torch record no instruction set, or none as null.
-        if any(run.manifest.get("host", {}).get("computing", ())):
+        if _processors_of(run):
             processors.add(_describe_processors(run))
     if len(processors) > 1:
         names = " | ".join(sorted(processors))
@@ -351,10 +350,16 @@ _CHECKS = (
 )
 
 
+def _processors_of(run: Run) -> list[dict[str, Any]]:
+    """Return the processors that computed a run; devices and runs without torch record none, or null."""
+    processors = run.manifest.get("host", {}).get("computing", ())
+    return [each for each in processors if each is not None]
+
+
 def _describe_processors(run: Run) -> str:
     """Return the processors, instruction sets and torch versions that a run's numerics depend on."""
     fixed = " with fixed kernels" if run.trial.scenario.workload.is_reproducible else ""
-    return kernels.named(run.manifest["host"]["computing"]) + fixed
+    return kernels.named(_processors_of(run)) + fixed
 
 
 def _compare_clocks(

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from testbed.common.errors import InputError
 from testbed.plan import Plan
@@ -58,12 +59,63 @@ def trial_in(folder: Path) -> Trial:
     return _read_trial(folder, _read_manifest(folder))
 
 
+class _ManifestTypes(TypedDict, total=False):
+    """Types of the facts of a manifest that other modules rely on; missing ones are reported by their readers."""
+
+    point: dict[str, Any]
+    repetition: int
+    runtime: Literal["emulate", "simulate"]
+    status: str
+    error: str | None
+    wall_seconds: float
+    date: str
+    command: str
+    revision: str | None
+    versions: dict[str, str | None]
+    host: _HostTypes
+
+
+class _ProcessorTypes(TypedDict):
+    processor: str
+    instruction_set: str
+    torch: str
+
+
+class _HostTypes(TypedDict, total=False):
+    # Runs without torch record no instruction set, or none as null.
+    computing: list[_ProcessorTypes | None]
+
+
+class _FidelityTypes(TypedDict, total=False):
+    figures: dict[str, Any]
+    links: list[dict[str, Any]]
+
+
+_MANIFEST = TypeAdapter(_ManifestTypes)
+_FIDELITY = TypeAdapter(_FidelityTypes)
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / "scenario.yaml").is_file():
         raise InputError(
             f"{folder}: has no run: name a folder written by `testbed run`, such as results/<run>"
         )
-    return _read_json(folder / "manifest.json")
+    path = folder / "manifest.json"
+    facts = _read_json(path)
+    _check_types(path, _MANIFEST, facts)
+    return facts
+
+
+def _check_types(path: Path, types: TypeAdapter[Any], content: object) -> None:
+    """Raise InputError for a value of another type than the testbed writes; further keys are not checked."""
+    try:
+        types.validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise InputError(
+            f"{path}: {key}: {first['msg']}: the file is damaged, run the scenario again"
+        ) from None
 
 
 def _read_trial(folder: Path, facts: Mapping[str, Any]) -> Trial:
@@ -115,6 +167,7 @@ def _load_run(folder: Path, events: EventLog, stored: dict[str, Any] | None) -> 
     # Missing if the run was cut off.
     if (folder / "fidelity.json").is_file():
         fidelity = _read_json(folder / "fidelity.json")
+        _check_types(folder / "fidelity.json", _FIDELITY, fidelity)
     if facts.get("status") == RUNNING:
         last = events.latest
         facts |= {

@@ -381,6 +381,32 @@ def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
         files.load(files.places(tmp_path / "nowhere")[0])
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("manifest.json", "runtime", {}),
+        ("manifest.json", "host", "busy"),
+        ("manifest.json", "host", {"computing": 3}),
+        ("manifest.json", "host", {"computing": [{"torch": "2.13"}]}),
+        ("manifest.json", "revision", ["a"]),
+        ("manifest.json", "point", None),
+        ("fidelity.json", "figures", 3),
+        ("fidelity.json", "links", [None]),
+    ],
+)
+def test_value_of_another_type_is_named(
+    file: str, key: str, value: object, tmp_path: Path
+) -> None:
+    place = recorded.write(
+        tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome()
+    )
+    content = json.loads((place / file).read_text())
+    (place / file).write_text(json.dumps({**content, key: value}))
+    for read in (files.load, files.load_metrics):
+        with pytest.raises(InputError, match=rf"{file}: {key}.*: the file is damaged"):
+            read(place)
+
+
 def test_names_of_the_runs_of_a_sweep() -> None:
     point = {"network.link.rate": "10mbit", "workload.method.options": "a/b c"}
     assert (
