@@ -25,6 +25,7 @@ PARTS = (
     "conformance",
     "hosts",
 )
+"""Parts that are measured by default."""
 PEER_PARTS = ("peers",)
 """Parts measured only by name, since they install packages of others."""
 

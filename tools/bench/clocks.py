@@ -16,7 +16,9 @@ from tools.bench.figure import Measurement
 from tools.bench.simulation import messages_per_second
 
 TOLERANCE = 0.1
+"""Maximum relative difference of the quickstart's step times on the two clocks."""
 MESSAGES_PER_SECOND = 50_000
+"""Minimum speed of the simulator, for each second of processor time."""
 
 
 def measure() -> Iterator[Measurement]:

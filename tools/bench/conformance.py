@@ -48,15 +48,23 @@ from tools.bench.flows import measure_flows, tcp_rates, udp_rates
 RESULTS = BUILD / "conformance"
 """Folder for the results of `measure`, from which `tools.bench.page` makes the table in the documentation."""
 JITTER_FRACTION = 0.1
+"""Maximum relative error of a standard deviation."""
 BURSTS_FRACTION = 0.1
+"""Maximum relative error of the loss and the length of bursts."""
 TCP_LOWEST = 0.92
 """Minimum share of TCP content in the rate on the wire: headers alone take 4.4 %."""
 CHANGE_SECONDS = 0.05
+"""Maximum time until a change of a link takes effect, in seconds."""
 DELAYS = (0.0005, 0.001, 0.005, 0.02, 0.1, 0.5)
+"""One-way delays in seconds."""
 LOSSES = (0.001, 0.01, 0.05, 0.1, 0.3, 0.5)
+"""Shares of lost packets."""
 RATES = (250e3, 1e6, 10e6, 100e6, 1e9)
+"""Rates in bit/s."""
 RATE_DELAYS = (0.0, 0.02, 0.1)
+"""One-way delays of the links whose rates are measured, in seconds."""
 PACKETS = 20_000
+"""Number of packets in measurements of random properties."""
 _SECONDS_TO_FILL = 0.35
 """Duration of a train of datagrams at the rate of a link, in seconds."""
 

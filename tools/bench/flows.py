@@ -26,6 +26,7 @@ _CONTENT = struct.Struct("=8sId")
 # Constants of asm-generic/socket.h and linux/udp.h, which Python's `socket` lacks.
 _SO_NO_CHECK, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _UDP_SEGMENT = 11, 32, 33, 103
 _RECEIVE_BUFFER = 256 << 20
+"""Size of a receiver's buffer in bytes, beyond any measured flow, so that no datagram is lost here."""
 _BUFFER_PER_FRAME = 2304
 """Bytes that the kernel charges to a socket's buffer for a full frame."""
 _PORT = 5001

@@ -38,10 +38,12 @@ HIDDEN = (8, 512, 8, 512, 8, 512, 8)
 """Each cut transfers 512 values per sample, as in a perceptron of seven layers of 512. The layers of 8 between them
 keep computation so light that a host with few cores is never late, and only the transport is measured."""
 BATCH = 256
+"""Samples in a step."""
 MICRO_BATCHES = 4
 WARM_UP = 3
 """Steps not measured at the beginning, while connections are established and their windows open."""
 STEPS = 10
+"""Measured steps, after the warm-up."""
 MOST_STEP_RATIO = 0.8
 """Maximum ratio of our step time to that of gloo."""
 MOST_PROCESSOR_RATIO = 0.25
@@ -49,6 +51,7 @@ MOST_PROCESSOR_RATIO = 0.25
 MOST_DEVIATION = 0.05
 """Maximum relative difference of our step time from the plan."""
 PORT = 29500
+"""Port at which the stages join the process group."""
 _TAIL = 2000
 """Number of characters shown of a failed program's output."""
 

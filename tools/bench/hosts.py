@@ -17,7 +17,9 @@ from tools.bench.figure import Measurement
 from tools.bench.startup import make_scenario
 
 DEVICES = 64
+"""Number of devices that are started."""
 MOST_RATIO = 1.2
+"""Maximum ratio of the start-up on several hosts to the start-up on one."""
 MOST_MEMORY = 60e6
 """Maximum memory of the testbed on a host without devices, in bytes."""
 

@@ -15,11 +15,13 @@ from tools.bench.figure import Measurement
 from tools.bench.transfer import exchange_scenario
 
 MESSAGES = 10_000
+"""Number of messages over which the growth is measured."""
 IDLE = 38e6
 """Maximum memory of an idle device in bytes, after it has imported Flask and reported its metrics once."""
 GROWTH = 5e6
 """Maximum growth by 10,000 messages of 1 kB, in bytes: noise of the allocator; a leak would be 10 MB."""
 RESIDENT = "testbed_resident_bytes"
+"""Metric of an agent with its resident memory in bytes."""
 SETTLE_MESSAGES = 1_000
 """Messages before the first measurement, by which buffers and pools reach their size."""
 

@@ -21,6 +21,7 @@ from tools.bench.figure import Measurement
 
 HOME = ROOT / ".build/peers"
 PACKAGES = ("flwr[simulation]", "simpy")
+"""Packages of other tools, in their newest versions."""
 CLIENTS = {100: 10, 1000: 3}
 """Number of clients -> rounds; all clients take part in each round."""
 HIDDEN, BATCH, RATE = 64, 32, 0.2

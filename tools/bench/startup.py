@@ -22,8 +22,11 @@ from testbed_controller.shaping.namespaces import Namespace
 from tools.bench.figure import Measurement
 
 DEVICE_COUNTS = (4, 16, 64)
+"""Numbers of devices that are started."""
 RATIO_AT = 16
+"""Number of devices with a target."""
 TARGET = 1.5
+"""Maximum ratio of the start-up to that of bare containers."""
 
 
 def make_scenario(devices: int) -> Scenario:

@@ -19,8 +19,11 @@ from tools.bench.figure import Measurement
 WARM_UP = 5
 """Messages not measured at the beginning, while the connection is established and its window opens."""
 TENSOR = 1_000_000
+"""Size of the large messages in bytes."""
 LEAST_SHARE = 0.9
+"""Minimum share of a link's rate that large messages reach."""
 MOST_OVERHEAD = 2e-3
+"""Maximum time of a small message above the round trip of the link, in seconds."""
 
 
 def exchange_scenario(
