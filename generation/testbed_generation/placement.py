@@ -15,7 +15,7 @@ All functions take one `Row` and return layers by device; they raise `InputError
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,6 +30,13 @@ REMEDY = (
 )
 MOST_DEVICES = 16
 """Devices among which an exact choice is made; time and memory double with each one."""
+
+
+Way = tuple[int, ...]
+"""Places of devices, in the order in which a token visits them."""
+
+WayEnd = tuple[int, int]
+"""A set of devices as bits, and the place of the last one visited. Ways with the same end are continued alike."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +63,33 @@ class Row:
 
     def latency(self, layers: Layers) -> float:
         """Return the seconds of one token through a row and back to the source."""
-        computing = sum(count * self.seconds[name] for name, count in layers)
-        return (
-            computing
-            + self._travel_seconds(layers)
-            + self.output_seconds(layers[-1][0])
-        )
+        computing = 0.0
+        for name, count in layers:
+            computing += count * self.seconds[name]
+        last = layers[-1][0]
+        return computing + self._travel_seconds(layers) + self.output_seconds(last)
 
     def _travel_seconds(self, layers: Layers) -> float:
         names = [name for name, _ in layers]
-        forward = sum(self.send(one, other) for one, other in pairwise(names))
-        return forward + (self.answer(names[-1], names[0]) if len(names) > 1 else 0.0)
+        travel = 0.0
+        for one, other in pairwise(names):
+            travel += self.send(one, other)
+        if len(names) > 1:
+            travel += self.answer(names[-1], names[0])
+        return travel
 
     def bottleneck(self, layers: Layers) -> float:
         """Return the seconds between two tokens when all stages and links of a row are always busy."""
         names = [name for name, _ in layers]
-        busy = [count * self.seconds[name] for name, count in layers]
+        busy = []
+        for name, count in layers:
+            busy.append(count * self.seconds[name])
         busy[-1] += self.output_seconds(names[-1])
-        busy += [self.send(one, other) for one, other in pairwise(names)]
+        for one, other in pairwise(names):
+            busy.append(self.send(one, other))
         if len(names) > 1:
             busy.append(self.answer(names[-1], names[0]))
+        # The slowest stage or link sets the pace of a pipeline that is always full.
         return max(busy)
 
 
@@ -178,6 +192,15 @@ def _fill_row(row: Row, names: Sequence[str]) -> Layers | None:
     return None if left else tuple(counts.items())
 
 
+def _extensions(members: int, number: int) -> Iterator[tuple[int, WayEnd]]:
+    """Yield each of ``number`` devices outside a set, and the end of a way that continues to that device."""
+    # The source, at place 0, begins every way and is never visited again.
+    for place in range(1, number):
+        bit = 1 << place
+        if not members & bit:
+            yield place, (members | bit, place)
+
+
 def _shortest_rows(row: Row) -> list[tuple[tuple[str, ...], float]]:
     """Return the order with the least travel time, and the time, for each set of devices with the source.
 
@@ -186,44 +209,46 @@ def _shortest_rows(row: Row) -> list[tuple[tuple[str, ...], float]]:
     """
     _check_number(row)
     source, number = row.devices[0], len(row.devices)
-    ways: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(1, 0): (0.0, (0,))}
     rows: list[tuple[tuple[str, ...], float]] = [
         ((source,), row.output_seconds(source))
     ]
+    ways: dict[WayEnd, tuple[float, Way]] = {(1, 0): (0.0, (0,))}
     for size in range(2, number + 1):
-        longer: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+        longer: dict[WayEnd, tuple[float, Way]] = {}
         for (members, last), (seconds, way) in ways.items():
-            for following in range(1, number):
-                if members >> following & 1:
-                    continue
-                total = seconds + row.send(row.devices[last], row.devices[following])
-                key = (members | 1 << following, following)
-                if total < longer.get(key, (math.inf, ()))[0]:
-                    longer[key] = (total, (*way, following))
+            for place, end in _extensions(members, number):
+                total = seconds + row.send(row.devices[last], row.devices[place])
+                least, _ = longer.get(end, (math.inf, ()))
+                if total < least:
+                    longer[end] = (total, (*way, place))
         rows += _closed_rows(row, longer)
         ways = longer
+        # A row with more devices than layers would leave one without a layer.
         if size == row.layers:
             break
     return rows
 
 
 def _closed_rows(
-    row: Row, ways: Mapping[tuple[int, int], tuple[float, tuple[int, ...]]]
+    row: Row, ways: Mapping[WayEnd, tuple[float, Way]]
 ) -> list[tuple[tuple[str, ...], float]]:
     """Return the best row of each set, with the way back to the source and the output matrix on the last device."""
-    best: dict[int, tuple[float, tuple[int, ...]]] = {}
+    best: dict[int, tuple[float, Way]] = {}
     for (members, last), (seconds, way) in ways.items():
         name = row.devices[last]
         total = seconds + row.answer(name, row.devices[0]) + row.output_seconds(name)
-        if total < best.get(members, (math.inf, ()))[0]:
+        least, _ = best.get(members, (math.inf, ()))
+        if total < least:
             best[members] = (total, way)
-    return [
-        (tuple(row.devices[index] for index in way), seconds)
-        for seconds, way in best.values()
-    ]
+    rows = []
+    for seconds, way in best.values():
+        names = tuple(row.devices[place] for place in way)
+        rows.append((names, seconds))
+    return rows
 
 
 def _possible_bottlenecks(row: Row) -> set[float]:
+    """Return all times that can bound a row: of 1 to all layers on a device, of the output matrix, and of links."""
     times = set()
     for name in row.devices:
         for count in range(1, min(row.capacity[name], row.layers) + 1):
@@ -233,45 +258,54 @@ def _possible_bottlenecks(row: Row) -> set[float]:
             if other != name:
                 times.add(row.send(name, other))
                 times.add(row.answer(name, other))
-    return {time for time in times if time < math.inf}
+    times.discard(math.inf)
+    return times
 
 
 def _row_within(row: Row, limit: float) -> Layers | None:
-    """Return a row with stages and links of at most ``limit`` seconds a token each; None if no row suffices."""
+    """Return a row with stages and links of at most ``limit`` seconds a token each; None if no row suffices.
+
+    Ways grow by one device at a time over links within the limit, and the first one with room for all layers is
+    chosen. Among ways with the same end any will do: they have the same devices, so the same room.
+    """
     _check_number(row)
     number = len(row.devices)
     # The limit is one of the sums compared with it, which may differ in the last bit when added in another order.
     slack = limit * (1 + 1e-12)
-    most = [
-        min(row.capacity[name], int(slack / row.seconds[name])) for name in row.devices
-    ]
-    at_end = []
-    for name in row.devices:
-        left = slack - row.output_seconds(name)
-        at_end.append(min(row.capacity[name], int(left / row.seconds[name])))
-    if most[0] < 1:
+    inside, at_end = _layers_within(row, slack)
+    if inside[0] < 1:
         return None
-    reached: dict[tuple[int, int], tuple[int, ...]] = {(1, 0): (0,)}
+    reached: dict[WayEnd, Way] = {(1, 0): (0,)}
     while reached:
-        longer: dict[tuple[int, int], tuple[int, ...]] = {}
+        longer: dict[WayEnd, Way] = {}
         for (members, last), way in reached.items():
-            room = sum(most[index] for index in way[:-1]) + at_end[last]
-            closes = (
-                len(way) == 1 or row.answer(row.devices[last], row.devices[0]) <= slack
+            most = [inside[place] for place in way]
+            most[-1] = at_end[last]
+            is_within = len(way) == 1 or (
+                row.answer(row.devices[last], row.devices[0]) <= slack
             )
-            if at_end[last] >= 1 and closes and room >= row.layers >= len(way):
-                return _spread_layers(
-                    row, way, [most[index] for index in way[:-1]] + [at_end[last]]
-                )
-            for following in range(1, number):
-                if members >> following & 1 or most[following] < 1:
+            if is_within and most[-1] >= 1 and sum(most) >= row.layers >= len(way):
+                return _spread_layers(row, way, most)
+            for place, end in _extensions(members, number):
+                if inside[place] < 1:
                     continue
-                if row.send(row.devices[last], row.devices[following]) <= slack:
-                    longer.setdefault(
-                        (members | 1 << following, following), (*way, following)
-                    )
+                if row.send(row.devices[last], row.devices[place]) <= slack:
+                    longer.setdefault(end, (*way, place))
         reached = longer
     return None
+
+
+def _layers_within(row: Row, limit: float) -> tuple[list[int], list[int]]:
+    """Return how many layers each device computes in ``limit`` seconds, inside a row and at its end."""
+    inside = []
+    at_end = []
+    for name in row.devices:
+        seconds, capacity = row.seconds[name], row.capacity[name]
+        inside.append(min(capacity, int(limit / seconds)))
+        # The last device multiplies with the output matrix as well.
+        left = limit - row.output_seconds(name)
+        at_end.append(min(capacity, int(left / seconds)))
+    return inside, at_end
 
 
 def _spread_layers(row: Row, way: Sequence[int], most: Sequence[int]) -> Layers:
