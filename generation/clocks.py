@@ -1,0 +1,170 @@
+"""Run every method in containers and on the virtual clock, and compare tokens, bytes and times.
+
+    python generation/clocks.py                  # all points of scenarios/clocks.yaml: 15 minutes
+    python generation/clocks.py ring petals      # points whose label contains one of these words
+
+The table is that of generation/README.md. Tokens and bytes are equal on any host. Times can be compared only on a host
+with nothing else to do: the verdict says whether the emulation can be trusted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import testbed
+
+SCENARIO = Path(__file__).with_name("scenarios") / "clocks.yaml"
+
+UNCOMPARED = ("ping", "pong", "release")
+"""Kinds of messages that depend on the duration of a run, or may be in transit at its end."""
+
+SLACK = 64
+"""Bytes by which a message may differ: the simulator assumes the usual number of digits of sequence numbers, and
+safetensors begin at a multiple of 64 bytes."""
+
+Route = tuple[str, str, str]
+"""Sender, receiver and kind of a message."""
+
+
+def points() -> dict[str, Mapping[str, Any]]:
+    """Return the changed keys of each point of the scenario, by its label."""
+    changes = {}
+    for point in yaml.safe_load(SCENARIO.read_text(encoding="utf-8"))["points"]:
+        changes[point.pop("label")] = point
+    return changes
+
+
+def run_point(changes: Mapping[str, Any], runtime: str, out: Path) -> testbed.Result:
+    """Run one point of the scenario; ``runtime`` is ``simulate`` or ``emulate``."""
+    scenario = testbed.load(SCENARIO, {**changes, "points": []})
+    if runtime == "simulate":
+        return testbed.simulate(scenario, out)
+    return testbed.emulate(scenario, out, accept_links=True)
+
+
+def tokens_of(result: testbed.Result) -> dict[int, list[int]]:
+    """Return the tokens of each request."""
+    tokens: dict[int, list[int]] = defaultdict(list)
+    for event in result.run.outcome.events:
+        if event.event == "token":
+            tokens[event.fields["request"]].append(event.fields["token"])
+    return dict(tokens)
+
+
+def messages_of(result: testbed.Result) -> dict[Route, list[int]]:
+    """Return the sizes of all received messages in bytes, by sender, receiver and kind."""
+    sizes: dict[Route, list[int]] = defaultdict(list)
+    for event in result.run.outcome.events:
+        if event.event != "receive" or event.fields["message"] in UNCOMPARED:
+            continue
+        route = (event.fields["peer"], event.device or "", event.fields["message"])
+        sizes[route].append(event.fields["bytes"])
+    return dict(sizes)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method on both clocks."""
+
+    label: str
+    simulated: testbed.Result
+    containers: testbed.Result
+
+    @property
+    def has_same_tokens(self) -> bool:
+        """Whether all requests got the same tokens."""
+        return tokens_of(self.simulated) == tokens_of(self.containers)
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether a device is lost: the messages in transit then depend on the instant of its death."""
+        return bool(self.simulated.run.experiment.faults)
+
+    def different_messages(self) -> Iterator[str]:
+        """Yield the differences between the messages on both clocks."""
+        simulated = messages_of(self.simulated)
+        containers = messages_of(self.containers)
+        for route in sorted(simulated.keys() | containers.keys()):
+            expected = simulated.get(route, [])
+            measured = containers.get(route, [])
+            # The run ends with the last token, which some messages of the last step may not precede.
+            if abs(len(expected) - len(measured)) > 1:
+                yield f"{route}: {len(expected)} and {len(measured)} messages"
+            for one, other in zip(expected, measured, strict=False):
+                if abs(one - other) > SLACK:
+                    yield f"{route}: {one} and {other} bytes"
+
+    def row(self) -> str:
+        """Return the row of the table."""
+        error = self.containers.run.outcome.error
+        if error is not None:
+            return f"| {self.label} | failed: {error.strip().splitlines()[-1]} |"
+        simulated = self.simulated.run.metrics
+        containers = self.containers.run.metrics
+        received = sum(sum(sizes) for sizes in messages_of(self.containers).values())
+        cells = (
+            self.label,
+            "yes" if self.has_same_tokens else "no",
+            f"{received / containers['tokens']:,.0f}",
+            self._same_messages(),
+            f"{simulated['tpot'] * 1000:.1f}",
+            f"{containers['tpot'] * 1000:.1f}",
+            f"{containers['tpot'] / simulated['tpot']:.2f}",
+            containers["verdict"]["kind"],
+        )
+        return f"| {' | '.join(cells)} |"
+
+    def _same_messages(self) -> str:
+        if self.has_fault:
+            return ""
+        return "no" if list(self.different_messages()) else "yes"
+
+
+def compare_clocks(label: str, changes: Mapping[str, Any], out: Path) -> Comparison:
+    """Run a point on both clocks, with its results below ``out``."""
+    folder = out / label.replace(" ", "-")
+    return Comparison(
+        label,
+        run_point(changes, "simulate", folder / "simulated"),
+        run_point(changes, "emulate", folder / "containers"),
+    )
+
+
+HEADER = (
+    "| point | same tokens | bytes per token | same messages | simulated (ms) | containers (ms) | ratio | verdict |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", help="words of labels; default: all points")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/clocks"), help="folder of the results"
+    )
+    options = parser.parse_args(arguments)
+    rows = []
+    for label, changes in points().items():
+        if options.words and not any(word in label for word in options.words):
+            continue
+        comparison = compare_clocks(label, changes, options.out)
+        rows.append(comparison.row())
+        print(rows[-1], flush=True)
+        if not comparison.has_fault:
+            for difference in comparison.different_messages():
+                print(f"  {difference}", flush=True)
+    print("\n".join((HEADER, *rows)))
+
+
+if __name__ == "__main__":
+    main()
