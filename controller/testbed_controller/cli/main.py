@@ -250,4 +250,10 @@ def _explain_error(error: Exception) -> tuple[str | None, int]:
         return f"the container engine: {text}", HostError.exit_code
     from testbed.common.usercode import describe_error
 
-    return describe_error(error), TestbedError.exit_code
+    explanation = describe_error(error)
+    if explanation is None and isinstance(
+        error, PermissionError | IsADirectoryError | FileExistsError
+    ):
+        text = f"{error.filename}: {error.strerror}: name another path"
+        return text, HostError.exit_code
+    return explanation, TestbedError.exit_code

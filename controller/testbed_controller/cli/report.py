@@ -151,6 +151,7 @@ def compare(
         out.write_text(comparison.render(grouped, compared), encoding="utf-8")
         click.echo(f"written to {out}", err=as_json)
     if latex is not None:
+        latex.parent.mkdir(parents=True, exist_ok=True)
         latex.write_text(as_latex(comparison.metrics_of(compared)), encoding="utf-8")
         click.echo(f"written to {latex}", err=as_json)
     if plots is not None:

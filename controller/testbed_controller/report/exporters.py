@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from testbed.common.errors import InputError
 from testbed.common.lazy import require_extra
+from testbed_controller.results import perfetto
 from testbed_controller.results.rows import every_table, points, write_tables
 from testbed_controller.results.run import Run
 from testbed_controller.results.summary import summary_of
@@ -48,7 +48,10 @@ def write_perfetto(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) ->
             f"{runs[0].path.parent}: has {len(runs)} runs, and --perfetto exports a single run: name one of them"
         )
     _refuse_metrics(metrics)
-    shutil.copy(runs[0].path / "trace.json", folder / "trace.json")
+    run = runs[0]
+    # Not a copy of the one in the results, which an interrupted run lacks.
+    with (folder / "trace.json").open("w", encoding="utf-8") as file:
+        perfetto.write(file, run.outcome.events, run.end, run.trial.scenario.name)
 
 
 def write_plots(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:

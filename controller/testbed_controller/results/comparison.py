@@ -16,8 +16,9 @@ from testbed.common.intervals import interval
 from testbed.ml import kernels
 from testbed.scenario.expand import repetition_seed
 from testbed.scenario.points import point_parts
+from testbed_controller.results.available import all_metrics, metric_value
 from testbed_controller.results.run import Run
-from testbed_controller.results.summary import all_metrics, is_number, metric_value
+from testbed_controller.results.summary import is_number
 
 UNIMPORTANT = (
     "description",

@@ -253,8 +253,8 @@ def _counter_records(log: EventLog) -> Iterator[dict[str, Any]]:
     for event in islice(counted, 0, None, stride):
         key = "loss" if event.event == "step" else "accuracy"
         value = event.fields.get(key)
-        # A counter cannot show the nan of a diverged run.
-        if isinstance(value, int | float) and not math.isnan(value):
+        # JSON has neither the nan nor the infinity of a diverged run.
+        if isinstance(value, int | float) and math.isfinite(value):
             yield {
                 "ph": "C",
                 "name": key,

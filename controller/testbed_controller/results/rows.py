@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from testbed.common.errors import InputError
 from testbed.common.lazy import require_extra
 from testbed.scenario.points import value_label, value_text
+from testbed_controller.results.available import all_metrics, metric_value
 from testbed_controller.results.run import Run
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ Row = dict[str, Any]
 def _metric_rows(run: Run) -> list[Row]:
     """Return the metrics with a single value; metrics of devices or layers have tables of their own."""
     table = []
-    for name, metric in run.metric_definitions.items():
-        value = run.metrics.get(name)
+    for name, metric in all_metrics([run]).items():
+        value = metric_value(run.metrics, name)
         if isinstance(value, int | float | str | bool):
             row = {"metric": name, "value": value}
             table.append({**row, "kind": metric.kind, "meaning": metric.meaning})

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from testbed.common.intervals import CONFIDENCE, interval
-from testbed.scenario.expect import look_up
 from testbed.scenario.points import value_label
 from testbed.trace.events import finite
-from testbed.trace.metrics_spec import Metric
+from testbed_controller.results.available import all_metrics, metric_value
 from testbed_controller.results.rows import Row, write_csv
 from testbed_controller.results.run import Run
 
@@ -70,42 +68,6 @@ def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
             mean, half_width = interval(numbers)
             table[name] = {"mean": mean, "ci95": half_width, "n": len(numbers)}
     return table
-
-
-def all_metrics(runs: Sequence[Run]) -> dict[str, Metric]:
-    """Return all metrics available to any of the runs, by name.
-
-    A compared metric with a value for each member of a group, such as ``metrics.<metric>``, is replaced by one metric
-    for each member, such as ``metrics.f1``. The members of other groups, such as layers, would be too many.
-    """
-    metrics: dict[str, Metric] = {}
-    for run in runs:
-        for name, metric in run.metric_definitions.items():
-            if "<" in name and metric.compared:
-                metrics |= _member_metrics(metric, run.metrics)
-            else:
-                metrics[name] = metric
-    return metrics
-
-
-def _member_metrics(metric: Metric, metrics: Mapping[str, Any]) -> dict[str, Metric]:
-    """Return a metric for each member of the group of a metric that a run has, by name."""
-    group, _, last = metric.name.partition(".")
-    members = metrics.get(group)
-    if not isinstance(members, Mapping):
-        return {metric.name: metric}
-    _, dot, last = last.partition(".")
-    names = [f"{group}.{member}{dot}{last}" for member in members]
-    return {name: replace(metric, name=name) for name in names}
-
-
-def metric_value(metrics: Mapping[str, Any], name: str) -> Any:
-    """Return a metric of a run by its name in `all_metrics`; None if missing.
-
-    >>> metric_value({"loss": 0.5, "metrics": {"f1": 0.9}}, "metrics.f1")
-    0.9
-    """
-    return metrics[name] if name in metrics else look_up(metrics, name)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -219,6 +219,19 @@ def test_a_run_on_a_standing_lab_refuses_options_of_other_runs(options, named):
         )
 
 
+def test_path_without_permission_is_named_without_a_traceback(monkeypatch, capsys):
+    def refused(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/root/x.html")
+
+    monkeypatch.setattr(command_line, "main", refused)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 3
+    assert capsys.readouterr().err == (
+        "testbed: /root/x.html: Permission denied: name another path\n"
+    )
+
+
 def test_a_full_disk_is_no_traceback(monkeypatch, capsys):
     def full(**_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -203,6 +203,13 @@ def test_the_compare_command(tmp_path: Path) -> None:
     assert "step time" in done.output
     assert "emulated and simulated agree" in done.output
     assert "<h1>2 runs side by side</h1>" in page.read_text()
+    latex_file = tmp_path / "another" / "table.tex"
+    done = CliRunner().invoke(
+        compare_command,
+        [str(tmp_path / "a"), str(tmp_path / "b"), "--latex", str(latex_file)],
+    )
+    assert done.exit_code == 0, done.output
+    assert "step time" in latex_file.read_text()
     done = CliRunner().invoke(compare_command, [str(tmp_path), "--json"])
     assert [run["label"] for run in json.loads(done.stdout)["runs"]] == ["a", "b"]
     done = CliRunner().invoke(compare_command, [str(tmp_path / "a")])

@@ -28,6 +28,13 @@ def records() -> list[dict[str, Any]]:
     return list(content["traceEvents"])
 
 
+@pytest.mark.parametrize("loss", [float("inf"), float("-inf"), float("nan")])
+def test_loss_that_is_not_finite_is_no_counter(loss: float) -> None:
+    step = Event(1.0, "a", "step", {"step": 0, "loss": loss, "samples": 8})
+    content = trace([step], 2.0)
+    assert [each for each in content["traceEvents"] if each["ph"] == "C"] == []
+
+
 def test_every_device_is_a_process_with_a_track_per_activity() -> None:
     names = {
         (record["pid"], record["tid"]): record["args"]["name"]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from testbed.common.errors import InputError
+from testbed_controller.cli.export import export
 from testbed_controller.results import files
+from testbed_controller.results.recorder import Recorder
 from testbed_controller.results.rows import (
     TABLES,
     every_table,
@@ -53,6 +57,24 @@ def test_events_are_rows_in_their_order_with_their_own_keys(run: Run) -> None:
         "state": "started",
     }
     assert [row["time"] for row in found] == [event.time for event in recorded.events()]
+
+
+def test_metrics_of_the_scenario_are_rows_and_columns(run: Run) -> None:
+    measured = replace(run, metrics={**run.metrics, "metrics": {"f1": 0.9}})
+    found = {row["metric"]: row["value"] for row in rows(measured, "metrics")}
+    assert found["metrics.f1"] == 0.9
+    assert [row["metrics.f1"] for row in points([measured])] == [0.9]
+
+
+def test_timeline_of_an_interrupted_run_is_exported(tmp_path: Path) -> None:
+    writer = Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
+    for event in recorded.events()[:20]:
+        writer.event(event)
+    writer.abandon(KeyboardInterrupt())
+    done = CliRunner().invoke(export, [str(tmp_path / "run"), "--perfetto"])
+    assert done.exit_code == 0, done.output
+    trace = json.loads((tmp_path / "run" / "export" / "trace.json").read_text())
+    assert trace["traceEvents"]
 
 
 def test_metrics_of_one_value_are_rows_with_their_meaning(run: Run) -> None:
