@@ -25,13 +25,13 @@ from testbed_edgepipe.planner import (
 )
 
 
-class NeedsArrangement(Needs, kind=INFORMING[0]):
-    """Request for the assignment, to the coordinator."""
+class NeedsPartition(Needs, kind=INFORMING[0]):
+    """Request for the model partition, to the device coordinator."""
 
 
 @dataclass(frozen=True)
-class Arranged(TypedMessage, kind=INFORMING[1]):
-    """From the coordinator: the task of each device, line 22 of Algorithm 1."""
+class ModelPartition(TypedMessage, kind=INFORMING[1]):
+    """From the device coordinator: the task of each device (line 22 of Algorithm 1)."""
 
     layers: list[dict[str, list[int]]]
     """By layer: device -> first neuron and end of its range."""
@@ -44,7 +44,7 @@ class TreatedAsNull:
 
     >>> from testbed.ml.slots.missing import SenderPart
     >>> parts = (SenderPart("a", range(1), torch.ones(1, 1)), SenderPart("b", range(1, 2), None))
-    >>> received = Arrived(layer=1, batch=0, samples=1, neurons=2, parts=parts)
+    >>> received = ReceivedParts(layer=1, batch=0, samples=1, neurons=2, parts=parts)
     >>> TreatedAsNull().inputs(received)
     tensor([[1., 0.]])
     >>> received.is_complete
@@ -60,7 +60,7 @@ class TreatedAsNull:
         *,
         mask_missing_outputs: bool = True,
     ) -> None:
-        """An update follows the last of ``micro_batches``, with all gradients received."""
+        """An update follows the last of ``micro_batches`` and uses all their gradients that have arrived."""
         self.masks_missing_outputs = mask_missing_outputs
         self._update_condition = update_condition
         self._micro_batches = micro_batches
@@ -91,7 +91,7 @@ class TreatedAsNull:
     def _usable(
         self, layer: int, received: ReceivedParts, values: torch.Tensor | None
     ) -> Usable:
-        """Exclude a batch whose inputs of the layer were incomplete."""
+        """Return values for learning; none for a batch whose inputs of the layer were incomplete."""
         is_incomplete = (layer, received.batch) in self._incomplete
         # Earlier batches of the layer will not come back.
         for key in list(self._incomplete):
@@ -115,7 +115,8 @@ class TreatedAsNull:
         """
         is_last = (batch + 1) % self._micro_batches == 0
         # Gradients of earlier micro-batches still count if those of the last one are missing.
-        if gradient is None and not (is_last and shard.gradients()):
+        has_earlier_gradients = is_last and bool(shard.gradients())
+        if gradient is None and not has_earlier_gradients:
             return None
 
         def work() -> torch.Tensor | None:
@@ -132,27 +133,28 @@ class TreatedAsNull:
         """Do nothing: the rule depends on no loss."""
 
 
-async def receive_arrangement(
+async def receive_assignment(
     mailbox: Mailbox, context: ProgramContext[EdgePipeOptions, SlotDetails]
 ) -> NeuronAssignment:
-    """Return the planned assignment; if `send_model_partition` is set, as received from the coordinator."""
+    """Return the planned assignment; with `send_model_partition`, as the device coordinator has sent it."""
     planned = planned_assignment(context.problem, context.plan)
     if not context.problem.options.send_model_partition:
         return planned
 
-    def make_answer() -> Arranged:
+    def make_answer() -> ModelPartition:
         layers = []
         for holders in planned.layers:
+            # The neurons of a device are adjacent: two numbers take less of the channel than a list.
             layers.append(
-                {name: [held[0], held[-1] + 1] for name, held in holders.items()}
+                {name: [own[0], own[-1] + 1] for name, own in holders.items()}
             )
-        return Arranged(layers)
+        return ModelPartition(layers)
 
     received = await request_data(
         mailbox,
         context.plan.details.device_coordinator,
-        NeedsArrangement,
-        Arranged,
+        NeedsPartition,
+        ModelPartition,
         make_answer,
     )
     layers = []
@@ -166,13 +168,12 @@ async def run(
 ) -> None:
     """Train and test, beginning in the current slot."""
     problem, options = context.problem, context.problem.options
-    kinds = (*KINDS, NeedsArrangement, Arranged)
+    kinds = (*KINDS, NeedsPartition, ModelPartition)
     async with Mailbox(device, problem.links, kinds) as mailbox:
-        arranged = await receive_arrangement(mailbox, context)
-        neurons = Neurons(
-            device, problem, await receive_initial_weights(mailbox, context)
-        )
-        held = FixedAssignment(arranged, neurons, device.name)
+        assignment = await receive_assignment(mailbox, context)
+        initial_weights = await receive_initial_weights(mailbox, context)
+        neurons = Neurons(device, problem, initial_weights)
+        fixed = FixedAssignment(assignment, neurons, device.name)
         micro_batches = context.plan.details.micro_batches
         policy = TreatedAsNull(
             options.update_condition,
@@ -180,4 +181,5 @@ async def run(
             mask_missing_outputs=options.mask_missing_outputs,
         )
         transmit = transmit_of(mailbox, context)
-        await SlotProgram(mailbox, context, neurons, held, policy, transmit).run()
+        program = SlotProgram(mailbox, context, neurons, fixed, policy, transmit)
+        await program.run()

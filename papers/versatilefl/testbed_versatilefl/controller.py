@@ -95,7 +95,7 @@ class ArrangementController:
 
     @property
     def assignment(self) -> NeuronAssignment:
-        """The newest arrangement."""
+        """The newest assignment of neurons."""
         return self._handover.assignment
 
     def _on_join(self, message: Join) -> None:
@@ -122,17 +122,18 @@ class ArrangementController:
         device = self._device
         if self._handover.known is None:
             self._post_to_all(Join())
-        due = device.now() + self._seconds
+        next_cast = device.now() + self._seconds
         while self._group is None:
             if device.leaving:
                 await self._handover.wait_until_sent()
                 return None
             if device.now() >= until:
                 return None
-            has_message = await self._mailbox.changed(min(due, until) - device.now())
-            if not has_message and device.now() >= due:
+            timeout = min(next_cast, until) - device.now()
+            has_message = await self._mailbox.changed(timeout)
+            if not has_message and device.now() >= next_cast:
                 await self._mailbox.cast(self._others, Join())
-                due = device.now() + self._seconds
+                next_cast = device.now() + self._seconds
             self._handover.apply_messages()
         return self._group
 
@@ -157,7 +158,7 @@ class ArrangementController:
         return self._group != before
 
     def _stop_when_due(self, step: int | None) -> None:
-        """End all maintenance at the step given by `naive_after`."""
+        """End all maintenance at the step given by `naive_after` (the comparison of Figure 11)."""
         if step is not None and self._until is not None and step >= self._until:
             self._rearranges = False
             self._until = None
@@ -176,12 +177,13 @@ class ArrangementController:
         """Record the counts of maintenance after each window and at the end of training."""
         if segment.is_test:
             return
-        is_end = step is None
-        window = (segment.batches.stop if step is None else step) // self._steps
-        if is_end or window > self._reported:
-            self._reported = window
-            recorded = segment.trained_steps if step is None else step
-            self._maintenance.record_counts(self._device, recorded)
+        if step is None:
+            # The segment is over.
+            self._reported = segment.batches.stop // self._steps
+            self._maintenance.record_counts(self._device, segment.trained_steps)
+        elif step // self._steps > self._reported:
+            self._reported = step // self._steps
+            self._maintenance.record_counts(self._device, step)
 
     def _judge_devices(self, step: int) -> int | None:
         """Close a window at its end; return the last window once its records have reached all devices."""
@@ -189,40 +191,47 @@ class ArrangementController:
         window = self._records.next_due_window(step)
         if window is None:
             return None
-        latest, table = self._records.receptions_of(window)
-        # Receivers have no full window of a newcomer.
-        members = [
-            name for name in self.assignment.devices if name not in self._newcomers
-        ]
-        self._silent = [name for name in members if is_silent(latest, name)]
+        latest, credibilities = self._records.receptions_of(window)
+        silent = []
+        averages = {}
+        for name in self.assignment.devices:
+            # Receivers have no full window of a newcomer.
+            if name in self._newcomers:
+                continue
+            averages[name] = mean_credibility(credibilities, name)
+            if is_silent(latest, name):
+                silent.append(name)
         me = self._device.name
         if self._records.is_cut_off and me != self._rules.coordinator:
             # A device without links finds all others silent, but it is the silent one for them.
-            self._silent = [me]
-        self._averages = {name: mean_credibility(table, name) for name in members}
+            silent = [me]
+        self._silent = silent
+        self._averages = averages
         self._newcomers.clear()
         return window
 
     def _rearrange(self, window: int | None) -> None:
-        first = assignment = self.assignment
+        """Apply all pending decisions as one new assignment, and send it to all devices."""
+        before = assignment = self.assignment
         for decision in self._pending_decisions(window):
             self._record_decision(assignment, decision)
             assignment = decision.assignment
-        if assignment.version == first.version:
+        if assignment.version == before.version:
             return
         layers = []
         for holders in assignment.layers:
             layers.append({name: list(held) for name, held in holders.items()})
-        # The others apply it when the message arrives; until then versions in casts tell whose neurons they hold.
+        # The others apply the assignment when the message arrives. Until then, the version in each cast identifies the
+        # neurons of its sender.
         self._post_to_all(Arrange(assignment.version, layers))
         self._handover.apply(assignment)
         self._forget_joined()
 
     def _record_decision(self, before: NeuronAssignment, decision: Decision) -> None:
-        moved = anew = 0
+        moved = reset = 0
         for move in list_moves(before, decision.assignment, decision.gone):
             if move.giver is None:
-                anew += len(move.neurons)
+                reset += len(move.neurons)
             else:
                 moved += len(move.neurons)
         self._device.record(
@@ -231,7 +240,7 @@ class ArrangementController:
             devices=list(decision.devices),
             version=decision.assignment.version,
             moved=moved,
-            reset=anew,
+            reset=reset,
         )
 
     def _pending_decisions(self, window: int | None) -> Iterator[Decision]:

@@ -36,7 +36,7 @@ class Moved(TypedMessage, kind="moved"):
 class Handover:
     """The neurons of one device as assignments change.
 
-    A device always holds the neurons of its arrangement. Neurons that are on their way have initial weights until they
+    A device always holds the neurons of its assignment. Neurons that are on their way have initial weights until they
     arrive, and keep these if the previous holder has failed.
     """
 
@@ -51,7 +51,7 @@ class Handover:
         self.known: NeuronAssignment | None = None
         """The newest assignment; None after a boot, until the first one arrives."""
         self.past: dict[int, NeuronAssignment] = {}
-        """Arrangements by version, for casts that were sent under an earlier one."""
+        """Assignments by version, for casts that were sent under an earlier one."""
         self._mailbox = mailbox
         self._device = mailbox.device
         self._neurons = neurons
@@ -65,10 +65,10 @@ class Handover:
 
     @property
     def assignment(self) -> NeuronAssignment:
-        """The newest arrangement. Raises ValueError without one."""
+        """The newest assignment. Raises ValueError without one."""
         if self.known is None:
             raise ValueError(
-                f"{self._device.name} has received no arrangement since it booted"
+                f"{self._device.name} has received no assignment since it booted"
             )
         return self.known
 
@@ -77,15 +77,15 @@ class Handover:
         if self._arrange_messages:
             newest = max(self._arrange_messages, key=lambda message: message.version)
             self._arrange_messages.clear()
-            layers = []
-            for holders in newest.layers:
-                layers.append(
-                    {name: as_channels(held) for name, held in holders.items()}
-                )
-            version = newest.version
-            self.apply(replace(self._first, layers=tuple(layers), version=version))
+            self.apply(self._assignment_of(newest))
         if self.known is not None:
             self._receive_until(self.known)
+
+    def _assignment_of(self, message: Arrange) -> NeuronAssignment:
+        layers = []
+        for holders in message.layers:
+            layers.append({name: as_channels(own) for name, own in holders.items()})
+        return replace(self._first, layers=tuple(layers), version=message.version)
 
     def _receive_until(self, assignment: NeuronAssignment) -> None:
         """Add the neurons moved by this assignment or an earlier one."""
@@ -121,9 +121,10 @@ class Handover:
 
     def _apply_layer(self, assignment: NeuronAssignment, layer: int) -> None:
         shard = self._neurons.shards.get(layer)
-        held = set(shard.part.rows if shard else ())
-        wanted = set(assignment.neurons_of(self._device.name, layer))
-        released, added = as_channels(held - wanted), as_channels(wanted - held)
+        present = set(shard.part.rows if shard else ())
+        assigned = set(assignment.neurons_of(self._device.name, layer))
+        released = as_channels(present - assigned)
+        added = as_channels(assigned - present)
         # The new holder works with initial weights until these arrive.
         if released:
             state = self._neurons.release(layer, released)
@@ -139,18 +140,17 @@ class Handover:
         await asyncio.gather(*self._sends)
 
     def _send(self, assignment: NeuronAssignment, moved: Moved) -> None:
-        """Send neurons to their holders by an arrangement."""
+        """Send neurons to their holders by an assignment."""
         for owner, neurons in assignment.layers[moved.layer].items():
             part = as_channels(set(moved.neurons) & set(neurons))
             if part and owner != self._device.name:
-                self._sends.append(
-                    self._mailbox.post(owner, _select_neurons(moved, part))
-                )
+                sent = self._mailbox.post(owner, _select_neurons(moved, part))
+                self._sends.append(sent)
 
     def _receive(self, assignment: NeuronAssignment, moved: Moved) -> None:
         """Add received neurons of this device, and pass on neurons of other devices."""
-        wanted = assignment.neurons_of(self._device.name, moved.layer)
-        own = as_channels(set(moved.neurons) & set(wanted))
+        assigned = assignment.neurons_of(self._device.name, moved.layer)
+        own = as_channels(set(moved.neurons) & set(assigned))
         if own:
             # They have had initial weights since the assignment was applied.
             self._neurons.release(moved.layer, own)

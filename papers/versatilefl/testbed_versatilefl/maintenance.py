@@ -22,8 +22,11 @@ from testbed.ml.slots.missing import ReceivedParts, Usable, Work, backpropagate
 from testbed_versatilefl.planner import VersatileOptions
 
 MOST_FORWARD = 0.5
+"""The largest thres_fw; Section VI's, as the two values below."""
 FORWARD_STEP = 0.1
+"""Increase of thres_fw in each stage."""
 MOST_REUSE = 10
+"""gradReuse_bw in the first stage, from which each further stage subtracts one."""
 
 Rates = tuple[float, ...]
 """Layer-to-layer success rates of one batch, from 0 to 1, beginning with the rate into layer 1."""
@@ -109,7 +112,7 @@ def is_valid(rates: Iterable[float], thres_fw: float) -> bool:
     return all(rate >= thres_fw for rate in rates)
 
 
-def merge_rates(heard: Sequence[Rates], layers: int) -> Rates:
+def merge_rates(received: Sequence[Rates], layers: int) -> Rates:
     """Return the mean success rates into the first ``layers`` layers over the rates sent by several devices.
 
     Each device knows only its own receptions. Without any received rates, all are 0.
@@ -117,11 +120,13 @@ def merge_rates(heard: Sequence[Rates], layers: int) -> Rates:
     >>> merge_rates([(1.0, 0.5), (1.0, 1.0)], layers=2)
     (1.0, 0.75)
     """
-    if not heard:
+    if not received:
         return (0.0,) * layers
-    return tuple(
-        sum(rates[layer] for rates in heard) / len(heard) for layer in range(layers)
-    )
+    means = []
+    for layer in range(layers):
+        total = sum(rates[layer] for rates in received)
+        means.append(total / len(received))
+    return tuple(means)
 
 
 def _received_rates(received: ReceivedParts, layers: int) -> Rates:
@@ -169,8 +174,9 @@ class Maintenance:
         """Continue as the baseline Naive."""
         options = self._update.options
         baseline = options.baselines[options.naive_baseline]
-        given = type(options).model_validate(baseline)
-        changed = {key: getattr(given, key) for key in baseline}
+        # Validated, since a baseline has values as in YAML, such as "100%".
+        naive = type(options).model_validate(baseline)
+        changed = {key: getattr(naive, key) for key in baseline}
         self._update.options = options.model_copy(update=changed)
 
     def forget_layer(self, layer: int) -> None:
@@ -192,9 +198,8 @@ class Maintenance:
         rates = (*_received_rates(received, received.layer), received.success_rate)
         counts = self._counts[layer]
         for part in received.parts:
-            is_missing = part.tensor is None
             counts["expected"] += len(part.neurons)
-            counts["missing"] += len(part.neurons) * is_missing
+            counts["missing"] += 0 if part.tensor is not None else len(part.neurons)
         if not self._accept_batch(layer, received, rates):
             return None
         self.rates[layer, received.batch] = rates
@@ -212,13 +217,14 @@ class Maintenance:
             return received
         parts = []
         for part in received.parts:
-            sent, key = part.tensor, (received.layer, part.sender, part.neurons)
-            if sent is not None and part.missing is None:
-                self._past[key] = sent.mean(dim=0)
+            outputs = part.tensor
+            key = (received.layer, part.sender, part.neurons)
+            if outputs is not None and part.missing is None:
+                self._past[key] = outputs.mean(dim=0)
             elif key in self._past:
                 past = self._past[key].expand(received.samples, -1)
-                if sent is not None and part.missing is not None:
-                    past = past.where(part.missing, sent)
+                if outputs is not None and part.missing is not None:
+                    past = past.where(part.missing, outputs)
                 part = part._replace(tensor=past)
             parts.append(part)
         return replace(received, parts=tuple(parts))
@@ -254,24 +260,22 @@ class Maintenance:
 
         The option `backward_granularity` decides whether they are new gradients.
         """
-        layer, granularity = (
-            received.layer - 1,
-            self._update.options.backward_granularity,
-        )
+        options = self._update.options
+        layer = received.layer - 1
         others_complete = True
-        if granularity == "layer":
+        if options.backward_granularity == "layer":
             others_complete = await self._confirm(layer, received)
         received_count = sum(part.tensor is not None for part in received.parts)
-        is_new = received_count == len(received.parts) and others_complete
-        if granularity == "link":
+        if options.backward_granularity == "link":
+            # Figure 3(c): any loss suffices, since zeros replace the missing ones.
             is_new = received_count > 0
+        else:
+            is_new = received_count == len(received.parts) and others_complete
         losses = None
-        if received_count and (
-            self._update.options.substitution or received.is_complete
-        ):
+        if received_count and (options.substitution or received.is_complete):
             losses = received.summed_losses()
         if self._was_dropped(layer, received.batch):
-            # The losses still go on to earlier layers, which may have forwarded the batch.
+            # Earlier layers may have forwarded the batch, so that they still need its losses.
             return Usable(losses, "nothing")
         return Usable(losses, "new" if is_new else "saved")
 
@@ -294,13 +298,15 @@ class Maintenance:
         """Learn from new gradients, (samples, values), or from saved ones as often as gradReuse_bw allows."""
         if usable.gradient_source == "nothing":
             return None
-        saved, options = self._saved[layer], self._update.options
+        saved = self._saved[layer]
         is_new = gradient is not None and usable.gradient_source == "new"
-        may_reuse = saved.used < self._update.grad_reuse_bw and bool(saved.gradients)
-        reuses = not is_new and options.reuse_gradients and may_reuse
-        kind = "reused" if reuses else "idle"
+        reuses = not is_new and self._may_reuse(saved)
         if is_new:
             kind = "fresh"
+        elif reuses:
+            kind = "reused"
+        else:
+            kind = "idle"
         self._counts[layer][kind] += 1
         if gradient is None and not reuses:
             return None
@@ -324,6 +330,12 @@ class Maintenance:
             return input_gradient
 
         return work
+
+    def _may_reuse(self, saved: SavedGradients) -> bool:
+        """Return whether saved gradients may be used once more: each use has the effect of a larger learning rate."""
+        if not self._update.options.reuse_gradients:
+            return False
+        return saved.used < self._update.grad_reuse_bw and bool(saved.gradients)
 
     def observe_loss(self, step: int, loss: float) -> None:
         """Observe the loss of a step with complete results, on the coordinator."""
@@ -353,9 +365,9 @@ class LayerConfirmation:
         self._wait = wait
 
     async def __call__(self, layer: int, received: ReceivedParts) -> bool:
-        """Return whether the others have everything, too.
+        """Return whether the other devices of the layer have received all parts.
 
-        True if this device has not: then the answer does not matter.
+        True if this device lacks a part: then the others do not matter.
         """
         device = self._mailbox.device
         holders = self._assignment().holders(layer)

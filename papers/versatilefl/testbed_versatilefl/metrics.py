@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -46,11 +46,12 @@ _SHARES: dict[str, tuple[str, tuple[str, ...], str]] = {
 
 
 def _share(name: str, events: Iterable[Event]) -> float | None:
-    part, whole, _ = _SHARES[name]
+    counter, total_counters, _ = _SHARES[name]
     counted = total = 0
     for event in events:
-        counted += event.fields.get(part, 0)
-        total += sum(event.fields.get(key, 0) for key in whole)
+        counted += event.fields.get(counter, 0)
+        for key in total_counters:
+            total += event.fields.get(key, 0)
     return counted / total if total else None
 
 
@@ -58,7 +59,9 @@ def _of_run(name: str, record: RunView) -> float | None:
     return _share(name, record.of("maintenance"))
 
 
-def _reports(record: RunView, *keys: str) -> list[tuple[tuple[int, ...], list[Event]]]:
+def _grouped_events(
+    record: RunView, *keys: str
+) -> list[tuple[tuple[int, ...], list[Event]]]:
     """Return the counts of all devices in groups with equal fields, sorted by these."""
     groups: dict[tuple[int, ...], list[Event]] = {}
     for event in record.of("maintenance"):
@@ -70,7 +73,7 @@ def _reports(record: RunView, *keys: str) -> list[tuple[tuple[int, ...], list[Ev
 def _of_layers(name: str, record: RunView) -> dict[str, float]:
     """Return a share by layer, over the whole run."""
     shares = {}
-    for (layer,), events in _reports(record, "layer"):
+    for (layer,), events in _grouped_events(record, "layer"):
         share = _share(name, events)
         if share is not None:
             shares[str(layer)] = share
@@ -80,7 +83,7 @@ def _of_layers(name: str, record: RunView) -> dict[str, float]:
 def _over_time(name: str, record: RunView) -> list[dict[str, Any]]:
     """Return a share by layer over time, added up over the devices reporting in the same step."""
     points = []
-    for (_, layer), events in _reports(record, "step", "layer"):
+    for (_, layer), events in _grouped_events(record, "step", "layer"):
         share = _share(name, events)
         if share is not None:
             time = events[-1].time
@@ -100,10 +103,10 @@ def _neurons(record: RunView) -> list[dict[str, Any]]:
                 changes.append((event.time, name, 0))
     # By time alone: a device that gets neurons and fails at once keeps this order.
     changes.sort(key=itemgetter(0))
-    return [
-        {"time": time, "device": name, "neurons": count}
-        for time, name, count in changes
-    ]
+    rows = []
+    for time, name, count in changes:
+        rows.append({"time": time, "device": name, "neurons": count})
+    return rows
 
 
 def _rearrangements(record: RunView) -> list[dict[str, Any]]:
@@ -144,17 +147,21 @@ def _lowest_credibility(record: RunView) -> float | None:
 
 def _accuracy_gain(record: RunView) -> float | None:
     """Return the gain since the last failure, retirement or join; credibility moves neurons all the time."""
-    evaluations = record.of("evaluate")
     last_change = None
     for event in record.of("rearrangement"):
         if event.fields["cause"] != "credibility":
             last_change = event.time
     if last_change is None:
         return None
-    before = [event for event in evaluations if event.time < last_change]
-    if not before:
+    accuracies = []
+    before_change = None
+    for event in record.of("evaluate"):
+        accuracies.append(event.fields["accuracy"])
+        if event.time < last_change:
+            before_change = accuracies[-1]
+    if before_change is None:
         return None
-    gain: float = evaluations[-1].fields["accuracy"] - before[-1].fields["accuracy"]
+    gain: float = accuracies[-1] - before_change
     return gain
 
 
@@ -165,32 +172,26 @@ def _last_values(
     return {entry["device"]: entry[name] for entry in list_of(record)}
 
 
-def _curve(title: str, note: str, value: str, by: str) -> TimeSeries:
+def _share_metrics() -> Iterator[Metric]:
+    """Yield the metrics of all shares: of the run, then of its layers."""
+    for name, (_, _, meaning) in _SHARES.items():
+        is_brief = name in ("substituted_inputs", "gradients_reused")
+        yield Metric(name, "share", meaning, partial(_of_run, name), brief=is_brief)
+    for name, (_, _, meaning) in _SHARES.items():
+        of_layer = f"{meaning}, of one layer"
+        yield Metric(
+            f"layers.<layer>.{name}", "share", of_layer, partial(_of_layers, name)
+        )
+
+
+def _share_curve(title: str, note: str, value: str, by: str) -> TimeSeries:
     return TimeSeries(title, note, f"{value}_list", value, "share", by)
 
 
 DECLARED = MetricsSpec(
     metrics=(
         *SLOTS.metrics,
-        *(
-            Metric(
-                name,
-                "share",
-                meaning,
-                partial(_of_run, name),
-                brief=name in ("substituted_inputs", "gradients_reused"),
-            )
-            for name, (_, _, meaning) in _SHARES.items()
-        ),
-        *(
-            Metric(
-                f"layers.<layer>.{name}",
-                "share",
-                f"{meaning}, of one layer",
-                partial(_of_layers, name),
-            )
-            for name, (_, _, meaning) in _SHARES.items()
-        ),
+        *_share_metrics(),
         Metric(
             "devices.<device>.neurons",
             "number",
@@ -303,33 +304,33 @@ DECLARED = MetricsSpec(
         ),
     ),
     curves=(
-        _curve(
+        _share_curve(
             "Substituted",
             "share of a layer's inputs that were missing",
             "substituted_inputs",
             "layer",
         ),
-        _curve(
+        _share_curve(
             "Dropped",
-            "share of the batches that went no further",
+            "share of the batches that a device forwarded no further",
             "dropped_batches",
             "layer",
         ),
-        _curve(
+        _share_curve(
             "Saved gradients",
-            "share of a layer's updates made with them",
+            "share of a layer's updates made with saved gradients",
             "gradients_reused",
             "layer",
         ),
-        _curve(
+        _share_curve(
             "Credibility",
-            "of each device, at the end of each window",
+            "credibility of each device at the end of each window",
             "credibility",
             "device",
         ),
         TimeSeries(
             "Neurons",
-            "held by each device; dotted: they are rearranged",
+            "neurons of each device; dotted lines mark rearrangements",
             "neurons_list",
             "neurons",
             "number",

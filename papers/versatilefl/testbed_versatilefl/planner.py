@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import ClassVar, Literal
 
@@ -14,10 +14,11 @@ from testbed.common.errors import InputError
 from testbed.common.quantities import Fraction
 from testbed.common.seeds import derive
 from testbed.ml.method import Baselines, PlanningProblem
-from testbed.ml.models.slices import as_channels
+from testbed.ml.models.slices import Channels, as_channels
 from testbed.ml.slots import planner
 from testbed.ml.slots.arrangement import Allocation, NeuronAssignment, partition_neurons
 from testbed.ml.slots.planner import SlotDetails, SlotOptions
+from testbed.ml.slots.timeslots import Timetable
 from testbed.plan import Plan
 from testbed_versatilefl.records import ALPHA
 
@@ -71,34 +72,39 @@ class VersatileOptions(SlotOptions):
     naive_baseline: Literal["naive", "naive-zeros", "naive-blocked"] = "naive"
     """The baseline of `naive_after`."""
     allocation: Literal["vertical", "hybrid", "horizontal", "random"] = "hybrid"
-    """As EdgePipe's; random: all layers in one group, each neuron on any of the devices."""
+    """Groups of layers as in EdgePipe. `random`: all layers in one group, each neuron on a random device of all."""
     substitution: bool = True
-    """Zeros for missing values. False: a batch with anything missing goes no further."""
+    """Whether zeros replace missing values. Otherwise a device drops a batch with a missing value."""
     substitute_past_outputs: bool = False
-    """Substitute the past for missing outputs ("the missing intermediate values with the past or approximated values"):
-    what their sender's neurons last gave on the mean of a batch, since other samples pass now; zeros before that."""
+    """Whether past outputs replace missing ones ("substituting the missing intermediate values with the past or
+    approximated values"): the sender's last complete outputs, averaged over the samples of that batch, since the
+    samples of this batch are others. Zeros replace outputs that never arrived."""
     reuse_gradients: bool = True
-    """Saved gradients where new ones are missing."""
+    """Whether a layer without new gradients makes its update with saved ones (Section IV-B)."""
     rearrangement: bool = True
-    """Neurons move as devices fail, leave and join, and with their credibility."""
+    """Whether neurons move as devices fail, leave and join, and as their credibility changes (Section V-B)."""
     backward_granularity: Literal["layer", "neuron", "link"] = "link"
-    """Transmissions required for new gradients: all to the layer, all to the neuron, or any to the neuron."""
+    """Losses required for new gradients: all losses of the layer, all losses of a neuron, or any loss of a neuron."""
     result_sharing: Literal["layer", "neuron", "ideal"] = "neuron"
-    """The same of the results that the output layer shares; ideal: none is lost."""
+    """Results required for new gradients of the output layer: all results on all devices of the layer, or all results
+    on a device. `ideal`: no shared result is lost."""
     thres_fw: Fraction | None = None
-    """Forward criterion; None: from 0 to 0.5, dynamically."""
+    """Forward criterion: the success rate that a batch needs between all layers. None: from 0 to 0.5, by stages."""
     grad_reuse_bw: int | None = Field(None, ge=0, le=1_000_000)
-    """gradReuse_bw, most steps in a row that saved gradients are used; None: from 10 to 0, dynamically."""
+    """The paper's gradReuse_bw: steps in a row in which saved gradients may be used. None: from 10 to 0, by stages."""
     patience: int = Field(PATIENCE, ge=1)
-    """Steps after that of the best loss until both become stricter. Only losses of complete results are seen."""
+    """Steps without a better loss after which thres_fw and gradReuse_bw enter their next stage. Losses count only if
+    all results of their batch have arrived."""
     loss_window: int = Field(1, ge=1, le=1_000_000)
-    """Steps whose mean loss is compared; EdgePipe's Figure 5 takes a tenth of an epoch, 60."""
+    """Steps of which the mean loss is compared. EdgePipe's Figure 5 averages over a tenth of an epoch, 60 steps."""
     management_window: int | None = Field(None, ge=1)
-    """Steps from one judgement of credibility to the next; None: an epoch, or as many as records need to travel."""
+    """Steps of the paper's window w, after which credibility is updated. None: an epoch, but at least the steps that
+    records need to reach all devices."""
     alpha: Fraction = ALPHA
-    """Weight of the last window in credibility."""
+    """Weight of the last window in credibility (equation 4)."""
     credibility_threshold: Fraction | None = None
-    """A group is rearranged while a device of it has less; None: the mean reception ratio of the plan's links."""
+    """The paper's C_thres: a group with a device of less credibility is rearranged. None: the mean reception ratio of
+    the plan's links."""
 
 
 class VersatileDetails(SlotDetails):
@@ -107,35 +113,28 @@ class VersatileDetails(SlotDetails):
     credibility_threshold: float
     """Credibility below which a device's group is rearranged."""
     management_window: int | None
-    """Steps; None: an epoch."""
+    """Steps of a window; None: an epoch."""
     record_delay: int
-    """Steps after the end of a window in which records travel, before anything is decided from them."""
+    """Steps from the end of a window until its records have reached all devices; decisions wait for them."""
     random_allocation: bool
     """Whether each neuron was given to any device of the group."""
 
 
 def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
-    """Plan as EdgePipe does; scattered neurons are planned as Horizontal ones. Raises `InputError`."""
+    """Plan as EdgePipe does. With `allocation: random`, the schedule is that of Horizontal. Raises `InputError`."""
     options = problem.options
-    allocation: Allocation = (
-        "horizontal" if options.allocation == "random" else options.allocation
-    )
-    planned = planner.plan(
-        "versatile",
-        problem,
-        lambda sizes, names: partition_neurons(
-            sizes, names, options.layers_per_group or allocation
-        ),
-    )
-    table = planner.timetable_of(planned.details)
-    # Casts carry records through all layers and back: one whole batch, and some for lost casts.
-    grace = math.ceil(table.slot_count(1) / table.period) + MARGIN_STEPS
-    if (
-        options.rearrangement
-        and options.management_window is not None
-        and options.management_window <= grace
-    ):
-        text = f"{options.management_window} steps are too few: records take {grace} steps to reach every device"
+    allocation: Allocation = "horizontal"
+    if options.allocation != "random":
+        allocation = options.allocation
+
+    def divide(sizes: Sequence[int], names: Sequence[str]) -> NeuronAssignment:
+        return partition_neurons(sizes, names, options.layers_per_group or allocation)
+
+    planned = planner.plan("versatile", problem, divide)
+    record_delay = _record_delay(planner.timetable_of(planned.details))
+    window = options.management_window
+    if options.rearrangement and window is not None and window <= record_delay:
+        text = f"{window} steps are too few: records take {record_delay} steps to reach every device"
         raise InputError(text, ("method", "management_window"))
     ratios = [1 - link.message_loss for link in problem.links.values()]
     threshold = options.credibility_threshold
@@ -145,11 +144,17 @@ def plan(problem: PlanningProblem[VersatileOptions]) -> Plan[VersatileDetails]:
     details = VersatileDetails(
         **planned.details.model_dump(),
         credibility_threshold=threshold,
-        management_window=options.management_window,
-        record_delay=grace,
+        management_window=window,
+        record_delay=record_delay,
         random_allocation=options.allocation == "random",
     )
     return Plan(**{**dict(planned), "details": details})
+
+
+def _record_delay(table: Timetable) -> int:
+    """Return the steps in which a record of received casts reaches all devices."""
+    # Casts carry records through all layers and back: one whole batch, and some for lost casts.
+    return math.ceil(table.slot_count(1) / table.period) + MARGIN_STEPS
 
 
 def initial_assignment(
@@ -159,19 +164,25 @@ def initial_assignment(
     options, names = problem.options, details.devices
     sizes = planner.layer_sizes(problem)
     if options.allocation != "random":
-        return partition_neurons(
-            sizes, names, options.layers_per_group or options.allocation
-        )
+        allocation = options.layers_per_group or options.allocation
+        return partition_neurons(sizes, names, allocation)
     layers = []
     for layer, size in enumerate(sizes):
         draws = random.Random(derive(problem.seed, "scatter", layer))
-        owners = draws.choices(names, k=size)
-        # A device without neurons would never cast, and the others could not judge it.
-        owners[: len(names)] = names
-        draws.shuffle(owners)
-        neurons: dict[str, list[int]] = {name: [] for name in names}
-        for neuron, owner in enumerate(owners):
-            neurons[owner].append(neuron)
-        layers.append({name: as_channels(own) for name, own in neurons.items()})
+        layers.append(_scatter_neurons(size, names, draws))
     groups = tuple(range(first, stop) for first, stop in details.groups)
     return NeuronAssignment(groups, sizes, tuple(layers))
+
+
+def _scatter_neurons(
+    size: int, names: Sequence[str], draws: random.Random
+) -> dict[str, Channels]:
+    """Return a layer's neurons by device, each drawn for any of the devices."""
+    owners = draws.choices(names, k=size)
+    # Each device gets a neuron: without any it would never cast, and the others could not judge it.
+    owners[: len(names)] = names
+    draws.shuffle(owners)
+    neurons: dict[str, list[int]] = {name: [] for name in names}
+    for neuron, owner in enumerate(owners):
+        neurons[owner].append(neuron)
+    return {name: as_channels(own) for name, own in neurons.items()}

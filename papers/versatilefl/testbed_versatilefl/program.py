@@ -81,26 +81,17 @@ class VersatileNotes:
 
 async def run(device: Device, context: VersatileContext) -> None:
     """Train and test, slot by slot; a restarted device first waits for neurons of the others."""
-    problem, details, options = (
-        context.problem,
-        context.plan.details,
-        context.problem.options,
-    )
-    assert context.dataset is not None
+    problem, details = context.problem, context.plan.details
+    options = problem.options
     first = initial_assignment(problem, details)
     has_restarted = device.saved(STARTED) is not None
     await device.save(STARTED, Message(STARTED))
-    epoch = steps_per_epoch(
-        len(context.dataset.train_labels), problem.workload.batch_size
-    )
-    # The paper's window is an epoch; small data have epochs shorter than the way of records.
-    window = details.management_window or max(epoch, details.record_delay + 1)
+    window = _window_steps(context)
     async with Mailbox(device, problem.links, KINDS) as mailbox:
+        initial_weights = await receive_initial_weights(mailbox, context)
+        neurons = Neurons(device, problem, initial_weights)
         update = DynamicUpdate(options)
-        neurons = Neurons(
-            device, problem, await receive_initial_weights(mailbox, context)
-        )
-        # The assignment is asked for during training, when `handover` exists.
+        # `confirm` needs the assignment during training only, when `handover` exists.
         confirm = LayerConfirmation(
             mailbox, lambda: handover.assignment, answering_time(mailbox, details)
         )
@@ -120,6 +111,19 @@ async def run(device: Device, context: VersatileContext) -> None:
         if options.result_sharing == "ideal":
             transmit = ReliableResults(mailbox, transmit, first.output_layer)
         notes = VersatileNotes(handover, records, maintenance, update)
-        await SlotProgram(
+        program = SlotProgram(
             mailbox, context, neurons, controller, maintenance, transmit, notes
-        ).run()
+        )
+        await program.run()
+
+
+def _window_steps(context: VersatileContext) -> int:
+    """Return the steps of a management window: by default an epoch, as in Section VI-B."""
+    details = context.plan.details
+    if details.management_window is not None:
+        return details.management_window
+    assert context.dataset is not None
+    sample_count = len(context.dataset.train_labels)
+    epoch = steps_per_epoch(sample_count, context.problem.workload.batch_size)
+    # Small data have epochs in which records cannot reach all devices.
+    return max(epoch, details.record_delay + 1)

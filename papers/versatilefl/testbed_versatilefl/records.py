@@ -54,8 +54,14 @@ def is_silent(latest: Ratios, device: str) -> bool:
     >>> is_silent({("a", "b"): 0.0, ("a", "c"): 0.0, ("b", "c"): 0.8}, "a")
     True
     """
-    received = [share for (sender, _), share in latest.items() if sender == device]
-    return bool(received) and not any(received)
+    has_receiver = False
+    for (sender, _), share in latest.items():
+        if sender != device:
+            continue
+        if share:
+            return False
+        has_receiver = True
+    return has_receiver
 
 
 class ReceptionRecords:
@@ -66,35 +72,35 @@ class ReceptionRecords:
     """
 
     def __init__(
-        self, device: str, initial: Ratios, alpha: float, steps: int, grace: int
+        self, device: str, initial: Ratios, alpha: float, steps: int, record_delay: int
     ) -> None:
-        """``initial``: reception ratios of the plan; ``grace``: steps that records need to reach all devices."""
+        """``initial``: reception ratios of the plan; ``record_delay``: steps that records need to reach all devices."""
         self.newest: dict[str, tuple[int, Record]] = {}
         """By receiver: the newest window with a known record, and the record."""
         self._device = device
         self._credibility = dict(initial)
         self._alpha = alpha
         self._steps = steps
-        self._grace = grace
-        self._noted: defaultdict[str, list[bool]] = defaultdict(list)
+        self._record_delay = record_delay
+        self._arrivals: defaultdict[str, list[bool]] = defaultdict(list)
         """By sender, whether each cast due in this window has arrived."""
-        self._lost = 0
+        self._lost_in_a_row = 0
         """Number of lost casts in a row, from any sender."""
-        self._open: int | None = None
+        self._current_window: int | None = None
         """The current window; None before the first step."""
-        self._seen = -1
+        self._last_due_window = -1
         """The last window returned by `next_due_window`."""
 
     @property
     def is_cut_off(self) -> bool:
         """Whether no cast of any device arrives: rather this device has lost its links than all others failed."""
-        return self._lost >= SERIES
+        return self._lost_in_a_row >= SERIES
 
     def note_cast(self, sender: str, *, received: bool) -> None:
         """Record whether a due cast has arrived; a device's own values do not count."""
         if sender != self._device:
-            self._noted[sender].append(received)
-            self._lost = 0 if received else self._lost + 1
+            self._arrivals[sender].append(received)
+            self._lost_in_a_row = 0 if received else self._lost_in_a_row + 1
 
     def merge_records(self, records: Mapping[str, Sequence[Any]]) -> None:
         """Keep records newer than the known ones. ``records`` has receiver -> window and record, as in JSON."""
@@ -106,31 +112,32 @@ class ReceptionRecords:
 
     def close_window(self, step: int, assignment: NeuronAssignment) -> None:
         """Close the window before the current step's window, if still open."""
-        before = self._open
-        # The backward of a step comes after the forward of later ones: a window never opens again.
-        self._open = max(step // self._steps, before or 0)
-        if before is None or self._open == before:
+        before = self._current_window
+        # The backward of a step comes after the forward of later ones: a closed window stays closed.
+        self._current_window = max(step // self._steps, before or 0)
+        if before is None or self._current_window == before:
             return
         record = {}
         for sender in assignment.senders(self._device):
             pair = (sender, self._device)
-            noted = self._noted[sender]
+            arrivals = self._arrivals[sender]
+            # Section V-A: "the credibility of the joining resource is recorded with zero".
             known = self._credibility.get(pair, 0.0)
-            value = update_credibility(_received_share(noted), known, self._alpha)
+            value = update_credibility(_received_share(arrivals), known, self._alpha)
             self._credibility[pair] = value
-            latest = _received_share(noted[-SERIES:])
+            latest = _received_share(arrivals[-SERIES:])
             # Rounded, since every cast carries the records.
             record[sender] = (round(latest, 4), round(value, 4))
-        self._noted.clear()
-        self.newest[self._device] = (self._open - 1, record)
+        self._arrivals.clear()
+        self.newest[self._device] = (self._current_window - 1, record)
 
     def next_due_window(self, step: int) -> int | None:
         """Return the last window once, as soon as all devices know the records; otherwise None."""
         window, position = divmod(step, self._steps)
-        if window - 1 <= self._seen or position < self._grace:
+        if window - 1 <= self._last_due_window or position < self._record_delay:
             return None
-        self._seen = window - 1
-        return self._seen
+        self._last_due_window = window - 1
+        return self._last_due_window
 
     def receptions_of(self, window: int) -> tuple[dict[Pair, float], dict[Pair, float]]:
         """Return the fractions received at the end of a window, and the credibilities, by sender and receiver.
@@ -148,6 +155,6 @@ class ReceptionRecords:
         return latest, credibilities
 
 
-def _received_share(noted: Sequence[bool]) -> float:
+def _received_share(arrivals: Sequence[bool]) -> float:
     """Return the fraction received; 0 if no cast was due."""
-    return sum(noted) / len(noted) if noted else 0.0
+    return sum(arrivals) / len(arrivals) if arrivals else 0.0

@@ -1,4 +1,8 @@
-"""Casts between devices: receivers, repetition against loss, and the parts received in time."""
+"""Casts between devices: receivers, repetition against loss, and the parts received in time.
+
+A cast belongs to one batch and layer. Receivers use the cast at the start of their next slot with work for this batch;
+a later arrival is discarded.
+"""
 
 from __future__ import annotations
 
@@ -102,19 +106,21 @@ class Acknowledged:
         device = self._mailbox.device
         cast = (message.kind, message.batch, message.layer)
         # `_on_acknowledgement` removes names from this set while the loop waits.
-        missing = self._missing[cast] = set(receivers)
+        missing = set(receivers)
+        self._missing[cast] = missing
         while missing:
-            began = device.now()
+            start = device.now()
             await self._mailbox.cast(sorted(missing), message)
-            round_trip = device.now() - began + self._wait
+            round_trip = device.now() - start + self._wait
+            # Receivers use a cast in the next slot: a repetition after this one's end comes too late.
             if device.now() + round_trip >= until:
                 break
-            await self._await_answers(missing)
+            await self._wait_for_acknowledgements(missing)
         del self._missing[cast]
 
-    async def _await_answers(self, missing: set[str]) -> None:
+    async def _wait_for_acknowledgements(self, missing: set[str]) -> None:
         """Wait for all acknowledgements, at most as long as they normally take."""
-        # They may all have come while the cast was leaving.
+        # All of them may have arrived while the cast was leaving.
         if not missing:
             return
         self._complete = asyncio.get_running_loop().create_future()
@@ -176,7 +182,7 @@ class CastExchange:
         values: Sequence[int],
         notes: Notes | None = None,
     ) -> None:
-        """``assignment`` returns the current arrangement.
+        """``assignment`` returns the current assignment.
 
         ``batches_in_flight`` is the maximum number of batches between the first layer's forward and its backward.
         ``values`` has, for each layer, the values of a neuron per sample.
@@ -280,15 +286,21 @@ class CastExchange:
         return tuple(parts)
 
     def _received_part(
-        self, message: Values | None, held: Channels, sender: str, own: Channels | None
+        self,
+        message: Values | None,
+        assigned: Channels,
+        sender: str,
+        own: Channels | None,
     ) -> SenderPart:
-        neurons: Channels | None = held
-        if self._notes is not None and message is None:
-            self._notes.note_missing(sender)
-        elif self._notes is not None and message is not None:
+        if message is None:
+            if self._notes is not None:
+                self._notes.note_missing(sender)
+            return SenderPart(sender, assigned, None)
+        neurons: Channels | None = assigned
+        if self._notes is not None:
             neurons = self._notes.read_note(message)
-        if message is None or neurons is None:
-            return SenderPart(sender, held, None)
+        if neurons is None:
+            return SenderPart(sender, assigned, None)
         tensor, missing = message.tensor, message.missing.get("tensor")
         if own is not None and tensor is not None:
             tensor = pick(tensor, 1, own)

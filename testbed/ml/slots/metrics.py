@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import compress
@@ -50,11 +51,12 @@ def _received_share(purpose: str, record: RunView) -> float | None:
 
 def _test_intervals(record: RunView) -> list[Interval]:
     """A test begins with its event and ends with an evaluation, while no training is under way."""
-    begins = [event.time for event in record.of("test_start")]
+    starts = [event.time for event in record.of("test_start")]
     ends = [event.time for event in record.of("evaluate")]
     # A run that failed during tests has no evaluation at its end.
-    missing = [float("inf")] * (len(begins) - len(ends))
-    return list(zip(begins, ends + missing, strict=False))
+    while len(ends) < len(starts):
+        ends.append(math.inf)
+    return list(zip(starts, ends, strict=False))
 
 
 def _training_casts(record: RunView) -> list[int]:
@@ -93,7 +95,8 @@ def _count_timeslots(record: RunView) -> float | None:
     if not last:
         return None
     # A backward may begin a rounding error before its slot.
-    return (last - (details.start_time or 0.0) + 1e-6) // details.timeslot + 1
+    elapsed = last - (details.start_time or 0.0) + 1e-6
+    return elapsed // details.timeslot + 1
 
 
 def _time_to_target(record: RunView) -> float | None:
@@ -118,30 +121,38 @@ def _count_transmissions(record: RunView) -> int:
 def _training_rate(count: Callable[[RunView], int], record: RunView) -> float | None:
     """Divide a count by the seconds of training, without those of tests, and by the devices."""
     last = record.cached(_last_backward)
-    tests = 0.0
-    for begin, end in _test_intervals(record):
+    test_seconds = 0.0
+    for start, end in _test_intervals(record):
+        # Tests after the last backward do not delay training.
         if end < last:
-            tests += end - begin
-    seconds = last - (details_of(record).start_time or 0.0) - tests
+            test_seconds += end - start
+    seconds = last - (details_of(record).start_time or 0.0) - test_seconds
     if seconds <= 0:
         return None
     return count(record) / seconds / len(record.plan.devices)
 
 
+def _received_metric(name: str, purpose: str, parts: str) -> Metric:
+    """Return the metric of the parts that arrived in time for one purpose."""
+    meaning = f"share of {parts} that arrived in time"
+    return Metric(name, "share", meaning, partial(_received_share, purpose))
+
+
+def _accuracy_metric(name: str, field: str, meaning: str) -> Metric:
+    """Return the metric of a field of the last evaluation."""
+    return Metric(name, "share", meaning, partial(_last_evaluation, field))
+
+
 DECLARED = MetricsSpec(
     metrics=(
-        *(
-            Metric(
-                f"{parts}_received",
-                "share",
-                f"share of {needed} that arrived in time",
-                partial(_received_share, purpose),
-            )
-            for parts, purpose, needed in (
-                ("outputs", "forward", "the outputs needed from other devices"),
-                ("losses", "backward", "the losses needed from other devices"),
-                ("results", "sharing", "the shared results of the output layer"),
-            )
+        _received_metric(
+            "outputs_received", "forward", "the outputs needed from other devices"
+        ),
+        _received_metric(
+            "losses_received", "backward", "the losses needed from other devices"
+        ),
+        _received_metric(
+            "results_received", "sharing", "the shared results of the output layer"
         ),
         Metric(
             "training_casts",
@@ -185,28 +196,23 @@ DECLARED = MetricsSpec(
             ),
             _time_to_target,
         ),
-        *(
-            Metric(
-                f"accuracy_{name}", "share", meaning, partial(_last_evaluation, field)
-            )
-            for name, field, meaning in (
-                (
-                    "at_coordinator",
-                    "coordinator_accuracy",
-                    "accuracy by the results that the coordinator received",
-                ),
-                (
-                    "at_any_device",
-                    "any_device_accuracy",
-                    "accuracy by the results that at least one device of the output layer received",
-                ),
-                ("gathered", "gathered", "accuracy by complete results"),
-                (
-                    "deviation",
-                    "deviation",
-                    "standard deviation of the accuracy over the test runs",
-                ),
-            )
+        _accuracy_metric(
+            "accuracy_at_coordinator",
+            "coordinator_accuracy",
+            "accuracy by the results that the coordinator received",
+        ),
+        _accuracy_metric(
+            "accuracy_at_any_device",
+            "any_device_accuracy",
+            "accuracy by the results that at least one device of the output layer received",
+        ),
+        _accuracy_metric(
+            "accuracy_gathered", "gathered", "accuracy by complete results"
+        ),
+        _accuracy_metric(
+            "accuracy_deviation",
+            "deviation",
+            "standard deviation of the accuracy over the test runs",
         ),
     ),
     events=(

@@ -103,7 +103,7 @@ class ReceivedParts:
         ``into`` is a tensor whose memory may be reused; its contents are lost.
 
         >>> parts = (SenderPart("a", range(2), torch.ones(1, 2)), SenderPart("b", range(2, 3), None))
-        >>> Arrived(layer=1, batch=0, samples=1, neurons=3, parts=parts).joined_values()
+        >>> ReceivedParts(layer=1, batch=0, samples=1, neurons=3, parts=parts).joined_values()
         tensor([[1., 1., 0.]])
         """
         if self._is_in_order():

@@ -11,8 +11,9 @@ from testbed.device import Device, Span
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.layers.shard import State
 from testbed.ml.method import PlanningProblem
+from testbed.ml.models.graph import GraphLayer
 from testbed.ml.models.sliced import cut_copies, draw_tensors
-from testbed.ml.models.slices import Channels
+from testbed.ml.models.slices import Channels, Slice
 from testbed.ml.slots.missing import ReceivedParts, Work
 from testbed.ml.slots.planner import (
     LayerCosts,
@@ -150,24 +151,25 @@ class Neurons:
         self._drop_computations(layer)
         whole = self._layers[layer - 1]
         part = slice_of(whole, neurons)
-        if state is None and self._initial_weights is not None:
-            state = cut_copies([(whole, part)], self._initial_weights)
-        elif state is None:
-            state = draw_tensors(
-                self._problem.model, [(whole, part)], self._problem.seed
-            )
+        if state is None:
+            state = self._initial_state(whole, part)
         if layer in self.shards:
             self.shards[layer].take(neurons, state)
         else:
-            self.shards[layer] = LayerShard(
-                whole, part, state, self._problem.workload.training.optimizer
-            )
+            optimizer = self._problem.workload.training.optimizer
+            self.shards[layer] = LayerShard(whole, part, state, optimizer)
+
+    def _initial_state(self, whole: GraphLayer, part: Slice) -> State:
+        """Return initial weights of some neurons: given ones, or the same as any device would draw from the seed."""
+        if self._initial_weights is not None:
+            return cut_copies([(whole, part)], self._initial_weights)
+        return draw_tensors(self._problem.model, [(whole, part)], self._problem.seed)
 
     def _drop_computations(self, layer: int) -> None:
         """Drop computations made with other neurons of a layer than the current ones."""
-        self._forwarded = {
-            key: kept for key, kept in self._forwarded.items() if key[0] != layer
-        }
+        for key in list(self._forwarded):
+            if key[0] == layer:
+                del self._forwarded[key]
         self._inferred.clear()
 
     def _layer_costs(self, layer: int, samples: int) -> LayerCosts:

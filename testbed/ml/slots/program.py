@@ -82,7 +82,7 @@ class AssignmentPolicy(Protocol):
 
 
 class FixedAssignment:
-    """A plan's constant arrangement."""
+    """The assignment of a plan, which stays the same for the whole run."""
 
     def __init__(
         self, assignment: NeuronAssignment, neurons: Neurons, device: str

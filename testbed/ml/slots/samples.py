@@ -139,10 +139,10 @@ class Tested(TypedMessage, kind="tested", key=("step", "test", "sender")):
 class Gathering:
     """The reliable collection of test results: one device's side, and the aggregation on the coordinator."""
 
-    def __init__(self, mailbox: Mailbox, lead: str, scores: TestRuns) -> None:
+    def __init__(self, mailbox: Mailbox, coordinator: str, scores: TestRuns) -> None:
         """``scores`` counts gathered results, one call per complete test batch."""
         self._mailbox = mailbox
-        self._coordinator = lead
+        self._coordinator = coordinator
         self._scores = scores
         self._computed: dict[int, tuple[Channels, torch.Tensor]] = {}
         """By test batch: the own neurons and their outputs."""

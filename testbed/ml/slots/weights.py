@@ -96,25 +96,25 @@ async def send_final_weights(
     mailbox: Mailbox,
     context: ProgramContext[SlotOptions, SlotDetails],
     neurons: Neurons,
-    held: NeuronAssignment,
+    assignment: NeuronAssignment,
     until: float,
 ) -> None:
     """Send the own weights to the coordinator, which exposes all weights received until an instant, in seconds.
 
     Devices that are off contribute their initial weights.
     """
-    device, lead = mailbox.device, context.plan.coordinator
+    device, coordinator = mailbox.device, context.plan.coordinator
     own = _own_weights(neurons)
-    if device.name != lead:
+    if device.name != coordinator:
         timeout = max(0.0, until - device.now())
-        await asyncio.wait([mailbox.post(lead, own)], timeout=timeout)
+        await asyncio.wait([mailbox.post(coordinator, own)], timeout=timeout)
         return
     problem = context.problem
     # Built from the seed, so that rows of devices without an answer keep their initial weights.
     whole = problem.model.build(0, len(problem.model.units), problem.seed).state_dict()
     received = [own]
-    for name in held.devices:
-        if name == lead:
+    for name in assignment.devices:
+        if name == coordinator:
             continue
         message = await mailbox.take(FinalWeights, name, deadline=until)
         if message is not None:
