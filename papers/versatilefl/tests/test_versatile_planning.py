@@ -71,7 +71,7 @@ def test_the_credibility_of_table_1_follows_from_the_two_before_it():
 
 def records_of(alpha, initial=()):
     """Return a function that notes casts in one window of device e after the other, and what each window leaves."""
-    records = ReceptionRecords("e", dict(initial), alpha, steps=1, grace=1)
+    records = ReceptionRecords("e", dict(initial), alpha, steps=1, record_delay=1)
     arrangement = partition_neurons([5, 5], "abcde", "horizontal")
     records.close_window(0, arrangement)
 
