@@ -52,11 +52,11 @@ _UNITS_OF_KINDS = (
     BYTE_RATE_UNITS,
 )
 
-# A capital B means bytes and a small b means bits; prefixes have no case, as in tc.
+# A capital B means bytes and a small b means bits; only `bps` is ambiguous. Prefixes have no case, as in tc.
 _BYTE_RATE = re.compile(r"([kKmMgG]?)(?:Bps|B/s|B)")
 _TC_BYTE_RATE = re.compile(r"([kKmMgG]?)(?:bps|BPS)")
 _BIT_RATE = re.compile(r"([kKmMgG]?)(?:(?i:bits?(?:/s)?)|b/s|b)")
-# Frequent mistakes. A double suggestion closes the first quote and opens the second.
+# Frequent mistakes. The message quotes a suggestion; two in one text bring their own inner quotes.
 _LIKELY_UNITS = {
     "duration": {
         "sec": "s",
@@ -128,10 +128,11 @@ def _parse_quantity(
             return 0.0
         text = f"'{text}' has no unit: a {kind} is written like '{example}'"
         # A bare number up to 1 is most likely meant as a fraction of one.
-        likely = f"{100 * number:g}%"
-        # The message ends with the example already.
-        if kind == "fraction" and number <= 1 and likely != example:
-            text += f", so write '{likely}'"
+        if kind == "fraction" and number <= 1:
+            likely = f"{100 * number:g}%"
+            # The message ends with the example already.
+            if likely != example:
+                text += f", so write '{likely}'"
         raise ValueError(text)
     if unit not in units:
         raise ValueError(

@@ -244,7 +244,7 @@ def _print_units(description: Mapping[str, Any], data: str) -> None:
         *number_columns("parameters", "FLOP", "bytes across"),
     ]
     print_section(console, columns, rows)
-    for reason in description["held"]:
+    for reason in description["undivided"]:
         console.print(f"[dim]{escape(reason)}[/dim]", soft_wrap=True)
 
 

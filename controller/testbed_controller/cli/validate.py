@@ -26,7 +26,7 @@ from testbed_controller.cli.printing import dump
 from testbed_controller.lab.memory import too_small
 
 LONGEST_NAME = 31
-"""Characters of a scenario's name."""
+"""Maximum number of characters in a scenario's name."""
 
 
 @click.command()
@@ -122,6 +122,7 @@ def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         scenario = load(name, overrides)
         file = scenario.source.file
         runs = trials(scenario)
+        # By index of the run.
         prepared: dict[int, Prepared] = {}
         if not in_results(scenario):
             prepared, refused = prepare_all(runs)

@@ -26,7 +26,7 @@ from testbed_controller.report.charts import (
     LinePlot,
 )
 from testbed_controller.report.tables import (
-    BARS,
+    BAR_ACTIVITIES,
     Cell,
     Column,
     Section,
@@ -124,7 +124,7 @@ def _other_sections(compared: Mapping[str, Any]) -> Iterator[Section]:
 def _share_cell(share: Mapping[str, float] | None) -> Cell:
     if share is None:
         return Cell("–")
-    text = " / ".join(formats.whole_share(share[kind]) for kind in BARS[:2])
+    text = " / ".join(formats.whole_share(share[kind]) for kind in BAR_ACTIVITIES[:2])
     return Cell(text, shares=share)
 
 

@@ -22,7 +22,13 @@ from testbed_controller.report.grouping import (
     name_of,
     together,
 )
-from testbed_controller.report.tables import BARS, Cell, Column, Section, number_columns
+from testbed_controller.report.tables import (
+    BAR_ACTIVITIES,
+    Cell,
+    Column,
+    Section,
+    number_columns,
+)
 from testbed_controller.report.thinning import (
     MOST,
     devices_shown,
@@ -110,7 +116,7 @@ def _device_cells(
             units.get(row[0], formats.NONE)
         )
     cells[Column("Share", where="wide")] = lambda row: Cell(
-        "", shares={kind: row[2][f"{kind}_share"] for kind in BARS}
+        "", shares={kind: row[2][f"{kind}_share"] for kind in BAR_ACTIVITIES}
     )
     for kind in ("compute", "send", "receive", "down", "idle"):
         if kind != "down" or has_been_down:

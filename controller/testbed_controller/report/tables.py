@@ -1,4 +1,4 @@
-"""Tables as plain data, rendered on a terminal and in LaTeX; pages use a template."""
+"""Tables as plain data, rendered on a terminal and in LaTeX; report.html, called the page here, uses a template."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.text import Text
 from testbed.common import formats
 from testbed.common.formats import escape_control
 
-BARS = ("compute", "communicate", "down")
+BAR_ACTIVITIES = ("compute", "communicate", "down")
 """Activities drawn in the time bar of a device."""
-BAR = 16
+BAR_LENGTH = 16
 """Length of a time bar in characters."""
 WIDE = 100
 """Minimum terminal width for optional columns."""
-WHOLE = 18
+LONGEST_UNWRAPPED = 18
 """Maximum length of names that are never wrapped, to save space for values."""
 TONES = {"": "", "yes": "green", "no": "red"}
 LATEX = str.maketrans(
@@ -63,7 +63,7 @@ class Cell:
     tone: Literal["", "yes", "no"] = ""
     """Whether the text reports success or failure."""
     shares: Mapping[str, float] | None = None
-    """Drawn as a bar: shares of `BARS`."""
+    """Drawn as a bar: shares of `BAR_ACTIVITIES`."""
     hint: str = ""
     """Tooltip on a page."""
     order: float | str | None = None
@@ -129,13 +129,10 @@ class VisibleConsole(Console):
     ) -> Iterator[Segment]:
         """Yield the segments of something to be printed."""
         for text, style, control in super().render(renderable, options):
-            yield Segment(
-                text
-                if control or text.isprintable()
-                else escape_control(text, len(text) * 8),
-                style,
-                control,
-            )
+            if not control and not text.isprintable():
+                # An escape has at most 8 characters, so nothing is cut.
+                text = escape_control(text, max_characters=8 * len(text))
+            yield Segment(text, style, control)
 
 
 def draw(section: Section, width: int) -> Group:
@@ -164,7 +161,7 @@ def draw(section: Section, width: int) -> Group:
         parts.append(Text(f"  and {', '.join(notes)}", style="dim"))
     if not section.title:
         return Group(*parts)
-    # Beside the table, as rich wraps a table's own title at the width of the table.
+    # Outside the table, since rich wraps a table's own title at the width of the table.
     gap = "  " if len(section.title) + len(section.brief) < width - 3 else "\n "
     title = Text(f" {section.title}", style="bold").append(
         f"{gap}{section.brief}", style="not bold dim"
@@ -185,9 +182,9 @@ def _make_table(
 ) -> Table:
     """Return the rows as a table; a narrow one has no padding, and notes below their numbers."""
     shown = []
-    for place, column in enumerate(section.columns):
+    for index, column in enumerate(section.columns):
         if _is_shown(column, width):
-            shown.append((place, column))
+            shown.append((index, column))
     table = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -195,15 +192,15 @@ def _make_table(
         show_header=any(column.heading for _, column in shown),
         padding=(0, 0 if is_narrow else 1),
     )
-    for place, column in shown:
-        texts = [column.heading, *(row[place].text for row in rows)]
+    for index, column in shown:
+        texts = [column.heading, *(row[index].text for row in rows)]
         longest = max(len(text) for text in texts)
         table.add_column(
             column.heading,
             style="bold" if column.kind == "name" else "",
             justify="right" if column.kind == "number" else "left",
             overflow="fold",
-            no_wrap=column.kind == "name" and longest <= WHOLE,
+            no_wrap=column.kind == "name" and longest <= LONGEST_UNWRAPPED,
         )
     separator = "\n" if is_narrow else " "
     for row in rows:
@@ -236,13 +233,13 @@ def _time_bar(shares: Mapping[str, float]) -> Text:
     text = Text()
     drawn = 0
     end = 0.0
-    for kind, style in zip(BARS, ("blue", "yellow", "red"), strict=True):
+    for kind, style in zip(BAR_ACTIVITIES, ("blue", "yellow", "red"), strict=True):
         # Rounded ends rather than rounded lengths, whose sum could exceed the bar.
-        end += shares[kind] * BAR
-        cells = min(BAR, round(end)) - drawn
+        end += shares[kind] * BAR_LENGTH
+        cells = min(BAR_LENGTH, round(end)) - drawn
         text.append("█" * cells, style=style)
         drawn += cells
-    return text.append("░" * (BAR - drawn), style="dim")
+    return text.append("░" * (BAR_LENGTH - drawn), style="dim")
 
 
 def latex(section: Section) -> str:

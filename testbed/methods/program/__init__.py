@@ -29,8 +29,8 @@ from testbed.method import Method, Options, PlanningProblem, ProgramContext
 from testbed.methods.program.processes import ProcessTree, count_memory_kills
 from testbed.methods.program.workload import (
     ProgramPart,
-    ProgramsPart,
     ProgramsProblem,
+    ProgramWorkloadPart,
     by_device,
 )
 from testbed.plan import Assignment, Plan
@@ -151,7 +151,7 @@ class Program(Method[Options]):
 
 
 def _programs_by_device(problem: PlanningProblem[Options]) -> dict[str, ProgramPart]:
-    assert isinstance(problem.workload, ProgramsPart)
+    assert isinstance(problem.workload, ProgramWorkloadPart)
     return by_device(
         problem.workload.programs, [device.name for device in problem.devices]
     )

@@ -25,7 +25,7 @@ _METHOD = "program"
 
 
 class ProgramPart(ConfigModel):
-    """A command of the user's on a device, or on each device of a role."""
+    """A command of the user on a device, or on each device of a group."""
 
     command: tuple[str, ...] = Field(
         min_length=1, description="program and arguments, in the device's container"
@@ -43,7 +43,7 @@ class ProgramPart(ConfigModel):
     )
     files: tuple[str, ...] = Field(
         (),
-        description="files for its working directory (read-only), relative to the scenario file",
+        description="files for the program's working directory (read-only), relative to the scenario file",
     )
     environment: dict[str, str] = Field(
         default_factory=dict,
@@ -70,7 +70,7 @@ class ProgramPart(ConfigModel):
 
 def programs_of(workload: WorkloadPart, names: Sequence[str]) -> dict[str, ProgramPart]:
     """Return each device's program; none for other kinds of work."""
-    if not isinstance(workload, ProgramsPart):
+    if not isinstance(workload, ProgramWorkloadPart):
         return {}
     return by_device(workload.programs, names)
 
@@ -79,23 +79,23 @@ def by_device(
     written: Mapping[str, ProgramPart], names: Sequence[str]
 ) -> dict[str, ProgramPart]:
     """Return each device's program in the order of the devices. Raises `InputError` for an unknown name."""
-    roles = {name: name.rstrip("0123456789") for name in names}
-    for wanted in written:
-        if wanted not in names and wanted not in roles.values():
+    groups = {name: name.rstrip("0123456789") for name in names}
+    for entry in written:
+        if entry not in names and entry not in groups.values():
             raise InputError(
-                f"unknown device '{wanted}': choose one of {', '.join(names)}",
-                ("programs", wanted),
+                f"unknown device '{entry}': choose one of {', '.join(names)}",
+                ("programs", entry),
             )
     programs = {}
     for name in names:
         # A device's own entry overrides that of its group.
-        part = written.get(name) or written.get(roles[name])
+        part = written.get(name) or written.get(groups[name])
         if part is not None:
             programs[name] = part
     return programs
 
 
-class ProgramsPart(WorkloadPart):
+class ProgramWorkloadPart(WorkloadPart):
     """Keys of the user's own programs."""
 
     task: Literal["program"] = Field("program", description="kind of workload")
@@ -128,10 +128,10 @@ class ProgramsPart(WorkloadPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _nothing_of_a_model(cls, value: Any) -> Any:
+    def _refuse_model_keys(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        # Results of version 1.0 have keys of training as well.
+        # Results of version 1.0 have the model `none` and keys of training, which are dropped.
         if value.get("model") == {"name": "none"}:
             value = {key: value[key] for key in value.keys() & cls.model_fields.keys()}
         for key in ("epochs", "steps", "requests"):
@@ -139,24 +139,24 @@ class ProgramsPart(WorkloadPart):
                 raise ValueError(f"programs end by themselves: remove '{key}'")
         if value.get("reproducible"):
             raise ValueError(
-                "the kernels of own programs are fixed by variables in their 'environment', not here"
+                "'reproducible' does not reach own programs: remove it, and set variables in their 'environment'"
             )
         return value
 
     def title(self) -> str:
         """Return the title of the work in reports."""
-        return "programs of one's own"
+        return "own programs"
 
     def labels(self) -> Iterator[str]:
         """Yield the facts in the head of a report."""
-        yield "programs of one's own: they take the host's time, held by cpus and memory alone"
+        yield "own programs: they run at the host's speed; only processors and memory are limited"
 
 
 @dataclass(frozen=True)
 class ProgramsProblem(PlanningProblem[Options]):
-    """The problem of programs."""
+    """The planning input of own programs: their files, besides devices and links."""
 
-    workload: ProgramsPart
+    workload: ProgramWorkloadPart
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Files in the program's folder by their names in the scenario."""
 
@@ -165,7 +165,7 @@ class Programs(Workload):
     """Workload of user commands; each device receives its own files."""
 
     name = "program"
-    Part = ProgramsPart
+    Part = ProgramWorkloadPart
 
     def extend_problem(
         self, given: PlanningProblem, scenario: Scenario, method: Method
@@ -193,20 +193,20 @@ class Programs(Workload):
 def _with_files(
     problem: PlanningProblem, files: Mapping[str, bytes]
 ) -> ProgramsProblem:
-    assert isinstance(problem.workload, ProgramsPart)
+    assert isinstance(problem.workload, ProgramWorkloadPart)
     return ProgramsProblem(
-        problem.devices,
-        problem.links,
-        problem.workload,
-        problem.options,
-        problem.seed,
-        files,
+        devices=problem.devices,
+        links=problem.links,
+        workload=problem.workload,
+        options=problem.options,
+        seed=problem.seed,
+        files=files,
     )
 
 
 def _read_files(scenario: Scenario) -> dict[str, bytes]:
     """Return the files of all programs by name. Raises `InputError`."""
-    assert isinstance(scenario.workload, ProgramsPart)
+    assert isinstance(scenario.workload, ProgramWorkloadPart)
     contents: dict[str, bytes] = {}
     for device, part in scenario.workload.programs.items():
         for name in part.files:

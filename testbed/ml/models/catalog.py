@@ -50,21 +50,21 @@ _ENTRIES = (
     ),
     Entry(
         "alexnet",
-        "AlexNet for one processor, 61 million weights at 224x224",
+        "AlexNet for one processor, 61 million parameters at 224x224",
         classifiers.ImagenetOptions,
         classifiers.alexnet,
         classifiers.IMAGENET_CLASSES,
     ),
     Entry(
         "vgg16",
-        "VGG-16, 138 million weights at 224x224",
+        "VGG-16, 138 million parameters at 224x224",
         classifiers.ImagenetOptions,
         classifiers.vgg16,
         classifiers.IMAGENET_CLASSES,
     ),
     Entry(
         "yolov2",
-        "YOLOv2, detection, 51 million weights; a unit for each of Darknet's layers, with their numbers",
+        "YOLOv2, detection, 51 million parameters; units are numbered as Darknet's layers",
         yolov2.Yolov2Options,
         yolov2.yolov2,
         yolov2.CLASSES,
@@ -84,7 +84,9 @@ _ENTRIES = (
 )
 CATALOG = {entry.name: entry for entry in _ENTRIES}
 GROUP = "testbed.models"
-"""Entry points under which an installed package registers models: ``name = "module:function"``, as of a Python file."""
+"""Entry points under which an installed package registers models: ``name = "module:function"``.
+
+The function has the arguments of one in a Python file that a scenario names."""
 _NAME: Key = ("model", "name")
 
 
@@ -115,7 +117,7 @@ def list_names() -> list[str]:
 
 
 def summary_of(name: str) -> str:
-    """Return one line about a model; of a broken package, the error.
+    """Return one line about a model; for a broken package, the error.
 
     >>> summary_of("vgg5")
     "three convolutions and two fully connected layers, as in PipeLearn's Table II"
@@ -169,8 +171,10 @@ def create(
 def describe(model: Model) -> dict[str, Any]:
     """Return a model's size and cost as plain values: totals, and one row per unit; all per sample.
 
-    ``reads`` are the units whose outputs a unit reads, -1 the model's input; ``cut_bytes`` cross the cut after the
-    unit.
+    ``parameters`` are all trained values, ``weights`` those without biases and normalisation. ``undivided`` are reasons
+    why units of a user's network cannot be cut further. ``reads`` are the units whose outputs a unit reads, -1 the
+    model's input. ``output_bytes`` leave the unit, ``cut_bytes`` cross the cut after the unit, and
+    ``activation_bytes`` are kept for the backward pass.
 
     >>> description = describe(create("mlp", {"hidden": [32]}, (1, 8, 8), 10))
     >>> description["parameters"], [unit["name"] for unit in description["units"]]
@@ -183,7 +187,7 @@ def describe(model: Model) -> dict[str, Any]:
         "parameters": model.parameters,
         "weights": model.weights,
         "forward_flops": model.forward_flops,
-        "held": list(model.undivided_reasons),
+        "undivided": list(model.undivided_reasons),
         "units": [_describe_unit(model, index) for index in range(len(model.units))],
     }
 

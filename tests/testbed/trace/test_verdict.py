@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testbed.methods.program.workload import ProgramPart, ProgramsPart
+from testbed.methods.program.workload import ProgramPart, ProgramWorkloadPart
 from testbed.network.link import Link
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
@@ -342,7 +342,7 @@ def test_a_run_without_what_its_task_is_about_says_how_to_record_it() -> None:
         'no step was recorded: programs report their work by device.record("step", ...)'
     )
     record = recorded.calm_record(events=events)
-    programs = ProgramsPart(programs={"a": ProgramPart(command=("true",))})
+    programs = ProgramWorkloadPart(programs={"a": ProgramPart(command=("true",))})
     record.experiment = replace(record.experiment, workload=programs)
     [found] = [each for each in verdict(record)["checks"] if each["name"] == "events"]
     assert found["detail"] == "no exit was recorded"
