@@ -22,7 +22,7 @@ SECONDS = 3.0
 CHARGES = (0.005, 0.02, 0.05)
 """Charged times of the spans in seconds."""
 TOLERANCE = 0.02
-"""Maximum error of a span as a share of its charge: of the mean, and of the 99th percentile beyond reported lateness."""
+"""Maximum error of spans as a share of the charge: the mean, and the 99th percentile without reported lateness."""
 
 
 @dataclass(frozen=True)
