@@ -87,7 +87,14 @@ def _split_input(
 def single_plan(
     name: str, graph: Graph, devices: Sequence[str], source: int
 ) -> DistributedPlan:
-    """Build the plan in which the source computes everything: equation (6)."""
+    """Build the plan in which the source computes everything: equation (6).
+
+    >>> from testbed.ml.models import create
+    >>> from testbed.ml.models.graph import graph_of
+    >>> graph = graph_of(create("mlp", {"hidden": [8, 16, 4]}, (1, 2, 2), 4))
+    >>> [layer.owner for layer in single_plan("single", graph, ["a", "b"], source=1).layers]
+    [1, 1, 1, 1]
+    """
     return _owned_layers(name, devices, source, [source] * len(graph.layers))
 
 
@@ -101,6 +108,13 @@ def sequential_plan(
     """Build a plan of sequential layer mapping (DL): contiguous layers over the devices, the source first.
 
     The cuts minimize the largest ratio of weights to ``capacities``, the memory of each device.
+
+    >>> from testbed.ml.models import create
+    >>> from testbed.ml.models.graph import graph_of
+    >>> graph = graph_of(create("mlp", {"hidden": [8, 16, 4]}, (1, 2, 2), 4))
+    >>> plan = sequential_plan("sequential", graph, ["a", "b"], 0, [1.0, 1.0])
+    >>> [layer.owner for layer in plan.layers]
+    [0, 0, 1, 1]
     """
     others = [index for index in range(len(devices)) if index != source]
     # Each device has at least one layer.

@@ -48,7 +48,11 @@ class Transfer:
         return sum(self.messages)
 
     def wire_bytes(self, samples: int) -> float:
-        """Return the bytes on the wire of a request of ``samples`` samples, headers included."""
+        """Return the bytes on the wire of a request of ``samples`` samples, headers included.
+
+        >>> Transfer(sender=0, receiver=1, value=2, messages=(8, 8)).wire_bytes(samples=1)
+        1100.0
+        """
         total = 0.0
         for elements, count in Counter(self.messages).items():
             total += count * size_around(samples * BYTES_PER_VALUE * elements)
@@ -192,7 +196,13 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the complete input to the complete output."""
+        """Seconds from the complete input to the complete output.
+
+        >>> Phase(compute=2.0, gathering=Leg(busy=1.0), chunks=4).seconds
+        2.0
+        >>> Phase(compute=2.0, gathering=Leg(busy=1.0), layerwise=True).seconds
+        3.0
+        """
         if self.layerwise:
             legs = (self.gathering, self.own, self.forwarding)
             return self.compute + sum(leg.busy + leg.delay for leg in legs)

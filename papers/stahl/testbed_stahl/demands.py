@@ -19,7 +19,20 @@ from testbed_stahl.plan import Range, intersection, total_size
 
 
 def weights(flow: Dataflow, device: int) -> int:
-    """Return F: the weight elements stored by a device, biases excluded."""
+    """Return F: the weight elements stored by a device, biases excluded.
+
+    The paper's worked example on a single device:
+
+    >>> from testbed.ml.models import create
+    >>> from testbed.ml.models.graph import graph_of
+    >>> graph = graph_of(create("mlp", {"hidden": [8, 16, 4]}, (1, 2, 2), 4))
+    >>> from testbed_stahl.candidates import single_plan
+    >>> from testbed_stahl.dataflow import dataflow
+    >>> from testbed_stahl.options import PlanSettings
+    >>> flow = dataflow(graph, single_plan("single", graph, ["a", "b"], 0), PlanSettings())
+    >>> weights(flow, 0), weights(flow, 1)
+    (240, 0)
+    """
     stored_layers = layers_stored(flow, device)
     return sum(layer.share(layer.weights, part) for layer, part in stored_layers)
 
@@ -88,7 +101,20 @@ def _layer_cost(flow: Dataflow, index: int, device: int) -> Cost:
 
 
 def longest_path(flow: Dataflow) -> int:
-    """Return T: the sequential multiplications if devices compute in parallel between exchanges."""
+    """Return T: the sequential multiplications if devices compute in parallel between exchanges.
+
+    The paper's worked example on a single device:
+
+    >>> from testbed.ml.models import create
+    >>> from testbed.ml.models.graph import graph_of
+    >>> graph = graph_of(create("mlp", {"hidden": [8, 16, 4]}, (1, 2, 2), 4))
+    >>> from testbed_stahl.candidates import single_plan
+    >>> from testbed_stahl.dataflow import dataflow
+    >>> from testbed_stahl.options import PlanSettings
+    >>> flow = dataflow(graph, single_plan("single", graph, ["a", "b"], 0), PlanSettings())
+    >>> longest_path(flow)
+    240
+    """
     rows = multiplications(flow)
     # All tiled layers of a device follow one another without an exchange.
     of_tiles = [sum(column) for column in zip(*rows[: flow.tiled], strict=True)]

@@ -188,7 +188,11 @@ class Region(NamedTuple):
 
     @property
     def pixels(self) -> int:
-        """Number of pixels."""
+        """Number of pixels.
+
+        >>> Region(top=0, bottom=4, left=2, right=5).pixels
+        12
+        """
         return (self.bottom - self.top) * (self.right - self.left)
 
 

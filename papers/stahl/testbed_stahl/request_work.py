@@ -30,6 +30,11 @@ class Ledger:
     """Resident bytes of weights and activations, tracked as tensors are allocated and released.
 
     A device fails if its resident bytes exceed its memory, like a process killed by the kernel.
+
+    >>> ledger = Ledger("pi", memory=1000)
+    >>> ledger.drop(ledger.hold(torch.zeros(1, 100)))
+    >>> ledger.activations, ledger.peak
+    (0, 400)
     """
 
     def __init__(self, device: str, memory: float) -> None:
@@ -123,7 +128,13 @@ Block = tuple[Range, "torch.Tensor"]
 
 
 class Store:
-    """Received pieces of values and partial sums, kept until their last use."""
+    """Received pieces of values and partial sums, kept until their last use.
+
+    >>> store = Store(Ledger("pi", memory=1000))
+    >>> store.put(value=3, first=0, tensor=torch.zeros(1, 10))
+    >>> [part for part, _ in store.blocks([Origin(value=3, part=Range(4, 8), at=0)])]
+    [Range(first=0, last=4)]
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

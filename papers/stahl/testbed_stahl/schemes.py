@@ -99,7 +99,16 @@ def total_communication(
     workers: WorkerTotals,
     reuse: Reuse = "with-reuse",
 ) -> Fraction:
-    """Return C of a whole network, in elements: equation (10). Layers ``whole`` and ``tiled`` add nothing to C."""
+    """Return C of a whole network, in elements: equation (10). Layers ``whole`` and ``tiled`` add nothing to C.
+
+    The paper's worked example, four fully connected layers of 4-8-16-4-4 on two devices, with LOP everywhere:
+
+    >>> from testbed.ml.models import create
+    >>> from testbed.ml.models.graph import graph_of
+    >>> graph = graph_of(create("mlp", {"hidden": [8, 16, 4]}, (1, 2, 2), 4))
+    >>> int(total_communication(graph, ["lop"] * 4, WorkerTotals.equal(2)))
+    34
+    """
     total = Fraction(0)
     for index, (layer, scheme) in enumerate(zip(graph.layers, schemes, strict=True)):
         holds_share = holds_shares(graph, schemes, index)
@@ -127,7 +136,14 @@ def uniform_schemes(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
 def fused_schemes(
     graph: Graph, pairs: Collection[LayerPair], first: int = 0
 ) -> Schemes:
-    """Return LOP with the given pairs of layers fused; raises `InputError` listing the valid pairs."""
+    """Return LOP with the given pairs of layers fused; raises `InputError` listing the valid pairs.
+
+    >>> from testbed.ml.models import create
+    >>> from testbed.ml.models.graph import graph_of
+    >>> graph = graph_of(create("mlp", {"hidden": [8, 16, 4]}, (1, 2, 2), 4))
+    >>> fused_schemes(graph, [(1, 2)])
+    ('lop', 'fuse1', 'fuse2', 'lop')
+    """
     schemes = list(uniform_schemes(graph, "lop", first))
     for one, other in pairs:
         is_pair = other == one + 1 and one >= first and graph.fuses(one)
@@ -160,7 +176,14 @@ def least_communication(
 ) -> Schemes:
     """Return the schemes with the least C from layer ``first`` on; ties prefer LOP, then LIP, then FUSE.
 
-    Without ``lip`` only LOP and fused pairs are considered, as in the variants of the paper's Table 2.
+    Without ``lip`` only LOP and fused pairs are considered, as in the variants of the paper's Table 2. The optimum of
+    the paper's worked example:
+
+    >>> from testbed.ml.models import create
+    >>> from testbed.ml.models.graph import graph_of
+    >>> graph = graph_of(create("mlp", {"hidden": [8, 16, 4]}, (1, 2, 2), 4))
+    >>> least_communication(graph, WorkerTotals.equal(2))
+    ('lop', 'fuse1', 'fuse2', 'lop')
     """
     count = len(graph.layers)
     # best[index][after_lop]: the least C of this and all later layers, and their schemes.

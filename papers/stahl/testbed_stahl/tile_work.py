@@ -139,6 +139,13 @@ class TileQueue:
     A device has one tile at a time: first its own tiles; then it steals the last tile of the device with the longest
     backlog if it expects to finish earlier. A device's time for a multiplication is measured from its last tile,
     transfers included; the first estimate is its nominal speed.
+
+    >>> region = Region(0, 1, 0, 1)
+    >>> tiles = [Tile(row=0, column=0, device=0, regions=(region,)), Tile(row=1, column=1, device=0, regions=(region,))]
+    >>> queue = TileQueue(tiles, work=[100, 100], lending=[], pace=[1.0, 1.0])
+    >>> queue.add(request=0)
+    >>> queue.take(device=0, now=0.0), queue.take(device=1, now=0.0)
+    ((0, 0), (0, 1))
     """
 
     def __init__(
