@@ -40,7 +40,12 @@ _WAIT_TO_SEND = 0.0005
 
 @dataclass
 class Flow:
-    """Datagrams of one link, with the times of sending and the arrivals."""
+    """Datagrams of one link, with the times of sending and the arrivals.
+
+    >>> flow = Flow(sent=[0.0, 0.1, 0.2], arrived=[(0, 0.01), (2, 0.01), (2, 0.02)])
+    >>> flow.lost, flow.duplicates, flow.delays
+    (1, 1, [0.01, 0.01])
+    """
 
     sent: list[float] = field(default_factory=list)
     arrived: list[tuple[int, float]] = field(default_factory=list)

@@ -193,6 +193,11 @@ def table_lines(points: Sequence[Point]) -> Iterator[str]:
 
 
 def _describe_link(link: Link) -> str:
+    """Return the properties of a link for the table.
+
+    >>> _describe_link(Link(10e6, 0.05, loss=0.01))
+    '10mbit, 50 ms, 1 %'
+    """
     name = f"{format_rate(link.rate or 0)}, {1e3 * link.delay:g} ms"
     name += f" ± {1e3 * link.jitter:g} ms" if link.jitter else ""
     if link.bursts is not None:

@@ -27,7 +27,12 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Paced:
-    """A paced span; times are in seconds."""
+    """A paced span; times are in seconds.
+
+    >>> span = Paced(charge=0.01, duration=0.012, late=0.002, deficit=0.0)
+    >>> round(span.error, 3), round(span.unreported, 3)
+    (0.2, 0.0)
+    """
 
     charge: float
     duration: float

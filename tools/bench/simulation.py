@@ -16,7 +16,11 @@ from testbed.wire.message import Message
 
 @dataclass(frozen=True)
 class Throughput:
-    """Result of `messages_per_second`."""
+    """Result of `messages_per_second`.
+
+    >>> Throughput(devices=2, messages=100, events=200, processor_seconds=0.5).rate
+    200.0
+    """
 
     devices: int
     messages: int
