@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from rich.console import Console
 
@@ -210,8 +210,26 @@ def load(scenario: str | Path, changes: Mapping[str, Any] | None = None) -> Scen
     """
     # A notebook may have changed the user's files since the last scenario.
     usercode.clear_cache()
-    overrides = [f"{key}={json.dumps(value)}" for key, value in (changes or {}).items()]
+    overrides = []
+    for key, value in (changes or {}).items():
+        try:
+            text = json.dumps(value, default=_as_plain_value)
+        except TypeError:
+            raise InputError(
+                f"{key}: values of type {type(value).__name__} cannot be written into a scenario: use numbers, texts, "
+                "lists and dictionaries"
+            ) from None
+        overrides.append(f"{key}={text}")
     return loading.load(scenario, overrides)
+
+
+def _as_plain_value(value: Any) -> Any:
+    """Return a path as text, and a number or array of numpy as plain numbers. Raises TypeError for other objects."""
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(type(value).__name__)
 
 
 def build(**keys: Any) -> Scenario:
@@ -246,8 +264,17 @@ def run(
     >>> testbed.run(scenario, runtime="simulate").metrics["steps"]
     44
     """
+    _check_runtime(runtime)
     execute = {"emulate": emulate, "simulate": simulate}[runtime]
     return execute(scenario, out, **options)
+
+
+def _check_runtime(runtime: str) -> None:
+    known = get_args(Runtime)
+    if runtime not in known:
+        raise InputError(
+            f"unknown runtime '{runtime}': choose one of {', '.join(known)}"
+        )
 
 
 def simulate(
@@ -325,8 +352,9 @@ def sweep(
     >>> [result.metrics["steps"] for result in results]
     [44, 22]
     """
+    _check_runtime(runtime)
     if values is not None:
-        lists = {key: list(each) for key, each in values.items()}
+        lists = {key: _list_of(key, each) for key, each in values.items()}
         tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
         tree |= {"sweep": {TOGETHER: lists} if together else lists, "points": []}
         scenario = loading.validate(tree, scenario.source)
@@ -351,6 +379,18 @@ def sweep(
     results = Results(Result(finished[number]) for number in sorted(finished))
     results.refused = refused
     return results
+
+
+def _list_of(key: str, values: Any) -> list[Any]:
+    """Return the values of a swept key. Raises `InputError` for a single value."""
+    # A text would become a list of its letters.
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InputError(
+            f"the values of '{key}' must be a list, such as [{values!r}], not a single value"
+        )
+    return [
+        _as_plain_value(each) if hasattr(each, "tolist") else each for each in values
+    ]
 
 
 def open_results(folder: str | Path) -> Results:

@@ -10,12 +10,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from testbed.common.errors import InputError
 from testbed.simulation.world import World
-from testbed_controller.api import Results, build, load, open_results, simulate, sweep
+from testbed_controller.api import (
+    Results,
+    build,
+    load,
+    open_results,
+    run,
+    simulate,
+    sweep,
+)
 from testbed_controller.cli.export import export
 from tests.helpers import ROOT
 
@@ -46,6 +55,43 @@ def test_a_run_has_figures_tables_and_plots(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             act("nothing")
+
+
+@pytest.mark.parametrize("value", [Path("x.safetensors"), np.int64(7), np.array([1])])
+def test_changes_may_be_paths_and_numbers_of_numpy(value: object) -> None:
+    key = "description" if isinstance(value, Path) else "seed"
+    if isinstance(value, np.ndarray):
+        with pytest.raises(InputError, match="seed"):
+            load("quickstart", {key: value})
+        return
+    changed = load("quickstart", {key: value})
+    assert str(getattr(changed, key)) == str(value)
+
+
+def test_change_that_a_scenario_cannot_have_is_refused() -> None:
+    with pytest.raises(
+        InputError, match="seed: values of type object cannot be written"
+    ):
+        load("quickstart", {"seed": object()})
+
+
+def test_unknown_runtime_is_refused(tmp_path: Path) -> None:
+    scenario = build(**SMALL)
+    for call in (run, sweep):
+        with pytest.raises(InputError, match="unknown runtime 'simulated': choose"):
+            call(scenario, out=tmp_path / "one", runtime="simulated")  # type: ignore[operator]
+    assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize("values", ["adam", 3, None])
+def test_single_value_of_a_swept_key_is_refused(values: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the values of 'seed' must be a list"):
+        sweep(build(**SMALL), {"seed": values}, tmp_path / "one")
+
+
+def test_values_of_a_sweep_may_be_those_of_numpy(tmp_path: Path) -> None:
+    results = sweep(build(**SMALL), {"seed": np.arange(1, 3)}, tmp_path / "sweep")
+    assert [row["seed"] for row in results.rows()] == [1, 2]
 
 
 def test_it_runs_where_a_loop_runs_already(tmp_path: Path) -> None:
