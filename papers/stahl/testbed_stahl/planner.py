@@ -172,7 +172,10 @@ def paper_communication(flow: Dataflow, reuse: Reuse) -> float:
 def _reuse_savings(
     problem: PlanningProblem[DistributedOptions], flow: Dataflow
 ) -> dict[str, float]:
-    """Return the savings of tile reuse over the same grid without reuse."""
+    """Return the savings of tile reuse over the best distribution of the same tiles without reuse.
+
+    Only the tiled layers count, which both plans have in common.
+    """
     tiling = flow.plan.tiling
     if tiling is None or not flow.overlaps:
         return {}
@@ -200,7 +203,10 @@ def _tile_multiplications(flow: Dataflow) -> int:
 def distributed(
     problem: PlanningProblem[DistributedOptions], there: Collection[str]
 ) -> DistributedPlan:
-    """Return the distributed plan over the present devices; raises `InputError` if their memory is insufficient."""
+    """Return the distributed plan over the present devices; raises `InputError` if their memory is insufficient.
+
+    The source is always present, as it is the device that plans.
+    """
     devices = _present_devices(problem, there)
     return fitting_plan(graph_of(problem.model), devices, settings_of(problem, devices))
 
@@ -208,7 +214,7 @@ def distributed(
 def assignments_for(
     problem: PlanningProblem[DistributedOptions], there: Collection[str]
 ) -> tuple[Assignment, ...]:
-    """Plan for the present devices; raises `InputError` if their memory is insufficient."""
+    """Plan for the present devices, the source included; raises `InputError` if their memory is insufficient."""
     return assignments(problem, flow_of(problem, distributed(problem, there)))
 
 
@@ -382,7 +388,7 @@ def _check_links(problem: PlanningProblem[DistributedOptions], source: str) -> N
 def part_messages(
     problem: PlanningProblem[DistributedOptions], plan: Plan[DistributedDetails]
 ) -> Iterator[PlannedMessage]:
-    """Yield each transmitted part of an output, and the initial weights of each device."""
+    """Yield the largest message of each transfer, and the initial weights of each device."""
     devices = plan.details.distributed.devices
     element_bytes = BYTES_PER_VALUE * problem.workload.batch_size
     for transfer in transfers(flow_of(problem, plan.details.distributed)):
