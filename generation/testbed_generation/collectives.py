@@ -68,6 +68,7 @@ class Star:
                 self._centre, Part(operation, 0, values, padding=padding)
             )
             return (await self._mailbox.take(Part, (self._centre, operation, 1))).values
+        # In the order of the devices, not of arrival: the sum of floats depends on the order, and texts must not.
         for name in self._others:
             part = await self._mailbox.take(Part, (name, operation, 0))
             if values is not None and part.values is not None:
@@ -103,6 +104,7 @@ class Ring:
             taken = (sent - 1) % number
             outgoing = None if chunks is None else chunks[sent]
             padding = size // number if chunks is None else 0
+            # Sent before waiting: a ring whose devices all received first would wait for ever.
             self._mailbox.post(
                 following, Part(operation, step, outgoing, padding=padding)
             )

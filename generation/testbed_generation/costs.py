@@ -64,6 +64,7 @@ class CostModel:
                 * share
             )
             values = architecture.attention_values * share
+            # Token i of the new ones attends to past + i tokens, itself included.
             pairs = tokens * past + tokens * (tokens + 1) / 2
             flops = (
                 2.0 * tokens * values + 4.0 * architecture.query_values * share * pairs

@@ -82,16 +82,19 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def _median_ttft(record: RunView) -> float | None:
-    firsts = [
-        each.first_seconds
-        for each in request_times(record)
-        if each.first_seconds is not None
-    ]
+    firsts = []
+    for each in request_times(record):
+        # A run may end before a request has its first token.
+        if each.first_seconds is not None:
+            firsts.append(each.first_seconds)
     return median(firsts) if firsts else None
 
 
 def _token_gaps(record: RunView) -> list[float]:
-    return [seconds for each in request_times(record) for seconds in each.token_gaps]
+    gaps: list[float] = []
+    for each in request_times(record):
+        gaps += each.token_gaps
+    return gaps
 
 
 def _median_tpot(record: RunView) -> float | None:
@@ -107,10 +110,9 @@ def _total_rate(record: RunView) -> float | None:
     times = [each for each in request_times(record) if each.tokens]
     if not times:
         return None
-    seconds = max(each.tokens[-1] for each in times) - min(
-        each.arrival for each in times
-    )
-    return _count_tokens(record) / seconds if seconds > 0 else None
+    begin = min(each.arrival for each in times)
+    end = max(each.tokens[-1] for each in times)
+    return _count_tokens(record) / (end - begin) if end > begin else None
 
 
 def _median_request_rate(record: RunView) -> float | None:
@@ -129,9 +131,9 @@ def _token_bytes(record: RunView) -> float | None:
     number = _count_tokens(record)
     if not number:
         return None
-    sent: float = sum(
-        event.fields["bytes"] for event in record.events if event.event == "send"
-    )
+    sent = 0.0
+    for event in record.of("send"):
+        sent += event.fields["bytes"]
     return sent / number
 
 
@@ -185,20 +187,19 @@ def _last_transfer(field_name: str) -> Callable[[RunView], float | None]:
     """Return the metric of the values of the last token, which was decoded; None with other dataflows."""
 
     def compute(record: RunView) -> float | None:
-        transfers = [
-            event.fields[field_name]
-            for event in record.events
-            if event.event == "transfer"
-        ]
-        return float(transfers[-1]) if transfers else None
+        # Earlier transfers contain that of the prompt, which has more tokens.
+        transfers = list(record.of("transfer"))
+        return float(transfers[-1].fields[field_name]) if transfers else None
 
     return compute
 
 
 def _accepted_share(record: RunView) -> float | None:
-    drafts = [event.fields for event in record.events if event.event == "draft"]
-    proposed = sum(fields["proposed"] for fields in drafts)
-    return sum(fields["accepted"] for fields in drafts) / proposed if proposed else None
+    proposed = accepted = 0
+    for event in record.of("draft"):
+        proposed += event.fields["proposed"]
+        accepted += event.fields["accepted"]
+    return accepted / proposed if proposed else None
 
 
 def requests_list(record: RunView) -> list[dict[str, Any]]:
@@ -234,11 +235,10 @@ def tokens_list(record: RunView) -> list[dict[str, Any]]:
 
 def texts_list(record: RunView) -> list[dict[str, Any]]:
     """Return the generated texts."""
-    return [
-        {"request": event.fields["request"], "text": event.fields["text"]}
-        for event in record.events
-        if event.event == "text"
-    ]
+    texts = []
+    for event in record.of("text"):
+        texts.append({"request": event.fields["request"], "text": event.fields["text"]})
+    return texts
 
 
 GENERATION = MetricsSpec(

@@ -58,6 +58,7 @@ def rotate(values: Tensor, first: int, base: float) -> Tensor:
     ``first`` is the position of the first token. As in Hugging Face's layout, value i is paired with value i + half.
     """
     half = values.shape[-1] // 2
+    # Pair i of d values turns by position * base ** (-2 * i / d).
     frequencies = base ** (-torch.arange(half, dtype=torch.float32) / half)
     positions = torch.arange(first, first + values.shape[1], dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
@@ -91,6 +92,7 @@ def attend_to(
     # A single token attends to all of the cache, so it needs no mask.
     mask = None
     if tokens > 1:
+        # A new token sees the cache, the new tokens before it, and itself: the diagonal begins after the cache.
         mask = torch.ones(tokens, keys.shape[1], dtype=torch.bool).tril(diagonal=first)
     attended = functional.scaled_dot_product_attention(
         rotated, keys, values, attn_mask=mask, enable_gqa=True
@@ -130,6 +132,7 @@ class LayerShard:
 
     def forward(self, values: Tensor, cache: Cache) -> Tensor:
         """Return the output of a whole layer for tokens of shape (tokens, width)."""
+        # Both halves of a layer add to their inputs, so sums of shards may be added as well.
         values = values + self.attend(values, cache)
         return values + self.feed_forward(values)
 

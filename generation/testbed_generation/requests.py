@@ -33,6 +33,7 @@ def arrivals(
     if not poisson or interval == 0:
         return tuple(number * interval for number in range(count))
     draw = random.Random(derive(seed, "arrivals"))
+    # Times between the events of a Poisson process are exponentially distributed.
     times = [0.0]
     for _ in range(count - 1):
         times.append(times[-1] + draw.expovariate(1 / interval))

@@ -30,6 +30,7 @@ class Sampling:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.double() / self.temperature, dim=-1)
         ordered, tokens = probabilities.sort(descending=True)
+        # The most probable token stays whatever top_p is: no probability comes before its own.
         before = ordered.cumsum(dim=-1) - ordered
         ordered = torch.where(before < self.top_p, ordered, 0.0)
         generator = torch.Generator().manual_seed(

@@ -26,10 +26,13 @@ class Shard:
         ``name`` is the short name of a weight, such as ``self_attn.q_proj``.
         """
         width = architecture.values_per_head
+        # Query heads that share a key-value head stay together with it.
         group = architecture.heads // architecture.kv_heads * width
         queries = slice(self.first_head * group, self.last_head * group)
         keys = slice(self.first_head * width, self.last_head * width)
         columns = slice(self.first_column, self.last_column)
+        # Matrices that make heads or hidden columns are cut by rows, and those that read them by columns. The products
+        # of all shards then add up to that of the layer, with one sum for each half (Shoeybi et al., 2019).
         cuts: Mapping[str, tuple[int, slice]] = {
             "self_attn.q_proj": (0, queries),
             "self_attn.k_proj": (0, keys),

@@ -106,6 +106,7 @@ def _token_bytes(token: str | None) -> bytes:
     """Return the text of a token: letters represent bytes in byte-level vocabularies, else themselves."""
     if token is None:
         return UNKNOWN
+    # SentencePiece writes a byte without a letter as <0x0A>, and a space as ▁.
     if token.startswith("<0x") and len(token) == 6:
         return bytes([int(token[3:5], 16)])
     if "▁" in token:
