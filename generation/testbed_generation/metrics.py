@@ -37,7 +37,11 @@ class GenerationDetails(PlanDetails):
 
 @dataclass
 class RequestTimes:
-    """Time of a request's arrival, and of each token."""
+    """Time of a request's arrival, and of each token.
+
+    >>> RequestTimes(request=0, arrival=1.0, prompt=4, tokens=[1.5, 1.75, 2.0]).token_gaps
+    [0.25, 0.25]
+    """
 
     request: int
     arrival: float

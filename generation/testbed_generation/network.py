@@ -20,7 +20,13 @@ from testbed_generation.architecture import Architecture
 
 @dataclass
 class Cache:
-    """The keys and values of one layer for the tokens of one sequence so far; shapes (heads, tokens, head values)."""
+    """The keys and values of one layer for the tokens of one sequence so far; shapes (heads, tokens, head values).
+
+    >>> cache = Cache()
+    >>> keys, values = cache.extend(torch.ones(2, 3, 8), torch.ones(2, 3, 8))
+    >>> cache.length
+    3
+    """
 
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -47,7 +53,11 @@ class Cache:
 
 
 def normalise(values: Tensor, scale: Tensor, epsilon: float) -> Tensor:
-    """Return RMSNorm (Zhang and Sennrich, 2019): tokens divided by the root of their mean square, times a scale."""
+    """Return RMSNorm (Zhang and Sennrich, 2019): tokens divided by the root of their mean square, times a scale.
+
+    >>> normalise(torch.tensor([1.0, 7.0]), torch.ones(2), epsilon=0.0)
+    tensor([0.2000, 1.4000])
+    """
     mean_square = values.pow(2).mean(dim=-1, keepdim=True)
     return values * torch.rsqrt(mean_square + epsilon) * scale
 

@@ -62,7 +62,12 @@ class Row:
         return 0.0 if self.last_seconds is None else self.last_seconds[device]
 
     def latency(self, layers: Layers) -> float:
-        """Return the seconds of one token through a row and back to the source."""
+        """Return the seconds of one token through a row and back to the source.
+
+        >>> row = Row(("a", "b"), 4, {"a": 1, "b": 2}, {"a": 3, "b": 3}, lambda one, other: 0.5)
+        >>> row.latency((("a", 3), ("b", 1)))
+        5.5
+        """
         computing = 0.0
         for name, count in layers:
             computing += count * self.seconds[name]
@@ -104,7 +109,11 @@ def even(row: Row) -> Layers:
 
 
 def by_memory(row: Row) -> Layers:
-    """Return layers in proportion to the memory of the devices, in the given order."""
+    """Return layers in proportion to the memory of the devices, in the given order.
+
+    >>> by_memory(Row(("a", "b"), 4, {"a": 1, "b": 2}, {"a": 9, "b": 3}, lambda one, other: 0.5))
+    (('a', 3), ('b', 1))
+    """
     # A device without room has a share as well, and is then named by the check of the capacities.
     return _given_row(row, [max(row.capacity[name], 1e-9) for name in row.devices])
 

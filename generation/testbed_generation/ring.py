@@ -151,7 +151,11 @@ class Windows:
         return busiest
 
     def layers(self) -> Layers:
-        """Return the stages of a token: all windows of all rounds, and no layer on the head, for the output matrix."""
+        """Return the stages of a token: all windows of all rounds, and no layer on the head, for the output matrix.
+
+        >>> Windows(2, (("head", 1), ("other", 3))).layers()
+        (('head', 1), ('other', 3), ('head', 1), ('other', 3), ('head', 0))
+        """
         return (*self.windows * self.rounds, (self.windows[0][0], 0))
 
     def _circle_seconds(self, ring: Ring) -> float:

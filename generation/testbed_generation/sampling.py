@@ -12,7 +12,11 @@ from testbed.common.seeds import derive
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen."""
+    """How tokens are chosen.
+
+    >>> Sampling().choose_token(torch.tensor([0.5, 2.0, 1.0]), request=0, position=7)
+    1
+    """
 
     temperature: float = 0.0
     """0 chooses the most probable token; otherwise logits are divided by it before the softmax."""

@@ -24,6 +24,10 @@ class Shard:
         """Return along which axis of a weight the shard is cut, and where; axis -1 is a whole vector.
 
         ``name`` is the short name of a weight, such as ``self_attn.q_proj``.
+
+        >>> from testbed_generation.architecture import preset
+        >>> Shard(0, 2, 0, 1000).rows("self_attn.k_proj", preset("llama-3-8b"))
+        (0, slice(0, 256, None))
         """
         width = architecture.values_per_head
         # Query heads that share a key-value head stay together with it.

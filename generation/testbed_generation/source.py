@@ -27,7 +27,12 @@ from testbed_generation.row import Row, Stage
 
 @dataclass
 class Progress:
-    """The state of a request in flight."""
+    """The state of a request in flight.
+
+    >>> progress = Progress(Request(0, prompt=(5, 6), arrival=0.0, limit=3), tokens=[7])
+    >>> progress.all_tokens, progress.tokens_left
+    ([5, 6, 7], 2)
+    """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
