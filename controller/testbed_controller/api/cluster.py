@@ -139,9 +139,9 @@ class _Batch:
                 self._store_result,
                 self._console,
                 done,
-                lost=self._handle_loss,
+                handle_loss=self._handle_loss,
                 # While there is no worker, one task waits for the first.
-                at_once=lambda: max(1, _count_workers(self._client)),
+                max_running=lambda: max(1, _count_workers(self._client)),
                 on_poll=_Watch(self._client, self._console),
             )
         except BaseException:

@@ -130,7 +130,7 @@ class OneRunPerHost:
         from testbed_controller.hosts.contexts import find_manager, reach_all
 
         # Only the manager of the swarm can create the networks of a run.
-        managing = find_manager(reach_all(self.hosts)).name
+        managing_host = find_manager(reach_all(self.hosts)).name
         free = get_context("spawn").Manager().Queue()
         for host in self.hosts:
             free.put(host)
@@ -147,7 +147,7 @@ class OneRunPerHost:
                     run.folder,
                     self.options,
                     free,
-                    managing,
+                    managing_host,
                 )
 
             collect(runs, submit, _result_folder, console, done)
@@ -194,7 +194,7 @@ def _emulate_on_free_host(
     folder: Path,
     options: RunOptions,
     free_hosts: Queue[str],
-    managing: str,
+    managing_host: str,
 ) -> Path:
     from testbed_controller.hosts.placement import LabPart
 
@@ -203,7 +203,7 @@ def _emulate_on_free_host(
     host = free_hosts.get()
     place = {device.name: host for device in trial.experiment.devices}
     try:
-        where = parse(LabPart, {"hosts": sorted({host, managing}), "place": place})
+        where = parse(LabPart, {"hosts": sorted({host, managing_host}), "place": place})
         host_options = replace(options, where=where)
         return _execute_run(prepared, "emulate", folder, host_options)
     finally:
@@ -226,28 +226,28 @@ def _result_folder(_number: int, ended: Future[Path]) -> Path:
 def collect(
     todo: Iterable[int],
     submit: Callable[[int], Future[T]],
-    place: Callable[[int, Future[T]], Path],
+    result_folder: Callable[[int, Future[T]], Path],
     console: Console,
     done: Done,
     *,
-    lost: Callable[
+    handle_loss: Callable[
         [int, Future[T]], Literal["again", "given up"] | None
     ] = lambda _number, _ended: None,
-    at_once: Callable[[], int] = lambda: sys.maxsize,
+    max_running: Callable[[], int] = lambda: sys.maxsize,
     on_poll: Callable[[], None] = lambda: None,
 ) -> None:
-    """Submit runs, at most ``at_once()`` at a time, and call ``done`` with each finished run.
+    """Submit runs, at most ``max_running()`` at a time, and call ``done`` with each finished run.
 
-    ``place`` returns the results folder of a run. ``lost`` returns None for a run with results, or decides whether a
-    run without results is submitted again or given up. ``on_poll`` is called every `POLL_SECONDS` without a finished
-    run.
+    ``result_folder`` returns the results folder of a run. ``handle_loss`` returns None for a run with results, or
+    decides whether a run without results is submitted again or given up. ``on_poll`` is called every `POLL_SECONDS`
+    without a finished run.
     """
     began = time.monotonic()
     waiting = list(todo)
     submitted: dict[Future[T], int] = {}
     total = len(waiting)
     while waiting or submitted:
-        while waiting and len(submitted) < at_once():
+        while waiting and len(submitted) < max_running():
             number = waiting.pop(0)
             submitted[submit(number)] = number
         ended_runs = wait(submitted, POLL_SECONDS, return_when=FIRST_COMPLETED).done
@@ -255,13 +255,13 @@ def collect(
             on_poll()
         for ended in ended_runs:
             number = submitted.pop(ended)
-            verdict = lost(number, ended)
+            verdict = handle_loss(number, ended)
             if verdict == "again":
                 waiting.append(number)
             if verdict is not None:
                 continue
             count = total - len(submitted) - len(waiting)
-            finished = load_metrics(place(number, ended))
+            finished = load_metrics(result_folder(number, ended))
             rest = _estimate_rest(began, count, total)
             console.print(f"[bold]{count} of {total}[/] {finished.path.name}{rest}")
             done(number, finished)

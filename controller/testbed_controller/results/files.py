@@ -34,7 +34,7 @@ from testbed_controller.results.declared import declared_in
 from testbed_controller.results.recorder import RUNNING, with_local_sources
 from testbed_controller.results.run import Run
 
-ALWAYS = {
+_REQUIRED_METRICS = {
     "status",
     "trusted",
     "duration",
@@ -44,12 +44,12 @@ ALWAYS = {
     "verdict",
 }
 """Metrics required by pages of several runs; older runs may lack some."""
-UNSHOWN = ("description", "time_limit")
+_WITHOUT_EFFECT = ("description", "time_limit")
 """Scenario keys without effect on any metric."""
-READ = 1 << 18
-"""Bytes read from the end of the events."""
+_TAIL_BYTES = 1 << 18
+"""Bytes read from the end of the events: some thousand lines, which contain the last step of every device."""
 _AT_ONCE = 4096
-"""Number of lines parsed together, which takes half the time."""
+"""Number of lines parsed together, which takes half the time of parsing them one by one."""
 _DAMAGED = (ValueError, KeyError, AttributeError, TypeError)
 """Exceptions raised by an invalid event line."""
 
@@ -142,7 +142,7 @@ def load_metrics(folder: Path) -> Run:
     stored = _read_json(folder / "metrics.json")
     # Evaluated from the scenario and the metrics when needed.
     stored.pop("expectations", None)
-    if stored.keys() >= ALWAYS:
+    if stored.keys() >= _REQUIRED_METRICS:
         return _load_run(folder, EventLog(), stored)
     return load(folder).alone()
 
@@ -260,7 +260,7 @@ def keep_finished_runs(
 
 def _scenario_facts(scenario: Scenario) -> dict[str, Any]:
     return scenario.model_dump(
-        mode="json", by_alias=True, exclude=set(UNSHOWN), exclude_none=True
+        mode="json", by_alias=True, exclude=set(_WITHOUT_EFFECT), exclude_none=True
     )
 
 
@@ -388,12 +388,12 @@ def progress(folder: Path) -> Progress:
     try:
         with (folder / "events.jsonl").open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - READ))
+            file.seek(max(0, size - _TAIL_BYTES))
             text = file.read()
     except FileNotFoundError:
         return state
     # Reading begins within a line, and the run may be writing the last one.
-    first = 0 if size <= READ else text.find(b"\n") + 1
+    first = 0 if size <= _TAIL_BYTES else text.find(b"\n") + 1
     for line in text[first : text.rfind(b"\n") + 1].splitlines():
         event = Event.from_json(line.decode())
         state.time = max(state.time, event.time)
