@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from yaml import YAMLError
 
+from testbed.common import yamltext
 from testbed.common.errors import InputError
+from testbed.scenario.loading import parse
 from testbed_controller.cli.options import as_json
 from testbed_controller.cli.printing import dump, make_console, print_section
 from testbed_controller.report.tables import Column
@@ -87,6 +90,13 @@ def data(
         data: {name: mnist, train: 6000}
     """
     if name is None:
+        for option, value in (
+            ("--split", split),
+            ("--folder", folder),
+            ("--path", path),
+        ):
+            if value is not None:
+                raise InputError(f"{option}: name the data set as well")
         _list_sets(as_json)
         return
     part = _part_of(name, path, split)
@@ -115,10 +125,19 @@ def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
     kind, _, value = split.partition("=")
     how: Any = kind
     if value:
-        how = {kind: int(value) if kind == "shards" else value}
-    return DataPart.model_validate(
-        {**part.model_dump(exclude_defaults=True), "split": how}
-    )
+        how = {kind: _parse_value(value)}
+    try:
+        return parse(DataPart, {**part.model_dump(exclude_defaults=True), "split": how})
+    except InputError as error:
+        raise InputError(f"--split {split}: {error}") from None
+
+
+def _parse_value(text: str) -> Any:
+    """Return a value as a scenario would have it: ``3`` is a number, and ``shop`` a text."""
+    try:
+        return yamltext.values(text)
+    except YAMLError:
+        return text
 
 
 def _read_dataset(part: DataPart, path: Path | None) -> Dataset:
