@@ -29,7 +29,7 @@ from testbed_controller.results import files
 from testbed_controller.results.exporters import Callback
 from testbed_controller.results.recorder import numbered
 from testbed_controller.results.rows import Row, frame, points, rows
-from testbed_controller.results.run import Run, run_name
+from testbed_controller.results.run import Run, run_name, run_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -358,11 +358,13 @@ def sweep(
         tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
         tree |= {"sweep": {TOGETHER: lists} if together else lists, "points": []}
         scenario = loading.validate(tree, scenario.source)
-    prepared, refused = prepare_all(trials(scenario))
+    planned = trials(scenario)
+    prepared, refused = prepare_all(planned)
     folder = Path(out) if out is not None else numbered(Path("results") / scenario.name)
+    names = run_names(planned)
     runs = {}
     for number, each in prepared.items():
-        runs[number] = PlannedRun(each, folder / run_name(each.trial))
+        runs[number] = PlannedRun(each, folder / names[number])
     executor: Executor = InTurn(runtime)
     if cluster is not None:
         if runtime != "simulate":

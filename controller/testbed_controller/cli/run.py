@@ -42,7 +42,7 @@ from testbed_controller.cli.printing import dump, make_console
 from testbed_controller.results.exporters import stream_of
 from testbed_controller.results.files import keep_finished_runs
 from testbed_controller.results.recorder import numbered
-from testbed_controller.results.run import Run, run_name
+from testbed_controller.results.run import Run, run_names
 
 if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario, Trial
@@ -235,7 +235,7 @@ class RunRequest:
 
     def _run_folders(self, planned: Sequence[Trial]) -> list[Path]:
         """Return the folder of each run. Runs of one sweep share a new parent folder."""
-        names = [run_name(trial) for trial in planned]
+        names = run_names(planned)
         given = self.resume or self.out
         if len(names) == 1:
             return [given or numbered(Path("results") / names[0])]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,17 @@ def run_name(trial: Trial) -> str:
     # File systems allow 255 bytes. The digest keeps apart two names that differ only in the part cut off.
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{name[: LONGEST_NAME - 9]}-{digest}"
+
+
+def run_names(trials: Sequence[Trial]) -> list[str]:
+    """Return a folder name for each run of a sweep, with a number appended where `run_name` gives one name twice.
+
+    Points with the same label have one name, and so have values that differ only in characters such as ``/``.
+    """
+    names: list[str] = []
+    counts: dict[str, int] = {}
+    for trial in trials:
+        name = run_name(trial)
+        counts[name] = counts.get(name, 0) + 1
+        names.append(name if counts[name] == 1 else f"{name}-{counts[name]}")
+    return names

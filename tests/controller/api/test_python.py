@@ -94,6 +94,13 @@ def test_values_of_a_sweep_may_be_those_of_numpy(tmp_path: Path) -> None:
     assert [row["seed"] for row in results.rows()] == [1, 2]
 
 
+def test_points_with_one_label_have_folders_of_their_own(tmp_path: Path) -> None:
+    points = [{"label": "A", "seed": 1}, {"label": "A", "seed": 2}]
+    results = sweep(build(**SMALL, points=points), out=tmp_path / "sweep")
+    assert [result.path.name for result in results] == ["small,A", "small,A-2"]
+    assert [result.run.trial.scenario.seed for result in results] == [1, 2]
+
+
 def test_it_runs_where_a_loop_runs_already(tmp_path: Path) -> None:
     async def cell() -> float:
         return float(simulate(build(**SMALL), tmp_path / "one").metrics["accuracy"])
