@@ -1,12 +1,14 @@
 """A device's reaction to long-term volatility (Section V): judge the others, decide, hand over neurons.
 
 At the end of a window each device knows the fraction received of every sender's casts and adds this record to its own
-casts. After the records have reached all devices, the coordinator, which is the first member with received casts,
-decides for all devices. The assignment and the neurons that move are sent reliably.
+casts. After the records have reached all devices, the acting coordinator decides for all devices: the first member of
+the assignment whose casts were received in the last window. The plan's coordinator is another role, that of the device
+that scores the tests. The assignment and the neurons that move are sent reliably.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -35,20 +37,16 @@ from testbed_versatilefl.records import ReceptionRecords, is_silent, mean_credib
 class Join(TypedMessage, kind="join"):
     """Request for neurons: sent after a boot, cast by a device without neurons whose casts had been lost."""
 
-    boot: bool = True
-
 
 @dataclass(frozen=True)
 class Leave(TypedMessage, kind="leave"):
     """Announcement of a leaving device, which hands over its neurons."""
 
-    announced: bool = True
-
 
 class ArrangementController:
     """The hook `testbed.ml.slots.program.AssignmentPolicy`: windows, joining and leaving devices, and rearrangement.
 
-    Every device has one; only the coordinator's decides.
+    Every device has one; only the acting coordinator's decides.
     """
 
     def __init__(
@@ -84,8 +82,9 @@ class ArrangementController:
         """Devices that asked to join, and the version known here at that time."""
         self._leaving: dict[str, None] = {}
         """Leaving devices, in the order of their messages."""
-        self._newcomers: set[str] = set()
-        """Devices that have joined since the last judgement."""
+        self._newcomers: dict[str, float] = {}
+        """Devices without a full window since they asked to join, and the window that they joined in: infinite until
+        the next step begins."""
         self._silent: Collection[str] = ()
         """Devices without received casts at the end of the last window."""
         self._averages: dict[str, float] = {}
@@ -101,7 +100,7 @@ class ArrangementController:
     def _on_join(self, message: Join) -> None:
         known = self._handover.known
         self._joining[message.sender] = -1 if known is None else known.version
-        self._newcomers.add(message.sender)
+        self._newcomers[message.sender] = math.inf
         self._leaving.pop(message.sender, None)
 
     def _on_leave(self, message: Leave) -> None:
@@ -121,6 +120,7 @@ class ArrangementController:
         """
         device = self._device
         if self._handover.known is None:
+            self._newcomers[device.name] = math.inf
             self._post_to_all(Join())
         next_cast = device.now() + self._seconds
         while self._group is None:
@@ -131,7 +131,9 @@ class ArrangementController:
                 return None
             timeout = min(next_cast, until) - device.now()
             has_message = await self._mailbox.changed(timeout)
+            # A message may bring neurons. After `next_cast` the next wait ends at once, so messages do not delay the cast.
             if not has_message and device.now() >= next_cast:
+                self._newcomers[device.name] = math.inf
                 await self._mailbox.cast(self._others, Join())
                 next_cast = device.now() + self._seconds
             self._handover.apply_messages()
@@ -140,7 +142,7 @@ class ArrangementController:
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
         """Apply due changes as a slot begins or a segment ends; return whether the group has changed.
 
-        Raises `GroupLostError` on the coordinator.
+        Raises `GroupLostError` on the acting coordinator if a group has no device left.
         """
         step = None if segment.is_test or action is None else action.batch
         self._record_counts(segment, step)
@@ -152,7 +154,9 @@ class ArrangementController:
         self._forget_joined()
         self._announce_leaving()
         window = None if step is None else self._judge_devices(step)
-        absent = {*self._silent, *self._leaving, *self._joining}
+        # A newcomer has not judged the others. As a second acting coordinator beside the one that the others elect, it
+        # would send another assignment of the same version.
+        absent = {*self._silent, *self._leaving, *self._joining, *self._newcomers}
         if find_coordinator(self.assignment, absent) == self._device.name:
             self._rearrange(window)
         return self._group != before
@@ -188,14 +192,21 @@ class ArrangementController:
     def _judge_devices(self, step: int) -> int | None:
         """Close a window at its end; return the last window once its records have reached all devices."""
         self._records.close_window(step, self.assignment)
+        for name, joined in self._newcomers.items():
+            if joined == math.inf:
+                # Whoever is there by the first step of a window has no part of that window to miss.
+                self._newcomers[name] = (step - 1) // self._steps
         window = self._records.next_due_window(step)
         if window is None:
             return None
         latest, credibilities = self._records.receptions_of(window)
+        for name, joined in list(self._newcomers.items()):
+            if joined < window:
+                del self._newcomers[name]
         silent = []
         averages = {}
         for name in self.assignment.devices:
-            # Receivers have no full window of a newcomer.
+            # Devices that joined during this window or later cannot be judged by it.
             if name in self._newcomers:
                 continue
             averages[name] = mean_credibility(credibilities, name)
@@ -207,7 +218,6 @@ class ArrangementController:
             silent = [me]
         self._silent = silent
         self._averages = averages
-        self._newcomers.clear()
         return window
 
     def _rearrange(self, window: int | None) -> None:

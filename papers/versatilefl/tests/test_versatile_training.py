@@ -292,6 +292,47 @@ def test_a_killed_device_that_restarts_joins_again(scored):
     assert max(began) > 13 * step
 
 
+def test_a_restarted_coordinator_does_not_decide_beside_the_acting_one():
+    method = {"allocation": "horizontal"}
+    planned = devices_of(six(method))
+    step = 11 * planned.details.timeslot
+    faults = [
+        {"kill": planned.coordinator, "at": f"{11.6 * step}s"},
+        {"restart": planned.coordinator, "at": f"{30.5 * step}s"},
+    ]
+    outcome = run(six(method, faults=faults, workload={"steps": 42}))
+    assert outcome.error is None
+    changes = of(outcome, "rearrangement")
+    assert ("join", [planned.coordinator]) in [
+        (each["cause"], each["devices"]) for each in changes
+    ]
+    versions = [each["version"] for each in changes]
+    assert versions == sorted(set(versions))
+
+
+def test_a_device_is_not_judged_by_the_window_in_which_it_joined():
+    method = {"allocation": "hybrid"}
+    planned = devices_of(six(method))
+    victim = planned.details.devices[0]
+    step = 4 * planned.details.timeslot
+    # Up again in the third step of the window from 36 to 48, before records of the last window have arrived.
+    faults = [
+        {"kill": victim, "at": f"{11.6 * step}s"},
+        {"join": victim, "at": f"{33 * step}s"},
+    ]
+    outcome = run(six(method, faults=faults, workload={"steps": 70}))
+    (join,) = [
+        event.time
+        for event in outcome.events
+        if event.event == "rearrangement" and event.fields["cause"] == "join"
+    ]
+    assert 36 < join / step < 36 + planned.details.record_delay
+    windows = {}
+    for each in of(outcome, "credibility"):
+        windows.setdefault(each["window"], set()).add(each["rated_device"])
+    assert [victim in windows[window] for window in (2, 3, 4)] == [False, False, True]
+
+
 def test_a_silent_device_rejoins_once_its_casts_arrive_again():
     method = {"allocation": "hybrid"}
     planned = devices_of(six(method))
