@@ -131,7 +131,8 @@ class ArrangementController:
                 return None
             timeout = min(next_cast, until) - device.now()
             has_message = await self._mailbox.changed(timeout)
-            # A message may bring neurons. After `next_cast` the next wait ends at once, so messages do not delay the cast.
+            # A message may bring neurons. After `next_cast` the next wait ends at once, so that messages do not delay
+            # the cast.
             if not has_message and device.now() >= next_cast:
                 self._newcomers[device.name] = math.inf
                 await self._mailbox.cast(self._others, Join())
