@@ -134,7 +134,10 @@ def _describe_event(event: Event) -> tuple[str, str] | None:
             target = fields.get("target") or ""
             return f"fault {verb}: {fields.get('action')} {target}", bad
         case "recovery":
-            text = f"recovery {fields.get('phase')} at step {fields.get('step')}"
+            text = f"recovery {fields.get('phase')}"
+            # Methods without training steps, such as those of generation, record none.
+            if "step" in fields:
+                text += f" at step {fields['step']}"
             missing = ", ".join(fields.get("missing", ()))
             if missing:
                 text += f": {missing} silent"

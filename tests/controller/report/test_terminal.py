@@ -248,6 +248,18 @@ def test_a_request_that_fails_is_told_at_once_with_its_reason() -> None:
     assert "2.00 s  request 1 failed: b was lost" in console.file.getvalue()
 
 
+@pytest.mark.parametrize(("step", "place"), [({"step": 3}, " at step 3"), ({}, "")])
+def test_recovery_without_training_steps_names_none(
+    step: dict[str, int], place: str
+) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    LiveProgress(console, "run", 4, "requests").event(
+        Event(2.0, "a", "recovery", {"phase": "detected", "missing": ["b"], **step})
+    )
+    assert isinstance(console.file, io.StringIO)
+    assert f"recovery detected{place}: b silent" in console.file.getvalue()
+
+
 def test_links_that_changed_by_hand_are_in_the_report(tmp_path: Path) -> None:
     worse = {"rate": 5e6, "delay": 0.02, "loss": 0.0, "up": True}
     changed = [
