@@ -151,11 +151,11 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
                 self._capacities[device] = capacity
 
     def propose_repartition(
-        self, old: StagePartition, there: Sequence[str]
+        self, old: StagePartition, present: Sequence[str]
     ) -> StagePartition | None:
         """Return a partition whose improvement is worth the change, or None."""
         try:
-            new = self.partition_for(there)
+            new = self.partition_for(present)
         except InputError:
             # With the measured times no partition fits the devices' memory, so the run keeps the present one.
             return None

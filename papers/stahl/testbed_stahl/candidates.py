@@ -14,8 +14,8 @@ from testbed.hardware import DeviceSpec
 from testbed.ml.models.graph import Graph
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.partition.cuts import Costs, best_cuts
-from testbed_stahl.dataflow import Dataflow, dataflow
-from testbed_stahl.demands import divided_weights, memory
+from testbed_stahl.dataflow import Dataflow, make_dataflow
+from testbed_stahl.demands import divided_weights, memory_needs
 from testbed_stahl.options import PlanSettings, SchemeName
 from testbed_stahl.plan import (
     DistributedPlan,
@@ -158,7 +158,7 @@ class Candidate:
     @classmethod
     def of(cls, flow: Dataflow) -> Self:
         """Compute the memory demand of a plan."""
-        return cls(flow, memory(flow))
+        return cls(flow, memory_needs(flow))
 
     def excess(self, devices: Sequence[DeviceSpec]) -> dict[int, float]:
         """Return the missing bytes by device."""
@@ -181,7 +181,7 @@ class Candidate:
         return self.excess(devices).get(self.fullest(devices), 0.0)
 
 
-def candidate(
+def best_candidate(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> Candidate:
     """Return a plan that fits, otherwise the one with the smallest shortfall; raises `InputError` for invalid ones."""
@@ -189,11 +189,11 @@ def candidate(
     scheme = settings.options.scheme
     if scheme == "single":
         plan = single_plan(scheme, graph, names, settings.source)
-        return Candidate.of(dataflow(graph, plan, settings))
+        return Candidate.of(make_dataflow(graph, plan, settings))
     if scheme == "sequential":
         capacities = [device.memory for device in devices]
         plan = sequential_plan(scheme, graph, names, settings.source, capacities)
-        return Candidate.of(dataflow(graph, plan, settings))
+        return Candidate.of(make_dataflow(graph, plan, settings))
     tiled = settings.options.tiled_layers
     if tiled is None:
         tiled = feature_dominated_layers(graph)
@@ -229,7 +229,7 @@ def _bound_by_memory(
             schemes,
             tiling,
         )
-        bounded = Candidate.of(dataflow(graph, plan, settings))
+        bounded = Candidate.of(make_dataflow(graph, plan, settings))
         excess = bounded.excess(devices)
         # A device that exceeds its memory without any share cannot be relieved.
         if not excess or any(shares[index] == 0 for index in excess):
@@ -312,7 +312,7 @@ def fitting_plan(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> DistributedPlan:
     """Return the plan of a scheme; raises `InputError` if none fits, with the number of devices required."""
-    best = candidate(graph, devices, settings)
+    best = best_candidate(graph, devices, settings)
     if not best.excess(devices):
         return best.flow.plan
     fullest = best.fullest(devices)
@@ -367,7 +367,7 @@ def enough_devices(
         available = sum(device.memory for device in tried)
         if BYTES_PER_VALUE * graph.weights > available:
             return False
-        return not candidate(graph, tried, source_first).excess(tried)
+        return not best_candidate(graph, tried, source_first).excess(tried)
 
     # Shares shrink with the number of devices, and the sums to be merged grow, so the numbers that suffice are
     # successive: the least one lies between the first probe that suffices and the probe before.

@@ -21,10 +21,9 @@ from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed.network.link import Link, Pair
 from testbed.wire.message import size_around
 from testbed_stahl.dataflow import Dataflow
-from testbed_stahl.demands import costs
+from testbed_stahl.demands import layer_costs
 from testbed_stahl.plan import Pieces, Range, intersection
-from testbed_stahl.tiles import costs as tile_costs
-from testbed_stahl.tiles import is_late
+from testbed_stahl.tiles import is_late, tile_costs
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ class Transfer:
         return total
 
 
-def transfers(flow: Dataflow) -> tuple[Transfer, ...]:
+def all_transfers(flow: Dataflow) -> tuple[Transfer, ...]:
     """Return all transfers of one inference."""
-    return (*of_tiles(flow), *_of_values(flow), *_of_sums(flow))
+    return (*tile_transfers(flow), *_of_values(flow), *_of_sums(flow))
 
 
 def sent_elements(transfers: Sequence[Transfer]) -> int:
@@ -73,7 +72,7 @@ def sent_elements(transfers: Sequence[Transfer]) -> int:
     return sum(transfer.elements for transfer in transfers)
 
 
-def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
+def tile_transfers(flow: Dataflow) -> tuple[Transfer, ...]:
     """Return the transfers of all tiles computed away from the source: input regions and results.
 
     Data reused between tiles count as outputs of the last tiled layer. Reused data pass through the source like other
@@ -233,30 +232,30 @@ class Phase:
         return longer + self._serial_share * shorter + leg.delay
 
 
-def overlapped(phases: Sequence[Phase]) -> float:
+def predict_latency(phases: Sequence[Phase]) -> float:
     """Predict the seconds of one inference alone, with computation and communication overlapping within each layer."""
     return sum(phase.seconds for phase in phases)
 
 
-def interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
+def predict_interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
     """Return the seconds between two results: the latency of one request, or less if several requests overlap.
 
-    >>> interval([Phase(compute=2.0, network=1.0, gathering=Leg(busy=1.0))], in_flight=2)
+    >>> predict_interval([Phase(compute=2.0, network=1.0, gathering=Leg(busy=1.0))], in_flight=2)
     2.0
     """
     computing = sum(phase.compute for phase in phases)
     sending = sum(phase.network for phase in phases)
-    return max(computing, sending, overlapped(phases) / in_flight)
+    return max(computing, sending, predict_latency(phases) / in_flight)
 
 
-def phases(
+def make_phases(
     flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]
 ) -> tuple[Phase, ...]:
     """Return the phases of one full request, with devices in the order of the plan."""
     moved: dict[int, list[Transfer]] = {}
-    for transfer in transfers(flow):
+    for transfer in all_transfers(flow):
         moved.setdefault(transfer.value, []).append(transfer)
-    rows = costs(flow)
+    rows = layer_costs(flow)
     work = {}
     for index in range(flow.tiled, len(rows)):
         work[index] = _last_finish([rows[index]], devices)

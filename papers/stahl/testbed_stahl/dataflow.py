@@ -35,7 +35,7 @@ from testbed_stahl.plan import (
     shifted,
     union,
 )
-from testbed_stahl.tiles import Overlap, computed, overlaps
+from testbed_stahl.tiles import Overlap, computed_regions, find_overlaps
 
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataflow:
-    """A plan as tasks and transfers; created by `dataflow`."""
+    """A plan as tasks and transfers; created by `make_dataflow`."""
 
     graph: Graph
     plan: DistributedPlan
@@ -195,7 +195,9 @@ class Dataflow:
         tiling = self.plan.tiling
         if tiling is None or self.settings.options.tile_overlap == "compute":
             return tuple(tile.regions[1:] for tile in self.plan.tiles)
-        return tuple(computed(tiling, number) for number in range(len(tiling.tiles)))
+        return tuple(
+            computed_regions(tiling, number) for number in range(len(tiling.tiles))
+        )
 
     @cached_property
     def overlaps(self) -> Mapping[tuple[int, int], tuple[Overlap, ...]]:
@@ -205,7 +207,7 @@ class Dataflow:
             self.plan.tiling is not None
             and self.settings.options.tile_overlap == "reuse"
         ):
-            for each in overlaps(self.plan.tiling):
+            for each in find_overlaps(self.plan.tiling):
                 pair = each.lender, each.borrower
                 by_pair[pair] = (*by_pair.get(pair, ()), each)
         return by_pair
@@ -339,7 +341,9 @@ class Dataflow:
             yield receiver, self.lacks(value, receiver)
 
 
-def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dataflow:
+def make_dataflow(
+    graph: Graph, plan: DistributedPlan, settings: PlanSettings
+) -> Dataflow:
     """Determine the tasks of every device and the elements each needs from others."""
     way: Way = settings.options.exchange
     if all(layer.scheme == "whole" for layer in plan.layers):
@@ -420,7 +424,7 @@ def _made_pieces(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, 
     return tuple(scaled(task.makes, layer.pixels) for task in tasks)
 
 
-def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
+def stored_slices(flow: Dataflow, device: int) -> dict[int, Slice]:
     """Return the slices stored by a device, in layer order. Each device with a tile stores complete tiled layers."""
     slices: dict[int, Slice] = {}
     owns_tile = any(tile.device == device for tile in flow.plan.tiles)
@@ -442,10 +446,12 @@ def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
     return slices
 
 
-def layers_stored(flow: Dataflow, device: int) -> list[tuple[GraphLayer, Slice]]:
+def stored_layers(flow: Dataflow, device: int) -> list[tuple[GraphLayer, Slice]]:
     """Return the slices stored by a device together with their layers."""
     layers = flow.graph.layers
-    return [(layers[index], part) for index, part in stored(flow, device).items()]
+    return [
+        (layers[index], part) for index, part in stored_slices(flow, device).items()
+    ]
 
 
 def as_range(part: Range) -> range:

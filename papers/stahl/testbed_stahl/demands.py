@@ -14,11 +14,11 @@ from testbed.ml.layers import layer_slices
 from testbed.ml.models.chain import forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed_stahl import tiles
-from testbed_stahl.dataflow import Dataflow, by_chunks, layers_stored, stored
+from testbed_stahl.dataflow import Dataflow, by_chunks, stored_layers, stored_slices
 from testbed_stahl.plan import Range, intersection, total_size
 
 
-def weights(flow: Dataflow, device: int) -> int:
+def count_weights(flow: Dataflow, device: int) -> int:
     """Return F: the weight elements stored by a device, biases excluded.
 
     The paper's worked example on a single device:
@@ -27,55 +27,55 @@ def weights(flow: Dataflow, device: int) -> int:
     >>> from testbed.ml.models.graph import graph_of
     >>> graph = graph_of(create("mlp", {"hidden": [8, 16, 4]}, (1, 2, 2), 4))
     >>> from testbed_stahl.candidates import single_plan
-    >>> from testbed_stahl.dataflow import dataflow
+    >>> from testbed_stahl.dataflow import make_dataflow
     >>> from testbed_stahl.options import PlanSettings
-    >>> flow = dataflow(graph, single_plan("single", graph, ["a", "b"], 0), PlanSettings())
-    >>> weights(flow, 0), weights(flow, 1)
+    >>> flow = make_dataflow(graph, single_plan("single", graph, ["a", "b"], 0), PlanSettings())
+    >>> count_weights(flow, 0), count_weights(flow, 1)
     (240, 0)
     """
-    stored_layers = layers_stored(flow, device)
-    return sum(layer.share(layer.weights, part) for layer, part in stored_layers)
+    held = stored_layers(flow, device)
+    return sum(layer.share(layer.weights, part) for layer, part in held)
 
 
 def divided_weights(flow: Dataflow, device: int) -> int:
     """Return the stored weights of layers divided by channels; only these shrink with the device's share."""
     total = 0
-    for index, part in stored(flow, device).items():
+    for index, part in stored_slices(flow, device).items():
         if flow.tasks[index][device].work in ("outputs", "sums"):
             layer = flow.graph.layers[index]
             total += layer.share(layer.weights, part)
     return total
 
 
-def parameters(flow: Dataflow, device: int) -> int:
+def count_parameters(flow: Dataflow, device: int) -> int:
     """Return all stored values of a device: its weights, and the values of each channel it finishes."""
-    return layer_slices.count_values(layers_stored(flow, device))
+    return layer_slices.count_values(stored_layers(flow, device))
 
 
-def multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
+def count_multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
     """Return each layer's multiplications on each device: one row a layer, one column a device."""
     layers = flow.graph.layers
     tiled = layers[: flow.tiled]
     rows = [[0] * len(flow.devices) for _ in layers]
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
-        for index, products in enumerate(tiles.multiplications(tiled, made)):
+        for index, products in enumerate(tiles.tile_multiplications(tiled, made)):
             rows[index][tile.device] += products
     for device in flow.devices:
-        for index, part in stored(flow, device).items():
+        for index, part in stored_slices(flow, device).items():
             if index >= flow.tiled:
                 layer = layers[index]
                 rows[index][device] = layer.share(layer.multiplications, part)
     return tuple(map(tuple, rows))
 
 
-def costs(flow: Dataflow) -> list[list[Cost]]:
+def layer_costs(flow: Dataflow) -> list[list[Cost]]:
     """Return the cost of a request, one row a layer and one column a device; merging sums is excluded."""
     layers = flow.graph.layers
     tiled = layers[: flow.tiled]
     samples = flow.settings.samples
     rows = [[Cost()] * len(flow.devices) for _ in layers]
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
-        for index, cost in enumerate(tiles.costs(tiled, made, samples)):
+        for index, cost in enumerate(tiles.tile_costs(tiled, made, samples)):
             rows[index][tile.device] += cost
     for index in range(flow.tiled, len(layers)):
         for device in flow.devices:
@@ -109,29 +109,31 @@ def longest_path(flow: Dataflow) -> int:
     >>> from testbed.ml.models.graph import graph_of
     >>> graph = graph_of(create("mlp", {"hidden": [8, 16, 4]}, (1, 2, 2), 4))
     >>> from testbed_stahl.candidates import single_plan
-    >>> from testbed_stahl.dataflow import dataflow
+    >>> from testbed_stahl.dataflow import make_dataflow
     >>> from testbed_stahl.options import PlanSettings
-    >>> flow = dataflow(graph, single_plan("single", graph, ["a", "b"], 0), PlanSettings())
+    >>> flow = make_dataflow(graph, single_plan("single", graph, ["a", "b"], 0), PlanSettings())
     >>> longest_path(flow)
     240
     """
-    rows = multiplications(flow)
+    rows = count_multiplications(flow)
     # All tiled layers of a device follow one another without an exchange.
     of_tiles = [sum(column) for column in zip(*rows[: flow.tiled], strict=True)]
     return max(of_tiles, default=0) + sum(max(row) for row in rows[flow.tiled :])
 
 
-def memory(flow: Dataflow) -> tuple[float, ...]:
+def memory_needs(flow: Dataflow) -> tuple[float, ...]:
     """Return the bytes each device needs: parameters once, activations for each request under way."""
     samples = flow.settings.options.in_flight * flow.settings.samples
     needs = []
     for device in flow.devices:
-        values = parameters(flow, device) + samples * activations(flow, device)
+        values = count_parameters(flow, device) + samples * peak_activations(
+            flow, device
+        )
         needs.append(float(BYTES_PER_VALUE * values))
     return tuple(needs)
 
 
-def activations(flow: Dataflow, device: int) -> int:
+def peak_activations(flow: Dataflow, device: int) -> int:
     """Return the peak number of elements of one sample held by a device.
 
     Outputs are held from the layer producing them until the last layer reading them. Inputs from other devices are held

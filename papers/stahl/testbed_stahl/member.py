@@ -18,8 +18,8 @@ from testbed.ml.method import PlanningProblem
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed.ml.models.sliced import SlicedLayer, SlicedShape, draw_tensors
 from testbed.ml.pipeline.messages import Activation
-from testbed_stahl.dataflow import Dataflow, layers_stored, stored
-from testbed_stahl.demands import parameters
+from testbed_stahl.dataflow import Dataflow, stored_layers, stored_slices
+from testbed_stahl.demands import count_parameters
 from testbed_stahl.messages import (
     OutputPiece,
     PartialSums,
@@ -72,7 +72,7 @@ class InferenceMember:
     async def prepare(self) -> None:
         """Load the weights and start receiving messages."""
         # One operation for each value, as `costs.copy_cost` charges a stage without momentum.
-        cost = Cost(parameters(self._flow, self._context.index))
+        cost = Cost(count_parameters(self._flow, self._context.index))
         await self._context.compute(self._load_weights, cost, Span("load"))
         self._report_memory()
         self._register_handler(Activation, self._begin_request)
@@ -86,16 +86,16 @@ class InferenceMember:
         """Create the slices of all layers, without values in timing-only runs."""
         context = self._context
         layers = self._flow.graph.layers
-        slices = stored(self._flow, context.index)
+        slices = stored_slices(self._flow, context.index)
         if not self._computes:
             for index, part in slices.items():
                 context.layers[index] = SlicedShape(layers[index], part)
-            values = parameters(self._flow, context.index)
+            values = count_parameters(self._flow, context.index)
             context.ledger.weights = BYTES_PER_VALUE * values
             return
         state = self._state
         if state is None:
-            held = layers_stored(self._flow, context.index)
+            held = stored_layers(self._flow, context.index)
             state = draw_tensors(self._problem.model, held, self._problem.seed)
         for index, part in slices.items():
             context.layers[index] = SlicedLayer(layers[index], part, state)

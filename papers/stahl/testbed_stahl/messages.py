@@ -79,4 +79,4 @@ class TileOverlap(ConfigurationMessage, kind="overlap"):
 MEMBER_KINDS: tuple[type[TypedMessage], ...] = (
     ConfigureMember, Activation, OutputPiece, PartialSums, TileInput, TileOverlap, TileOutput, Output,
 )  # fmt: skip
-"""`Activation` brings a request's images to the source, `Output` its result to the coordinator there."""
+"""`Activation` brings a request's images to the source, `Output` its result to the coordinator on the source."""

@@ -26,7 +26,7 @@ from testbed.plan import Assignment, Plan
 from testbed.trace.events import EventType
 from testbed.trace.metrics_spec import Metric, Metrics, MetricsSpec, Row
 from testbed.trace.record import RunView
-from testbed_stahl.dataflow import layers_stored
+from testbed_stahl.dataflow import stored_layers
 from testbed_stahl.member import InferenceMember
 from testbed_stahl.messages import (
     MEMBER_KINDS,
@@ -240,4 +240,4 @@ def _slices_of(
     state: State,
 ) -> State:
     index = plan.devices.index(device)
-    return cut_copies(layers_stored(flow_of(problem, plan), index), state)
+    return cut_copies(stored_layers(flow_of(problem, plan), index), state)

@@ -224,7 +224,7 @@ class Tile(_Frozen):
 
 
 class Tiling(_Frozen):
-    """Fused tile partitioning of the first layers; a tile has one region more than there are tiled layers."""
+    """Fused tile partitioning of the first layers; a tile has one more region than the number of tiled layers."""
 
     rows: int
     columns: int

@@ -15,22 +15,22 @@ from testbed.ml.method import Alternative, PlannedMessage, PlanningProblem
 from testbed.ml.models.graph import Graph, graph_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Assignment, Plan, PlanDetails
-from testbed_stahl.candidates import Candidate, candidate, fitting_plan
+from testbed_stahl.candidates import Candidate, best_candidate, fitting_plan
 from testbed_stahl.communication import (
-    interval,
-    of_tiles,
-    phases,
+    all_transfers,
+    make_phases,
+    predict_interval,
     sent_elements,
-    transfers,
+    tile_transfers,
 )
-from testbed_stahl.dataflow import Dataflow, dataflow
+from testbed_stahl.dataflow import Dataflow, make_dataflow
 from testbed_stahl.demands import (
-    costs,
+    count_multiplications,
+    count_parameters,
+    count_weights,
+    layer_costs,
     longest_path,
-    memory,
-    multiplications,
-    parameters,
-    weights,
+    memory_needs,
 )
 from testbed_stahl.options import SCHEMES, DistributedOptions, PlanSettings
 from testbed_stahl.plan import DistributedPlan, equal_shares
@@ -128,13 +128,13 @@ def _check_tile_options(
 
 def plan_demands(flow: Dataflow) -> PlanDemands:
     """Return the resource demands of a plan, without the savings of tile reuse."""
-    sent = transfers(flow)
-    stored_weights = tuple(weights(flow, device) for device in flow.devices)
+    sent = all_transfers(flow)
+    stored_weights = tuple(count_weights(flow, device) for device in flow.devices)
     communication, printed = (paper_communication(flow, reuse) for reuse in REUSES)
     return PlanDemands(
         weight_elements=stored_weights,
         weights_bytes=BYTES_PER_VALUE * max(stored_weights),
-        memory_bytes=max(memory(flow)),
+        memory_bytes=max(memory_needs(flow)),
         longest_path=longest_path(flow),
         communication=communication,
         communication_bytes=BYTES_PER_VALUE * communication,
@@ -158,7 +158,7 @@ def paper_communication(flow: Dataflow, reuse: Reuse) -> float:
     if flow.way == "row":
         result = len(graph.layers) - 1
         # The paper does not count the way of the result back to the source.
-        counted = [sent for sent in transfers(flow) if sent.value != result]
+        counted = [sent for sent in all_transfers(flow) if sent.value != result]
         return float(sent_elements(counted))
     shares: Sequence[Fraction] = equal_shares(len(plan.devices))
     if plan.shares:
@@ -183,7 +183,7 @@ def _reuse_savings(
     settings = settings_of(problem, problem.devices).with_options(
         tile_grid=grid, tile_overlap="compute"
     )
-    without = candidate(flow.graph, problem.devices, settings).flow
+    without = best_candidate(flow.graph, problem.devices, settings).flow
     return {
         "saved_tile_bytes": _tile_bytes(without) - _tile_bytes(flow),
         "saved_multiplications": (
@@ -193,48 +193,48 @@ def _reuse_savings(
 
 
 def _tile_bytes(flow: Dataflow) -> float:
-    return sum(each.wire_bytes(flow.settings.samples) for each in of_tiles(flow))
+    return sum(each.wire_bytes(flow.settings.samples) for each in tile_transfers(flow))
 
 
 def _tile_multiplications(flow: Dataflow) -> int:
-    return sum(sum(row) for row in multiplications(flow)[: flow.tiled])
+    return sum(sum(row) for row in count_multiplications(flow)[: flow.tiled])
 
 
 def distributed(
-    problem: PlanningProblem[DistributedOptions], there: Collection[str]
+    problem: PlanningProblem[DistributedOptions], present: Collection[str]
 ) -> DistributedPlan:
     """Return the distributed plan over the present devices; raises `InputError` if their memory is insufficient.
 
     The source is always present, as it is the device that plans.
     """
-    devices = _present_devices(problem, there)
+    devices = _present_devices(problem, present)
     return fitting_plan(graph_of(problem.model), devices, settings_of(problem, devices))
 
 
 def assignments_for(
-    problem: PlanningProblem[DistributedOptions], there: Collection[str]
+    problem: PlanningProblem[DistributedOptions], present: Collection[str]
 ) -> tuple[Assignment, ...]:
     """Plan for the present devices, the source included; raises `InputError` if their memory is insufficient."""
-    return assignments(problem, flow_of(problem, distributed(problem, there)))
+    return assignments(problem, flow_of(problem, distributed(problem, present)))
 
 
 def assignments(
     problem: PlanningProblem[DistributedOptions], flow: Dataflow
 ) -> tuple[Assignment, ...]:
     """Return the assignments of a plan, one part of every unit per device, with the source first as coordinator."""
-    needs = memory(flow)
-    products = list(zip(*multiplications(flow), strict=True))
-    layer_costs = list(zip(*costs(flow), strict=True))
+    needs = memory_needs(flow)
+    products = list(zip(*count_multiplications(flow), strict=True))
+    columns = list(zip(*layer_costs(flow), strict=True))
     made = []
     for index, name in enumerate(flow.plan.devices):
-        cost = sum(layer_costs[index], Cost())
+        cost = sum(columns[index], Cost())
         assignment = Assignment(
             device=name,
             start=0,
             stop=len(problem.model.units),
             memory=needs[index],
             part="a part",
-            parameters=parameters(flow, index),
+            parameters=count_parameters(flow, index),
             # A multiplication comes with an addition.
             flops=2.0 * sum(products[index]),
             seconds=problem.device(name).seconds(cost),
@@ -250,7 +250,7 @@ def flow_of(
     settings = PlanSettings(
         problem.options, decided.source, problem.workload.batch_size
     )
-    return dataflow(graph_of(problem.model), decided, settings)
+    return make_dataflow(graph_of(problem.model), decided, settings)
 
 
 def alternatives(
@@ -276,7 +276,7 @@ def compare_schemes(
     for name in SCHEMES:
         with_scheme = settings.with_options(scheme=name)
         try:
-            candidates.append(candidate(graph, devices, with_scheme))
+            candidates.append(best_candidate(graph, devices, with_scheme))
         except InputError:
             if name == settings.options.scheme:
                 raise
@@ -286,7 +286,7 @@ def compare_schemes(
 def _has_links(problem: PlanningProblem[DistributedOptions], flow: Dataflow) -> bool:
     names = flow.plan.devices
     used = set()
-    for transfer in transfers(flow):
+    for transfer in all_transfers(flow):
         used.add((names[transfer.sender], names[transfer.receiver]))
     return used <= problem.links.keys()
 
@@ -319,7 +319,7 @@ def _describe_alternative(
         notes="; ".join(_notes_on(plan)),
         details={
             "layers": schemes,
-            "tiled_elements": sent_elements(of_tiles(flow)),
+            "tiled_elements": sent_elements(tile_transfers(flow)),
             "redundant_multiplications": redundant,
         },
     )
@@ -344,14 +344,14 @@ def _notes_on(plan: DistributedPlan) -> list[str]:
 def _step_time(problem: PlanningProblem[DistributedOptions], flow: Dataflow) -> float:
     """Predict the seconds between two results; with one concurrent request, its latency."""
     devices = _present_devices(problem, flow.plan.devices)
-    made = phases(flow, devices, problem.links)
-    return interval(made, flow.settings.options.in_flight)
+    made = make_phases(flow, devices, problem.links)
+    return predict_interval(made, flow.settings.options.in_flight)
 
 
 def _present_devices(
-    problem: PlanningProblem[DistributedOptions], there: Collection[str]
+    problem: PlanningProblem[DistributedOptions], present: Collection[str]
 ) -> list[DeviceSpec]:
-    return [device for device in problem.devices if device.name in there]
+    return [device for device in problem.devices if device.name in present]
 
 
 def settings_of(
@@ -391,7 +391,7 @@ def part_messages(
     """Yield the largest message of each transfer, and the initial weights of each device."""
     devices = plan.details.distributed.devices
     element_bytes = BYTES_PER_VALUE * problem.workload.batch_size
-    for transfer in transfers(flow_of(problem, plan.details.distributed)):
+    for transfer in all_transfers(flow_of(problem, plan.details.distributed)):
         largest = max(transfer.messages, default=0)
         sender, receiver = devices[transfer.sender], devices[transfer.receiver]
         yield sender, receiver, element_bytes * largest

@@ -11,7 +11,7 @@ from testbed_stahl.dataflow import Dataflow
 from testbed_stahl.messages import TileInput, TileOutput, TileOverlap
 from testbed_stahl.plan import Region, Tile
 from testbed_stahl.request_work import SPAN, Ledger, MemberContext
-from testbed_stahl.tiles import costs, is_late, multiplications, padding
+from testbed_stahl.tiles import is_late, tile_costs, tile_multiplications, tile_padding
 
 Part = tuple[Region, "torch.Tensor"]
 """A region of a map and its values, (samples, channels, height, width)."""
@@ -43,7 +43,7 @@ def compute_tile(
         parts = borrowed.get(index, [])
         own = None
         if made.pixels:
-            own = ledger.hold(layer.tile(values, padding(layer.layer, made)))
+            own = ledger.hold(layer.tile(values, tile_padding(layer.layer, made)))
             parts = [(made, own), *parts]
         if values is not inputs:
             ledger.drop(values)
@@ -241,7 +241,7 @@ class TileQueue:
 def tile_queue(flow: Dataflow, speeds: Sequence[float]) -> TileQueue:
     """Return the queue of a plan's tiles; ``speeds`` of its devices in FLOP/s."""
     layers = flow.graph.layers[: flow.tiled]
-    work = [sum(multiplications(layers, made)) for made in flow.computed]
+    work = [sum(tile_multiplications(layers, made)) for made in flow.computed]
     # A multiplication comes with an addition.
     pace = [2.0 * flow.settings.samples / speed for speed in speeds]
     return TileQueue(flow.plan.tiles, work, flow.overlaps, pace)
@@ -358,7 +358,7 @@ class TileWork:
     def _lend_regions(
         self, request: int, lender: int, borrower: int, tensor: torch.Tensor
     ) -> None:
-        """Provide another tile with an overlap, through the source if all tile traffic passes there."""
+        """Provide another tile with an overlap, through the source if all tile traffic passes through the source."""
         source = self._flow.plan.source
         receiver = self._flow.plan.tiles[borrower].device
         is_local = receiver == self._member.index
@@ -385,7 +385,7 @@ class TileWork:
         borrowed = self._borrowed.pop((request, number), {})
         layers = [self._member.layers[index] for index in range(flow.tiled)]
         tiled = flow.graph.layers[: flow.tiled]
-        cost = sum(costs(tiled, flow.computed[number], len(inputs)), Cost())
+        cost = sum(tile_costs(tiled, flow.computed[number], len(inputs)), Cost())
         outputs, lent = await self._member.compute(
             lambda: compute_tile(flow, number, layers, inputs, borrowed, ledger),
             cost,

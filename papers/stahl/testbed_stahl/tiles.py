@@ -47,10 +47,10 @@ def is_late(row: int, column: int) -> bool:
     return (row + column) % 2 == 1
 
 
-def between(needed: Range, before: Range | None, after: Range | None) -> Range:
+def remaining_range(needed: Range, before: Range | None, after: Range | None) -> Range:
     """Return the part of a range along one axis covered by neither neighbour; None means no neighbour.
 
-    >>> between(Range(2, 9), before=Range(0, 4), after=None)
+    >>> remaining_range(Range(2, 9), before=Range(0, 4), after=None)
     Range(first=4, last=9)
     """
     first, last = needed
@@ -61,7 +61,7 @@ def between(needed: Range, before: Range | None, after: Range | None) -> Range:
     return Range(first, last)
 
 
-def computed(tiling: Tiling, number: int) -> tuple[Region, ...]:
+def computed_regions(tiling: Tiling, number: int) -> tuple[Region, ...]:
     """Return the region of each early layer's output computed by a tile with data reuse."""
     tile = tiling.tiles[number]
     if not is_late(tile.row, tile.column):
@@ -69,17 +69,17 @@ def computed(tiling: Tiling, number: int) -> tuple[Region, ...]:
     above, below, left, right = _neighbour_tiles(tiling, tile)
     regions = []
     for level, region in enumerate(tile.regions[1:-1], 1):
-        rows = between(
+        rows = remaining_range(
             _row_range(region), _rows_of(above, level), _rows_of(below, level)
         )
-        columns = between(
+        columns = remaining_range(
             _column_range(region), _columns_of(left, level), _columns_of(right, level)
         )
         regions.append(Region(*rows, *columns))
     return (*regions, tile.regions[-1])
 
 
-def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
+def find_overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
     """Return all overlaps reused between tiles, layer by layer for each pair.
 
     The neighbours above and below cover all columns of a tile; the left and right neighbours cover the remaining rows.
@@ -92,7 +92,7 @@ def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
             if neighbour is None:
                 continue
             lender = tiling.tiles.index(neighbour)
-            own_regions = computed(tiling, number)[:-1]
+            own_regions = computed_regions(tiling, number)[:-1]
             regions = zip(tile.regions[1:-1], own_regions, strict=True)
             for layer, (whole, own) in enumerate(regions):
                 region = _reused_region(whole, own, side)
@@ -213,7 +213,7 @@ def _closes_stack(graph: Graph, count: int) -> bool:
     return True
 
 
-def needed(layer: GraphLayer, out: Range, size: int) -> Range:
+def needed_range(layer: GraphLayer, out: Range, size: int) -> Range:
     """Return the range of ``size`` input pixels along one axis needed for output pixels ``out``."""
     if not out.size:
         return NOTHING
@@ -231,7 +231,7 @@ def _padded_range(layer: GraphLayer, first: int, last: int) -> Range:
     )
 
 
-def padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
+def tile_padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
     """Return the padding in pixels of a tile at a layer as (left, right, top, bottom), torch's order.
 
     ``out`` is the region of the layer's output. Only tiles at the border of the map are padded.
@@ -424,7 +424,7 @@ def _trace_axis(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Ran
     """Return the range needed along one axis of every layer's input, followed by ``out``."""
     ranges = [out]
     for layer in reversed(layers):
-        ranges.append(needed(layer, ranges[-1], layer.input[axis]))
+        ranges.append(needed_range(layer, ranges[-1], layer.input[axis]))
     return ranges[::-1]
 
 
@@ -440,16 +440,18 @@ def _trace_between(
     makes = [out]
     for index in reversed(range(len(layers))):
         layer = layers[index]
-        needs.append(needed(layer, makes[-1], layer.input[axis]))
+        needs.append(needed_range(layer, makes[-1], layer.input[axis]))
         # The image comes from the source in full.
         if index:
             lent_before = None if before is None else before[index]
             lent_after = None if after is None else after[index]
-            makes.append(between(needs[-1], lent_before, lent_after))
+            makes.append(remaining_range(needs[-1], lent_before, lent_after))
     return _AxisTiles(needs[::-1], makes[::-1])
 
 
-def multiplications(layers: Sequence[GraphLayer], made: Sequence[Region]) -> list[int]:
+def tile_multiplications(
+    layers: Sequence[GraphLayer], made: Sequence[Region]
+) -> list[int]:
     """Return the multiplications of each layer in a tile computing these regions of the layers' outputs."""
     products = []
     for layer, region in zip(layers, made, strict=True):
@@ -458,7 +460,7 @@ def multiplications(layers: Sequence[GraphLayer], made: Sequence[Region]) -> lis
     return products
 
 
-def costs(
+def tile_costs(
     layers: Sequence[GraphLayer], made: Sequence[Region], samples: int
 ) -> list[Cost]:
     """Return the cost of each layer in a tile computing these regions: its share of pixels and all weights."""
@@ -476,5 +478,5 @@ def redundant_multiplications(
     layers: Sequence[GraphLayer], made: Sequence[Sequence[Region]]
 ) -> int:
     """Return the extra multiplications of these regions over an undivided computation (halo overhead)."""
-    tiled = sum(sum(multiplications(layers, each)) for each in made)
+    tiled = sum(sum(tile_multiplications(layers, each)) for each in made)
     return tiled - sum(layer.multiplications for layer in layers)

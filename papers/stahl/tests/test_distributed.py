@@ -14,7 +14,7 @@ from testbed.ml.models.layers import (
     ReLU,
 )
 from testbed.wire.message import ENVELOPE
-from testbed_stahl.communication import transfers
+from testbed_stahl.communication import all_transfers
 from tests.helpers.inferences import CNN, FC, distributed, infer
 from tests.helpers.runs import events
 
@@ -63,7 +63,7 @@ def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, min_chunk_b
     found = infer(distributed(3, method, {"model": model, "requests": 1}))
     flow = found.flow
     planned, sent = defaultdict(list), defaultdict(list)
-    for transfer in transfers(flow):
+    for transfer in all_transfers(flow):
         planned[
             flow.plan.devices[transfer.sender], flow.plan.devices[transfer.receiver]
         ] += transfer.messages

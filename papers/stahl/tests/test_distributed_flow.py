@@ -22,8 +22,8 @@ from testbed.ml.models.layers import (
 )
 from testbed.ml.models.sliced import SlicedLayer, cut_tensors
 from testbed.ml.models.slices import NONE, Slice
-from testbed_stahl.candidates import candidate
-from testbed_stahl.communication import of_tiles, sent_elements, transfers
+from testbed_stahl.candidates import best_candidate
+from testbed_stahl.communication import all_transfers, sent_elements, tile_transfers
 from testbed_stahl.plan import (
     Range,
     difference,
@@ -95,20 +95,24 @@ def test_what_goes_through_the_source_is_what_is_lacking_element_by_element(
     graph, speeds, scheme, data
 ):
     source = data.draw(st.integers(0, len(speeds) - 1))
-    found = candidate(
+    found = best_candidate(
         graph, crew(speeds), asked(scheme=scheme, source=source, tiled_layers=0)
     ).flow
-    assert sent_elements(transfers(found)) == sent_through_the_source(graph, found.plan)
+    assert sent_elements(all_transfers(found)) == sent_through_the_source(
+        graph, found.plan
+    )
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
 def test_yolov2_takes_what_is_lacking_and_its_tiles(scheme):
     graph = yolov2(224)
-    found = candidate(
+    found = best_candidate(
         graph, crew([1.0, 2.5, 1.0, 4.0]), asked(scheme, tiled_layers=16, source=2)
     ).flow
     later = sent_through_the_source(graph, found.plan)
-    assert sent_elements(transfers(found)) == later + sent_elements(of_tiles(found))
+    assert sent_elements(all_transfers(found)) == later + sent_elements(
+        tile_transfers(found)
+    )
 
 
 @settings(deadline=None, max_examples=150)
@@ -117,7 +121,7 @@ def test_everything_is_made_once_and_whoever_lacks_something_is_sent_it(
     graph, speeds, scheme
 ):
     for exchange in ("via-source", "direct"):
-        found = candidate(
+        found = best_candidate(
             graph, crew(speeds), asked(scheme=scheme, tiled_layers=0, exchange=exchange)
         ).flow
         for value, homes in found.homes.items():
@@ -241,7 +245,7 @@ def test_tiles_with_their_halo_are_the_whole_map(rows, columns, height, width):
     parts = [SlicedLayer(layer, layer.whole, module.state_dict()) for layer in early]
     ledger, found = Ledger("d0", 1e9), torch.full_like(whole, float("nan"))
     grid = (min(rows, whole.shape[2]), min(columns, whole.shape[3]))
-    flow = candidate(
+    flow = best_candidate(
         graph, crew([1.0]), asked("lop", tiled_layers=3, tile_grid=grid)
     ).flow
     for number, each in enumerate(flow.plan.tiles):

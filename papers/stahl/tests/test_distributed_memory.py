@@ -14,7 +14,7 @@ from testbed.ml.models.layers import (
     Reorganise,
 )
 from testbed.trace.metrics import metrics
-from testbed_stahl.demands import parameters
+from testbed_stahl.demands import count_parameters
 from tests.helpers.inferences import CNN, Inference, distributed, infer
 
 
@@ -64,7 +64,7 @@ def shares_used(found: Inference) -> dict[int, float]:
     predicted = {part.device: part.memory for part in found.plan.assignments}
     used = {}
     for index, name in enumerate(found.flow.plan.devices):
-        stored = 4 * parameters(found.flow, index)
+        stored = 4 * count_parameters(found.flow, index)
         assert devices[name]["weights"] == stored
         if predicted[name] > stored:
             used[index] = devices[name]["activations"] / (predicted[name] - stored)

@@ -26,15 +26,20 @@ from testbed.ml.models.layers import (
 from testbed.ml.models.shapes import INPUT
 from testbed.wire.framing import wire_bytes
 from testbed_stahl.candidates import enough_devices, fitting_plan
-from testbed_stahl.communication import Transfer, of_tiles, sent_elements, transfers
-from testbed_stahl.dataflow import Dataflow, dataflow
+from testbed_stahl.communication import (
+    Transfer,
+    all_transfers,
+    sent_elements,
+    tile_transfers,
+)
+from testbed_stahl.dataflow import Dataflow, make_dataflow
 from testbed_stahl.demands import (
-    activations,
+    count_multiplications,
+    count_parameters,
+    count_weights,
     longest_path,
-    memory,
-    multiplications,
-    parameters,
-    weights,
+    memory_needs,
+    peak_activations,
 )
 from testbed_stahl.options import SCHEMES, PlanSettings, SchemeName
 from testbed_stahl.plan import DistributedPlan
@@ -58,15 +63,15 @@ def even(count: int, memory: float = 4e9) -> list[DeviceSpec]:
 
 def planned(graph: Graph, crew: list[DeviceSpec], request: PlanSettings) -> Dataflow:
     """Return a plan as it is carried out."""
-    return dataflow(graph, fitting_plan(graph, crew, request), request)
+    return make_dataflow(graph, fitting_plan(graph, crew, request), request)
 
 
 def counted(found: Dataflow) -> tuple[tuple[int, ...], int, int]:
-    return held(found), longest_path(found), sent_elements(transfers(found))
+    return held(found), longest_path(found), sent_elements(all_transfers(found))
 
 
 def held(found: Dataflow) -> tuple[int, ...]:
-    return tuple(weights(found, device) for device in found.devices)
+    return tuple(count_weights(found, device) for device in found.devices)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_sequential_mapping_of_the_four_layer_example_is_the_papers_and_also_ret
 ):
     found = planned(FOUR_LAYERS, even(2), asked("sequential"))
     assert counted(found)[:2] == ((160, 80), 240)
-    assert transfers(found) == (Transfer(0, 1, 1, (16,)), Transfer(1, 0, 3, (4,)))
+    assert all_transfers(found) == (Transfer(0, 1, 1, (16,)), Transfer(1, 0, 3, (4,)))
 
 
 @pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
@@ -102,7 +107,7 @@ def test_where_channels_divide_what_is_sent_is_what_the_formulas_say(
     graph = graph_of(create("mlp", {"hidden": [64, 128, 32, 64]}, (1, 8, 8), 16))
     found = planned(graph, even(count), asked(scheme))
     schemes = [part.scheme for part in found.plan.layers]
-    assert sent_elements(transfers(found)) == total_communication(
+    assert sent_elements(all_transfers(found)) == total_communication(
         graph, schemes, WorkerTotals.equal(count)
     )
 
@@ -129,12 +134,12 @@ def test_every_scheme_computes_everything_once_and_sends_what_is_needed(
         if part.scheme == "fuse2":
             assert part.inputs == found.layers[index - 1].outputs
     for exchange in ("via-source", "direct"):
-        spread = dataflow(graph, found, asked(exchange=exchange))
+        spread = make_dataflow(graph, found, asked(exchange=exchange))
         assert sum(held(spread)) == graph.weights
-        assert sum(parameters(spread, device) for device in spread.devices) == sum(
-            each.parameters for each in graph.layers
-        )
-        assert [sum(row) for row in multiplications(spread)] == [
+        assert sum(
+            count_parameters(spread, device) for device in spread.devices
+        ) == sum(each.parameters for each in graph.layers)
+        assert [sum(row) for row in count_multiplications(spread)] == [
             layer.multiplications for layer in graph.layers
         ]
 
@@ -172,8 +177,8 @@ def test_yolov2_on_six_devices_is_planned_as_the_paper_does() -> None:
     fused = [index for index, part in enumerate(found.layers) if part.scheme == "fuse1"]
     assert fused == [18, 20, 23, 29]
     # Of the layers from 16 on, up to the rounding to whole channels, that is C of FUSE2: 67.3 MiB.
-    spread = dataflow(YOLO, found, asked())
-    later = sent_elements(transfers(spread)) - sent_elements(of_tiles(spread))
+    spread = make_dataflow(YOLO, found, asked())
+    later = sent_elements(all_transfers(spread)) - sent_elements(tile_transfers(spread))
     assert 4 * later / 2**20 == pytest.approx(67.26, rel=2e-3)
 
 
@@ -190,7 +195,7 @@ def test_yolov2_is_planned_on_six_devices_in_less_than_100_ms() -> None:
 def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
     found = planned(YOLO, even(4), asked(tile_grid=(2, 2), source=1))
     elsewhere = [tile for tile in found.plan.tiles if tile.device != 1]
-    assert set(of_tiles(found)) == {
+    assert set(tile_transfers(found)) == {
         *(
             Transfer(1, tile.device, INPUT, (3 * tile.regions[0].pixels,))
             for tile in elsewhere
@@ -202,7 +207,7 @@ def test_tiles_are_sent_with_their_halo_and_collected_without() -> None:
 
 
 def test_bytes_on_the_wire_are_those_of_every_message() -> None:
-    found = transfers(planned(FOUR_LAYERS, even(2), asked("lop")))
+    found = all_transfers(planned(FOUR_LAYERS, even(2), asked("lop")))
     assert [len(each.messages) for each in found] == [1] * 8
     assert all(
         each.wire_bytes(3) == wire_bytes(3 * 4 * each.elements + 320) for each in found
@@ -211,7 +216,7 @@ def test_bytes_on_the_wire_are_those_of_every_message() -> None:
     some = {"samples": 2, "chunks": 3, "min_chunk_bytes": 1}
     first, *_ = (
         each
-        for each in transfers(planned(graph, even(2), asked("lop", **some)))
+        for each in all_transfers(planned(graph, even(2), asked("lop", **some)))
         if each.value == 0
     )
     assert sorted(first.messages) == [166, 167, 167]
@@ -238,7 +243,7 @@ def test_memory_bounds_the_share_of_a_fast_device_and_the_others_take_over() -> 
     ]
     for scheme in ("lop", "optimal"):
         spread = planned(graph, crew, asked(scheme, source=1))
-        assert 0.95e6 < memory(spread)[0] <= 1e6
+        assert 0.95e6 < memory_needs(spread)[0] <= 1e6
         found = spread.plan.layers[1]
         sizes = [each.size for each in (found.outputs or found.inputs)]
         assert sizes[1] == pytest.approx(2 * sizes[2], abs=2)
@@ -267,7 +272,7 @@ def test_a_plan_fits_or_is_refused(
             continue
         assert all(
             need <= device.memory
-            for need, device in zip(memory(found), crew, strict=True)
+            for need, device in zip(memory_needs(found), crew, strict=True)
         )
 
 
@@ -310,7 +315,7 @@ def test_no_number_of_devices_helps_where_activations_alone_are_too_much() -> No
 def test_activations_are_what_each_device_holds_at_its_widest_layer() -> None:
     def most(scheme: SchemeName, count: int = 2, **options: Any) -> tuple[int, ...]:
         found = planned(FOUR_LAYERS, even(count), asked(scheme, **options))
-        return tuple(activations(found, device) for device in found.devices)
+        return tuple(peak_activations(found, device) for device in found.devices)
 
     # The layer from 8 to 16, done from 4 inputs before the others come: 8 sums, then 8 outputs, and 8 of the others.
     assert most("lop") == (8 + 8 + 16,) * 2

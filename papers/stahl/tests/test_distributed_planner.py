@@ -20,8 +20,8 @@ from testbed.work import WorkloadPart
 from testbed_controller.cli.plan import alternatives_table
 from testbed_controller.report.tables import draw
 from testbed_stahl.candidates import fitting_plan
-from testbed_stahl.communication import interval, overlapped, phases
-from testbed_stahl.dataflow import dataflow
+from testbed_stahl.communication import make_phases, predict_interval, predict_latency
+from testbed_stahl.dataflow import make_dataflow
 from testbed_stahl.options import DistributedOptions
 from testbed_stahl.planner import (
     DistributedDetails,
@@ -94,20 +94,22 @@ def test_the_time_of_a_request_is_computing_or_sending_phase_by_phase() -> None:
     for work, sent, returned in zip((1.6, 6.4, 3.2), there[1:], back, strict=False):
         expected += work + max(sent / 4000 + 0.5, returned / 2000 + 0.25)
     expected += 0.8 + back[3] / 2000 + 0.25
-    divided = phases(
-        dataflow(FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, asked("lop")), asked()),
+    divided = make_phases(
+        make_dataflow(
+            FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, asked("lop")), asked()
+        ),
         crew,
         links,
     )
-    assert overlapped(divided) == pytest.approx(expected)
-    assert interval(divided) == overlapped(divided)
-    assert interval(divided, in_flight=9) == pytest.approx(
+    assert predict_latency(divided) == pytest.approx(expected)
+    assert predict_interval(divided) == predict_latency(divided)
+    assert predict_interval(divided, in_flight=9) == pytest.approx(
         max(12, sum(phase.network for phase in divided))
     )
-    alone = dataflow(
+    alone = make_dataflow(
         FOUR_LAYERS, fitting_plan(FOUR_LAYERS, crew, asked("single")), asked()
     )
-    assert interval(phases(alone, crew, links)) == 24
+    assert predict_interval(make_phases(alone, crew, links)) == 24
 
 
 def test_communication_is_that_of_the_shares_that_are_planned() -> None:

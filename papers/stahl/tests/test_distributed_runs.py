@@ -10,9 +10,14 @@ from testbed.ml.models import create
 from testbed.ml.models.sliced import cut_tensors, draw_tensors
 from testbed.trace.intervals import total
 from testbed.trace.metrics import metrics
-from testbed_stahl.communication import overlapped, phases, sent_elements, transfers
-from testbed_stahl.dataflow import layers_stored
-from testbed_stahl.demands import parameters
+from testbed_stahl.communication import (
+    all_transfers,
+    make_phases,
+    predict_latency,
+    sent_elements,
+)
+from testbed_stahl.dataflow import stored_layers
+from testbed_stahl.demands import count_parameters
 from testbed_stahl.request_work import Ledger
 from tests.helpers.inferences import CNN, distributed, infer
 from tests.helpers.runs import events, of
@@ -34,7 +39,7 @@ def test_devices_have_the_same_weights_drawn_or_given(given):
     found = infer(distributed(3, {"tiled_layers": None}), model)
     whole = model.build(0, len(model.units), 5).state_dict()
     for index in range(4):
-        held = layers_stored(found.flow, index)
+        held = stored_layers(found.flow, index)
         drawn = draw_tensors(model, held, 5)
         sliced = {
             name: tensor
@@ -225,7 +230,7 @@ def test_schemes_rank_by_run_time_as_by_communication():
             )
         )
         times[scheme] = of(found.outcome, "request")[0]["latency"]
-        sent[scheme] = sent_elements(transfers(found.flow))
+        sent[scheme] = sent_elements(all_transfers(found.flow))
     assert sorted(times, key=times.__getitem__) == sorted(sent, key=sent.__getitem__)
 
 
@@ -245,13 +250,13 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
         )
     )
     (request,) = of(found.outcome, "request")
-    apart = phases(found.flow, found.experiment.devices, found.experiment.links)
-    assert found.plan.step_time == overlapped(apart)
+    apart = make_phases(found.flow, found.experiment.devices, found.experiment.links)
+    assert found.plan.step_time == predict_latency(apart)
     # Through the source in two legs: each at most as long as the two that overlap.
     legs = 2 if exchange == "via-source" else 1
     in_turn = sum(phase.compute + legs * (phase.network + 0.001) for phase in apart)
     # The prediction leaves out that a layer begins on the first chunks of the one before.
-    assert 0.9 * overlapped(apart) < request["latency"] < in_turn
+    assert 0.9 * predict_latency(apart) < request["latency"] < in_turn
     # What everything waited for was one of the two at every instant, and nothing beats the busiest link.
     figures = metrics(found.outcome, found.experiment, found.plan)
     assert figures["path_compute"] + figures["path_network"] == pytest.approx(
@@ -262,7 +267,9 @@ def test_an_inference_takes_less_than_computing_and_sending_in_turn(scheme, exch
         <= figures["over_bound"]
         < request["latency"] / max(phase.network for phase in apart)
     )
-    assert figures["devices"]["source"]["weights"] == 4 * parameters(found.flow, 0)
+    assert figures["devices"]["source"]["weights"] == 4 * count_parameters(
+        found.flow, 0
+    )
 
 
 @pytest.mark.parametrize("exchange", ["via-source", "direct"])

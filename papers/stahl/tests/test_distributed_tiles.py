@@ -16,9 +16,9 @@ from testbed_stahl.tiles import (
     check_tileable,
     feature_dominated_layers,
     make_tiling,
-    multiplications,
-    padding,
     redundant_multiplications,
+    tile_multiplications,
+    tile_padding,
 )
 from tests.helpers.graphs import convolution, pooling, yolov2
 
@@ -108,7 +108,7 @@ def test_tiles_computed_each_alone_make_up_the_whole(
         values = cut(image, each.regions[0])
         computed = 0
         for layer, kernel, out in zip(layers, kernels, each.regions[1:], strict=True):
-            values = compute(layer, kernel, values, padding(layer, out))
+            values = compute(layer, kernel, values, tile_padding(layer, out))
             assert values.shape[1:] == (out.bottom - out.top, out.right - out.left)
             computed += (
                 values.numel()
@@ -119,7 +119,7 @@ def test_tiles_computed_each_alone_make_up_the_whole(
         torch.testing.assert_close(
             values, cut(whole, each.regions[-1]), rtol=1e-12, atol=1e-12
         )
-        assert sum(multiplications(layers, each.regions[1:])) == computed
+        assert sum(tile_multiplications(layers, each.regions[1:])) == computed
         cut(covered[None], each.regions[-1]).add_(1)
     assert torch.equal(covered, torch.ones(height, width))
 
@@ -136,9 +136,9 @@ def test_halo_of_a_small_example_by_hand() -> None:
     # Two rows of the last layer need three of pooling, so six of the first, so seven of the image.
     assert upper.regions == ((0, 7, 0, 8), (0, 6, 0, 8), (0, 3, 0, 4), (0, 2, 0, 4))
     assert lower.regions == ((1, 8, 0, 8), (2, 8, 0, 8), (1, 4, 0, 4), (2, 4, 0, 4))
-    assert padding(layers[2], upper.regions[3]) == (1, 1, 1, 0)
-    assert padding(layers[2], lower.regions[3]) == (1, 1, 0, 1)
-    assert multiplications(layers, upper.regions[1:]) == [9 * 48, 0, 9 * 8]
+    assert tile_padding(layers[2], upper.regions[3]) == (1, 1, 1, 0)
+    assert tile_padding(layers[2], lower.regions[3]) == (1, 1, 0, 1)
+    assert tile_multiplications(layers, upper.regions[1:]) == [9 * 48, 0, 9 * 8]
     assert (
         redundant_multiplications(layers, [upper.regions[1:], lower.regions[1:]])
         == 9 * 2 * 16
@@ -177,7 +177,7 @@ def test_tiles_go_to_devices_by_speed_and_of_equals_to_the_source() -> None:
     tiling = make_tiling(layers, 3, 3, [2.0, 1.0], 1)
     loads = [
         sum(
-            sum(multiplications(layers, each.regions[1:]))
+            sum(tile_multiplications(layers, each.regions[1:]))
             for each in tiling.tiles
             if each.device == n
         )
@@ -199,7 +199,7 @@ def test_the_best_tiling_is_no_slower_than_a_row_or_a_column_of_tiles(
         tiling = make_tiling(layers, rows, columns, [1.0] * count, 0)
         loads = [0] * count
         for each in tiling.tiles:
-            loads[each.device] += sum(multiplications(layers, each.regions[1:]))
+            loads[each.device] += sum(tile_multiplications(layers, each.regions[1:]))
         return max(loads)
 
     best = best_tiling(layers, [1.0] * count, 0)

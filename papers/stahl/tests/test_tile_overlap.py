@@ -11,15 +11,15 @@ from test_distributed_tiles import compute, cut, early, window
 from testbed.hardware import DeviceSpec
 from testbed.ml.models.graph import Graph, GraphLayer
 from testbed.trace.metrics import metrics
-from testbed_stahl.candidates import candidate
+from testbed_stahl.candidates import best_candidate
 from testbed_stahl.communication import (
-    of_tiles,
-    overlapped,
-    phases,
+    all_transfers,
+    make_phases,
+    predict_latency,
     sent_elements,
-    transfers,
+    tile_transfers,
 )
-from testbed_stahl.demands import memory, multiplications
+from testbed_stahl.demands import count_multiplications, memory_needs
 from testbed_stahl.plan import Region
 from testbed_stahl.request_work import Ledger
 from testbed_stahl.tile_work import compute_tile
@@ -53,7 +53,7 @@ def flow_of(layers, rows, columns, devices=1, options=REUSE):
     request = asked(
         "lop", tiled_layers=len(layers), tile_grid=(rows, columns), **options
     )
-    return candidate(Graph("n", tuple(layers)), crew(devices), request).flow
+    return best_candidate(Graph("n", tuple(layers)), crew(devices), request).flow
 
 
 @settings(max_examples=40, deadline=None)
@@ -140,14 +140,14 @@ def test_what_yolov2_saves_on_six_devices() -> None:
         {"exchange": "direct", "tile_overlap": "reuse"},
         {"tile_overlap": "reuse"},
     ):
-        flow = candidate(
+        flow = best_candidate(
             YOLO, crew(6), asked("lop", tiled_layers=16, tile_grid=(3, 4), **options)
         ).flow
         redundant = (
             redundant_multiplications(YOLO.layers[:16], flow.computed)
             / YOLO.multiplications
         )
-        figures.append((redundant, sent_elements(of_tiles(flow))))
+        figures.append((redundant, sent_elements(tile_transfers(flow))))
     (plain, all_), (direct, saved), (through, less) = figures
     assert direct == through < plain / 6
     assert saved < less < all_
@@ -179,21 +179,23 @@ def test_runs_give_what_the_whole_network_gives_within_the_memory_that_is_planne
     assert found.outcome.status == "finished", found.outcome.error
     assert found.error < 1e-6
     held = metrics(found.outcome, found.experiment, found.plan)["devices"]
-    for name, bound in zip(found.flow.plan.devices, memory(found.flow), strict=True):
+    for name, bound in zip(
+        found.flow.plan.devices, memory_needs(found.flow), strict=True
+    ):
         assert held[name]["weights"] + held[name]["activations"] <= bound
     sent = [
         event
         for event in of(found.outcome, "send")
         if event["message"] in ("tile", "overlap", "tiled")
     ]
-    assert len(sent) == 3 * len(of_tiles(found.flow))
+    assert len(sent) == 3 * len(tile_transfers(found.flow))
     computed = sum(
         event["flops"]
         for event in of(found.outcome, "compute")
         if event.get("micro") == 0
     )
     assert computed == 3 * 2 * 2 * sum(
-        sum(row) for row in multiplications(found.flow)[: found.flow.tiled]
+        sum(row) for row in count_multiplications(found.flow)[: found.flow.tiled]
     )
 
 
@@ -229,8 +231,10 @@ def test_the_time_is_predicted() -> None:
         )
     )
     latency = of(found.outcome, "request")[-1]["latency"]
-    predicted = overlapped(
-        phases(found.flow, found.experiment.devices, found.experiment.links)
+    predicted = predict_latency(
+        make_phases(found.flow, found.experiment.devices, found.experiment.links)
     )
     assert latency == pytest.approx(predicted, rel=0.15)
-    assert sent_elements(transfers(found.flow)) > sent_elements(of_tiles(found.flow))
+    assert sent_elements(all_transfers(found.flow)) > sent_elements(
+        tile_transfers(found.flow)
+    )

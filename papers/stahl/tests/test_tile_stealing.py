@@ -7,7 +7,7 @@ from testbed.common.errors import InputError
 from testbed.ml.models import create
 from testbed.ml.models.graph import graph_of
 from testbed.trace.metrics import metrics
-from testbed_stahl.demands import memory
+from testbed_stahl.demands import memory_needs
 from testbed_stahl.method import DECLARED
 from testbed_stahl.tile_work import tile_queue
 from tests.helpers.inferences import CNN, distributed, infer
@@ -95,7 +95,9 @@ def test_a_slow_device_loses_tiles_and_nothing_else_changes(overlap, in_flight) 
         sum(each[key] == "worker1" for each in given) for key in ("by", "owner")
     )
     assert kept < own / 2
-    for name, bound in zip(found.flow.plan.devices, memory(found.flow), strict=True):
+    for name, bound in zip(
+        found.flow.plan.devices, memory_needs(found.flow), strict=True
+    ):
         assert (
             figures["devices"][name]["weights"]
             + figures["devices"][name]["activations"]
